@@ -18,8 +18,10 @@ the other our way. Plackett-Luce, the moving average and the totals are the prod
 score board.
 
 ``share``: of the train score, as a ratio to what the same miner gets when everybody mines the same
-way; it cannot be above the number of miners. Time is simulated: a step takes 60 s, an upload 300 s,
-and 400 blocks lie between rounds. So nothing here races for this machine's cores, and one
+way; it cannot be above the number of miners. Time is simulated: a step takes 60 s, an upload 300 s
+after its files are written and checked, and 750 blocks lie between rounds, which are called up to
+two minutes late (``bench.freshness``). Rounds of 300 s outlast a check, so that each upload of ours
+was searched. So nothing here races for this machine's cores, and one
 contender's inner step is as long as another's. The public miner reduces at each micro-batch and so
 steps more slowly; ``bench.inner_step`` measures that, and none of these figures holds it. A
 subnet of real processes is no option here: its miners would share two cores, and whose process ran
@@ -49,7 +51,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.arena_field import PUBLIC, Look, Looks, results, table
-from bench.freshness import LEAD, STEPS_OF_A_BLOCK, File, World, our_miner, public_miner
+from bench.freshness import LEAD, STEPS_OF_A_BLOCK, File, World, our_miner, public_miner, sent
 from bench.small_model import EFFECTIVE, MICRO, SEQUENCE, new_trainer, small_config
 from distributed_training.chain.base import Neuron
 from distributed_training.data.corpus import StdlibSource
@@ -172,7 +174,7 @@ class Publisher:
             outer,
             inner,
             listed_at,
-            now + self._world.upload,
+            now + self._before_sending() + self._world.upload,
             blocks=tuple(dict.fromkeys(self._since)),
             codes={each.name: each.encode() for each in directions},
             start=step.epoch_start,
@@ -182,13 +184,18 @@ class Publisher:
         self.timing.files.append(upload)
         self._since = []
 
-    def round(self, ends: float, pause: float) -> None:
+    def _before_sending(self) -> float:
+        """Return the seconds in which a snapshot is written and, if it is ours, checked."""
+        return self._world.write + (self._world.check if self.timing.through_rounds else 0.0)
+
+    def round(self, called: float) -> None:
         """Pause our upload under way, or kill the public miner's."""
         upload = self.timing.under_way
-        if upload is None or upload.visible_at <= ends:
+        if upload is None or upload.visible_at <= called:
             return
         if self.timing.through_rounds:
-            upload.visible_at += pause
+            taken = upload.visible_at - self._before_sending() - self._world.upload
+            upload.visible_at = sent(self._world, taken, called, self._world.upload)
         else:
             self.timing.files.remove(upload)
             self.timing.under_way = None
@@ -411,16 +418,19 @@ class Arena:
 
     def run(self, outer_steps: int) -> None:
         """Train, upload and judge until half a period after the last round."""
-        period = self.world.period
+        called, late = 0.0, random.Random(self._dice.random())
         for outer in range(outer_steps):
-            self._outer_step(outer, outer * period)
+            ends = called + self.world.period + late.uniform(0.0, self.world.late)
+            self._outer_step(outer, called, ends)
             print(f"outer step {outer} done", file=sys.stderr, flush=True)
-        now = outer_steps * period + self.world.pause
-        while (now := now + self.look_every) < (outer_steps + 0.5) * period:
-            self._judge(outer_steps, outer_steps * period, now)
+            called = ends
+        now = called + self.world.pause
+        while (now := now + self.look_every) < called + self.world.half:
+            self._judge(outer_steps, called, now)
 
-    def _outer_step(self, outer: int, called: float) -> None:
-        world, ends = self.world, called + self.world.period
+    def _outer_step(self, outer: int, called: float, ends: float) -> None:
+        """Train from one call to the next, at ``ends``, and take the outer step."""
+        world = self.world
         start = self.miners[0].trainer.outer.epoch_start
         assert start is not None
         self._starts.append(start)
@@ -430,12 +440,12 @@ class Arena:
         while now + world.step <= ends:
             now += world.step
             for miner in self.miners:
-                miner.inner_step(outer, now, ends)
+                miner.inner_step(outer, now, called + world.period)
             if now >= next_look + self.look_every and now > self.world.period / 2:
                 self._judge(outer, called, now)
                 next_look = now
         for publisher in (each for miner in self.miners for each in miner.publishers):
-            publisher.round(ends, world.pause)
+            publisher.round(ends)
         of_all = [miner.pseudo_gradient() for miner in self.miners]
         averaged = [torch.stack(list(parts)).mean(0) for parts in zip(*of_all, strict=True)]
         for miner in self.miners:
@@ -509,7 +519,7 @@ def main() -> int:
     parser.add_argument("--contenders", nargs="+", default=known[:-1], choices=known)
     parser.add_argument("--miners", type=int, default=4)
     parser.add_argument("--outer-steps", type=int, default=3)
-    parser.add_argument("--blocks", type=int, default=400, help="between two rounds")
+    parser.add_argument("--blocks", type=int, default=750, help="between two rounds")
     parser.add_argument("--step", type=float, default=60.0, help="seconds of an inner step")
     parser.add_argument("--upload", type=float, default=300.0, help="seconds of an upload")
     parser.add_argument("--look", type=int, default=75, help="blocks between a validator's looks")

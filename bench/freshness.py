@@ -14,7 +14,8 @@ fifth inner step that finds the last upload done. It publishes inner step 0. A r
 under way instead of pausing it. It fetches a block when it needs it, not before.
 
 *best*: what no schedule can beat that sends as ours does, found by looking back, with every call
-known.
+known. *blind*: the same without that: it knows how late calls may be and how long sending may take,
+and of each only what has happened. Nobody can do better who cannot foresee.
 """
 
 from __future__ import annotations
@@ -110,7 +111,6 @@ class Miner:
     decide: Decide
     done: Callable[[File, float], None]
     through_rounds: bool
-    checked: Callable[[float], None] = lambda seconds: None
     files: list[File] = field(default_factory=list)
     under_way: File | None = None
 
@@ -150,7 +150,7 @@ def our_miner(world: World, upload_steps: int = 5) -> Miner:
         revision = Revision(5, file.outer_step, file.inner_step)
         plan.published(PublicationReport(revision, True, world.upload, 1, "", now))
 
-    return Miner(decide, done, through_rounds=True, checked=plan.checked)
+    return Miner(decide, done, through_rounds=True)
 
 
 @dataclass(frozen=True)
@@ -164,13 +164,19 @@ class OuterStep:
     steps: list[tuple[float, float]]
 
 
-def life(world: World, *, lead: float, rounds: int, seed: int) -> list[OuterStep]:
-    """Steps and calls vary by some percent: one beat alone would prove nothing."""
+def life(
+    world: World, *, lead: float, rounds: int, seed: int, all_steps: bool = False
+) -> list[OuterStep]:
+    """Steps and calls vary by some percent: one beat alone would prove nothing.
+
+    ``all_steps``: with those until a call can come at the latest.
+    """
     dice, began, lived = random.Random(seed), world.pause, []
     for number in range(rounds):
         called = began + world.period + dice.uniform(0, world.late)
         now, left, asked, listed, steps = began, 0.0, began - lead, began - lead, []
-        while (now := now + world.step * dice.uniform(0.95, 1.05)) <= called:
+        latest = began + world.period + world.late if all_steps else called
+        while (now := now + world.step * dice.uniform(0.95, 1.05)) <= latest:
             left, listed = left - 1, asked
             if left <= 0:
                 left, asked = left + STEPS_OF_A_BLOCK, now - lead
@@ -221,8 +227,6 @@ def live(world: World, miner: Miner, *, rounds: int, seed: int) -> Score:
             busy = miner.under_way is not None
             if miner.decide(outer.number, inner, now, busy, now - listed, clock.next_at()):
                 publish(outer, inner, listed)
-                if now + world.write + world.check < outer.called:
-                    miner.checked(world.write + world.check)
         now = outer.called
         clock.round_called()
         if not miner.through_rounds:
@@ -298,6 +302,51 @@ def best_share(world: World, *, rounds: int, seed: int) -> float:
     return float(best[0]) / whole
 
 
+_CALLS = 8  # moments in which a call may come, for the blind one
+_HURRY = (0.933, 1.0, 1.067)  # times that sending may take, all as likely, of the usual one
+
+
+def blind_share(world: World, *, rounds: int, seed: int) -> float:
+    """Share of the looks that an upload covers, as expected by who decides best without foresight.
+
+    Looks back from the last round. It knows when steps end; files of half a period age out first.
+    """
+    calls = world.period + world.late * (np.arange(_CALLS) + 0.5) / _CALLS
+    lived = life(world, lead=LEAD, rounds=rounds, seed=seed, all_steps=True)
+    after = np.zeros(1), np.array([math.inf])  # worth of the uplink free from a moment on
+    for outer in reversed(lived):
+        after = _blind_outer_step(world, np.array(outer.steps) - outer.began, calls, after)
+    return float(after[0][0]) / rounds / float(calls.mean())
+
+
+def _blind_outer_step(world: World, steps: Any, calls: Any, after: tuple[Any, Any]) -> Any:
+    taken, listed = steps.T
+    may = calls >= taken[:, None]  # [snapshot, call]
+    visible = np.array(  # [hurry, snapshot, call]
+        [[[sent(world, t, c, h * world.upload) for c in calls] for t in taken] for h in _HURRY]
+    )
+    until = (listed + world.half)[:, None]
+
+    def judged(before: Any) -> Any:
+        own = np.clip(before, world.half, calls) - world.half
+        return own + np.clip(before - calls - world.pause, 0.0, world.half)
+
+    free = np.searchsorted(after[1], visible - calls - world.pause)
+    alone = np.maximum(0.0, judged(until) - judged(visible)) + after[0][free]
+    worth = np.zeros(len(taken))
+    for i in range(len(taken) - 1, -1, -1):
+        chance = may[i] / max(1, may[i].sum())
+        for visible_i, alone_i in zip(visible[:, i], alone[:, i], strict=True):
+            following = slice(np.searchsorted(taken, visible_i[-1]), len(taken))
+            ends = np.minimum(until[i], visible[:, following])
+            both = np.maximum(0.0, judged(ends) - judged(visible_i)).mean(0)
+            both = np.where(may[following], both + worth[following, None], alone_i)
+            values = np.append((both * chance).sum(1), (alone_i * chance).sum())
+            worth[i] += values.max() / len(_HURRY)
+    best = np.maximum.accumulate(np.append(worth, 0.0)[::-1])[::-1]
+    return best, taken
+
+
 def compare(world: World, *, rounds: int, seed: int, upload_steps: int = 5) -> tuple[Score, Score]:
     """(ours, the public miner's) under the same dice."""
     return (
@@ -313,16 +362,15 @@ def main() -> None:
     parser.add_argument("--late", type=float, nargs="+", default=[0, 120, 600], help="of calls")
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    print(
-        "blocks between rounds, step, upload, late | looks scored: best  ours  public | step judged"
-    )
+    print("blocks between rounds, step, upload, late | scored: best  blind  ours  public | step")
     for row, late in itertools.product(ROWS, options.late):
         world = replace(row, pause=options.pause, late=late)
         ours, public = compare(world, rounds=options.rounds, seed=options.seed)
         best = best_share(world, rounds=options.rounds, seed=options.seed)
+        blind = blind_share(world, rounds=options.rounds, seed=options.seed)
         print(
             f"{world.blocks:21} {world.step:3.0f} s {world.upload:6.0f} s {late:3.0f} s |"
-            f"{best:19.1%} {ours.share:6.1%} {public.share:6.1%} |"
+            f"{best:13.1%} {blind:6.1%} {ours.share:6.1%} {public.share:6.1%} |"
             f"{ours.inner_step:6.0f} {public.inner_step:4.0f}",
             flush=True,
         )

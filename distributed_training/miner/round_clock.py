@@ -61,7 +61,7 @@ class RoundClock:
         self._seconds_per_block = seconds_per_block
         self._clock = clock
         self._marks = deque([(chain_block(), clock())], maxlen=2)
-        self._configured = self._period
+        self._configured = self._usual = self._period
         self._missed = False
         self._gaps: deque[int] = deque(maxlen=3)  # blocks from a round's end to the next call
 
@@ -77,13 +77,15 @@ class RoundClock:
         alike = [each for each in self._gaps if abs(each - gap) <= _ALIKE * max(each, gap)]
         if len(alike) < 2:
             return
-        if abs(min(alike) - self._period) > _ALIKE * self._period:
+        if abs(min(alike) - self._usual) > _ALIKE * self._usual:
             log.info(
                 "Rounds are called after %d blocks, not %d: uploads are planned for that",
                 min(alike),
-                self._period,
+                self._usual,
             )
-        self._period = min(alike)  # a call may come late, hardly early
+            self._usual = min(alike)
+        # One that came late tells nothing of the next: a snapshot that awaits it misses its round.
+        self._period = min(self._usual, *alike)
         self._shortest = min(self._shortest, self._period)
 
     def round_ended(self, *, averaged: bool = True) -> None:

@@ -166,7 +166,6 @@ class Publishing:
                 return self._give_up(lines.not_checked(revision), "unchecked")
         self._taken = None
         self._submitted_checked = revision if checked else None
-        self._schedule.checked(now - self._taken_at)
         self._publisher.submit(folder, revision, self._world_size, preview_delta=preview.delta)
         return ev.SnapshotSubmitted(revision, preview, now - self._taken_at)
 

@@ -35,9 +35,9 @@ from distributed_training.protocol.types import PublicationReport, StepReport
 from .upload_rules import upload_due, upload_gate
 
 _MOST_MOMENTS = 150  # that are considered
-# Between the last snapshot's check and the expected call. Two cost 1 % of the looks that find an
-# upload, whether calls come on time or 40 s beside it; without any, one that is early gets none.
-_SPARE_STEPS = 1
+# Between the last snapshot and the expected call: steps vary, and an earlier call leaves none. Each
+# whole step costs 1 % of the looks that find an upload. The check goes on in the round.
+_SPARE_STEPS = 0.5
 
 Seconds = NDArray[np.float64]
 Flags = NDArray[np.bool_]
@@ -65,30 +65,20 @@ class Pace:
     """The measured durations of training and uploads, in seconds.
 
     ``step``: an inner step; ``upload``: from a snapshot until it is visible; ``block_age``: of the
-    newest listed block when a snapshot is taken; ``check``: from a snapshot until its gradient was
-    checked.
+    newest listed block now, and ``mean_block_age`` at any snapshot.
     """
 
     step: float
     upload: float
     block_age: float
-    check: float = 0.0
-
-    @property
-    def lead(self) -> float:
-        """The time before an expected round at which its last snapshot is to be taken.
-
-        Steps vary, and the check of a snapshot that the call overtakes holds up the round or
-        follows it.
-        """
-        return _SPARE_STEPS * self.step + self.check
+    mean_block_age: float
 
 
 @dataclass(frozen=True)
 class Bounds:
     """The limits of the schedule, in seconds.
 
-    ``age_limit``: of a file; ``margin``: how much earlier than needed uploads are to end;
+    ``age_limit``: of a file; ``margin``: by which sending may take longer;
     ``spacing``: between two snapshots at least; ``first``: from a round's end to the first inner
     step that may be uploaded.
     """
@@ -103,13 +93,11 @@ class Bounds:
 class Worth:
     """Judged seconds, from now on, in which an upload counts.
 
-    At most so many if a snapshot is taken ``now``, or only ``later``. ``resolution``: differences
-    below it mean nothing.
+    At most so many if a snapshot is taken ``now``, or only ``later``.
     """
 
     now: float
     later: float
-    resolution: float
 
 
 def weigh(now: float, *, rounds: Rounds, pace: Pace, bounds: Bounds, counts_until: float) -> Worth:
@@ -122,12 +110,13 @@ def weigh(now: float, *, rounds: Rounds, pace: Pace, bounds: Bounds, counts_unti
     horizon = now + 2 * min(rounds.half, bounds.age_limit)
     if rounds.next_at < math.inf:
         horizon = rounds.next_at + rounds.pause + 0.75 * rounds.period
-    taken, resolution = _moments(now, horizon, rounds, pace, bounds.first)
+    taken = _moments(now, horizon, rounds, pace, bounds.first)
     ours = taken < rounds.next_at  # of the present outer step; the others are of the next
     visible = taken + pace.upload
     visible[ours & (visible > rounds.next_at)] += rounds.pause
     until = np.minimum(
-        taken - pace.block_age + rounds.half - bounds.margin, visible + bounds.age_limit
+        taken - np.where(taken > now, pace.mean_block_age, pace.block_age) + rounds.half,
+        visible + bounds.age_limit,
     )
 
     def judged(start: Seconds, end: Seconds, of_ours: Flags) -> Seconds:
@@ -146,28 +135,30 @@ def weigh(now: float, *, rounds: Rounds, pace: Pace, bounds: Bounds, counts_unti
     # folders, so one of the next outer step takes nothing from those of this one.
     replaced = np.where(ours[:, None] == ours, visible, math.inf)
     counts = judged(visible[:, None], np.minimum(replaced, until[:, None]), ours[:, None])
-    counts[taken < np.maximum(visible, taken + bounds.spacing)[:, None]] = -math.inf
+    free = np.maximum(visible + bounds.margin, taken + bounds.spacing)  # for the next one
+    counts[taken < free[:, None]] = -math.inf
     best = judged(visible, until, ours)  # if there is no next one
     for i in range(len(taken) - 2, -1, -1):
         best[i] = max(best[i], float((counts[i, i + 1 :] + best[i + 1 :]).max()))
     # What is uploaded already counts until the first of them is visible.
     held = np.minimum(np.where(ours, visible, math.inf), counts_until)
     worth = judged(np.full(len(taken), now), held, np.full(len(taken), True)) + best
-    return Worth(float(worth[0]), float(worth[1:].max(initial=-math.inf)), resolution)
+    return Worth(float(worth[0]), float(worth[1:].max(initial=-math.inf)))
 
 
-def _moments(
-    now: float, horizon: float, rounds: Rounds, pace: Pace, first: float
-) -> tuple[Seconds, float]:
-    """Return ``now`` and later ends of inner steps that suit a snapshot, and their distance.
+def _moments(now: float, horizon: float, rounds: Rounds, pace: Pace, first: float) -> Seconds:
+    """Return ``now`` and later ends of inner steps that suit a snapshot.
 
-    If there are very many, some of them are left out.
+    If there are very many, some of them are left out, but not the last one before the round.
     """
     stride = pace.step * max(1, math.ceil((horizon - now) / pace.step / _MOST_MOMENTS))
     later = np.arange(now + pace.step, horizon, stride)
+    latest = rounds.next_at - _SPARE_STEPS * pace.step
+    if now + pace.step <= latest < horizon:
+        later = np.append(later, now + (latest - now) // pace.step * pace.step)
     again = rounds.next_at + rounds.pause + first  # the first step after it for an upload
-    suits = (later <= rounds.next_at - pace.lead) | (later >= again)
-    return np.concatenate(([now], later[suits])), stride
+    suits = (later <= latest) | (later >= again)
+    return np.unique(np.append(later[suits], now))
 
 
 _SMOOTHING = 0.3
@@ -225,11 +216,11 @@ class UploadSchedule:
         self.step_seconds: float | None = None
         self.upload_seconds: float | None = None  # snapshot and upload, measured
         self._upload_varies: float | None = None  # by so many seconds, measured
-        self.check_seconds: float | None = None  # snapshot and gradient check, measured
         self.published_at = published_at  # of the newest gradients.pt in the bucket
         self._published_step: int | None = None  # its outer step
         self._block_time: float | None = None  # of its newest listed block, if it was listed here
         self._block_age: float | None = None
+        self._mean_block_age: float | None = None
         self._next_round_at: float | None = None
         self._period: float | None = None
         self._pause: float | None = None  # that a round takes, measured
@@ -309,11 +300,6 @@ class UploadSchedule:
                 self._learn_upload(max(report.finished_at - asked.at, report.seconds))
         self._asked = None
 
-    def checked(self, seconds: float) -> None:
-        """Note that the gradient under way was checked, ``seconds`` after its snapshot."""
-        if self._asked is not None and not self._asked.interrupted:
-            self.check_seconds = _mean(self.check_seconds, seconds)
-
     def counts(self, outer_step: int, now: float) -> bool:
         """Return whether the last upload is of ``outer_step``, and validators score it."""
         return now < self._counts_until(self._rounds(now), outer_step)
@@ -341,6 +327,8 @@ class UploadSchedule:
         self.step_seconds = _mean(self.step_seconds if self._steps > 1 else None, report.seconds)
         self._steps += 1
         self._block_age = block_age
+        if block_age is not None:
+            self._mean_block_age = _mean(self._mean_block_age, block_age)
         self._steps_since += 1
         if self._began is None:
             self._began = now
@@ -379,7 +367,7 @@ class UploadSchedule:
 
     def _margin(self) -> float:
         """Return the time by which sending may take longer than it took so far."""
-        return min(self._slack, 2 * self._variation())
+        return min(self._slack, 1.5 * self._variation())
 
     def _lowered_minimum(self, now: float) -> int:
         """Return the lowest inner step to upload, at least 1: validators refuse step 0."""
@@ -402,7 +390,7 @@ class UploadSchedule:
         if known not in (None, outer_step) or (known is None and self.published_at < step_began):
             return -math.inf
         listed = self.published_at if self._block_time is None else self._block_time
-        return min(self.published_at + fresh, listed + rounds.half - self._margin())
+        return min(self.published_at + fresh, listed + rounds.half)
 
     # --- what follows -----------------------------------------------------------------------------
 
@@ -418,7 +406,10 @@ class UploadSchedule:
             now,
             rounds=rounds,
             pace=Pace(
-                step, self.upload_seconds or 0.0, self._age_of_blocks(), self.check_seconds or 0.0
+                step,
+                self.upload_seconds or 0.0,
+                self._age_of_blocks(),
+                self._mean_block_age or self._age_of_blocks(),
             ),
             bounds=Bounds(
                 age_limit=self.age_limit - self._slack,
@@ -429,8 +420,8 @@ class UploadSchedule:
             counts_until=self._counts_until(rounds, report.outer_step),
         )
         if regular:
-            return worth.now >= worth.later - worth.resolution
-        return worth.now > worth.later + step / 2 and self._enough_steps(inner)
+            return worth.now >= worth.later
+        return worth.now > worth.later and self._enough_steps(inner)
 
     def _enough_steps(self, inner_step: int) -> bool:
         # After a restart: at least those of this outer step.

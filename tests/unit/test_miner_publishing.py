@@ -142,7 +142,6 @@ def test_a_publication_from_step_to_report(tmp_path: Path) -> None:
     revision = Revision(5, 3, 10)
     assert rig.see(preview) == [ev.SnapshotSubmitted(revision, preview, 40.0)]
     assert rig.publisher.submitted == [(tmp_path / "10", "5.3.10", 2, -0.1)]
-    assert rig.publishing._schedule.check_seconds == 40
     assert rig.steps(range(15, 25)) == [], "one after the other"
     report = PublicationReport(revision, True, 3.0, 1, "", finished_at=1.7e9)
     rig.publisher.answers.append(report)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.freshness import ROWS, World, best_share, compare
+from bench.freshness import ROWS, World, best_share, blind_share, compare
 from distributed_training.protocol.types import PublicationReport, Revision, StepReport
 from distributed_training.store.upload_schedule import Bounds, Pace, Rounds, UploadSchedule, weigh
 
@@ -39,13 +39,16 @@ def test_validators_find_an_upload_at_least_as_often_as_the_public_miner_s(
         assert ours.share >= max(measured, 0.9)
 
 
-@pytest.mark.parametrize("step", [30, 60])
-def test_where_uploads_are_long_it_comes_near_the_best_there_is(step: float) -> None:
-    """It lost 6 to 9 points, since it left a quarter of an upload's time in reserve."""
-    world = World(400, step, 900, late=0)
+@pytest.mark.parametrize(("step", "upload"), [(30, 300), (30, 900), (60, 900)])
+@pytest.mark.parametrize("late", [0, 120])
+def test_it_comes_near_the_best_that_anybody_can_do_without_foresight(
+    step: float, upload: float, late: float
+) -> None:
+    world = World(400, step, upload, late=late)
     ours, _ = compare(world, rounds=10, seed=1)
-    best = best_share(world, rounds=10, seed=1)
-    assert best >= ours.share >= best - 0.05
+    blind = blind_share(world, rounds=10, seed=1)
+    assert best_share(world, rounds=10, seed=1) + 0.005 >= blind  # one is of 8 rounds' looks
+    assert blind + 0.015 >= ours.share >= blind - 0.02
 
 
 def schedule(every: int = 5, **changes: object) -> UploadSchedule:
@@ -252,27 +255,12 @@ def test_the_last_upload_before_a_round_is_taken_late_and_goes_through_it() -> N
     assert before + 900 <= last, "the one before is visible and counts until then"
 
 
-@pytest.mark.parametrize("check", [None, 95.0])
-def test_the_last_snapshot_leaves_time_for_its_check_before_the_round(check: float | None) -> None:
-    plan = schedule(5, published_at=0.0)
-    plan.upload_seconds = 900.0
-    plan.expect_round(9000.0, 9000.0)
-    plan.check_seconds = check
-    chosen, _ = run(plan, range(60, 899), step=10, upload=900, start=600.0)
-    last, latest = 10 * chosen[-1] + 10, 9000 - 10 - (check or 0.0)
-    assert latest - 100 < last <= latest
-    assert plan.counts(1, 8999.0) and not plan.counts(2, 8999.0)
-    assert Pace(step=10.0, upload=900.0, block_age=0.0, check=95.0).lead == 105.0
-
-
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_a_check_that_a_round_held_up_does_not_tell_how_long_checks_take(interrupted: bool) -> None:
+def test_what_was_uploaded_counts_for_its_own_outer_step() -> None:
     plan = schedule(5)
+    plan.expect_round(9000.0, 9000.0)
     assert plan.step(report(50), 500.0).snapshot
-    if interrupted:
-        plan.interrupt()
-    plan.checked(700.0)
-    assert plan.check_seconds == (None if interrupted else 700.0)
+    plan.published(ended(1, 50, 1000.0, 500.0))
+    assert plan.counts(1, 4900.0) and not plan.counts(1, 5100.0) and not plan.counts(2, 4900.0)
 
 
 durations = st.floats(0.0, 1e5)
@@ -303,7 +291,7 @@ def test_any_miner_gets_an_answer_at_once(
     worth = weigh(
         0.0,
         rounds=Rounds(until_round, period, min(pause, period / 4)),
-        pace=Pace(step, upload, block_age),
+        pace=Pace(step, upload, block_age, block_age),
         bounds=Bounds(4560.0, 240.0, 5 * step, first),
         counts_until=counts_until,
     )
