@@ -18,6 +18,7 @@ from rich.text import Text
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import write_bytes, write_json
 from distributed_training.protocol.lines import judged_upload
+from distributed_training.protocol.types import Revision
 from distributed_training.scoring.causes import Cause
 from distributed_training.telemetry.neuron_state import Judged, NeuronState
 
@@ -144,7 +145,10 @@ class OuterStepResult:
 
 @dataclass(frozen=True)
 class MinerResult:
-    """``uploads_scored`` of ``uploads_judged`` got a score, the others were reset."""
+    """``uploads_scored`` of ``uploads_judged`` got a score, the others were reset.
+
+    ``uploads_searched``: scored ones whose gradient was checked, and its scale searched, before.
+    """
 
     name: str
     uid: int
@@ -158,6 +162,7 @@ class MinerResult:
     rounds: int
     uploads_scored: int
     uploads_judged: int
+    uploads_searched: int
     last_cause: str  # name of a scoring Cause
     last_reset: str
     scores: dict[str, float]
@@ -184,7 +189,11 @@ class Summary:
             return "not all of it worked: see the problems above"
         scored = sum(m.uploads_scored for m in self.miners)
         judged = sum(m.uploads_judged for m in self.miners)
-        return f"all rounds worked, {scored} of {judged} judged uploads were scored"
+        searched = sum(m.uploads_searched for m in self.miners)
+        return (
+            f"all rounds worked, {scored} of {judged} judged uploads were scored, "
+            f"{searched} of these had been searched"
+        )
 
     def text(self) -> str:
         """Return the summary for a terminal and for ``summary.txt``."""
@@ -337,10 +346,30 @@ def _miner(miner: NeuronState, world_size: int, validator: NeuronState) -> Miner
         rounds=len(rounds),
         uploads_scored=judged.scored,
         uploads_judged=judged.passes,
+        uploads_searched=sum(
+            _searched(each, miner)
+            for each in validator.tables["upload_scored"]
+            if each["ok"] and each["uid"] == miner.uid
+        ),
         last_cause=judged.last_cause,
         last_reset=judged.last_reset,
         scores=validator.scores.get(miner.uid, {}),
     )
+
+
+def _searched(judged: Mapping[str, Any], miner: NeuronState) -> bool:
+    """Return whether the upload that was judged had been searched.
+
+    The tag is that of the newest upload, which may be of the next outer step.
+    """
+    there = {
+        str(upload["revision"]): bool(upload.get("checked"))
+        for upload in miner.tables["publication"]
+        if upload["ok"]
+        and Revision.parse(str(upload["revision"])).outer_step == judged["outer_step"]
+    }
+    newest = next(reversed(there.values()), False)
+    return there.get(str(judged.get("revision")), newest)
 
 
 def _upload_problems(miner: MinerResult) -> list[str]:

@@ -26,7 +26,7 @@ from typing import Literal
 
 from distributed_training.common.backoff import Throttle
 from distributed_training.protocol import keys, lines
-from distributed_training.protocol.types import Revision, StepReport
+from distributed_training.protocol.types import StepReport
 from distributed_training.store.s3 import IntegrityError
 from distributed_training.store.snapshot_folder import read_config
 from distributed_training.store.upload_rules import upload_gate
@@ -47,7 +47,8 @@ class Publishing:
     """Rank 0 only; subscribes to the event stream.
 
     ``disk_problem``: the line that says why a snapshot would not fit on the disk, or None.
-    ``world_size``: ranks, each of which writes its part of a snapshot.
+    ``world_size``: ranks, each of which writes its part of a snapshot. ``published_checked``: outer
+    step of the newest upload of runs before, None if its gradient was not checked.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Publishing:
         disk_problem: Callable[[], str | None],
         world_size: int,
         run: int,
+        published_checked: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._schedule = schedule
@@ -73,8 +75,7 @@ class Publishing:
         self._taken: ev.SnapshotTaken | None = None  # until it was previewed
         self._taken_at = 0.0
         self._check_wanted = False  # its files are complete
-        self._submitted_checked: Revision | None = None  # the last one
-        self._published_checked: int | None = None  # outer step of the newest upload, if checked
+        self._published_checked = published_checked
         self._stale_list_lines = Throttle(_STALE_LIST_EVERY, clock=clock)
 
     def see(self, event: ev.Event, state: MinerState) -> list[ev.Event]:
@@ -98,8 +99,8 @@ class Publishing:
                 return [*ended, *self._completed(state)]
             case ev.PublicationEnded(report=publication):
                 if publication.ok:
-                    checked = publication.revision == self._submitted_checked
-                    self._published_checked = publication.revision.outer_step if checked else None
+                    outer_step = publication.revision.outer_step
+                    self._published_checked = outer_step if publication.checked else None
                 # The schedule counts on our clock; the report's is the wall's.
                 self._schedule.published(replace(publication, finished_at=self._clock()))
             case ev.ModeChanged(before=before, after=after):
@@ -159,13 +160,12 @@ class Publishing:
     def _submit(self, preview: ev.Previewed) -> ev.Event:
         assert self._taken is not None
         folder, revision = self._taken.handle.folder, self._taken.progress.revision(self._run)
-        checked, now = preview.delta is not None, self._clock()
-        if not checked:
+        now = self._clock()
+        if preview.delta is None:
             kept = self._published_checked == revision.outer_step
             if kept and self._schedule.counts(revision.outer_step, now):
                 return self._give_up(lines.not_checked(revision), "unchecked")
         self._taken = None
-        self._submitted_checked = revision if checked else None
         self._publisher.submit(folder, revision, self._world_size, preview_delta=preview.delta)
         return ev.SnapshotSubmitted(revision, preview, now - self._taken_at)
 

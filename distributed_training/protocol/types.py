@@ -144,6 +144,7 @@ class PublicationReport:
     reason: str = ""  # why not, or empty
     finished_at: float = 0.0  # time.time()
     age_seconds: float | None = None  # of gradients.pt then, by the store's clock
+    checked: bool = False  # its gradient, before it was sent
 
 
 @dataclass

@@ -17,6 +17,9 @@ from pydantic import Field, StringConstraints
 from distributed_training.common.files import read_state, write_state
 from distributed_training.protocol.types import Revision
 
+JOURNAL = "uploads.json"
+_LOST = "an interrupted upload starts over"
+
 Count = Annotated[int, Field(ge=0, lt=2**53)]  # above any size, step or number of ranks
 Text = Annotated[str, StringConstraints(max_length=4096, pattern=r"^[^\x00-\x1f]*$")]
 
@@ -73,6 +76,13 @@ class _Pending:
 class _Content:
     uploads: dict[str, UploadRecord]  # by key
     pending: _Pending | None = None
+    checked: int | None = None  # outer step of the newest upload, if its gradient was checked
+
+
+def last_checked(folder: Path) -> int | None:
+    """Return the outer step of the last upload of ``folder``'s journal, None if unchecked."""
+    content = read_state(folder / JOURNAL, _Content, lost=_LOST)
+    return content.checked if content else None
 
 
 class Journal:
@@ -81,16 +91,16 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        lost = "an interrupted upload starts over"
-        content = read_state(path, _Content, lost=lost) or _Content({})
+        content = read_state(path, _Content, lost=_LOST) or _Content({})
         self._uploads = dict(content.uploads)
         self._pending = content.pending.submission() if content.pending else None
+        self._checked = content.checked
         if not path.exists():
             self._save()  # a disk that cannot be written is told now, not amid an upload
 
     def _save(self) -> None:
         pending = _Pending.of(self._pending) if self._pending else None
-        write_state(self._path, _Content(self._uploads, pending))
+        write_state(self._path, _Content(self._uploads, pending, self._checked))
 
     @property
     def pending(self) -> Submission | None:
@@ -101,6 +111,13 @@ class Journal:
         with self._lock:
             if pending != self._pending:
                 self._pending = pending
+                self._save()
+
+    def set_checked(self, outer_step: int | None) -> None:
+        """Note the outer step of an upload that has ended well, None if it was not checked."""
+        with self._lock:
+            if outer_step != self._checked:
+                self._checked = outer_step
                 self._save()
 
     def upload(self, key: str) -> UploadRecord | None:

@@ -62,6 +62,7 @@ class Publication:
         """
         began = time.monotonic()
         reason, sent, age = "", Sent(), None
+        revision, checked = submission.revision, submission.preview_delta is not None
         try:
             self.journal.set_pending(submission)
             age = self._publish(submission, sent)
@@ -72,15 +73,18 @@ class Publication:
         except OSError as error:
             reason = disk_problem(error)
         with contextlib.suppress(OSError):  # a full disk; whoever submitted must hear of the end
+            if not reason:
+                self.journal.set_checked(revision.outer_step if checked else None)
             self.journal.set_pending(None)
         return PublicationReport(
-            revision=submission.revision,
+            revision=revision,
             ok=not reason,
             seconds=time.monotonic() - began,
             bytes_sent=sent.bytes,
             reason=reason,
             finished_at=time.time(),
             age_seconds=age,
+            checked=checked,
         )
 
     def _publish(self, submission: Submission, sent: Sent) -> float | None:

@@ -23,7 +23,7 @@ from distributed_training.common.processes import Said, start_child, wait_or_kil
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol.types import PublicationReport, Revision
 
-from .journal import Submission
+from .journal import Submission, last_checked
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,8 @@ class Uploader:
                     ".env (R2 dashboard, Manage API tokens)"
                 )
         self._start = Start(settings, bucket, folder.absolute(), snapshots, miner_began=time.time())
+        #: Outer step of the newest upload of runs before, None if its gradient was not checked.
+        self.last_checked = last_checked(folder)
         self._reports: queue.SimpleQueue[PublicationReport] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None

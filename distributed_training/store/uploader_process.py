@@ -41,7 +41,7 @@ from .cleanup import (
     release_bucket,
     sweep_uploads,
 )
-from .journal import Journal, Submission
+from .journal import JOURNAL, Journal, Submission
 from .publication import Publication
 from .s3 import S3ObjectStore, StoppedError, StoreError, Uplink, disk_problem
 from .snapshot_folder import prune_snapshots
@@ -49,7 +49,6 @@ from .uploader import Busy, Close, Paused, PeerId, Start
 
 log = logging.getLogger("distributed_training.store.uploader")  # __name__ is __main__ here
 
-JOURNAL = "uploads.json"
 SWEEP_EVERY = timedelta(hours=1)
 _CLAIM_RETRY = timedelta(seconds=15)
 _CLAIM_LINES_EVERY = 600.0  # seconds between two lines with the same problem

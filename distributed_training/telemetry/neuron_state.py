@@ -47,7 +47,10 @@ _MEANS = frozenset(
     {"loss", "seconds", "data_wait_seconds", "between_seconds", "tokens_per_second", "mfu"}
 )
 #: Kinds of events that are kept as they were written.
-_TABLES = ("round", "publication", "preview", "problem", "held_out", "start", "stop", "income")
+_TABLES = (
+    *("round", "publication", "preview", "problem", "held_out", "start", "stop", "income"),
+    "upload_scored",
+)
 
 
 @dataclass

@@ -81,9 +81,12 @@ class Publisher:
 
 
 class Rig:
-    """An upload every 10 inner steps from the tenth on."""
+    """An upload every 10 inner steps from the tenth on.
 
-    def __init__(self, folder: Path) -> None:
+    ``last_checked``: outer step of a checked upload before this start.
+    """
+
+    def __init__(self, folder: Path, last_checked: int | None = None) -> None:
         self.folder, self.now, self.block = folder, 1000.0, 50
         self.disk: str | None = None
         self.blocks: Any = Blocks()
@@ -100,6 +103,7 @@ class Rig:
                 minimum_inner_step=10,
                 age_limit=timedelta(hours=9),
                 slack=timedelta(0),
+                published_at=900.0,
             ),
             round_clock=self.round_clock,
             blocks=self.blocks,
@@ -107,6 +111,7 @@ class Rig:
             disk_problem=lambda: self.disk,
             world_size=2,
             run=5,
+            published_checked=last_checked,
             clock=lambda: self.now,
         )
 
@@ -191,7 +196,8 @@ def test_an_unchecked_gradient_replaces_no_checked_one_that_counts(
         assert ev.SnapshotComplete() in rig.see(ev.Tick(rig.now)), "each of them"
         rig.see(ev.Previewed(delta, 0.5))
         revision = Revision(5, 3, 10 * number + 10)
-        report = PublicationReport(revision, ok, 3.0, 1, "", finished_at=1.7e9)
+        checked = delta is not None
+        report = PublicationReport(revision, ok, 3.0, 1, "", finished_at=1.7e9, checked=checked)
         rig.see(ev.PublicationEnded(report))
     rig.now += later
     handle = Handle(tmp_path / "last")
@@ -203,6 +209,16 @@ def test_an_unchecked_gradient_replaces_no_checked_one_that_counts(
     if isinstance(came, ev.SnapshotFailed):
         assert (came.revision, came.kind) == (Revision(5, outer_step, 90), "unchecked")
         assert "5.3.90 is not uploaded: its gradient could not be checked" in came.problem
+
+
+@pytest.mark.parametrize(("last", "withheld"), [(3, True), (2, False), (None, False)])
+def test_a_restart_knows_whether_the_upload_before_was_checked(
+    last: int | None, withheld: bool, tmp_path: Path
+) -> None:
+    rig = Rig(tmp_path, last)
+    rig.take(20)
+    (came,) = rig.see(ev.Previewed(None, 0.0))
+    assert isinstance(came, ev.SnapshotFailed) == withheld
 
 
 @pytest.mark.parametrize("mode", [Mode.AVERAGING, Mode.LOADING])

@@ -22,7 +22,7 @@ from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store import cleanup, uploader_process
 from distributed_training.store.cleanup import Removed, prune_epochs
-from distributed_training.store.journal import Journal, Submission, UploadRecord
+from distributed_training.store.journal import Journal, Submission, UploadRecord, last_checked
 from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import (
     StoppedError,
@@ -426,6 +426,17 @@ def test_the_peer_id_changes_alone(tmp_path: Path) -> None:
     assert Metadata.parse(store.get(keys.ROOT_METADATA, limit=999) or b"") == Metadata(
         5, 3, 50, "12D3abc"
     )
+
+
+@pytest.mark.parametrize("delta", [-0.5, None])
+def test_the_journal_keeps_whether_the_upload_was_checked(
+    delta: float | None, tmp_path: Path
+) -> None:
+    write_snapshot(tmp_path / "s", REVISION, world_size=1)
+    assert last_checked(tmp_path) is None
+    report = run(MemoryObjectStore(), tmp_path / "s", preview_delta=delta)
+    assert report.ok and report.checked == (delta is not None)
+    assert last_checked(tmp_path) == (None if delta is None else REVISION.outer_step)
 
 
 def test_the_journal_survives_and_a_damaged_one_is_set_aside(tmp_path: Path) -> None:
