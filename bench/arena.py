@@ -19,8 +19,8 @@ score board.
 
 ``share``: of the train score, as a ratio to what the same miner gets when everybody mines the same
 way; it cannot be above the number of miners. Time is simulated: a step takes 60 s, an upload 300 s
-after its files are written and checked, and 750 blocks lie between rounds, which are called up to
-two minutes late (``bench.freshness``). Rounds of 300 s outlast a check, so that each upload of ours
+after its files are written and checked. Rounds are called 750 blocks after each other and up to two
+minutes late (``bench.freshness``). Rounds of 300 s outlast a check, so that each upload of ours
 was searched. So nothing here races for this machine's cores, and one
 contender's inner step is as long as another's. The public miner reduces at each micro-batch and so
 steps more slowly; ``bench.inner_step`` measures that, and none of these figures holds it. A
