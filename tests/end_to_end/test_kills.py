@@ -1,7 +1,8 @@
 """``kill -9`` of processes of running miners: told at once, repaired, everybody in the next round.
 
-The short one kills two in a row. The long ones are a rank that is stopped, ``bench/kills.py`` for
-six minutes, and the table of ``bench/kill_table.py``: every kind of process in every phase.
+A rank that is stopped, ``bench/kills.py`` for six minutes, and the table of
+``bench/kill_table.py``: every kind of process in every phase. Two kills are in
+test_localnet_end_to_end.py.
 """
 
 from __future__ import annotations
@@ -15,29 +16,11 @@ import pytest
 from bench import kill_table, kills
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
-from tests.tools.subnet_tools import idle, paced
+from tests.tools.subnet_tools import paced
+
+pytestmark = pytest.mark.long
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_two_kills_and_a_round_with_everybody(tmp_path: Path) -> None:
-    outcome = kills.run(
-        tmp_path,
-        killing=lambda subnet: kills.kill_for(
-            subnet, 0, least=2, every=4, kinds=("p2pd", "rank"), seed=0
-        ),
-        prepare=idle,
-        ranks=(1,),
-        blocks=25,
-    )
-    kills.show(outcome)
-    assert outcome.problems == []
-    assert len(outcome.kills) >= 2
-    assert max(k.told_after for k in outcome.kills if k.told_after is not None) < 5
-    assert outcome.distance
-
-
-@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_rank_that_is_stopped_is_replaced(tmp_path: Path) -> None:
     options = SubnetOptions(
@@ -73,7 +56,6 @@ def test_a_rank_that_is_stopped_is_replaced(tmp_path: Path) -> None:
     assert subnet.problems == []
 
 
-@pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_six_minutes_of_kills_of_every_kind(tmp_path: Path) -> None:
     outcome = kills.run(
@@ -89,7 +71,6 @@ def test_six_minutes_of_kills_of_every_kind(tmp_path: Path) -> None:
             assert kill.told_after < 5, (kill.kind, kill.told_after)
 
 
-@pytest.mark.long
 @pytest.mark.timeout(3600)
 def test_every_kind_of_process_in_every_phase(tmp_path: Path) -> None:
     cells, outcome = kill_table.run(tmp_path, seed=1)
