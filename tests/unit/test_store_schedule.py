@@ -201,6 +201,14 @@ def test_it_warns_before_it_is_too_late_with_the_reason() -> None:
     assert any("Step 50" in text for text in said)
 
 
+def test_a_first_step_that_compiles_is_no_pace() -> None:
+    plan = schedule(5)
+    said = plan.step(report(1, seconds=600), 600.0).lines
+    for inner in range(2, 40):
+        said += plan.step(report(inner, seconds=10), 600.0 + 10 * inner).lines
+    assert all("UPLOAD BLOCKED" in text for _, text in said) and plan.step_seconds == 10
+
+
 def test_the_minimum_is_lowered_where_validators_would_judge_nothing_and_it_is_said() -> None:
     plan = schedule(5)
     plan.upload_seconds = 300.0
