@@ -366,7 +366,7 @@ def _searched(judged: Mapping[str, Any], miner: NeuronState) -> bool:
         str(upload["revision"]): bool(upload.get("checked"))
         for upload in miner.tables["publication"]
         if upload["ok"]
-        and Revision.parse(str(upload["revision"])).outer_step == judged["outer_step"]
+        and Revision.parse(str(upload["revision"])).outer_step == judged.get("outer_step")
     }
     newest = next(reversed(there.values()), False)
     return there.get(str(judged.get("revision")), newest)

@@ -83,6 +83,7 @@ class Alone:
 
 class Publisher:
     busy = False
+    last_checked: int | None = None
 
     def __init__(self) -> None:
         self.submitted: list[dict[str, Any]] = []

@@ -31,7 +31,7 @@ SCRIPTS = {
     "update": ("scripts.update", ("v1",)),
 }
 # These take the miner's flags and nothing else, or no arguments at all.
-OTHERS = {"bootstrap_pip", "lock"}
+OTHERS = {"bootstrap_pip", "lock", "release"}
 
 
 @functools.cache
