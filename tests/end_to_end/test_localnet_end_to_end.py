@@ -346,3 +346,8 @@ def test_a_pseudo_gradient_decoded_by_the_page_lowers_the_loss_of_the_global_mod
         assert changed > 10
         after = held_out_loss(model, batches)
         assert after < before, f"{bucket.name}: {before:.4f} -> {after:.4f}"
+
+
+def test_every_upload_that_was_scored_had_been_searched(run: Run) -> None:
+    for miner in run.summary.miners:
+        assert miner.uploads_searched == miner.uploads_scored > 0
