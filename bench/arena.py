@@ -38,7 +38,7 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -61,7 +61,13 @@ from distributed_training.protocol.metadata import ConfigExtras, Metadata
 from distributed_training.protocol.payload import GradientMetadata
 from distributed_training.protocol.types import Revision
 from distributed_training.scoring.evaluator import EvaluationModel, Evaluator
-from distributed_training.scoring.upload import InvalidUpload, PageReader, inspect, read_upload
+from distributed_training.scoring.upload import (
+    DataUnavailable,
+    InvalidUpload,
+    PageReader,
+    inspect,
+    read_upload,
+)
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import ObjectInfo, S3ObjectStore
 from distributed_training.training.error_feedback import Code, Codec, ErrorFeedback
@@ -73,6 +79,8 @@ HELD_SEQUENCES = 16  # as many as four ranks hold back by default
 TRAINED = 40  # sequences of a block: 2.4 inner steps, of which validators judge two of five pages
 JUDGED = 16
 FIRST_BLOCK = 1_000_000
+
+Pages = Callable[[int, int], Tensor]  # (uid, block) -> sequences
 
 
 @dataclass(frozen=True)
@@ -320,6 +328,8 @@ class Miner:
     def _begin_block(self) -> None:
         self._left += STEPS_OF_A_BLOCK
         self._listed_at, self._block = self._asked_at, block_at(self._asked_at)
+        while not has_text(self._pages, self.uid, self._block):
+            self._block -= 1  # as a miner does: another block
         batches = self._pages(self.uid, self._block).split(MICRO)
         self._batches = itertools.cycle([each for each in batches if len(each) == MICRO])
 
@@ -333,6 +343,15 @@ class Miner:
         buffers = [torch.zeros(shape) for _, shape in self.trainer.schema]
         self.trainer.write_pseudo_gradient(buffers)
         return buffers
+
+
+def has_text(pages: Pages, uid: int, block: int) -> bool:
+    """Return False if a rank has no text, to which all are cut."""
+    try:
+        pages(uid, block)
+    except DataUnavailable:
+        return False
+    return True
 
 
 def block_at(now: float) -> int:
@@ -398,8 +417,8 @@ class Arena:
             )
             for i in range(options.miners)
         ]
-        pages = functools.cache(self._pages(JUDGED))
-        self._evaluator = Evaluator(model=RememberingModel(), pages=pages)
+        self._judged_pages = functools.cache(self._pages(JUDGED))
+        self._evaluator = Evaluator(model=RememberingModel(), pages=self._judged_pages)
         self._starts: list[Sequence[Tensor]] = []
         # contender -> uid -> one entry a look
         self.looks: dict[str, dict[int, list[Look]]] = {name: {} for name in options.contenders}
@@ -457,7 +476,11 @@ class Arena:
         judged = schedule.scored_epoch(
             outer_step=outer, block=block, last_allreduce_block=block_at(called), bpa=bpa
         )
-        random_block = self._dice.randrange(*schedule.random_block_range(block))
+        uids = [miner.uid for miner in self.miners]
+        draw = functools.partial(self._dice.randrange, *schedule.random_block_range(block))
+        random_block = draw()
+        while not all(has_text(self._judged_pages, uid, random_block) for uid in uids):
+            random_block = draw()
         for miner in self.miners:
             for each in miner.publishers:
                 found = self._look(miner, each, judged, now, random_block)
