@@ -69,12 +69,8 @@ def manifest_of(path: Path) -> dict[str, Any]:
     content = read_json_object(path)
     if content is None:
         raise CheckpointError(f"{path.name} is missing or damaged")
-    # A digest that is there is compared, whatever the rest says: a damaged ``format`` must not
-    # switch the comparison off. Only miners from before format 2 wrote none.
-    with_digest = DIGEST in content
-    digest, written = content.pop(DIGEST, None), content.get("format")
-    known = type(written) is int and written == (FORMAT if with_digest else 1)
-    if not known or (with_digest and digest != digest_of(content)):
+    digest = content.pop(DIGEST, None)
+    if digest != digest_of(content) or content.get("format") != FORMAT:
         raise CheckpointError(
             f"{path.name} is damaged, or of another format than this miner's ({FORMAT})"
         )
@@ -89,14 +85,12 @@ def manifests_in(folder: Path) -> Iterator[dict[str, Any]]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Return whether all parts are there that this machine's ranks wrote, by each manifest."""
+    """Return whether the part of every rank of one copy of the model is there."""
     try:
-        named = {range(*m.get("here", (0, m["world_size"]))) for m in manifests_in(folder)}
-    except (CheckpointError, LookupError, TypeError):
+        parts = [manifest["world_size"] for manifest in manifests_in(folder)]
+    except CheckpointError:
         return False
-    return bool(named) and all(
-        (folder / f"rank-{part}.json").exists() for ranks in named for part in ranks
-    )
+    return bool(parts) and len(parts) == parts[0]
 
 
 def _open(folder: Path, part: int) -> Any:
@@ -122,8 +116,7 @@ def _kind(key: str) -> str:
 class Parts:
     """One checkpoint, as all ranks see it. All of them call the same methods in the same order.
 
-    Raises CheckpointError, or what a manifest without a digest may lead to (:data:`DAMAGE`), on all
-    ranks alike.
+    Raises CheckpointError, or another of :data:`DAMAGE`, on all ranks alike.
     """
 
     def __init__(self, folder: Path, name: str, schema: Schema, stream: RowStream) -> None:
@@ -176,23 +169,13 @@ class Parts:
         for part in {p for parts in wanted for p in parts}:
             holders[part] = [r for r, (f, _) in enumerate(answers) if f.get(part, "") is None]
             if not holders[part]:
-                raise CheckpointError(self._lost(next(f[part] for f, _ in answers if f.get(part))))
+                raise CheckpointError(str(next(f[part] for f, _ in answers if f.get(part))))
         if lacking:
             node = holders[lacking[0]][0] // layout.local
             where = f"node {node}" if node else "the first node"
             why = next(f[lacking[0]] for f in everywhere if f.get(lacking[0]))
             log.info("The state comes from %s, since another has none: %s", where, why)
         return holders, set().union(*(kinds for _, kinds in answers))
-
-    def _lost(self, problem: str | None) -> str:
-        """Word the problem of a part that no machine has."""
-        if self.manifest.get("here", [0, self._count]) == [0, self._count]:
-            return str(problem)
-        return (
-            f"it is of {self._count} ranks of several nodes that shared one copy of the model, "
-            "which is not offered any more, and not all of it is here: copy the other nodes' "
-            f"folders of that name into {self._folder}, or delete it"
-        )
 
     def _problem(self, part: int) -> str | None:
         """Open ``part`` in this machine's folder; return the reason if that fails."""
@@ -413,9 +396,9 @@ class Checkpointer:
         ``skip``: so many of the newest are left out, as long as there is an older one.
 
         One that is incomplete or damaged is skipped with a line, on all ranks alike. At another
-        layout random states stay, the micro-batches of an unfinished step are dropped, and the
-        ``extra`` of a rank that did not exist is rank 0's. Flags of another micro-batch drop them
-        too. :attr:`exact` is False when they were.
+        layout the micro-batches of an unfinished step are dropped, and the ``extra`` of a rank that
+        did not exist is rank 0's. Flags of another micro-batch drop them too. :attr:`exact` is
+        False when they were.
         """
         self.wait()
         stream = self._trainer.stream
@@ -548,7 +531,6 @@ class Checkpointer:
             "rank": rank,
             "world_size": layout.shards,
             "replicas": layout.replicas,
-            "here": [0, layout.shards],
             "size": path.stat().st_size,
             "sha256": digest,
         }

@@ -13,14 +13,12 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,34 +116,6 @@ log = logging.getLogger(__name__)
 STREAM_TIMEOUT = timedelta(minutes=10)
 
 
-class RandomState:
-    """All random number generators of one rank."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-
-    def state_dict(self) -> dict[str, Any]:
-        kind, numbers, *rest = np.random.get_state()
-        return {
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state() if self._on_gpu else None,
-            "python_rng": random.getstate(),
-            "numpy_rng": [kind, np.asarray(numbers).tolist(), *rest],
-        }
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # Of another number of ranks: several would draw the same numbers.
-        if state["rng"] is None:
-            return
-        torch.set_rng_state(state["rng"])
-        if self._on_gpu and state["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(state["cuda_rng"])
-        version, numbers, gauss = state["python_rng"]
-        random.setstate((version, tuple(numbers), gauss))
-        kind, keys, *rest = state["numpy_rng"]
-        np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
-
-
 class Trainer:
     """Owns model, AdamW, schedule, outer optimizer, epoch-start weights and error feedback.
 
@@ -186,7 +156,6 @@ class Trainer:
         )
         # After the model: all ranks must make their groups in one order.
         self.stream = open_stream(layout, STREAM_TIMEOUT)
-        self.random = RandomState(device)
         self._build_optimizers()
         self.copier = BoundaryCopier(self.sharded.shards, self.optimizer)
         self.publication = Publication(
@@ -352,7 +321,7 @@ class Trainer:
     @property
     def components(self) -> tuple[Stateful, ...]:
         """Those whose keys lie beside the trainer's own in a checkpoint; no two have one key."""
-        return self.sharded, self.optimizer, self.outer, self.outer.feedback, self.random
+        return self.sharded, self.optimizer, self.outer, self.outer.feedback
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state.

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from distributed_training.common.files import json_line
 from distributed_training.protocol.types import Progress
 from distributed_training.training import checkpoint, snapshot
-from distributed_training.training.checkpoint import Checkpointer, digest_of
+from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.inner_optimizer import CosineSchedule
 from distributed_training.training.micro_batches import find_micro_batch
 from distributed_training.training.model import blocks_of, hf_config
@@ -710,41 +710,6 @@ def test_whatever_damage_a_manifest_has_the_one_before_is_taken(tmp_path: Path) 
         assert restored[0].inner_step == (2 if honest else 1)  # False is 0 to Python, not to JSON
 
     check()
-
-
-def test_a_manifest_with_a_digest_is_compared_whatever_its_format_says(tmp_path: Path) -> None:
-    keeper, path = checkpoints(tmp_path, 2)
-    whole = json.loads(path.read_text())
-    old = {key: value for key, value in whole.items() if key != "manifest_sha256"} | {"format": 1}
-
-    def inner_step(content: dict[str, Any]) -> int:
-        path.write_text(json.dumps(content))
-        restored = keeper.restore()
-        assert restored is not None
-        return restored[0].inner_step
-
-    for value in (1, True, 1.0, 0, 3, -1, None, "2", 2.0, [2]):
-        assert inner_step(whole | {"format": value}) == 1, value
-        old_one = type(value) is int and value == 1
-        assert inner_step(old | {"format": value}) == (2 if old_one else 1), value
-    assert inner_step(whole | {"manifest_sha256": None}) == 1
-    assert inner_step(whole) == 2
-    assert inner_step(old) == 2  # of a miner from before manifests had a digest
-
-
-def test_a_part_of_a_copy_over_several_nodes_is_named_and_stays(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Of an earlier version: each node had its own part of one copy."""
-    keeper, path = checkpoints(tmp_path, 1, keep=2)
-    manifest = json.loads(path.read_bytes()) | {"world_size": 2, "here": [0, 1]}
-    del manifest["manifest_sha256"]
-    path.write_text(json.dumps(manifest | {"manifest_sha256": digest_of(manifest)}))
-    assert keeper.restore() is None
-    (line,) = [r.getMessage() for r in caplog.records if "Skipping checkpoint" in r.getMessage()]
-    assert "several nodes that shared one copy" in line and "copy the other nodes' folders" in line
-    save_checkpoint(keeper, Progress(0, 1, 1, []))
-    assert path.exists(), "an operator may still bring the other parts"
 
 
 def test_the_last_checkpoints_and_their_epochs_stay_also_when_the_clock_is_set_back(
