@@ -43,6 +43,16 @@ _NO_STRIKE = frozenset(
     {Refusal.NO_PERMIT, Refusal.LOW_STAKE, Refusal.RATE, Refusal.NOT_DUE, Refusal.OWN_HOTKEY}
 )
 
+#: What a call may ask for, peers or seconds: the legacy signature does not cover the body.
+ROUND_BOUNDS = {
+    "timeout": (5.0, 1200.0),
+    "min_group_size": (2.0, 128.0),
+    "request_timeout": (1.0, 60.0),
+    "allreduce_timeout": (10.0, 1200.0),
+    "next_chunk_timeout": (1.0, 120.0),
+    "min_matchmaking_time": (1.0, 120.0),
+}
+
 
 @dataclass(frozen=True)
 class MinerCallbacks:
@@ -98,7 +108,6 @@ class SignedServer:
         self._alive_lines = Throttle(LOG_INTERVAL, clock=monotonic)
         self._alive_calls: Counter[int | None] = Counter()  # since the last line
         self._hotkeys = Buckets(rate=settings.requests_per_hotkey)
-        self._bounds = round_bounds(settings)
         self._file = KeptFile(folder / "callers.json" if folder is not None else None)
         kept = self._file.load()
         self._nonces = NonceMemory(
@@ -303,7 +312,7 @@ class SignedServer:
                 fields,
                 caller=claim.hotkey,
                 timeout=claim.header_timeout,
-                bounds=self._bounds,
+                bounds=ROUND_BOUNDS,
             )
         except SynapseError:
             raise Refused(Refusal.MALFORMED) from None
@@ -355,15 +364,3 @@ def _oldest_call(settings: ChainSettings) -> timedelta:
         synapses.LEGACY_ALLOWANCE + settings.legacy_timeout_cap,
         timedelta(seconds=auth.BTAUTH_MAX_AGE),
     )
-
-
-def round_bounds(settings: ChainSettings) -> dict[str, tuple[float, float]]:
-    """Return ``--clamp.*`` by the names of the call's fields."""
-    return {
-        "timeout": settings.clamp_round_timeout,
-        "min_group_size": settings.clamp_min_group_size,
-        "request_timeout": settings.clamp_request_timeout,
-        "allreduce_timeout": settings.clamp_allreduce_timeout,
-        "next_chunk_timeout": settings.clamp_next_chunk_timeout,
-        "min_matchmaking_time": settings.clamp_min_matchmaking_time,
-    }

@@ -1,6 +1,6 @@
 """Every setting once: declared by the packages' dataclasses here, loaded and checked at start."""
 
-from .checks import notices, problems
+from .checks import problems
 from .help import SETTINGS_FILE, WARNING, all_settings, describe, markdown
 from .loader import exit_with, load_config
 from .model import OPERATORS_FILE, Config
@@ -17,6 +17,5 @@ __all__ = [
     "exit_with",
     "load_config",
     "markdown",
-    "notices",
     "problems",
 ]

@@ -12,8 +12,8 @@ from itertools import pairwise
 from pydantic import SecretStr
 
 from .model import Config
-from .settings import LEAST_PART, ChainSettings, SwarmSettings
-from .types import Bytes, ConfigError, show
+from .settings import ChainSettings, SwarmSettings
+from .types import ConfigError, show
 
 # Waiting times from the innermost to the outermost. Each must end before the one around it, or an
 # inner failure is never seen as what it is.
@@ -40,20 +40,6 @@ KEY_VARIABLES = tuple(f"R2_{name.upper()}" for name in _KEYS)
 def problems(config: Config) -> list[str]:
     """List the lines that keep this configuration from running; empty if nothing does."""
     return [line for check in CHECKS for line in check(config)]
-
-
-def notices(config: Config) -> list[str]:
-    """List the lines that an operator should read but need not act on."""
-    training, world = config.training, config.miner.nproc_per_node
-    world = world and world * config.nodes.most
-    micro, effective = training.local_batch_size_train, training.local_batch_size_train_effective
-    if micro == "auto" or world is None or not effective % (micro * world):
-        return []
-    rounded = -(-effective // (micro * world)) * micro * world
-    return [
-        f"--neuron.local_batch_size_train_effective {effective} does not divide by micro-batch "
-        f"{micro} x world size {world}: rounded up to {rounded}"
-    ]
 
 
 def check_network(config: Config) -> Iterator[str]:
@@ -118,15 +104,6 @@ def check_timeouts(config: Config) -> Iterator[str]:
                 f"--{name} ({show(inner)}) is not shorter than --{around} ({show(outer)}), so a "
                 f"slow peer would use up the whole wait: give --{name} less than {show(outer)}"
             )
-
-
-def check_parts(config: Config) -> Iterator[str]:
-    if 0 < config.store.part_size < LEAST_PART:
-        yield (
-            f"--r2.part_size {show(config.store.part_size)} is less than S3 and R2 take, so every "
-            f"upload of a large file would be refused at its end: give {show(Bytes(LEAST_PART))} "
-            "or more, or remove the flag"
-        )
 
 
 def check_run_folder(config: Config) -> Iterator[str]:
@@ -230,7 +207,6 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_nodes,
     check_timeouts,
     check_run_folder,
-    check_parts,
     check_ports,
     check_addresses,
     check_sources,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import groupby
 
-from .checks import notices
 from .loader import NO_EFFECT, Setting, schema
 from .model import TITLES, Config
 from .presets import PRESETS
@@ -34,8 +33,7 @@ def describe(config: Config) -> list[str]:
         f"all of them: {SETTINGS_FILE} in the run folder"
     ]
     lines += [_entry(config, setting) for setting in given]
-    lines += [f"{WARNING}{line}" for line in config.warnings]
-    return lines + [f"  note: {line}" for line in notices(config)]
+    return lines + [f"{WARNING}{line}" for line in config.warnings]
 
 
 def all_settings(config: Config) -> str:

@@ -56,7 +56,6 @@ _TYPES: dict[Any, tuple[str, str]] = {
     ByteSize: ("a size such as 2147483648, 2GiB or 500MB", "SIZE"),
     timedelta: ("a duration such as 90s or 15m", "TIME"),
     Path: ("a path", "PATH"),
-    tuple: ("two numbers LOW:HIGH", "LOW:HIGH"),
     int: ("a whole number", "N"),
     float: ("a number", "X"),
     str: ("at least one character", "TEXT"),
@@ -70,7 +69,6 @@ class Setting:
 
     name: str
     env: str | None
-    aliases: tuple[str, ...]
     group: str
     field: FieldInfo
     places: tuple[tuple[str, str], ...]  # (package, field name)
@@ -112,12 +110,6 @@ class Setting:
         return f"{low[0]} to {high[0]}" if low and high else ""
 
     @property
-    def remedy(self) -> str:
-        """The values to give: ``1 to 100``, of two numbers ``LOW:HIGH within 1 to 100``, or ""."""
-        within = "LOW:HIGH within " if tuple in self.parts and not self.many else ""
-        return self.bounds and within + self.bounds
-
-    @property
     def wanted(self) -> str:
         """The kind of value of this flag: ``a whole number``."""
         words = ", ".join(self.choices)
@@ -156,12 +148,9 @@ class Schema:
             if package != "validator" or kind == "validator":
                 defaults = settings_class()
                 for field_name, field in settings_class.__pydantic_fields__.items():
-                    self._add(package, field_name, field, getattr(defaults, field_name))
-        self._spellings = {
-            canonical(name): setting
-            for setting in self
-            for name in (setting.name, *setting.aliases)
-        }
+                    if field.json_schema_extra:  # else it has no flag: tests alone give it
+                        self._add(package, field_name, field, getattr(defaults, field_name))
+        self._spellings = {canonical(setting.name): setting for setting in self}
 
     def _add(self, package: str, field_name: str, field: FieldInfo, default: Any) -> None:
         declared: dict[str, Any] = field.json_schema_extra  # type: ignore[assignment]
@@ -177,7 +166,6 @@ class Schema:
         self.settings[name] = Setting(
             name=name,
             env=declared["env"],
-            aliases=tuple(declared["aliases"]),
             group=group,
             field=field,
             places=tuple(places),
@@ -199,7 +187,7 @@ class Schema:
         return setting
 
     def get(self, name: str) -> Setting | None:
-        """Return the setting of a flag by its own name or an alias; None if unknown."""
+        """Return the setting of a flag; None if unknown."""
         return self._spellings.get(canonical(name))
 
     def _nearest(self, name: str) -> str | None:
@@ -280,7 +268,7 @@ def argument(hint: Any) -> Callable[[str], Any]:
     The function raises argparse's error for other text.
     """
     adapter = TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False, str_min_length=1))
-    setting = Setting("", None, (), "", FieldInfo.from_annotation(hint), ())
+    setting = Setting("", None, "", FieldInfo.from_annotation(hint), ())
 
     def convert(text: str) -> Any:
         why = unprintable(text)
@@ -321,8 +309,20 @@ def fault(setting: Setting, text: str, error: Mapping[str, Any]) -> str:
 _NO_INFLUX = "this miner does not send anything to InfluxDB"
 _NO_QUANTIZATION = "gradients travel as float32 values and int16 indices; nothing is quantized"
 
+#: Flags that nobody needed; their values are constants.
+_CONSTANTS = """
+chain.write_timeout clamp.allreduce_timeout clamp.min_group_size clamp.min_matchmaking_time
+clamp.next_chunk_timeout clamp.request_timeout clamp.timeout data.page_deadline
+data.request_attempts data.request_timeout data.table_age dht.start_timeout
+diagnostics.expected_step_max diagnostics.expected_step_min diagnostics.low_gpu_memory_gb
+neuron.fsdp_wrap neuron.nan_limit neuron.nan_slow_steps neuron.snapshot_timeout profile.start
+r2.checksum_mode r2.connect_timeout r2.part_size r2.write_interval validator.alive_timeout
+validator.publication_budget validator.sweep_patience validator.top_candidates
+"""
+
 #: Flag -> why it has no effect.
 NO_EFFECT: Mapping[str, str] = {
+    **dict.fromkeys(_CONSTANTS.split(), "its value is fixed"),
     "axon.max_workers": "the signed server answers on one event loop; see --axon.max_connections",
     "neuron.dont_wandb_log": "Weights & Biases gets nothing unless --neuron.wandb asks for it",
     "neuron.global_batch_size_train": (
@@ -342,7 +342,11 @@ NO_EFFECT: Mapping[str, str] = {
 SECRETS = frozenset({"neuron.influxdb_token"})
 
 #: Old name of a flag -> its name.
-RENAMED: Mapping[str, str] = {"chain.local_url": "chain.registry_url"}
+RENAMED: Mapping[str, str] = {
+    "chain.local_url": "chain.registry_url",
+    "neuron.nproc_per_node": "nproc_per_node",
+    "show_all_rank_logs": "neuron.show_all_rank_logs",
+}
 
 #: Flag -> what to do; refused unless its value is false.
 REFUSED: Mapping[str, str] = {
@@ -438,7 +442,7 @@ def parser_of(known: Schema, *, everything: bool = False) -> Parser:
         for setting in settings:
             shown = everything or setting.group in ("usual", "validator")
             group.add_argument(
-                *(f"--{name}" for name in (setting.name, *setting.aliases)),
+                f"--{setting.name}",
                 dest=setting.name,
                 help=_help(setting).replace("%", "%%") if shown else argparse.SUPPRESS,
                 metavar=setting.metavar,
@@ -744,7 +748,7 @@ def _build(
             for error in reversed(refusal.errors(include_url=False)):  # a field's first counts
                 setting = places[package, str(error["loc"][0])]
                 text, source = given[setting.name]
-                remedy = f"give {setting.remedy}" if setting.remedy else f"correct {source}"
+                remedy = f"give {setting.bounds}" if setting.bounds else f"correct {source}"
                 wrong[setting.name] = (
                     f"{source}: {fault(setting, text, error)}, so nothing was started: {remedy}"
                 )

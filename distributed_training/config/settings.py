@@ -35,7 +35,6 @@ from .types import (
     Ipv4Address,
     NodeUrl,
     PeerAddress,
-    Range,
     Secret,
     Subtensor,
     Text,
@@ -61,10 +60,6 @@ class GeneralSettings:
     config: File | None = flag("config", None)
     """TOML file of flags, e.g. [neuron] upload_steps = 60, in place of miner.toml; flags win over
     it"""
-
-
-Seconds = Annotated[float, Field(ge=0.1, le=3600)]
-Peers = Annotated[float, Field(ge=2, le=4096)]
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -111,8 +106,7 @@ class ChainSettings:
     """time between two reads of all neurons and commitments of the subnet"""
     call_timeout: Duration = flag("chain.call_timeout", 45 * SECOND, ge=SECOND / 10, le=HOUR)
     """deadline of one read from the chain; lower it when a silent node holds things up"""
-    write_timeout: Duration = flag("chain.write_timeout", 120 * SECOND, ge=SECOND / 10, le=HOUR)
-    """deadline of one write to the chain, inclusion in a block included"""
+    write_timeout: timedelta = 120 * SECOND  # of one write, inclusion in a block included
     start_timeout: Duration = flag("chain.start_timeout", 120 * SECOND, ge=SECOND / 10, le=DAY)
     """how long the start waits for a first answer of the chain"""
 
@@ -159,20 +153,6 @@ class ChainSettings:
     """answer IsAlive to hotkeys that are not registered"""
     min_stake: float = flag("blacklist.min_stake", 40960.0, ge=0, le=1e12)
     """stake a validator with a permit needs to call AllReduce; the master hotkey needs none"""
-
-    # bounds of what a call may ask for (the legacy signature does not cover the body)
-    clamp_round_timeout: Range[Seconds] = flag("clamp.timeout", (30.0, 1200.0))
-    """LOW:HIGH seconds of a round"""
-    clamp_min_group_size: Range[Peers] = flag("clamp.min_group_size", (2.0, 128.0))
-    """LOW:HIGH peers"""
-    clamp_request_timeout: Range[Seconds] = flag("clamp.request_timeout", (1.0, 60.0))
-    """LOW:HIGH seconds"""
-    clamp_allreduce_timeout: Range[Seconds] = flag("clamp.allreduce_timeout", (10.0, 1200.0))
-    """LOW:HIGH seconds"""
-    clamp_next_chunk_timeout: Range[Seconds] = flag("clamp.next_chunk_timeout", (1.0, 120.0))
-    """LOW:HIGH seconds"""
-    clamp_min_matchmaking_time: Range[Seconds] = flag("clamp.min_matchmaking_time", (1.0, 120.0))
-    """LOW:HIGH seconds"""
 
     @property
     def how_to_register(self) -> str:
@@ -286,20 +266,16 @@ class DataSettings:
     workers: int = flag("data.workers", 1, ge=1, le=256)
     """processes of each rank that fetch and tokenize; raise this if the log says that data is
     prepared more slowly than it is trained on"""
-    request_timeout: Duration = flag("data.request_timeout", 20 * SECOND, ge=SECOND / 10, le=HOUR)
-    """one HTTP request for rows, body included"""
-    request_attempts: int = flag("data.request_attempts", 6, ge=1, le=1000)
-    """attempts for a page, with growing waits, before it is left out"""
-    page_deadline: Duration = flag("data.page_deadline", 120 * SECOND, ge=SECOND / 10, le=DAY)
-    """all attempts for one page together, waits asked for by the server included"""
+    request_timeout: timedelta = 20 * SECOND  # of one HTTP request for rows, body included
+    request_attempts: int = 6  # for a page, with growing waits, before it is left out
+    page_deadline: timedelta = 120 * SECOND  # of all attempts for a page, waits included
     connections: int = flag("data.connections", 4, ge=1, le=256)
     """pages of a block fetched at once"""
     cache_dir: File | None = flag("data.cache_dir", None)
     """folder for fetched pages; default: data/ in the run folder"""
     cache_gb: float = flag("data.cache_gb", 2.0, ge=0, le=1_000_000)
     """size bound of the fetched pages, GB; 0: no cache"""
-    table_age: Duration = flag("data.table_age", 6 * HOUR, ge=SECOND, le=365 * DAY)
-    """age at which the dataset's table of configs is asked for again"""
+    table_age: timedelta = 6 * HOUR  # at which the dataset's table of configs is asked for again
 
     @property
     def sources(self) -> tuple[SourceSpec, ...]:
@@ -313,16 +289,6 @@ class DiagnosticsSettings:
 
     slow_step: Duration = flag("diagnostics.slow_step", 60 * SECOND, ge=SECOND / 100, le=DAY)
     """inner steps that take longer print SLOW STEP"""
-    expected_step_min: Duration = flag(
-        "diagnostics.expected_step_min", 10 * SECOND, ge=0 * SECOND, le=DAY
-    )
-    """lower end of the expected step time named by SLOW STEP"""
-    expected_step_max: Duration = flag(
-        "diagnostics.expected_step_max", 30 * SECOND, ge=0 * SECOND, le=DAY
-    )
-    """upper end of the expected step time named by SLOW STEP"""
-    low_gpu_memory_gb: float = flag("diagnostics.low_gpu_memory_gb", 1.0, ge=0, le=10_000)
-    """less GPU memory in use than this (GB = 1e9 bytes) prints LOW GPU MEMORY"""
     minimum_disk_gb: float = flag("diagnostics.minimum_disk_gb", 10.0, ge=0, le=1e9)
     """free disk in the run folder that the doctor wants beyond the checkpoints it computes"""
     measure: Duration = flag("diagnostics.measure", 10 * SECOND, ge=0 * SECOND, le=HOUR)
@@ -340,9 +306,7 @@ class MinerSettings:
     run_folder: File | None = flag("neuron.run_folder", None, env="DT_RUN_FOLDER")
     """everything this neuron must not lose: checkpoints, journals, logs; one per neuron (default
     ./runs/<neuron.name>-<wallet.hotkey>)"""
-    nproc_per_node: int | None = flag(
-        "nproc_per_node", None, ge=1, le=64, aliases=("neuron.nproc_per_node",)
-    )
+    nproc_per_node: int | None = flag("nproc_per_node", None, ge=1, le=64)
     """ranks to start, usually one per GPU (default: one per visible GPU, or 1 without a GPU)"""
     device: Literal["auto", "cuda", "cpu"] = flag("neuron.device", "auto")
     """what the ranks train on: auto takes the GPU if there is one"""
@@ -478,9 +442,6 @@ class NodesSettings:
         return self.node_rank == 0 or not self.several
 
 
-LEAST_PART = 5 * 2**20  # bytes, of S3 and R2; the last part of an upload may be smaller
-
-
 @dataclass(frozen=True, config=SETTINGS)
 class StoreSettings:
     """Settings of the bucket and its uploads.
@@ -516,16 +477,8 @@ class StoreSettings:
     """R2 jurisdiction the buckets were made in"""
     region: str = flag("r2.region", "auto")
     """region name that requests are signed for"""
-    checksum_mode: Literal["when_required", "when_supported"] = flag(
-        "r2.checksum_mode", "when_required"
-    )
-    """when botocore adds checksums of its own; R2 refuses the trailers of when_supported"""
-    write_interval: Duration = flag(
-        "r2.write_interval", 1.1 * SECOND, ge=0 * SECOND, le=60 * SECOND
-    )
-    """least time between two writes of one key; R2 allows one a second"""
-    connect_timeout: Duration = flag("r2.connect_timeout", 10 * SECOND, ge=SECOND / 10, le=HOUR)
-    """wait for a connection to the object store"""
+    write_interval: timedelta = 1.1 * SECOND  # between two writes of a key: R2 allows one a second
+    connect_timeout: timedelta = 10 * SECOND
     read_timeout: Duration = flag("r2.read_timeout", 60 * SECOND, ge=SECOND / 10, le=HOUR)
     """wait for the object store's answer, or for the next bytes of a download"""
     global_model_name: GlobalBucket = flag(
@@ -553,8 +506,7 @@ class StoreSettings:
     """do not upload a gradient whose own decode does not lower the loss (default: warn only)"""
     keep_epochs: int = flag("neuron.keep_epochs", 3, ge=1, le=1000)
     """outer steps kept in the bucket; of local snapshots only the newest uploaded one stays"""
-    part_size: Bytes = flag("r2.part_size", Bytes(0), ge=Bytes(0), le=Bytes(5 * 2**30))
-    """bytes of a multipart upload's parts, at least 5MiB, e.g. 32MiB; 0: by the file's size"""
+    part_size: int = 0  # bytes of a multipart upload's parts; 0: by the file's size
     concurrency: int = flag("r2.concurrency", 6, ge=1, le=256)
     """parts sent or fetched at the same time"""
     uploader_nice: int = flag("r2.uploader_nice", 15, ge=0, le=19)
@@ -562,10 +514,7 @@ class StoreSettings:
     file_deadline: Duration = flag("r2.file_deadline", 0 * SECOND, ge=0 * SECOND, le=DAY)
     """longest time an upload, or the download of a state, may take: all files and retries, without
     the pauses of a round; 0: as long as --neuron.repo_age_limit"""
-    snapshot_timeout: Duration = flag(
-        "neuron.snapshot_timeout", 600 * SECOND, ge=SECOND / 10, le=DAY
-    )
-    """wait for all ranks to have written their files of a snapshot"""
+    snapshot_timeout: timedelta = 600 * SECOND  # until all ranks have written their files of one
     take_bucket: bool = flag("r2.take_bucket", False)
     """upload even though another miner claimed this bucket within the last minutes"""
 
@@ -624,8 +573,7 @@ class SwarmSettings:
         "neuron.round_timeout", network="round.round_timeout", ge=SECOND / 10, le=6 * HOUR
     )
     """a whole round: matchmaking, retries and averaging; then it has failed"""
-    start_timeout: Duration = flag("dht.start_timeout", 60 * SECOND, ge=SECOND, le=HOUR)
-    """start of the DHT, one attempt; it is repeated with back-off"""
+    start_timeout: timedelta = 60 * SECOND  # of one attempt; repeated with back-off
     part_size: int = flag("neuron.part_size_bytes", network="swarm.part_size", ge=1024, le=2**26)
     """bytes of the uncompressed parts in which tensors travel; all peers of a group must agree"""
     compression: Literal["none", "float16"] = flag("neuron.all_reduce_compression", "none")
@@ -653,9 +601,7 @@ class TelemetrySettings:
     """also write the log to a file in --logging.logging_dir"""
     logging_dir: File | None = flag("logging.logging_dir", None)
     """folder for the log file (default: the run folder)"""
-    show_all_rank_logs: bool = flag(
-        "neuron.show_all_rank_logs", False, aliases=("show_all_rank_logs",)
-    )
+    show_all_rank_logs: bool = flag("neuron.show_all_rank_logs", False)
     """information lines of every rank instead of rank 0 only"""
     dont_save_events: bool = flag("neuron.dont_save_events", False)
     """do not write events.jsonl into the run folder"""
@@ -783,20 +729,13 @@ class TrainingSettings:
     gradient on each GPU) or 'every' micro-batch. 'auto': by memory"""
     keep_unsharded: Literal["auto", "on", "off"] = flag("neuron.keep_unsharded", "auto")
     """keep the gathered weights on each GPU through a step: 'on', 'off' or 'auto' by memory"""
-    wrap: Literal["auto", "block", "root"] = flag("neuron.fsdp_wrap", "auto")
-    """what FSDP gathers at once: each 'block', the whole model at its 'root', or 'auto' by size"""
+    wrap: Literal["auto", "block", "root"] = "auto"  # what FSDP gathers at once; auto: by size
     offload_optimizer: Literal["auto", "on", "off"] = flag("neuron.offload_optimizer", "auto")
     """keep AdamW's state in host memory: 'on', 'off', or 'auto': where it would not fit the GPU"""
-    nan_limit: int = flag("neuron.nan_limit", 3, ge=1, le=1_000_000)
-    """inner steps in a row with NaN or Inf after which the last good checkpoint is loaded"""
-    nan_slow_steps: int = flag("neuron.nan_slow_steps", 50, ge=0, le=1_000_000)
-    """inner steps at half the learning rate after such a roll-back"""
     seed: int = flag("neuron.seed", 42, ge=0, le=2**63 - 1)
     """seed of initial weights where none are loaded"""
     profile_steps: int = flag("profile.steps", 0, ge=0, le=10_000)
     """write a torch profiler trace of this many inner steps, without stopping the miner"""
-    profile_start: int = flag("profile.start", 3, ge=0, le=1_000_000)
-    """inner steps after the start to pass before the profile begins"""
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -829,28 +768,20 @@ class ValidatorSettings:
     --validator.alive_least"""
     alive_least: int = flag("validator.alive_least", 3, ge=1, le=4096)
     """fewest alive miners with which a round is called at all"""
-    alive_timeout: Duration = flag(
-        "validator.alive_timeout", 2.3 * SECOND, ge=SECOND / 10, le=MINUTE
-    )
-    """time a miner has to answer one IsAlive call"""
+    alive_timeout: timedelta = 2.3 * SECOND  # that a miner has to answer one IsAlive call
     sweep_interval: Duration = flag(
         "validator.sweep_interval", 5 * SECOND, ge=SECOND / 1000, le=HOUR
     )
     """time between two IsAlive sweeps while too few miners are alive"""
-    sweep_patience: Duration = flag("validator.sweep_patience", 120 * SECOND, ge=0 * SECOND, le=DAY)
-    """how long sweeps go on while not even --validator.alive_least miners are alive; then the round
-    has failed and a whole period passes"""
+    # While not even --validator.alive_least miners are alive; then the round has failed.
+    sweep_patience: timedelta = 120 * SECOND
     minimum_peers: int = flag("validator.minimum_peers", 3, ge=1, le=4096)
     """peers (this validator included, failed ones not) without which an average is refused"""
     loss_tolerance: float = flag("validator.loss_tolerance", 0.25, ge=0, le=1000)
     """an outer step is refused when it makes the held-out loss worse by more than this fraction"""
-    top_candidates: int = flag("validator.top_candidates", 3, ge=0, le=256)
-    """miners, best first, whose checkpoint is tried as this validator's own contribution"""
+    top_candidates: int = 3  # miners, best first, whose checkpoint is tried as our contribution
 
-    publication_budget: Duration = flag(
-        "validator.publication_budget", 1800 * SECOND, ge=0 * SECOND, le=DAY
-    )
-    """how long the upload of a global state is tried again before the step is given up"""
+    publication_budget: timedelta = 1800 * SECOND  # to upload a global state; then it is given up
     inner_optimizer_budget: Duration = flag(
         "validator.inner_optimizer_budget", 1800 * SECOND, ge=0 * SECOND, le=DAY
     )

@@ -68,7 +68,6 @@ def flag(
     ge: Any = None,
     le: Any = None,
     env: str | None = None,
-    aliases: tuple[str, ...] = (),
     network: str = "",
     fixed: bool = True,
 ) -> Any:
@@ -89,7 +88,6 @@ def flag(
         json_schema_extra={
             "name": name,
             "env": env,
-            "aliases": list(aliases),
             "network": network,
             "fixed": fixed,
         },
@@ -164,18 +162,6 @@ def parse_duration(text: str) -> timedelta:
         raise ValueError("a duration that a clock can hold") from None
 
 
-def parse_range(text: str) -> tuple[float, float]:
-    """Parse ``LOW:HIGH`` to two finite numbers, 0 <= LOW <= HIGH. Raises ValueError."""
-    low_text, _, high_text = text.partition(":")
-    try:
-        low, high = float(low_text), float(high_text)
-    except ValueError:
-        low, high = 1.0, 0.0
-    if not 0 <= low <= high < float("inf"):
-        raise ValueError("a range LOW:HIGH of two numbers")
-    return low, high
-
-
 def _from_text(parse: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
 
@@ -241,7 +227,6 @@ def _is_file_name(text: str) -> bool:
 Duration = Annotated[timedelta, _from_text(parse_duration)]
 Bytes = ByteSize
 File = Annotated[Path, AfterValidator(_expand)]  # or a folder; ~ is the home folder
-Range = Annotated[tuple[T, T], _from_text(parse_range)]
 Secret = Annotated[SecretStr, _from_text(str.strip)]
 Words = Annotated[tuple[T, ...], _from_text(_split)]
 
@@ -285,8 +270,6 @@ def show(value: Any) -> str:
         return _show_duration(value.total_seconds())
     if isinstance(value, ByteSize):
         return _show_size(int(value))
-    if isinstance(value, tuple) and any(isinstance(v, float) for v in value):
-        return ":".join(f"{v:g}" for v in value)  # LOW:HIGH
     if isinstance(value, tuple):
         return " ".join(mask(str(v)) for v in value) or "-"
     return mask(str(value))

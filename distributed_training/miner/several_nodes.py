@@ -71,9 +71,7 @@ _SAY_AGAIN = 60.0
 #: Settings outside of the packages training and data that must be equal on all nodes.
 _OF_ALL = {"nnodes", "neuron.global_model_name", "neuron.global_tokenizer_name"}
 #: Settings inside that need not be: where things lie, and how much of the machine is used.
-_OF_ONE_NODE = frozenset(
-    {"data.cache_dir", "data.workers", "data.connections", "profile.steps", "profile.start"}
-)
+_OF_ONE_NODE = frozenset({"data.cache_dir", "data.workers", "data.connections", "profile.steps"})
 
 _OF_NETWORK = " of the network's file"
 #: What the driver shows decides them where no flag does.

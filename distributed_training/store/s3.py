@@ -350,8 +350,9 @@ class S3ObjectStore:
                 aws_access_key_id=keys.key_id.get_secret_value(),
                 aws_secret_access_key=keys.secret.get_secret_value(),
                 config=Config(
-                    request_checksum_calculation=settings.checksum_mode,
-                    response_checksum_validation=settings.checksum_mode,
+                    # R2 refuses the trailers of botocore's default, when_supported.
+                    request_checksum_calculation="when_required",
+                    response_checksum_validation="when_required",
                     # One attempt: `patient` repeats it, and knows of pauses and deadlines.
                     retries={"total_max_attempts": 1, "mode": "standard"},
                     connect_timeout=settings.connect_timeout.total_seconds(),

@@ -44,7 +44,7 @@ from .collectives import RowStream, row_range
 from .error_feedback import enter_thread
 from .model import Schema
 from .snapshot import write_safetensors
-from .trainer import Trainer
+from .trainer import SLOW_STEPS, Trainer
 
 log = logging.getLogger(__name__)
 
@@ -453,7 +453,7 @@ class Checkpointer:
             "Rolled back to the last good checkpoint"
             if restored is not None
             else "No usable checkpoint to roll back to: training goes on from the present weights",
-            self._trainer.settings.nan_slow_steps,
+            SLOW_STEPS,
         )
         return restored
 

@@ -115,6 +115,12 @@ log = logging.getLogger(__name__)
 #: Covers each collective of the host-memory streams: pseudo-gradient, average, votes.
 STREAM_TIMEOUT = timedelta(minutes=10)
 
+#: Inner steps in a row with NaN or Inf after which the last good checkpoint is loaded, and inner
+#: steps at half the learning rate after that: the same data at the same rate would diverge again.
+NAN_LIMIT, SLOW_STEPS = 3, 50
+#: Inner steps before a profile: the first ones compile and fill the allocator.
+_PROFILED_FROM = 3
+
 
 class Trainer:
     """Owns model, AdamW, schedule, outer optimizer, epoch-start weights and error feedback.
@@ -183,7 +189,7 @@ class Trainer:
         self._profiler = None
         if settings.profile_steps:
             self._profiler = start_profiler(
-                steps=settings.profile_steps, start=settings.profile_start, rank=self.rank
+                steps=settings.profile_steps, start=_PROFILED_FROM, rank=self.rank
             )
         if isinstance(wanted, str):
             self.plan_micro_batches(
@@ -485,19 +491,19 @@ class Trainer:
         self.skipped_in_a_row += 1
         line = (
             f"Inner step skipped: its loss or gradient is NaN or Inf ({self.skipped_in_a_row} in a "
-            f"row; at {self.settings.nan_limit} the last good checkpoint is loaded)"
+            f"row; at {NAN_LIMIT} the last good checkpoint is loaded)"
         )
         log.warning(line)
         self.step.notes.append(line)
 
     @property
     def wants_roll_back(self) -> bool:
-        """``nan_limit`` inner steps in a row were skipped: load the last good checkpoint."""
-        return self.skipped_in_a_row >= self.settings.nan_limit
+        """So many inner steps in a row were skipped: load the last good checkpoint."""
+        return self.skipped_in_a_row >= NAN_LIMIT
 
     def slow_down(self) -> None:
-        """Halve the learning rate for ``--neuron.nan_slow_steps`` inner steps."""
-        self.schedule.slow_down(self.total_inner_steps, steps=self.settings.nan_slow_steps)
+        """Halve the learning rate for :data:`SLOW_STEPS` inner steps."""
+        self.schedule.slow_down(self.total_inner_steps, steps=SLOW_STEPS)
         self.skipped_in_a_row = 0
 
     # --- outer step ----------------------------------------------------------------------------

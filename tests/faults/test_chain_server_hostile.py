@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from distributed_training.chain import http_server as http_module
+from distributed_training.chain.server import ROUND_BOUNDS
 from distributed_training.config.settings import ChainSettings
 from distributed_training.protocol.synapses import MAX_BODY_BYTES
 from tests.tools.chain_raw import connect, request, send, status, still_answers
@@ -364,12 +365,12 @@ def test_fuzzed_bodies_of_a_validator(fuzzed: World, body: bytes, route: str) ->
     assert status(answer) in (200, 400), answer
     while fuzzed.events:
         event = fuzzed.events.pop()
-        low, high = SETTINGS.clamp_min_group_size
+        low, high = ROUND_BOUNDS["min_group_size"]
         assert event.min_group_size is None or low <= event.min_group_size <= high
         for value, (low, high) in (
-            (event.timeout, SETTINGS.clamp_round_timeout),
-            (event.allreduce_timeout, SETTINGS.clamp_allreduce_timeout),
-            (event.min_matchmaking_time, SETTINGS.clamp_min_matchmaking_time),
+            (event.timeout, ROUND_BOUNDS["timeout"]),
+            (event.allreduce_timeout, ROUND_BOUNDS["allreduce_timeout"]),
+            (event.min_matchmaking_time, ROUND_BOUNDS["min_matchmaking_time"]),
         ):
             assert value is None or low <= value.total_seconds() <= high
     fuzzed.server.round_ended()

@@ -3,7 +3,6 @@ says why not. The real server, with a proxy before it that enforces R2's rules."
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import os
 import shutil
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from pydantic import SecretStr
@@ -348,22 +346,6 @@ def test_over_tls_no_trailers_are_sent(
         assert report.ok, report.reason
         assert_published(direct, REVISION, files)
         assert not any("401" in r for r in shim.refusals)
-        defaults = S3ObjectStore.from_settings(
-            dataclasses.replace(settings, checksum_mode="when_supported"),
-            bucket=direct.bucket,
-            write=True,
-        )
-        upload_id = direct.create_multipart("x")
-        with pytest.raises(Exception, match=r"Unauthorized|no answer"):
-            with (tmp_path / "s" / keys.MODEL).open("rb") as body:
-                defaults.upload_part("x", upload_id, 1, _section(body))
-        direct.abort_multipart("x", upload_id)
-
-
-def _section(body: Any) -> Any:
-    from distributed_training.store.s3 import Section
-
-    return Section(body.fileno(), 0, 1024)
 
 
 def test_a_full_disk_blocks_the_download_and_keeps_what_is_there(

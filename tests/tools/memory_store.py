@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from distributed_training.config.settings import LEAST_PART
 from distributed_training.store.s3 import (
     BucketMissingError,
     IntegrityError,
@@ -23,6 +22,8 @@ from distributed_training.store.s3 import (
     StoreError,
     UploadMissingError,
 )
+
+LEAST_PART = 5 * 2**20  # bytes, of S3 and R2; the last part of an upload may be smaller
 
 
 class MemoryObjectStore:

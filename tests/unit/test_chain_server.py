@@ -19,7 +19,7 @@ from distributed_training.chain import callers, http_server
 from distributed_training.chain import server as server_module
 from distributed_training.chain.callers import STRIKES, Admission, TrustedAddresses
 from distributed_training.chain.identity import Wallet
-from distributed_training.chain.server import MinerCallbacks, SignedServer
+from distributed_training.chain.server import ROUND_BOUNDS, MinerCallbacks, SignedServer
 from distributed_training.common import ports
 from distributed_training.config.types import ConfigError
 from tests.tools.chain_world import (
@@ -230,13 +230,13 @@ def test_what_the_legacy_signature_does_not_cover_is_bounded(server: World) -> N
     headers = sign("legacy", VALIDATOR, "/AllReduce", b"", timeout=1e12)
     assert post(server, "/AllReduce", body, headers).status_code == 200
     (event,) = server.events
-    assert event.min_group_size == SETTINGS.clamp_min_group_size[1]
+    assert event.min_group_size == ROUND_BOUNDS["min_group_size"][1]
     for given, bound in (
-        (event.timeout, SETTINGS.clamp_round_timeout[1]),
-        (event.request_timeout, SETTINGS.clamp_request_timeout[0]),
-        (event.allreduce_timeout, SETTINGS.clamp_allreduce_timeout[1]),
-        (event.next_chunk_timeout, SETTINGS.clamp_next_chunk_timeout[0]),
-        (event.min_matchmaking_time, SETTINGS.clamp_min_matchmaking_time[1]),
+        (event.timeout, ROUND_BOUNDS["timeout"][1]),
+        (event.request_timeout, ROUND_BOUNDS["request_timeout"][0]),
+        (event.allreduce_timeout, ROUND_BOUNDS["allreduce_timeout"][1]),
+        (event.next_chunk_timeout, ROUND_BOUNDS["next_chunk_timeout"][0]),
+        (event.min_matchmaking_time, ROUND_BOUNDS["min_matchmaking_time"][1]),
     ):
         assert given is not None and given.total_seconds() == bound
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from distributed_training.config import Config, ConfigError, load_config, notices, problems
+from distributed_training.config import Config, ConfigError, load_config, problems
 from distributed_training.config.settings import MinerSettings
 from tests.tools.r2_keys import KEYS
 
@@ -19,7 +19,6 @@ def test_the_defaults_have_no_problem() -> None:
     assert problems(config()) == []
     assert problems(config("--preset", "local")) == []
     assert problems(config("--preset", "local", "--neuron.part_size_bytes", "1048576")) == []
-    assert problems(config("--r2.part_size", "5MiB")) == []
 
 
 @pytest.mark.parametrize(
@@ -46,8 +45,6 @@ def test_the_defaults_have_no_problem() -> None:
         (("--axon.external_ip", "fe80::1"), "--axon.external_ip fe80::1 cannot be reached"),
         (("--dht.ip", "10.0.0.4"), "--dht.ip 10.0.0.4 cannot be reached"),
         (("--data.source", "fineweb"), "--data.source fineweb is unknown"),
-        (("--r2.part_size", "1KiB"), "--r2.part_size 1KiB is less than S3 and R2 take"),
-        (("--r2.part_size", "5242879"), "give 5MiB or more"),
         (("--neuron.round_reload_timeout", "60"), "is not shorter than --neuron.round_reload"),
         (("--neuron.allreduce_timeout", "14m"), "is not shorter than --neuron.round_timeout"),
     ],
@@ -72,14 +69,9 @@ def test_a_compression_that_parts_of_few_values_break_is_refused(compression: st
         (("--neuron.upload_steps", "0"), "--neuron.upload_steps: 0 is less than 1"),
         (("--axon.port", "70000"), "--axon.port: 70000 is more than 65535"),
         (("--axon.clock_skew", "9999d"), "--axon.clock_skew: 9999d is more than 60s"),
-        (("--clamp.min_group_size", "0:0"), "--clamp.min_group_size: 0:0 is less than 2"),
         (("--dht.ip", "my.host"), "--dht.ip: 'my.host' is not an IP address"),
         (("--dht.ip", "2001:db8::1"), "'2001:db8::1' is not an IP address of version 4"),
         (("--dht.listen_ip", "auto"), "'auto' is not an IP address"),
-        (
-            ("--clamp.timeout", "0:5000"),
-            "0:5000 is less than 0.1, so nothing was started: give LOW:HIGH within 0.1 to 3600",
-        ),
         (("--subtensor.network", "finey"), "'finey' is not finney, test, local, or a ws:// or"),
         (("--axon.external_ip", "1.2.3"), "--axon.external_ip: '1.2.3' is not an IP address"),
         (("--neuron.initial_peers", "1.2.3.4:8000"), "is not a peer's address"),
@@ -90,7 +82,6 @@ def test_a_compression_that_parts_of_few_values_break_is_refused(compression: st
         (("--neuron.name", "../../etc"), "'../../etc' is not a name without '/'"),
         (("--axon.auth", "btauth", "legcay"), "'btauth legcay' is not one of btauth, legacy"),
         (("--axon.auth", "none"), "'none' is not one of btauth, legacy"),
-        (("--r2.part_size", "10GiB"), "--r2.part_size: 10GiB is more than 5GiB"),
     ],
 )
 def test_a_value_outside_its_kind_or_range_is_one_line(argv: tuple[str, ...], text: str) -> None:
@@ -146,14 +137,3 @@ def test_several_problems_are_counted() -> None:
         load_config(
             "miner", ["--nproc_per_node", "0", "--dht.port", "x"], environ=KEYS, dotenv=None
         )
-
-
-def test_an_effective_batch_that_does_not_divide_is_rounded_up_and_said() -> None:
-    (line,) = notices(
-        config(
-            *("--neuron.local_batch_size_train", "3", "--nproc_per_node", "4"),
-            *("--neuron.local_batch_size_train_effective", "100"),
-        )
-    )
-    assert line.endswith("rounded up to 108")
-    assert notices(config("--nproc_per_node", "4")) == []

@@ -135,18 +135,6 @@ def test_values_of_the_wrong_type() -> None:
     assert "is not true or false" in refused("--neuron.show_all_rank_logs=maybe")
 
 
-def test_ranges() -> None:
-    from distributed_training.chain.server import round_bounds
-
-    config = load("--clamp.timeout", "30:1000")
-    assert config.chain.clamp_round_timeout == (30.0, 1000.0)
-    assert round_bounds(config.chain)
-    assert load("--clamp.timeout", "1:2.5").chain.clamp_round_timeout == (1.0, 2.5)
-    for bad in ("", "30", "1000:30", "-1:2", "1:inf", "nan:1", "a:b"):
-        with pytest.raises(ConfigError, match=r"^--clamp\.timeout: .*LOW:HIGH"):
-            load(f"--clamp.timeout={bad}")
-
-
 def test_switches_with_and_without_a_value() -> None:
     name = "neuron.show_all_rank_logs"
     assert load(f"--{name}").get(name) is True

@@ -792,8 +792,8 @@ def test_profile_writes_a_trace_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    made = trainer(profile_steps=1, profile_start=1)
-    train(made, 0, 3)
+    made = trainer(profile_steps=1)
+    train(made, 0, 5)
     trace = json.loads((tmp_path / "profile-rank-0.json").read_text())
     assert any("mm" in event.get("name", "") for event in trace["traceEvents"])
 
