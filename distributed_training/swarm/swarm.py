@@ -3,7 +3,7 @@
 A round is :meth:`HivemindSwarm.average`: find a group, average the buffers with it, check the
 average. One peer that sends NaN, or a step out of proportion, spoils everybody's average while
 hivemind's step succeeds; so the norm of each average is held against those of the rounds before
-(:func:`judge`), and a refused average changes no weight.
+(:class:`Judge`), and a refused average changes no weight.
 """
 
 from __future__ import annotations
@@ -260,66 +260,56 @@ _KEPT = 5
 _ENOUGH_ROUNDS = 3  # as many past norms make a median that one bad round does not move
 
 
-class Judge:
-    """Refuses averages out of proportion, and remembers the norms in ``path``.
-
-    ``max_ratio``: of an average's norm to what is usual; 0 accepts any that is finite.
-    """
-
-    def __init__(self, path: Path, *, run_id: str, max_ratio: float) -> None:
-        self._norms = PastNorms(path, run_id=run_id)
-        self._max_ratio = max_ratio
-
-    def check(self, *, local_norm: float, average_norm: float) -> None:
-        """Raise AllReduceError when the average must not be used."""
-        previous = self._norms()
-        try:
-            judge(
-                local_norm=local_norm,
-                average_norm=average_norm,
-                max_ratio=self._max_ratio,
-                previous=previous,
-            )
-        except AllReduceError:
-            # When the run itself changes, the measure must follow; but slowly, or three rounds of
-            # nonsense would make nonsense usual.
-            usual = usual_norm(local_norm, previous)
-            if usual > 0 and math.isfinite(average_norm):
-                self._norms.add(min(average_norm, 2 * usual))
-            raise
-        self._norms.add(average_norm)
-
-
 @dataclass(frozen=True)
 class _Norms:
     run_id: str
     norms: list[Annotated[float, Field(allow_inf_nan=False)]]
 
 
-class PastNorms:
-    """The norms of at most five averages, oldest first, of the swarm named ``run_id``.
+class Judge:
+    """Refuses averages out of proportion.
 
-    Another swarm's do not count. A file that cannot be read or written costs the memory of past
-    rounds, never a round.
+    An average of vectors is at most as long as the longest of them. So a norm far above the usual
+    comes from a peer whose step is out of proportion. Usual is the median of ``norms``, those of
+    the last averages; while fewer than three are known, our own pseudo-gradient's norm. Our own is
+    the worse measure: short when we joined late, long when it is we who diverged.
+
+    ``max_ratio``: of an average's norm to what is usual; 0 accepts any that is finite. ``path``
+    keeps ``norms`` of the swarm named ``run_id`` over a restart. A file that cannot be read or
+    written costs the memory of past rounds, never a round.
     """
 
-    def __init__(self, path: Path, *, run_id: str) -> None:
+    def __init__(self, path: Path, *, run_id: str, max_ratio: float) -> None:
         self._path = path
         self._run_id = run_id
+        self._max_ratio = max_ratio
         lost = "averages are held against our own pseudo-gradient for three rounds"
-        kept = read_state(path, _Norms, lost=lost) or _Norms(run_id, [])
-        self._norms = deque(kept.norms if kept.run_id == run_id else [], maxlen=_KEPT)
+        kept = read_state(path, _Norms, lost=lost)
+        # Oldest first. Another swarm's do not count.
+        self.norms = deque(kept.norms if kept and kept.run_id == run_id else (), maxlen=_KEPT)
 
-    def __call__(self) -> tuple[float, ...]:
-        return tuple(self._norms)
+    def check(self, *, local_norm: float, average_norm: float) -> None:
+        """Raise AllReduceError when the average must not be used."""
+        if not math.isfinite(average_norm):
+            raise AllReduceError(AllReduceFault.NOT_FINITE, "at least one peer sent NaN or Inf")
+        known = len(self.norms) >= _ENOUGH_ROUNDS
+        usual = statistics.median(self.norms) if known else local_norm
+        refused = 0 < self._max_ratio * usual < average_norm
+        # When the run itself changes, the measure must follow; but slowly, or three rounds of
+        # nonsense would make nonsense usual.
+        self._remember(min(average_norm, 2 * usual) if refused else average_norm)
+        if refused:
+            raise AllReduceError(
+                AllReduceFault.OUT_OF_BOUNDS,
+                f"norm {average_norm:.4g} against {usual:.4g} of "
+                f"{'the rounds before' if known else 'ours'}, more than "
+                f"--neuron.max_average_norm_ratio {self._max_ratio:g}",
+            )
 
-    def add(self, norm: float) -> None:
-        """Add a norm; NaN and Inf are no measure and are left out."""
-        if not math.isfinite(norm):
-            return
-        self._norms.append(norm)
+    def _remember(self, norm: float) -> None:
+        self.norms.append(norm)
         with contextlib.suppress(OSError):
-            write_state(self._path, _Norms(self._run_id, list(self._norms)))
+            write_state(self._path, _Norms(self._run_id, list(self.norms)))
 
 
 def norm_of(tensors: Sequence[torch.Tensor]) -> float:
@@ -329,36 +319,3 @@ def norm_of(tensors: Sequence[torch.Tensor]) -> float:
     squares overflow it (1e19) count as Inf.
     """
     return math.hypot(*(float(torch.linalg.vector_norm(t)) for t in tensors))
-
-
-def usual_norm(local_norm: float, previous: Sequence[float]) -> float:
-    """Return the norm that an average is compared with: see :func:`judge`."""
-    return statistics.median(previous) if len(previous) >= _ENOUGH_ROUNDS else local_norm
-
-
-def judge(
-    *,
-    local_norm: float,
-    average_norm: float,
-    max_ratio: float,
-    previous: Sequence[float] = (),
-) -> None:
-    """Raise AllReduceError when an average must not be used.
-
-    One peer that sends NaN makes every peer's average NaN while hivemind's step succeeds. An
-    average of vectors is at most as long as the longest of them. So a norm far above the usual
-    comes from a peer whose step is out of proportion. Usual is the median of ``previous``, the
-    norms of the averages before; while fewer than three are known, our own pseudo-gradient's norm.
-    Our own is the worse measure: short when we joined late, long when it is we who diverged.
-    """
-    if not math.isfinite(average_norm):
-        raise AllReduceError(AllReduceFault.NOT_FINITE, "at least one peer sent NaN or Inf")
-    known = len(previous) >= _ENOUGH_ROUNDS
-    usual = usual_norm(local_norm, previous)
-    if max_ratio > 0 and usual > 0 and average_norm > max_ratio * usual:
-        raise AllReduceError(
-            AllReduceFault.OUT_OF_BOUNDS,
-            f"norm {average_norm:.4g} against {usual:.4g} of "
-            f"{'the rounds before' if known else 'ours'}, more than "
-            f"--neuron.max_average_norm_ratio {max_ratio:g}",
-        )

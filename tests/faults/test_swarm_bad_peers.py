@@ -103,7 +103,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def test_the_others_end_in_time_and_equal(world: World, kind: str) -> None:
     swarms, bad = world
     for swarm in swarms:
-        swarm._judge._norms._norms.clear()
+        swarm._judge.norms.clear()
     bad.begin(kind)
     rounds = Rounds(*swarms, request=TROUBLED)
     outcomes = rounds.join()

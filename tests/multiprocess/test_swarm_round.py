@@ -43,7 +43,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def pair(both: Pair) -> Iterator[Pair]:
     """No round is judged by those of another test."""
     for swarm in both:
-        swarm._judge._norms._norms.clear()
+        swarm._judge.norms.clear()
     yield both
 
 

@@ -129,9 +129,9 @@ def _lines(path: Path) -> Any:
 
 
 def _norms(path: Path) -> Any:
-    from distributed_training.swarm.swarm import PastNorms
+    from distributed_training.swarm.swarm import Judge
 
-    return PastNorms(path, run_id="run")
+    return Judge(path, run_id="run", max_ratio=20.0).norms
 
 
 def _instance(path: Path) -> Any:

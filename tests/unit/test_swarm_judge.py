@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from distributed_training.protocol.types import AllReduceError, AllReduceFault
 from distributed_training.swarm.supervisor import address_of, bound_log
-from distributed_training.swarm.swarm import Judge, PastNorms, judge
+from distributed_training.swarm.swarm import Judge
 
 pytestmark = pytest.mark.timeout(10)
 
 
+def made(path: Path, *, run_id: str = "a", ratio: float = 20.0) -> Judge:
+    return Judge(path, run_id=run_id, max_ratio=ratio)
+
+
 def fault(local: float, average: float, *previous: float, ratio: float = 20.0) -> str | None:
-    try:
-        judge(local_norm=local, average_norm=average, max_ratio=ratio, previous=previous)
-    except AllReduceError as error:
-        return error.fault.name
+    with tempfile.TemporaryDirectory() as folder:
+        judging = made(Path(folder, "norms.json"), ratio=ratio)
+        judging.norms.extend(previous)
+        try:
+            judging.check(local_norm=local, average_norm=average)
+        except AllReduceError as error:
+            return error.fault.name
     return None
 
 
@@ -41,7 +49,7 @@ def test_one_bad_round_before_does_not_move_the_measure() -> None:
 
 def test_rounds_of_nonsense_do_not_make_nonsense_usual(tmp_path: Path) -> None:
     """But a run that changes for good is followed, at most twice as far with each round."""
-    judging = Judge(tmp_path / "norms.json", run_id="a", max_ratio=20.0)
+    judging = made(tmp_path / "norms.json")
     for _ in range(3):
         judging.check(local_norm=10.0, average_norm=10.0)
     for _ in range(5):
@@ -58,11 +66,13 @@ def test_zero_accepts_any_norm_but_not_nan() -> None:
 
 def test_the_norms_of_past_rounds_outlive_a_restart(tmp_path: Path) -> None:
     path = tmp_path / "norms.json"
-    norms = PastNorms(path, run_id="a")
-    for norm in (1.0, 2.0, float("nan"), 3.0, 4.0, float("inf"), 5.0, 6.0):
-        norms.add(norm)
-    assert norms() == PastNorms(path, run_id="a")() == (2.0, 3.0, 4.0, 5.0, 6.0)
-    assert PastNorms(path, run_id="another swarm")() == ()
+    judging = made(path)
+    for norm in (1.0, 2.0, 3.0, 4.0, 5.0, 6.0):
+        judging.check(local_norm=1.0, average_norm=norm)
+    with pytest.raises(AllReduceError):
+        judging.check(local_norm=1.0, average_norm=float("nan"))
+    assert list(judging.norms) == list(made(path).norms) == [2.0, 3.0, 4.0, 5.0, 6.0]
+    assert not made(path, run_id="another swarm").norms
 
 
 @pytest.mark.parametrize(
@@ -71,10 +81,10 @@ def test_the_norms_of_past_rounds_outlive_a_restart(tmp_path: Path) -> None:
 def test_a_damaged_file_of_norms_is_no_memory(tmp_path: Path, content: str) -> None:
     path = tmp_path / "norms.json"
     path.write_text(content)
-    norms = PastNorms(path, run_id="a")
-    assert norms() == ()
-    norms.add(7.0)
-    assert PastNorms(path, run_id="a")() == (7.0,)
+    judging = made(path)
+    assert not judging.norms
+    judging.check(local_norm=7.0, average_norm=7.0)
+    assert list(made(path).norms) == [7.0]
 
 
 def test_hiveminds_log_is_bounded_while_it_is_written(tmp_path: Path) -> None:
