@@ -64,23 +64,18 @@ class ShardTokens:
         if not self._shards:
             self._counts.add("pages_missing", pages)
             problem = f"{self._folder} holds no usable shards"
-            return SourceTokens(np.zeros(0, dtype=np.int32), [], [problem])
+            return SourceTokens(np.zeros(0, dtype=np.int32), [problem])
         pieces: list[np.ndarray[Any, Any]] = []
-        used: list[tuple[str, int, str, int]] = []
         missing: list[str] = []
         for i in range(min(pages, self._page_count)):
             first = int(self._order[(block * pages + i) % self._page_count]) * self._page
-            shard, begin = self._place(first)
             try:
-                page = self._sequences(first)
+                pieces.append(self._sequences(first))
             except (OSError, ShardError) as error:
                 self._counts.add("pages_missing")
                 missing.append(str(error))
-                continue
-            pieces.append(page)
-            used.append((self._paths[shard].name, first - begin, "shard", page.size))
         joined = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
-        return SourceTokens(joined, used, missing)
+        return SourceTokens(joined, missing)
 
     def _place(self, sequence: int) -> tuple[int, int]:
         """Return the shard that holds a sequence, and the number of the shard's first."""

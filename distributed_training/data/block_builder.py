@@ -27,8 +27,11 @@ from distributed_training.protocol.pages import pages_read_by, select_pages
 from .corpus import StdlibSource
 from .page_source import Counts, PageSource, PageUnavailable, Pin
 from .parquet import ParquetSource, folder_revision
-from .shards import SUFFIX, ShardError, open_shard, token_digest, write_shard
+from .shards import SUFFIX, ShardError, open_shard, write_shard
 from .tokenizer import TextTokenizer, tokenizer_hash
+
+#: Of prepared blocks: an older version that an update goes back to must not take these for its own.
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,7 @@ class WorkerSpec:
         settings = self.settings
         mixed = [(s.name, s.text, s.weight) for s in settings.sources]
         facts = [
-            mixed, settings.dataset, settings.text_column, settings.pages_per_block,
+            _FORMAT, mixed, settings.dataset, settings.text_column, settings.pages_per_block,
             settings.rows_per_page, settings.max_length, self.uid, self.rank, self.world_size,
             self.sequence_length, self.eos_id, self.vocabulary,
             tokenizer_hash(self.tokenizer_path),
@@ -171,13 +174,9 @@ def open_source(settings: DataSettings) -> PageSource:
 
 @dataclass(frozen=True)
 class SourceTokens:
-    """One source's share of a block: int32 (tokens,), its pages with their tokens.
-
-    Also the pages that could not be had.
-    """
+    """One source's share of a block: int32 (tokens,), and why pages of it could not be had."""
 
     tokens: np.ndarray[Any, Any]
-    pages: list[tuple[str, int, str, int]]  # config, row, split, tokens
     missing: list[str]
 
 
@@ -205,9 +204,8 @@ class RowsTokens:
             chosen = self._choose(block, pages)
         except (PageUnavailable, ValueError) as error:
             self._counts.add("pages_missing", pages)
-            return SourceTokens(empty, [], [str(error)])
+            return SourceTokens(empty, [str(error)])
         pieces: list[np.ndarray[Any, Any]] = []
-        used: list[tuple[str, int, str, int]] = []
         missing: list[str] = []
         # Page order, not completion order.
         for page, fetched in zip(chosen, self._pool.map(self._fetch, chosen), strict=True):
@@ -221,8 +219,7 @@ class RowsTokens:
                 missing.append(f"page {page[0]} {page[1]} has no text")
                 continue
             pieces.append(tokens)
-            used.append((*page, len(tokens)))
-        return SourceTokens(np.concatenate(pieces) if pieces else empty, used, missing)
+        return SourceTokens(np.concatenate(pieces) if pieces else empty, missing)
 
     def _choose(self, block: int, pages: int) -> list[tuple[str, int, str]]:
         table = self._source.num_rows()
@@ -264,8 +261,7 @@ log = logging.getLogger(__name__)
 class Prepared:
     """A block whose tokens lie in ``path``; see :mod:`.shards`.
 
-    The header's ``extra`` has ``sources`` (sequences of each), ``pages`` ([source, config, row,
-    split, tokens]) in the order of the tokens, and ``digest``.
+    The header's ``extra`` has ``sources``: how many sequences are of each.
     """
 
     block: int
@@ -328,7 +324,7 @@ class BlockMaker:
         if kept is not None:
             return replace(kept, counts=self._counts.take())
         length = self._spec.sequence_length
-        parts, missing, pages, per_source = [], [], [], []
+        parts, missing, per_source = [], [], []
         for source, tokens, n in zip(
             self._sources,
             self._tokens,
@@ -339,7 +335,6 @@ class BlockMaker:
             count = len(had.tokens) // length
             parts.append(had.tokens[: count * length].reshape(count, length))
             per_source.append(count)
-            pages += [[source.name, *page] for page in had.pages]
             missing += [f"{source.name}: {line}" if source.name else line for line in had.missing]
         sequences = np.concatenate(parts)
         self._counts.add("blocks")
@@ -351,13 +346,7 @@ class BlockMaker:
                 tokenizer=self._tokenizer.hash,
                 eos_id=self._spec.eos_id,
                 vocabulary=self._tokenizer.vocabulary,
-                extra={
-                    "block": block,
-                    "sources": per_source,
-                    "pages": pages,
-                    "missing": missing,
-                    "digest": token_digest(sequences),
-                },
+                extra={"sources": per_source},
                 durable=False,  # it carries its checksum, and can be had again
             )
         return Prepared(

@@ -88,7 +88,6 @@ class _Block:
     sequences: np.ndarray[Any, Any]  # (sequences, sequence_length), memory-mapped
     order: np.ndarray[Any, Any]  # int64, indices into it as they are served
     sources: list[int]  # of each micro-batch
-    facts: dict[str, Any]
 
 
 class DataPipeline:
@@ -120,7 +119,6 @@ class DataPipeline:
         self._current = 0
         self._sequences = 0  # ordered of it
         self._offset = 0
-        self._expected: tuple[int, str] | None = None  # block and digest of a restored position
         # How fast blocks are prepared and trained on, seconds: moving means
         self._prepare_seconds = 0.0
         self._train_seconds = 0.0
@@ -189,9 +187,7 @@ class DataPipeline:
             log.warning("Block %d is left out: %s", prepared.block, error)
             self._counts["blocks_failed"] += 1
             return None
-        facts = dict(header.extra)
-        order, sources = self._order(facts["sources"])
-        return _Block(sequences, order, sources, facts)
+        return _Block(sequences, *self._order(header.extra["sources"]))
 
     def _order(self, counts: list[int]) -> tuple[np.ndarray[Any, Any], list[int]]:
         """Return the order of a block's sequences, and the source of each micro-batch.
@@ -216,7 +212,6 @@ class DataPipeline:
         have = len(held.order) if held is not None else 0
         if held is None or sequences > have:
             raise ValueError(f"block {block} has {have} sequences, {sequences} were ordered")
-        self._check_restored(block, held)
         now = time.monotonic()
         if self._begun_at is not None and self._served > 1:
             # Up to the last batch, not up to now: in between there may have been nothing to begin.
@@ -318,50 +313,22 @@ class DataPipeline:
         """Return the position as JSON-able values.
 
         The next sequence to serve is number ``offset`` of ``block``, of which ``sequences`` are
-        served; ``page`` is the one it begins in.
+        served.
         """
-        held = self._blocks.get(self._current)
         return {
             "block": self._current,
             "sequences": self._sequences,
             "offset": self._offset,
-            "page": self._page(held) if held else 0,
-            "digest": held.facts["digest"] if held else "",
-            "rank": [self._spec.rank, self._spec.world_size],
         }
-
-    def _page(self, held: _Block) -> int:
-        if self._offset >= len(held.order):
-            return len(held.facts["pages"])
-        tokens = [int(page[4]) for page in held.facts["pages"]]
-        length = held.sequences.shape[1]
-        ends = np.cumsum(tokens)
-        return int(np.searchsorted(ends, held.order[self._offset] * length, side="right"))
 
     def load_state_dict(self, cursor: dict[str, Any]) -> None:
         """Have the block of a checkpoint's :meth:`state_dict` prepared again.
 
         The loop then begins it with ``start=cursor["offset"]``. Prepared blocks lie in ``folder``,
-        so it holds the same tokens as before; if they cannot be had again, that is said.
+        so it holds the same tokens as before.
         """
-        block = int(cursor.get("block", 0))
-        own = [self._spec.rank, self._spec.world_size]
-        if block:
-            if cursor.get("rank", own) == own:  # other ranks have other pages
-                self._expected = (block, str(cursor.get("digest", "")))
+        if block := int(cursor.get("block", 0)):
             self.request(block)
-
-    def _check_restored(self, block: int, held: _Block) -> None:
-        if self._expected is None:
-            return
-        expected, self._expected = self._expected, None
-        if expected[0] == block and expected[1] and expected[1] != held.facts["digest"]:
-            self._counts["restored_blocks_changed"] += 1
-            log.warning(
-                "Block %d has other tokens than before the restart (a page is missing, or the "
-                "source changed): a few of its sequences may be trained on twice or not at all",
-                block,
-            )
 
     # --- what was done -------------------------------------------------------------------------
 

@@ -124,8 +124,3 @@ def open_shard(path: Path, *, verify: bool = True) -> tuple[ShardHeader, np.ndar
     if verify and hashlib.sha256(data.data).hexdigest() != header.sha256:
         raise ShardError(f"{path} is corrupted: its tokens do not have the checksum of its header")
     return header, data
-
-
-def token_digest(sequences: np.ndarray[Any, Any]) -> str:
-    """Return SHA-256 over the tokens as little-endian uint32, whatever they were stored as."""
-    return hashlib.sha256(np.ascontiguousarray(sequences, dtype="<u4").data).hexdigest()

@@ -15,7 +15,7 @@ from distributed_training.config.settings import DataSettings
 from distributed_training.data.block_builder import BlockMaker, open_source
 from distributed_training.data.page_source import Counts
 from distributed_training.data.parquet import ParquetSource
-from distributed_training.data.shards import ShardError, open_shard, token_digest, write_shard
+from distributed_training.data.shards import ShardError, open_shard, write_shard
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from tests.tools.support_data import worker_spec as spec
 from tests.tools.support_data import write_jsonl
@@ -110,7 +110,7 @@ def test_a_shard_holds_what_was_written(tmp_path: Path, vocabulary: int, dtype: 
     header = write_shard(tmp_path / "x", data, tokenizer="t", eos_id=0, vocabulary=vocabulary)
     again, read = open_shard(tmp_path / "x")
     assert again == header and header.dtype == dtype
-    assert np.array_equal(read, data) and token_digest(read) == token_digest(data.astype(np.int64))
+    assert np.array_equal(read, data)
     assert (tmp_path / "x").stat().st_size % 64 == data.size * (4 if dtype == "uint32" else 2) % 64
 
 
