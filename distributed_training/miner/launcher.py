@@ -23,12 +23,11 @@ import enum
 import fcntl
 import logging
 import math
-import os
 import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -331,18 +330,6 @@ def _page(config: Config, folder: Path) -> Iterator[None]:
         yield
 
 
-def _who_kills(seconds: int, environ: Mapping[str, str] = os.environ) -> tuple[str, str]:
-    """Return who ends a stop of ``seconds`` by force, and the setting that gives it the time."""
-    flag, longer = f"--neuron.stop_timeout {seconds}", seconds + 25  # to end the ranks by force
-    if "pm_id" in environ:
-        return "pm2 kills it after kill_timeout", f"{flag} in app.config.js, where both are set"
-    if "SLURM_JOB_ID" in environ:
-        return "Slurm kills it after GraceTime", f"{flag}, and a partition with GraceTime {longer}"
-    if "INVOCATION_ID" in environ:
-        return "systemd kills it after TimeoutStopSec", f"{flag}, and TimeoutStopSec={longer}"
-    return "what stops it may kill it before", f"{flag}, and, with Docker, docker stop -t {longer}"
-
-
 # --- while it runs ------------------------------------------------------------------------------
 
 
@@ -635,15 +622,17 @@ class _Supervisor:
         needed = stop_seconds(self._folder)
         if needed is not None and needed > asked:
             self._warned = True
-            who, remedy = _who_kills(math.ceil(needed / 10) * 10)
+            longer = math.ceil(needed / 10) * 10
             log.warning(
                 "A stop may take %.0f s (twice the last checkpoint and 20 s), more than "
-                "--neuron.stop_timeout (%.0f s). The miner takes that time, but %s, and the inner "
-                "steps since the last checkpoint are lost: give %s",
+                "--neuron.stop_timeout (%.0f s). The miner takes that time, but what stops it may "
+                "kill it before, and the inner steps since the last checkpoint are lost: give "
+                "--neuron.stop_timeout %d (pm2 follows app.config.js and miner.toml), and %d s to "
+                "systemd (TimeoutStopSec), Docker (docker stop -t) or Slurm (GraceTime)",
                 needed,
                 asked,
-                who,
-                remedy,
+                longer,
+                longer + 25,  # to end the ranks by force
             )
 
     @property

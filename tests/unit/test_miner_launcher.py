@@ -333,19 +333,3 @@ def test_the_number_of_gpus_is_remembered_while_the_driver_is_away(
     for damaged in ("", "[]", '{"gpus": "x"}', '{"gpus": true}', '{"gpus": -1}'):
         file.write_text(damaged)
         assert remembered_gpus(run_folder(argv)) == 0
-
-
-@pytest.mark.parametrize(
-    ("environ", "who", "remedy"),
-    [
-        ({"pm_id": "0", "INVOCATION_ID": "pm2's unit"}, "pm2", "app.config.js"),
-        ({"INVOCATION_ID": "ab"}, "systemd", "TimeoutStopSec=235"),
-        ({"SLURM_JOB_ID": "7", "INVOCATION_ID": "ab"}, "Slurm", "GraceTime 235"),
-        ({}, "what stops it", "docker stop -t 235"),
-    ],
-)
-def test_the_remedy_for_a_short_stop_names_who_stops(
-    environ: dict[str, str], who: str, remedy: str
-) -> None:
-    found = launcher._who_kills(210, environ)
-    assert who in found[0] and "--neuron.stop_timeout 210" in found[1] and remedy in found[1]
