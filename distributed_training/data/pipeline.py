@@ -51,6 +51,7 @@ class DeviceBuffer:
         """Start the copy of ``batch`` (CPU), to be taken later."""
         if not self._pinned or self._pinned[0].shape != batch.shape:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            # The buffers that go away must not be read by a copy under way any more.
             self._stream.synchronize()
             self._pinned = [torch.empty_like(batch, pin_memory=True) for _ in range(2)]
         self._turn = 1 - self._turn
@@ -134,6 +135,7 @@ class DataPipeline:
         self._prepare_folder()
         self._held_back = HeldBack(self._block_folder / "held-back.npy")
         self._buffer = DeviceBuffer(device) if device and device.type == "cuda" else None
+        # Last: a worker may write as soon as it runs, and what earlier ones left is removed above.
         self._workers = WorkerPool(spec, count=settings.workers)
 
     # --- blocks ahead --------------------------------------------------------------------------

@@ -103,6 +103,7 @@ class Controller:
         self._clock = clock
         self._tick_due = Throttle(tick.total_seconds(), clock=clock)
         self._pending: deque[Order] = deque()
+        # First: whoever decides on an upload reads the list as it is after the event.
         self._subscribers: list[Subscriber] = [blocks.see]
 
     def subscribe(self, subscriber: Subscriber) -> None:
@@ -151,6 +152,7 @@ class Controller:
         before = self.state.mode
         self.state, orders = decide(self.state, event, self._rules)
         if self.state.mode is not before:
+            # Before the tasks: uploads give way to a round before the swarm begins to send.
             self._handle(ev.ModeChanged(before, self.state.mode))
         for order in orders:
             if isinstance(order, Task):

@@ -271,6 +271,8 @@ class Host(_Side):
         return ExitStatus.STOPPED
 
     def _begin(self, party: dict[int, _Guest]) -> Plan:
+        # Another port for each start: nodes tell one plan from the next by it, and a rank that
+        # lingers from the start before finds nobody.
         plan = self._plan([0, *party], free_ports(1, self._address)[0])
         self._party, self._says = party, {"nodes": plan.nodes, "port": plan.port}
         log.info("Nodes %s: %d ranks", ", ".join(map(str, plan.nodes)), plan.world_size)

@@ -150,6 +150,7 @@ class Trainer:
         self._say = say if self.rank == 0 else log.debug
 
         wanted = settings.local_batch_size_train
+        # The plan of memory needs a size before one can be measured.
         self.plan_micro_batches(1 if isinstance(wanted, str) else wanted)
         torch.manual_seed(settings.seed)
         self.sharded = build_sharded_model(
@@ -530,6 +531,7 @@ class Trainer:
         self.outer_step += 1
         self.inner_step = 0 if self._written_at is None else self.inner_step - self._written_at
         self._written_at = None
+        # Gradients of a step under way, and what FSDP has gathered, are of the weights before.
         self.drop_step()
 
     def roll_back_outer_step(self) -> None:
