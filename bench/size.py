@@ -43,7 +43,7 @@ _SILENT = frozenset(
 class Tree:
     """Hold what was counted in one tree."""
 
-    code: Counter[str] = field(default_factory=Counter)  # lines of code by room
+    code: Counter[str] = field(default_factory=Counter)  # lines of code by package
     files: dict[str, int] = field(default_factory=dict)  # lines of code by file
     comments: int = 0  # lines that hold nothing else
     docstrings: int = 0

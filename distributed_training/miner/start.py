@@ -607,7 +607,6 @@ def _subscribers(rank_zero: RankZero) -> list[Subscriber]:
         disk_problem=lambda: services.disk_problem(snapshot),
         world_size=trainer.stream.layout.shards,
         run=config.store.run,
-        published_checked=services.uploader.last_checked,
     )
     ends_rounds = end_rounds_of(rank_zero.server)
     return [income.see, reporter.see, missed.see, publishing.see, ends_rounds]

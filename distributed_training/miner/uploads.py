@@ -47,8 +47,7 @@ class Publishing:
     """Rank 0 only; subscribes to the event stream.
 
     ``disk_problem``: the line that says why a snapshot would not fit on the disk, or None.
-    ``world_size``: ranks, each of which writes its part of a snapshot. ``published_checked``: outer
-    step of the newest upload of runs before, None if its gradient was not checked.
+    ``world_size``: ranks, each of which writes its part of a snapshot.
     """
 
     def __init__(
@@ -61,7 +60,6 @@ class Publishing:
         disk_problem: Callable[[], str | None],
         world_size: int,
         run: int,
-        published_checked: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._schedule = schedule
@@ -75,7 +73,7 @@ class Publishing:
         self._taken: ev.SnapshotTaken | None = None  # until it was previewed
         self._taken_at = 0.0
         self._check_wanted = False  # its files are complete
-        self._published_checked = published_checked
+        self._published_checked = publisher.last_checked  # outer step; None: it was not checked
         self._stale_list_lines = Throttle(_STALE_LIST_EVERY, clock=clock)
 
     def see(self, event: ev.Event, state: MinerState) -> list[ev.Event]:

@@ -59,7 +59,8 @@ class Blocks:
 class Publisher:
     busy = False
 
-    def __init__(self) -> None:
+    def __init__(self, last_checked: int | None) -> None:
+        self.last_checked = last_checked
         self.paused = False
         self.submitted: list[tuple[Any, ...]] = []
         self.answers: list[PublicationReport] = []
@@ -90,7 +91,7 @@ class Rig:
         self.folder, self.now, self.block = folder, 1000.0, 50
         self.disk: str | None = None
         self.blocks: Any = Blocks()
-        self.publisher: Any = Publisher()
+        self.publisher: Any = Publisher(last_checked)
         self.round_clock = RoundClock(
             chain_block=lambda: self.block,
             blocks_per_allreduce=100,
@@ -111,7 +112,6 @@ class Rig:
             disk_problem=lambda: self.disk,
             world_size=2,
             run=5,
-            published_checked=last_checked,
             clock=lambda: self.now,
         )
 
