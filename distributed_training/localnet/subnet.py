@@ -47,6 +47,7 @@ from distributed_training.telemetry.neuron_state import NeuronState
 STATE_FILE = "localnet.json"  # also tells that a folder is ours
 LOCK_FILE = ".lock"
 _START = timedelta(seconds=120)  # of the validator, the first model's publication included
+_TURN = 12.0  # seconds that a miner's first inner step may delay the next miner's start
 GUEST = "guest"  # folder of a miner that joins by hand
 
 
@@ -140,6 +141,7 @@ class LocalSubnet:
         self.problems: list[str] = []
         self.strays: list[str] = []  # processes that outlived the one that should have ended them
         self._stopped = False
+        self._next_turn = 0.0  # monotonic: when a miner starts though the one before has no step
 
     # --- life ---------------------------------------------------------------------------------
 
@@ -165,8 +167,7 @@ class LocalSubnet:
             self._tell(f"object store at {self.services.store_endpoint}")
             self._tell(f"chain at {self.services.chain_endpoint}")
             self.neurons = [self._prepare(plan, self.services) for plan in plans]
-            for neuron in self.neurons:  # miners wait by themselves for a model to train
-                self._start_neuron(neuron)
+            self._start_neuron(self.validator)
             state = self.validator.state
             self.wait_until(lambda: state.starts > 0, _START, "the validator's start")
             undo.pop_all()
@@ -250,6 +251,7 @@ class LocalSubnet:
 
     def poll(self) -> None:
         """Take in new events; SubnetFailure if a neuron ended that nobody had stopped."""
+        self._start_next_miner()
         for neuron in self.neurons:
             self._read_events(neuron)
             child = neuron.child
@@ -304,6 +306,17 @@ class LocalSubnet:
         )
 
     # --- inside ---------------------------------------------------------------------------------
+
+    def _start_next_miner(self) -> None:
+        """Start the next miner that never ran, if its imports would not delay another's."""
+        # On two cores the imports of two miners at once double the time to the first inner step.
+        at_once = max(1, len(os.sched_getaffinity(0)) - 1)
+        starting = [m for m in self.miners if m.child.running and not m.state.losses]
+        waiting = [m for m in self.miners if m.child.pid is None]
+        its_turn = len(starting) < at_once or time.monotonic() > self._next_turn
+        if waiting and its_turn and not self._stopped:
+            self._next_turn = time.monotonic() + _TURN
+            self._start_neuron(waiting[0])  # waits by itself for a model to train
 
     def _as_pm2(self, neuron: Neuron) -> bool:
         """Start a neuron that ended again, if a miner's pm2 would. Whether it was."""
