@@ -40,7 +40,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from multiprocessing import get_context
 from pathlib import Path
@@ -51,7 +51,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench.arena_field import PUBLIC, Look, Looks, results, table
-from bench.arena_levers import TRAININGS, look_ahead
 from bench.freshness import LEAD, STEPS_OF_A_BLOCK, File, World, our_miner, public_miner, sent
 from bench.small_model import EFFECTIVE, MICRO, SEQUENCE, new_trainer, small_config
 from distributed_training.chain.base import Neuron
@@ -94,9 +93,6 @@ class Contender:
     search: bool = True
     schedule: str = "5"
     curved: bool = True  # its part of `best`
-    decay: float = 0.999  # of the error feedback's memory
-    training: str = ""  # of ``TRAININGS``
-    until: str = ""  # ``higher``, ``peak``: see Publisher
 
 
 CONTENDERS = {
@@ -110,17 +106,6 @@ CONTENDERS = {
         Contender("upload", "--neuron.error_feedback upload", "upload"),
         Contender("late", "--neuron.upload_steps 20", schedule="20"),
         Contender("not curved", "ours, entries chosen by their size alone", curved=False),
-        Contender("decay 0.9", "error feedback that forgets 10 % an upload", decay=0.9),
-        Contender("decay 0.5", "error feedback that forgets half an upload", decay=0.5),
-        Contender("higher", "an upload replaced by one of a higher gain alone", until="higher"),
-        Contender("peak", "no upload more once two gains in a row fell", until="peak"),
-        Contender("half batch", "half the sequences an inner step", training="half batch"),
-        Contender("double batch", "twice the sequences an inner step", training="double batch"),
-        Contender("half rate", "learning rate x 0.5", training="half rate"),
-        Contender("double rate", "learning rate x 2", training="double rate"),
-        Contender("rate falls", "learning rate x 2 to 0.5 in each round", training="rate falls"),
-        Contender("rate rises", "learning rate x 0.5 to 2 in each round", training="rate rises"),
-        Contender("snoo", "SNOO look-ahead every 10 steps, momentum 0.5", training="snoo"),
     )
 }
 
@@ -139,15 +124,10 @@ class Upload(File):
     loss: float
     content: bytes | None = None
     said: str = ""
-    gain: float = 0.0  # that the search found; once there is a content
 
 
 class Publisher:
-    """One contender's part of a miner: its error feedback, upload schedule and bucket.
-
-    ``until`` keeps an upload back while the one before counts until the next chance: if its gain is
-    not ``higher``, or once two gains in a row were lower (``peak``).
-    """
+    """One contender's part of a miner: its error feedback, upload schedule and bucket."""
 
     def __init__(
         self, contender: Contender, trainer: Trainer, held: Tensor, *, world: World, topk: int
@@ -157,7 +137,7 @@ class Publisher:
         self._trainer, self._held, self._world = trainer, held, world
         self._feedback = ErrorFeedback(
             mode=contender.feedback,
-            decay=contender.decay,
+            decay=0.999,
             codec=Codec(topk=topk),
             shards=sharded.shards,
             stream=stream,
@@ -166,9 +146,7 @@ class Publisher:
             sharded=sharded, stream=stream, feedback=self._feedback, search=contender.search
         )
         public = contender.schedule == "public"
-        pace = replace(world, step=world.step * TRAININGS[contender.training].batch / EFFECTIVE)
-        self.timing = public_miner() if public else our_miner(pace, int(contender.schedule))
-        self.kept_back = 0  # uploads
+        self.timing = public_miner() if public else our_miner(world, int(contender.schedule))
         self._since: list[int] = []  # blocks trained since the last upload
 
     @property
@@ -193,7 +171,6 @@ class Publisher:
             return
         step = self._trainer.outer
         assert step.epoch_start is not None
-        residual = self._feedback.residual
         moment = [v.clone() for v in self._trainer.optimizer.exp_avg_sq]
         directions = self._feedback.directions(
             step.epoch_start,
@@ -211,28 +188,9 @@ class Publisher:
             start=step.epoch_start,
             loss=loss,
         )
-        if self.contender.until and self._keeps_back(upload, now):
-            self.kept_back += 1
-            self._feedback.residual = residual
-            self.timing.cancel()
-            return
         self.timing.under_way = upload
         self.timing.files.append(upload)
         self._since = []
-
-    def _keeps_back(self, upload: Upload, now: float) -> bool:
-        upload.content = self._content(upload)
-        before = [u for u in self.uploads if u.outer_step == upload.outer_step]
-        if not before:
-            return False
-        limit = schedule.UPLOAD_AGE_LIMIT.total_seconds()
-        until = min(before[-1].block_time + self._world.half, before[-1].visible_at + limit)
-        if until < now + 2 * self._world.step + self._before_sending() + self._world.upload:
-            return False
-        if self.contender.until == "higher":
-            return upload.gain <= before[-1].gain
-        gains = [u.gain for u in (*before, upload)]
-        return len(gains) > 2 and gains[-1] < gains[-2] < gains[-3]
 
     def _before_sending(self) -> float:
         """Return the seconds in which a snapshot is written and, if it is ours, checked."""
@@ -276,7 +234,6 @@ class Publisher:
             )
             if choice.delta < choice.plain_delta:
                 direction, factor = choice.direction, choice.factor
-            upload.gain = -min(choice.delta, choice.plain_delta)
         upload.said = f"{direction} x{factor:.2f}"
         about = GradientMetadata(
             upload.blocks[-1], upload.inner_step, upload.outer_step, upload.loss
@@ -337,11 +294,7 @@ class Miner:
         seed: int,
     ) -> None:
         self.uid = uid
-        self.training = TRAININGS[contenders[0].training]
-        self.trainer = new_trainer(seed=seed, batch=self.training.batch)
-        self._peak = self.trainer.schedule.peak
-        self._after_step = look_ahead(self.trainer) if self.training.looks_ahead else None
-        self._world = world
+        self.trainer = new_trainer(seed=seed)
         self._pages = pages
         held = pages(uid, 10 * FIRST_BLOCK + seed)[:HELD_SEQUENCES]
         self.publishers = [
@@ -358,25 +311,19 @@ class Miner:
         self._asked_at = now - LEAD
 
     def inner_step(self, outer: int, now: float, next_round: float) -> None:
-        """``now``: when one of ``EFFECTIVE`` sequences ends."""
-        passed = 1 - (next_round - now) / self._world.period
-        self.trainer.schedule.peak = self._peak * self.training.rate(passed)
+        """``now``: when it ends."""
         if self._left <= 0:
             self._begin_block()
         self._left -= 1
-        for left in reversed(range(EFFECTIVE // MICRO)):
+        for _ in range(EFFECTIVE // MICRO):
             report = self.trainer.add_micro_batch(next(self._batches))
-            if report is not None:
-                ended = now - self._world.step * left / (EFFECTIVE // MICRO)
-                self._end_step(outer, ended, next_round, report.loss)
+        assert report is not None
         if self._left <= 0:
             self._asked_at = now - LEAD
-
-    def _end_step(self, outer: int, now: float, next_round: float, loss: float) -> None:
-        if self._after_step is not None:
-            self._after_step()
         for each in self.publishers:
-            each.inner_step(self._block, self._listed_at, now, next_round, loss=loss, outer=outer)
+            each.inner_step(
+                self._block, self._listed_at, now, next_round, loss=report.loss, outer=outer
+            )
 
     def _begin_block(self) -> None:
         self._left += STEPS_OF_A_BLOCK
@@ -459,18 +406,15 @@ class Arena:
         with tempfile.TemporaryDirectory() as folder:
             path, eos = build_tokenizer("bytes", Path(folder))
             self._tokenizer = TextTokenizer(path, eos_id=eos)
-        contenders = [CONTENDERS[name] for name in options.contenders]
-        trainings = dict.fromkeys(each.training for each in contenders)
         self.miners = [
             Miner(
                 UID_SPACING * (1 + i + options.miners * seed),
-                [each for each in contenders if each.training == training],
+                [CONTENDERS[name] for name in options.contenders],
                 world=self.world,
                 pages=self._pages(TRAINED),
                 topk=options.topk,
                 seed=seed,
             )
-            for training in trainings
             for i in range(options.miners)
         ]
         self._judged_pages = functools.cache(self._pages(JUDGED))
@@ -521,10 +465,7 @@ class Arena:
                 next_look = now
         for publisher in (each for miner in self.miners for each in miner.publishers):
             publisher.round(ends)
-        for miner in self.miners:
-            miner.trainer.drop_step()
-        default = [each for each in self.miners if each.training == TRAININGS[""]]
-        of_all = [miner.pseudo_gradient() for miner in default]
+        of_all = [miner.pseudo_gradient() for miner in self.miners]
         averaged = [torch.stack(list(parts)).mean(0) for parts in zip(*of_all, strict=True)]
         for miner in self.miners:
             miner.end_outer_step(averaged)
@@ -590,12 +531,6 @@ def one_seed(seed: int, options: argparse.Namespace) -> Looks:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     arena = Arena(options, seed=seed)
     arena.run(options.outer_steps)
-    for each in (each for miner in arena.miners for each in miner.publishers):
-        if each.contender.until:
-            gains = " ".join(f"{u.outer_step}:{u.inner_step}:{u.gain:.3f}" for u in each.uploads)
-            print(
-                f"{each.contender.name} kept back {each.kept_back}, sent {gains}", file=sys.stderr
-            )
     dist.destroy_process_group()
     return arena.looks
 
@@ -604,7 +539,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     known = list(CONTENDERS)
-    parser.add_argument("--contenders", nargs="+", default=known[:7], choices=known)
+    parser.add_argument("--contenders", nargs="+", default=known[:-1], choices=known)
     parser.add_argument("--miners", type=int, default=4)
     parser.add_argument("--outer-steps", type=int, default=3)
     parser.add_argument("--blocks", type=int, default=750, help="between two rounds")

@@ -113,7 +113,6 @@ class Miner:
     through_rounds: bool
     files: list[File] = field(default_factory=list)
     under_way: File | None = None
-    cancel: Callable[[], None] = lambda: None
 
     def sent(self, now: float) -> None:
         """Take note of an upload that has ended by ``now``."""
@@ -151,7 +150,7 @@ def our_miner(world: World, upload_steps: int = 5) -> Miner:
         revision = Revision(5, file.outer_step, file.inner_step)
         plan.published(PublicationReport(revision, True, world.upload, 1, "", now))
 
-    return Miner(decide, done, through_rounds=True, cancel=plan.cancelled)
+    return Miner(decide, done, through_rounds=True)
 
 
 @dataclass(frozen=True)

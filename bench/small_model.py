@@ -32,11 +32,11 @@ def small_config() -> dict[str, Any]:
     )
 
 
-def new_trainer(*, seed: int, batch: int = EFFECTIVE) -> Trainer:
+def new_trainer(*, seed: int) -> Trainer:
     """Return a trainer alone in its process group: weights of ``seed``, outer step 0 begun."""
     settings = TrainingSettings(
         local_batch_size_train=MICRO,
-        local_batch_size_train_effective=batch,
+        local_batch_size_train_effective=EFFECTIVE,
         sequence_length=SEQUENCE,
         learning_rate=1e-3,
         warmup_steps=20,
