@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import re
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from distributed_training.chain.callers import Kept, KeptFile
 from distributed_training.common.ports import free_ports
+from distributed_training.common.swarm_identity import identity_file
 from distributed_training.miner.rank_group import rank_variables
+from distributed_training.store.journal import Journal
 from tests.tools.forked import Program
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
 SCRIPT = Path(__file__).parents[1] / "tools" / "miner_ranks.py"
+OLD_FOLDER = Path(__file__).parents[1] / "vectors" / "run-folder-0.1.0.tar.xz"
 SECONDS = 120.0  # for a run that takes five on a machine at rest
 
 
@@ -87,6 +92,28 @@ def test_a_kill_loses_no_sequence_and_changes_no_bit(
     assert resumed["losses"] == whole["losses"][5:]
     assert same(resumed, whole)
     assert listed(resumed) == listed(whole)
+
+
+def test_a_run_folder_of_version_0_1_0_is_taken_over(
+    straight: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
+    """Scenario ``killed`` wrote the checkpoint at commit e85288f; its own code the other files."""
+    whole, _ = straight
+    with tarfile.open(OLD_FOLDER) as old:
+        old.extractall(tmp_path, filter="data")
+    resumed = run("resumed", tmp_path)
+    # Its first five steps were taken on another machine.
+    assert resumed["losses"] == pytest.approx(whole["losses"][5:], rel=1e-4)
+    for one, other in zip(resumed["weights"], whole["weights"], strict=True):
+        assert torch.allclose(one, other, atol=1e-4)
+    assert listed(resumed) | {101} == listed(whole)  # the first upload of ``whole`` was before
+    journal = Journal(tmp_path / "uploads.json")
+    assert journal.owned() == {"upload-1"}
+    assert journal.pending is not None and journal.pending.preview_delta == -1.5
+    kept = KeptFile(tmp_path / "callers.json").load()
+    assert kept == Kept(1795442482049000000, clean=True, validators=("10.0.0.1",))
+    assert identity_file(tmp_path) == tmp_path / "swarm" / "identity.key"
+    assert not list(tmp_path.rglob("*.damaged"))
 
 
 @pytest.mark.parametrize("scenario", ["before_commit", "after_commit"])
