@@ -70,7 +70,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_FILES = 1 << 20  # what Linux gives a process at most, by default
 _OWNER = "owner"  # in a folder of one process
-_owned: list[IO[str]] = []  # locked until this process ends
+_owned: dict[str, IO[str]] = {}  # by folder: locked until it is removed or this process ends
 
 
 @dataclass(frozen=True)
@@ -239,8 +239,15 @@ def process_folder(prefix: str, base: str | None = None) -> str:
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
         owner.write(kernel)
         owner.flush()
-    _owned.append(owner)
+    _owned[folder] = owner
     return folder
+
+
+def remove_process_folder(folder: str) -> None:
+    """Remove a folder of :func:`process_folder` and close the file of its lock. Idempotent."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if (owner := _owned.pop(folder, None)) is not None:
+        owner.close()
 
 
 def _boot_id() -> str:

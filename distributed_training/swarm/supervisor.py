@@ -26,7 +26,11 @@ from datetime import timedelta
 from pathlib import Path
 
 from distributed_training.common.backoff import Backoff
-from distributed_training.common.processes import process_folder, without_secrets
+from distributed_training.common.processes import (
+    process_folder,
+    remove_process_folder,
+    without_secrets,
+)
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol import names
 from distributed_training.protocol.types import AllReduceError, AllReduceFault
@@ -270,9 +274,13 @@ class HostKeeper:
         bound_log(self._log)
         try:
             config = self._config(initial_peers)
+        except OSError as error:  # no room, or no descriptor
+            return str(error)
+        try:
             launch, self._launch = self._launch or HostLaunch(self._log), None
             host = HostProcess(config, launch)
         except (OSError, RuntimeError) as error:  # no room, memory, process, descriptor or thread
+            remove_process_folder(config.sockets)  # nobody else would: it is tried for ever
             return str(error)
         self._starting = host  # from here on close() ends it
         # close() may have looked before `_starting` was set, so this looks once more. hivemind
@@ -481,7 +489,8 @@ class HostProcess:
         self._launch.end()
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # ends the thread that reads
-        shutil.rmtree(self._sockets, ignore_errors=True)
+        # With its lock: a descriptor for each start would run out where no start helps for days.
+        remove_process_folder(self._sockets)
 
 
 def describe_end(status: int) -> str:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +20,14 @@ import pytest
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, RoundRequest
 from distributed_training.swarm import supervisor, swarm
-from distributed_training.swarm.host_link import HostConfig, Ready, SharedTensors
+from distributed_training.swarm.host_link import HostConfig, Ready, SharedTensors, to_line
 from distributed_training.swarm.supervisor import HostKeeper, SwarmUnavailable
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
 MADDR = "/ip4/127.0.0.1/tcp/8000/p2p/12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
+HOST_PROCESS = supervisor.HostProcess
 NOBODY = "RuntimeError: failed to connect to bootstrap peers"
 
 
@@ -147,6 +153,46 @@ def test_a_machine_that_has_nothing_left_costs_time_only(
             wait_for(lambda: len(tries) >= 3, "it is tried again and again")
         world.launch = object
         wait_for(lambda: made.alive() and made.joined, "it is there again")
+
+
+class Program:
+    """Act as a HostLaunch whose process is ready at once."""
+
+    def __init__(self) -> None:
+        self.connection, self._theirs = socket.socketpair()
+        self.process = SimpleNamespace(pid=1, wait=lambda timeout: 0)
+        self._theirs.sendall(to_line(Ready("peer", [MADDR])))
+
+    def end(self) -> None:
+        self._theirs.close()
+
+
+def test_no_start_keeps_a_descriptor_or_a_folder(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone for days, a peer is started again every two minutes."""
+    monkeypatch.setattr(tempfile, "tempdir", str(world.folder))
+    monkeypatch.setattr(supervisor, "HostProcess", HOST_PROCESS)
+    world.launch = Program
+
+    def open_in(folder: Path) -> list[str]:
+        links = []
+        for descriptor in Path("/proc/self/fd").iterdir():
+            with contextlib.suppress(OSError):
+                links.append(os.readlink(descriptor))
+        return [link for link in links if link.startswith(f"{folder}/swarm-sockets-")]
+
+    def full() -> object:
+        raise OSError(24, "Too many open files")
+
+    with world.keeper() as made:
+        for _ in range(3):
+            made.restart()
+        assert len(open_in(world.folder)) == 1, "that of the process that runs"
+        world.launch = full
+        with pytest.raises(SwarmUnavailable):
+            made.restart()
+        assert open_in(world.folder) == [] == list(world.folder.glob("swarm-sockets-*"))
 
 
 def test_a_host_without_an_address_is_no_host(
