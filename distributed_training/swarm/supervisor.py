@@ -447,8 +447,11 @@ class HostProcess:
                     self._take(from_line(line))
         except TimeoutError:
             self.why = f"it hung: no sign of life for {HANG:.0f} s"
-        except (OSError, ValueError) as error:
+        except OSError as error:
             self.why = self.why or str(error)
+        except (ValueError, LookupError, TypeError) as error:
+            # Its program was updated on the disk under this one. Unheard it would count as alive.
+            self.why = self.why or f"it sent what cannot be read: {error!r}"
         self.why = self.why or self._how_it_ended()
         # `why` is set before: whoever wakes up reads it. None wakes whoever waits for an answer.
         self.ended.set()

@@ -195,6 +195,19 @@ def test_no_start_keeps_a_descriptor_or_a_folder(
         assert open_in(world.folder) == [] == list(world.folder.glob("swarm-sockets-*"))
 
 
+@pytest.mark.parametrize("line", [b'["News", {}]', b'["Beat", {"met": 3}]', b"{"])
+def test_a_host_whose_words_are_not_understood_counts_as_ended(
+    world: World, monkeypatch: pytest.MonkeyPatch, line: bytes
+) -> None:
+    """Its program was updated on the disk; unheard, it would count as alive for ever."""
+    program = Program()
+    with world.keeper() as made:
+        host = HOST_PROCESS(made._config([]), program)
+        program._theirs.sendall(line + b"\n")
+        assert host.ended.wait(10) and "cannot be read" in host.why
+        host.end()
+
+
 def test_a_host_without_an_address_is_no_host(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
