@@ -534,7 +534,7 @@ def any_reachable(maddrs: Sequence[str], *, timeout: timedelta) -> bool:
         try:
             with socket.create_connection(address, timeout=timeout.total_seconds()):
                 return True
-        except OSError:
+        except (OSError, ValueError):  # ValueError: a name that none can have, as "a..b"
             return False
 
     if not addresses:

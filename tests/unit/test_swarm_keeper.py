@@ -21,7 +21,7 @@ from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, RoundRequest
 from distributed_training.swarm import supervisor, swarm
 from distributed_training.swarm.host_link import HostConfig, Ready, SharedTensors, to_line
-from distributed_training.swarm.supervisor import HostKeeper, SwarmUnavailable
+from distributed_training.swarm.supervisor import HostKeeper, SwarmUnavailable, any_reachable
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -206,6 +206,10 @@ def test_a_host_whose_words_are_not_understood_counts_as_ended(
         program._theirs.sendall(line + b"\n")
         assert host.ended.wait(10) and "cannot be read" in host.why
         host.end()
+
+
+def test_a_name_that_none_can_have_is_not_reachable() -> None:
+    assert not any_reachable(["/dns4/a..b/tcp/80/p2p/x"], timeout=timedelta(seconds=1))
 
 
 def test_a_host_without_an_address_is_no_host(
