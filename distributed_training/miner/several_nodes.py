@@ -309,6 +309,10 @@ class Host(_Side):
 
     def close(self, status: int) -> None:
         """Tell the others how this miner ended: they end alike."""
+        with contextlib.suppress(OSError):
+            # A thread in accept() keeps the port in use after close() alone, and the next start
+            # here, as after a disk that was away, could not listen.
+            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._says, self._party = {"over": int(status)}, {}
         deadline = time.monotonic() + _GOODBYE

@@ -108,6 +108,8 @@ def test_the_end_of_the_miner_is_that_of_all_nodes(world: Callable[..., World]) 
     waiting = here.meet(guest)
     here.host.close(ExitStatus.DEREGISTERED)
     assert waiting.result(50) is ExitStatus.DEREGISTERED
+    # A launcher whose disk was away for a moment tries again in the same process.
+    Host(here.settings, FACTS, ranks=2).close(ExitStatus.STOPPED)
 
 
 def test_a_lost_node_ends_the_ranks_and_the_rest_goes_on(world: Callable[..., World]) -> None:
