@@ -470,6 +470,9 @@ class _Supervisor:
             return Ending(ExitStatus.STOPPED)
         except (OSError, EOFError) as error:
             log.warning("The ranks cannot be started (%r): the log above has the reason", error)
+            # Some may have been forked: beside those of the next start they would hold the GPUs.
+            self._enter(Phase.FORCED)
+            self._sweep()
             return Ending(ExitStatus.FAULT)
         self._follow()
         self._sweep()
@@ -588,7 +591,7 @@ class _Supervisor:
     def _force(self, why: str) -> None:
         log.warning("%s", why)
         self._enter(Phase.FORCED)
-        self._group.sweep(settle=timedelta(0), grace=TERMINATE_GRACE, server=False)
+        self._sweep()
 
     def _kill_hung(self) -> None:
         log.warning(

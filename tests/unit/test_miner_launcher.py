@@ -31,6 +31,7 @@ pytestmark = pytest.mark.timeout(60)
 Usage = namedtuple("Usage", "total used free")
 FAULT, REFUSED, STOPPED = ExitStatus.FAULT, ExitStatus.BAD_CONFIGURATION, ExitStatus.STOPPED
 OUTSIDE = "refused by something outside"
+HALF = "a rank could not be forked, those before it run"
 LONG = launcher.STEADY.total_seconds() + 5
 
 
@@ -40,6 +41,7 @@ class Played:
     def __init__(self) -> None:
         self.left: list[tuple[float, ExitStatus | str]] = []
         self.now = 0.0
+        self.half = False
 
     def group(self, *, world_size: int, mark: Any, stacks: Path, **_: object) -> Any:
         played, ends = self, 0.0
@@ -51,8 +53,13 @@ class Played:
 
             def start(self, plan: object) -> None:
                 nonlocal ends
-                seconds, _ = played.left[0]
+                assert not played.half, "two sets of ranks would run at once"
+                seconds, status = played.left[0]
                 ends = played.now + seconds
+                if status == HALF:
+                    played.left.pop(0)
+                    played.half = True
+                    raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
 
             @property
             def running(self) -> list[int]:
@@ -71,6 +78,7 @@ class Played:
                 played.now += 1.0
 
             def sweep(self, **_: object) -> list[str]:
+                played.half = False
                 return []
 
         return Group()
@@ -168,7 +176,7 @@ def test_pauses_grow_up_to_minutes_and_begin_short_after_a_long_run(
 def test_ranks_that_fail_by_themselves_are_given_up_after_six_times(
     argv: list[str], ranks: Played, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ranks.left = [(LONG, FAULT), *[(0, FAULT)] * 5, (0, STOPPED)]
+    ranks.left = [(LONG, FAULT), *[(0, HALF), (0, FAULT)] * 2, (0, HALF), (0, STOPPED)]
     assert launch(argv) == FAULT and ranks.left == [(0, STOPPED)]
     (error,) = [r for r in caplog.records if r.levelname == "ERROR"]
     assert "failed 6 times in a row: giving up" in error.getMessage()
