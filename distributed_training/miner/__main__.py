@@ -31,12 +31,14 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
         return init_command.main(argv[1:])
     try:
         config = load_config("miner", argv, file=OPERATORS_FILE)
+        # Under torchrun every process is a rank, and torchrun restarts all or none.
         if "RANK" not in os.environ:
             from distributed_training.miner.launcher import launch
 
             return launch(config, program=program)
     except ConfigError as error:
         return exit_with(error, of_service=True)
+    # Here: the launcher imports no torch, and refuses a wrong flag at once.
     from distributed_training.common.processes import leave
     from distributed_training.miner.start import run_rank
 

@@ -121,6 +121,7 @@ class BlockList:
                 continue
             self._requested.remove(block)
             self._barren = sequences < self._micro_batch_size
+            # With less than a micro-batch it would end on all ranks as soon as it began.
             if sequences >= self._micro_batch_size:
                 self._ready.append((block, sequences))
             else:
@@ -133,6 +134,8 @@ class BlockList:
             return block
         if len(self._requested) + len(self._ready) >= max(1, self._data.depth):
             return 0
+        # Two blocks in the queue made the newest trained one 31 blocks old at 60 s a step, and
+        # validators refuse an upload by that one.
         if self._queued_seconds() > self._data.lead_seconds:
             return 0
         block = self.chain_block()
@@ -140,6 +143,7 @@ class BlockList:
             if not self._last_requested:
                 self._oldest = block
             elif block > self._last_requested + 1:
+                # The chain was faster than training: what lies between serves when it is slower.
                 self._gaps = [*self._gaps[1 - _GAPS :], (self._last_requested + 1, block - 1)]
             self._last_requested = block
             self._moved_at = self._clock()
@@ -282,10 +286,8 @@ class BlockList:
         self._since_step.clear()
 
     def step_dropped(self) -> None:
-        """Forget the micro-batches of the inner step under way.
-
-        An outer step or a load came between, so they will never be learned from.
-        """
+        """Forget the micro-batches of the inner step under way."""
+        # Their gradients were of weights that an outer step or a load has replaced.
         self._since_step.clear()
 
     def blocks(self) -> list[int]:
@@ -294,6 +296,7 @@ class BlockList:
 
     def snapshot_taken(self, at: Progress | Revision) -> None:
         """Give the list to this revision; a block still in training enters the next one again."""
+        # Not copied: from here on the dictionary is the upload's, and a new one is ours.
         self._published[at.outer_step, at.inner_step] = self._trained
         self._trained = {}
 
@@ -325,6 +328,7 @@ class BlockList:
             "last_block": self._last_requested,
             "oldest": self._oldest,
             "gaps": self._gaps,
+            # In the order of their turn: a restart trains on the same blocks in the same order.
             "ahead": [*(b for b, _ in self._ready), *self._requested, *self._ahead],
             "since_step": sorted(self._since_step),
             "to_hold_back": self._to_hold_back,
@@ -367,6 +371,8 @@ class BlockList:
         if not same_uid:
             self._trained = {}
         if not (exact and same_layout and same_uid):
+            # The trainer drops the micro-batches under way, or ranks cut the block differently: a
+            # listed block with a page that went untrained is one that validators may look at.
             again = sorted(since_step | ({block} if under_way else set()))
             self._ahead = [*again, *(b for b in ahead if b not in again)]
             why = "the number of ranks or the micro-batch changed"

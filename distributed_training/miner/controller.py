@@ -116,6 +116,7 @@ class Controller:
 
     def next_command(self) -> Command:
         """Return the command of this boundary. Waits at most 0.2 s without any work."""
+        # Also while commands wait: a stop that is in the queue clears them.
         self.drain()
         if self._tick_due():
             self._handle(ev.Tick(self._clock()))
@@ -125,6 +126,7 @@ class Controller:
             return self._command(self._pending.popleft(), data)
         if may_train and (data.begin or self._blocks.available):
             return Command(Order.TRAIN, 0, data)
+        # With a request at hand there is no wait: ranks begin to fetch only with the command.
         if not data.request:
             self._wait_for_event()
         return Command(Order.WAIT_FOR_DATA if may_train else Order.IDLE, 0, data)
@@ -147,6 +149,8 @@ class Controller:
 
     def _handle(self, event: ev.Event) -> None:
         for subscriber in self._subscribers:
+            # Before the event itself is decided on: a snapshot belongs to the boundary of its step,
+            # and the checkpoint of that boundary shares its copies.
             for follows in subscriber(event, self.state) or ():
                 self._handle(follows)
         before = self.state.mode

@@ -160,6 +160,7 @@ class GlobalBucket:
         Raises NoBucket, ChainError as long as there was none.
         """
         try:
+            # At each use, not on an error: a bucket that its owner left stays readable for ever.
             found = self._open_bucket()
         except (NoBucket, ChainError):
             if self._bucket is None:
@@ -178,6 +179,7 @@ class GlobalBucket:
             metadata = self.follow().metadata()
             if metadata is None:
                 raise GlobalEmptyError("the global bucket is empty so far")
+            # Before the check: the metric is there for the run that is refused.
             self.run_seen = metadata.run
             return check_run(metadata, self._run).outer_step
 
@@ -192,6 +194,7 @@ class GlobalBucket:
         remove_states(self._folder, before=outer_step - 1)
         problem = refusal(folder)
         if problem is not None:
+            # Raised with the folder: a start with a checkpoint needs its config.json alone.
             raise GlobalRefusedError(folder, problem)
         return folder
 
@@ -393,6 +396,7 @@ class GlobalEpoch:
 
     def _run(self) -> None:
         while not self._closed.is_set():
+            # A validator tells nobody that it has published: its root metadata is looked at.
             self._wake.wait(self._interval)
             # Cleared before the target is read: one that is set later leads to another turn.
             self._wake.clear()
@@ -422,6 +426,7 @@ class GlobalEpoch:
         try:
             seen = self._bucket.outer_step()
         except GlobalUnavailableError as error:
+            # One line for an outage, not one for each look.
             if self._unavailable_since is None:
                 self._unavailable_since = time.monotonic()
                 log.warning("The global bucket does not answer (%s). Training goes on.", error)
@@ -437,6 +442,7 @@ class GlobalEpoch:
 
     def _look_for_drift(self, outer_step: int) -> None:
         ours, rows = self._epoch_start()
+        # The loop goes on beside this thread: other weights would look like drift.
         if not rows or ours != outer_step:
             return
         try:

@@ -72,6 +72,7 @@ def standing(neurons: Sequence[Neuron], hotkey: str) -> Standing | None:
     me = find(neurons, hotkey)
     if me is None:
         return None
+    # A miner with much stake has a permit too.
     miners = [n for n in neurons if not n.validator_permit or n is me]
     return Standing(
         incentive=me.incentive,
@@ -121,6 +122,7 @@ def judge(facts: Facts) -> tuple[Verdict, str, bool]:
 
 def _in_the_way(facts: Facts) -> tuple[Verdict, str, bool] | None:
     """Return what makes the next score zero, if anything does."""
+    # In this order: what stands first makes all that follows meaningless.
     if facts.upload_age is None:
         late = facts.running > facts.age_limit
         words = f"nothing was uploaded in the {_span(facts.running)} since the start"
@@ -228,6 +230,7 @@ class Income:
     def see(self, event: ev.Event, state: MinerState) -> None:
         match event:
             case ev.GlobalEpochSeen(outer_step=seen):
+                # The state is that before the event: right after a round ours may be ahead.
                 if seen <= state.outer_step:
                     self._behind_since = None
                 elif self._behind_since is None:

@@ -82,6 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _init(options: argparse.Namespace, given: dict[str, str]) -> int:
     """Ask, write, and print what comes next. Raises ConfigError, OSError, EOFError."""
+    # Before any question: a wrong flag must not cost the answers.
     _config_of(given)
     if OPERATORS_FILE.exists() and not options.force:
         _refuse_to_replace(ask=not options.yes)
@@ -91,6 +92,7 @@ def _init(options: argparse.Namespace, given: dict[str, str]) -> int:
             if name not in given and (answer := _ask(given, name, question)):
                 given[name] = answer
         _ask_keys(keys, invited="network" in given)
+    # It may refuse a key: nothing is renamed or written before.
     dotenv = _dotenv_with(keys)
     old = _keep(OPERATORS_FILE)
     write_bytes(OPERATORS_FILE, toml_of(_with_defaults(given)).encode())
@@ -98,6 +100,7 @@ def _init(options: argparse.Namespace, given: dict[str, str]) -> int:
     with atomic_file(DOTENV, private=True) as file:
         file.write(dotenv.encode())
     print(f"wrote {DOTENV} (mode 600)")
+    # By the two files alone: a service has none of this shell's variables.
     config = load_config("miner", [], environ={}, file=OPERATORS_FILE, check=False)
     bucket = config.store.global_model_name
     print(f"the bucket to make: {bucket}-<uid in three digits>, e.g. {bucket}-007")
@@ -219,6 +222,7 @@ def _dotenv_with(keys: Mapping[str, str]) -> str:
     Raises ConfigError.
     """
     held = read_dotenv(DOTENV)
+    # Some editors begin a file with a mark, which would become part of the first name.
     lines = DOTENV.read_text(encoding="utf-8-sig").splitlines() if DOTENV.exists() else []
     for name, value in keys.items():
         if held.get(name):

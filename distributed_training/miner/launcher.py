@@ -106,6 +106,7 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
     Call it in the main thread: it handles SIGINT, SIGTERM and SIGHUP. Raises ConfigError for a
     model that fits no rank.
     """
+    # Outside of what is tried again: no disk or network that comes back makes it fit.
     refuse_model(config, ranks=config.miner.nproc_per_node or default_ranks(config))
     start_log(config, None, name="launcher")  # the run folder may not be there yet
     log_settings(config)
@@ -190,6 +191,7 @@ class Outages:
 def _prepare(config: Config, program: str, signals: StopSignals, outages: Outages) -> ExitStatus:
     """Take the run folder and show the page, then train. Raises ConfigError, OSError."""
     if config.nodes.leads:
+        # Node 0 alone has the wallet.
         require_hotkey(config.chain)
     folder = make_run_folder(config)
     start_log(config, folder, name="launcher")
@@ -198,6 +200,7 @@ def _prepare(config: Config, program: str, signals: StopSignals, outages: Outage
         keep(config.network, folder)
     with _lock(folder):
         outages.report()
+        # What a killed rank leaves becomes our child, not init's: only so can it be waited for.
         become_subreaper()
         _end_earlier_instance(folder, patience=stop_limit(folder, config.miner.stop_timeout))
         with _page(config, folder):
@@ -220,6 +223,7 @@ def _train(
         gpus = visible_gpu_count() or gpus
     ranks = config.miner.nproc_per_node or default_ranks(config, gpus)
     mark = Mark(INSTANCE, secrets.token_hex(16))
+    # Before any process is started: by this mark the next launcher finds what a SIGKILL left.
     write_instance(folder, mark, gpus=gpus)
     _check_machine(config, ranks=ranks)
     group = RankGroup(
@@ -231,6 +235,7 @@ def _train(
         program=program,
     )
     log.info("Starting %d rank%s, run folder %s", ranks, "" if ranks == 1 else "s", folder)
+    # Last: what is refused above leaves neither a port nor a thread behind.
     nodes = join_nodes(config, ranks=ranks, remembered=gpus)
     return _Supervisor(config.miner, folder, mark, group, signals, outages, nodes).run()
 
@@ -282,9 +287,9 @@ def _lock(folder: Path) -> Iterator[None]:
 def _end_earlier_instance(folder: Path, *, patience: timedelta) -> None:
     """End what a SIGKILLed launcher of this folder left.
 
-    We hold the lock, so that launcher is gone; what bears its mark is provably ours. Ranks that are
-    saving their state get ``patience``.
+    Ranks that are saving their state get ``patience``.
     """
+    # We hold the lock, so that launcher is gone: what bears its mark is provably ours.
     mark = mark_of(folder)
     left = mark.processes() if mark is not None else []
     if mark is None or not left:
@@ -297,6 +302,7 @@ def _end_earlier_instance(folder: Path, *, patience: timedelta) -> None:
     deadline = time.monotonic() + patience.total_seconds()
     while any(map(is_running, ranks)) and time.monotonic() < deadline:
         time.sleep(_POLL.total_seconds())
+    # Then the rest, which the ranks needed for their checkpoint.
     mark.end(settle=timedelta(0), grace=TERMINATE_GRACE)
 
 
@@ -405,6 +411,7 @@ class _Supervisor:
         try:
             status = self._run()
         finally:
+            # Whatever was raised: ranks without a launcher would go on with nobody to stop them.
             self._group.sweep(settle=timedelta(0), grace=TERMINATE_GRACE, server=True)
             if self._nodes is not None:
                 self._nodes.close(status)
@@ -460,6 +467,7 @@ class _Supervisor:
         return lost or (bool(for_others) and status is ExitStatus.STOPPED)
 
     def _run_once(self, plan: Plan | None) -> Ending:
+        # Else the status that rank 0 wrote last would count for one that was killed.
         forget_ranks(self._folder)
         self._entered, self._failures = {}, []
         self._saved = checkpoint_time(self._folder)
@@ -500,6 +508,7 @@ class _Supervisor:
                 return
             self._check_stop_time()
             self._group.wait(_POLL)
+        # The last ranks may have ended between two looks.
         if not self._is(Phase.STOPPING):
             self._report_failures()
 
@@ -601,13 +610,12 @@ class _Supervisor:
             self._folder / STACKS_FILE,
         )
         self._enter(Phase.FORCED)
+        # No SIGTERM: in a driver that does not return no handler runs.
         self._group.kill()
 
     def _report_failures(self) -> None:
-        """Report failed ranks once for each start, before this launcher ends any.
-
-        Later endings are its own doing.
-        """
+        """Report failed ranks once for each start, before this launcher ends any."""
+        # Later endings are this launcher's own doing.
         if self._failures:
             return
         written = read_exit_status(self._folder, instance=self._mark.value)
@@ -650,6 +658,7 @@ class _Supervisor:
             log.warning("Ended what the ranks left behind: %s", "; ".join(ended))
 
     def _ending(self) -> Ending:
+        # Whatever rank 0 wrote before: it was killed.
         if self._is(Phase.HUNG):
             return Ending(ExitStatus.FAULT)
         written = read_exit_status(self._folder, instance=self._mark.value)
@@ -660,6 +669,7 @@ class _Supervisor:
             if not self._failures:
                 log.warning("Rank 0 left no exit status, so it counts as failed")
             return Ending(ExitStatus.FAULT)
+        # Rank 0 obeyed a SIGTERM that another rank's failure, or the fork server's end, sent it.
         if written.status is ExitStatus.STOPPED and not stopping and self._group.endings:
             return Ending(ExitStatus.FAULT)
         if not written.outside:

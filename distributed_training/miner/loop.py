@@ -83,9 +83,11 @@ class MinerLoop:
         while True:
             began = time.perf_counter()
             self._alive()
+            # The other ranks wait here for rank 0, which takes 0.2 s at most while nothing is due.
             command = self._ranks.agree(
                 self._controller.next_command() if self._controller else None
             )
+            # First: a block begins with the micro-batch of the same boundary.
             self._follow_data(command.data)
             event = self._carry_out(command, began)
             if command.order in PAUSES or (command.order is Order.PREVIEW and command.arg):
@@ -132,6 +134,7 @@ class MinerLoop:
         if order.begin:
             self._data.begin(order.begin, order.sequences, order.start)
             self._hold_back()
+        # At each boundary: a worker that died idle would be missed only when its block is due.
         self._data.look_after_workers()
         for block in tuple(self._requested):
             sequences = self._data.ready(block)
@@ -182,6 +185,7 @@ class MinerLoop:
         except (AllReduceError, RuntimeError, ValueError, OSError) as error:
             detail = str(error) or type(error).__name__
             log.warning("Rank %d votes against the outer step: %s", self._ranks.rank, detail)
+        # A rank that failed votes too: without its vote the others would wait for ever.
         committed = self._ranks.all_agree(not detail)
         if committed:
             self._trainer.commit_outer_step()
@@ -192,6 +196,7 @@ class MinerLoop:
         return ev.OuterStepEnded(committed, self._trainer.outer_step, detail)
 
     def _load(self, command: Command) -> ev.Event:
+        # On rank 0 alone: the others get their rows from it.
         folder = command.given.folder
         weights = folder / "model.safetensors" if folder else None
         outer_optimizer = folder / "outer_optimizer.pt" if folder else None
@@ -255,5 +260,6 @@ class MinerLoop:
                 "weights may be the cause; a start goes on from the checkpoint before",
                 skipped,
             )
+        # A thread writes it, and threads do not outlive the process.
         self._checkpointer.wait()
         return ev.Stopped(command.arg)

@@ -81,6 +81,7 @@ def begin(trainer: Trainer, folder: Path | None) -> None:
     except ValueError as error:  # on all ranks alike; nothing has changed
         why = f" ({error})"
     if folder is not None:
+        # Taken over or not: from here on checkpoints hold the moments.
         shutil.rmtree(folder.parent, ignore_errors=True)
     if facts is not None:
         rate = schedule.rate(facts.finished_steps)

@@ -232,11 +232,9 @@ class RankGroup:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERMINAL_SIGNALS)
 
     def _ensure_tracker(self) -> None:
-        """Start multiprocessing's resource tracker again if it ended.
-
-        It bears no mark: it ends by itself, with us. Nothing of a miner needs it, but its end is
-        logged.
-        """
+        """Start multiprocessing's resource tracker again if it ended."""
+        # Nothing of a miner needs it, but multiprocessing warns of its end on two lines. It bears
+        # no mark: it ends by itself, with us.
         if self._tracker is not None:
             if is_running(self._tracker):
                 return
@@ -356,6 +354,7 @@ def _become_rank(program: str, config: Config, environ: Mapping[str, str]) -> No
         signal.signal(number, signal.SIG_IGN)
     # Ignored first: one that came while they were blocked would end the rank.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERMINAL_SIGNALS)
+    # The kernel tells a rank only of its parent's end, and that is the fork server.
     end_with_starter()
     os.environ.update(environ)
     leave(importlib.import_module(program).run_rank(config))

@@ -142,6 +142,7 @@ def join_ranks(
         # gloo beside NCCL too: a command must not wait for what is queued on the GPU.
         group = dist.new_group(backend="gloo", timeout=timeout) if world_size > 1 else None
     except RuntimeError as error:
+        # On one machine nothing lies between the ranks.
         if local == world_size:
             raise
         # A firewall may pass the launchers' port and no other: torch names no cause.
@@ -165,21 +166,22 @@ def _store(
 ) -> dist.Store:
     """Return the store through which the ranks meet.
 
-    On one machine a file in a folder of the launcher that no other account may enter: TCPStore asks
-    nobody who they are, so any local account could list, read, change and delete its keys, among
-    them the addresses that gloo and NCCL connect to. The file grows by 50 bytes a block and rank,
-    until the ranks start again. Between machines, and under torchrun, as ``env://``, but rank 0
-    listens on the address of the rendezvous alone, not on all that its machine has.
+    On one machine it is a file in a folder of the launcher that no other account may enter. Between
+    machines, and under torchrun, it is that of ``env://``.
     """
     if world_size == 1:
         return dist.HashStore()  # nobody to meet: neither a port nor a file that a disk may refuse
+    # TCPStore asks nobody who they are: any local account could read, change and delete its keys,
+    # among them the addresses that gloo and NCCL connect to.
     if path := environ.get(RANK_STORE):
+        # It grows by 50 bytes a block and rank, until the ranks start again.
         file = dist.FileStore(path, world_size)
         file.set_timeout(timeout)
         return file
     address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     listener = None
     if rank == 0:
+        # On this address alone: TCPStore's own listens on all that the machine has.
         listener = listen(address, port).detach()
     return dist.TCPStore(
         address,
@@ -187,6 +189,7 @@ def _store(
         world_size,
         is_master=listener is not None,
         timeout=timeout,
+        # Its constructor would wait for all of them, and handle no SIGTERM meanwhile.
         wait_for_workers=False,
         master_listen_fd=listener,
     )

@@ -135,6 +135,7 @@ def limits(
 
     def behind() -> float | None:
         block = newest()
+        # A chain endpoint that lags may be behind our own list.
         return None if block is None else max(0, chain_block() - block)
 
     def left(limit: float, spent: float | None) -> float | None:
@@ -280,13 +281,10 @@ class Metrics:
 
 
 def _unless_it_fails(measure: Callable[[], _T]) -> _T | None:
-    """Return a measurement, or None if it cannot be made.
-
-    Without a free descriptor /proc cannot be read, and processes end while they are read: the
-    metric is absent, and training goes on.
-    """
+    """Return a measurement, or None if it cannot be made: the metric is absent then."""
     try:
         return measure()
+    # Without a free descriptor /proc cannot be read, and processes end while they are read.
     except (OSError, psutil.Error):
         return None
 
@@ -306,8 +304,10 @@ class MissedRounds:
         self._cause = ""  # why the last call led to no outer step
 
     def see(self, event: ev.Event, state: MinerState) -> None:
+        # At every event: a roll-back must not make an outer step of ours a missed one.
         self._known = max(self._known, state.outer_step)
         match event:
+            # A call during a round is that round's, again.
             case ev.AllReduceCalled(at=at) if state.mode is not Mode.AVERAGING:
                 self._called_at, self._cause = at, "its round here has not ended"
                 if not ignores_calls(state):

@@ -120,15 +120,14 @@ class RoundClock:
         """Return whether the validator may call a round now; None if unknown.
 
         From any thread.
-
-        Only a successful round begins a time without calls: one that failed here may have been no
-        round of the validator's. A tenth of the period is left for the difference of the two views.
-        While the chain is silent to us it may well answer the validator.
         """
         block = self._chain_block()
+        # Not since one that failed here: that may have been no round of the validator's.
         last = _passed(self._last_averaged, block)
+        # A chain that is silent to us may well answer the validator.
         if last is None or self._chain_age() > _SILENT:
             return None
+        # A tenth is for the difference of the two views of the chain.
         return block >= last + self._shortest - self._shortest // 10
 
     @property
@@ -159,13 +158,11 @@ class RoundClock:
         return now + (last + self._period - block) * self._seconds_per_block
 
     def _measure(self, block: int, now: float) -> None:
-        """Measure the pace, and keep the old one if the two readings allow it.
-
-        Another would be noise, multiplied by the hundreds of blocks until the next round.
-        """
+        """Measure the pace, and keep the old one if the two readings allow it."""
         first_block, first_time = self._marks[0]
         passed, seconds = block - first_block, now - first_time
         pace = self._seconds_per_block
+        # Another that the readings allow as well would be noise, times hundreds of blocks.
         if passed >= _MEASURABLE and abs(seconds - passed * pace) > _BLURRED * pace:
             self._seconds_per_block = seconds / passed
         if passed < 0:
@@ -175,8 +172,6 @@ class RoundClock:
 
 
 def _passed(last: int | None, block: int) -> int | None:
-    """Return ``last``, or None if it lies in the future (a chain set back, a wrong figure).
-
-    A future block would make calls refused and hide a missed round until the chain reaches it.
-    """
+    """Return ``last``, or None if it lies in the future (a chain set back, a wrong figure)."""
+    # By a future block calls would be refused, and a missed round hidden, until the chain is there.
     return None if last is None or last > block else last

@@ -108,6 +108,7 @@ def listening_ranks(run_folder: Path, *, instance: str) -> dict[int, int]:
     found, lost = {}, "a stop ends this rank without waiting for its checkpoint"
     for path in run_folder.glob("pids/rank-*.json"):
         written, rank = read_state(path, _Rank, lost=lost), path.stem.partition("-")[2]
+        # A pid of an earlier launcher may be another program's by now, and it will be signalled.
         if written is not None and written.instance == instance and rank.isdecimal():
             found[int(rank)] = written.pid
     return found
@@ -157,12 +158,10 @@ class _LastCheckpoint:
 
 
 def stop_seconds(run_folder: Path) -> float | None:
-    """Return the seconds that a stop may take by the last checkpoint; None before the first.
-
-    One may still be under way when the stop's own begins.
-    """
+    """Return the seconds that a stop may take by the last checkpoint; None before the first."""
     path = run_folder / "checkpoints" / "last.json"
     last = read_state(path, _LastCheckpoint, lost="a stop gets --neuron.stop_timeout and no more")
+    # Twice: one may be under way, and the stop's own waits for it.
     return None if last is None else 2 * last.seconds + STOP_SLACK
 
 

@@ -219,6 +219,7 @@ def connect(
 
     Raises ConfigError, NetworkFailure, StopBeforeStart (``wanted`` turned False).
     """
+    # First: it imports hivemind, for seconds, while all else is asked.
     swarm_launch = launch_host(folder)
     stack.callback(swarm_launch.end)
     require_data(config)
@@ -228,8 +229,10 @@ def connect(
     bucket = names.miner_bucket(config.store.global_model_name, member.uid)
     log.info("%s", identity_line(member, netuid=config.chain.netuid, bucket=bucket))
     ip = _address(config, member)
+    # Before our bucket is touched: the other miner's uploads lie there.
     refuse_second_node(member)
     published, commitment = _open_bucket(config, member, bucket)
+    # After the read key was tried: what is committed stays on the chain for good.
     identity.commit(member, commitment)
     global_bucket = open_global_bucket(config, member.chain, folder, wanted)
     resumes = any((folder / "checkpoints").glob("checkpoint-*"))
@@ -338,6 +341,7 @@ def _open_bucket(config: Config, member: Member, bucket: str) -> tuple[Published
             shown = member.chain.commitment(member.hotkey)
         except ChainUnavailable:  # only the neurons could be read so far
             shown = None
+        # Keys that no start has tried are not published.
         if shown != commitment:
             raise
         log.warning(
@@ -387,6 +391,7 @@ def _join(config: Config, folder: Path, stack: ExitStack, wanted: Callable[[], b
             require_network(config, chain)
 
     member = join_subnet(config, stack, folder=folder, belongs=belongs, absent=absent)
+    # From here on a lost uid is waited for, over restarts too.
     RegistrationRecord(member.hotkey, member.uid).save(path)
     return member
 
@@ -422,6 +427,7 @@ def _registered_again(
             if now - read_at < silent and believable(
                 chain.neurons(), config.miner.master_ss58_address
             ):
+                # Only while a list that can be true says so: an outage uses up none of the wait.
                 record.waited += now - before
             before = now
             if record.waited >= longest:
@@ -492,6 +498,7 @@ def read_published(bucket: BucketReader) -> Published:
         age = None if root is None else bucket.age(root.outer_step)
         if root is not None and age is not None:
             found = Published(at=time.monotonic() - age.total_seconds())
+            # After the age is noted: a list that cannot be read leaves the age known.
             newest = max(bucket.config(root.outer_step)[1].block_list, default=None)
             found = replace(found, newest_block=newest)
     except StoreError as error:

@@ -164,6 +164,7 @@ class RankStop:
     def _handle(self, number: int, frame: object) -> None:
         del number, frame
         self.wanted = True
+        # Of a SimpleQueue: another put, in the code that the signal interrupts, does no harm.
         self.events.put(ev.StopRequested("asked to stop"))
 
 
@@ -195,6 +196,7 @@ def run_rank(config: Config) -> int:
     me = rank_environment()
     stop = RankStop()
     stop.install()
+    # After the handler: a parent that is gone already is told by SIGTERM at once.
     die_with_parent()
     write_stacks_on_signal()
     try:
@@ -243,6 +245,7 @@ def _run(
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
     )
     context = RankContext(config, folder, device, ranks, stop.events, stack)
+    # Chain and store may be asked for hours: that is no hang.
     with Heartbeat(folder, me.local_rank).steady():
         services, info = _connect(context, wanted=lambda: not stop.wanted)
     if info.problem:
@@ -264,6 +267,7 @@ def _connect(
     try:
         opened = services.connect(config, folder, context.stack, wanted=wanted)
     except (ConfigError, NetworkFailure, StopBeforeStart) as error:
+        # The other ranks wait for this word, and would end only by the launcher's SIGKILL.
         ranks.share("start", {"problem": str(error) or "stopped"})
         raise
     ranks.share("start", asdict(opened.info))
@@ -316,6 +320,7 @@ def build_rank(context: RankContext, info: StartupInfo, services: Services | Non
     """Build one rank. ``services``: rank 0's, else None. Raises ConfigError, NetworkFailure."""
     alive = Heartbeat(context.folder, context.ranks.local_rank)
     training = build_training(context, info, services, alive)
+    # After the model: the swarm's buffers have its shapes.
     rank_zero = build_rank_zero(context, training, services) if services else None
     swarm = rank_zero.swarm if rank_zero else None
     buffers = swarm.buffers if swarm else None
@@ -458,6 +463,7 @@ class RankZero:
             world_size=context.ranks.world_size,
         )
         self.services.uploader.publish_peer_id(self.swarm.peer_id)
+        # Before the endpoint is announced: a validator that reads it may call at once.
         self.server.start()
         self.services.announce(
             self.server.port,
@@ -522,6 +528,7 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
 
     def called(request: RoundRequest) -> None:
         log.info("%s", lines.RECEIVED_MAIN_ALL_REDUCE)
+        # In the server's thread, so it is posted and nothing more.
         post(ev.AllReduceCalled(request, time.monotonic()))
 
     def phase() -> str | None:
@@ -531,6 +538,7 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
     server = services.open_server(
         MinerCallbacks(lambda: trainer.outer_step, called, phase, due, lambda: swarm.peer_id)
     )
+    # Closed first, since it was opened last: no call comes into a swarm that ends.
     at_end(server.close)
 
     # who subscribes to them
@@ -609,6 +617,7 @@ def _subscribers(rank_zero: RankZero) -> list[Subscriber]:
         run=config.store.run,
     )
     ends_rounds = end_rounds_of(rank_zero.server)
+    # The reporter before the uploads: a step's line stands above what it led to.
     return [income.see, reporter.see, missed.see, publishing.see, ends_rounds]
 
 

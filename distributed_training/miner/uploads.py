@@ -112,6 +112,7 @@ class Publishing:
         now = self._clock()
         rounds, age = self._round_clock, self._blocks.newest_age()
         self._schedule.expect_round(rounds.next_at(), rounds.seconds())
+        # First of all: it learns the pace from every step, uploaded or not.
         decision = self._schedule.step(
             report, now, block_age=None if age is None else rounds.seconds(age)
         )
@@ -145,6 +146,7 @@ class Publishing:
             return [
                 self._give_up(f"The snapshot could not be written, so it is not uploaded: {error}")
             ]
+        # If not now, the next step or tick asks again: a round with its average goes first.
         self._check_wanted = may_check(state)
         return [ev.SnapshotComplete()] if self._check_wanted else []
 
@@ -162,6 +164,7 @@ class Publishing:
         if preview.delta is None:
             kept = self._published_checked == revision.outer_step
             if kept and self._schedule.counts(revision.outer_step, now):
+                # A gradient that was not searched brings half of what it would replace.
                 return self._give_up(lines.not_checked(revision), "unchecked")
         self._taken = None
         self._publisher.submit(folder, revision, self._world_size, preview_delta=preview.delta)
@@ -174,6 +177,7 @@ class Publishing:
                 log.info("%s (it goes on afterwards)", lines.UPLOAD_CANCELLED)
             self._publisher.pause()
             self._schedule.interrupt()
+        # Not for a stop: what begins again now would only have to be given up.
         elif before is Mode.AVERAGING and after is not Mode.STOPPING:
             self._publisher.resume()
             self._schedule.interrupt()

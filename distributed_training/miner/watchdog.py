@@ -31,6 +31,7 @@ class Heartbeat:
 
     def __call__(self) -> None:
         now = time.monotonic()
+        # Small models come to hundreds of boundaries a second.
         if now >= self._next:
             self._next = now + _EVERY
             with contextlib.suppress(OSError):  # started without a launcher

@@ -70,6 +70,7 @@ def own_commitment(settings: StoreSettings, bucket: str) -> str:
     """
     text = commitment_text(settings)
     with closing(open_own(settings, bucket, write=False)) as reader, _errors_of_a_start(bucket):
+        # A key that can write, once on the chain, lets anybody replace our uploads.
         check_read_key(reader, timeout=BUCKET_CHECK)
     return text
 
@@ -156,6 +157,7 @@ class PeerBuckets:
         except CommitmentError as error:
             raise NoBucket(f"hotkey {hotkey}: {error}") from None
         known = self._known.get(bucket)
+        # With other credentials the owner has moved, and the old client reads a bucket left behind.
         if known is not None and known[0] == credentials:
             return known[1]
         try:

@@ -43,5 +43,6 @@ def exit_status_of(error: Exception) -> ExitStatus:
     """Return the exit status of a start that ``error`` ended after the settings were checked."""
     if isinstance(error, WrongNetwork | WrongData):
         return ExitStatus.BAD_CONFIGURATION
+    # The rest may pass. After 2 or 3 pm2 and systemd leave a miner down for good.
     lost = isinstance(error, Deregistered | HotkeyInUse)
     return ExitStatus.DEREGISTERED if lost else ExitStatus.FAULT

@@ -125,6 +125,7 @@ def follow_chain(
     """
     chain = open_chain(settings, wallet, master=master)
     stack.callback(chain.close)
+    # A chain that is away for hours must not keep a trained miner from training.
     if kept is not None and not chain.wait_ready(min(settings.start_timeout, SOON)):
         chain.recall(kept)
         log.warning(
@@ -166,10 +167,12 @@ def join_subnet(
         kept = ChainState.load(folder / STATE_FILE, chain=name, hotkey=wallet.ss58)
     master = config.miner.master_ss58_address
     chain = follow_chain(config.chain, stack, wallet, kept=kept, master=master)
+    # Before the uid is missed: nobody is to pay for one on another network's subnet.
     if belongs is not None and chain.reads():  # no endpoint may answer: then by what was kept
         belongs(chain)
     uid = _uid(chain, wallet.ss58, config.chain, master)
     if uid is None and config.chain.invitation is not None and isinstance(chain, RegistryChain):
+        # If it is refused the start ends below, with the line that names the hotkey.
         uid = _accept_invitation(chain)
     if uid is None:
         registry = config.chain.registry_url
@@ -204,8 +207,7 @@ def _accept_invitation(chain: RegistryChain) -> int | None:
 def _uid(chain: Chain, hotkey: str, settings: ChainSettings, master: str) -> int | None:
     """Return a hotkey's uid; None if two reads of the chain agree that it has none.
 
-    An endpoint that is behind or broken, or a reorganization, may hide it from one. The second is
-    another endpoint's, where there is one.
+    The second is another endpoint's, where there is one.
 
     Raises NetworkFailure when the chain cannot be read a second time, shows no list that may be the
     subnet's (``master`` is not on it), or only old blocks: the registration may be younger.
@@ -213,7 +215,9 @@ def _uid(chain: Chain, hotkey: str, settings: ChainSettings, master: str) -> int
     uid, reads = chain.uid(hotkey), chain.reads()
     if uid is not None:
         return uid
+    # One read may be of an endpoint that is behind or broken, or of a reorganization.
     chain.ask_another()
+    # The master itself is on no list before it is registered.
     expected = master if master != hotkey else None
     patience = settings.neurons_interval + settings.call_timeout
     log.warning(
@@ -262,6 +266,7 @@ def refuse_second_node(
     client = SignedClient(wallet=member.wallet)
     began = time.monotonic()
     told = False
+    # None: no miner answers there. False: one does, and proves nothing.
     while (proven := client.same_key_at(me, _SECOND_NODE_TIMEOUT)) is not None:
         if proven:
             raise HotkeyInUse(
@@ -331,6 +336,7 @@ def commit(member: Member, text: str) -> None:
         member.chain.commit(text)
         log.info("%s", lines.METADATA_LOGGED)
 
+    # The chain limits how often a hotkey writes, and refuses what comes earlier.
     _in_background("commitment", shown, write, timedelta(seconds=5), timedelta(minutes=10))
 
 
@@ -372,6 +378,8 @@ def follow_registration(
     for ever. An address that it tells twice in a row is written to the chain, and handed to
     ``moved``.
     """
+    # Shared with the watcher, and changed by _follow_address: what we write ourselves must not
+    # look like a second miner, which ends this one with status 3.
     ours: dict[str, Any] = {"endpoint": endpoint, "commitment": commitment}
 
     def changed(event: RegistrationEvent) -> None:
@@ -415,6 +423,7 @@ def _follow_address(
     while not watcher.closed(ASK_EVERY):
         before, (old, port) = seen, ours["endpoint"]
         seen = public_ip()
+        # Twice in a row: a service that errs once must not move the miner.
         if seen is None or seen == old or seen != before:
             continue
         log.warning(
@@ -442,6 +451,7 @@ def _in_background(
         failures = 0
         while True:
             try:
+                # Looked at before each try: a write whose answer was lost may have gone through.
                 if not shown():
                     write()
                 return

@@ -33,6 +33,7 @@ def require_network(config: Config, chain: Chain) -> None:
     NetworkFailure when so many cannot be had: an outage is no other network.
     """
     settings, master = config.chain, config.miner.master_ss58_address
+    # Two reads, each of which may hang for the whole timeout of a call.
     patience = 2 * (settings.neurons_interval + settings.call_timeout)
     deadline = time.monotonic() + patience.total_seconds()
     answered: set[str] = set()
@@ -44,9 +45,11 @@ def require_network(config: Config, chain: Chain) -> None:
                 if check.status != "ok":  # a permit may come back
                     log.warning("%s", check.line)
                 return
+            # An empty list, or one of old blocks, is no evidence of another network.
             if chain.neurons() and minutes_behind(chain) is None:
                 seen += 1
                 answered.add(chain.answered_by())
+            # Where one endpoint alone is known, two reads of it have to do.
             if seen >= 2 and len(answered) >= min(2, chain.endpoints()):
                 raise WrongNetwork(f"this is not {network_name(config)}: {check.line}")
             chain.ask_another()

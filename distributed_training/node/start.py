@@ -137,6 +137,7 @@ def require_data(config: Config) -> None:
     if (data.revision, data.rows) == (None, None) or [s.kind for s in sources] == ["shards"]:
         return
     try:
+        # Once: a source that is away holds up no start, and whoever reads it later is patient.
         served(replace(data, request_attempts=1))
     except OtherData as error:
         raise WrongData(str(error)) from None
@@ -152,6 +153,7 @@ def _hub_is_away(error: BaseException | None) -> bool:
         if isinstance(error, LocalEntryNotFoundError):  # neither the hub nor its cache has it
             return True
         if isinstance(error, HfHubHTTPError):
+            # These pass; what it refuses otherwise (401, 404) a name or a token has to correct.
             return error.response.status_code == 429 or error.response.status_code >= 500
         error = error.__cause__
     return False

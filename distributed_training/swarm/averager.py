@@ -122,6 +122,7 @@ class DTGradAverager(ServicerBase):
     async def _find_group(self, order: RoundOrder) -> GroupInfo:
         """Find a group for the round. Raises TimeoutError."""
         config = self._config
+        # Whoever sends parts before we know of our group waits for this.
         self._search_over.clear()
         about_us = [order.bandwidth, AveragingMode.NODE.value, MSGPackSerializer.dumps(0)]
         now = get_dht_time()
@@ -153,6 +154,7 @@ class DTGradAverager(ServicerBase):
                     continue
                 if group is None:
                     raise TimeoutError
+                # Who follows learns the members only now: the leader chose them.
                 if not self._matchmaking.admits(*group.peer_ids):
                     raise GroupFailed("its leader let in who was not called")
                 return group

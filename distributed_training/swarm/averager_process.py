@@ -105,6 +105,7 @@ class Host:
         averager = DTGradAverager(node, self._config, tensors)
         async with averager.serving():
             addresses = [str(address) for address in await node.get_visible_maddrs()]
+            # Inside: a peer that hears of us at once finds our calls registered.
             self.tell(Ready(str(node.peer_id), addresses))
             await _first_of(
                 self._obey(averager),
@@ -190,7 +191,8 @@ class Host:
             await asyncio.sleep(_KEEP_IN_TOUCH)
 
     async def _watch_parent(self) -> None:
-        """Wait until rank 0 is gone: nobody else would end p2pd then."""
+        """Wait until rank 0 is gone."""
+        # Nobody but this process knows of p2pd, which would hold the port for good.
         while os.getppid() == self._config.parent:
             await asyncio.sleep(_LOOK_AFTER_PARENT)
 

@@ -315,7 +315,7 @@ class Judge:
 def norm_of(tensors: Sequence[torch.Tensor]) -> float:
     """Return the Euclidean norm over all tensors; NaN or Inf if any value is.
 
-    Each tensor's in float32, five times as fast as in float64, while training waits; values whose
-    squares overflow it (1e19) count as Inf.
+    Values whose squares overflow float32 (1e19) count as Inf.
     """
+    # In float32: training waits, and float64 takes five times as long.
     return math.hypot(*(float(torch.linalg.vector_norm(t)) for t in tensors))

@@ -194,6 +194,7 @@ class Daemon:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
             listener.setblocking(False)
             listener.bind(str(path))
+            # Before p2pd is told of it: a stream that comes at once would be refused.
             listener.listen(_BACKLOG)
             accepting = asyncio.create_task(accept())
             try:
@@ -277,6 +278,7 @@ def encode(
         before.weight = weight
         before.tensor_part.CopyFrom(serialize_torch_tensor(values, compression))
         return _framed(before.SerializeToString())
+    # Around protobuf, which would copy all values into the message first.
     view = _bytes_of(values)
     rest = runtime_pb2.Tensor(size=[len(values)], dtype="float32").SerializeToString()
     buffer = bytes([_BUFFER]) + varint(len(view))
