@@ -81,6 +81,7 @@ def drift(
         raise NotComparable(f"it is not a whole safetensors file: {error}") from None
     chosen = random.Random(seed)
     usable = [item for item in rows if item.values.numel()]
+    # By size, or a norm of a thousand values would be read as often as an embedding.
     weights = [item.values.numel() for item in usable]
     largest = 0.0
     for item in chosen.choices(usable, weights, k=slices):
@@ -91,6 +92,7 @@ def drift(
         if entry is None or entry.dtype != "F32":
             raise NotComparable(f"it holds no float32 {item.name}")
         at = (item.first + start) * row_bytes
+        # The header is the bucket's: no byte is asked for by it alone.
         if at + count * row_bytes > entry.size or entry.shape[1:] != item.values.shape[1:]:
             raise NotComparable(f"{item.name} has another shape")
         data = read(entry.start + at, count * row_bytes)
@@ -388,6 +390,7 @@ class GlobalEpoch:
 
     def close(self, timeout: timedelta = timedelta(seconds=5)) -> None:
         """End a download; wait at most ``timeout`` for a request in flight."""
+        # First: the thread that wakes up, or loses its download, must find it.
         self._closed.set()
         self._wake.set()
         self._bucket.stop()
@@ -448,6 +451,7 @@ class GlobalEpoch:
         try:
             found = self._bucket.drift(outer_step, rows)
         except GlobalUnavailableError as error:
+            # Not once the bucket is at another outer step, or another comparison is asked for.
             if self._compare_weights is None and self._seen in (None, outer_step):
                 self._compare_weights = outer_step  # at the next look
             if not self._drift_unknown:

@@ -140,6 +140,7 @@ def _in_the_way(facts: Facts) -> tuple[Verdict, str, bool] | None:
             Verdict.RESET,
             f"the newest upload lists blocks that are {-facts.blocks_left:.0f} blocks too old for "
             "validators; the next upload cures it; if it lasts, steps are too slow",
+            # Behind the network the load that is due helps here as well, without an operator.
             facts.behind is None,
         )
     if facts.behind is not None and facts.behind > facts.patience:

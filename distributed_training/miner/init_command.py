@@ -97,6 +97,7 @@ def _init(options: argparse.Namespace, given: dict[str, str]) -> int:
     old = _keep(OPERATORS_FILE)
     write_bytes(OPERATORS_FILE, toml_of(_with_defaults(given)).encode())
     print(f"wrote {OPERATORS_FILE}" + (f"; the old one is {old}" if old else ""))
+    # For its owner alone from the first byte on: a chmod afterwards leaves a moment.
     with atomic_file(DOTENV, private=True) as file:
         file.write(dotenv.encode())
     print(f"wrote {DOTENV} (mode 600)")
@@ -143,6 +144,7 @@ def _ask(given: Mapping[str, str], name: str, question: str) -> str:
         if not answer:
             return ""
         try:
+            # With all answers before: two ports that are right may be the same.
             _config_of({**given, name: answer})
         except ConfigError as error:
             print(f"  {error}")

@@ -44,6 +44,7 @@ def fetch_inner_optimizer(
         for each in range(outer_step, max(-1, outer_step - 2), -1):
             if found is None:
                 found = global_bucket.fetch_inner_optimizer(each, destination)
+    # No reason to end a start: without moments the learning rate warms up, and that is all.
     except GlobalUnavailableError as error:
         log.warning("The network's inner optimizer cannot be fetched: %s", error)
         found = None

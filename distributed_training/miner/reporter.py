@@ -211,6 +211,7 @@ class Metrics:
 
     def step(self, report: StepReport) -> None:
         record_step(self._file.registry, report)
+        # A skipped step counts too: the alert by it is for a loop that stands.
         self._file.registry.set("last_step_timestamp_seconds", time.time())
         self.write()
         for tracker in () if report.skipped else self._trackers:  # it has no number of its own
@@ -446,6 +447,7 @@ class Reporter:
 
     def _round_failed(self, event: ev.RoundFailed, state: MinerState) -> None:
         """Report a failed round: there is no average; training goes on."""
+        # The numbered lines are the public miner's: by them operators tell where a round failed.
         fault, detail = event.fault, event.detail
         log.warning("All Reduce Failed: %s%s", fault.value, f": {detail}" if detail else "")
         if not event.began or fault is AllReduceFault.NO_GROUP:

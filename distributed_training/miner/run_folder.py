@@ -147,6 +147,7 @@ def read_exit_status(run_folder: Path, *, instance: str) -> Ending | None:
     """Return what rank 0 of this instance wrote, else None."""
     lost = "rank 0 counts as failed and is started again"
     written = read_state(run_folder / "exit_status.json", _ExitFile, lost=lost)
+    # Of a launcher before: rank 0 of this one has written nothing yet.
     if written is None or written.instance != instance:
         return None
     return Ending(written.status, written.reason, written.outside)

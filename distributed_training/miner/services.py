@@ -181,6 +181,7 @@ class Services:
         endpoint = self.ip, self.config.chain.external_port or port
         identity.announce(self.member, *endpoint)
 
+        # A miner that is called has the right address: the services that tell it are left alone.
         def public_ip() -> str | None:
             with suppress(AddressUnknown):
                 return public_address(self.config) if self.round_clock.missed() else None
@@ -224,6 +225,7 @@ def connect(
     stack.callback(swarm_launch.end)
     require_data(config)
     member = _join(config, folder, stack, wanted)
+    # Before a download of hours: the network's rounds may have stopped.
     if config.is_public and (state := check_global_state(config, member.chain)).status == "warn":
         log.warning("%s", state.line)
     bucket = names.miner_bucket(config.store.global_model_name, member.uid)
@@ -422,6 +424,7 @@ def _registered_again(
     try:
         while (uid := chain.uid(record.hotkey)) is None:
             now = time.monotonic()
+            # The list has no date of its own: while the chain is away it is an old one.
             if reads != chain.reads():
                 reads, read_at = chain.reads(), now
             if now - read_at < silent and believable(
@@ -451,6 +454,7 @@ def _registered_again(
                 )
             if ask():
                 chain.ask_another()
+            # The loop, which writes them later, is not there yet, and an alert waits for this one.
             metrics.write(lambda: None)
             if keep():
                 record.save(folder / REGISTRATION_FILE)

@@ -209,6 +209,7 @@ def run_rank(config: Config) -> int:
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((folder / "compiled").absolute()))
     status, reason, outside = int(ExitStatus.FAULT), "", False
     try:
+        # From here on a stop goes to rank 0 alone, which saves first; before it ends all ranks.
         write_pid_file(folder, me.local_rank)
         Heartbeat(folder, me.local_rank)()
         with ExitStack() as stack:
@@ -324,6 +325,7 @@ def build_rank(context: RankContext, info: StartupInfo, services: Services | Non
     rank_zero = build_rank_zero(context, training, services) if services else None
     swarm = rank_zero.swarm if rank_zero else None
     buffers = swarm.buffers if swarm else None
+    # Collective: the other ranks wait here for rank 0's swarm.
     training.trainer.outer.open_window(buffers, swarm.memory_path if swarm else None)
     loop = MinerLoop(
         ranks=context.ranks,
@@ -462,6 +464,7 @@ class RankZero:
             micro_batch=trainer.micro_batch_size,
             world_size=context.ranks.world_size,
         )
+        # Validators read it in the root metadata, to name this peer in their calls.
         self.services.uploader.publish_peer_id(self.swarm.peer_id)
         # Before the endpoint is announced: a validator that reads it may call at once.
         self.server.start()
@@ -504,6 +507,7 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
     # who decides
     blocks = _block_list(context, training, services)
     unseen, reload = not info.global_seen, config.round_reload_timeout.total_seconds()
+    # A checkpoint ahead of the bucket is no mistake: the validator may still be publishing.
     behind = unseen or trainer.outer_step != info.global_outer_step
     controller = Controller(
         state=MinerState(

@@ -160,6 +160,7 @@ def join_subnet(
     for the uid of a hotkey that is not registered; it may wait, or raise what it is given.
     ``folder``: a run folder, whose kept state of the chain serves while no endpoint answers.
     """
+    # Before any network: a wrong name or a locked file is told at once.
     wallet = load_wallet(config.chain)
     kept = None
     if folder is not None:

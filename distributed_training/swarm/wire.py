@@ -211,6 +211,7 @@ class Daemon:
         address = Multiaddr(f"/unix{path}").to_bytes()
         request = p2pd_pb2.StreamHandlerRequest(addr=address, proto=[protocol], balanced=False)
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        # p2pd keeps the handler when this connection ends.
         with contextlib.closing(connection):
             await self._call(
                 Stream(connection, PeerID(b"")),
@@ -402,6 +403,7 @@ def _find_values(head: bytes, length: int) -> tuple[int, int, int] | None:
     None if ``head``, the first bytes of a message of ``length``, is laid out in another way.
     """
     at = 0
+    # hivemind's order. Another one is sound protobuf too: it is read whole then.
     while at < len(head) and head[at] != _TENSOR_PART:
         tag = head[at]
         number = _read_varint(head, at + 1)
