@@ -210,8 +210,9 @@ def late_mount(folder: Path, fstab: Path | None = None) -> str | None:
         lines = [line.split() for line in (fstab or FSTAB).read_text().splitlines()]
     except (OSError, ValueError):
         return None
-    # A path may end with a slash, go through a link, or hold octal escapes.
-    named = (fields[1] for fields in lines if len(fields) >= 3)
+    # A path may end with a slash, go through a link, or hold octal escapes. A line that begins with
+    # "#" is one that somebody took out: its disk never comes.
+    named = (fields[1] for fields in lines if len(fields) >= 3 and not fields[0].startswith("#"))
     wanted = {os.path.realpath(_OCTAL.sub(lambda m: chr(int(m[1], 8)), path)) for path in named}
     mounted = {os.path.realpath(p.mountpoint) for p in psutil.disk_partitions(all=True)}
     place = folder.absolute().resolve()

@@ -127,6 +127,8 @@ def test_a_late_mount_is_seen_again_after_a_refused_try(tmp_path: Path, written:
         with pytest.raises(ConfigError, match="which is not mounted"):
             make_run_folder(named(disk), fstab=fstab)
         (disk / "launcher.prom").write_text("dt_starts_refused_in_a_row 1.0\n")  # the launcher's
+    fstab.write_text(f"#{fstab.read_text()}# {disk} was sdb1\n")  # a disk that was taken out
+    assert make_run_folder(named(disk), fstab=fstab) == disk
 
 
 def test_the_default_run_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
