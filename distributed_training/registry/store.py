@@ -170,6 +170,10 @@ def _publish(temporary: Path, path: Path) -> None:
     with temporary.open("rb") as file:
         os.fsync(file.fileno())
     os.chmod(temporary, 0o600)
+    # They belong to the old file, and are left where that was killed and then moved away. SQLite
+    # would write what they hold into the new one.
+    for ending in ("-wal", "-shm"):
+        Path(f"{path}{ending}").unlink(missing_ok=True)
     os.replace(temporary, path)
     sync_folder(path.parent)
 
@@ -548,6 +552,9 @@ def backup(source: Path, target: Path) -> int:
     temporary = target.with_name(f".{target.name}.new")
     if not source.is_file():
         raise ConfigError(f"{source} does not exist, so nothing was copied: correct the path")
+    # A program that serves it would go on writing to the file that the copy replaces.
+    if target.exists() and target.samefile(source):
+        raise ConfigError(f"{target} is the registry itself, so nothing was copied: give another")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         temporary.unlink(missing_ok=True)
@@ -587,8 +594,5 @@ def restore(source: Path, folder: Path) -> Path | None:
         backup(source, temporary)  # first: a source that is no registry changes nothing
         with contextlib.suppress(ConfigError, StoreFault):  # damaged: that is why it is replaced
             backup(path, kept)
-        for ending in ("-wal", "-shm"):  # they belong to the old file
-            Path(f"{path}{ending}").unlink(missing_ok=True)
-        os.replace(temporary, path)
-        sync_folder(folder)
+        _publish(temporary, path)
     return kept if kept.exists() else None

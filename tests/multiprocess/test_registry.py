@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import resource
+import shutil
 import signal
 import socket
 import sqlite3
@@ -20,7 +21,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 import httpx
@@ -365,6 +365,21 @@ class TestKept:
             wait_for(lambda: caplog.text.count("went back") == 3, "one line for each client")
         server.stop()
 
+    def test_what_a_killed_one_left_is_not_written_into_a_backup(
+        self, server: RegistryServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        registry, folder, copy = server.registry, tmp_path / "killed", tmp_path / "copy.db"
+        store.backup(server.folder / store.FILE, copy)
+        registry.enroll(PEER.ss58)
+        shutil.copytree(server.folder, folder)  # with its write-ahead log
+        (folder / store.FILE).rename(tmp_path / "damaged.db")  # as an operator does
+        assert store.restore(copy, folder) is None
+        with closing(Registry(folder)) as restored:
+            assert find(restored.view.neurons, PEER.ss58) is None
+        live = server.folder / store.FILE
+        assert program.main(["backup", "--folder", str(server.folder), str(live)]) == 2
+        assert "is the registry itself" in capsys.readouterr().err
+
     @pytest.mark.parametrize(
         ("content", "status", "words"),
         [
@@ -707,7 +722,8 @@ class TestLimits:
     [
         tls_proxy.python,
         pytest.param(
-            tls_proxy.caddy, marks=pytest.mark.skipif(not which("caddy"), reason="needs caddy")
+            tls_proxy.caddy,
+            marks=pytest.mark.skipif(not shutil.which("caddy"), reason="needs caddy"),
         ),
     ],
 )
