@@ -34,6 +34,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 
 from distributed_training.chain.base import ChainError, Neuron, find
+from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import sync_folder
 from distributed_training.config.types import ConfigError, is_ss58
 
@@ -199,6 +200,8 @@ class Registry(Ledger):
         self.folder = folder
         self.start = secrets.token_hex(4)  # of this process: known versions count within it only
         self.faults = 0  # writes that could not be stored
+        # Blocks are tried every 2 s and writes come from anybody: the log shares the full disk.
+        self._may_warn = Throttle(60.0)
         self._seen: dict[int, _Part] = {}  # after the last write
         try:
             self._db = _open(folder / FILE)
@@ -311,12 +314,13 @@ class Registry(Ledger):
                 self._db.execute("ROLLBACK")
             if isinstance(error, sqlite3.Error):
                 self.faults += 1
-                log.warning(
-                    "A write was not stored (%s), so it is refused: free the disk of %s or correct "
-                    "its permissions",
-                    error,
-                    self.folder,
-                )
+                if self._may_warn("write"):
+                    log.warning(
+                        "A write was not stored (%s), so it is refused: free the disk of %s or "
+                        "correct its permissions",
+                        error,
+                        self.folder,
+                    )
                 raise ChainError(f"the registry cannot store writes now ({error})") from None
             raise
         self._show(gone, changed)
@@ -383,7 +387,8 @@ class Registry(Ledger):
                 try:
                     self._reserve(height + ahead)
                 except sqlite3.Error as error:
-                    log.warning("%s was not written (%s): free its disk", FILE, error)
+                    if self._may_warn("blocks"):
+                        log.warning("%s was not written (%s): free its disk", FILE, error)
 
     def _reserve(self, block: int) -> None:
         self._set_meta("reserved", block)

@@ -365,6 +365,20 @@ class TestKept:
             wait_for(lambda: caplog.text.count("went back") == 3, "one line for each client")
         server.stop()
 
+    def test_a_disk_that_stays_full_does_not_fill_the_log(
+        self, server: RegistryServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        registry = server.registry
+        registry._db.execute("PRAGMA query_only = 1")
+        for _ in range(3):
+            registry.advance(10**6)
+            registry.reserve_blocks()
+            with pytest.raises(ChainError, match="cannot store"):
+                registry.enroll(PEER.ss58)
+        registry._db.execute("PRAGMA query_only = 0")
+        assert caplog.text.count("was not written") == 1 == caplog.text.count("was not stored")
+        assert registry.faults == 3
+
     def test_what_a_killed_one_left_is_not_written_into_a_backup(
         self, server: RegistryServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
