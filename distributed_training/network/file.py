@@ -38,6 +38,10 @@ _OPTIONAL = {
     *(key for keys in _CHAIN_KEYS.values() for key in keys),
 }  # fmt: skip
 _FIRST_TABLE = re.compile(r"^\s*\[", re.M)
+_DOTTED = re.compile(r"\.[ \t]*[\w\"'-]")
+_MOST_DOTS = 64
+# Of the model's file beside it. It also becomes a name in the run folder, where "url" is taken.
+_BESIDE = re.compile(r"(?!(?:network\.toml|url)$)\w[\w.-]{0,199}", re.ASCII)
 _SIGNATURE_LINE = re.compile(r"^\s*signature\s*=.*\n?", re.M)
 
 
@@ -93,6 +97,19 @@ class Network:
         )
 
 
+def tree_of(text: str) -> dict[str, Any]:
+    """Return the tables of a file's ``text``. Raises NetworkFileError where it is not TOML."""
+    try:
+        # tomllib's memory grows with the square of a dotted key: 32 kB of "a.a.a" take 1 GB, and
+        # whoever can write to the founder's web site could end every start by them.
+        if any(len(_DOTTED.findall(line)) > _MOST_DOTS for line in text.split("\n")):
+            raise RecursionError
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # of a number of 5000 digits a bare ValueError
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise NetworkFileError(f"it is not TOML ({why})", "correct that line") from None
+
+
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``{"training.sequence_length": 1024, ...}``; what is deeper stays as it is."""
     flat: dict[str, Any] = {}
@@ -121,26 +138,14 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
     Raises:
         NetworkFileError: Not TOML, an unknown or missing key, another format, unsigned, altered.
     """
-    try:
-        tree = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        why = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise NetworkFileError(f"it is not TOML ({why})", "correct that line") from None
-    flat = flatten(tree)
+    flat = flatten(tree_of(text))
     if flat.get("format") != FORMAT:
         raise NetworkFileError(
             f"its format is {flat.get('format')!r} and this program reads {FORMAT}",
             "update the miner, or ask the founder for a file of this format",
         )
     _refuse_unknown(flat, {*keys, *HEAD_KEYS})
-    files = {"network.toml": text}
-    if isinstance(name := flat.pop("model.config_file", None), str):
-        if "/" in name or name in ("", ".", "..", "network.toml"):
-            raise NetworkFileError(
-                f"model.config_file {name!r} is no name of a file beside it", "give such a name"
-            )
-        files[name] = beside(name)
-        flat["model.config"] = _model_of(name, files[name])
+    files = {"network.toml": text, **_take_model(flat, beside)}
     digest = digest_of(flat)
     head = _head({key: flat[key] for key in HEAD_KEYS & {*flat}})
     _refuse_chain(head.chain, flat)
@@ -176,9 +181,8 @@ def signed(text: str, signer: Any, *, beside: Callable[[str], str]) -> str:
     first = _FIRST_TABLE.search(text)
     end = first.start() if first else len(text)
     top, rest = _SIGNATURE_LINE.sub("", text[:end]).rstrip() + "\n", text[end:].lstrip("\n")
-    flat = flatten(tomllib.loads(top + rest))
-    if (name := flat.pop("model.config_file", None)) is not None:
-        flat["model.config"] = _model_of(name, beside(name))
+    flat = flatten(tree_of(top + rest))
+    _take_model(flat, beside)
     signature = bytes(signer.sign(_message(digest_of(flat)))).hex()
     return f'{top}signature = "0x{signature}"\n\n{rest}'
 
@@ -256,7 +260,18 @@ def _refuse_size(head: Head) -> None:
         )
 
 
-def _model_of(name: str, text: str) -> dict[str, Any]:
+def _take_model(flat: dict[str, Any], beside: Callable[[str], str]) -> dict[str, str]:
+    """Put what ``model.config_file`` holds in its place; return its name and text, if it is named.
+
+    Raises NetworkFileError.
+    """
+    if (name := flat.pop("model.config_file", None)) is None:
+        return {}
+    if not isinstance(name, str) or not _BESIDE.fullmatch(name):
+        raise NetworkFileError(
+            f"model.config_file {name!r:.100} is no name of a file beside it", "give such a name"
+        )
+    text = beside(name)
     try:
         content = json.loads(text)
     except (ValueError, RecursionError):
@@ -265,4 +280,5 @@ def _model_of(name: str, text: str) -> dict[str, Any]:
         raise NetworkFileError(
             f"model.config_file {name} is no JSON object", "give the model's config.json"
         )
-    return content
+    flat["model.config"] = content
+    return {name: text}

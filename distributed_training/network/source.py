@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import os
 import time
-import tomllib
 from collections.abc import Callable, Collection
 from pathlib import Path
 from urllib.parse import urljoin, urlsplit
 
 from distributed_training.common.files import write_bytes
 
-from .file import LARGEST_FILE, Network, NetworkFileError, parse
+from .file import LARGEST_FILE, Network, NetworkFileError, parse, tree_of
 
 KEPT = "network"  # folder of the last good copy, in the run folder
 _FILE = "network.toml"
 _ATTEMPTS, _FIRST_WAIT, _TIMEOUT = 3, 1.0, 10.0  # seconds
+_LONGEST = 30.0  # seconds, of a whole reply
 
 
 class NetworkAway(RuntimeError):
@@ -42,9 +42,16 @@ def read_network(
     if "://" not in place:
         path = Path(os.path.expanduser(place))
         return parse(
-            _read(path), place=place, keys=keys, beside=lambda name: _read(path.with_name(name))
+            read_text(path),
+            place=place,
+            keys=keys,
+            beside=lambda name: read_text(path.with_name(name)),
         )
-    if urlsplit(place).scheme != "https" or "@" in urlsplit(place).netloc:
+    try:
+        url = urlsplit(place)
+    except ValueError:  # "[" without "]"
+        url = urlsplit("")
+    if url.scheme != "https" or "@" in url.netloc:
         raise NetworkFileError(
             "it is no https:// URL without user and password", "give a path or such a URL"
         )
@@ -79,7 +86,10 @@ def _kept_copy(copy: Path, place: str, keys: Collection[str]) -> Network | None:
         if (copy / "url").read_text(encoding="utf-8") != place:
             return None
         return parse(
-            _read(copy / _FILE), place=place, keys=keys, beside=lambda name: _read(copy / name)
+            read_text(copy / _FILE),
+            place=place,
+            keys=keys,
+            beside=lambda name: read_text(copy / name),
         )
     except (OSError, ValueError):  # NetworkFileError too
         return None
@@ -87,8 +97,8 @@ def _kept_copy(copy: Path, place: str, keys: Collection[str]) -> Network | None:
 
 def _is_one(text: str) -> bool:
     try:
-        return "format" in tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError):
+        return "format" in tree_of(text)
+    except NetworkFileError:
         return False
 
 
@@ -106,7 +116,8 @@ def keep(network: Network, folder: Path) -> None:
         write_bytes(copy / name, text.encode())
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file that belongs to a network. Raises NetworkFileError."""
     try:
         # A pipe without a writer would be waited for, for ever.
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
@@ -142,11 +153,14 @@ def _fetch(url: str) -> str:
                     raise NetworkAway(
                         f"{url} leads to {reply.url}, which anybody on the way writes"
                     )
-                data = b""
+                data, end = b"", time.monotonic() + _LONGEST
                 for part in reply.iter_bytes():
                     data += part
                     if len(data) > LARGEST_FILE:
                         break
+                    # httpx bounds each read alone: a byte every 9 s would hold up a start for days.
+                    if time.monotonic() > end:
+                        raise httpx.ReadTimeout(f"no end of it within {_LONGEST:.0f} s")
                 return _text(data)
         except NetworkFileError as error:  # a page of something else
             raise NetworkAway(f"what {url} answers is no network's file: {error}") from None

@@ -122,6 +122,11 @@ def test_the_canonical_form_is_the_documents() -> None:
         ),
         ("run = 5 ", 'run_id = "v1_2_7_r5"\nrun = 5 ', "it names a run_id"),
         ("[limits]", "[limits", "it is not TOML"),
+        ("run = 5 ", f"run = {'5' * 5000} ", "it is not TOML"),
+        # tomllib would take 1 GB for it.
+        ("[limits]", f"[limits]\n{'.'.join('a' * 16000)} = 1", "nested too deeply"),
+        ("[model]", '[model]\nconfig_file = "a\\u0000b"', "is no name of a file beside it"),
+        ("[model]", "[model]\nconfig_file = 5", "is no name of a file beside it"),
     ],
 )
 def test_a_file_that_is_refused(tmp_path: Path, old: str, new: str, text: str) -> None:
@@ -143,7 +148,8 @@ def test_unsigned_altered_and_signed_by_another(tmp_path: Path) -> None:
 
 
 def test_one_that_cannot_be_read(tmp_path: Path) -> None:
-    for place in ("nowhere.toml", "/", "http://example.org/n.toml", "https://a:b@example.org/n"):
+    for place in ("nowhere.toml", "/", "http://example.org/n.toml", "https://a:b@example.org/n",
+                  "https://[a/n"):  # fmt: skip
         with pytest.raises(ConfigError, match=r"^--network") as error:
             load_config("miner", ("--network", place), environ=KEYS, dotenv=None)
         assert error.value.status == ExitStatus.BAD_CONFIGURATION
@@ -294,6 +300,13 @@ def test_a_url_and_the_copy_behind_it(tmp_path: Path, monkeypatch: pytest.Monkey
     with monkeypatch.context() as answered:
         answered.setattr(httpx, "stream", odd.stream)
         assert "leads to http://" in configuration().warnings[0]
+    drip = httpx.Client(
+        transport=httpx.MockTransport(lambda _: httpx.Response(200, content=iter([b"x"] * 9)))
+    )
+    with monkeypatch.context() as answered:
+        answered.setattr(httpx, "stream", drip.stream)
+        answered.setattr(source, "_LONGEST", 0.0)
+        assert "no end of it" in configuration().warnings[0]
     for damaged in (b"\xff\xfe", b"name = ["):
         (tmp_path / "run" / "network" / "network.toml").write_bytes(damaged)
         with pytest.raises(ConfigAway, match="does not answer"):
