@@ -14,6 +14,7 @@ file: then count ``version`` up and ``sign`` it again.
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import json
 import os
 import shlex
@@ -32,7 +33,8 @@ from distributed_training.config.checks import KEY_VARIABLES
 from distributed_training.config.loader import Parser, argument, ranged, schema
 from distributed_training.config.types import ConfigAway, File, Text
 from distributed_training.network import NetworkFileError, signed
-from distributed_training.network.file import BUILT_IN, flatten
+from distributed_training.network.file import BUILT_IN, flatten, tree_of
+from distributed_training.network.source import read_text
 from distributed_training.protocol.names import miner_bucket
 
 if TYPE_CHECKING:
@@ -139,7 +141,7 @@ def _found(options: argparse.Namespace, folder: Path, rules: dict[str, Any]) -> 
     from distributed_training.common.swarm_identity import make_identity
 
     master = create_wallet(folder / "wallets", _MASTER)
-    kind = "ip6" if ":" in options.host else "ip4" if options.host[-1].isdigit() else "dns4"
+    kind = _kind_of(options.host)
     peer_id = make_identity(folder / "validator")
     peer = f"/{kind}/{options.host}/tcp/{options.dht_port}/p2p/{peer_id}"
     rules["chain"].setdefault("master_hotkey", master.ss58)
@@ -149,6 +151,13 @@ def _found(options: argparse.Namespace, folder: Path, rules: dict[str, Any]) -> 
         f"# version up, then: dt-network sign {FILE}\n" + to_toml(rules)
     )
     _write(folder / FILE, signed(text, master.hotkey, beside=_no_file_beside))
+
+
+def _kind_of(host: str) -> str:
+    try:
+        return f"ip{ipaddress.ip_address(host).version}"
+    except ValueError:  # a name, which may end with a digit
+        return "dns4"
 
 
 def _rules(options: argparse.Namespace) -> dict[str, Any]:
@@ -286,20 +295,14 @@ def _sign(options: argparse.Namespace) -> None:
     path: Path = options.file
     wallets = options.wallets or path.absolute().parent / "wallets"
     master = load_wallet(ChainSettings(wallet_path=str(wallets), wallet_name=_MASTER))
-    try:
-        text = path.read_text(encoding="utf-8")
-        named = flatten(tomllib.loads(text)).get("chain.master_hotkey")
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} cannot be read ({error}), so nothing was signed: correct the path or that file"
-        ) from None
+    text = read_text(path)
+    named = flatten(tree_of(text)).get("chain.master_hotkey")
     if named != master.ss58:
         raise ConfigError(
             f"{path} names the master {named} and the wallet in {wallets} is {master.ss58}, so "
             "nothing was signed: give --wallets with the master's"
         )
-    beside = path.absolute().parent
-    _write(path, signed(text, master.hotkey, beside=lambda name: (beside / name).read_text()))
+    _write(path, signed(text, master.hotkey, beside=lambda name: read_text(path.with_name(name))))
     _show(argparse.Namespace(place=str(path)), rules=False)
 
 
@@ -385,7 +388,9 @@ def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
     validator = [
         *("--network", str(file), "--neuron.run_folder", str(folder / "validator"), *wallets),
         *("--neuron.initial_peers", "none"),  # it is the first peer itself
-        *("--dht.port", str(options.dht_port), "--dht.ip", options.host),
+        *("--dht.port", str(options.dht_port)),
+        # It takes no name: for that the validator finds its address, as every miner does.
+        *(("--dht.ip", options.host) if _kind_of(options.host) == "ip4" else ()),
         *("--validator.alive_wanted", str(options.miners)),
         *("--validator.alive_least", str(least), "--validator.minimum_peers", str(least + 1)),
     ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pyarrow as pa
@@ -45,10 +46,13 @@ def test_a_founded_network_is_what_a_miner_joins(tmp_path: Path, capsys) -> None
     assert folder.stat().st_mode & 0o077 == 0
     out = capsys.readouterr().out
     assert values["run_id"] in out and "dt-validator --network" in out
-    assert (
-        found(tmp_path / "other") == 0
-        and read(tmp_path / "other").network.values["run_id"] != values["run_id"]
-    )
+    assert found(tmp_path / "other", "--host", "gpu-1") == 0
+    other = read(tmp_path / "other")
+    assert other.network.values["run_id"] != values["run_id"]
+    assert other.swarm.initial_peers[0].startswith("/dns4/gpu-1/tcp/8009/p2p/Qm")
+    _, _, words = capsys.readouterr().out.partition("dt-validator ")
+    flags = shlex.split(words.partition("\n")[0])
+    assert load_config("validator", flags, environ={}, dotenv=None, check=False).network
     assert found(folder) == 2 and "exists already" in capsys.readouterr().err
 
 
@@ -84,6 +88,10 @@ def test_a_change_is_another_run_and_counts_once_it_is_signed(tmp_path: Path, ca
     assert main(["sign", str(file), "--wallets", str(other / "wallets")]) == 2
     assert "nothing was signed" in capsys.readouterr().err
     good = file.read_text()
+    file.write_text(good.replace("[model]", '[model]\nconfig_file = "away.json"'))
+    assert main(["sign", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "away.json cannot be read" in line and "nothing was signed" in line
     file.write_text(good.replace("outer_momentum = 0.9", "outer_momentum = 9.0"))
     assert main(["sign", str(file)]) == 2
     assert "outer_momentum" in capsys.readouterr().err and "= 9.0" in file.read_text()
