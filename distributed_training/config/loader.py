@@ -563,9 +563,10 @@ def open_to_others(path: Path) -> str | None:
 
 def read_toml(path: Path, known: Schema) -> dict[str, Given]:
     """Read the flags of a ``--config`` file. Raises ConfigError."""
+    text = _read_text(path, f"--config {path}")
     try:
-        tree = tomllib.loads(_read_text(path, f"--config {path}"))
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        tree = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # of a number of 5000 digits a bare ValueError
         why = "nested too deeply" if isinstance(error, RecursionError) else error
         raise ConfigError(
             f"--config {path} is not TOML ({why}), so nothing was started: correct that line"

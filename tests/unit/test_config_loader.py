@@ -300,8 +300,9 @@ def test_an_old_value_becomes_the_one_that_took_its_place() -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     assert "cannot be read" in refused("--config", str(tmp_path / "missing.toml"))
     bad = tmp_path / "bad.toml"
-    bad.write_text("neuron = = 1")
-    assert "is not TOML" in refused("--config", str(bad))
+    for text in ("neuron = = 1", f"neuron = {'1' * 5000}"):
+        bad.write_text(text)
+        assert "is not TOML" in refused("--config", str(bad))
     bad.write_text("[neuron]\nupload_stepz = 1\n")
     assert "did you mean --neuron.upload_steps?" in refused("--config", str(bad))
     assert refused("--preset", "lokal").startswith("--preset: 'lokal' is not one of public")
