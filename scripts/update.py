@@ -41,6 +41,7 @@ from distributed_training.common.processes import kill_tree
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument
 from distributed_training.config.types import Duration
+from distributed_training.health.machine import bytes_under
 from distributed_training.telemetry.metrics import read_metrics
 from distributed_training.telemetry.neuron_state import NeuronState, written_at
 
@@ -212,7 +213,7 @@ def prepare(old: App, target: str, unchanged: str) -> Path:
     new = folder.with_name(f"{folder.name}{_NEW}")
     if not new.exists() or head_of(new) != commit:
         remove_version(git, new)
-        needed = size_of(old.version / ".venv") + _SPARE_BYTES
+        needed = bytes_under((old.version / ".venv").resolve()) + _SPARE_BYTES
         free = shutil.disk_usage(new.parent).free
         if free < needed:
             raise UpdateError(
@@ -573,10 +574,6 @@ def reason(done: subprocess.CompletedProcess[str]) -> str:
 def last_line(text: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:300] if lines else ""
-
-
-def size_of(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.resolve().rglob("*"))
 
 
 if __name__ == "__main__":

@@ -128,12 +128,13 @@ def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], st
     if config.network is not None and config.network.model is not None:
         return dict(config.network.model), f"--network {config.network.place}"
     found = {}
-    for path in config.run_folder.glob("**/config.json"):
+    for path in machine.files_under(config.run_folder):
         with contextlib.suppress(OSError):  # a miner that runs deletes files meanwhile
-            found[path] = path.stat().st_mtime
+            if path.name == "config.json":
+                found[path] = path.stat().st_mtime
     for path in sorted(found, key=lambda path: found[path], reverse=True):
-        with contextlib.suppress(OSError, ValueError):
-            return json.loads(path.read_bytes()), str(path)
+        if content := read_json_object(path):
+            return content, str(path)
     name = "tiny" if config.preset == "local" else "4b"
     return named_config(name), f"assumed: {name}; --model tells otherwise"
 

@@ -338,10 +338,16 @@ def check_room(examination: Examination) -> list[Check]:
 def bytes_under(folder: Path) -> int:
     """Return the bytes that this miner has there already: they need no further space."""
     total = 0
-    for path in folder.rglob("*"):
+    for path in files_under(folder):
         with contextlib.suppress(OSError):  # a miner that runs deletes files meanwhile
             total += path.lstat().st_size
     return total
+
+
+def files_under(folder: Path) -> Iterator[Path]:
+    """Yield the files of a folder that may be in use, at any depth."""
+    for place, _, names in os.walk(folder):  # rglob raises when a folder goes while it looks
+        yield from (Path(place, name) for name in names)
 
 
 def check_disk(folder: Path, *, needed_bytes: int) -> Check:
@@ -349,8 +355,9 @@ def check_disk(folder: Path, *, needed_bytes: int) -> Check:
     place = _existing(folder)
     free = shutil.disk_usage(place).free
     finding = f"{free / 1e9:.1f} GB free in {folder}, {needed_bytes / 1e9:.1f} GB needed"
-    if not os.access(place, os.W_OK):
-        finding = f"{place} cannot be written by this user, so nothing could be saved"
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        why = "cannot be written by this user" if place.is_dir() else "is no folder"
+        finding = f"{place} {why}, so nothing could be saved"
         return Check("disk", "fail", finding, "give --neuron.run_folder a folder of yours")
     if free < needed_bytes:
         finding += ", so checkpoints and uploads would fail"
@@ -366,7 +373,7 @@ def check_disk(folder: Path, *, needed_bytes: int) -> Check:
 def _existing(folder: Path) -> Path:
     """Return ``folder``, or the nearest above it that is there."""
     place = folder.absolute()
-    while not place.exists():
+    while not os.path.exists(place):  # Path's own raises where a folder above may not be entered
         place = place.parent
     return place
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import os
 import socket
 import time
 from dataclasses import replace
@@ -22,9 +24,11 @@ from distributed_training.common.memory import (
 from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import StoreSettings
+from distributed_training.doctor.command import model_config
 from distributed_training.doctor.measure import StepEstimate, check_speed
 from distributed_training.health import nvml, outside
 from distributed_training.health.machine import (
+    bytes_under,
     check_batch,
     check_disk,
     check_gpus,
@@ -158,6 +162,31 @@ def test_disk(tmp_path: Path) -> None:
     assert not missing.exists()
     check = check_disk(missing, needed_bytes=10**18)
     assert check.status == "fail" and "--neuron.run_folder" in check.remedy
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file", tmp_path / "file" / "run"):
+        assert "is no folder" in check_disk(folder, needed_bytes=1).finding
+    assert check_disk(tmp_path / ("long" * 99), needed_bytes=1).finding  # no traceback
+
+
+def test_the_doctor_of_a_miner_that_deletes_folders_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "snapshot" / "deep").mkdir(parents=True)
+    (tmp_path / "kept").write_bytes(b"four")
+    (tmp_path / "config.json").write_text("[]")  # no model's
+    scandir = os.scandir
+
+    def delete(path: Any) -> Any:
+        found = scandir(path)
+        with contextlib.suppress(OSError):
+            os.rmdir(tmp_path / "snapshot" / "deep")
+        return found
+
+    monkeypatch.setattr(os, "scandir", delete)
+    config = load_config("miner", ["--neuron.run_folder", str(tmp_path)], check=False)
+    assert model_config(config, None)[1].startswith("assumed")
+    (tmp_path / "snapshot" / "deep").mkdir()
+    assert bytes_under(tmp_path) == 4 + 2
 
 
 @pytest.mark.parametrize(
