@@ -193,4 +193,6 @@ def _visible_handles(nvml: Any) -> list[Any]:
 
 def _all_handles(nvml: Any) -> Iterator[Any]:
     for index in range(nvml.nvmlDeviceGetCount()):
-        yield nvml.nvmlDeviceGetHandleByIndex(index)
+        # A card that fell off the bus is still counted; the others can be used.
+        with contextlib.suppress(nvml.NVMLError):
+            yield nvml.nvmlDeviceGetHandleByIndex(index)

@@ -279,6 +279,7 @@ class FakeNvml:
     def __init__(self) -> None:
         self.open = 0
         self.processes: dict[int, list[int]] = {}
+        self.lost: set[int] = set()
         self.used = {handle: (handle * 20 + 1) * 10**9 for handle in range(3)}
 
     def nvmlInit(self) -> None:
@@ -291,7 +292,7 @@ class FakeNvml:
         return 3
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
-        if index >= 3:
+        if index >= 3 or index in self.lost:
             raise self.NVMLError
         return index
 
@@ -371,6 +372,10 @@ def test_gpus_in_use_are_told(fake_nvml: FakeNvml) -> None:
     assert status(check_gpus(wanted=2, device="auto")) == {"gpu 0": "ok", "gpu 1": "warn"}
     (check,) = check_gpus(wanted=4, device="auto")
     assert check.status == "fail" and "--nproc_per_node 3" in check.remedy
+    fake_nvml.lost = {1}  # the driver counts it and gives no handle
+    (check,) = check_gpus(wanted=3, device="auto")
+    assert check.status == "fail" and "--nproc_per_node 2" in check.remedy
+    assert [c.finding[:6] for c in check_gpus(wanted=2, device="auto")] == ["Card 0", "Card 2"]
 
 
 def test_probes_of_other_rooms() -> None:
