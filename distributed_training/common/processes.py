@@ -372,7 +372,11 @@ class _Forward(logging.Handler):
         self._parent = parent
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
+        try:
+            text = record.getMessage()
+        except (TypeError, ValueError, KeyError):  # "%d" of a text: it must not end its caller
+            self.handleError(record)
+            return
         if record.exc_info and record.exc_info[1] is not None:
             # The type and place only: texts of foreign exceptions may quote a request.
             error = record.exc_info[1]

@@ -5,12 +5,14 @@ import logging
 import os
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
+from distributed_training.common.processes import _Forward
 from distributed_training.config.settings import TelemetrySettings
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.telemetry import (
@@ -89,17 +91,18 @@ def test_no_log_line_ends_its_caller(
     monkeypatch.setattr(logging, "raiseExceptions", False)  # as the daemon sets it
     root, before = logging.getLogger(), list(logging.getLogger().handlers)
     settings = TelemetrySettings()
-    events = EventLog.from_settings(settings, tmp_path)
+    events, said = EventLog.from_settings(settings, tmp_path), []
     assert events is not None
     try:
         for handler in before:  # pytest's own would raise
             root.removeHandler(handler)
+        root.addHandler(_Forward(SimpleNamespace(send=said.append)))  # as a child process has it
         logging.getLogger("distributed_training.test").warning(text, *values)
         logging.getLogger("distributed_training.test").warning("whole")
     finally:
         root.handlers[:] = before
         events.close()
-    assert [e["text"] for e in read_events(events.path)][-1] == "whole"
+    assert [e["text"] for e in read_events(events.path)][-1] == "whole" == said[-1].text
 
 
 def test_secrets_registered_for_the_log_are_masked_here_too(tmp_path: Path) -> None:
