@@ -223,11 +223,13 @@ class EventFollower:
         return events
 
     def _rotated(self) -> bool:
-        """Return whether ``path`` is now another file than the one we read."""
+        """Return whether ``path`` is now another file than the one we read, or was cut short."""
         if self._file is None:
             return False
         try:
-            return self.path.stat().st_ino != os.fstat(self._file.fileno()).st_ino
+            now, ours = self.path.stat(), os.fstat(self._file.fileno())
+            # logrotate's copytruncate, or "> events.jsonl": beyond the end nothing is ever read.
+            return now.st_ino != ours.st_ino or now.st_size < self._file.tell()
         except FileNotFoundError:
             return False  # between the rename and the new file
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -22,6 +23,7 @@ from distributed_training.telemetry import (
     read_events,
     register_secret,
 )
+from distributed_training.telemetry.events import EventFollower
 from distributed_training.telemetry.metrics import CHAIN_COUNTS, METRICS, read_metrics
 
 pytestmark = pytest.mark.timeout(20)
@@ -50,6 +52,16 @@ def test_a_line_cut_by_a_kill_costs_only_itself(tmp_path: Path) -> None:
     with EventLog(path) as log:
         log.write("step")
     assert [e["kind"] for e in read_events(path)] == ["start", "step"]
+
+
+def test_a_follower_goes_on_in_a_file_that_was_emptied(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log, contextlib.closing(EventFollower(path)) as follower:
+        log.write("start", filling="x" * 200)
+        assert [e["kind"] for e in follower.poll()] == ["start"]
+        os.truncate(path, 0)
+        log.write("step")
+        assert [e["kind"] for e in follower.poll()] == ["step"]
 
 
 def test_retention_keeps_the_newest(tmp_path: Path) -> None:
