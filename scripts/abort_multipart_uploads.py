@@ -27,6 +27,7 @@ from distributed_training.common.exits import ExitStatus
 from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument
 from distributed_training.config.types import DAY, Bucket, Duration, Text, WebUrl
+from distributed_training.protocol.lines import counted
 
 if TYPE_CHECKING:
     from distributed_training.store.cleanup import StuckUpload
@@ -87,10 +88,10 @@ def main() -> int:
     except StoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, EOFError):  # Ctrl-D at the question
         print("\ninterrupted; uploads not aborted yet stay: run this again", file=sys.stderr)
         return ExitStatus.INTERRUPTED
-    print(f"Aborted {done.gone} uploads")
+    print(f"Aborted {counted(done.gone, 'upload')}")
     if done.failed:
         print(f"error: {done.failed} stay ({done.why}): run this again", file=sys.stderr)
     return 1 if done.failed else 0
@@ -106,7 +107,7 @@ def _show(store: S3ObjectStore, found: list[StuckUpload]) -> None:
         parts, size = (str(known[0]), f"{known[1] / 1e6:.1f} MB") if known else ("?", "?")
         total += known[1] if known else 0
         print(f"{u.key:{width}}  {_age(u.age):>9}  {parts:>5}  {size:>10}  {u.upload_id:.16}")
-    print(f"{len(found)} uploads, {total / 1e6:.1f} MB")
+    print(f"{counted(len(found), 'upload')}, {total / 1e6:.1f} MB")
     claim = store.head(OWNER_KEY)
     if claim is not None and (age := claim.age_seconds or 0.0) < LAPSES_AFTER.total_seconds():
         print(

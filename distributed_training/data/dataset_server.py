@@ -28,6 +28,7 @@ import httpx
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.files import write_bytes
 from distributed_training.config.settings import DataSettings
+from distributed_training.protocol.lines import counted
 
 from .page_source import Counts, PageUnavailable, Pin, usable_texts
 
@@ -182,7 +183,9 @@ class RowsApiSource:
                 table, left_out = self._fetch_table()
                 has_whole = self._table and self._whole and 0 <= age < _WHOLE_TABLE_LASTS
                 if left_out and (has_whole or self._pin.rows is not None):
-                    raise PageUnavailable(f"the reply of /size leaves out {left_out} configs")
+                    raise PageUnavailable(
+                        f"the reply of /size leaves out {counted(left_out, 'config')}"
+                    )
                 self._pin.check(self._where, rows=sum(table.values()))
             except PageUnavailable as error:
                 if not self._table:
@@ -219,10 +222,10 @@ class RowsApiSource:
             return
         if changed:
             log.warning(
-                "The table of %s leaves out %d configs whose rows the server has not counted: "
+                "The table of %s leaves out %s whose rows the server has not counted: "
                 "until it is whole, pages may differ from those of the validators",
                 self._dataset,
-                left_out,
+                counted(left_out, "config"),
             )
         self._ask_table_at = time.monotonic() + min(self._table_age, _ASK_AGAIN)
 

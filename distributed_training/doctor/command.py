@@ -51,6 +51,7 @@ from distributed_training.health.machine import Entry, Examination
 from distributed_training.health.reach import probe, probed
 from distributed_training.miner.launcher import default_ranks
 from distributed_training.miner.run_folder import mark_of
+from distributed_training.protocol.lines import counted
 from distributed_training.protocol.types import Check
 
 _MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("-", "dim")}
@@ -199,7 +200,7 @@ def report(checks: Sequence[Check], *, as_json: bool) -> int:
     console.print(table)
     count = {status: sum(c.status == status for c in checks) for status in _MARKS}
     console.print(
-        f"{count['ok']} ok, {count['warn']} warnings, {count['skip']} skipped, "
+        f"{count['ok']} ok, {counted(count['warn'], 'warning')}, {count['skip']} skipped, "
         f"{count['fail']} failed"
     )
     return int(any(check.status == "fail" for check in checks))

@@ -17,7 +17,7 @@ from rich.text import Text
 
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import write_bytes, write_json
-from distributed_training.protocol.lines import judged_upload
+from distributed_training.protocol.lines import counted, judged_upload
 from distributed_training.protocol.types import Revision
 from distributed_training.scoring.causes import Cause
 from distributed_training.telemetry.neuron_state import Judged, NeuronState
@@ -285,7 +285,8 @@ def summarize(
             names = ", ".join(step.missed_by)
             found.append(f"outer step {step.outer_step}: {names} took no part in it")
     if len(steps) < wanted_outer_steps:
-        found.append(f"{len(steps)} outer steps succeeded; {wanted_outer_steps} were wanted")
+        reached = counted(len(steps), "outer step")
+        found.append(f"{reached} succeeded; {wanted_outer_steps} were wanted")
     for neuron in (validator, *miners):
         for seen in neuron.tables["round"]:
             if not seen["ok"]:
@@ -420,7 +421,7 @@ def draw(
             marker=".",
             markersize=4,
             linewidth=1.2,
-            label=f"{miner.name}, {_ranks(summary.miners[i].world_size)}, training loss",
+            label=f"{miner.name}, {counted(summary.miners[i].world_size, 'rank')}, training loss",
         )
     for i, step in enumerate(summary.outer_steps):
         at = step.seconds_from_start
@@ -461,7 +462,3 @@ def draw(
     figure.savefig(png, dpi=110)
     pyplot.close(figure)
     return png
-
-
-def _ranks(count: int) -> str:
-    return f"{count} rank{'s' if count != 1 else ''}"

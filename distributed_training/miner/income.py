@@ -21,6 +21,7 @@ from enum import StrEnum
 
 from distributed_training.chain.base import Chain, ChainUnavailable, Neuron, find
 from distributed_training.common.backoff import Throttle
+from distributed_training.protocol.lines import counted
 from distributed_training.telemetry import unix_time
 
 from . import state_machine as ev
@@ -125,7 +126,8 @@ def _in_the_way(facts: Facts) -> tuple[Verdict, str, bool] | None:
     # In this order: what stands first makes all that follows meaningless.
     if facts.upload_age is None:
         late = facts.running > facts.age_limit
-        words = f"nothing was uploaded in the {_span(facts.running)} since the start"
+        span = f"in the {_span(facts.running)} " if facts.running >= 1 else ""
+        words = f"nothing was uploaded {span}since the start"
         remedy = "; grep -iE 'UPLOAD BLOCKED|upload failed|snapshot' in the log for the cause"
         return Verdict.NOTHING_UPLOADED, words + remedy * late, late
     if facts.upload_age > facts.age_limit:
@@ -138,8 +140,8 @@ def _in_the_way(facts: Facts) -> tuple[Verdict, str, bool] | None:
     if facts.blocks_left is not None and facts.blocks_left < 0:
         return (
             Verdict.RESET,
-            f"the newest upload lists blocks that are {-facts.blocks_left:.0f} blocks too old for "
-            "validators; the next upload cures it; if it lasts, steps are too slow",
+            f"the newest upload lists blocks that are {counted(-facts.blocks_left, 'block')} too "
+            "old for validators; the next upload cures it; if it lasts, steps are too slow",
             # Behind the network the load that is due helps here as well, without an operator.
             facts.behind is None,
         )
@@ -180,9 +182,8 @@ def _seen_of_validators(facts: Facts) -> str:
         called = f"a validator called {_span(facts.called)} ago"
     if facts.standing is None or not facts.standing.weights_block:
         return called
-    return (
-        f"{called}, weights were set {facts.chain_block - facts.standing.weights_block} blocks ago"
-    )
+    blocks = counted(facts.chain_block - facts.standing.weights_block, "block")
+    return f"{called}, weights were set {blocks} ago"
 
 
 def _span(seconds: float) -> str:

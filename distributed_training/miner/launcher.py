@@ -70,6 +70,7 @@ from distributed_training.node.start import (
     start_log,
     write_settings,
 )
+from distributed_training.protocol.lines import counted
 from distributed_training.telemetry.metrics import Registry
 from distributed_training.telemetry.page.process import PageProcess
 
@@ -294,7 +295,8 @@ def _end_earlier_instance(folder: Path, *, patience: timedelta) -> None:
     left = mark.processes() if mark is not None else []
     if mark is None or not left:
         return
-    log.warning("Ending %d processes an earlier miner of this run folder left behind", len(left))
+    found = counted(len(left), "process", "processes")
+    log.warning("Ending %s an earlier miner of this run folder left behind", found)
     pids = listening_ranks(folder, instance=mark.value).values()
     ranks = [process for process in left if process.pid in pids]
     for process in ranks:

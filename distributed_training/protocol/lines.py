@@ -30,6 +30,11 @@ RESUMING = "✅ Resuming continuous training."
 METADATA_LOGGED = "Metadata Dict Succesfully Logged To Chain."
 
 
+def counted(count: float, one: str, many: str = "") -> str:
+    """Return ``1 block``, ``2 blocks``. ``many``: where it is not ``one`` and an s."""
+    return f"{count:.0f} {one if count == 1 else many or f'{one}s'}"
+
+
 def not_checked(revision: Revision) -> str:
     """Word that ``revision`` had no gradient check, while a checked one still counts."""
     return (
@@ -42,7 +47,7 @@ def not_checked(revision: Revision) -> str:
 def responded_active(uid: int | None, calls: int) -> str:
     """Word ``calls`` of one caller since its last line. ``uid`` None: callers without one."""
     caller = "no uid" if uid is None else f"uid {uid}"
-    return f"Responded to be Active ({caller}, {calls} call{'s' * (calls != 1)})"
+    return f"Responded to be Active ({caller}, {counted(calls, 'call')})"
 
 
 def judged_upload(tag: str, outer_step: int) -> str:

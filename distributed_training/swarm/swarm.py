@@ -26,6 +26,7 @@ from pydantic import Field
 
 from distributed_training.common.files import read_state, write_state
 from distributed_training.config.settings import SwarmSettings
+from distributed_training.protocol.lines import counted
 from distributed_training.protocol.synapses import round_timeout
 from distributed_training.protocol.types import (
     AllReduceError,
@@ -238,8 +239,8 @@ class HivemindSwarm:
         if (answer.failed or answer.kept_local > 0) and not self._settings.allow_failed_peers:
             raise AllReduceError(
                 AllReduceFault.PEER_FAILED,
-                f"{len(answer.failed)} peers failed, {answer.kept_local:.1%} of the values have no "
-                "average (--neuron.allow_failed_peers no)",
+                f"{counted(len(answer.failed), 'peer')} failed, {answer.kept_local:.1%} of the "
+                "values have no average (--neuron.allow_failed_peers no)",
             )
         if answer.transfer > _SHORTEST_MEASURE and not answer.failed:
             # What passed through this peer in both directions, as load balancing counts it.

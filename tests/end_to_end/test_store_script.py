@@ -68,7 +68,7 @@ def test_lists_asks_and_aborts(server: ObjectStoreServer, tmp_path: Path) -> Non
 
     one = run(tmp_path, store.bucket, "--older-than", "0s", "--prefix", "epoch-3/", "--yes")
     assert one.returncode == 0
-    assert "Aborted 1 uploads" in one.stdout
+    assert "Aborted 1 upload" in one.stdout
     assert [u.key for u in store.list_multiparts()] == ["epoch-4/model.safetensors"]
 
     missing = run(tmp_path, "no-such-bucket-1", "--yes")

@@ -248,7 +248,7 @@ def test_a_table_that_leaves_out_configs_does_not_replace_a_whole_one(
         server.size_left_out = {why: [{"kind": "config-size", "config": "CC-MAIN-1"}]}
         with caplog.at_level(logging.WARNING):
             assert made.num_rows() == whole
-        assert "cannot be refreshed (the reply of /size leaves out 1 configs)" in caplog.text
+        assert "cannot be refreshed (the reply of /size leaves out 1 config)" in caplog.text
         asked = len(server.requests)
         assert made.num_rows() == whole and len(server.requests) == asked
         restarted, _ = source(server, cache=cache)

@@ -282,7 +282,7 @@ class TestSummary:
 
     def test_too_few_steps(self) -> None:
         summary = summary_of(a_validator(1), a_miner(0, steps=(1,)))
-        assert summary.problems == ("1 outer steps succeeded; 2 were wanted",)
+        assert summary.problems == ("1 outer step succeeded; 2 were wanted",)
 
     def test_a_failed_round(self) -> None:
         summary = summary_of(a_validator(1, 2), a_miner(0, fault="TIMEOUT"))

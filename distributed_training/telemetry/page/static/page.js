@@ -212,7 +212,8 @@ function verdictOf(neuron) {
 
 function weightsOf(neuron) {  // the last judgement that the network shows
   const block = gaugeOf(neuron, "chain_block"), set = gaugeOf(neuron, "weights_block");
-  return set ? `weights set ${number(Math.max(0, block - set), 0)} blocks ago` : "none has set weights yet";
+  const blocks = Math.max(0, block - set);
+  return set ? `weights set ${number(blocks, 0)} block${blocks === 1 ? "" : "s"} ago` : "none has set weights yet";
 }
 
 const uidOf = (neuron) => (newestOf(neuron, "start") || {}).uid;
