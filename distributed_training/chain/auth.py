@@ -80,6 +80,11 @@ class RefusalLog:
     def __init__(self) -> None:
         self._may_log = Throttle(LOG_INTERVAL, most=_LOG_LINES)
 
+    def add_probe(self, address: str) -> None:
+        """Log that somebody tried from ``address`` whether this server is reached."""
+        if self._may_log(address):
+            log.info("doctor --probe reached this server from %s", address)
+
     def add(self, refusal: Refusal, claimed: str | None, address: str) -> None:
         """Log that a call from ``address`` was refused. ``claimed``: hotkey that it names."""
         if not self._may_log(claimed or address):

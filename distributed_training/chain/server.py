@@ -354,6 +354,11 @@ class SignedServer:
         self._counts[f"refused.{refusal.reason}"] += 1
         if refusal not in _NO_STRIKE:
             self._admission.strike(address)
+        host = head.headers.get("host") if head is not None else None
+        if refusal is Refusal.METHOD and host == synapses.PROBE_HOST:
+            # The operator's own. Whoever pretends to be one gains a quieter line, no more.
+            self._refusals.add_probe(address)
+            return
         claimed = auth.claimed_hotkey(head.headers) if head is not None else None
         self._refusals.add(refusal, claimed, address)
 

@@ -17,11 +17,12 @@ import psutil
 
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import ChainSettings, SwarmSettings
+from distributed_training.protocol.synapses import IS_ALIVE_ROUTE, PROBE_HOST
 from distributed_training.protocol.types import Check
 
 _TIMEOUT = timedelta(seconds=5)
 _P2PD = b"/multistream/1.0.0"  # libp2p's first words, said by whoever is dialled
-_REQUEST = b"GET /IsAlive HTTP/1.1\r\nHost: probe\r\nConnection: close\r\n\r\n"
+_REQUEST = f"GET {IS_ALIVE_ROUTE} HTTP/1.1\r\nHost: {PROBE_HOST}\r\nConnection: close\r\n\r\n"
 
 #: Which interfaces gloo and NCCL take, where that shall not be the rendezvous'.
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
@@ -112,7 +113,7 @@ def _who(connection: socket.socket) -> tuple[str, str]:
         return SWARM, ""
     connection.settimeout(_TIMEOUT.total_seconds())
     try:
-        connection.sendall(_REQUEST)
+        connection.sendall(_REQUEST.encode())
     except OSError:
         said = b""
     said = said or _read(connection)

@@ -24,6 +24,7 @@ ALL_REDUCE = "AllReduce"
 IS_ALIVE_ROUTE = f"/{IS_ALIVE}"
 ALL_REDUCE_ROUTE = f"/{ALL_REDUCE}"
 ROUTES = (IS_ALIVE_ROUTE, ALL_REDUCE_ROUTE)
+PROBE_HOST = "dt-doctor-probe"  # the Host header by which a miner knows `doctor --probe`
 
 ALL_REDUCE_TIMEOUT = timedelta(seconds=840)  # of the round, sent as the call's timeout
 # Real dendrites (8.5.2 to 10.5.0) and btauth callers send at most 1 KB, always with a length.

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from distributed_training.chain import http_server as http_module
 from distributed_training.chain.server import ROUND_BOUNDS
 from distributed_training.config.settings import ChainSettings
+from distributed_training.health.reach import probe
 from distributed_training.protocol.synapses import MAX_BODY_BYTES
 from tests.tools.chain_raw import connect, request, send, status, still_answers
 from tests.tools.chain_world import (
@@ -142,6 +143,18 @@ def test_malformed_and_oversized(server: World, raw: bytes, codes: set[int]) -> 
     assert b"Traceback" not in answer
     assert server.events == []
     still_answers(server)
+
+
+def test_a_probe_of_the_doctor_is_no_warning(
+    server: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    port = server.server.port
+    check = probe("127.0.0.1", port, timeout=timedelta(seconds=LONG))
+    assert check.status == "ok" and "status 405" in check.finding
+    wait_for(lambda: "doctor --probe reached this server" in caplog.text)
+    assert not [r for r in caplog.records if r.levelname == "WARNING"]
+    assert server.refused("method") == 1
 
 
 def test_a_chunked_body_beyond_the_limit(server: World) -> None:

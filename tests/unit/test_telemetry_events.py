@@ -103,7 +103,8 @@ def test_no_log_line_ends_its_caller(
     monkeypatch.setattr(logging, "raiseExceptions", False)  # as the daemon sets it
     root, before = logging.getLogger(), list(logging.getLogger().handlers)
     settings = TelemetrySettings()
-    events, said = EventLog.from_settings(settings, tmp_path), []
+    events = EventLog.from_settings(settings, tmp_path)
+    said: list[Any] = []
     assert events is not None
     try:
         for handler in before:  # pytest's own would raise
