@@ -52,22 +52,23 @@ def neuron(made: World, uid: int = 7, port: int | None = -1) -> Neuron:
 
 
 @pytest.mark.parametrize("scheme", ["btauth", "legacy"])
-def test_a_round_called_by_a_validator(server: World, scheme) -> None:
+def test_a_round_called_by_a_validator(scheme) -> None:
     client = SignedClient(wallet=VALIDATOR, scheme=scheme)
-    reply = client.sweep_is_alive([neuron(server)], LONG)[7]
-    assert reply is not None and reply.alive and reply.epoch == EPOCH
-    first = client.sweep_all_reduce([neuron(server)], REQUEST)[7]
-    assert first == ""
-    (event,) = server.events
-    assert (event.caller, event.timeout, event.min_group_size, event.allreduce_timeout) == (
-        VALIDATOR.ss58,
-        REQUEST.timeout,
-        3,
-        REQUEST.allreduce_timeout,
-    )
-    again = client.sweep_all_reduce([neuron(server)], REQUEST)[7]
-    assert again and again.startswith("round running")
-    assert len(server.events) == 1
+    with world(replace(SETTINGS, auth_schemes=(scheme,))) as server:
+        reply = client.sweep_is_alive([neuron(server)], LONG)[7]
+        assert reply is not None and reply.alive and reply.epoch == EPOCH
+        first = client.sweep_all_reduce([neuron(server)], REQUEST)[7]
+        assert first == ""
+        (event,) = server.events
+        assert (event.caller, event.timeout, event.min_group_size, event.allreduce_timeout) == (
+            VALIDATOR.ss58,
+            REQUEST.timeout,
+            3,
+            REQUEST.allreduce_timeout,
+        )
+        again = client.sweep_all_reduce([neuron(server)], REQUEST)[7]
+        assert again and again.startswith("round running")
+        assert len(server.events) == 1
 
 
 @pytest.mark.parametrize("scheme", ["btauth", "legacy"])

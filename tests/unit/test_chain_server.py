@@ -9,13 +9,14 @@ import math
 import socket
 import threading
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
 import httpx
 import pytest
 
-from distributed_training.chain import callers, http_server
+from distributed_training.chain import auth, callers, http_server
 from distributed_training.chain import server as server_module
 from distributed_training.chain.callers import STRIKES, Admission, TrustedAddresses
 from distributed_training.chain.identity import Wallet
@@ -81,8 +82,9 @@ def test_a_second_call_of_the_round_is_told_its_state(server: World, scheme: str
     for caller in (VALIDATOR, SECOND):
         reply = post(server, "/AllReduce", REDUCE, sign(scheme, caller, "/AllReduce", REDUCE))
         assert reply.status_code == 200
-    assert VALIDATOR.ss58 in reply.json()["answer"]
-    assert len(server.events) == 1
+    answer = reply.json()["answer"]
+    assert VALIDATOR.ss58 in answer and answer.endswith(": accepted")
+    assert len(server.events) == server.server.counters()["repeated.AllReduce"] == 1
     server.server.round_ended()
     post(server, "/AllReduce", REDUCE, sign(scheme, SECOND, "/AllReduce", REDUCE))
     assert [event.caller for event in server.events] == [VALIDATOR.ss58, SECOND.ss58]
@@ -239,6 +241,23 @@ def test_what_the_legacy_signature_does_not_cover_is_bounded(server: World) -> N
         (event.min_matchmaking_time, ROUND_BOUNDS["min_matchmaking_time"][1]),
     ):
         assert given is not None and given.total_seconds() == bound
+
+
+@pytest.mark.parametrize("given, read", [("0", 0.0), ("-1", None), ("nan", None), ("x", None)])
+def test_the_timeout_header_of_a_legacy_call(given: str, read: float | None) -> None:
+    headers = sign("legacy", VALIDATOR, "/AllReduce", b"") | {"timeout": given}
+    with nullcontext() if read is not None else pytest.raises(auth.Refused, match="malformed"):
+        assert auth.claim(headers, SCHEMES).header_timeout == read
+
+
+def test_a_refused_caller_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    log, names = auth.RefusalLog(), (PEER.ss58, None, STRANGER.ss58)
+    for claimed in names * 2:
+        log.add(auth.Refusal.NO_PERMIT, claimed, "192.0.2.1")
+    assert caplog.messages == [
+        f"Refused a call from {who}192.0.2.1: validator permit is missing [no_permit]"
+        for who in (f"{PEER.ss58} at ", "", f"{STRANGER.ss58} at ")
+    ]
 
 
 @pytest.mark.parametrize("body, seconds", [({}, None), ({"timeout": 60}, 60.0)])

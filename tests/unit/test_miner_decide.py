@@ -237,6 +237,8 @@ def test_table(
     after, given_orders = decide(before, event, RULES)
     assert after.mode is mode
     assert given_orders == orders
+    if Task.FETCH_GLOBAL in orders:  # what was trained is kept if the outer step is ours
+        assert after.rebase == (after.fetch_target == after.outer_step)
 
 
 def test_fetches_that_fail_are_tried_more_and_more_seldom() -> None:

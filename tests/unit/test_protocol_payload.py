@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import struct
 import zipfile
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ from distributed_training.protocol.payload import (
     load_payload,
     max_payload_bytes,
 )
+from distributed_training.protocol.pt_file import PtFileError, read_pt
 from tests.tools.gradient_file import build_payload
 
 pytestmark = pytest.mark.timeout(60)
@@ -92,6 +94,22 @@ def test_a_parameter_in_place_of_a_tensor_is_a_tensor() -> None:
     payload[f"{name}vals"] = torch.nn.Parameter(payload[f"{name}vals"])
     decoded = load_payload(_bytes(payload), SCHEMA).decode(*SCHEMA[0])
     assert decoded is not None and not decoded.requires_grad
+
+
+def test_a_file_is_read_without_torch() -> None:
+    content = {"a": [1, 2, "b", [3]], "c": {"d": None, 5: (1.5, True)}, "e": []}
+    assert read_pt(io.BytesIO(_bytes(content))).content == content
+
+
+def test_tensors_that_share_bytes_of_the_file_are_refused() -> None:
+    """A small file could hold any number of them."""
+    data = bytearray(_bytes({"a": torch.zeros(64), "b": torch.ones(64)}))
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        first, second = (archive.getinfo(f"archive/data/{n}") for n in "01")
+    place = data.rindex(second.filename.encode()) - 4  # of its offset, in the table of contents
+    data[place : place + 4] = struct.pack("<I", first.header_offset)
+    with pytest.raises(PtFileError, match="lie apart"):
+        read_pt(io.BytesIO(data))
 
 
 class _Evil:

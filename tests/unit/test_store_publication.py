@@ -77,6 +77,7 @@ def test_data_then_epoch_metadata_then_root(tmp_path: Path, world_size: int) -> 
     files = write_snapshot(tmp_path / "s", REVISION, world_size=world_size)
     report = run(store, tmp_path / "s", world_size=world_size)
     assert report.ok, report.reason
+    assert report.age_seconds is not None and 0 <= report.age_seconds < 600
     assert_published(store, REVISION, files)
     assert order[-2:] == ["epoch-3/metadata.json", "metadata.json"]
     assert {o.key for o in store.list_objects()} == {
@@ -453,6 +454,8 @@ def test_the_journal_survives_and_a_damaged_one_is_set_aside(tmp_path: Path) -> 
     fresh = Journal(path)
     assert fresh.uploads() == []
     assert path.with_name("uploads.json.damaged").exists()
+    with pytest.raises(OSError):  # at the start, not amid an upload
+        Journal(path / "in a file")
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,18 @@ def test_after_a_restart_the_age_of_what_is_published_counts() -> None:
     assert 3600 + 60 * (first - 61) + 300 <= 4560 < 3600 + 60 * (first - 60) + 300
 
 
+@pytest.mark.parametrize(
+    ("late", "expected"), [(-10, 1010.0), (0, 1020.0), (74, 1020.0), (76, math.inf)]
+)
+def test_a_late_round_is_expected_at_each_step_for_an_eighth_of_the_period(
+    late: float, expected: float
+) -> None:
+    plan = schedule()
+    plan.step(report(1, seconds=20.0), 990.0)
+    plan.expect_round(1000.0 - late, 600.0)
+    assert plan._rounds(1000.0).next_at == expected
+
+
 def test_a_skipped_step_is_not_published() -> None:
     plan = schedule(5)
     assert not plan.step(report(50, skipped=True), 500.0).snapshot

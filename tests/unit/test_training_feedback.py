@@ -28,24 +28,26 @@ def publish(made: Trainer, folder: Path, step: int) -> dict[str, Tensor]:
 class PublicMiner:
     """EF <- 0.999 EF + lr g; send top-k(EF); EF <- EF - sent (protocol page, section 4)."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, use_dct: bool = False) -> None:
         self.kept: dict[str, Tensor] = {}
+        self.use_dct = use_dct
 
     def publish(self, made: Trainer, start: list[Tensor]) -> dict[str, Tensor]:
         sent = {}
         for item, before in zip(made.sharded.shards, start, strict=True):
             kept = self.kept.get(item.name, torch.zeros_like(before))
             kept = 0.999 * kept + 0.8 * (before - item.local)
-            sent[item.name] = gradients.decode(*gradients.encode(kept), item.shape)
+            code = gradients.encode(kept, use_dct=self.use_dct)
+            sent[item.name] = gradients.decode(*code, item.shape, use_dct=self.use_dct)
             self.kept[item.name] = kept - sent[item.name]
         return sent
 
 
-@pytest.mark.parametrize("mode", ["best", "upload"])
+@pytest.mark.parametrize(("mode", "dct"), [("best", False), ("upload", False), ("upload", True)])
 def test_without_a_preview_what_is_published_is_the_public_miners(
-    mode: str, tmp_path: Path
+    mode: str, dct: bool, tmp_path: Path
 ) -> None:
-    made, public = trainer(error_feedback=mode), PublicMiner()
+    made, public = trainer(error_feedback=mode, use_dct=dct), PublicMiner(use_dct=dct)
     start = [rows.clone() for _, _, rows in made.epoch_start_rows()]
     for step in range(1, 4):
         train(made, step, step + 1)
@@ -53,7 +55,7 @@ def test_without_a_preview_what_is_published_is_the_public_miners(
         found = publish(made, tmp_path / str(step), step)
         for item, kept in zip(made.sharded.shards, made.outer.feedback.residual or [], strict=True):
             code = found[item.name + "idxs"], found[item.name + "vals"]
-            decoded = gradients.decode(*code, item.shape)
+            decoded = gradients.decode(*code, item.shape, use_dct=dct)
             torch.testing.assert_close(decoded, expected[item.name], rtol=1e-5, atol=1e-9)
             torch.testing.assert_close(kept, public.kept[item.name], rtol=1e-4, atol=1e-8)
 

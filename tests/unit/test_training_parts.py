@@ -131,6 +131,9 @@ def test_outer_optimizer_file_is_sgds_own_and_comes_back(tmp_path: Path) -> None
     back = load_outer_optimizer(path, schema)
     assert back.momentum is not None
     assert all(torch.equal(a, b) for a, b in zip(back.momentum, momentum, strict=True))
+    content["optimizer_state_dict"]["state"] = {i: {"momentum_buffer": None} for i in range(2)}
+    torch.save(content, path)  # as SGD without momentum leaves it
+    assert load_outer_optimizer(path, schema).momentum is None
     save_outer_optimizer(path, OuterOptimizerState(None, 0.8, 0.9, 0))
     assert load_outer_optimizer(path, schema).momentum is None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,6 +20,7 @@ from distributed_training.common.files import json_line
 from distributed_training.protocol.types import Progress
 from distributed_training.training import checkpoint, snapshot
 from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.collectives import Layout
 from distributed_training.training.inner_optimizer import CosineSchedule
 from distributed_training.training.micro_batches import find_micro_batch
 from distributed_training.training.model import blocks_of, hf_config
@@ -181,6 +183,22 @@ def test_nan_steps_are_skipped_counted_and_ask_for_a_roll_back(
     report = train(made, 2, 3)[0]
     assert not report.skipped and report.learning_rate == pytest.approx(normal / 2)
     assert "learning rate is halved for 50 inner steps" in caplog.text
+
+
+def test_a_step_of_finite_loss_and_infinite_gradient_is_skipped() -> None:
+    made = trainer()
+    mlp: Any = blocks_of(made.sharded.model)[0].mlp
+    real = mlp.forward
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden * 1.0
+        if hidden.requires_grad:
+            hidden.register_hook(lambda gradient: gradient * math.inf)
+        return real(hidden)
+
+    mlp.forward = forward
+    (report,) = train(made, 0, 1)
+    assert math.isfinite(report.loss) and report.skipped and report.grad_norm is None
 
 
 class _FailingBackward(torch.autograd.Function):
@@ -764,7 +782,23 @@ def test_a_checkpoint_is_kept_when_older_ones_cannot_be_deleted(
     assert restored is not None and restored[0].inner_step == 1
 
 
-def test_a_roll_back_that_did_not_help_goes_further_back(tmp_path: Path) -> None:
+def test_training_waits_seconds_for_the_file_of_a_rank_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "_HURRIED", 0.1)
+    keeper, _ = checkpoints(tmp_path, 1, keep=1)
+    keeper._layout, keeper._timeout = Layout(0, 2), 30.0
+    train(keeper._trainer, 1, 2)
+    began = time.monotonic()
+    save_checkpoint(keeper, Progress(0, 2, 2, []))
+    assert time.monotonic() - began < 20
+    restored = keeper.restore()
+    assert restored is not None and restored[0].inner_step == 1, "nothing older was deleted"
+
+
+def test_a_roll_back_that_did_not_help_goes_further_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     keeper, _ = checkpoints(tmp_path, 2, keep=2)
     assert [(keeper.roll_back() or [None])[0] for _ in range(3)] == [
         Progress(0, 2, 2, []),
@@ -774,6 +808,10 @@ def test_a_roll_back_that_did_not_help_goes_further_back(tmp_path: Path) -> None
     train(keeper._trainer, 1, 2)  # a step that works: the newest is tried first again
     restored = keeper.roll_back()
     assert restored is not None and restored[0].inner_step == 2
+    assert "Rolled back to the last good checkpoint" in caplog.text
+    assert "No usable checkpoint" not in caplog.text
+    keeper._folder = tmp_path / "empty"
+    assert keeper.roll_back() is None and "No usable checkpoint" in caplog.text
 
 
 def test_unwritable_folder_is_one_line_and_training_goes_on(
