@@ -43,7 +43,7 @@ def probed(text: str) -> Iterator[tuple[str, int, str | None]]:
     if not colon or _is_ipv6(text):
         host, given = text, f"{ChainSettings().axon_port},{SwarmSettings().dht_port}"
     host, ports = host.strip("[]"), given.split(",")
-    real = all(port.isdigit() and 0 < int(port) < 65536 for port in ports)
+    real = all(port.isascii() and port.isdigit() and 0 < int(port) < 65536 for port in ports)
     if not host or text.isdigit() or len(ports) > 2 or not real:
         raise ConfigError(
             f"--probe {text!r} is not HOST, HOST:PORT or HOST:PORT,PORT, so nothing was dialled: "

@@ -128,7 +128,19 @@ def test_a_port_that_nobody_listens_on_and_one_of_somebody_else() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "8091", "host:", "host:0", "host:70000", "host:x", ":80", "host:1,2,3", "host:1,"]
+    "text",
+    [
+        "",
+        "8091",
+        "host:",
+        "host:0",
+        "host:70000",
+        "host:x",
+        ":80",
+        "host:1,2,3",
+        "host:1,",
+        "host:²",
+    ],
 )
 def test_a_place_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="HOST:PORT"):
