@@ -118,9 +118,11 @@ def _init(options: argparse.Namespace) -> None:
             "or change its network.toml and run dt-network sign"
         )
     rules = _rules(options)
+    # Before the folder is made: the source of the data may be away.
     if not options.unpinned:
         _pin(rules["data"])
     try:
+        # For the founder alone: the keys in it are the network's authority.
         folder.mkdir(mode=0o700)
     except OSError as error:
         raise ConfigError(
@@ -163,6 +165,7 @@ def _kind_of(host: str) -> str:
 def _rules(options: argparse.Namespace) -> dict[str, Any]:
     """Return the built-in network's rules, with what the options say in their place."""
     rules = tomllib.loads(BUILT_IN.read_text(encoding="utf-8"))
+    # The public network's own; the others' follows from the file.
     rules.pop("run_id")
     rules["swarm"].pop("initial_peers")
     chain: dict[str, Any] = {"kind": "registry", "url": options.registry}
@@ -174,6 +177,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     rules["store"]["global_bucket"] = options.bucket or options.name
     if options.store:
         rules["store"]["endpoint"] = options.store
+    # At first the validator and one miner are all there is.
     rules["round"]["min_group_size"] = 2
     for key, value in options.more:
         _assign(rules, key, value)
@@ -277,6 +281,7 @@ def _no_file_beside(name: str) -> str:
 
 def _write(path: Path, text: str) -> None:
     """Write a network's file if a miner would take it. Raises ConfigError; what was there stays."""
+    # Beside the file: a model's file is looked for in the same folder.
     trial = path.with_name(f".{path.name}")
     write_bytes(trial, text.encode(), durable=False)
     try:
@@ -316,6 +321,7 @@ def _join(options: argparse.Namespace) -> None:
     wallet_flags = [w for n in names for w in (f"--wallet.{n}", given[f"wallet.{n}"])]
     config = load_config("miner", ["--network", options.place, *wallet_flags], check=False)
     assert config.network is not None
+    # Before a uid is taken: a machine that cannot hold the model earns nothing by it.
     refuse_model(config, ranks=config.miner.nproc_per_node or visible_gpu_count() or 1)
     print(config.network.line)
     hotkey = _hotkey(config.chain)

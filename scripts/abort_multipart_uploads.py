@@ -78,6 +78,7 @@ def main() -> int:
         if arguments.dry_run:
             return 0
         if not arguments.yes:
+            # From cron or a pipe nobody would answer, and it would wait for ever.
             if not sys.stdin.isatty():
                 print("error: nobody to ask, so nothing was aborted: add --yes", file=sys.stderr)
                 return 2

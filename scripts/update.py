@@ -207,6 +207,7 @@ def prepare(old: App, target: str, unchanged: str) -> Path:
     if (folder / ".venv" / ".installed").exists():
         tell(f"{target} is set up in {folder}")
         return folder
+    # Another miner of this machine may run from it.
     if user := process_in(folder / ".venv"):
         raise UpdateError(f"{folder} is incomplete, but process {user} runs from it; {unchanged}")
     remove_version(git, folder)  # incomplete, and nothing runs from it
@@ -248,6 +249,7 @@ def keep(old: App, folder: Path, unchanged: str) -> Path:
     if folder.suffix != _NEW:
         return folder
     named = folder.with_suffix("")
+    # Before the move: a kill between the two leaves a folder that no miner runs from.
     relocate(folder / ".venv", folder, named)
     move = ["git", "-C", str(old.version), "worktree", "move", "--force", str(folder), str(named)]
     run("git", move, old.home, unchanged)
@@ -456,7 +458,9 @@ def _try_version(pm2: Pm2, old: App, folder: Path, patience: float) -> str:
     miner, began = old.state(), time.time()
     if pm2.has(old.name):
         pm2("delete", old.name)
+        # It waited for the old version's end: a step after this is the new one's.
         began = time.time()
+    # The old settings, run folder and .env: only the program is another one.
     environment = old.environment | {"DT_HOME": str(old.home)}
     pm2("start", str(folder / "app.config.js"), "--only", old.name, environ=environment)
     deadline = time.monotonic() + patience

@@ -12,6 +12,7 @@ from datetime import timedelta
 
 def doubling(failures: int, *, first: timedelta, longest: timedelta) -> timedelta:
     """Return ``first`` after the first failure, doubled by each further one, up to ``longest``."""
+    # Bounded before the power: failures of weeks would overflow a timedelta.
     return min(first * 2 ** min(max(failures, 1) - 1, 30), longest)
 
 
@@ -73,6 +74,7 @@ class Throttle:
         self._window = began, passed + 1
         self._passed_at[key] = now
         self._passed_at.move_to_end(key)
+        # Keys may be addresses or texts that anybody chooses: they must not fill memory.
         if len(self._passed_at) > self._most_keys:
             self._passed_at.popitem(last=False)
         return True

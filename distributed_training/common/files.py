@@ -65,6 +65,7 @@ def atomic_file(path: Path, *, durable: bool = True, private: bool = False) -> I
             yield handle
             handle.flush()
             if durable:
+                # Before the rename, or a power loss may leave the new name on an empty file.
                 os.fsync(handle.fileno())
         os.replace(temporary, path)
     except OSError as error:
@@ -108,6 +109,7 @@ def read_json_object(path: Path, *, at_most: int = LARGEST_JSON) -> dict[str, An
     """
     try:
         with path.open("rb") as handle:
+            # Bounded by what is read and not by a size asked before: the file may grow meanwhile.
             data = handle.read(at_most + 1)
         if len(data) > at_most:
             return None
@@ -187,6 +189,7 @@ def rotated(path: Path) -> Path:
 
 def sha256_of(path: Path) -> str:
     """Return the file's SHA-256 as 64 hexadecimal digits. Raises OSError."""
+    # One buffer for the whole file: it has gigabytes, and training needs the memory.
     digest, chunk = hashlib.sha256(), memoryview(bytearray(1024 * 1024))
     with path.open("rb", buffering=0) as handle:
         while count := handle.readinto(chunk):
@@ -214,6 +217,7 @@ def late_mount(folder: Path, fstab: Path | None = None) -> str | None:
     # "#" is one that somebody took out: its disk never comes.
     named = (fields[1] for fields in lines if len(fields) >= 3 and not fields[0].startswith("#"))
     wanted = {os.path.realpath(_OCTAL.sub(lambda m: chr(int(m[1], 8)), path)) for path in named}
+    # all: without it psutil leaves out network disks and bind mounts.
     mounted = {os.path.realpath(p.mountpoint) for p in psutil.disk_partitions(all=True)}
     place = folder.absolute().resolve()
     return next((str(p) for p in (place, *place.parents) if str(p) in wanted - mounted), None)

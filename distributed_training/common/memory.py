@@ -52,6 +52,7 @@ TOPK = 32  # values published per row (protocol.gradients)
 _VALUE = 6  # bytes of a published value: float32, and an int16 index
 
 
+# Configurations come from others too: 10**18 layers would make a list that fills memory.
 _LARGEST = 1 << 20  # of any size in a config.json
 
 

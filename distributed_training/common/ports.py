@@ -17,6 +17,7 @@ _given: deque[int] = deque(maxlen=512)
 def listen(address: str, port: int, *, backlog: int | None = None) -> socket.socket:
     """Listen at an IP address of either version; at ``::`` for both. Raises OSError."""
     try:
+        # create_server takes IPv6 alone at "::" unless it is asked for both.
         return socket.create_server(
             (address, port),
             family=_family(address),
@@ -61,6 +62,8 @@ def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
         return found
 
 
+# It stays open: the kernel drops all of a process's locks on a file as soon as the process closes
+# any descriptor of it.
 _reservations: int | None = None  # descriptor of a file, a byte of which is locked for each port
 
 
@@ -70,6 +73,7 @@ def _reserve(port: int) -> bool:
     try:
         if _reservations is None:
             path = f"/tmp/free-ports-{os.getuid()}"  # not $TMPDIR: all must find the same
+            # In /tmp another user may have put a link to one of our files under this name.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             _reservations = os.open(path, flags, 0o600)
         fcntl.lockf(_reservations, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)

@@ -113,8 +113,10 @@ class Mark:
         """
         self._wait(settle, spare, reap)
         left = self.processes(spare=spare)
+        # Named before they are ended: afterwards there is no command line to read.
         commands = [f"{process.pid} {command_of(process)}" for process in left]
         steps = [(signal.SIGTERM, grace)] if grace else []
+        # Listed again before each signal: one that was ending may have started another.
         for number, wait in (*steps, (signal.SIGKILL, grace or timedelta(seconds=5))):
             for process in self.processes(spare=spare):
                 send(process, number)
@@ -158,6 +160,7 @@ def command_of(process: psutil.Process) -> str:
 def send(process: psutil.Process, number: signal.Signals) -> bool:
     """Signal exactly this process; False if it is gone, or not ours to signal."""
     try:
+        # psutil compares the time of the start first: the pid may be another process's by now.
         process.send_signal(number)
     except psutil.Error:
         return False
@@ -168,6 +171,7 @@ def kill_tree(pid: int) -> None:
     """Send SIGKILL to a process and all its descendants, as a crash of the machine would."""
     try:
         root = psutil.Process(pid)
+        # Before the first signal: an orphan is no descendant any more.
         tree = [root, *root.children(recursive=True)]
     except psutil.NoSuchProcess:
         return
@@ -185,6 +189,8 @@ def reap_orphans(*, spare: Collection[int]) -> None:
     if not hasattr(os, "waitid"):
         return
     with contextlib.suppress(ChildProcessError):  # none left
+        # WNOWAIT looks and takes nothing: whoever waits for a pid of ``spare`` must still find its
+        # status.
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
             if ended.si_pid in spare:
                 return  # it hides those behind it until it was waited for
@@ -237,6 +243,7 @@ def process_folder(prefix: str, base: str | None = None) -> str:
     owner = (Path(folder) / _OWNER).open("w")
     with contextlib.suppress(OSError):  # a disk without locks: then nothing is removed there
         fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Only now that it is locked: by the boot id others take a folder for a dead process's.
         owner.write(kernel)
         owner.flush()
     _owned[folder] = owner
@@ -316,6 +323,7 @@ def start_child(
             [sys.executable, "-m", module, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
+            # The cores belong to the ranks: a library with a thread for each would slow training.
             env=without_secrets(keep=keep) | path | _ONE_THREAD,
             **options,
         )
@@ -355,6 +363,7 @@ class Parent:
 
         Nothing happens if nobody listens: :meth:`receive` raises.
         """
+        # Messages of two threads would mix on the socket.
         with self._lock, contextlib.suppress(OSError):
             self._connection.send(message)
 
@@ -420,6 +429,7 @@ def collect_stacks(path: Path, processes: Iterable[psutil.Process]) -> None:
             head = f"\n=== {process.pid} ({process.status()}) {command_of(process)}\n"
             with path.open("a") as file:  # as the others do: nobody overwrites
                 size = file.write(head) and file.tell()
+            # A process that is stopped (SIGSTOP) runs no handler before it goes on.
             if send(process, _SIGNAL) and send(process, signal.SIGCONT):
                 _await_more(path, size)
 

@@ -35,6 +35,7 @@ def make_identity(run_folder: Path) -> str:
     )
     with atomic_file(identity_file(run_folder), private=True) as file:
         file.write(_message(der))
+    # Not the private key's form: the peer id is of the PKIX form (SubjectPublicKeyInfo).
     public = key.public_key().public_bytes(
         serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
     )
@@ -46,6 +47,7 @@ def _message(data: bytes) -> bytes:
     """Encode both key messages in Protobuf: field 1 the type (0, RSA), field 2 the bytes."""
     length = bytearray()
     rest = len(data)
+    # Protobuf's varint: seven bits a byte, the lowest first; the high bit tells that more follow.
     while rest > 0x7F:
         length.append(rest & 0x7F | 0x80)
         rest >>= 7

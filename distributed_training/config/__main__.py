@@ -28,6 +28,8 @@ def main(argv: list[str]) -> int:
 def _stop_seconds(kind: Kind, flags: list[str]) -> int:
     file = OPERATORS_FILE if kind == "miner" else None
     try:
+        # Without the checks across settings: pm2 needs the time alone, and the start tells what is
+        # wrong.
         config = load_config(kind, flags, file=file, check=False)
     except ConfigError as error:
         return exit_with(error)

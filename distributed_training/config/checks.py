@@ -169,6 +169,7 @@ def check_keys(config: Config) -> Iterator[str]:
         return  # nothing is published there
     keys = {f"R2_{name.upper()}": _plain(getattr(config.store, name)) for name in _KEYS}
     missing = [variable for variable, text in keys.items() if not text]
+    # Alone: of keys that are not there no comparison is worth a line.
     if missing:
         yield (
             f"{', '.join(missing)} not set, so nothing could be uploaded: put them into .env "
@@ -201,6 +202,7 @@ def _plain(value: SecretStr | str | None) -> str:
     return value.get_secret_value() if isinstance(value, SecretStr) else value or ""
 
 
+# A start shows the first problem alone: what makes the others pointless stands first.
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_network,
     check_batches,

@@ -21,6 +21,7 @@ def extra(module: str, *, wanted_by: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # A library that the module itself needs: the remedy below would be false.
         if error.name not in ("extras", name):
             raise
         raise ConfigError(

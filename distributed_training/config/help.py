@@ -22,6 +22,7 @@ def describe(config: Config) -> list[str]:
     They begin the log of every start; all settings are in :data:`SETTINGS_FILE`.
     """
     preset, place = f"preset {config.preset}", config.general.network
+    # What a preset or the network's file gave was not given by this operator.
     given = [
         s
         for s in schema(config.kind)
@@ -46,6 +47,7 @@ def all_settings(config: Config) -> str:
 
 def _entry(config: Config, setting: Setting) -> str:
     source = config.sources.get(setting.name, "")
+    # The setting is None by default: the folder is made of two others.
     value = config.run_folder if setting.name == "neuron.run_folder" else config.get(setting.name)
     label = str(setting.env) if setting.secret else f"--{setting.name}"
     on_argv = source == f"--{setting.name}"

@@ -236,6 +236,7 @@ class Parser(argparse.ArgumentParser):
     """Refuses in one line where argparse prints several, and takes no abbreviations."""
 
     def __init__(self, **options: Any) -> None:
+        # An abbreviation of today is ambiguous, or another flag, once a flag was added.
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
@@ -272,6 +273,7 @@ def argument(hint: Any) -> Callable[[str], Any]:
 
     def convert(text: str) -> Any:
         why = unprintable(text)
+        # Not before: what is refused is shown, and control characters forge lines of a terminal.
         if why is None:
             try:
                 return adapter.validate_python(text)
@@ -382,6 +384,7 @@ def settle(given: Mapping[str, Given]) -> tuple[dict[str, Given], tuple[str, ...
             lines.append(f"{entry.source} has no effect: its function is not offered any more")
         elif name in RENAMED:
             lines.append(f"{entry.source} is an older name of --{RENAMED[name]}")
+            # Where both names are given the new one counts.
             left.setdefault(RENAMED[name], entry)
         elif text in OLD_VALUES.get(name, ()):
             new = OLD_VALUES[name][text]
@@ -392,6 +395,7 @@ def settle(given: Mapping[str, Given]) -> tuple[dict[str, Given], tuple[str, ...
     return left, tuple(lines)
 
 
+# The name alone: in a value dashes and capitals count.
 _FLAG = re.compile(r"(?<=^--)[^=]+")
 _LARGEST_FILE = 1 << 20  # bytes; a complete configuration has about 20 thousand
 
@@ -449,6 +453,7 @@ def parser_of(known: Schema, *, everything: bool = False) -> Parser:
                 **_arity(setting),
             )
     for name in sorted(FLAGS):
+        # Some start scripts gave it a value, some did not.
         parser.add_argument(f"--{name}", dest=name, nargs="?", const="true", help=argparse.SUPPRESS)
     return parser
 
@@ -487,6 +492,7 @@ def read_argv(argv: Sequence[str], known: Schema) -> dict[str, Given]:
     Raises ConfigError; SystemExit(0) for ``--help`` and ``--version``, which print.
     """
     words = [_FLAG.sub(lambda match: canonical(match[0]), word) for word in argv]
+    # argparse itself would name all unknown words in one line and suggest nothing.
     namespace, unknown = parser_of(known).parse_known_args(words)
     given: dict[str, Any] = vars(namespace)
     for name in given:
@@ -573,6 +579,7 @@ def read_toml(path: Path, known: Schema) -> dict[str, Given]:
         ) from None
     found = {}
     for name, value in _flatten(tree, ""):
+        # Retired names are settled later, with those of the command line.
         name = canonical(name) if canonical(name) in FLAGS else known.find(name).name
         _refuse_secret(name, known, f"does not belong into a configuration file such as {path}")
         found[name] = Given(_words(value), f"{name} in {path}")
@@ -605,6 +612,7 @@ def _read_text(path: Path, name: str) -> str:
             "was started: correct the path"
         )
     try:
+        # Some editors begin a file with a byte order mark: it would be part of the first name.
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(
@@ -642,6 +650,7 @@ def load_config(
     environment = read_environment(os.environ if environ is None else environ, known)
     lines_of_dotenv = read_dotenv(dotenv)
     from_dotenv = read_environment(lines_of_dotenv, known)
+    # The later of a pair wins. A --config file is weaker than the flags beside it.
     given = {**from_dotenv, **environment, **flags}
     if file is not None and file.is_file() and "config" not in given:
         given["config"] = Given(str(file), str(file))
@@ -654,10 +663,12 @@ def load_config(
         if known.get(name) is not None
     }
     given, warnings = settle(given)
+    # Only if a setting came from it: another program's .env is its own affair.
     warning = open_to_others(dotenv) if dotenv and from_dotenv else None
     warnings += (warning,) if warning else ()
     unread = tuple(unread_variables(lines_of_dotenv, known))
     warnings += unread
+    # Twice where a network is named: its place is a setting, and its values rank below settings.
     config = _build(known, {**defaults, **given}, warnings=warnings)
     if config.general.network is not None:
         config = _of_network(known, config, defaults, given)
@@ -677,6 +688,7 @@ def _of_network(
     try:
         network = read_network(
             place,
+            # Of the validator, for a miner too: one file serves both.
             keys={setting.network for setting in schema("validator") if setting.network},
             kept=alone.run_folder,
             tell=warnings.append,
@@ -697,6 +709,7 @@ def _of_network(
         for setting in known
         if setting.network in network.values
     }
+    # Values are compared and not texts: 1m and 60s are the same rule.
     shared = _build(known, {**defaults, **rules})
     ours = _build(known, {**defaults, **rules, **given}, warnings=tuple(warnings), network=network)
     _refuse(
@@ -753,6 +766,7 @@ def _build(
                 wrong[setting.name] = (
                     f"{source}: {fault(setting, text, error)}, so nothing was started: {remedy}"
                 )
+    # After all packages: the line tells how many more are wrong.
     _refuse(list(wrong.values()))
     values = {s.name: getattr(packages[s.places[0][0]], s.places[0][1]) for s in known}
     return Config(

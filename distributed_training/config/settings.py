@@ -113,6 +113,7 @@ class ChainSettings:
     # signed server
     axon_port: int = flag("axon.port", 8091, ge=0, le=65535)
     """port of the signed HTTP server; 0 takes a free one"""
+    # Both versions of IP: the chain may have an address of either.
     axon_ip: IpAddress = flag("axon.ip", "[::]")
     """address the signed HTTP server listens on"""
     external_ip: Found[IpAddress] = flag("axon.external_ip", None)
@@ -235,6 +236,7 @@ def parse_sources(source: str, mix: str) -> tuple[SourceSpec, ...]:
 class DataSettings:
     """Settings of the text's origin, and of how far ahead it is prepared."""
 
+    # Not fixed: an operator may read a mirror. Pinned revision and rows keep it the same data.
     source: str = flag("data.source", network="data.source", fixed=False)
     """'hf' (fineweb-edu over the Hugging Face rows API, as validators assign it), 'stdlib' (this
     machine's Python sources, for the local subnet), 'parquet:DIR', 'jsonl:DIR', 'text:DIR',
@@ -303,6 +305,7 @@ class MinerSettings:
 
     name: FileName = flag("neuron.name", "miner")
     """name of this neuron: in the default run folder, the file of --logging.record_log and W&B"""
+    # None by default, since it is made of two other settings: Config.run_folder.
     run_folder: File | None = flag("neuron.run_folder", None, env="DT_RUN_FOLDER")
     """everything this neuron must not lose: checkpoints, journals, logs; one per neuron (default
     ./runs/<neuron.name>-<wallet.hotkey>)"""
@@ -375,6 +378,7 @@ MOST_NODES = 1024
 _HOST = re.compile(
     r"(?:[\w.-]+|\[[0-9A-Fa-f:.]+(?:%[\w.-]+)?\])(?::(?P<port>[0-9]{1,5}))?", re.ASCII
 )
+# gpu[03-07,12]: zeros before a number belong to the name.
 _SLURM_LIST = re.compile(r"(?P<stem>[\w.-]+)\[(?P<first>[0-9]+)[-,\]][0-9,\]\w\[.-]*", re.ASCII)
 
 
@@ -450,6 +454,7 @@ class StoreSettings:
     tokens.
     """
 
+    # Keys are of type Secret, which no command line may hold; the account's id is none.
     account_id: str | None = flag("r2.account_id", None, env="R2_ACCOUNT_ID")
     """Cloudflare account id, 32 hexadecimal digits"""
     read_access_key_id: Secret | None = flag(
@@ -579,6 +584,7 @@ class SwarmSettings:
     compression: Literal["none", "float16"] = flag("neuron.all_reduce_compression", "none")
     """how this peer sends tensors in a round: 'none' as the public network does; 'float16' halves
     the bytes and rounds the values, which every peer understands"""
+    # One peer's NaN makes every peer's average NaN, and the swarm calls that a success.
     max_norm_ratio: float = flag("neuron.max_average_norm_ratio", 20.0, ge=0, le=1e9)
     """an average whose norm is more than this times the median of the last rounds' (the local
     pseudo-gradient's, until three are known) is refused; 0 accepts any"""

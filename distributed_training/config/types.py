@@ -53,6 +53,7 @@ SETTINGS = ConfigDict(
     validate_default=True,
 )
 
+# Read at import: the defaults of all settings below come from the built-in network's file.
 _PUBLIC = public_values()
 
 SECOND = timedelta(seconds=1)
@@ -136,6 +137,7 @@ def is_peer_address(text: str) -> bool:
             return False
     else:
         known = kind in ("dns", "dns4", "dns6") and bool(host)
+    # Cut before int(), which refuses thousands of digits; six are too many already.
     is_port = port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536
     return known and transport in ("tcp", "udp") and is_port
 
@@ -145,6 +147,7 @@ T = TypeVar("T")
 #: Names that the chain's client knows; with another one its thread would end at once.
 SUBTENSORS = frozenset({"finney", "test", "archive", "devnet", "local"})
 _SECONDS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+# To the last @: a password may hold one.
 _USER = re.compile(r"(?<=://).*@")
 
 
@@ -221,12 +224,14 @@ _is_bucket = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]").fullmatch
 
 
 def _is_file_name(text: str) -> bool:
+    # File systems allow 255 bytes, and endings such as .rank0.log.3 are added.
     return "/" not in text and text.strip() not in ("", ".", "..") and len(text.encode()) <= 200
 
 
 Duration = Annotated[timedelta, _from_text(parse_duration)]
 Bytes = ByteSize
 File = Annotated[Path, AfterValidator(_expand)]  # or a folder; ~ is the home folder
+# A blank copied with a key would be part of it, and the store would answer 403.
 Secret = Annotated[SecretStr, _from_text(str.strip)]
 Words = Annotated[tuple[T, ...], _from_text(_split)]
 

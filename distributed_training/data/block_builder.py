@@ -56,6 +56,8 @@ class WorkerSpec:
         """The folder of this rank's prepared blocks; all that changes them changes its name."""
         settings = self.settings
         mixed = [(s.name, s.text, s.weight) for s in settings.sources]
+        # What is left out here must not change a token: a restart would train on the blocks of the
+        # settings before.
         facts = [
             _FORMAT, mixed, settings.dataset, settings.text_column, settings.pages_per_block,
             settings.rows_per_page, settings.max_length, self.uid, self.rank, self.world_size,
@@ -131,6 +133,7 @@ class _Pinned:
         if not self._checked:
             self._pin.check(
                 f"--data.source {self._spec.text}",
+                # Once for a worker: it reads a note beside each file of the folder.
                 revision=_revision(self._spec, wanted=self._pin.revision),
                 rows=sum(table.values()),
             )
@@ -333,6 +336,7 @@ class BlockMaker:
         ):
             had = tokens.block(block, n)
             count = len(had.tokens) // length
+            # Sequences never cross sources: what is left of a block's tokens is dropped.
             parts.append(had.tokens[: count * length].reshape(count, length))
             per_source.append(count)
             missing += [f"{source.name}: {line}" if source.name else line for line in had.missing]
@@ -367,6 +371,7 @@ class BlockMaker:
         except (OSError, ShardError) as error:
             log.warning("A kept block is damaged and is prepared again: %s", error)
             return None
+        # Files are deleted by age (pipeline._forget), and this one is in use again.
         os.utime(path)
         return Prepared(block, path, header.sequences, 0.0, (), {}, kept=True)
 

@@ -65,6 +65,7 @@ class StdlibSource:
             found += [(below / name).as_posix() for name in names if name.endswith(".py")]
         if not found:
             raise PageUnavailable(f"{self._folder} holds no Python sources")
+        # Every process must number the rows alike; os.walk has the disk's order.
         return sorted(found, key=lambda path: path.split("/"))
 
     def _rows_of(self, path: str) -> Iterator[str]:
@@ -73,6 +74,7 @@ class StdlibSource:
 
 
 def _digest(path: str) -> int:
+    # Not hash(): Python's own differs from process to process.
     return int.from_bytes(hashlib.sha256(path.encode()).digest()[:8], "big")
 
 

@@ -55,6 +55,7 @@ class PageCache:
         path = self._path(key)
         try:
             data = path.read_bytes()
+            # Compared before zlib sees it: damage could tell of gigabytes.
             checksum, body = data[:4], data[4:]
             if zlib.crc32(body).to_bytes(4, "big") != checksum:
                 raise ValueError("checksum")
@@ -76,6 +77,7 @@ class PageCache:
         path = self._path(key)
         body = zlib.compress(json.dumps({"key": key, "value": value}).encode(), 1)
         try:
+            # No sync for what can be fetched again: it would wait behind a checkpoint's.
             write_bytes(path, zlib.crc32(body).to_bytes(4, "big") + body, durable=False)
         except OSError as error:
             self._usable = False
@@ -88,6 +90,7 @@ class PageCache:
             return
         with self._lock:
             self._writes += 1
+            # The first write too: an earlier process may have had a larger bound.
             due = self._writes % _SWEEP_EVERY == 1
         if due:
             self.sweep()
@@ -169,6 +172,7 @@ class RowsApiSource:
     # --- the table -----------------------------------------------------------------------------
 
     def num_rows(self) -> Mapping[str, int]:
+        # Held while the server is asked: its threads want the same table, asked for once.
         with self._lock:
             if not self._table:
                 self._recall_table()
@@ -334,6 +338,7 @@ class RowsApiSource:
                 self._counts.add("http_failures")
             if attempt + 1 == self._attempts:
                 break
+            # A wait that would end after the deadline is not begun: other pages need the thread.
             pause = max(pause, asked or 0.0)
             if time.monotonic() + pause >= deadline:
                 break
@@ -377,6 +382,7 @@ def retry_after(value: str | None) -> float | None:
         return None
     try:
         seconds = float(value)
+        # To float() "inf" and "nan" are numbers.
         return max(0.0, seconds) if math.isfinite(seconds) else None
     except ValueError:
         pass

@@ -85,6 +85,7 @@ class Counts:
     def take(self) -> dict[str, int]:
         """Return the counts since the last call."""
         with self._lock:
+            # Exchanged under the lock: what a thread adds meanwhile is in the next answer.
             taken, self._counter = self._counter, Counter()
         return dict(taken)
 

@@ -31,7 +31,9 @@ class _Files:
     def __init__(self, folder: Path, suffixes: Sequence[str]) -> None:
         self.folder = folder
         self.paths: dict[str, list[Path]] = {}
+        # Sorted: rows must have the same numbers in every process and on every machine.
         for path in sorted(folder.rglob("*")):
+            # Notes of a download (.cache) and marks of its writer (_SUCCESS) are no rows.
             hidden = any(p.startswith((".", "_")) for p in path.relative_to(folder).parts)
             if path.suffix.lower() in suffixes and path.is_file() and not hidden:
                 config = path.parent.relative_to(folder).as_posix()
@@ -79,6 +81,7 @@ def folder_revision(folder: Path, *, wanted: str | None = None) -> str | None:
         for note in notes.rglob("*.metadata"):
             with contextlib.suppress(OSError, UnicodeDecodeError), note.open() as file:
                 commits.add(file.readline(100).strip())
+    # The wanted one last: a folder with one file of another commit counts as that one's.
     told = sorted(filter(_COMMIT.fullmatch, commits), key=lambda commit: commit == wanted)
     return told[0] if told else None
 
@@ -89,6 +92,7 @@ class FolderSource:
     suffixes: tuple[str, ...]
 
     def __init__(self, folder: Path, *, counts: Counts) -> None:
+        # Listed once: a file that comes later would shift the rows of all behind it.
         self._files = _Files(folder, self.suffixes)
         self._counts = counts
         self._lock = threading.Lock()
@@ -173,7 +177,9 @@ class ParquetSource(FolderSource):
 
         with self._lock:  # one thread decodes, the others find it done
             if (path, group) not in self._groups:
+                # Opened for each group: a mirror has more files than a process may have open.
                 with pq.ParquetFile(path) as file:
+                    # Arrow would take a thread for each core, which the ranks need.
                     table = file.read_row_group(group, columns=[self._column], use_threads=False)
                 self._groups[path, group] = _texts(table.column(0))
                 while len(self._groups) > _KEPT_GROUPS:

@@ -151,6 +151,7 @@ class DataPipeline:
 
     def request(self, block: int) -> None:
         """Start preparing ``block``, unless it is here or under way. Returns at once."""
+        # Of None: it had nothing when it was asked for, and may have something now.
         if block in self._pending or self._blocks.get(block) is not None:
             return
         self._blocks.pop(block, None)

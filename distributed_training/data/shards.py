@@ -94,6 +94,7 @@ def read_header(path: Path) -> tuple[ShardHeader, int]:
         if len(start) < len(_MAGIC) + 4 or start[: len(_MAGIC)] != _MAGIC:
             raise ShardError(f"{path} is not a file of tokens")
         length = int.from_bytes(start[len(_MAGIC) :], "little")
+        # A damaged length would be read into memory.
         if length > _LARGEST_HEADER:
             raise ShardError(f"{path} has a damaged header")
         text = file.read(length)
@@ -105,6 +106,7 @@ def read_header(path: Path) -> tuple[ShardHeader, int]:
         size = len(start) + length + items * np.dtype(header.dtype).itemsize
     except (ValueError, TypeError) as error:
         raise ShardError(f"{path} has a damaged header") from error
+    # Before it is mapped: reading a map beyond the end of its file ends the process (SIGBUS).
     if path.stat().st_size != size:
         raise ShardError(f"{path} has {path.stat().st_size} bytes, its header says {size}")
     return header, len(start) + length
@@ -118,6 +120,7 @@ def open_shard(path: Path, *, verify: bool = True) -> tuple[ShardHeader, np.ndar
     header, offset = read_header(path)
     shape = (header.sequences, header.sequence_length)
     dtype = np.dtype(header.dtype).newbyteorder("<")
+    # A map of nothing cannot be made.
     if header.sequences == 0:
         return header, np.zeros(shape, dtype=dtype)
     data: np.ndarray[Any, Any] = np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=shape)

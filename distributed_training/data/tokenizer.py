@@ -120,6 +120,7 @@ def build_tokenizer(name: str, folder: Path) -> tuple[Path, int]:
                 f"the tokenizer {name} has no {'EOS token' if tokenizer else 'fast form'}, so rows "
                 "cannot be told apart: give another one with --neuron.global_tokenizer_name"
             )
+        # A tokenizer.json may bring limits of its own; --data.max_length alone cuts rows.
         tokenizer.no_truncation()
         tokenizer.no_padding()
     assert tokenizer is not None and eos_id is not None

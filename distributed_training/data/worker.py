@@ -66,6 +66,7 @@ class DataWorker:
                     self.blocks.remove(answer.block)
                 found.append(answer)
         except (EOFError, OSError):
+            # Answers that came before its end are whole: they are taken first.
             if not found:
                 raise  # it comes again at the next call
         return found
@@ -92,6 +93,8 @@ def _run(parent: Parent) -> None:
         failed = f"{type(error).__name__}: {error}"
         parent.send(prepared.result() if error is None else Failure(block, failed))
 
+    # One thread: the tokenizer is not for several. This one goes on receiving, so that the worker
+    # ends at once when the socket closes.
     pool = ThreadPoolExecutor(1)
     while True:
         block = parent.receive()

@@ -66,6 +66,7 @@ class WorkerPool:
         now = time.monotonic()
         if now < self._retry_at:
             return
+        # For all workers together: what ends one (no memory) would end the next.
         self._retry_at = now + self._backoff.failed().total_seconds()
         self.restarts += 1
         dead = self._workers[index]
@@ -75,7 +76,9 @@ class WorkerPool:
             log.warning("A data worker ended and could not be started again yet: %s", error)
             return
         log.warning("A data worker ended unexpectedly and is started again")
+        # Only now: without a successor it keeps its place in the list, and its blocks.
         dead.close()
+        # The first was under way; those behind it had not begun.
         self._blamed.update(dead.blocks[:1])
         for block in dead.blocks:
             if self._blamed[block] > _MOST_BLAMED and block == dead.blocks[0]:

@@ -66,6 +66,7 @@ def examine(
     ``flags``: as the miner is started. ``show`` gets a line before what takes long.
     """
     entries = [*machine.CHECKS, *_outside(examination)]
+    # Last: it takes seconds, and is left out where torch or memory failed above.
     entries.append(Entry(lambda e: check_step_time(e, flags, show=show)))
     for entry in entries:
         if entry.note:
@@ -133,6 +134,7 @@ def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], st
         with contextlib.suppress(OSError):  # a miner that runs deletes files meanwhile
             if path.name == "config.json":
                 found[path] = path.stat().st_mtime
+    # The newest: earlier global states stay in the run folder.
     for path in sorted(found, key=lambda path: found[path], reverse=True):
         if content := read_json_object(path):
             return content, str(path)
@@ -195,6 +197,7 @@ def report(checks: Sequence[Check], *, as_json: bool) -> int:
         if check.remedy and check.status != "ok":
             finding.append(f"\n→ {check.remedy}", style="bold" if check.status == "fail" else "")
         table.add_row(Text(f"{mark} {check.status}", style), Text(check.name), finding)
+    # In a pipe rich would cut the findings at 80 columns.
     width = shutil.get_terminal_size((_WIDTH, 0)).columns
     console = Console(width=width, highlight=False)
     console.print(table)

@@ -142,10 +142,12 @@ def measure(
 
     Raises RuntimeError with the ranks' last line.
     """
+    # Random tokens need no key, and what the ranks print is shown.
     environment = without_secrets() | rank_environment_defaults(ranks=ranks)
     environment["DT_MEASURE"] = json.dumps({"model": model, "seconds": seconds})
     limit = _START.total_seconds() + 3 * seconds
     port = free_ports(1)[0]
+    # A file: ranks that print more than a pipe holds would stand still.
     with tempfile.TemporaryFile("w+") as output, contextlib.ExitStack() as stack:
         processes = []
         for rank in range(ranks):

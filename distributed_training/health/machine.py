@@ -198,6 +198,7 @@ def _check_gpu(index: int) -> Check:
         return Check(name, "fail", "the driver does not answer for it", "nvidia-smi; then reboot")
     used, total = sample.memory_used_gb, sample.memory_total_gb
     finding = f"{sample.name}, {used:.1f} of {total:.1f} GB in use"
+    # The driver's own share is less than that.
     if used > 0.1 * total:
         return Check(name, "warn", finding, "another program holds memory: nvidia-smi shows which")
     return Check(name, "ok", finding)
@@ -221,6 +222,7 @@ def memory_checks(examination: Examination) -> list[Check]:
     gpu = gpu_bytes(examination.config)
     how = Arrangement(
         world_size=examination.ranks,
+        # auto goes down to 1 before it gives up; below, auto takes the way that needs least.
         micro_batch=examination.micro_batch or 1,
         sequence_length=training.sequence_length,
         checkpointing=training.activation_checkpointing,  # type: ignore[arg-type]
@@ -283,6 +285,7 @@ def refuse_model(config: Config, *, ranks: int) -> None:
     except ValueError:
         return
     gpu = gpu_bytes(config)
+    # Unknown counts as enough: nothing is refused on a guess.
     has = {"host memory": host_bytes() or math.inf, "GPU memory": gpu or math.inf}
     tight = []  # what each way of doing it lacks
     for needs in _ways(config, shape, ranks=ranks, cuda=gpu is not None):
@@ -389,6 +392,7 @@ def check_disk_speed(examination: Examination) -> Check:
     place = _existing(folder)
     if shutil.disk_usage(place).free < 2 * _SPEED_BYTES:
         return Check("disk speed", "skip", f"too little room in {place} to measure it")
+    # Not zeros: a file system that compresses would write them for nothing.
     block, began = os.urandom(1 << 20), time.perf_counter()
     try:
         with tempfile.TemporaryFile(dir=place) as file:

@@ -41,6 +41,7 @@ class NvmlSampler:
         if nvml is None:
             return None
         handles = _visible_handles(nvml)
+        # Each nvmlInit counts: one without its shutdown keeps the driver's library open.
         if not 0 <= device < len(handles):
             nvml.nvmlShutdown()
             return None
@@ -111,6 +112,7 @@ def unused_gpu() -> tuple[str | None, str]:
                 pids = [p.pid for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
                 used = _used_bytes(nvml, handle)
                 if not pids and used < _IDLE_BYTES:
+                    # By UUID: an index means another card once CUDA_VISIBLE_DEVICES is set.
                     return _text(nvml.nvmlDeviceGetUUID(handle)), ""
             except nvml.NVMLError as error:
                 why = f"GPU {index} does not tell whether it is in use ({error})"
@@ -182,6 +184,7 @@ def _visible_handles(nvml: Any) -> list[Any]:
         try:
             if word.isdigit():
                 handles.append(nvml.nvmlDeviceGetHandleByIndex(int(word)))
+            # "-1", as some schedulers write, and all that is no card hide what follows.
             elif word.startswith(("GPU-", "MIG-")):
                 handles.append(nvml.nvmlDeviceGetHandleByUUID(word))
             else:

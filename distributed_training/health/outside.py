@@ -62,6 +62,7 @@ def check_clock(config: Config) -> Check:
         theirs = parsedate_to_datetime(reply.headers["date"]).timestamp() + 0.5  # whole seconds
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
         return Check("clock", "skip", f"the store does not tell its time ({error})")
+    # The store wrote it between the two: half of the way there and back is taken off.
     skew = (began + time.time()) / 2 - theirs
     finding = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the store's"
     beyond, allowed = abs(skew) - 0.5, config.chain.clock_skew.total_seconds()
@@ -94,6 +95,7 @@ def chain_checks(config: Config) -> tuple[list[Check], int | None]:
     with ExitStack() as stack:
         try:
             chain = follow_chain(settings, stack, wallet)
+            # Without a wallet too: who has not registered yet must know that it is the network.
             found = _shared_checks(config, chain)
             if wallet is None or refused is not None:
                 return [*found, *filter(None, [refused]), *_skipped(own, "hotkey failed")], None
@@ -183,6 +185,7 @@ def check_calls(metrics: Path) -> Check:
     name = "calls"
     figures = read_metrics(metrics)
     age = time.time() - figures.get("dt_metrics_written_timestamp_seconds", 0.0)
+    # The file stays when a miner ends, with the counts of then.
     if age > _METRICS_FRESH:
         return Check(name, "skip", "no miner runs in this run folder, so nobody calls it")
     if calls := figures.get("dt_server_accepted_total.IsAlive"):
@@ -223,6 +226,7 @@ def probe_bucket(config: Config, bucket: str) -> str:
     ):
         check_own(writer, timeout=_STORE_TIMEOUT)
         own_commitment(config.store, bucket)  # the read key cannot write, since all may have it
+        # A name of its own: a miner may be at work in this bucket.
         key, content = f"diagnose-{secrets.token_hex(8)}", b"diagnose"
         writer.put(key, content)
         try:
@@ -295,6 +299,7 @@ def probe_data(config: Config) -> str:
     from distributed_training.data.block_builder import open_source
     from distributed_training.data.page_source import PageUnavailable
 
+    # Two tries, so that a doctor ends in a minute; a miner has more.
     source = open_source(dataclasses.replace(config.data, request_attempts=2))
     try:
         table = source.num_rows()
@@ -309,6 +314,7 @@ def probe_data(config: Config) -> str:
 
 #: In the order in which they are made, after those of the machine.
 CHECKS: Sequence[Entry] = (
+    # First: the bucket's name ends in the uid.
     Entry(_chain, note="asking the chain, and the store for its clock"),
     Entry(lambda e: [check_clock(e.config)]),
     Entry(lambda e: [check_address(e.config)]),

@@ -116,6 +116,7 @@ def _who(connection: socket.socket) -> tuple[str, str]:
         connection.sendall(_REQUEST.encode())
     except OSError:
         said = b""
+    # What speaks first and is no libp2p peer is no HTTP server either.
     said = said or _read(connection)
     if not said.startswith(b"HTTP/"):
         return "", ""
@@ -156,6 +157,7 @@ def address_of(endpoint: str) -> tuple[str, int]:
 def interface_of(address: str) -> str:
     """Return the network interface of this machine that has ``address``. Raises ConfigError."""
     for name, entries in psutil.net_if_addrs().items():
+        # psutil adds "%" and the interface to a link-local address.
         if any(entry.address.partition("%")[0] == address for entry in entries):
             return name
     raise ConfigError(
@@ -180,6 +182,7 @@ def check_nodes(config: Config, *, offline: bool) -> list[Check]:
             return [Check("nodes", "skip", "--offline: node 0 is not asked")]
         else:
             with socket.create_connection((address, port), _TIMEOUT.total_seconds()) as line:
+                # The address that the route to node 0 really takes.
                 own = line.getsockname()[0].partition("%")[0]
             found = f"node 0 answers at {settings.rdzv_endpoint}"
             if problem := _blocked(address):
@@ -214,6 +217,7 @@ def _blocked(address: str) -> str | None:
     Where nobody listens a machine itself refuses at once, and a firewall keeps silent or answers
     that it is one.
     """
+    # Of the range from which gloo's and NCCL's listeners get their ports.
     port = random.randrange(32768, 60999)
     try:
         socket.create_connection((address, port), _TIMEOUT.total_seconds()).close()

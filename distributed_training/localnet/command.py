@@ -87,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     summary = subnet.summary(failures)
     if interrupted:  # what had not come yet is no problem
         summary = replace(summary, problems=(*failures, *subnet.problems))
+    # Before picture and sample: these take seconds, and a second Ctrl-C may end them.
     summary.write(subnet.folder)
     print(summary.text(), end="")
     _draw(subnet, summary)

@@ -182,6 +182,7 @@ def serve(folder: Path, port: int) -> None:
     """Serve until SIGTERM."""
     import eventlet
 
+    # Before Swift is imported: its four servers share this process and would block each other.
     eventlet.monkey_patch(os=True, select=True, socket=True, thread=True, time=True)
     os.environ["SWIFT_CONF"] = str(folder / "swift.conf")
     import swift.common.utils as swift_utils

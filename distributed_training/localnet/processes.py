@@ -133,6 +133,7 @@ class Child:
         try:
             with self.log.open("rb") as log:
                 log.seek(0, os.SEEK_END)
+                # The end alone: the log of a miner of days has hundreds of megabytes.
                 log.seek(max(0, log.tell() - 64 * 1024))
                 text = log.read().decode("utf-8", errors="replace")
         except OSError:
@@ -148,6 +149,7 @@ def stop_together(children: Sequence[Child], grace: timedelta) -> list[str]:
     running = [child for child in children if child.running]
     for child in running:
         child.signal(signal.SIGTERM)
+    # One for all of them: they stop at the same time.
     deadline = time.monotonic() + grace.total_seconds()
     defects = []
     for child in running:

@@ -103,6 +103,7 @@ class Services:
             self._wallets[plan.name] = create_wallet(self._wallet_folder, plan.name)
         self._chain = self._found_chain(self.wallet(validator).ss58)
         self._chain.start()
+        # Before the validator runs: the miners' flags name its address.
         peer_id = make_identity(validator.folder)
         self._initial_peer = f"/ip4/127.0.0.1/tcp/{validator.dht_port}/p2p/{peer_id}"
         self._chain.wait_ready()
@@ -251,6 +252,7 @@ class Services:
         }
 
     def _clean_environment(self) -> dict[str, str]:
+        # By prefix: a miner here must not write into the bucket of its operator's real one.
         inherited = {k: v for k, v in os.environ.items() if not k.startswith(FOREIGN_PREFIXES)}
         path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
         return inherited | {

@@ -61,6 +61,7 @@ class RunFolder:
     def take(self) -> None:
         """Lock it and empty it. Raises ConfigError; nothing has changed then."""
         self.path.mkdir(parents=True, exist_ok=True)
+        # Locked before a look at the contents: they may be those of a subnet that runs.
         self._lock = (self.path / LOCK_FILE).open("ab")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,10 +80,12 @@ class RunFolder:
                 "give --folder a new or empty folder"
             )
         for path in contents:
+            # Of a link, the link: not what it points to.
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
             else:
                 path.unlink()
+        # At once: whatever ends this process from here on, the next start knows the folder as ours.
         self.write_state({})
 
     def write_state(self, state: dict[str, Any]) -> None:
@@ -153,6 +156,7 @@ class LocalSubnet:
         """
         self._folder.take()
         with ExitStack() as undo:
+            # Whatever fails below, Ctrl-C too: no process stays.
             undo.callback(self.stop, timedelta(seconds=5))
             self.started_at = time.time()
             plans = plan_neurons(self.options, self.folder)
@@ -181,6 +185,7 @@ class LocalSubnet:
             return []
         self._stopped = True
         grace = grace if grace is not None else self.stop_grace
+        # Miners first: while they stop they still upload, and call store, chain and validator.
         problems = stop_together([n.child for n in self.neurons if n.plan.kind == "miner"], grace)
         problems += stop_together([n.child for n in self.neurons], grace / 2)
         for neuron in self.neurons:
@@ -191,6 +196,7 @@ class LocalSubnet:
                 problems.append(f"{neuron.plan.name} ended with status {status} when stopped")
         if self.services is not None:
             problems += self.services.stop()
+        # By mark: what a killed miner had started has no parent here any more.
         self.strays = self.mark.end(settle=timedelta(seconds=5), grace=timedelta(0))
         problems += [f"left behind, killed: {stray}" for stray in self.strays]
         self._folder.release()

@@ -408,6 +408,7 @@ def draw(
     """
     import matplotlib
 
+    # Before pyplot, whose default wants a display.
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -144,12 +144,14 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
             f"its format is {flat.get('format')!r} and this program reads {FORMAT}",
             "update the miner, or ask the founder for a file of this format",
         )
+    # Strictly: a program that ignored a key would train by other rules than its peers.
     _refuse_unknown(flat, {*keys, *HEAD_KEYS})
     files = {"network.toml": text, **_take_model(flat, beside)}
     digest = digest_of(flat)
     head = _head({key: flat[key] for key in HEAD_KEYS & {*flat}})
     _refuse_chain(head.chain, flat)
     _refuse_size(head)
+    # The built-in file is part of the program, so whoever trusts the one trusts the other.
     built_in = "signature" not in flat and digest == _built_in_digest()
     if "run_id" in flat and not built_in:
         raise NetworkFileError(
@@ -159,6 +161,7 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
     if not built_in:
         _verify(head.signature, digest, str(flat.get("chain.master_hotkey")))
     values = {key: value for key, value in flat.items() if key in keys}
+    # Of the digest: peers whose files differ use other DHT keys and cannot meet.
     values.setdefault("run_id", digest[:_RUN_ID_DIGITS])
     values.setdefault("chain.netuid", 0)  # a registry is one network
     return Network(place, head, digest, values, files)
@@ -166,6 +169,7 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
 
 def digest_of(flat: Mapping[str, Any]) -> str:
     """Return the SHA-256 of the canonical form, in hex (protocol page, section 10)."""
+    # It cannot sign itself.
     rules = {key: value for key, value in flat.items() if key != "signature"}
     try:
         form = json.dumps(rules, sort_keys=True, separators=(",", ":"), allow_nan=False)
@@ -179,6 +183,7 @@ def digest_of(flat: Mapping[str, Any]) -> str:
 def signed(text: str, signer: Any, *, beside: Callable[[str], str]) -> str:
     """Return ``text`` with the signature of ``signer``, a key pair of bittensor, in it."""
     first = _FIRST_TABLE.search(text)
+    # Above the first table: below it "signature = " is a key of that table.
     end = first.start() if first else len(text)
     top, rest = _SIGNATURE_LINE.sub("", text[:end]).rstrip() + "\n", text[end:].lstrip("\n")
     flat = flatten(tree_of(top + rest))

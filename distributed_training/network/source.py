@@ -56,6 +56,7 @@ def read_network(
             "it is no https:// URL without user and password", "give a path or such a URL"
         )
     copy = kept / KEPT
+    # Read before the URL is asked: its founder decides what counts as an answer.
     known = _kept_copy(copy, place, keys)
     try:
         text = _fetch(place)
@@ -112,6 +113,7 @@ def keep(network: Network, folder: Path) -> None:
         return
     copy = folder / KEPT
     copy.mkdir(exist_ok=True)
+    # The URL last: until it is there, the rest counts for no copy.
     for name, text in {**network.files, "url": network.place}.items():
         write_bytes(copy / name, text.encode())
 
@@ -121,6 +123,7 @@ def read_text(path: Path) -> str:
     try:
         # A pipe without a writer would be waited for, for ever.
         with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
+            # None comes from a pipe that nobody writes to.
             data = file.read(LARGEST_FILE + 1) or b""
     except OSError as error:
         raise NetworkFileError(
@@ -149,6 +152,7 @@ def _fetch(url: str) -> str:
         try:
             with httpx.stream("GET", url, timeout=_TIMEOUT, follow_redirects=True) as reply:
                 reply.raise_for_status()
+                # After redirects: the signature tells who wrote the file, not that it is today's.
                 if reply.url.scheme != "https":
                     raise NetworkAway(
                         f"{url} leads to {reply.url}, which anybody on the way writes"

@@ -142,6 +142,7 @@ def serve(given: argparse.Namespace) -> int:
     from distributed_training.common.processes import limit_resources
     from distributed_training.registry.service import Limits, Service
 
+    # Before anything is opened: a stop that comes meanwhile must still close it.
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -177,6 +178,7 @@ def _registry(given: argparse.Namespace) -> Registry:
     from distributed_training.common.files import FSTAB, late_mount
     from distributed_training.registry import store
 
+    # Read again at every start: what it says now is compared with the founding.
     in_file = _take_network(given) if given.network is not None else ()
     if (given.folder / store.FILE).exists():
         registry = store.Registry.at(given.folder, None)
@@ -270,6 +272,7 @@ def _chain(given: argparse.Namespace) -> AbstractContextManager[RegistryChain]:
     """
     from distributed_training.chain.registry import answering
 
+    # Not a flag: other users of the machine can read command lines.
     found = {**read_dotenv(Path(".env")), **os.environ}.get("DT_INVITATION", "")
     invitation = SecretStr(found) if found else None
     return answering(url=given.url, wallet=_wallet(given), invitation=invitation)

@@ -107,6 +107,7 @@ class Ledger:
             if self._changing:
                 yield
                 return
+            # Shallow copies suffice, because no entry is changed in place: each is replaced.
             before = {part: copy(getattr(self, part)) for part in _PARTS}
             self._changing = True
             try:
@@ -158,6 +159,7 @@ class Ledger:
             taken = self.entries.get(uid)
             if taken is not None and taken.hotkey != hotkey:
                 self._remove(uid)
+            # A change of stake or permit is no new registration: the immunity goes on.
             if uid not in self.since:
                 self.since[uid] = Since(self.height, time.time())
             self.entries[uid] = replace(
@@ -220,6 +222,7 @@ class Ledger:
             neuron = self._own("weights", hotkey)
             if not neuron.validator_permit:
                 raise ChainError("weights: only a validator with a permit sets weights")
+            # Else who gets that uid next would begin with weights it has not earned.
             unknown = sorted(set(weights) - set(self.entries))
             if unknown:
                 raise ChainError(f"weights: no such uids: {unknown[:10]}")
@@ -229,6 +232,7 @@ class Ledger:
     def report_loss(self, outer_step: Step, loss: Amount) -> None:
         """Note the global model's held-out loss. Outer steps above this one were taken back."""
         with self._change():
+            # Bounded: all of them go into each page, and into the file with each report.
             oldest = outer_step - MOST_LOSSES
             kept = {
                 step: known for step, known in self.losses.items() if oldest < step < outer_step
@@ -251,6 +255,7 @@ class Ledger:
             share = totals[uid] / everything if everything > 0 else 0.0
             if share != neuron.incentive:
                 now = time.time()
+                # The mean up to now is of the old incentive; the new one counts from here.
                 self.earned[uid] = (self.earned_by(neuron, now), now)
                 self.entries[uid] = replace(neuron, incentive=share, consensus=share)
 

@@ -12,6 +12,7 @@ from .ledger import Losses
 from .store import Registry
 
 TYPE = "text/html; charset=utf-8"
+# Hotkeys and addresses come from others: no script runs, even where an escape were forgotten.
 HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",

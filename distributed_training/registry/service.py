@@ -109,6 +109,7 @@ class Service:
             "/": self._page,
         }
         self._made = (float("-inf"), b"")  # when, and the page
+        # One: a slow disk holds up writes alone, while the event loop answers reads.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="registry-writer")
         trusted = TrustedAddresses()
         trusted.set_endpoints([limits.proxy] if limits.proxy is not None else [])
@@ -143,6 +144,7 @@ class Service:
 
     def close(self) -> None:
         """Close; accepted writes are stored. Idempotent."""
+        # In this order: no new calls, then what was accepted is stored.
         self._http.stop()
         self._writer.shutdown()
         self._stopping.set()
@@ -169,6 +171,7 @@ class Service:
         claim = auth.claim(head.headers, (auth.BTAUTH,))
         if claim.receiver != self.registry.charter.identity:
             raise Refused(Refusal.RECEIVER)
+        # Only looked at. A token is taken with the proof, or anybody could use up a hotkey's rate.
         if self._hotkeys.empty(claim.hotkey):
             raise Refused(Refusal.RATE)
         auth.check_fresh(claim, time.time_ns(), oldest=auth.BTAUTH_MAX_AGE, skew=_SKEW)
@@ -180,6 +183,7 @@ class Service:
         """Return the address of the caller; behind the proxy, the one that the proxy names."""
         if head.address != self._proxy:
             return head.address
+        # The last: the proxy adds it, and what stands before it any caller may write.
         return normalize(head.headers.get("x-forwarded-for", "").rpartition(",")[2].strip())
 
     def _refused(self, refusal: Refusal, head: Head | None, address: str) -> None:
@@ -219,6 +223,7 @@ class Service:
         since, start = query.get("since", [""])[0], query.get("start", [""])[0]
         view = registry.view
         full = start != registry.start or not since.isascii() or not since.isdigit()
+        # Cut before int(), which refuses thousands of digits.
         known = -1 if full else min(int(since[:18]), view.version)
         fields = {
             "registry": registry.charter.identity,

@@ -128,6 +128,7 @@ class View:
                     rows.append(row.text)
                 elif row.scored > known:
                     short.append(row.score)
+            # Joined as text: thousands poll, and each row was made JSON when it changed.
             answer = f'"rows": [{",".join(rows)}], "scores": [{",".join(short)}]'.encode()
             # Anybody may name any version: to keep them all would take gigabytes.
             if len(self.made) < _MOST_MADE:
@@ -196,6 +197,7 @@ class Registry(Ledger):
     """
 
     def __init__(self, folder: Path) -> None:
+        # First of all: two services of one file would each give out the same uid.
         self._lock_file = _lock(folder)
         self.folder = folder
         self.start = secrets.token_hex(4)  # of this process: known versions count within it only
@@ -360,6 +362,7 @@ class Registry(Ledger):
     def _start_clock(self) -> None:
         self._reserved = self._floor = self._meta("reserved")
         behind = self._floor - self._scheduled()
+        # Less is no clock's fault: after a kill the file is ahead by what was reserved.
         if behind * self.seconds_per_block > 2 * _RESERVED_SECONDS + self.seconds_per_block:
             log.warning(
                 "This machine's clock is %.0f s behind the last block: blocks go on from %d; see "
@@ -382,6 +385,7 @@ class Registry(Ledger):
         """Keep the file's block ahead of what is shown; to be called every few seconds."""
         ahead = math.ceil(_RESERVED_SECONDS / self.seconds_per_block)
         height = self.height
+        # At half of it: some tries may fail before a block is shown that the file does not cover.
         if height + ahead // 2 >= self._reserved:
             with self._lock:
                 try:
@@ -403,6 +407,7 @@ class Registry(Ledger):
             if last is not None and nonce <= last[0]:
                 raise Replayed("nonce was used before, or is older than the last one")
             result = action()
+            # In the action's transaction: a kill between the two would let the call be replayed.
             self._db.execute("INSERT OR REPLACE INTO nonces VALUES (?, ?)", (hotkey, nonce))
             return result
 
@@ -419,6 +424,7 @@ class Registry(Ledger):
             if known is not None:
                 return known.uid
             self._admit(hotkey, invitation)
+            # Its own uid again: weights, bucket and pages of data go by it.
             free = uid is not None and uid < self.most_uids and uid not in self.entries
             uid = self.register(hotkey, uid=uid if free else None)
         log.info("Hotkey %s is registered as uid %d", hotkey, uid)
@@ -569,6 +575,7 @@ def backup(source: Path, target: Path) -> int:
         ):
             db.backup(copy)
             copy.execute("PRAGMA journal_mode = DELETE")  # one file, to be copied anywhere
+            # Of the copy: a damaged page is told today, and not when the backup is needed.
             (state,) = copy.execute("PRAGMA integrity_check").fetchone()
             if state != "ok":
                 raise sqlite3.DatabaseError(state)

@@ -84,6 +84,8 @@ class EventLog:
             try:
                 if self._file is None:
                     self._file = self._open()
+                # One call, and the file is open for appending: a reader never sees parts of two
+                # lines mixed.
                 os.write(self._file, line)
                 if os.fstat(self._file).st_size > self._limit:
                     self._rotate()
@@ -117,6 +119,7 @@ class EventLog:
     def _open(self) -> int:
         file = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         size = os.fstat(file).st_size
+        # Half a line of a killed process would swallow the next one.
         if size and os.pread(file, 1, size - 1) != b"\n":
             os.write(file, b"\n")
         return file
@@ -208,6 +211,7 @@ class EventFollower:
         """
         size = self.path.stat().st_size if self.path.exists() else 0
         if size < at_most:
+            # The rotated file as well, or a page would begin with hours just after a rotation.
             older = EventFollower(rotated(self.path))
             yield from older._from_end(at_most - size)
             older.close()
@@ -217,6 +221,8 @@ class EventFollower:
         """Return the events completed since the last call; none if there is no file yet."""
         events = [*self._events()]
         if self._rotated():
+            # Once more before it is closed: the writer may have written between our read and its
+            # rename.
             events += self._events()  # what came between our read and the rotation
             self.close()
             events += self._events()

@@ -89,6 +89,7 @@ def level_name(record: logging.LogRecord) -> str:
 
 def fold(error: BaseException, *, depth: int = 6) -> str:
     """Fold an exception, its cause and the innermost ``depth`` frames into one line."""
+    # The innermost: a line has room for a few.
     frames = traceback.extract_tb(error.__traceback__)[-depth:]
     places = " < ".join(
         f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in reversed(list(frames))
@@ -132,6 +133,7 @@ def setup_logging(
             )
         )
     root = logging.getLogger()
+    # Libraries add their own when imported: each line would come twice, and unmasked.
     for handler in list(root.handlers):
         root.removeHandler(handler)
         handler.close()
@@ -158,6 +160,7 @@ def tame_libraries(*, trace: bool = False) -> None:
         for handler in list(logger.handlers):
             logger.removeHandler(handler)
         logger.propagate = True
+        # logging.config of a library may have switched it off, errors included.
         logger.disabled = False
         logger.setLevel(logging.DEBUG if trace else logging.WARNING)
     logging.getLogger("py.warnings").setLevel(logging.WARNING if trace else logging.ERROR)

@@ -159,6 +159,7 @@ _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_]")
 
 def unix_time(moment: float | None) -> float | None:
     """Return the Unix seconds of a ``time.monotonic()`` moment, for a timestamp metric."""
+    # Monotonic moments mean nothing to another process, nor after a restart.
     return None if moment is None else moment - time.monotonic() + time.time()
 
 
@@ -189,6 +190,7 @@ class Registry(Collector):
         """Set the latest measurement; None, NaN and Inf mean "could not be measured": absent."""
         _check(name, total=False)
         with self._lock:
+            # Removed first: a value that cannot be measured now must not stand there as if it were.
             self._values.pop(name, None)
             if value is not None and math.isfinite(value):
                 self._values[name] = value

@@ -76,6 +76,8 @@ class NeuronState:
         self.starts = self.outer_step = self.inner_step = 0
         self.outer_steps: list[tuple[int, float]] = []  # (reached, time)
         self.steps: deque[Step] = deque(maxlen=_STEPS)
+        # Bounded: a run of months, or a neuron that fails each second, must not fill the page's
+        # memory.
         self.tables: dict[str, deque[dict[str, Any]]] = {k: deque(maxlen=_EVENTS) for k in _TABLES}
         # Of a validator, by uid.
         self.scores: dict[int, dict[str, float]] = {}

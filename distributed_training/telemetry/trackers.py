@@ -39,6 +39,7 @@ STEP = "inner_step_total"  # the axis of every figure
 
 
 def main() -> int:
+    # Ctrl-C reaches the whole terminal; the rank ends this run by closing its input.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)  # training goes first
     run, problem = _begin(json.loads(sys.stdin.readline()))
@@ -178,6 +179,7 @@ class WandB:
                 "project": settings.wandb_project,
                 "entity": settings.wandb_entity or None,
                 "name": name,
+                # Through the pipe: arguments and environments of a process can be read in /proc.
                 "key": key.get_secret_value() if key is not None else None,
                 "folder": str(folder),
                 "patience": _SERVER_SECONDS,
@@ -218,6 +220,7 @@ class Tracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Queue figures and return at once. Steps that nobody takes for hours are dropped."""
+        # Else nobody takes them, and the queue would keep a thousand steps.
         if self._thread.is_alive():
             with contextlib.suppress(queue.Full):
                 self._steps.put_nowait((step, metrics))

@@ -36,6 +36,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--with-parent", action="store_true", help="end with whoever started it")
     given = parser.parse_args(argv)
     if given.with_parent:
+        # At once: a launcher that is killed while this starts would leave a page behind.
         die_with_parent()
     token = os.environ.get("DT_PAGE_TOKEN", "")
     flags = "--neuron.page_" if given.with_parent else "--"  # as the operator knows them
@@ -53,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {problem}", file=sys.stderr)
         return ExitStatus.BAD_CONFIGURATION
     os.nice(_NICENESS)
+    # After the port is ours: reading takes seconds, and a port in use is told before.
     neurons = [NeuronState(folder).catch_up() for folder in given.folders]
     print(f"page: http://{host}:{listener.getsockname()[1]}/", flush=True)
     config = uvicorn.Config(

@@ -76,6 +76,7 @@ class PageProcess:
             assert self._process.stdout is not None
             line = ""
             for line in self._process.stdout:
+                # All is read though little is told: a full pipe would stop the page.
                 if may_tell(line):
                     self._told(line.strip())
             if self._closing.is_set() or line.startswith("error: "):
@@ -90,12 +91,15 @@ class PageProcess:
             with self._lock:
                 if self._closing.is_set():
                     return
+                # It has closed its output, so it is ending; not waited for, it stays a zombie.
                 self._process.wait()
                 with contextlib.suppress(OSError):  # no process left: the next turn tries again
                     self._process = self._start()
 
     def close(self) -> None:
         with self._lock:
+            # With the lock: a page that is just being started is then either not begun or ended
+            # below.
             self._closing.set()
         self._process.terminate()
         wait_or_kill(self._process, _END_SECONDS)

@@ -62,6 +62,7 @@ class Hub:
                     self._send(str(event.get("kind")), event)
             if loop.time() - asked >= _GAUGES_SECONDS:
                 asked = loop.time()
+                # Not for nobody: it reads files of every neuron.
                 for neuron in self.neurons if self._readers else ():
                     self._send("gauges", {"neuron": neuron.name, **neuron.measured()})
             await asyncio.sleep(_POLL_SECONDS)
@@ -80,6 +81,7 @@ class Hub:
 
     def _send(self, kind: str, content: dict[str, Any]) -> None:
         text = f"event: {_word(kind)}\ndata: {json.dumps(content)}\n\n"
+        # A copy, since a reader that is too slow is taken out in this loop.
         for queue in tuple(self._readers):
             if queue.qsize() >= _QUEUED:
                 self._readers.discard(queue)
@@ -125,6 +127,7 @@ class Guard:
         self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        # Of the server itself, without a request to check.
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
@@ -156,6 +159,7 @@ class Guard:
         if self._token:
             header = request.headers.get("authorization", "").removeprefix("Bearer ")
             given = header or request.query_params.get("token") or request.cookies.get("token", "")
+            # In constant time: one that stops at the first wrong letter tells how many were right.
             if hmac.compare_digest(given.encode(), self._token.encode()):
                 return None
             return PlainTextResponse("the token is missing or wrong: open /?token=...\n", 401)
