@@ -195,9 +195,10 @@ def read_pt(file: Path | IO[bytes]) -> PtContent:
         with zipfile.ZipFile(file) as archive:
             members = {member.filename: member for member in archive.infolist()}
             _check_members(archive.infolist(), size)
-            pickles = [name for name in members if name.endswith("/data.pkl")]
-            if len(pickles) != 1 or members[pickles[0]].file_size > MOST_PICKLE:
-                raise PtFileError("it holds no pickle of a sensible size")
+            # torch.load heeds neither the case of a name nor the other name in its extra field.
+            pickles = [m for m in members.values() if m.orig_filename.lower().endswith("/data.pkl")]
+            if len(pickles) != 1 or pickles[0].file_size > MOST_PICKLE:
+                raise PtFileError("it holds no pickle of a sensible size, or several")
             data = archive.read(pickles[0])
     except PtFileError:
         raise
@@ -218,7 +219,7 @@ def read_pt(file: Path | IO[bytes]) -> PtContent:
         raise PtFileError(f"its pickle is damaged ({_short(error)})") from None
     found = {}
     for key, storage in reader.storages.items():
-        member = members.get(pickles[0].removesuffix("data.pkl") + f"data/{key}")
+        member = members.get(pickles[0].filename.removesuffix("data.pkl") + f"data/{key}")
         if member is None or member.file_size != storage.size:
             raise PtFileError(f"storage {key[:40]!r} is missing or of another size")
         found[key] = member
@@ -242,27 +243,35 @@ def _short(error: BaseException) -> str:
 
 
 def _check_table(file: IO[bytes]) -> int:
-    """Return the file's size, once its table of contents is known to be small.
+    """Return the file's size, once its table of contents is known to be small and in its place.
 
     ``zipfile`` reads that table whole, whatever length the last records of the file give.
     """
     size = file.seek(0, io.SEEK_END)
-    file.seek(max(0, size - _END.size - _LOCATOR64.size - _END64.size))
-    tail = file.read()
-    if len(tail) < _END.size:
+    end = size - _END.size - _LOCATOR64.size - _END64.size
+    if end < 0:
         raise PtFileError("it is too short for an archive")
-    magic, *_, table, _, comment = _END.unpack(tail[-_END.size :])
+    file.seek(end)
+    tail = file.read()
+    magic, *_, table, place, comment = _END.unpack(tail[-_END.size :])
     if magic != b"PK\5\6" or comment:
         raise PtFileError("it does not end as an archive does")
-    locator = tail[-_END.size - _LOCATOR64.size : -_END.size]
+    locator = tail[_END64.size : -_END.size]
     if locator.startswith(b"PK\6\7"):
-        if len(tail) < size and _LOCATOR64.unpack(locator)[2] != size - len(tail):
+        if not tail.startswith(b"PK\6\6") or _LOCATOR64.unpack(locator)[2] != end:
             raise PtFileError("the end of its table of contents is somewhere else")
-        large = _END64.unpack(tail[: _END64.size])[8] if len(tail) >= _END64.size else 0
-        table = large if table == 0xFFFFFFFF else max(table, large)
+        *_, table, place = _END64.unpack(tail[: _END64.size])
+    else:
+        end = size - _END.size
     if table > MOST_TABLE:
         raise PtFileError(f"its table of contents has {table} bytes, more than {MOST_TABLE}")
+    # zipfile looks right before the end, torch.load at the place: there may be a table at each.
+    if place + table != end:
+        raise PtFileError("its table of contents is not at the place that its end gives")
     file.seek(0)
+    if file.read(4) != b"PK\3\4":
+        # torch.load takes it for its older format, in which it would find another pickle.
+        raise PtFileError("it does not begin as an archive does")
     return size
 
 

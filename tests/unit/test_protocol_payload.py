@@ -135,6 +135,39 @@ def test_unreadable_files(data: bytes, capsys: pytest.CaptureFixture[str]) -> No
     assert "executed" not in capsys.readouterr().out
 
 
+def _archive(pickles: dict[str, bytes]) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as archive:
+        for name, content in {**pickles, "a/version": b"3\n", "a/byteorder": b"little"}.items():
+            archive.writestr(name, content)
+    return buffer.getvalue()
+
+
+def _older(content: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(content, buffer, _use_new_zipfile_serialization=False)
+    return buffer.getvalue()
+
+
+UNSEEN = pickle.dumps({"metadata": asdict(META)}, protocol=2)
+LOOKED_AT = pickle.dumps({}, protocol=2).ljust(len(UNSEEN), b".")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        _older({"metadata": asdict(META)}) + _archive({"a/data.pkl": LOOKED_AT}),
+        _archive({"a/DATA.PKL": UNSEEN, "a/b/data.pkl": LOOKED_AT}),
+        _archive({"a/data.pkl": UNSEEN}) + _archive({"a/data.pkl": LOOKED_AT}),
+    ],
+    ids=["older format before it", "name in capitals", "another table of contents"],
+)
+def test_torch_loads_no_other_pickle_than_was_looked_at(data: bytes) -> None:
+    """Such a pickle of a hundred bytes could ask for all memory."""
+    with pytest.raises(PayloadError, match="cannot be read"):
+        load_payload(data, SCHEMA)
+
+
 def test_size_is_bounded_packed_and_unpacked(tmp_path: Path) -> None:
     payload = build_payload(_codes(), META)
     payload["filler"] = torch.zeros(max_payload_bytes(SCHEMA))
