@@ -86,7 +86,7 @@ def parse_is_alive_reply(body: Mapping[str, Any]) -> IsAliveReply:
     if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0):
         raise SynapseError(f"IsAlive: epoch {reprlib.repr(epoch)} is not a non-negative integer")
     alive, peer_id = body.get("completion") == "True", body.get("peer_id")
-    return IsAliveReply(alive, epoch, peer_id if _is_peer_id(peer_id) else None)
+    return IsAliveReply(alive, epoch, peer_id if is_peer_id(peer_id) else None)
 
 
 # --- AllReduce ----------------------------------------------------------------------------------
@@ -145,7 +145,7 @@ def parse_all_reduce(
         raise SynapseError(f"AllReduce: min_group_size {size!r} is not an integer")
     durations = {name: _clamp(_optional_number(body, name), bounds[name]) for name in _SECONDS}
     peers = body.get("peers") or []
-    if not isinstance(peers, list) or not all(map(_is_peer_id, peers)):
+    if not isinstance(peers, list) or not all(map(is_peer_id, peers)):
         raise SynapseError(f"AllReduce: peers {reprlib.repr(peers)} are not peer ids")
     low, high = map(int, bounds["min_group_size"])
     return RoundRequest(
@@ -181,10 +181,11 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
-def _is_peer_id(value: object) -> bool:
+def is_peer_id(value: object) -> bool:
     """Return whether ``value`` may be a peer id: base58 of 34 to 38 bytes."""
+    # No longer ones: those of 65 peers have to fit into MAX_BODY_BYTES.
     return (
-        isinstance(value, str) and re.fullmatch(r"[1-9A-HJ-NP-Za-km-z]{40,60}", value) is not None
+        isinstance(value, str) and re.fullmatch(r"[1-9A-HJ-NP-Za-km-z]{40,53}", value) is not None
     )
 
 

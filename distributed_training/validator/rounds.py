@@ -25,6 +25,7 @@ from distributed_training.config.settings import SwarmSettings, ValidatorSetting
 from distributed_training.node.global_state import GlobalState, load_weights, model_bytes
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
+from distributed_training.protocol.synapses import is_peer_id
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
@@ -162,7 +163,12 @@ class RoundCaller:
         # What a running miner says of itself is newer than what it has published.
         published = {c.neuron.uid: c.metadata.peer_id for c in candidates}
         peer_ids = {**published, **attendance.peer_ids}
-        wanted = [n for n in [*(c.neuron for c in candidates), *unranked] if peer_ids.get(n.uid)]
+        # All ids go to every miner, which refuses the whole call for one that is none.
+        wanted = [
+            n
+            for n in [*(c.neuron for c in candidates), *unranked]
+            if is_peer_id(peer_ids.get(n.uid))
+        ]
         called = wanted[:MOST_CALLED]
         top = self._contribute(state, candidates)
         uids_of = {peer_ids[n.uid]: n.uid for n in called}

@@ -15,8 +15,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from distributed_training.chain.server import ROUND_BOUNDS
 from distributed_training.node.signals import Stopped
-from distributed_training.protocol import keys
+from distributed_training.protocol import keys, synapses
 from distributed_training.protocol.metadata import Metadata, parse_config
 from distributed_training.protocol.types import AllReduceFault, Revision
 from distributed_training.store.s3 import StoreError
@@ -193,6 +194,16 @@ def test_who_has_published_nothing_is_called_by_the_peer_id_that_it_tells(world:
     assert world.validator.round()
     assert world.client.called == [[17, 3]]
     assert world.miners[3].peer_id in world.swarm.requests[0][0].peers
+
+
+def test_who_publishes_no_peer_id_but_some_text_does_not_spoil_the_call(world: World) -> None:
+    world.train_and_publish()
+    world.miners[17].peer_id = ""  # it tells none itself
+    world.miners[17].bucket.put(keys.ROOT_METADATA, Metadata(RUN, 0, 99, "abc").to_json())
+    world.validator.round()
+    body = synapses.build_all_reduce(world.swarm.requests[0][0])
+    taken = synapses.parse_all_reduce(body, caller="", bounds=ROUND_BOUNDS)
+    assert taken.peers == (world.swarm.peer_id, world.miners[3].peer_id)
 
 
 def test_the_next_best_is_taken_when_the_top_checkpoint_does_not_fit(world: World) -> None:
