@@ -323,7 +323,8 @@ class RoundCaller:
             try:
                 return future.result(timeout=0.2)
             except TimeoutError:
+                # The result may have come right after the 0.2 s: then this is no error of its own.
                 if future.done():
-                    raise
+                    return future.result()
                 if give_up or self._stop.is_set():
                     self._swarm.cancel()
