@@ -47,7 +47,7 @@ class _Entry:
     all_reduce: int = 0
     repo_valid: int = 0
     missed_sweeps: int = 0
-    scored_at: int = -1  # block of the last evaluation
+    scored_at: int = -1  # block of the last evaluation, or of the last try
     seen: str = ""  # revision of the upload seen last
 
 
@@ -279,8 +279,8 @@ class Scorer:
             return []
         random_block = self.rng.randrange(*schedule.random_block_range(block))
         judgements: list[Judgement] = []
-        for repository in chosen:
-            if judgements and interrupted():
+        for tried, repository in enumerate(chosen):
+            if tried and interrupted():
                 log.info("A round is due: %d of %d uploads judged", len(judgements), len(chosen))
                 break
             try:
@@ -303,6 +303,8 @@ class Scorer:
                 judgement = Judgement.reset(repository.uid, outer_step, error.cause, str(error))
             except DataUnavailable as error:
                 log.warning("uid %d is not scored now: %s", repository.uid, error)
+                # Or its text would keep the first place from others, whose text can be had.
+                self.standings.entries[repository.uid].scored_at = block
                 continue
             judgements.append(judgement)
             self.record("upload_scored", **judgement_fields(judgement, repository.tag))

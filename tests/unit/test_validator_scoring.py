@@ -380,6 +380,31 @@ def test_those_not_judged_for_longest_come_first(tmp_path: Path) -> None:
     assert [j.uid for j in world.validator.score()] == [42, 3]
 
 
+def test_text_that_cannot_be_had_holds_up_neither_the_others_nor_a_round(tmp_path: Path) -> None:
+    world = World(tmp_path, settings(score_uids=2), uids=(3, 17, 42))
+    world.start()
+    world.train_and_publish()
+
+    def flaky(uid: int, block: int) -> torch.Tensor:
+        if uid != 42:
+            raise DataUnavailable("no rows")
+        return pages(uid, block)
+
+    world.pages = flaky
+    assert world.validator.score() == []
+    world.chain_ledger.advance(1)
+    assert [j.uid for j in world.validator.score()] == [42]
+    asked = []
+
+    def slow(uid: int, block: int) -> torch.Tensor:
+        asked.append(uid)
+        world.chain_ledger.advance(60)  # to the round
+        raise DataUnavailable("no rows")
+
+    world.pages = slow
+    assert world.validator.score() == [] and len(asked) == 1
+
+
 def test_a_round_that_falls_due_ends_a_pass_early(world: World) -> None:
     world.train_and_publish()
     world.chain_ledger.advance(40)
