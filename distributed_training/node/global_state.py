@@ -52,9 +52,10 @@ def load_weights(path: Path, schema: Schema) -> list[Tensor]:
 def _checked(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{path.name}: {name} has shape {tuple(tensor.shape)}, not {shape}")
-    if not tensor.is_floating_point() or not bool(torch.isfinite(tensor).all()):
+    floats = tensor.to(torch.float32)  # a finite float64 may be Inf then
+    if not tensor.is_floating_point() or not bool(torch.isfinite(floats).all()):
         raise ValueError(f"{path.name}: {name} is not finite floating-point numbers")
-    return tensor.to(torch.float32)
+    return floats
 
 
 @dataclass(frozen=True)

@@ -218,7 +218,7 @@ def test_the_next_best_is_taken_when_the_top_checkpoint_does_not_fit(world: Worl
     assert world.events.of("round")[0]["top_uid"] == 17
 
 
-@pytest.mark.parametrize("damage", ["nan", "shape", "missing", "garbage"])
+@pytest.mark.parametrize("damage", ["nan", "beyond float32", "shape", "missing", "garbage"])
 def test_a_bad_checkpoint_is_never_contributed(world: World, damage: str) -> None:
     from safetensors.torch import load, save
 
@@ -228,6 +228,8 @@ def test_a_bad_checkpoint_is_never_contributed(world: World, damage: str) -> Non
         name = next(iter(tensors))
         if damage == "nan":
             tensors[name].view(-1)[0] = float("nan")
+        elif damage == "beyond float32":
+            tensors[name] = tensors[name].double().fill_(1e300)
         elif damage == "shape":
             tensors[name] = torch.zeros(2, 2)
         else:
