@@ -51,7 +51,7 @@ class State:
     version: int
     block: int
     time: float
-    seconds_per_block: float
+    seconds_per_block: Annotated[float, Field(gt=0)]
     full: bool = True
     rows: tuple[tuple[int, Neuron | None, str | None], ...] = field(default=())
     scores: tuple[tuple[int, float], ...] = field(default=())

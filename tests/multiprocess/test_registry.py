@@ -266,6 +266,19 @@ def test_a_server_that_is_away_costs_only_age(
     assert caplog.text.count("does not answer") == 1
 
 
+def test_an_impossible_answer_does_not_end_the_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = {"registry": f"a/1/{'5' * 48}", "start": "1", "version": 1, "block": 7, "time": 9.0}
+    waits = [-1e308, 12.0]  # seconds, the last for good
+
+    def fetch(chain: RegistryChain, path: str) -> tuple[int, bytes]:
+        seconds = waits.pop(0) if len(waits) > 1 else waits[0]
+        return 200, json.dumps({**said, "seconds_per_block": seconds}).encode()
+
+    monkeypatch.setattr(RegistryChain, "_fetch", fetch)
+    with closing(RegistryChain(url="http://127.0.0.1:1", wallet=None)) as chain:
+        assert chain.wait_ready(timedelta(seconds=20)) and chain.block() == 7
+
+
 def test_another_registry_is_not_believed(
     server: RegistryServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
