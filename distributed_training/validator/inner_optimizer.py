@@ -146,7 +146,8 @@ class InnerPublisher:
                     self._publish(outer_step, donors, judged, period)
         except StoppedError:
             return
-        except (StoreError, OSError, ValueError) as error:
+        # A disk that is full is a RuntimeError of torch's; a StoreError is one too.
+        except (RuntimeError, OSError, ValueError) as error:
             log.warning(
                 "The inner optimizer that newcomers take over is not published yet (%s): tried "
                 "again after the next scoring pass",
@@ -213,6 +214,7 @@ class InnerPublisher:
         most = math.inf if before is None else before + _STEPS_OF_A_BLOCK * period
         places = {}
         for donor in donors[:_ASKED]:
+            self._uplink.check_stopped()  # a stop would wait for the answers of all of them
             place = self._place_of(donor.bucket, judged)
             if place is not None and place > most:
                 log.warning(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.training.collectives import row_range
 from distributed_training.training.inner_state import MOMENTS, InnerState
 from distributed_training.training.model import parameter_schema
+from distributed_training.validator import inner_optimizer
 from tests.tools import torch_2_5
 from tests.tools.validator_world import (  # noqa: F401
     MODEL_CONFIG,
@@ -219,6 +221,33 @@ def test_what_is_hostile_is_not_handed_on(world: World, tmp_path: Path, caplog: 
     publish(world.miners[42], tmp_path)
     look(world)
     assert told(world)[0][:2] == (0, 42)
+
+
+def test_a_full_disk_is_one_line_and_the_next_pass_tries_again(
+    world: World, tmp_path: Path, caplog: Any
+) -> None:
+    publish(world.miners[3], tmp_path)
+    full = RuntimeError("PytorchStreamWriter failed writing file")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inner_optimizer, "write_shard", Mock(side_effect=full))
+        look(world)
+    assert "is not published yet (PytorchStreamWriter" in caplog.text and not there(world, 0)
+    look(world)
+    assert there(world, 0) == SHARDS
+
+
+def test_a_stop_waits_for_one_donors_answer_at_most(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def stopped_meanwhile(publisher: inner_optimizer.InnerPublisher, *_: Any) -> None:
+        asked.append(1)
+        publisher._uplink.stop()
+
+    monkeypatch.setattr(inner_optimizer.InnerPublisher, "_place_of", stopped_meanwhile)
+    look(world)
+    assert len(asked) == 1
 
 
 def test_the_schedule_is_the_networks(world: World, tmp_path: Path) -> None:
