@@ -93,6 +93,8 @@ def test_sequences_are_left_out_once_for_each_outer_step() -> None:
     assert sequences(again, 3).count(6) == 1
     feed.see(ev.Loaded(5), mode)
     assert sequences(feed, 2) == [6, 10]
+    world.default, world.held_before = 8, False
+    assert sequences(world.feed(hold_back=2), 2) == [4, 8], "twice as long is long enough"
 
 
 def saved(world: World) -> tuple[dict[str, Any], dict[str, int]]:
@@ -187,6 +189,13 @@ def test_without_new_data_the_last_block_is_trained_on_again_after_a_while(
     world.now = 61.0
     assert feed.on_boundary(may_begin=True) == DataOrder(0, 100, 10)
     assert "No new data for 61 s: block 100 is trained on again" in caplog.text
+    for _ in range(2):  # the second list is as old as the first, so it does no harm either
+        feed.micro_batch_done()
+        feed.step_done()
+        assert feed.list_is_recent()
+        feed.snapshot_taken(Revision(5, 1, 1))
+        feed.publication_ended(Revision(5, 1, 1), ok=True)
+        world.chain = 1000
 
 
 def hour(
@@ -394,8 +403,12 @@ def test_it_follows_the_event_stream() -> None:
     assert feed.on_boundary(may_begin=True).begin == 101
     skipped = ev.InnerStepDone(replace(report, skipped=True))
     assert see(ev.MicroBatchTrained(), skipped) == [], "its tokens were not learned"
-    for event in (ev.OuterStepEnded(True, 4), ev.Loaded(4)):
-        assert see(ev.MicroBatchTrained(), event, ev.InnerStepDone(report)) == [101]
+    for block, event in ((102, ev.OuterStepEnded(True, 4)), (103, ev.Loaded(4))):
+        see(ev.MicroBatchTrained(), event, ev.BlockUsedUp())
+        world.chain = block
+        feed.on_boundary(may_begin=True)
+        assert feed.on_boundary(may_begin=True).begin == block
+        assert see(ev.InnerStepDone(report)) == [block], "what was trained before was dropped"
         see(ev.SnapshotTaken(handle, Progress(4, 1)))
         see(ev.PublicationEnded(replace(failed, revision=Revision(5, 4, 1), ok=True)))
     assert see(ev.RolledBack(None)) == []

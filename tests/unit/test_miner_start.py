@@ -257,6 +257,12 @@ def test_a_start_that_waits_says_so_every_five_minutes(
     assert caplog.text.count("Waiting for the commitment of the master hotkey 5Master") == 2
 
 
+def test_a_stop_ends_the_wait_of_a_start() -> None:
+    wanted = iter([True, False])
+    with pytest.raises(global_state.StopBeforeStart):
+        global_state.pause(lambda: next(wanted))
+
+
 def test_a_rank_that_stops_as_ordered_has_not_failed() -> None:
     """Whatever the miner's status is: the launcher would end rank 0 while it closes."""
     other: Any = SimpleNamespace(rank_zero=None, loop=SimpleNamespace(run=lambda: 3))

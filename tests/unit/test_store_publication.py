@@ -165,12 +165,14 @@ def test_an_object_that_is_not_what_was_sent_gets_no_metadata(
         assert store.get(key, limit=9999) is None
 
 
-@pytest.mark.parametrize("what", ["the next outer step", "other bytes of the same step"])
+@pytest.mark.parametrize(
+    "what", ["the next outer step", "other bytes of the same step", "the same bytes, expired"]
+)
 def test_parts_of_an_upload_that_nobody_goes_on_with_are_not_billed(
     tmp_path: Path, what: str
 ) -> None:
     """A miner was killed before Complete; what it sends next is of another outer step, or, from a
-    checkpoint, the same step with other weights."""
+    checkpoint, the same step with other weights, or the store has given the parts up meanwhile."""
 
     def killed(operation: str, key: str) -> None:
         if operation == "complete_multipart":
@@ -186,10 +188,15 @@ def test_parts_of_an_upload_that_nobody_goes_on_with_are_not_billed(
     assert store.list_parts(left.key, left.upload_id)
     store._before = lambda operation, key: None
     revision = Revision(5, 4, 50) if what == "the next outer step" else REVISION
-    files = write_snapshot(
-        tmp_path / "b", revision, world_size=1, rows=4000, weights=torch.full((64,), 0.5)
-    )
-    assert run(store, tmp_path / "b", revision).ok
+    folder = tmp_path / "b"
+    if what == "the same bytes, expired":
+        folder = (tmp_path / "a").rename(folder)
+        files = {path.name: path for path in folder.iterdir() if path.name in keys.data_files(1)}
+        store.abort_multipart(left.key, left.upload_id)
+    else:
+        weights = torch.full((64,), 0.5)
+        files = write_snapshot(folder, revision, world_size=1, rows=4000, weights=weights)
+    assert run(store, folder, revision).ok
     assert store.list_multiparts() == []
     assert_published(store, revision, files)
 
