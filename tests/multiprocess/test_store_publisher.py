@@ -9,11 +9,16 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pydantic import SecretStr
 
+from distributed_training.common.backoff import Backoff
+from distributed_training.common.processes import start_child
+from distributed_training.config.settings import StoreSettings
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
+from distributed_training.store import uploader
 from distributed_training.store.uploader import Uploader
 from tests.tools.support_store import (
     PEER_ID,
@@ -92,6 +97,44 @@ def test_an_uploader_killed_in_the_middle_is_restarted_and_goes_on(
         assert store.list_multiparts() == []
     finally:
         publisher.close()
+
+
+def test_an_uploader_that_keeps_dying_is_started_more_and_more_seldom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failures: list[int] = []
+
+    class AtOnce(Backoff):
+        def failed(self) -> timedelta:
+            super().failed()
+            failures.append(self.failures)
+            return timedelta(0)
+
+    monkeypatch.setattr(uploader, "Backoff", AtOnce)
+    monkeypatch.setattr(uploader, "start_child", lambda module: start_child("keyword"))  # ends
+    key = SecretStr("key")
+    settings = StoreSettings(write_access_key_id=key, write_secret_access_key=key)
+    publisher = Uploader(settings=settings, bucket="bucket", folder=tmp_path)
+    try:
+        wait_for(lambda: len(failures) >= 6, what="the third start")
+    finally:
+        publisher.close()
+    assert failures[:6] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_uploader_that_hangs_is_killed_at_the_end(
+    server: ObjectStoreServer, tmp_path: Path
+) -> None:
+    publisher = Uploader(settings=settings_for(server), bucket="bucket", folder=tmp_path)
+    assert publisher.pid
+    hangs = psutil.Process(publisher.pid)
+    hangs.suspend()
+    try:
+        publisher.close(timedelta(seconds=0.1))
+        assert not psutil.pid_exists(hangs.pid)
+    finally:
+        if psutil.pid_exists(hangs.pid):
+            hangs.kill()
 
 
 def test_an_outage_does_not_fill_the_disk_with_snapshots(

@@ -251,8 +251,8 @@ def test_the_timeout_header_of_a_legacy_call(given: str, read: float | None) -> 
 
 
 def test_a_refused_caller_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    log, names = auth.RefusalLog(), (PEER.ss58, None, STRANGER.ss58)
-    for claimed in names * 2:
+    log = auth.RefusalLog()
+    for claimed in (PEER.ss58, None, STRANGER.ss58, PEER.ss58, None):
         log.add(auth.Refusal.NO_PERMIT, claimed, "192.0.2.1")
     assert caplog.messages == [
         f"Refused a call from {who}192.0.2.1: validator permit is missing [no_permit]"

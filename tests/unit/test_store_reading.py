@@ -399,6 +399,16 @@ def test_a_slow_bucket_that_answers_is_given_up_at_the_deadline(
     assert ranges == [n * transfer.RANGE for n in range(6)]  # it went on where it was
 
 
+def test_one_file_has_the_time_of_the_caller_or_else_of_a_large_answer(
+    published: MemoryObjectStore, tmp_path: Path
+) -> None:
+    reader, path = BucketReader(published, large=timedelta(seconds=-1)), tmp_path / "m"
+    with pytest.raises(DeadlineError):
+        reader.download(keys.ROOT_METADATA, path, limit=9999)
+    reader.download(keys.ROOT_METADATA, path, limit=9999, deadline=time.monotonic() + 600)
+    assert path.read_bytes() == published.get(keys.ROOT_METADATA, limit=9999)
+
+
 def test_a_bucket_that_only_fails_is_given_up_long_before_the_deadline(
     published: MemoryObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
