@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import random
 import threading
 import time
@@ -70,7 +71,7 @@ class NotComparable(ValueError):
 def drift(
     rows: Sequence[Rows], read: ReadRange, *, size: int, seed: int, slices: int = SLICES
 ) -> float:
-    """Return the largest difference found, relative to the largest weight of its slice.
+    """Return the largest difference found, relative to the largest weight of its slice; or NaN.
 
     ``size``: bytes of the whole object. Reads the header and ``slices`` slices of at most 256 KiB,
     chosen at random among all rows by their size. Raises NotComparable, and the errors of ``read``.
@@ -100,8 +101,10 @@ def drift(
         ours = item.values[start : start + count].reshape(-1)
         scale = max(float(theirs.abs().max()), 1e-12)
         difference = float((ours - theirs).abs().max()) / scale
-        if not difference <= largest:  # NaN counts as the largest
-            largest = difference
+        # At once: max() would let the next slice's number take its place.
+        if math.isnan(difference):
+            return difference
+        largest = max(largest, difference)
     return largest
 
 
