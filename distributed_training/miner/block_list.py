@@ -166,14 +166,12 @@ class BlockList:
         return (micro_batches - 1) * self._pace.seconds()  # asked again a micro-batch later
 
     def _past_block(self) -> int:
-        """Return an earlier block: the chain has not moved, and its newest block was asked for.
-
-        Any block may be listed (protocol page, section 5), if the list also has recent ones.
-        """
+        """Return an earlier block: the chain has not moved, and its newest block was asked for."""
         if self._barren:
             return 0  # no more often than the chain moves, or a source that is down gets no rest
         if self._clock() - self._moved_at > self.patience and not self._recent_is_coming():
             return self._last_requested  # once more: no newer one is to be expected
+        # Any block may be listed (protocol page, section 5), if the list has a recent one too.
         if self._gaps:
             first, last = self._gaps.pop()
             if first < last:
@@ -282,6 +280,7 @@ class BlockList:
         """Note that an inner step ended. Tokens of a skipped step (NaN/Inf) were not learned."""
         self._steps += 1
         if not skipped:
+            # With the step. The public miner lists a block when it is fetched, learned from or not.
             self._trained |= dict.fromkeys(sorted(self._since_step), self._steps)
         self._since_step.clear()
 

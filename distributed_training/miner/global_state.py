@@ -305,10 +305,7 @@ def first_global_state(
 
 
 class _Waiting:
-    """Log what a start waits for: when that changes, and every five minutes.
-
-    What is expected, an empty bucket at first, is no warning in its first ten minutes.
-    """
+    """Log what a start waits for: when that changes, and every five minutes."""
 
     def __init__(self, advice: str) -> None:
         self._advice = advice
@@ -318,6 +315,7 @@ class _Waiting:
     def report(self, what: str, *, expected: bool = False) -> None:
         if not self._throttle(what):
             return
+        # An empty bucket is nothing to warn of, unless it stays empty.
         early = expected and time.monotonic() - self._began < _EXPECTED
         level = logging.INFO if early else logging.WARNING
         log.log(level, "%s. Training cannot begin without it; %s", what, self._advice)

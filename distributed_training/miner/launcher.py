@@ -551,7 +551,8 @@ class _Supervisor:
             self._tell_rank_0()
 
     def _tell_rank_0(self) -> None:
-        """Rank 0 decides for all. Before it listens there is nothing to save."""
+        """Ask rank 0, which decides for all, to save and end."""
+        # Before it listens there is nothing to save: then all ranks are told.
         self._group.signal(signal.SIGTERM, [0] if self._listening else None)
 
     def _follow_nodes(self, nodes: Host | Guest) -> None:

@@ -152,7 +152,8 @@ class MinerLoop:
             self._trainer.hold_back(held)
 
     def _hold_others_back(self) -> None:
-        """Choose other held-out data in a new outer step: scales searched on the old fit it."""
+        """Choose other held-out data in a new outer step."""
+        # Scales that were searched on the old sequences fit those better than any other.
         self._holds_back, self._wants_others = False, True
 
     def _micro_batch(self) -> ev.Event:
@@ -187,6 +188,7 @@ class MinerLoop:
             log.warning("Rank %d votes against the outer step: %s", self._ranks.rank, detail)
         # A rank that failed votes too: without its vote the others would wait for ever.
         committed = self._ranks.all_agree(not detail)
+        # On all ranks or on none: a round that fails leaves the public miner half changed.
         if committed:
             self._trainer.commit_outer_step()
             self._hold_others_back()
@@ -221,6 +223,7 @@ class MinerLoop:
         )
 
     def _take_snapshot(self, command: Command) -> ev.Event:
+        # Of this boundary: the public miner names the inner step at which an upload ends.
         progress = self._progress(command.given)
         if self._snapshot is not None and self._snapshot.error is not None:
             self._snapshot = None  # nobody previews it, and its error may hold memory

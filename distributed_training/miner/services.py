@@ -288,8 +288,9 @@ def connect(
 def _round_clock(
     config: Config, chain: Chain, model: Mapping[str, Any], outer_step: int
 ) -> RoundClock:
-    """Make the round clock; a validator's period may be longer after the first success."""
+    """Make the round clock."""
     shortest = period = config.miner.blocks_per_allreduce
+    # From the network's first success on validators leave more time between two rounds.
     if outer_step > 0:
         period = max(period, config.miner.blocks_per_allreduce_later)
     last = model.get("last_allreduce_block")
@@ -304,16 +305,12 @@ def _round_clock(
 
 
 def _address(config: Config, member: Member) -> str:
-    """Return the address that others call.
-
-    Raises NetworkFailure.
-
-    While none can be found out, it is the one that the chain shows for this miner; a change is
-    noticed later.
-    """
+    """Return the address that others call. Raises NetworkFailure."""
     try:
         return public_address(config)
     except AddressUnknown as error:
+        # What was right before the restart mostly is; should it not be, no call comes, and the
+        # address is asked for again.
         me = find(member.chain.neurons(), member.hotkey)
         if me is None or me.port is None:
             raise NetworkFailure(str(error)) from None
@@ -332,8 +329,7 @@ def _swarm_ip(config: Config, ip: str) -> str | None:
 def _open_bucket(config: Config, member: Member, bucket: str) -> tuple[Published, str]:
     """Return our bucket's content and the commitment to it, both keys checked.
 
-    While the store does not answer, read keys that the chain shows for us were checked by an
-    earlier start. Raises ConfigError, NetworkFailure.
+    Raises ConfigError, NetworkFailure.
     """
     try:
         return _check_bucket(config, bucket), buckets.own_commitment(config.store, bucket)
@@ -343,7 +339,7 @@ def _open_bucket(config: Config, member: Member, bucket: str) -> tuple[Published
             shown = member.chain.commitment(member.hotkey)
         except ChainUnavailable:  # only the neurons could be read so far
             shown = None
-        # Keys that no start has tried are not published.
+        # What the chain shows was tried by an earlier start; other keys are not published untried.
         if shown != commitment:
             raise
         log.warning(

@@ -175,6 +175,7 @@ class Publishing:
             self._round_clock.round_called()
             if self._publisher.busy:
                 log.info("%s (it goes on afterwards)", lines.UPLOAD_CANCELLED)
+            # Paused, not given up: the public miner sends all of it again after the round.
             self._publisher.pause()
             self._schedule.interrupt()
         # Not for a stop: what begins again now would only have to be given up.
