@@ -325,10 +325,16 @@ class Host(_Side):
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:
-                return
-            line = Line(connection, self._settings.node_timeout)
-            threading.Thread(target=self._welcome, args=(line,), name="node", daemon=True).start()
+                line = Line(connection, self._settings.node_timeout)
+                threading.Thread(
+                    target=self._welcome, args=(line,), name="node", daemon=True
+                ).start()
+            except (OSError, RuntimeError):
+                if self._listener.fileno() < 0:
+                    return
+                # For a moment no descriptor or thread is left: a node that was lost must be able
+                # to come back when there is one again.
+                time.sleep(_BEAT)
 
     def _welcome(self, line: Line) -> None:
         with contextlib.closing(line):

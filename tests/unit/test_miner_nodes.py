@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import socket
 import threading
@@ -110,6 +111,23 @@ def test_the_end_of_the_miner_is_that_of_all_nodes(world: Callable[..., World]) 
     assert waiting.result(50) is ExitStatus.DEREGISTERED
     # A launcher whose disk was away for a moment tries again in the same process.
     Host(here.settings, FACTS, ranks=2).close(ExitStatus.STOPPED)
+
+
+def test_a_moment_without_descriptors_locks_no_node_out(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    errors, real = [OSError(errno.EMFILE, "Too many open files")], socket.socket.accept
+
+    def accept(listener: socket.socket) -> Any:
+        if errors:
+            raise errors.pop()
+        return real(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    here = world("2")
+    host = here.meet(here.host)
+    assert here.meet(here.guest(1)).result(20).nodes == host.result(20).nodes == (0, 1)
+    assert not errors
 
 
 def test_a_lost_node_ends_the_ranks_and_the_rest_goes_on(world: Callable[..., World]) -> None:
