@@ -68,10 +68,15 @@ def atomic_file(path: Path, *, durable: bool = True, private: bool = False) -> I
                 # Before the rename, or a power loss may leave the new name on an empty file.
                 os.fsync(handle.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        if error.filename is None:
-            error.filename = str(path)  # write and sync do not say where
-        raise
+    except (OSError, RuntimeError) as error:
+        # torch.save covers the disk's error with one of its own ("unexpected pos"), which callers
+        # that bear a full disk would take for a defect.
+        disk = error if isinstance(error, OSError) else error.__context__
+        if not isinstance(disk, OSError):
+            raise
+        if disk.filename is None:
+            disk.filename = str(path)  # write and sync do not say where
+        raise disk from None
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)  # it is gone if all went well

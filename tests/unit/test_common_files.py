@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import io
+import itertools
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import Field
@@ -39,10 +42,19 @@ def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path: Pa
     assert [p.name for p in path.parent.iterdir()] == ["kept.json"]
 
 
-def test_an_error_of_the_disk_names_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "kept"
+@pytest.mark.parametrize("covered", [False, True])
+def test_an_error_of_the_disk_names_the_file(tmp_path: Path, covered: bool) -> None:
+    """torch.save raises a RuntimeError once the disk becomes full in its middle."""
+    path, writes = tmp_path / "kept", itertools.count()
+
+    class Full(io.BytesIO):
+        def write(self, data: Any) -> int:
+            if covered and not next(writes):
+                return len(data)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     with pytest.raises(OSError) as caught, atomic_file(path):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        torch.save(torch.zeros(1000), Full())
     assert caught.value.filename == str(path) and is_full(caught.value)
     assert not list(tmp_path.iterdir())
 
