@@ -261,7 +261,12 @@ class UploadLoop:
             return
         with self._wake:
             used = [s.folder for s in (self._current, self._waiting) if s is not None]
-        prune_snapshots(self._snapshots, before=before, unused_for=unused_for, spare=used)
+        try:
+            prune_snapshots(self._snapshots, before=before, unused_for=unused_for, spare=used)
+        except OSError as error:
+            # A network disk may be away for a moment. Raised, it would end the thread that cleans
+            # up, for good and unseen, or report an upload as failed that succeeded.
+            log.warning("Old snapshots stay for now: %s", disk_problem(error))
 
 
 # --- the process ----------------------------------------------------------------------------------

@@ -264,6 +264,27 @@ def test_old_epochs_go_metadata_first(tmp_path: Path) -> None:
     assert not (tmp_path / "3.45.90").exists()
 
 
+def test_a_disk_that_is_away_ends_neither_uploads_nor_the_cleanup(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, messages, name = MemoryObjectStore(), list[object](), "x" * 300  # no disk lists it
+    store.put("epoch-0/config.json", b"x")
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=1)
+    start = Start(SETTINGS, "bucket", tmp_path, tmp_path / name, miner_began=time.time())
+    loop = uploader_process.UploadLoop(start, store, messages.append)
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    try:
+        loop.receive(Submission(tmp_path / "s", REVISION, 1, PEER_ID))
+        wait_for(lambda: not store.list_objects("epoch-0"), seconds=60, what="the cleanup")
+        reports = [m for m in messages if isinstance(m, PublicationReport)]
+        assert [r.ok for r in reports] == [True] and "Old snapshots stay for now" in caplog.text
+        assert_published(store, REVISION, files)
+    finally:
+        loop.receive(Close())
+        thread.join(30)
+
+
 @pytest.mark.timeout(200)
 def test_a_crowded_bucket_is_cleaned_and_no_publication_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
