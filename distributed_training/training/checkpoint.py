@@ -375,10 +375,14 @@ class Checkpointer:
         """
         if not self._lead:
             return ""
-        names = self._names()
-        for name in names:
-            if not is_complete(self._folder / name):
-                shutil.rmtree(self._folder / name, ignore_errors=True)
+        names: list[str] = []
+        # A disk that is away: the thread that writes logs it. Raised here, it would end the miner,
+        # with the other ranks waiting for the name.
+        with contextlib.suppress(OSError):
+            names = self._names()
+            for name in names:
+                if not is_complete(self._folder / name):
+                    shutil.rmtree(self._folder / name, ignore_errors=True)
         last = max((int(n) for name in names if (n := name.partition("-")[2]).isdigit()), default=0)
         return f"checkpoint-{max(last + 1, time.time_ns() // 1_000_000):015d}"
 

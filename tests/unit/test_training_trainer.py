@@ -814,12 +814,14 @@ def test_a_roll_back_that_did_not_help_goes_further_back(
     assert keeper.roll_back() is None and "No usable checkpoint" in caplog.text
 
 
+@pytest.mark.parametrize("name", ["file", "x" * 300])
 def test_unwritable_folder_is_one_line_and_training_goes_on(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
+    """A file in the way, and a disk that does not even answer what is there."""
     made = trainer()
     (tmp_path / "file").write_text("in the way")
-    keeper = Checkpointer(trainer=made, folder=tmp_path / "file")
+    keeper = Checkpointer(trainer=made, folder=tmp_path / name)
     keeper.save({}, Progress())
     keeper.wait()
     assert keeper.last_error is not None and "check the disk" in caplog.text
