@@ -42,7 +42,8 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class _Done:
-    files: tuple[FileRecord, ...]
+    files: tuple[FileRecord, ...] = ()
+    error: str | None = None  # of a rank that could not write them
 
 
 _DONE = TypeAdapter(_Done)
@@ -83,11 +84,15 @@ def wait_complete(
 
 def _read_done(path: Path) -> tuple[FileRecord, ...]:
     try:
-        return _DONE.validate_json(path.read_bytes()[:_MOST_DONE_BYTES]).files
+        done = _DONE.validate_json(path.read_bytes()[:_MOST_DONE_BYTES])
     except ValueError:  # an earlier version named no tensors: nobody knows whether they are finite
         raise IntegrityError(
             f"{path.name} of the snapshot cannot be read: the next snapshot takes its place"
         ) from None
+    if done.error is not None:
+        rank = path.name.partition(".")[0]
+        raise IntegrityError(f"{rank} could not write its files of the snapshot: {done.error}")
+    return done.files
 
 
 def check_files(

@@ -356,17 +356,21 @@ def write_snapshot(
     if not state.writes:  # the error feedback advances here as well, and previews need the codes
         handle.codes = {each.name: each.encode(handle.check) for each in state.directions}
         return
+    with ExitStack() as stack:
+        stack.push(lambda _, error, __: _tell_failure(handle.folder, state.rank, error))
+        _write_files(state, handle, parts_timeout)
+
+
+def _write_files(state: SnapshotState, handle: SnapshotHandle, parts_timeout: timedelta) -> None:
     folder = handle.folder
     parts = folder / _PARTS
     files: dict[Path, str | None] = {}  # and what in it holds NaN or Inf
-    with ExitStack() as stack:
-        stack.push(lambda _, error, __: _tell_failure(folder, state.rank, error))
-        layout = _write_model_rows(state, parts / keys.MODEL, handle.check)
-        bad_weights = _not_finite(state.shards, state.copies.weights, handle.check)
-        codes = {each.name: each.encode(handle.check) for each in state.directions}
-        handle.codes = codes
-        if state.rank != 0:
-            write_safetensors(_gradient_part(parts, state.rank), _part_tensors(state, codes))
+    layout = _write_model_rows(state, parts / keys.MODEL, handle.check)
+    bad_weights = _not_finite(state.shards, state.copies.weights, handle.check)
+    codes = {each.name: each.encode(handle.check) for each in state.directions}
+    handle.codes = codes
+    if state.rank != 0:
+        write_safetensors(_gradient_part(parts, state.rank), _part_tensors(state, codes))
     # After the part: rank 0 reads it as soon as this is there.
     write_json(_ready(parts, state.rank), {"error": None, "not_finite": bad_weights})
     if state.rank == 0:
@@ -407,12 +411,15 @@ def write_snapshot(
 
 
 def _tell_failure(folder: Path, rank: int, error: BaseException | None) -> None:
-    """Report a failure of this rank's part to rank 0, which waits for it."""
+    """Report a failure to rank 0, which waits for this rank's part, and to the uploader."""
     if error is not None:
-        parts = folder / _PARTS
+        parts, why = folder / _PARTS, f"{type(error).__name__}: {error}"
         _gradient_part(parts, rank).unlink(missing_ok=True)  # a full disk needs the room
-        with contextlib.suppress(OSError):
-            write_json(_ready(parts, rank), {"error": f"{type(error).__name__}: {error}"})
+        # To both: rank 0 may have its part and read no more of this rank, and the uploader would
+        # wait ten minutes for the rest.
+        for path in (_ready(parts, rank), _done_file(folder, rank)):
+            with contextlib.suppress(OSError):
+                write_json(path, {"error": why})
 
 
 def publish_instead(handle: SnapshotHandle, direction: str, factor: float) -> None:
