@@ -114,10 +114,11 @@ class Publication:
         )
         if warning := preview_warning(submission.preview_delta):
             log.warning("%s", warning)
+        deadline = self.uplink.clock() + settings.longest_transfer.total_seconds()
         with Sender(
             store=self.store,
             journal=self.journal,
-            deadline=self.uplink.clock() + settings.longest_transfer.total_seconds(),
+            deadline=deadline,
             uplink=self.uplink,
             concurrency=settings.concurrency,
             part_size=settings.part_size,
@@ -132,7 +133,7 @@ class Publication:
             named = {keys.epoch_key(revision.outer_step, n): record for n, record in files.items()}
             sender.abandon_all_but(named)
             staged = [
-                sender.stage(key, submission.folder / record.name)
+                sender.stage(key, submission.folder / record.name, until=deadline)
                 for key, record in sorted(named.items(), key=lambda item: -item[1].size)
             ]
             self._withdraw(revision)

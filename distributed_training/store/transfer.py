@@ -462,11 +462,12 @@ class Sender:
 
     # --- stage ----------------------------------------------------------------------------------
 
-    def stage(self, key: str, path: Path) -> Staged:
+    def stage(self, key: str, path: Path, *, until: float = math.inf) -> Staged:
         """Send all parts of a large file; a small one is only looked at.
 
-        Inode and mtime tell whether an upload of an earlier process was of the same file. Parts
-        found at the store are compared by MD5 in any case.
+        No part is begun after ``until``, by the clock of the uplink. Inode and mtime tell whether
+        an upload of an earlier process was of the same file. Parts found at the store are compared
+        by MD5 in any case.
         """
         status = path.stat()
         size = status.st_size
@@ -481,7 +482,7 @@ class Sender:
                 record = self._begin(key, cut, identity)
             if record.etag:
                 return Staged(key, path, size, record, etag=record.etag, visible=True)
-            parts = self._send_missing(record, cut, kept)
+            parts = self._send_missing(record, cut, kept, until)
         return Staged(key, path, size, record, parts, multipart_etag(parts))
 
     def _begin(self, key: str, cut: _Parts, identity: str) -> UploadRecord:
@@ -557,7 +558,7 @@ class Sender:
             return None  # no such id can exist: a damaged journal must not stop uploads
 
     def _send_missing(
-        self, record: UploadRecord, cut: _Parts, kept: dict[int, PartInfo]
+        self, record: UploadRecord, cut: _Parts, kept: dict[int, PartInfo], until: float
     ) -> tuple[PartInfo, ...]:
         """Send what is missing; return all parts in their order.
 
@@ -565,6 +566,13 @@ class Sender:
         """
 
         def send(number: int) -> PartInfo:
+            # A slow link fails at nothing, so no retry would ever look at its deadline.
+            if self._uplink.clock() > until:
+                raise DeadlineError(
+                    f"{record.key}: part {number} of {len(cut.numbers)} was not sent in the time "
+                    "an upload has (--r2.file_deadline), so it is given up: the next snapshot is "
+                    "younger"
+                )
             body = cut.section(number)
             part = self._store.upload_part(record.key, record.upload_id, number, body)
             self._count(len(body))

@@ -374,6 +374,30 @@ def test_a_pause_takes_nothing_from_the_time_of_a_publication(
     assert_published(store, REVISION, files)
 
 
+def test_an_upload_over_a_slow_link_ends_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every part succeeds, and takes 15 of the 20 seconds."""
+    real, later, uplink, parts = time.monotonic, 0.0, Uplink(), 0
+
+    def before(operation: str, key: str) -> None:
+        nonlocal later, parts
+        if operation == "upload_part":
+            later, parts = later + 15.0, parts + 1
+
+    monkeypatch.setattr(time, "monotonic", lambda: real() + later)
+    store = MemoryObjectStore(before=before)
+    write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=8000)
+    limit = timedelta(seconds=20)
+    settings = dataclasses.replace(
+        SETTINGS, file_deadline=limit, concurrency=1, part_size=5 * 2**20
+    )
+    publication = Publication(store, Journal(tmp_path / "j.json"), settings, "me", uplink=uplink)
+    report = publication.run(Submission(tmp_path / "s", REVISION, 1, PEER_ID))
+    assert not report.ok and "part 3 of 13 was not sent in the time" in report.reason
+    assert parts == 2 and store.list_objects("epoch-") == []
+
+
 def test_an_upload_that_a_kill_left_without_its_record_ends_with_the_next(tmp_path: Path) -> None:
     """Killed between the store's answer to CreateMultipart and the journal's write."""
     store = MemoryObjectStore()
