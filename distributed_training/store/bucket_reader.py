@@ -131,6 +131,7 @@ class BucketReader:
         self._uplink = Uplink()
         self._once = store
         self._store = patient(store, each=min(small, large), uplink=self._uplink)
+        # Two fetches at once would write and delete each other's temporary folders.
         self._fetching = threading.Lock()
 
     @property
@@ -286,8 +287,10 @@ class BucketReader:
         kind = "global state" if keys.MODEL in objects else "inner optimizer"
         what = f"{kind} of outer step {before.outer_step}"
         came = self._fetch_missing(what, aside, objects, reserved)
+        # After the last byte: tens of gigabytes take minutes, in which the owner may publish again.
         self._check_unchanged(before, objects, came)
         self._check_inner_step(aside, before)
+        # Last of all: a folder without metadata is not whole.
         write_bytes(aside / keys.METADATA, before.to_json())  # its sync is of the whole folder
         log.info("Downloaded %s in %.0f s", what, time.monotonic() - began)
 
@@ -312,10 +315,7 @@ class BucketReader:
     def _fetch_missing(
         self, what: str, aside: Path, objects: Mapping[str, ObjectInfo], reserved: int
     ) -> dict[str, Any]:
-        """Fetch into ``aside`` what an earlier attempt did not; return the etags of what is there.
-
-        A file is checked before its etag is noted, so what is noted is sound.
-        """
+        """Fetch into ``aside`` what an earlier attempt did not; return the etags of all."""
         deadline = deadline_in(self._large)
         aside.mkdir(parents=True, exist_ok=True)
         came = read_json_object(aside / _ETAGS) or {}
@@ -334,6 +334,7 @@ class BucketReader:
         )
         for name, info in wanted.items():
             etag = self._fetch_file(info.key, aside / name, deadline, progress)
+            # After its check: a file whose etag is noted is not looked into again.
             write_json(aside / _ETAGS, came := came | {name: etag})
         return came
 
@@ -501,11 +502,12 @@ def _is_whole(folder: Path, revision: Revision, objects: Mapping[str, ObjectInfo
 def _make_room(destination: Path, needed: int, *, what: str) -> None:
     """Delete the oldest states in ``destination`` until ``needed`` bytes fit. Raises NoRoomError.
 
-    Nothing is deleted where even that would not make room: a state that is there spares a later
-    start its download. No state on the disk is in use while another one is fetched.
+    No state on the disk is in use while another one is fetched.
     """
     found = [path for _, path in states(destination)]
     held = sum(file.stat().st_size for path in found for file in path.iterdir())
+    # Nothing is deleted where even that would not make room: a state that is there spares a later
+    # start its download.
     check_room(destination, needed, what=what, older=held)
     for state in found:
         try:
@@ -521,7 +523,8 @@ def _put_in_place(aside: Path, final: Path) -> None:
     old = final.with_name(f".old.{final.name}")
     if final.exists():
         shutil.rmtree(old, ignore_errors=True)
-        # A rename does not replace a folder that holds files.
+        # A rename does not replace a folder that holds files. Killed between the two, the next
+        # fetch finds ``aside`` whole and only renames it.
         final.rename(old)
     aside.rename(final)
     shutil.rmtree(old, ignore_errors=True)
@@ -646,7 +649,7 @@ def check_read_key(reader: S3ObjectStore, *, timeout: timedelta) -> None:
     try:
         asked.put(PROBE_KEY, b"")
     except ClockSkewError:
-        raise
+        raise  # an AccessDeniedError too, which says nothing about the key
     except AccessDeniedError:
         return
     with contextlib.suppress(StoreError):

@@ -87,6 +87,7 @@ def claim_bucket(store: S3ObjectStore, instance: str, *, take: bool = False) -> 
 def check_claim(store: S3ObjectStore, instance: str) -> None:
     """Raise ForeignBucketError if another miner's claim stands."""
     info = store.head(OWNER_KEY)
+    # By the store's clock: those of the two machines may differ by more than a lease.
     if info is None or (info.age_seconds or 0.0) > LAPSES_AFTER.total_seconds():
         return
     owner = _owner(store)
@@ -266,6 +267,7 @@ def prune_epochs(store: S3ObjectStore, *, newest: int, keep: int) -> Removed:
     old = [
         (name, info.key)
         for info in store.list_objects("epoch-")
+        # A name that is not the protocol's is not ours to delete: it counts as the newest step's.
         for step, name in [keys.parse_epoch_key(info.key) or (newest, "")]
         if step <= newest - max(keep, 1)
     ]
@@ -274,6 +276,7 @@ def prune_epochs(store: S3ObjectStore, *, newest: int, keep: int) -> Removed:
         store.delete([key])
 
     metadata = _each(delete, [key for name, key in old if name == keys.METADATA])
+    # Files without metadata are read by nobody; metadata without files leads readers into a hole.
     if metadata.failed:
         return metadata
     data = _each(delete, [key for name, key in old if name != keys.METADATA])

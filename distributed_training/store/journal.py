@@ -99,6 +99,8 @@ class Journal:
             self._save()  # a disk that cannot be written is told now, not amid an upload
 
     def _save(self) -> None:
+        # Under the lock, since several threads complete files: the one that writes last would else
+        # put back what another has dropped.
         pending = _Pending.of(self._pending) if self._pending else None
         write_state(self._path, _Content(self._uploads, pending, self._checked))
 
@@ -131,6 +133,7 @@ class Journal:
     def owned(self) -> frozenset[str]:
         """Return ids of the multipart uploads that a resume will go on with."""
         with self._lock:
+            # One with an etag is complete: the store no longer knows its id.
             return frozenset(r.upload_id for r in self._uploads.values() if not r.etag)
 
     def put(self, record: UploadRecord) -> None:

@@ -64,6 +64,7 @@ class Publication:
         reason, sent, age = "", Sent(), None
         revision, checked = submission.revision, submission.preview_delta is not None
         try:
+            # First of all: after a kill from here on, the next process goes on with it.
             self.journal.set_pending(submission)
             age = self._publish(submission, sent)
         except StoppedError:
@@ -129,6 +130,7 @@ class Publication:
                 clock=self.uplink.clock,
             ),
         ) as sender:
+            # Two miners in one bucket overwrite each other's files: the mixture would be scored.
             check_claim(self._patient, self.instance)
             named = {keys.epoch_key(revision.outer_step, n): record for n, record in files.items()}
             sender.abandon_all_but(named)
@@ -136,6 +138,8 @@ class Publication:
                 sender.stage(key, submission.folder / record.name, until=deadline)
                 for key, record in sorted(named.items(), key=lambda item: -item[1].size)
             ]
+            # Nothing was visible so far. What fails from here on leaves an outer step without
+            # metadata: better none than one that vouches for other files.
             self._withdraw(revision)
             etags = sender.publish_all(staged)
         age = self._verify(staged, etags)

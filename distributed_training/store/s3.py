@@ -86,7 +86,9 @@ class StoppedError(StoreError):
 
 # --- what a store, or the disk, answered ----------------------------------------------------------
 
+# 409: another request for the same key is not over yet (S3's OperationAborted).
 _PASSING_STATUS = frozenset({408, 409, 429})
+# By code as well: S3 gives three of them status 400, which is otherwise for good.
 _PASSING_CODES = frozenset(
     {"SlowDown", "RequestTimeout", "BadDigest", "IncompleteBody", "InternalError"}
 )
@@ -214,15 +216,15 @@ class Section(io.RawIOBase):
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
-        """Read up to ``BLOCK`` bytes, also when fewer are asked for: a hazard.
-
-        http.client asks for 16 KiB at a time and sends whatever it gets; larger pieces save a third
-        of the CPU time of an upload.
-        """
+        """Read up to ``BLOCK`` bytes, also when fewer are asked for."""
         if self._uplink is not None and (self._uplink.paused or self._uplink.stopped):
+            # Into urllib3's loop, which then drops the connection: a round gets the network link
+            # within one block instead of one part.
             raise UplinkClosedError("the uplink is closed")
         wanted = self._size - self._at
         if size is not None and size >= 0:
+            # http.client asks for 16 KiB at a time and sends whatever it gets; larger pieces save a
+            # third of the CPU time of an upload.
             wanted = min(wanted, max(size, self.BLOCK)) if size else 0
         data = os.pread(self._handle, wanted, self._start + self._at)
         self._at += len(data)
@@ -441,6 +443,7 @@ class S3ObjectStore:
             with self._errors("read", key) as call:
                 answer = call(self._client.get_object, Key=key)
                 with answer["Body"] as body:
+                    # Before a byte of it is read: the bucket may be another's and hold anything.
                     if answer["ContentLength"] > limit:
                         raise IntegrityError(
                             f"{self._bucket}/{key} has {answer['ContentLength']} bytes, more than "
@@ -464,6 +467,7 @@ class S3ObjectStore:
                 **condition,
             )
             with answer["Body"] as body:
+                # Status 200 and the whole object, gigabytes of memory, instead of 206.
                 if answer["ContentLength"] > length:
                     raise IntegrityError(f"{self._bucket}/{key}: the store ignored the range")
                 return self._read(key, body, answer["ContentLength"])
@@ -553,6 +557,7 @@ class S3ObjectStore:
                     f"{_LONGEST_READ:.0f} s"
                 )
         data = b"".join(pieces)
+        # botocore compares lengths in a read() of its own, which read1() goes around.
         if len(data) != size:
             raise TransientError(f"read {self._bucket}/{key}: the answer was cut short")
         return data
@@ -572,15 +577,13 @@ class S3ObjectStore:
 
     @contextmanager
     def _errors(self, verb: str, key: str) -> Iterator[Callable[..., dict[str, Any]]]:
-        """Raise botocore's exceptions as ours.
-
-        Their chains are left out, which may hold signed requests.
-        """
+        """Raise botocore's exceptions as ours."""
         from botocore.exceptions import BotoCoreError, ClientError
         from urllib3.exceptions import HTTPError
 
         def call(operation: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
             if isinstance(body := arguments.get("Body"), Section):
+                # An attempt before may have left it, and its MD5, in the middle.
                 body.seek(0)
             return operation(Bucket=self._bucket, **arguments)
 
@@ -589,6 +592,7 @@ class S3ObjectStore:
         except self._client.exceptions.BucketAlreadyOwnedByYou:
             return  # what create_bucket() wants
         except ClientError as error:
+            # Here and below without the chain: it may hold a signed request.
             raise self._refused(verb, key, error.response) from None
         except (BotoCoreError, HTTPError, OSError) as error:
             # Connection, timeout, or a read of ours that was interrupted.
@@ -611,6 +615,8 @@ class S3ObjectStore:
         code = str(response.get("Error", {}).get("Code", ""))
         status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
         place = f"{verb} {self._bucket}/{key}".rstrip("/")
+        # Codes before statuses: a bucket or an upload that is gone is a 404 too, a wrong clock a
+        # 403.
         if code == "NoSuchBucket":
             return BucketMissingError(
                 f"bucket {self._bucket} does not exist at {self._endpoint}, so nothing can be "
@@ -625,6 +631,7 @@ class S3ObjectStore:
             )
         if status in (401, 403):
             return AccessDeniedError(self._denied(verb, place, code))
+        # An answer to HEAD has no body, so botocore takes the status for its code.
         if code in ("NoSuchKey", "404", "NotFound") or status == 404:
             return ObjectMissingError(f"{place}: no such object")
         if status == 412:
@@ -657,6 +664,7 @@ def _confirm(what: str, data: bytes | Section, etag: str) -> str:
         sent = data.md5
     else:
         sent = hashlib.md5(data, usedforsecurity=False).hexdigest()
+    # The etag of one request's bytes is their MD5, on R2 too; that of joined parts is not.
     if etag != sent:
         # Damaged on the way: sending it again helps.
         raise TransientError(f"{what}: the store holds other bytes than those sent")

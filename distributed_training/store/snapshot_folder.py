@@ -62,6 +62,7 @@ def wait_complete(
     ``timeout`` covers the wait for all ranks; ``give_up`` ends it early, when a newer snapshot
     waits. Raises IntegrityError, StoppedError.
     """
+    # Not by the uplink's clock: ranks write on while a round pauses the uplink.
     deadline = time.monotonic() + timeout.total_seconds()
     files: dict[str, FileRecord] = {}
     for rank in range(world_size):
@@ -149,6 +150,7 @@ def prune_snapshots(
         block = _chain_block(path)
         if block is None or not path.is_dir() or path.resolve() in spared:
             continue
+        # Earlier, not other: a snapshot of a later block may be under way in the ranks.
         old = newest is not None and block < newest
         if old or (unused_for is not None and _unused(path) > unused_for.total_seconds()):
             shutil.rmtree(path, ignore_errors=True)

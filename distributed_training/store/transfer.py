@@ -274,6 +274,7 @@ def _download(
                 for future in futures:
                     future.result()
             finally:
+                # Or the pool's end would fetch all other ranges of a download that failed.
                 for future in futures:
                     future.cancel()
     except OSError as error:
@@ -341,6 +342,7 @@ def _ranges_done(notes: Path, part: Path, info: ObjectInfo) -> set[int]:
     known = read_state(notes, _Notes, lost="the file is downloaded from its beginning")
     if known and (known.etag, known.size) == (info.etag, info.size) and part.exists():
         return set(known.done)
+    # Of another version of the object: its ranges would be mixed with those of the new one.
     part.unlink(missing_ok=True)
     return set()
 
@@ -498,11 +500,12 @@ class Sender:
         """Abort uploads of ``key`` without a record.
 
         Their uploader was killed, or the answer of the store was lost, before they were in the
-        journal. Only one uploader sends a key, so they cannot be another's. One attempt: the hourly
-        cleanup finds what stays.
+        journal.
         """
+        # One attempt: the hourly cleanup finds what stays.
         try:
             for upload in self._once.list_multiparts(key):
+                # The claim lets one uploader send to a bucket, so they are nobody else's.
                 if upload.key == key and upload.upload_id not in self._journal.owned():
                     with contextlib.suppress(UploadMissingError):
                         self._once.abort_multipart(key, upload.upload_id)
@@ -523,6 +526,7 @@ class Sender:
         if before != (self._store.bucket, cut.size, identity, cut.part_size):
             self.abandon(record)
             return None, {}
+        # With an etag it was completed: the store has forgotten its parts.
         listed = None if record.etag else self._parts_at_store(record)
         if listed is not None:
             at_store = {p.number: p for p in listed if p.number in cut.numbers}
@@ -655,6 +659,7 @@ class Sender:
                 pass
             except StoreError as error:
                 log.warning("Could not abort the upload of %s: %s", record.key, error)
+        # In any case: as long as the journal has it, the hourly cleanup spares it.
         self._journal.drop(record.key)
 
     def abandon_all_but(self, keys: Iterable[str]) -> None:

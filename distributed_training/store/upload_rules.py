@@ -58,6 +58,7 @@ def upload_gate(
 
 def preview_warning(preview_delta: float | None) -> str | None:
     """Word a gradient that would not help whoever applies it, or return None."""
+    # Not ``>= 0`` below: NaN, the worst of all, must be warned of too.
     if preview_delta is None or preview_delta < 0:
         return None
     change = (
@@ -78,6 +79,7 @@ def disk_allows(folder: Path, needed: int, *, reserve: int = DISK_RESERVE) -> st
     """
     place = folder
     try:
+        # Before the first snapshot there is no such folder, and disk_usage() would raise.
         while not place.exists() and place != place.parent:
             place = place.parent
         free = shutil.disk_usage(place).free

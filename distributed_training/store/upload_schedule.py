@@ -113,6 +113,7 @@ def weigh(now: float, *, rounds: Rounds, pace: Pace, bounds: Bounds, counts_unti
     taken = _moments(now, horizon, rounds, pace, bounds.first)
     ours = taken < rounds.next_at  # of the present outer step; the others are of the next
     visible = taken + pace.upload
+    # A round takes the uplink for itself: what is under way then comes so much later.
     visible[ours & (visible > rounds.next_at)] += rounds.pause
     until = np.minimum(
         taken - np.where(taken > now, pace.mean_block_age, pace.block_age) + rounds.half,
@@ -126,6 +127,7 @@ def weigh(now: float, *, rounds: Rounds, pace: Pace, bounds: Bounds, counts_unti
         lowest = np.where(of_ours, began, change) - bounds.margin
         highest = np.where(of_ours, change, horizon)
         start, end = np.maximum(start, lowest), np.minimum(end, np.minimum(highest, horizon))
+        # No validator looks while it averages.
         in_round = np.minimum(end, rounds.next_at + rounds.pause) - np.maximum(
             start, rounds.next_at
         )
@@ -138,6 +140,7 @@ def weigh(now: float, *, rounds: Rounds, pace: Pace, bounds: Bounds, counts_unti
     free = np.maximum(visible + bounds.margin, taken + bounds.spacing)  # for the next one
     counts[taken < free[:, None]] = -math.inf
     best = judged(visible, until, ours)  # if there is no next one
+    # From the last to the first: the best of every later snapshot is known by then.
     for i in range(len(taken) - 2, -1, -1):
         best[i] = max(best[i], float((counts[i, i + 1 :] + best[i + 1 :]).max()))
     # What is uploaded already counts until the first of them is visible.
@@ -292,6 +295,7 @@ class UploadSchedule:
             at = report.finished_at - (report.age_seconds or 0.0)
             self.published_at = max(self.published_at or -math.inf, at)
             self._warned = {name for name in self._warned if not name.startswith("age")}
+        # The report of a snapshot that the journal kept must not free the way for two at once.
         if asked is None or not ours:
             return
         if report.ok:
@@ -336,6 +340,7 @@ class UploadSchedule:
             gap = now - self._step_before[1] - report.seconds
             self._pause = _mean(self._pause, max(0.0, gap))
             self.interrupt()
+            # Once more in each outer step: its pace may be another.
             self._warned -= {"period", "first"}
         self._step_before = (report.outer_step, now)
 

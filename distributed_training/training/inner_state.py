@@ -89,20 +89,20 @@ class InnerState:
         return whole
 
     def _read(self, number: int, storage: Storage, offset: int, count: int) -> Tensor:
-        """Return ``count`` elements of a storage. Raises OSError, ValueError.
-
-        No more is read: an untrusted peer's moments may all be views of one storage as large as the
-        file, and there are hundreds of them.
-        """
+        """Return ``count`` elements of a storage. Raises OSError, ValueError."""
         dtype = _DTYPES[storage.kind]
         if not count:
             return torch.empty(0, dtype=dtype)
         member = self._files[number].members[storage.key]
         with self._paths[number].open("rb") as file:
+            # Lengths of the local header: torch pads it, so that data lie aligned, and the table of
+            # contents has others.
             file.seek(member.header_offset + _LOCAL_LENGTHS)
             name_and_extra = sum(struct.unpack("<2H", file.read(4)))
             start = member.header_offset + _LOCAL_HEADER + name_and_extra
             file.seek(start + offset * dtype.itemsize)
+            # Not the storage: an untrusted peer's moments, hundreds of them, may all be views of
+            # one that is as large as the file.
             data = bytearray(file.read(count * dtype.itemsize))
         if len(data) != count * dtype.itemsize:
             raise ValueError(f"{self._paths[number].name} became shorter while it was read")
@@ -146,6 +146,7 @@ def finished_steps(file: PtContent) -> int:
 
 
 def _check_count(count: Any) -> None:
+    # Not isinstance(): True is an int. NaN fails both comparisons.
     if type(count) not in (int, float) or not 0 <= count <= _MOST_STEPS:
         raise TypeError(f"{count!r:.40} is no number of inner steps")
 
@@ -169,6 +170,7 @@ def take_over(trainer: Trainer, folder: Path | None) -> InnerFacts | None:
     facts = cast("InnerFacts | None", stream.from_rank_0(state and state.facts))
     if facts is None:
         return None
+    # All of them before the first is loaded: a file that is unsound must change nothing.
     moments = {
         kind: [_own_rows(trainer, state, kind, index) for index in range(len(trainer.schema))]
         for kind in MOMENTS
@@ -185,6 +187,7 @@ def _own_rows(trainer: Trainer, state: InnerState | None, kind: str, index: int)
             whole = state.moment(kind, index)
         except (ValueError, OSError) as error:
             problem = str(error)
+    # A vote for each: rank 0 alone reads, and the others would wait in the scatter.
     if (problem := stream.first_error(problem)) is not None:
         raise ValueError(problem)
     rows = torch.empty((shard.stop - shard.start, *shard.shape[1:]), dtype=torch.float32)
@@ -209,9 +212,8 @@ def _tensor(value: Any) -> tuple[Storage, int, tuple[int, ...]]:
     Raises TypeError.
     """
     if isinstance(value, Made) and value.by.endswith("._rebuild_from_type_v2"):
-        state = value.arguments[
-            3
-        ]  # attributes, or a pair of them and of slots, where DTensor's are
+        # Attributes, or a pair of them and of slots, where DTensor's are.
+        state = value.arguments[3]
         parts = state if isinstance(state, tuple) else (state,)
         value = next(part["_local_tensor"] for part in parts if part)
     if not isinstance(value, Made) or not value.by.endswith("._rebuild_tensor_v2"):

@@ -152,6 +152,7 @@ class Preview:
                     return self._mean(held, count)
 
                 if not found:
+                    # As the snapshot has it on disk: the choice must not be worse than that.
                     plain = loss(1.0)
                     found[name] = Found(1.0, plain, 1)
                 if self._search:
@@ -159,8 +160,10 @@ class Preview:
                     self._last[name] = best.factor
                     if name not in found or best.loss < found[name].loss:
                         found[name] = best
+                # The next direction writes other entries: these must be the epoch start's again.
                 step.apply(0.0)
         finally:
+            # After an error too: whatever saves or trains next would take the trial's weights.
             for shard, rows in zip(shards, current, strict=True):
                 shard.local.copy_(rows)
         name = min(found, key=lambda n: found[n].loss)
@@ -173,11 +176,14 @@ class Preview:
         )
 
     def _mean(self, held: Sequence[Tensor], count: float) -> float:
+        # FSDP would compute with the weights that it gathered for the trial before.
         self._sharded.discard_gradients()
         total = torch.zeros((), dtype=torch.float64, device=self._sharded.device)
         for batch in held:
             total += self._sharded.loss_of(batch)
         tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in held)
+        # The same bits on every rank: the search branches on them, and a rank that took another
+        # branch would leave the others in a gather.
         summed, counted = self._stream.sum([float(total) * count, count * tokens])
         return summed / counted if counted else float("nan")
 
@@ -187,6 +193,7 @@ def _aside(weights: Sequence[Tensor]) -> list[Tensor]:
 
     Between two steps a GPU has the memory of the activations free.
     """
+    # Ranks may differ in this: nothing here is collective.
     try:
         return [rows.clone() for rows in weights]
     except torch.OutOfMemoryError:

@@ -174,6 +174,7 @@ class OuterStep:
         """
         before = self.momentum, self.learning_rate, self.mu
         self._load(path)
+        # Momentum of one state and weights of another would make a step that no other miner makes.
         try:
             then()
         except ValueError:

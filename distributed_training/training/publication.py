@@ -40,9 +40,8 @@ from .snapshot import (
 
 log = logging.getLogger(__name__)
 
-PARTS_TIMEOUT = timedelta(
-    minutes=10
-)  # covers rank 0's wait for the other ranks' parts of a snapshot
+#: Covers rank 0's wait for the other ranks' parts of a snapshot.
+PARTS_TIMEOUT = timedelta(minutes=10)
 
 
 class Publication:
@@ -110,6 +109,7 @@ class Publication:
             "loss": float(last_loss),
         }
         config = self._config | {"block_list": progress.blocks, "inner_step": progress.inner_step}
+        # Here and not in the thread: it is collective, and would meet training's collectives.
         directions = self._outer.feedback.directions(
             start,
             copies.weights,
@@ -167,6 +167,7 @@ class Publication:
         wanted = batches * micro_batch
         usable = self._held is not None and len(self._held) >= wanted > 0
         epoch = handle.epoch
+        # What one rank lacks is all ranks' problem, since each trial gathers weights.
         problem = float(not handle.codes or epoch is None)
         there, problems, others = self._stream.sum([float(usable), problem, self._others_held])
         if not there or problems:
@@ -178,6 +179,7 @@ class Publication:
             self._others_held = False
         held = self._held if usable else None
         if held is None:
+            # They count for nothing, but this rank must take part in every gather.
             held = torch.zeros((wanted, self._settings.sequence_length), dtype=torch.int64)
         choice = self._preview.choose(
             epoch_id=epoch.epoch_id,

@@ -283,6 +283,7 @@ class SnapshotHandle:
     def start(self, write: Callable[[SnapshotHandle], None]) -> None:
         pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         self._written = pool.submit(write, self)
+        # The future keeps its error, the error its frames, and they a snapshot's copies.
         self._written.add_done_callback(_drop_frames)
         pool.shutdown(wait=False)
 
@@ -375,6 +376,7 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle, parts_timeout: ti
     write_json(_ready(parts, state.rank), {"error": None, "not_finite": bad_weights})
     if state.rank == 0:
         bad_of_ranks = _wait_for_parts(parts, state.world_size, parts_timeout, handle.check)
+        # Whole and synced by now: each rank synced its rows before it was ready.
         assert (parts / keys.MODEL).stat().st_size == layout.size
         os.replace(parts / keys.MODEL, folder / keys.MODEL)
         handle.contents = _contents(state, codes, parts)
@@ -403,6 +405,7 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle, parts_timeout: ti
         [*state.shards] * 2, [*state.copies.exp_avg, *state.copies.exp_avg_sq], handle.check
     )
     if state.rank == 0:
+        # No rank needs them: all were ready before this one went on.
         shutil.rmtree(parts)
     sync_folder(folder)
     # Last: where this is, the uploader takes the rank's files for whole.
@@ -433,6 +436,7 @@ def publish_instead(handle: SnapshotHandle, direction: str, factor: float) -> No
         name: value * factor if name.endswith(_VALUES) else value for name, value in chosen.items()
     }
     file, path = handle.folder / keys.GRADIENTS, _done_file(handle.folder, 0)
+    # A rename gives the file another inode: that tells which content a failed write has left.
     before, inode = json.loads(path.read_bytes()), file.stat().st_ino
     # No file has this size, so the uploader refuses the snapshot until both files agree again.
     _list_instead(path, before, {"name": file.name, "size": -1, "not_finite": None})
@@ -536,6 +540,7 @@ def _wait_for_parts(
     """Return the first parameter whose weights hold NaN or Inf, of any rank's."""
     found: list[str | None] = []
     deadline = time.monotonic() + timeout.total_seconds()
+    # Files are looked at, no rank is asked: a thread's collectives would meet training's.
     for rank in range(world_size):
         ready = _ready(parts, rank)
         while not ready.exists():
@@ -559,6 +564,7 @@ def _contents(
 
     The bytes of every tensor are those that encoding the whole would give.
     """
+    # In the order of ranks, whose rows follow each other in the whole.
     others = [safe_open(_gradient_part(parts, r), "pt") for r in range(1, state.world_size)]
     contents: dict[str, dict[str, Any]] = {}
     for direction, made in codes.items():
