@@ -264,7 +264,8 @@ def _compiler_problem(device: torch.device) -> str | None:
         probe = torch.compile(lambda x: x * 2 + 1)
         probe(torch.ones(8, device=device))
     except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; eager always works
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+        # The type in front: an assertion of the compiler's may have no text, and so no line.
+        return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     return None
 
 

@@ -22,7 +22,7 @@ from distributed_training.common.files import json_line
 from distributed_training.protocol.types import Progress
 from distributed_training.store.s3 import IntegrityError, Uplink
 from distributed_training.store.snapshot_folder import wait_complete
-from distributed_training.training import checkpoint, publication, snapshot
+from distributed_training.training import checkpoint, publication, sharding, snapshot
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
 from distributed_training.training.inner_optimizer import CosineSchedule
@@ -334,6 +334,14 @@ def test_a_failing_compiler_is_announced_and_training_goes_on(
         assert made.step.seconds_per_sequence(2, SEQUENCE) > 0 and not made.step.compiled
     assert losses(made) == pytest.approx(losses(trainer()), abs=2e-5)
     assert len(said) == 1 and "torch.compile: off from here" in said[0]
+
+
+def test_a_compiler_that_fails_without_a_word_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(function: Callable[..., Any]) -> Callable[..., Any]:
+        raise AssertionError
+
+    monkeypatch.setattr(torch, "compile", fails)
+    assert sharding._compiler_problem(torch.device("cpu")) == "AssertionError: "
 
 
 def test_auto_finds_a_micro_batch_that_trains() -> None:
