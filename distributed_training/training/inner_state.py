@@ -98,7 +98,8 @@ class InnerState:
             # Lengths of the local header: torch pads it, so that data lie aligned, and the table of
             # contents has others.
             file.seek(member.header_offset + _LOCAL_LENGTHS)
-            name_and_extra = sum(struct.unpack("<2H", file.read(4)))
+            # Filled up: a place beyond the end is then found short, as a cut file is, below.
+            name_and_extra = sum(struct.unpack("<2H", file.read(4).ljust(4, b"\0")))
             start = member.header_offset + _LOCAL_HEADER + name_and_extra
             file.seek(start + offset * dtype.itemsize)
             # Not the storage: an untrusted peer's moments, hundreds of them, may all be views of

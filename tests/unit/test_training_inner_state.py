@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -135,6 +136,19 @@ def test_a_missing_file_is_refused(donor: Trainer, tmp_path: Path) -> None:
     (folder / keys.inner_optimizer(1, 3)).unlink()
     with pytest.raises(ValueError, match="one inner optimizer of each rank"):
         take_over(trainer(), folder)
+
+
+def test_a_storage_said_to_lie_at_the_very_end_is_refused(donor: Trainer, tmp_path: Path) -> None:
+    """A hostile table of contents: there is not even a header at the place that it names."""
+    path = write(donor, tmp_path, 1) / keys.inner_optimizer(0, 1)
+    with zipfile.ZipFile(path) as archive:
+        name = next(m.filename for m in archive.infolist() if m.file_size == 4)  # of a step
+    data = bytearray(path.read_bytes())
+    entry = data.rindex(name.encode()) - 46  # PKWARE's APPNOTE.TXT, 4.3.12
+    data[entry + 42 : entry + 46] = (len(data) - 5).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="became shorter"):
+        take_over(trainer(), tmp_path)
 
 
 def test_without_any_the_flag_begins_at_the_peak() -> None:
