@@ -182,7 +182,8 @@ def _seen_of_validators(facts: Facts) -> str:
         called = f"a validator called {_span(facts.called)} ago"
     if facts.standing is None or not facts.standing.weights_block:
         return called
-    blocks = counted(facts.chain_block - facts.standing.weights_block, "block")
+    # The list of neurons may be of a later block than ours.
+    blocks = counted(max(0, facts.chain_block - facts.standing.weights_block), "block")
     return f"{called}, weights were set {blocks} ago"
 
 
