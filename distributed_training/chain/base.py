@@ -117,6 +117,7 @@ class Chain(abc.ABC):
         self._answered_by = ""
 
     def _saw_neurons(self, neurons: tuple[Neuron, ...]) -> None:
+        # Readers take the same object for no news, and keep what they made of it.
         if neurons != self._neurons:
             self._uids = {n.hotkey: n.uid for n in neurons}
             self._neurons = neurons

@@ -166,9 +166,11 @@ async def _post(
     raw = bytearray()
     try:
         async with (
+            # httpx bounds each read: a miner that drips would hold the whole sweep.
             asyncio.timeout(timeout.total_seconds()),
             client.stream("POST", url, content=body, headers=headers) as reply,
         ):
+            # Raw: nothing is unpacked, so what is counted is what is held.
             async for chunk in reply.aiter_raw():
                 raw += chunk
                 # A miner may send without an end: here memory is bounded, by the timeout time.

@@ -147,6 +147,7 @@ def encode_rows(rows: torch.Tensor, *, topk: int = TOPK) -> tuple[torch.Tensor, 
     def work(slab: slice) -> None:
         _select(source[slab], k, out_idxs[slab], out_vals[slab])
 
+    # No more than torch has: the encoder runs beside training.
     threads = min(torch.get_num_threads(), len(slabs))
     if threads > 1:
         list(_pool(threads).map(work, slabs))  # list: raises what a slab raised
@@ -240,6 +241,7 @@ def _select(rows: np.ndarray, k: int, idxs: np.ndarray, vals: np.ndarray) -> Non
         room = k - np.count_nonzero(above, axis=-1, keepdims=True)
         chosen[tied_rows] = above | (at & (np.cumsum(at, axis=-1, dtype=np.int32) <= room))
         flat = np.flatnonzero(chosen)
+    # clip: numpy would buffer the result to raise for an index, and there is none to raise for.
     np.take(rows.reshape(-1), flat.reshape(n, k), out=vals, mode="clip")
     flat -= np.repeat(np.arange(0, n * columns, columns, dtype=flat.dtype), k)
     idxs[:] = flat.reshape(n, k)
@@ -249,6 +251,7 @@ def _select_on_device(rows: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.T
     step = max(1, _CUDA_SLAB // rows.shape[1])
     idxs, vals = [], []
     for part in rows.split(step):
+        # Ascending, as on the CPU: decode() has a faster way for it.
         index = part.abs().topk(k, dim=-1, sorted=False).indices.sort(dim=-1).values
         idxs.append(index.to(torch.int16))
         vals.append(part.gather(-1, index))

@@ -18,6 +18,7 @@ OUTER_OPTIMIZER = "outer_optimizer.pt"  # global bucket only
 PUBLIC_RANKS = 4  # of the public network's inner optimizers
 SAFETENSORS_METADATA = {"format": "pt"}
 
+# No zero in front: epoch-07 would be a second folder of outer step 7.
 _EPOCH_KEY = re.compile(r"epoch-(0|[1-9][0-9]*)/(.+)")
 _INNER_OPTIMIZER = re.compile(r"inner_optimizer\.rank([0-9]{4,})-of-([1-9][0-9]*)\.pt")
 
@@ -56,6 +57,7 @@ def parse_inner_optimizer(name: str) -> tuple[int, int] | None:
     if match is None:
         return None
     rank, world_size = int(match[1]) - 1, int(match[2])
+    # rank0000 matches as well, and is none.
     return (rank, world_size) if 0 <= rank < world_size else None
 
 

@@ -100,11 +100,13 @@ class Metadata:
         """
         raw = _load(data, "metadata.json", MAX_METADATA_BYTES)
         run = raw.get("run")
+        # The public code keeps its run as text.
         if isinstance(run, str) and run.isascii() and run.isdigit() and len(run) < 20:
             run = int(run)
         peer_id = raw.get("peer_id")
         if peer_id is None:
             peer_id = ""
+        # No closer look: a wrong id costs its owner the rounds, and must not cost the scores.
         if not isinstance(peer_id, str) or len(peer_id) > 128 or not _BASE58.issuperset(peer_id):
             raise MetadataError("metadata.json: peer_id is not base58 text")
         return cls(
@@ -165,10 +167,12 @@ def _dump(value: Mapping[str, Any]) -> bytes:
 
 
 def _load(data: bytes | str, what: str, limit: int) -> dict[str, Any]:
+    # Before it is parsed: JSON takes many times its size in memory.
     if len(data) > limit:
         raise MetadataError(f"{what}: {len(data)} bytes are more than the {limit} allowed")
     try:
         raw = json.loads(data)
+    # RecursionError: of some thousand brackets in a row.
     except (ValueError, RecursionError) as error:
         raise MetadataError(f"{what} is not JSON: {error}") from None
     if not isinstance(raw, dict):

@@ -45,6 +45,7 @@ def select_pages(
     for _ in range(n_pages):
         config = configs[rng.integers(0, len(configs))]
         rng.integers(0, len(configs))  # drawn and thrown away by every peer
+        # The public code's bound, by which a config's last two rows are never read.
         last = num_rows[config] - ROWS_PER_PAGE - 1
         if last < 1:
             raise ValueError(f"config {config} has {num_rows[config]} rows; a page needs 102")

@@ -69,9 +69,11 @@ def load_payload(source: Path | bytes, schema: Schema) -> GradientPayload:
         idxs, vals = raw.get(name + "idxs"), raw.get(name + "vals")
         if idxs is None and vals is None:
             continue
+        # Others (sparse, quantized, of a device) obey other rules than the checks below go by.
         if not _plain_tensor(idxs) or not _plain_tensor(vals):
             raise PayloadError(f"{name}: idxs and vals are not both dense tensors on the CPU")
         try:
+            # Before the values: one element with stride 0 may claim to be terabytes of them.
             check_code(idxs, vals, layout(shape, use_dct=False))
         except ValueError as error:
             raise PayloadError(f"{name}: {error}") from None
@@ -97,9 +99,11 @@ def _read(source: Path | bytes, limit: int) -> dict[str, Any]:
         raise PayloadError(f"gradients.pt has {size} bytes; this model's has at most {limit}")
     file: Any = io.BytesIO(source) if isinstance(source, bytes) else source
     try:
+        # torch reads the file again and by rules of its own: read_pt refuses where they differ.
         refuse_calls(read_pt(file))
         if isinstance(source, bytes):
             file.seek(0)
+        # On the CPU, whatever GPU the file names: that may be one that trains.
         raw = torch.load(file, map_location="cpu", weights_only=True)
     except PtFileError as error:
         raise PayloadError(f"gradients.pt cannot be read: {error}") from None

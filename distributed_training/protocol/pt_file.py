@@ -67,6 +67,7 @@ def safetensors_table(read: Callable[[int, int], bytes], size: int) -> dict[str,
     table.pop("__metadata__", None)
     begin = LENGTH_BYTES + length
     entries = {name: _entry(name, raw, begin) for name, raw in table.items()}
+    # By size too: an empty tensor begins where its neighbour does.
     ordered = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].size)))
     for name, entry in ordered.items():
         if entry.start != begin:
@@ -105,6 +106,7 @@ def _entry(name: str, raw: Any, begin: int) -> Entry:
 
 
 def _is_size(value: Any) -> bool:
+    # No isinstance: true is an int to it.
     return type(value) is int and 0 <= value < _LARGEST
 
 
@@ -303,6 +305,7 @@ _OPCODES = (
 )  # fmt: skip
 
 
+# The one in Python: the one in C takes no other instructions.
 _Unpickler: Any = pickle._Unpickler
 
 
@@ -378,6 +381,7 @@ class _Reader(_Unpickler):
             if isinstance(target, dict):
                 target[key] = value
 
+    # Only what torch.save writes: others run code, or take time that grows with what came.
     dispatch = {code: _Unpickler.dispatch[code] for code in _OPCODES} | {
         pickle.REDUCE[0]: _call,
         pickle.NEWOBJ[0]: _call,

@@ -44,6 +44,7 @@ def scored_epoch(*, outer_step: int, block: int, last_allreduce_block: int, bpa:
 
 def blocks_are_fresh(block_list: Sequence[int], *, block: int, bpa: int) -> bool:
     """Return whether an upload's block list passes: not empty, newest block at most bpa/2 old."""
+    # A block of the future passes, as it does on the public network.
     return bool(block_list) and block - max(block_list) <= bpa / 2
 
 
@@ -59,4 +60,5 @@ def upload_age_limit(*, failed_rounds: int, base: timedelta = UPLOAD_AGE_LIMIT) 
 def random_block_range(block: int) -> tuple[int, int]:
     """Return [low, high) for the block whose pages all uids share in the random evaluation."""
     low = block + RANDOM_BLOCK_AHEAD
+    # In a chain's first blocks 10 * block is below low, and the range would be empty.
     return low, max(low + 1, 10 * block)

@@ -74,6 +74,7 @@ class ScoreBoard:
         error. Raises KeyError for a uid that is not on the board, ValueError for a loss that is
         not finite.
         """
+        # All of it before anything changes: half of a pass would stay in the ratings.
         for losses in (random, assigned):
             for uid, pair in losses.items():
                 if uid not in self._ratings:
@@ -90,6 +91,7 @@ class ScoreBoard:
             for uid, (rating,) in zip(random, rated, strict=True):
                 self._ratings[uid] = rating
         for uid, pair in random.items():
+            # Strictly: a reset, 0 on both, has to lower the average.
             better = absolute_improvement(*assigned.get(uid, RESET)) > absolute_improvement(*pair)
             before = self._assigned[uid]
             self._assigned[uid] = moving_average(before, float(better), alpha=ASSIGNED_ALPHA)

@@ -35,6 +35,7 @@ class Revision:
         Raises ValueError unless ``tag`` is three non-negative integers and two dots.
         """
         parts = tag.split(".")
+        # isdigit and int take the digits of every script.
         if len(parts) != 3 or not all(p.isascii() and p.isdigit() for p in parts):
             raise ValueError(f"revision {tag!r} is not of the form run.outer_step.inner_step")
         return cls(*(int(p) for p in parts))

@@ -153,6 +153,7 @@ def subnet_flags(folder: Path | None) -> list[str]:
     if folder is None:
         return []
     state = read_json_object(folder / "localnet.json") or {}
+    # The file outlives a subnet that was killed: its ports may be another's now.
     runs = isinstance(state.get("pid"), int) and psutil.pid_exists(state["pid"])
     if not (runs and state.get("chain") and state.get("store")):
         raise ConfigError(
@@ -200,6 +201,7 @@ def score(config: Config, options: argparse.Namespace) -> int:
                 preview = session.look(wanted)
                 keep(preview, config.run_folder)
                 show(preview, as_json=options.json)
+            # torch has a plain RuntimeError for a lack of memory; reason() raises all others again.
             except (NotJudgeable, ChainError, MemoryError, RuntimeError) as error:
                 print(f"error: {reason(error)}", file=sys.stderr, flush=True)
                 if options.watch is None:

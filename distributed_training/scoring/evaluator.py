@@ -98,6 +98,7 @@ class EvaluationModel:
             raise ValueError("there is no sequence to evaluate")
         found = []
         for batch in sequences.split(self._micro_batch):
+            # A judgement takes minutes, and a stop must not wait for the whole of it.
             if self._stop.is_set():
                 raise Stopped
             with self._autocast():
@@ -231,6 +232,8 @@ class Evaluator:
             torch.cat([self.pages(uid, block) for block in blocks])
             for blocks in (random_blocks, assigned)
         ]
+        # After the text: without it all that is computed would be thrown away.
+        # Anew for each upload: the one before is still subtracted.
         self.model.load(weights)
         before = [self.model.losses(text) for text in texts]
         self._apply(upload.payload, outer_learning_rate)
@@ -241,6 +244,7 @@ class Evaluator:
                 (random_blocks, assigned), texts, before, after, strict=True
             )
         )
+        # Only after: the weights themselves were checked when they were published.
         if not all(map(math.isfinite, (*on_random.after, *on_assigned.after))):
             cause = Cause.NOT_FINITE
             return Judgement.reset(uid, outer_step, cause, "the loss after it is not finite")

@@ -161,6 +161,7 @@ def export_model(
             outer_step = root.outer_step
         content = without_extras(reader.config(outer_step)[0])
         schema = parameter_schema(content)
+        # Beside the folder: on one disk a move is a rename, whole or not at all.
         with tempfile.TemporaryDirectory(dir=folder.absolute().parent, prefix=".export-") as made:
             part = Path(made, "model")
             part.mkdir()
@@ -168,9 +169,11 @@ def export_model(
             reader.download(
                 keys.epoch_key(outer_step, keys.MODEL), weights, limit=model_bytes(schema)
             )
+            # To check them: transformers makes up a tensor that is missing, and only warns.
             load_weights(weights, schema)
             write_json(part / keys.CONFIG, content)
             _save_tokenizer(config.miner.global_tokenizer_name, part)
+            # An empty one: shutil.move would put the model inside of it.
             if folder.exists():
                 folder.rmdir()
             shutil.move(part, folder)
@@ -213,6 +216,7 @@ def sample(folder: Path, prompt: str, *, tokens: int) -> str:
     model, tokenizer = _load(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
     room = model.config.max_position_embeddings
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
+    # The end of a long prompt: context and new tokens share max_position_embeddings.
     ids = ids[:, -max(1, room - tokens) :]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)

@@ -22,6 +22,7 @@ def table(preview: Preview) -> RenderableType:
     rows = sorted(preview.rows, key=lambda r: (r.standing.rank if r.standing else math.inf, r.uid))
     for row in rows:
         grid.add_row(*_cells(row, preview.compared), style=None if row.random else "dim")
+    # As Text: rich obeys markup in a str, and a reason may quote what others wrote.
     notes = [Text(_sentence(row), style="" if row.cause is None else "yellow") for row in rows]
     return Group(grid, *notes)
 

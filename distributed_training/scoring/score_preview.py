@@ -138,6 +138,7 @@ class FolderStore:
         return ObjectInfo(key, status.st_size, etag, status.st_mtime, 0.0)
 
     def get(self, key: str, *, limit: int) -> bytes | None:
+        # A snapshot's folder has no such file: then it is made of what its files say.
         if key == keys.ROOT_METADATA:
             root = self.root()
             return root.to_json() if root is not None else None
@@ -154,6 +155,7 @@ class FolderStore:
         if parsed is not None and not states(self._folder):
             root = self.root()
             if root is not None and root.outer_step == parsed[0]:
+                # The files of one outer step, as a snapshot has them: without a folder epoch-N.
                 return self._folder / parsed[1]
         return self._folder / key
 
@@ -227,6 +229,7 @@ def read_judged(
         if root is None:
             raise NotJudgeable(f"{bucket.name} is empty: nothing was uploaded yet")
         check_run(root, run)
+        # As the validators of the public network after their first good round.
         if bpa_later and root.outer_step > 0:
             bpa = bpa_later
         config, extras = bucket.config(root.outer_step)
@@ -281,6 +284,7 @@ def _kept_for_miners(miners: Path, folder: Path, model_config: Mapping[str, Any]
     checkpoints = MinerSettings().keep_checkpoints
     most = disk_space(ModelShape.from_config(model_config), keep_checkpoints=checkpoints).total
     runs = {path.parent for path in miners.glob("*/checkpoints")}
+    # Of miners on another disk no room is taken.
     same = [run for run in runs if run.stat().st_dev == folder.stat().st_dev]
     return sum(max(0, most - bytes_under(run)) for run in same)
 
@@ -321,6 +325,7 @@ class Interval:
     def of(cls, found: Comparison) -> Interval:
         """Return the relative improvement; infinite for fewer than two micro-batches."""
         before = found.losses[0]
+        # Of a handful of micro-batches the normal distribution would promise too much.
         reach = t_quantile(len(found.before) - 1) * found.error
         if not before:
             return cls(0.0, -math.inf, math.inf)
@@ -423,6 +428,7 @@ def _draw(found: Comparison | None, generator: random.Random | None) -> tuple[fl
     before, after = found.losses
     if generator is None or not math.isfinite(found.error):
         return before, after
+    # The error is that of the difference: one of the two carries all of it.
     return before, after + generator.gauss(0.0, found.error)
 
 
@@ -537,6 +543,7 @@ class Previewer:
             while ahead:
                 neuron, future = ahead.popleft()
                 repository, upload = future.result()
+                # One for one: each that was read holds a whole gradients.pt in memory.
                 ahead.extend((n, pool.submit(self._read, n)) for n in islice(rest, 1))
                 yield neuron, repository, upload
 
@@ -673,6 +680,7 @@ def on_chain(
     """
     chain = follow_chain(config.chain, stack, master=master)
     peers = PeerBuckets(config.store, chain, large=timeout)
+    # Without the global bucket nobody is scored; one miner's costs one row.
     patient = PeerBuckets(config.store, chain, small=timedelta(seconds=30))
     stake, most = config.validator.minimum_stake, config.chain.max_uids
     readers = instead or {}
@@ -684,6 +692,7 @@ def on_chain(
 
     def global_bucket() -> BucketReader:
         validators = [n for n in chain.neurons() if n.validator_permit]
+        # A local subnet's master is whoever has all the stake.
         largest = max(validators, key=lambda n: n.stake, default=None)
         return patient.of_master(master or (largest.hotkey if largest else ""))
 
@@ -799,6 +808,7 @@ def choose(miners: Sequence[Neuron], wanted: Wanted) -> Sequence[Neuron]:
                 f"uid {uid} is no miner with an endpoint on this subnet, so validators do not "
                 "score it: check --uid, --netuid and the network"
             )
+    # A uid that is given twice would rank against itself.
     asked = [by_uid[uid] for uid in dict.fromkeys(wanted.uids)]
     rest = [neuron for neuron in miners if neuron.uid not in set(wanted.uids)]
     rest.sort(key=lambda neuron: (-neuron.incentive, neuron.uid))

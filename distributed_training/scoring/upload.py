@@ -83,6 +83,8 @@ def inspect(
         bucket = open_bucket(neuron)
         age = bucket.age(outer_step)
         try:
+            # Damaged metadata leaves the factor at 1, as with the public validator: it looks at the
+            # commitment and at the age alone.
             metadata = bucket.metadata()
         except StateUnavailable as error:
             reason = str(error)
@@ -208,6 +210,7 @@ class Upload:
 
         It is drawn from its list, by a generator seeded with the uid.
         """
+        # Not the global generator: whoever knows its seed knows the next random block too.
         return random.Random(self.uid).sample(list(self.blocks), 1)[0]
 
 
@@ -224,6 +227,7 @@ def within(timeout: timedelta, task: Callable[[], Result]) -> Result:
         except BaseException as error:  # noqa: BLE001 - whatever it is, whoever waits gets it
             done.set_exception(error)
 
+    # Daemon: a read that hangs must not keep the program from ending.
     threading.Thread(target=run, name="upload-read", daemon=True).start()
     return done.result(timeout=max(0.0, timeout.total_seconds()))
 
@@ -248,6 +252,7 @@ def read_upload(
     except TimeoutError:
         why = f"gradients.pt was not read in {round(timeout.total_seconds(), 1):g} s"
         raise InvalidUpload(Cause.TOO_SLOW, why) from None
+    # IntegrityError and DeadlineError are StoreErrors too, so they come first.
     except IntegrityError as error:
         raise InvalidUpload(Cause.BAD_GRADIENT, str(error)) from None
     except DeadlineError as error:
@@ -263,6 +268,7 @@ def _read(
     if repository.cause is not None or bucket is None:
         raise InvalidUpload(repository.cause or Cause.UNREACHABLE, repository.reason)
     try:
+        # Before gradients.pt: a stale list saves its download.
         blocks = bucket.config(outer_step)[1].block_list
     except StateUnavailable as error:
         raise InvalidUpload(Cause.NO_BLOCKS, f"block_list cannot be read: {error}") from None
@@ -276,6 +282,7 @@ def _read(
         )
     key = keys.epoch_key(outer_step, keys.GRADIENTS)
     try:
+        # No byte is fetched of a file that is larger than this model's can be.
         raw = bucket.read(key, limit=max_payload_bytes(schema))
         return Upload(repository.uid, tuple(blocks), load_payload(raw, schema))
     except ObjectMissingError:

@@ -85,8 +85,10 @@ def initial_weights(model_config: Mapping[str, Any], *, seed: int) -> list[Tenso
     """Draw float32 weights in schema order as transformers does, the same for one seed."""
     from transformers import AutoModelForCausalLM
 
+    # Without a list torch would also save each GPU's generator, and start CUDA for it.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
+        # Named: a config.json may say bfloat16, and a state's weights are float32.
         model = AutoModelForCausalLM.from_config(hf_config(model_config), dtype=torch.float32)
     parameters = dict(model.named_parameters())
     return [parameters[name].detach().clone() for name, _ in schema_of(model)]
@@ -160,6 +162,7 @@ class GlobalPublisher:
             if root is None:
                 return None
             outer_step = check_run(root, self.run).outer_step
+            # By way of the bucket: a local copy may be of a publication that readers never saw.
             return GlobalState.read(self._bucket.fetch(outer_step, self._folder), outer_step)
         except (StateUnavailable, ValueError) as error:
             raise GlobalStateError(
@@ -198,8 +201,10 @@ class GlobalPublisher:
         deadline = deadline_in(_PUBLICATION)
         with Sender(store=self._store, journal=journal, deadline=deadline, sent=sent) as sender:
             files = [(keys.epoch_key(step, name), folder / name) for name in keys.GLOBAL_DATA_FILES]
+            # Parts of an outer step that was given up would fill the bucket for days.
             sender.abandon_all_but(key for key, _ in files)
             sender.upload_all(files)
+            # In this order: whoever reads the root asks for that folder at once.
             for key in (keys.epoch_key(step, keys.METADATA), keys.ROOT_METADATA):
                 self._put(key, metadata.to_json())
 
@@ -217,6 +222,7 @@ class GlobalPublisher:
         Raises StoreError, ValueError.
         """
         folder = self._folder / keys.epoch_folder(outer_step)
+        # A validator that was not there for a round has no copy of its outer step.
         if not (folder / keys.MODEL).exists():
             limit = model_bytes(schema)
             self._bucket.fetch(outer_step, self._folder, (keys.MODEL,), limit=limit)
@@ -233,6 +239,7 @@ class GlobalPublisher:
         parameters = [name for name, _ in state.schema]
         tensors = dict(zip(parameters, state.weights, strict=True))
         with atomic_file(folder / keys.MODEL) as file:
+            # By name: save_file opens the file itself. The handle is for the sync and the rename.
             save_file(tensors, file.name, metadata=keys.SAFETENSORS_METADATA)
         save_outer_optimizer(
             folder / keys.OUTER_OPTIMIZER,

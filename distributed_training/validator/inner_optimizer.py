@@ -117,8 +117,10 @@ class InnerPublisher:
         ``judged``: the outer step whose uploads ``donors`` have. ``period``: blocks in which an
         outer step's inner steps were made. ``late`` in it, the next outer step's files are made.
         """
+        # One at a time: two threads would write the same folder.
         if not self._budget or not donors or (self._thread and self._thread.is_alive()):
             return
+        # Until half of the period the uploads of the step before are judged: too old for the next.
         following = [outer_step + 1] if late and judged == outer_step else []
         wanted = [outer_step, *following]
         self._thread = threading.Thread(
@@ -165,6 +167,7 @@ class InnerPublisher:
     def _publish(self, outer_step: int, donors: Sequence[Donor], judged: int, period: int) -> None:
         began = time.monotonic()
         made = read_state(self._note, _Made, lost="it is made once more")
+        # A set made before a kill is sent as it was: some of it may be in the bucket already.
         if made is None or made.outer_step != outer_step:
             made = self._make(outer_step, donors, judged, period)
         if made is None:
@@ -181,6 +184,7 @@ class InnerPublisher:
         ) as sender:
             sender.abandon_all_but(key for key, _ in files)
             sender.upload_all(files)
+        # Twice the size of the model, and of no use once it is sent.
         shutil.rmtree(self._folder, ignore_errors=True)
         self._published.add(outer_step)
         self._record(
@@ -209,6 +213,7 @@ class InnerPublisher:
     ) -> _Made | None:
         """Make the files of an outer step; None if no donor's can be handed on."""
         before = self._place_of(self._global, outer_step - 1) if outer_step else 0
+        # A network's first files: before outer step 0 nobody had made a step.
         if before is None and judged == 0:
             before = 0
         most = math.inf if before is None else before + _STEPS_OF_A_BLOCK * period
@@ -297,6 +302,7 @@ class InnerPublisher:
 
         Raises ValueError for moments that AdamW cannot have made.
         """
+        # First: a note of the set before would vouch for this one while it is half written.
         self._note.unlink(missing_ok=True)
         self._check(state)
         training = self._training
@@ -326,6 +332,7 @@ class InnerPublisher:
             self._uplink.check_stopped()
 
     def _check(self, state: InnerState) -> None:
+        # NaN and Inf are none here: files that hold them were refused when they were fetched.
         squares, clip = 0.0, self._training.gradient_clip
         for index, (name, _) in enumerate(self._schema):
             first, second = (state.moment(kind, index) for kind in MOMENTS)
@@ -354,4 +361,5 @@ def _most_bytes(schema: Schema, ranks: int) -> int:
 
 def _rows(whole: Tensor, rank: int) -> Tensor:
     start, stop = row_range(len(whole), keys.PUBLIC_RANKS, rank)
+    # torch.save writes the whole storage of a view: each file would hold all rows.
     return whole[start:stop].clone()

@@ -95,6 +95,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
     check_own(store)
     if config.network is not None:
         claim(store, config.network)
+    # After the claim: a commitment sends everybody to this bucket.
     commit(member, own_commitment(config.store, store.bucket))
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)
     held_out = held_out_batches(
@@ -122,6 +123,7 @@ def _vocabulary(tokenizer_path: Path) -> int:
     """Return the number of words of the tokenizer, rounded up to a multiple of 8."""
     from tokenizers import Tokenizer
 
+    # Tensor cores want multiples of 8.
     return -(-Tokenizer.from_file(str(tokenizer_path)).get_vocab_size() // 8) * 8
 
 
@@ -143,12 +145,14 @@ def run_validator(
         write_settings(config, folder)
         if config.network is not None:
             keep(config.network, folder)
+        # Until the validator runs a signal raises Stopped: no download looks at an event.
         with StopSignals(interrupts=True) as signals, ExitStack() as stack:
             parts = connect(config, folder, stack)
             validator, found, initial = build(
                 config, parts, folder=folder, stop=signals.stop, stack=stack
             )
             validator.start(found, initial)
+            # From here on it sets an event: a publication must not end anywhere in the middle.
             signals.interrupts = False
             validator.run()
     except Stopped:
@@ -186,6 +190,7 @@ def build(
         run=run.number,
         keep_epochs=config.store.keep_epochs,
     )
+    # First: model, swarm and files are all made for the schema that is found.
     found = publisher.load()
     model_config = found.model_config if found else _new_model(config, parts)
     schema = parameter_schema(model_config)
@@ -223,6 +228,8 @@ def build(
             publisher=publisher,
             evaluator=Evaluator(model=model, pages=parts.pages),
             standings=_standings(folder / "ledger.json"),
+            # One of its own: the public validator draws its random block from the generator that it
+            # has just seeded with a uid, so that miners can compute it.
             rng=random.Random(settings.seed or None),
             record=run.record,
         ),

@@ -189,6 +189,7 @@ class RoundCaller:
     # --- steps of a round -----------------------------------------------------------------------
 
     def _least(self, neurons: Sequence[Neuron]) -> int:
+        # A network that has just begun has fewer miners than are wanted at least.
         return max(1, min(self._settings.alive_least, len(neurons)))
 
     def _gather(
@@ -209,6 +210,7 @@ class RoundCaller:
             late = wanted <= least and time.monotonic() >= deadline
             if len(attendance.alive) >= wanted or late:
                 return neurons, attendance
+            # As the public validator: the round waits for the slow, and not for the dead.
             wanted -= 1
             if self._stop.wait(self._settings.sweep_interval.total_seconds()):
                 return neurons, attendance
@@ -224,6 +226,7 @@ class RoundCaller:
                     candidates.append(_Candidate(neuron, bucket, metadata))
             except (StoreError, ChainError) as error:
                 log.info("uid %d: no usable root metadata (%s)", neuron.uid, error)
+        # The miner's own word: a liar comes first, which is why its checkpoint is checked.
         return sorted(candidates, key=lambda c: -c.metadata.inner_step)
 
     def _contribute(self, state: GlobalState, candidates: Sequence[_Candidate]) -> int | None:
@@ -242,9 +245,11 @@ class RoundCaller:
                 log.info("uid %d cannot be the top uid: %s", uid, error)
                 continue
             for buffer, start, reached in zip(buffers, state.weights, weights, strict=True):
+                # Into the swarm's shared memory: one more copy would take a model's room.
                 torch.sub(start, reached, out=buffer)
             return uid
         for buffer in buffers:
+            # They still hold the average of the round before.
             buffer.zero_()
         return None
 
@@ -254,6 +259,7 @@ class RoundCaller:
         if inner_step == 0:
             raise ValueError("it has not published an inner step")
         metadata = candidate.bucket.metadata(state.outer_step)
+        # Also while an upload is under way: the folder is newer than the root then.
         if metadata is None or metadata.revision != expected:
             raise ValueError(f"its outer step {state.outer_step} is not {expected.tag}")
         self._scratch.mkdir(parents=True, exist_ok=True)
@@ -281,6 +287,7 @@ class RoundCaller:
         )
         weight = 1.0 if base.top_uid is not None else WEIGHT_OF_NOTHING
         with ThreadPoolExecutor(1, thread_name_prefix="average") as pool:
+            # Before the miners are called: they look for our group at once.
             future = pool.submit(self._swarm.average, request, weight=weight)
             with ExitStack() as undo:
                 undo.callback(self._swarm.cancel)  # or leaving would wait for the whole round
@@ -307,6 +314,7 @@ class RoundCaller:
             result=result,
             seconds=time.monotonic() - began,
         )
+        # Banned senders stay in the group's list.
         good = result.group_size - len(set(result.failed_peers) & set(result.peers))
         if good < self._settings.minimum_peers:
             detail = f"{good} good peers, {self._settings.minimum_peers} are needed"
@@ -316,8 +324,7 @@ class RoundCaller:
     def _wait(self, future: Future[AllReduceResult], *, give_up: bool) -> AllReduceResult:
         """Return the result, or raise the error.
 
-        A stop, or ``give_up``, cancels the round and waits for its end. Cancelled again and again:
-        the first may come before the round has begun.
+        A stop, or ``give_up``, cancels the round and waits for its end.
         """
         while True:
             try:
@@ -327,4 +334,5 @@ class RoundCaller:
                 if future.done():
                     return future.result()
                 if give_up or self._stop.is_set():
+                    # Again and again: the first may come before the round has begun.
                     self._swarm.cancel()

@@ -109,6 +109,7 @@ class Standings:
         self, judgements: Sequence[Judgement], valid: Mapping[int, bool], *, block: int
     ) -> dict[int, dict[str, float]]:
         """Take in one scoring pass; all scores by uid, as an event tells them."""
+        # Also of miners that are not judged in this pass: their totals are computed anew as well.
         for uid, is_valid in valid.items():
             self.entries[uid].repo_valid = int(is_valid)
         self.board.update_round(
@@ -124,6 +125,7 @@ class Standings:
         )
         for uid, entry in present.items():
             entry.published = moving_average(entry.published, totals[uid])
+            # The ratings stay: they count again once the miner answers.
             if entry.missed_sweeps > MAX_MISSED_SWEEPS:
                 entry.published = 0.0
         return {uid: self._figures(uid, totals[uid]) for uid in present}
@@ -223,6 +225,7 @@ class Scorer:
         outer_step = schedule.scored_epoch(
             outer_step=state.outer_step,
             block=block,
+            # Of the last good round: a failed one begins no outer step that could be judged.
             last_allreduce_block=state.last_allreduce_block,
             bpa=bpa,
         )
@@ -277,6 +280,7 @@ class Scorer:
         except (StoreError, ValueError) as error:
             log.warning("No scoring: global weights of outer step %d: %s", outer_step, error)
             return []
+        # One for all: improvements on the same text can be compared.
         random_block = self.rng.randrange(*schedule.random_block_range(block))
         judgements: list[Judgement] = []
         for tried, repository in enumerate(chosen):
@@ -331,6 +335,7 @@ def _donors(
     repositories: Sequence[Repository], judgements: Sequence[Judgement], standings: Standings
 ) -> list[Donor]:
     reset = {each.uid for each in judgements if each.random is None}
+    # Unjudged ones too: a pass judges only some, and any sound optimizer will do.
     valid = [r for r in repositories if r.valid and r.cause is None and r.uid not in reset]
     valid.sort(key=lambda r: standings.entries[r.uid].published, reverse=True)
     return [Donor(r.uid, r.bucket) for r in valid if r.bucket is not None]

@@ -152,6 +152,7 @@ class Validator:
             self._publish_initial()
         else:
             self._state = found
+            # If the last process was killed while it published, the bucket tells whether it had.
             self.standings.published(found.outer_step)
             self._publisher.announce(found.outer_step, self._rounds.peer_id)
         state = self.state
@@ -194,6 +195,7 @@ class Validator:
         Raises ChainError, Stopped.
         """
         block = self._chain.block()
+        # Before all else: the miners count the same blocks and have timed their uploads by it.
         if self._round_due(block):
             self.round()
         elif block - self._weights_at >= self._settings.epoch_length and self.standings.weights():
@@ -214,6 +216,7 @@ class Validator:
         outcome = self._rounds.run(state, self._miners, self._on_sweep)
         # One count a round, however many sweeps it took to gather the miners.
         self.standings.swept(outcome.attendance.alive, outcome.attendance.asked)
+        # A stop cancelled it: that is no failed round, which would lengthen period and age limit.
         if outcome.averaged is None and self._stop.is_set():
             raise Stopped
         fault, detail = outcome.fault.name if outcome.fault else "", outcome.detail
@@ -244,10 +247,12 @@ class Validator:
         for i, (start, gradient) in enumerate(zip(state.weights, averaged, strict=True)):
             old = None if state.momentum is None else state.momentum[i]
             new, buffer = nesterov_sgd(start, gradient, old, lr=state.learning_rate, mu=state.mu)
+            # Published, a NaN would be in every miner's weights after the next load.
             if not bool(torch.isfinite(new).all()):
                 return None
             weights.append(new)
             momentum.append(buffer)
+        # Of now: miners read it in config.json and count their period from it.
         return state.after(weights, momentum, block=self._chain.block())
 
     def _succeeded(
@@ -310,6 +315,7 @@ class Validator:
         Raises ChainError, Stopped. Stops early when a round falls due.
         """
         block, state = self._chain.block(), self.state
+        # Before anything that raises: a failed pass is not begun again at the next tick.
         self._scored_at = block
         miners = self._miners()
         attendance = self._rounds.sweep(miners, state.outer_step)
@@ -327,12 +333,14 @@ class Validator:
             state.outer_step,
             self._scorer.donors,
             judged=self._scorer.judged,
+            # After failed rounds the inner steps of one outer step took several periods.
             period=self.blocks_per_allreduce * (1 + self.standings.failed_rounds),
             late=block - self.last_allreduce_block >= LATE * self.blocks_per_allreduce,
         )
         return judgements
 
     def _set_weights(self, block: int) -> None:
+        # Also if it fails: the chain limits how often weights are set.
         self._weights_at = block
         weights = self.standings.weights()
         try:
