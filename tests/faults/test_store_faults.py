@@ -25,6 +25,7 @@ from distributed_training.store.cleanup import (
     OWNER_KEY,
     claim_bucket,
     instance_of,
+    release_bucket,
     stuck_uploads,
     sweep_uploads,
     upload_sizes,
@@ -329,6 +330,10 @@ def test_two_miners_with_one_bucket(server: ObjectStoreServer, tmp_path: Path) -
         .run(Submission(tmp_path / "s", REVISION, 1, PEER_ID))
         .ok
     )
+    release_bucket(store, first)  # which is not its own any more
+    assert store.head(OWNER_KEY) is not None
+    release_bucket(store, second)
+    assert store.head(OWNER_KEY) is None
 
 
 def test_over_tls_no_trailers_are_sent(
