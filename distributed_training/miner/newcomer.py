@@ -48,7 +48,11 @@ def fetch_inner_optimizer(
     except GlobalUnavailableError as error:
         log.warning("The network's inner optimizer cannot be fetched: %s", error)
         found = None
-    return found or _own(config, bucket, destination)
+    found = found or _own(config, bucket, destination)
+    if found is None:
+        # What came before it failed: from the first checkpoint on no start looks here again.
+        shutil.rmtree(destination, ignore_errors=True)
+    return found
 
 
 def _own(config: Config, bucket: str, destination: Path) -> Path | None:

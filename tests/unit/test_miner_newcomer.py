@@ -37,6 +37,7 @@ def put_shards(store: MemoryObjectStore, outer_step: int, count: int, folder: Pa
         (-4, 2, False, "epoch-6 4"),  # right after a round: of the outer step before
         (0, 2, False, "epoch-5 2"),  # after a lost disk, in a young network
         (4, 2, True, "epoch-5 2"),
+        (4, 0, True, None),
         (0, 0, False, None),
     ],
 )
@@ -50,7 +51,7 @@ def test_the_network_s_inner_optimizer_else_this_miner_s(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     def before(operation: str, key: str) -> None:
-        if away and operation != "put" and "inner_optimizer" in key:
+        if away and operation == "get_range" and "inner_optimizer" in key:
             raise TransientError("the store is away")
 
     theirs, own = MemoryObjectStore("global", before=before), MemoryObjectStore("own")
@@ -73,4 +74,6 @@ def test_the_network_s_inner_optimizer_else_this_miner_s(
     )
     shards = [] if found is None else sorted(found.glob("inner_optimizer.*"))
     assert (f"{found.name} {len(shards)}" if found else None) == fetched
+    # Nobody would ever remove a part of it.
+    assert (tmp_path / newcomer.FOLDER).exists() == (found is not None)
     assert ("The network's inner optimizer cannot be fetched" in caplog.text) == away
