@@ -44,6 +44,7 @@ from typing import Any
 from distributed_training import __version__
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.exits import ExitStatus
+from distributed_training.common.files import json_line
 from distributed_training.common.ports import free_ports, listen
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.loader import schema
@@ -195,8 +196,8 @@ class Line:
             raise TimeoutError(f"nothing was heard of it for {seconds:.0f} s") from None
         if not text:
             raise ConnectionError("its launcher closed the connection")
-        message = json.loads(text)
-        if not isinstance(message, dict):
+        message = json_line(text)
+        if message is None:
             raise ValueError("what arrived is no message of a launcher")
         return message
 

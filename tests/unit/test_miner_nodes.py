@@ -282,12 +282,17 @@ def test_ranks_that_do_not_meet_name_the_firewall_and_the_doctor() -> None:
         )
 
 
-def test_what_is_no_launcher_is_left_alone(world: Callable[..., World]) -> None:
+def test_what_is_no_launcher_is_left_alone(
+    world: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raised: list[threading.ExceptHookArgs] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
     here = world("2")
     waiting = here.meet(here.host)
     for hostile in (
         b"GET / HTTP/1.0\r\n\r\n", b"\xff" * 70_000, b"[]\n", b"{}\n", b'{"node": 1}\n',
         b'{"node": {}, "facts": 3, "time": 1}\n', b'{"node": 1, "facts": {}, "time": "x"}\n', b"",
+        b"[" * 60_000 + b"\n",
     ):  # fmt: skip
         with socket.create_connection(("127.0.0.1", here.host._port), timeout=10) as one:
             try:
@@ -297,7 +302,7 @@ def test_what_is_no_launcher_is_left_alone(world: Callable[..., World]) -> None:
             except OSError as error:  # closed before all was sent
                 assert not isinstance(error, TimeoutError)
     here.meet(here.guest(1)).result(50)
-    assert waiting.result(50).nodes == (0, 1)
+    assert waiting.result(50).nodes == (0, 1) and not raised
 
 
 @given(some.text(min_size=1, max_size=40))
