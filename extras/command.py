@@ -24,7 +24,7 @@ from distributed_training.config import ConfigError, exit_with
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.settings import DataSettings, TrainingSettings, parse_sources
 from distributed_training.config.types import File
-from distributed_training.data.page_source import Counts
+from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.data.tokenizer import build_tokenizer
 
 from . import pretokenize as work
@@ -65,6 +65,9 @@ def main(argv: list[str]) -> int:
             "were made; those that were stay: make room and run the same command again",
             file=sys.stderr,
         )
+        return 1
+    except PageUnavailable as error:
+        print(f"error: {error}, so not all shards were made: run it again", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("interrupted; finished shards stay: run the same command again", file=sys.stderr)

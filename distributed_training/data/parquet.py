@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import errno
 import itertools
 import logging
 import re
@@ -22,6 +23,8 @@ from .page_source import Counts, PageUnavailable, large_enough, usable_texts
 log = logging.getLogger(__name__)
 
 _KEPT_GROUPS = 8
+# Of a network disk, or of a process at its limits.
+_MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -87,7 +90,7 @@ def folder_revision(folder: Path, *, wanted: str | None = None) -> str | None:
 
 
 class FolderSource:
-    """A folder of files of one kind: each is scanned once, unreadable ones are left out."""
+    """A folder of files of one kind: each is scanned once, damaged ones are left out."""
 
     suffixes: tuple[str, ...]
 
@@ -96,6 +99,7 @@ class FolderSource:
         self._files = _Files(folder, self.suffixes)
         self._counts = counts
         self._lock = threading.Lock()
+        self._scanned: dict[Path, int] = {}
         self._table: dict[str, int] | None = None
         self._all: dict[str, int] | None = None
 
@@ -107,18 +111,28 @@ class FolderSource:
             return self._table
 
     def all_rows(self) -> dict[str, int]:
-        """Count the rows of each config, also of those too small for the page selection."""
+        """Count the rows of each config, also of those too small for the page selection.
+
+        Raises PageUnavailable while the disk of a file is away.
+        """
         with self._lock:
             if self._all is None:
-                rows: dict[Path, int] = {}
                 for path in itertools.chain.from_iterable(self._files.paths.values()):
-                    try:
-                        rows[path] = self._scan(path)
-                    except (OSError, ValueError) as error:
-                        self._counts.add("files_unreadable")
-                        log.warning("%s is left out: %s", path, error)
-                self._all = self._files.count(rows)
+                    if path not in self._scanned:
+                        self._try_to_scan(path)
+                self._all = self._files.count(self._scanned)
             return self._all
+
+    def _try_to_scan(self, path: Path) -> None:
+        try:
+            self._scanned[path] = self._scan(path)
+        except (OSError, ValueError) as error:
+            # Left out once, it is left out until a restart, and the rows behind it have other
+            # numbers than at the validators. So what may pass is waited for.
+            if isinstance(error, OSError) and error.errno in _MAY_PASS:
+                raise PageUnavailable(f"{path} cannot be read now: {error.strerror}") from None
+            self._counts.add("files_unreadable")
+            log.warning("%s is left out: %s", path, error)
 
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
         del split  # a folder has one

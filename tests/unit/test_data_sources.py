@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import DataSettings
 from distributed_training.data.block_builder import BlockMaker, open_source
-from distributed_training.data.page_source import Counts
+from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.data.parquet import ParquetSource
 from distributed_training.data.shards import ShardError, open_shard, write_shard
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
@@ -51,6 +52,24 @@ def test_parquet_row_groups_files_and_damage(
     assert "2.parquet is left out" in caplog.text and "no column 'text'" in caplog.text
     for first in (0, 49, 50, 199, 215, 219, 220, 260, 450):
         assert made.rows("root", first, split="train", limit=60) == ROWS[first : first + 60]
+
+
+def test_a_disk_that_is_away_for_a_moment_leaves_no_file_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for i in range(2):
+        pq.write_table(pa.table({"text": ROWS}), tmp_path / f"{i}.parquet")
+    made = ParquetSource(tmp_path, text_column="text", counts=Counts())
+    with monkeypatch.context() as away:
+        away.setattr(pq, "read_metadata", _stale)
+        for _ in range(2):
+            with pytest.raises(PageUnavailable, match="cannot be read now"):
+                made.num_rows()
+    assert made.num_rows() == {"root": 1000}
+
+
+def _stale(path: Path) -> None:
+    raise OSError(errno.ESTALE, "Stale file handle")
 
 
 def test_parquet_bytes_that_are_not_utf8(tmp_path: Path) -> None:
