@@ -62,7 +62,7 @@ class WorkerSpec:
             _FORMAT, mixed, settings.dataset, settings.text_column, settings.pages_per_block,
             settings.rows_per_page, settings.max_length, self.uid, self.rank, self.world_size,
             self.sequence_length, self.eos_id, self.vocabulary,
-            tokenizer_hash(self.tokenizer_path),
+            tokenizer_hash(self.tokenizer_path), *filter(None, [settings.revision]),
         ]  # fmt: skip
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         return self.folder / "blocks" / f"rank{self.rank}-{name}"

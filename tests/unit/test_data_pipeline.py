@@ -8,6 +8,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -183,6 +184,8 @@ def test_what_a_killed_worker_left_is_removed_by_the_next_start(
     tokenizer: tuple[Path, int],
 ) -> None:
     same = spec(tokenizer)
+    newer = replace(same, settings=replace(same.settings, revision="2" * 40))
+    assert newer.blocks != same.blocks  # what the network pins anew is not what was kept
     same.blocks.mkdir(parents=True)
     half, whole = same.blocks / ".7.tokens.123.456.tmp", same.blocks / f"8{SUFFIX}"
     for path in (half, whole):
