@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pwd
 import secrets
 import signal
 import sys
@@ -142,8 +141,7 @@ def _write_configuration(folder: Path, port: int) -> dict[int, Path]:
         "[swift-hash]\nswift_hash_path_prefix = localnet\nswift_hash_path_suffix = localnet\n"
         "[storage-policy:0]\nname = single\ndefault = yes\n"
     )
-    user = pwd.getpwuid(os.getuid()).pw_name
-    common = f"swift_dir = {folder}\nlog_level = ERROR\nuser = {user}\nbind_ip = 127.0.0.1\n"
+    common = f"swift_dir = {folder}\nlog_level = ERROR\nbind_ip = 127.0.0.1\n"
     files = {}
     services = ("account", "container", "object")
     for service, service_port in zip(services, free_ports(3), strict=True):
