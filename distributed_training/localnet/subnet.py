@@ -60,9 +60,15 @@ class RunFolder:
 
     def take(self) -> None:
         """Lock it and empty it. Raises ConfigError; nothing has changed then."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        # Locked before a look at the contents: they may be those of a subnet that runs.
-        self._lock = (self.path / LOCK_FILE).open("ab")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            # Locked before a look at the contents: they may be those of a subnet that runs.
+            self._lock = (self.path / LOCK_FILE).open("ab")
+        except OSError as error:
+            raise ConfigError(
+                f"{self.path} cannot be used ({error.strerror}), so no subnet was started: give "
+                "--folder a new or empty folder of yours"
+            ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -118,6 +118,15 @@ class TestFolder:
         assert "left alone" in capsys.readouterr().err
         assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
+    def test_a_folder_that_is_a_file(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "file").touch()
+        for folder in (tmp_path / "file", tmp_path / "file" / "new"):
+            assert main(command_line(folder, "good")) == 2
+            (line,) = capsys.readouterr().err.splitlines()
+            assert "cannot be used" in line and "--folder" in line
+
     def test_a_flag_that_is_gone_is_refused_in_one_line(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
