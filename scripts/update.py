@@ -50,6 +50,8 @@ _ROUND_NEAR = timedelta(minutes=3)  # a round due so soon is waited for
 _SPARE_BYTES = 2_000_000_000  # beyond the size of the environment that is there
 _POLL = 1.0  # seconds
 _FETCH_SECONDS = 600.0
+_PM2_SECONDS = 120.0  # of one command
+_KILL_SECONDS = 25.0  # that app.config.js gives a stop beyond its time
 _NEW = ".new"  # ends the name of a version's folder until the version has passed
 #: DT_UPDATE_SETUP and DT_UPDATE_TESTS replace these where they cannot be run, as in tests.
 _SETUP = "scripts/setup.sh"
@@ -457,7 +459,8 @@ def try_version(pm2: Pm2, old: App, folder: Path, patience: float) -> str:
 def _try_version(pm2: Pm2, old: App, folder: Path, patience: float) -> str:
     miner, began = old.state(), time.time()
     if pm2.has(old.name):
-        pm2("delete", old.name)
+        longest = old.config.miner.stop_timeout.total_seconds() + _KILL_SECONDS
+        pm2("delete", old.name, stop=longest)
         # It waited for the old version's end: a step after this is the new one's.
         began = time.time()
     # The old settings, run folder and .env: only the program is another one.
@@ -481,14 +484,25 @@ class Pm2:
     def __init__(self, command: str) -> None:
         self._command = command
 
-    def __call__(self, *words: str, environ: Mapping[str, str] | None = None) -> str:
+    def __call__(
+        self, *words: str, environ: Mapping[str, str] | None = None, stop: float = 0.0
+    ) -> str:
+        """Return what pm2 says. ``stop``: seconds that it may wait for a miner's end."""
         try:
-            done = subprocess.run(
+            process = subprocess.Popen(
                 [self._command, *words],
                 env=None if environ is None else dict(environ),
-                capture_output=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 text=True,
             )
+            said = process.communicate(timeout=_PM2_SECONDS + stop)
+            done = subprocess.CompletedProcess(words, process.returncode, *said)
+        except subprocess.TimeoutExpired as error:
+            process.kill()  # not what it started: its daemon may be among that, with the miners
+            raise UpdateError(
+                f"pm2 {' '.join(words)}: no end within {error.timeout:.0f} s: see pm2 ping"
+            ) from None
         except OSError as error:
             raise UpdateError(
                 f"pm2 cannot be run ({error}), so no miner was found to update: give --pm2 its path"

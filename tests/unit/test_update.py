@@ -161,6 +161,16 @@ class Machine:
         return line
 
 
+def test_a_pm2_that_hangs_is_waited_for_within_bounds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "pm2").write_text("#!/bin/sh\nexec sleep 300\n")
+    (tmp_path / "pm2").chmod(0o755)
+    monkeypatch.setattr(update, "_PM2_SECONDS", 0.1)
+    with pytest.raises(update.UpdateError, match="pm2 jlist: no end within"):
+        update.Pm2(str(tmp_path / "pm2")).has("miner")
+
+
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     """Nothing runs from a version but what a test starts: each look reads all of /proc."""
