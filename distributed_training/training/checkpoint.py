@@ -349,6 +349,7 @@ class Checkpointer:
         self._trainer.stream.first_error(None)  # no rank writes any more
         # One name for all: the clocks of two nodes would give two.
         name, first = cast(Any, self._trainer.stream.from_rank_0((self._next_name(), extra)))
+        self._trainer.roll_back_outer_step()  # no round is on: what one that failed has left
         # A snapshot of this boundary has the same ones: 12 bytes a parameter, once.
         copies = self._trainer.copier.take()
         state = self._trainer.state_dict() | copies.rows()

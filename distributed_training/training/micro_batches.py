@@ -326,6 +326,8 @@ class MicroBatches:
 
     def _set_last(self, last: bool) -> None:
         """Let only the last backward of a step reduce gradients and drop gathered weights."""
+        # The public miner reduces at each, and reads its loss back: 1.08 s a step instead of 0.81,
+        # measured with 1.7 M parameters on two CPU ranks.
         # FSDP goes through all modules for each of these two.
         if self._last is last:
             return

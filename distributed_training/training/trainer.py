@@ -544,6 +544,8 @@ class Trainer:
         self, folder: Path, *, progress: Progress, block: int, last_loss: float
     ) -> SnapshotHandle:
         """See :meth:`~.publication.Publication.snapshot`."""
+        # No round is on. What one that failed has left would be in host memory beside the copies.
+        self.roll_back_outer_step()
         return self.publication.snapshot(
             folder,
             progress=progress,

@@ -420,6 +420,20 @@ def test_an_outer_step_keeps_what_was_trained_while_the_swarm_averaged() -> None
         torch.testing.assert_close(buffer, -trained, rtol=0, atol=1e-7)
 
 
+@pytest.mark.parametrize("what", ["snapshot", "checkpoint"])
+def test_what_a_failed_round_left_is_gone_when_all_is_copied(tmp_path: Path, what: str) -> None:
+    """Copies of the weights as the pseudo-gradient was written, beside those of the boundary."""
+    made = trainer()
+    train(made, 0, 1)
+    made.write_pseudo_gradient([torch.zeros(s) for _, s in made.schema], trains_on=True)
+    assert made.outer._written is not None
+    if what == "snapshot":
+        take_snapshot(made, tmp_path / "s", Progress(0, 1, 1, [7]))
+    else:
+        save_checkpoint(Checkpointer(trainer=made, folder=tmp_path), Progress(0, 1, 1, []))
+    assert made.outer._written is None
+
+
 def test_wrong_micro_batch_shape_is_refused() -> None:
     made = trainer()
     with pytest.raises(ValueError, match="expected"):
