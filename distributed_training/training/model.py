@@ -105,6 +105,23 @@ def hf_config(model_config: Mapping[str, Any]) -> Any:
         ) from error
 
 
+@contextlib.contextmanager
+def _sound_values() -> Iterator[None]:
+    """Raise UnfitModelError for what transformers raises over values of a ``config.json``."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    # It checks some values itself, in an error that is no ValueError, and trips over the others.
+    kinds = (TypeError, LookupError, ArithmeticError, AttributeError, AssertionError)
+    try:
+        yield
+    except (StrictDataclassError, *kinds) as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnfitModelError(
+            f"config.json has values that make no model ({why:.200}): fetch the global state again "
+            "or check --neuron.global_model_name"
+        ) from error
+
+
 def build_meta_model(model_config: Mapping[str, Any], *, attention: str = "sdpa") -> nn.Module:
     """Build the Hugging Face model with parameters on the meta device (no memory) and real buffers.
 
@@ -112,7 +129,7 @@ def build_meta_model(model_config: Mapping[str, Any], *, attention: str = "sdpa"
     """
     from transformers import AutoModelForCausalLM
 
-    with _parameters_on_meta():
+    with _parameters_on_meta(), _sound_values():
         model: nn.Module = AutoModelForCausalLM.from_config(
             hf_config(model_config), dtype=torch.float32, attn_implementation=attention
         )

@@ -29,6 +29,7 @@ from distributed_training.training.memory_plan import (
     plan_memory,
 )
 from distributed_training.training.model import (
+    UnfitModelError,
     build_meta_model,
     hf_config,
     linear_cross_entropy,
@@ -191,6 +192,22 @@ def test_bad_inputs_name_the_flag() -> None:
         hf_config({"hidden_size": 3})
     with pytest.raises(ConfigError, match="no model_type 'nonsense'"):
         hf_config({"model_type": "nonsense"})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_size": "abc"},
+        {"rope_theta": "x"},
+        {"num_attention_heads": 0},
+        {"hidden_act": "nope"},
+        {"torch_dtype": "float99"},
+        {"pad_token_id": 10**9},
+    ],
+)
+def test_a_config_with_a_value_of_no_model_is_one_line(change: dict[str, Any]) -> None:
+    with pytest.raises(UnfitModelError, match=r"^config.json has values .*_model_name$"):
+        build_meta_model(local_llama_config() | change)
 
 
 def test_bf16_without_hardware_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
