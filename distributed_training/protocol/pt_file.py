@@ -129,6 +129,7 @@ PLAIN_CALLS = frozenset(
         "torch.device",
     }
 )
+_ENCRYPTED = 1  # bit of a member's flags
 # PKWARE's APPNOTE.TXT, 4.3.16, 4.3.15 and 4.3.14: end record, locator and record of Zip64.
 _END, _LOCATOR64 = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
@@ -204,8 +205,7 @@ def read_pt(file: Path | IO[bytes]) -> PtContent:
             data = archive.read(pickles[0])
     except PtFileError:
         raise
-    except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError, struct.error) as error:
-        # RuntimeError: encrypted, or of a kind that Python does not know
+    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, struct.error) as error:
         raise PtFileError(f"it is not a whole archive ({_short(error)})") from None
     reader = _Reader(data)
     try:
@@ -278,6 +278,10 @@ def _check_table(file: IO[bytes]) -> int:
 
 
 def _check_members(members: Collection[zipfile.ZipInfo], size: int) -> None:
+    # Encrypted ones before they are opened: zipfile's RuntimeError is also that of a store which
+    # does not answer while the file is read from it.
+    if any(member.flag_bits & _ENCRYPTED for member in members):
+        raise PtFileError("it is encrypted")
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
         raise PtFileError("it is compressed, so it unpacks to more than it looks like")
     if len({member.filename for member in members}) != len(members):

@@ -168,6 +168,25 @@ def test_torch_loads_no_other_pickle_than_was_looked_at(data: bytes) -> None:
         load_payload(data, SCHEMA)
 
 
+def test_an_encrypted_member_is_refused() -> None:
+    data = bytearray(_archive({"a/data.pkl": LOOKED_AT}))
+    entry = data.index(b"PK\1\2")
+    data[entry + 8] |= 1  # of its flags
+    with pytest.raises(PayloadError, match="encrypted"):
+        load_payload(bytes(data), SCHEMA)
+
+
+def test_a_store_that_fails_is_no_damaged_file() -> None:
+    class Stopping(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if self.tell() == 0 and size != 4:  # the first member's head
+                raise RuntimeError("stopped on request")
+            return super().read(size)
+
+    with pytest.raises(RuntimeError, match=r"^stopped on request"):
+        read_pt(Stopping(_archive({"a/data.pkl": LOOKED_AT})))
+
+
 def test_size_is_bounded_packed_and_unpacked(tmp_path: Path) -> None:
     payload = build_payload(_codes(), META)
     payload["filler"] = torch.zeros(max_payload_bytes(SCHEMA))
