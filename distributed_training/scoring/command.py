@@ -196,13 +196,18 @@ def score(config: Config, options: argparse.Namespace) -> int:
             passes=options.passes,
             timeout=timedelta(seconds=options.timeout),
         )
+        looked = False
         while True:
             try:
                 preview = session.look(wanted)
+                looked = True
                 keep(preview, config.run_folder)
                 show(preview, as_json=options.json)
             # torch has a plain RuntimeError for a lack of memory; reason() raises all others again.
-            except (NotJudgeable, ChainError, MemoryError, RuntimeError) as error:
+            except (NotJudgeable, ChainError, ConfigError, MemoryError, RuntimeError) as error:
+                # A uid that nobody has any more may come back; at once it is a wrong flag.
+                if isinstance(error, ConfigError) and not looked:
+                    raise
                 print(f"error: {reason(error)}", file=sys.stderr, flush=True)
                 if options.watch is None:
                     return 1

@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from distributed_training.chain.base import Neuron
 from distributed_training.chain.identity import create_wallet
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.ports import free_ports
-from distributed_training.config import Config, load_config
+from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.config.settings import StoreSettings
 from distributed_training.data.block_builder import open_source
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
@@ -353,3 +354,21 @@ def test_too_little_memory_is_one_line(
     assert score.main(["--uid", "5", "--neuron.device", "cpu", "--cache", str(tmp_path)]) == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"error: {words} memory is not enough") and "another machine" in line
+
+
+def test_a_watch_outlives_a_miner_that_loses_its_uid(
+    monkeypatch: pytest.MonkeyPatch, capfd, tmp_path: Path
+) -> None:
+    from distributed_training.scoring import command as score
+    from distributed_training.scoring import score_preview
+
+    looks = Mock(side_effect=[None, ConfigError("uid 5 is no miner"), SystemExit])
+    monkeypatch.setattr(score_preview.Session, "__init__", lambda self, *args, **more: None)
+    monkeypatch.setattr(score_preview.Session, "look", looks)
+    monkeypatch.setattr(score, "find_sources", lambda *_: (None, [5]))
+    for name in ("keep", "show"):
+        monkeypatch.setattr(score, name, Mock())
+    monkeypatch.setattr(score.time, "sleep", Mock())
+    with pytest.raises(SystemExit):
+        score.main(["--uid", "5", "--watch", "--neuron.device", "cpu", "--cache", str(tmp_path)])
+    assert looks.call_count == 3 and "error: uid 5 is no miner" in capfd.readouterr().err
