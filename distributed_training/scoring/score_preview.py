@@ -109,15 +109,13 @@ class FolderStore:
         self.bucket = str(folder)
 
     def root(self) -> Metadata | None:
-        """Read the metadata, None for a folder that holds none.
-
-        Raises StoreError, MetadataError.
-        """
+        """Read the metadata, None for a folder that holds none. Raises StoreError."""
         found = [self._folder / keys.ROOT_METADATA]
         found += [path / keys.METADATA for _, path in reversed(states(self._folder))]
         for path in found:
             if path.exists():
-                return Metadata.parse(_read(path, 0, MAX_METADATA_BYTES + 1))
+                with _store_errors(path):
+                    return Metadata.parse(_read(path, 0, MAX_METADATA_BYTES + 1))
         gradients, config = (self._folder / name for name in (keys.GRADIENTS, keys.CONFIG))
         if not gradients.exists() or not config.exists():
             return None
@@ -172,6 +170,8 @@ def _store_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror}") from None
+    except MetadataError as error:
+        raise StateUnavailable(f"{path.parent}/{error}") from None
 
 
 def folder_reader(folder: Path, *, run: int = 0) -> BucketReader:
@@ -715,7 +715,7 @@ def in_folders(upload: Path, global_state: Path, uid: int, *, run: int) -> Sourc
         if root is None:
             raise StateUnavailable(f"{upload} holds no upload")
         blocks = reader.config(root.outer_step)[1].block_list
-    except (StoreError, MetadataError) as error:
+    except StoreError as error:
         raise ConfigError(
             f"--folder {upload} cannot be scored ({error}), so nothing was: give the folder of one "
             "upload"

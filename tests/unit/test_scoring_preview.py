@@ -32,10 +32,11 @@ from distributed_training.scoring.score_preview import (
     Row,
     Wanted,
     choose,
+    folder_reader,
     in_folders,
     read_judged,
 )
-from distributed_training.scoring.upload import DataUnavailable
+from distributed_training.scoring.upload import DataUnavailable, inspect
 from distributed_training.store.bucket_reader import BucketReader
 from tests.tools.validator_world import (  # noqa: F401
     MODEL_CONFIG,
@@ -305,6 +306,10 @@ def test_folders_stand_for_buckets(world: World, tmp_path: Path) -> None:
     assert found.rows[0].cause in (None, Cause.ASSIGNED_NOT_BETTER)
     with pytest.raises(ConfigError, match="--folder"):
         in_folders(tmp_path / "none", state, 17, run=5)
+    (upload / keys.METADATA).write_text("{")
+    reader = folder_reader(upload)
+    damaged = inspect(Neuron(17, ""), lambda _: reader, outer_step=0, age_limit=timedelta(1))
+    assert not damaged.valid and "metadata.json is not JSON" in damaged.reason
 
 
 def test_who_is_looked_at() -> None:
