@@ -25,18 +25,20 @@ from distributed_training.store.cleanup import Removed, prune_epochs
 from distributed_training.store.journal import Journal, Submission, UploadRecord, last_checked
 from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import (
+    IntegrityError,
     StoppedError,
     StoreError,
     TransientError,
     Uplink,
     endpoint_of,
 )
-from distributed_training.store.snapshot_folder import prune_snapshots
+from distributed_training.store.snapshot_folder import prune_snapshots, wait_complete
 from distributed_training.store.uploader import Close, Start
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.support_store import (
     PEER_ID,
     assert_published,
+    finish_rank,
     write_snapshot,
 )
 from tests.tools.waiting import wait_for
@@ -123,6 +125,22 @@ def test_a_spoilt_or_incomplete_snapshot_is_not_sent(
     report = run(store, tmp_path / "s")
     assert not report.ok and reason in report.reason
     assert store.list_objects() == []
+
+
+def test_a_snapshot_is_waited_for_until_its_last_rank_is_done_or_the_time_is_up(
+    tmp_path: Path,
+) -> None:
+    write_snapshot(tmp_path, REVISION, world_size=2, late=frozenset({1}))
+    with pytest.raises(IntegrityError, match="rank 1 did not finish"):
+        wait_complete(tmp_path, 2, timeout=timedelta(0), uplink=Uplink())
+
+    def asked() -> bool:
+        finish_rank(tmp_path, 1, 2)
+        return False
+
+    minutes = timedelta(minutes=5)
+    files = wait_complete(tmp_path, 2, timeout=minutes, uplink=Uplink(), give_up=asked)
+    assert files.keys() == set(keys.data_files(2))
 
 
 def test_the_gate_and_the_order_of_revisions(tmp_path: Path) -> None:
