@@ -261,6 +261,7 @@ def to_toml(rules: Mapping[str, Any]) -> str:
 
     def table(title: str, content: Mapping[str, Any]) -> str:
         below = {key: value for key, value in content.items() if isinstance(value, dict)}
+        # First: in TOML a key below a table's head belongs to that table.
         lines = [f"{k} = {_value(v)}" for k, v in content.items() if k not in below]
         head = f"\n[{title}]\n" if title and lines else ""
         inner = [table(f"{title}.{key}".strip("."), value) for key, value in below.items()]
@@ -355,6 +356,7 @@ def _hotkey(settings: ChainSettings) -> Wallet:
 
     folder = Path(settings.wallet_path).expanduser()
     exists = (folder / settings.wallet_name / "hotkeys" / settings.wallet_hotkey).exists()
+    # Another name that is not there is misspelled, and gets no new key.
     if not exists and settings.wallet_hotkey == "default":
         print(f"making a hotkey in {folder / settings.wallet_name}: keep a copy of it")
         return create_wallet(folder, settings.wallet_name)

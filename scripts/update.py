@@ -262,6 +262,7 @@ def find_commit(git: Sequence[str], target: str, unchanged: str) -> tuple[str, s
     """Return the target's commit and the name of its folder. Raises UpdateError."""
 
     def commit_of(ref: str) -> str:
+        # A target that begins with "-" would be an option of git.
         words = [*git, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}"]
         return subprocess.run(words, capture_output=True, text=True).stdout.strip()
 
@@ -350,6 +351,7 @@ def remove_others(old: App, folder: Path) -> None:
 
 def process_in(environment: Path) -> int | None:
     """Return a process that has a file of ``environment`` loaded."""
+    # By the files it has loaded: command lines do not tell the version of every rank.
     wanted = f" {environment}/".encode()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -366,6 +368,7 @@ def examine(old: App, folder: Path, unchanged: str) -> None:
     command = [
         str(folder / ".venv" / "bin" / "python"),
         str(folder / "scripts" / "diagnose.py"),
+        # Not measured: the GPUs are full of the version that trains.
         *("--json", "--diagnostics.measure", "0"),
         *arguments_of(folder, old, unchanged),
     ]
@@ -395,6 +398,7 @@ def arguments_of(folder: Path, old: App, unchanged: str) -> list[str]:
     """Return the flags that the app.config.js in ``folder`` starts the miner with."""
     code = "console.log(JSON.stringify(require(process.argv[1]).apps[0].args))"
     done = subprocess.run(
+        # By running it: the file is a program, and its override is one too.
         ["node", "-e", code, str(folder / "app.config.js")],
         env=old.environment | {"DT_HOME": str(old.home)},
         capture_output=True,
@@ -472,6 +476,7 @@ def _try_version(pm2: Pm2, old: App, folder: Path, patience: float) -> str:
             pm2("save")  # what a reboot brings back
             return ""
         status, restarts = pm2.state(old.name)
+        # A few restarts are no verdict: chain or bucket may be away for a moment.
         if status in ("stopped", "errored") or restarts > 2:
             return f"pm2 shows it as {status} after {restarts} restarts"
         time.sleep(_POLL)

@@ -213,6 +213,7 @@ def end_with_starter(number: signal.Signals = signal.SIGTERM) -> None:
     Its parent is not the process that asked for it. Starts a thread.
     """
     starter = parent_process()
+    # Started by hand or by a test: nobody to follow.
     if starter is None:
         return
 

@@ -411,6 +411,7 @@ def parse_endpoint(text: str) -> str:
 class NodesSettings:
     """Node 0 has wallet, chain, swarm, uploads and page; the others obey its ranks."""
 
+    # By Slurm's variables srun starts one and the same command on every node.
     nnodes: Annotated[str, BeforeValidator(parse_nodes)] = flag("nnodes", "1", env="SLURM_NNODES")
     """machines of this miner; MIN:MAX: training goes on with fewer while some are away"""
     node_rank: int = flag("node_rank", 0, ge=0, le=MOST_NODES - 1, env="SLURM_NODEID")

@@ -205,6 +205,7 @@ class RowsTokens:
         empty = np.zeros(0, dtype=np.int32)
         try:
             chosen = self._choose(block, pages)
+        # ValueError: the page selection finds no config, or one that is too small.
         except (PageUnavailable, ValueError) as error:
             self._counts.add("pages_missing", pages)
             return SourceTokens(empty, [str(error)])

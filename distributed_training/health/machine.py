@@ -421,6 +421,7 @@ def check_descriptors(connections: int) -> Check:
 
     The launcher takes the hard limit.
     """
+    # The hard limit: each process raises its soft one to that (limit_resources).
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = _DESCRIPTORS + connections
     if hard == resource.RLIM_INFINITY or hard >= needed:
@@ -438,6 +439,7 @@ def check_shared_memory(*, ranks: int, gpu: bool) -> Check:
     if not gpu or ranks < 2:
         return Check("shared memory", "skip", "only ranks on several GPUs use /dev/shm")
     try:
+        # Docker gives a container 64 MB of it unless it is told otherwise.
         free = shutil.disk_usage("/dev/shm").free
     except OSError as error:
         return Check("shared memory", "skip", f"there is no /dev/shm ({error.strerror})")

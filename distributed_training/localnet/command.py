@@ -131,6 +131,7 @@ def _run(
     finally:
         signals.interrupts = False  # a stop is bounded: let it end
         # Exceptions not named above are defects: they pass, but the subnet is stopped first.
+        # With --stay Ctrl-C is the usual end, so there is the usual time for it.
         hurried = signals.stop.is_set() and not arguments.stay
         subnet.stop(INTERRUPT_GRACE if hurried else None)
     return ""

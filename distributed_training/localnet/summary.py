@@ -51,6 +51,7 @@ def event_line(event: Mapping[str, Any], *, of_validator: bool) -> str:
         case {"kind": "publication", "ok": True, "revision": tag}:
             return f"published {tag} ({event.get('bytes_sent', 0) / 1e6:.1f} MB)"
         case {"kind": "publication", "revision": tag, "reason": reason}:
+            # Nothing failed then: a newer snapshot took its place.
             superseded = str(reason).startswith("superseded")
             return "" if superseded else f"publication of {tag} failed: {reason}"
         case {"kind": "round", "ok": False, "fault": fault}:

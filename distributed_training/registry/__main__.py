@@ -168,6 +168,7 @@ def serve(given: argparse.Namespace) -> int:
             port, charter = sock.getsockname()[1], registry.charter
             print(f"registry {charter.name} at http://{host}:{port}, block {registry.height}")
             print(f"founded by {charter.master}; registration: {charter.admission}")
+            # With the pid: a log that is appended to has the READY of earlier starts.
             print(f"READY {os.getpid()}", flush=True)
             stop.wait()
     return ExitStatus.STOPPED
@@ -296,6 +297,7 @@ def invite(given: argparse.Namespace) -> int:
     token = secrets.token_urlsafe(24)
     with _chain(given) as chain:
         expires = time.time() + given.days * 86400
+        # The hash: whoever reads the registry's file or a backup of it can let nobody in.
         chain.invite(hash_of(token), uses=given.uses, expires=expires)
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires))
     print(

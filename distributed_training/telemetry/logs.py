@@ -185,5 +185,6 @@ def _catch_uncaught() -> None:
                 exc_info=(type(error), error, arguments.exc_traceback),
             )
 
+    # Python's own would write many lines to stderr, with every secret that is in them.
     sys.excepthook = uncaught
     threading.excepthook = uncaught_in_thread

@@ -131,6 +131,7 @@ class NeuronState:
         kind, follows = str(event.get("kind")), None
         if kind in self.tables:
             self.tables[kind].append(dict(event))
+        # Lines of other versions and damaged ones: they must not end page, update or local subnet.
         if handler := getattr(self, f"_on_{kind}", None):
             with contextlib.suppress(
                 AttributeError, LookupError, ArithmeticError, TypeError, ValueError
@@ -141,6 +142,7 @@ class NeuronState:
 
     def _on_start(self, event: Mapping[str, Any]) -> None:
         self.starts += 1
+        # None: the time between two processes is no pause between two steps.
         self.mode, self._step_ended = "starting", None
         self._reach(event)
         self.uid = _whole(event.get("uid"), self.uid)

@@ -64,6 +64,7 @@ def _begin(asked: dict[str, Any]) -> tuple[Any, str]:
     wanted: dict[str, Any] = {
         **{key: asked[key] for key in ("project", "entity", "name")},
         "id": _run_id(folder / "wandb.id"),
+        # A restart goes on in the same run.
         "resume": "allow",
         "dir": str(folder),
         "settings": wandb.Settings(
@@ -144,6 +145,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(self._folder), purge_step=self._next, flush_secs=15)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
+        # After a roll-back: a new writer's purge_step hides what was written of these steps.
         if step < self._next:
             self._writer.close()
             self._next = step

@@ -143,6 +143,8 @@ class Guard:
             if message["type"] == "http.response.start":
                 extra = dict(_HEADERS)
                 if self._token and request.query_params.get("token"):
+                    # HttpOnly: no script reads it. SameSite=Strict: no other web site's link brings
+                    # it along.
                     extra["set-cookie"] = f"token={self._token}; HttpOnly; SameSite=Strict; Path=/"
                 message["headers"] += [(k.encode(), v.encode()) for k, v in extra.items()]
             await send(message)
