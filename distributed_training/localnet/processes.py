@@ -106,7 +106,8 @@ class Child:
         self.stopping = True
         if self._process is not None and self.running:
             kill_tree(self._process.pid)
-            self._process.wait(timeout=10)
+            # One that hangs in a disk's system call ends later: the others are still to be stopped.
+            self.wait(timedelta(seconds=10))
 
     def wait(self, timeout: timedelta) -> int | None:
         """Return the exit status, or None if it still runs after ``timeout``."""

@@ -65,6 +65,25 @@ def test_stop_is_graceful_first_and_in_time(tmp_path: Path, mark: Mark) -> None:
     assert len(defects) == 1 and "bad did not stop" in defects[0]
 
 
+def test_one_that_not_even_sigkill_ends_at_once_keeps_no_other_from_its_stop(
+    tmp_path: Path, mark: Mark, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children = [child(tmp_path, mark, STUBBORN, name) for name in ("one", "two")]
+    for each in children:
+        each.start()
+        wait_for(lambda each=each: each.last_lines() == ["ready"], each.name)
+    hangs = children[0]._process
+    assert hangs is not None
+    wait = hangs.wait
+
+    def in_a_system_call(timeout: float | None = None) -> int:
+        raise subprocess.TimeoutExpired("one", timeout or 0.0)
+
+    monkeypatch.setattr(hangs, "wait", in_a_system_call)
+    assert len(stop_together(children, timedelta(seconds=0.1))) == 2
+    assert wait(60) == -signal.SIGKILL == children[1].exit_status
+
+
 def test_a_killed_child_is_no_failure_and_starts_again(tmp_path: Path, mark: Mark) -> None:
     c = child(tmp_path, mark, STUBBORN)
     c.start()
