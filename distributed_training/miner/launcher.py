@@ -572,7 +572,8 @@ class _Supervisor:
 
     def _end_what_is_late(self) -> None:
         """End the ranks by force if a phase has lasted too long."""
-        if self._is(Phase.FORCED):
+        # Without a phase no limit counts, and each look at the limits reads a file.
+        if not self._entered or self._is(Phase.FORCED):
             return
         if self._signals.hurry:
             self._force("Asked again; ending the ranks by force")

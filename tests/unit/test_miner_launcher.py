@@ -182,6 +182,16 @@ def test_ranks_that_fail_by_themselves_are_given_up_after_six_times(
     assert "failed 6 times in a row: giving up" in error.getMessage()
 
 
+def test_a_file_that_cannot_be_read_is_no_line_a_look(
+    argv: list[str], ranks: Played, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A network disk is away for hours; the launcher looks at the ranks five times a second."""
+    (run_folder(argv) / "checkpoints" / "last.json").mkdir(parents=True)
+    ranks.left = [(LONG, STOPPED)]
+    assert launch(argv) == STOPPED
+    assert 0 < caplog.text.count("last.json cannot be read") < 5
+
+
 def full_disk(*_: object) -> Any:
     return Usage(10**12, 10**12, 0)
 
