@@ -423,7 +423,10 @@ def _follow_address(
     seen = None
     while not watcher.closed(ASK_EVERY):
         before, (old, port) = seen, ours["endpoint"]
-        seen = public_ip()
+        try:
+            seen = public_ip()
+        except OSError:
+            seen = None  # no descriptor to ask with: this thread is the only one that looks
         # Twice in a row: a service that errs once must not move the miner.
         if seen is None or seen == old or seen != before:
             continue

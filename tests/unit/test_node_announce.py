@@ -78,8 +78,10 @@ def test_another_public_address_is_written_to_the_chain_and_is_no_second_miner(
     monkeypatch.setattr(identity, "ASK_EVERY", OFTEN)
     ledger, member = registered()
     old, new = ENDPOINT[0], "9.8.7.6"
-    # Not asked, a detour over another address, an answer that does not come, and the change.
-    told = [None, old, "5.5.5.5", old, "5.5.5.5", None, "5.5.5.5", new, new]
+    # Not asked, a detour over another address, an answer that does not come, no descriptor to ask
+    # with, and the change.
+    full = OSError(24, "Too many open files")
+    told = [None, old, "5.5.5.5", old, "5.5.5.5", None, "5.5.5.5", full, new, new]
 
     def on_chain() -> str:
         return member.chain.neurons()[0].ip
@@ -88,7 +90,10 @@ def test_another_public_address_is_written_to_the_chain_and_is_no_second_miner(
     wait_for(lambda: on_chain() == old)
 
     def public_ip() -> str | None:
-        return told.pop(0) if len(told) > 1 else told[0]
+        answer = told.pop(0) if len(told) > 1 else told[0]
+        if isinstance(answer, OSError):
+            raise answer
+        return answer
 
     moved: list[str] = []
     looks: list[object] = []  # of the watcher
