@@ -147,6 +147,8 @@ def is_running(process: psutil.Process) -> bool:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False
+    except OSError:
+        return True  # no descriptor to look with: raised here it would end whoever only looks
 
 
 def command_of(process: psutil.Process) -> str:

@@ -14,15 +14,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from distributed_training.chain.identity import create_wallet
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import read_json_object, write_json
+from distributed_training.common.processes import Mark
 from distributed_training.config import ConfigError, load_config
 from distributed_training.health import machine
 from distributed_training.miner import launcher
 from distributed_training.miner.__main__ import main as launch
+from distributed_training.miner.rank_group import RankGroup
 from distributed_training.miner.run_folder import remembered_gpus
 from distributed_training.miner.several_nodes import PATIENCE, Refusal
 from tests.tools.r2_keys import KEYS
@@ -190,6 +193,21 @@ def test_a_file_that_cannot_be_read_is_no_line_a_look(
     ranks.left = [(LONG, STOPPED)]
     assert launch(argv) == STOPPED
     assert 0 < caplog.text.count("last.json cannot be read") < 5
+
+
+def test_a_moment_without_descriptors_ends_no_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error of a look would end this launcher's run, and with it ranks that train."""
+
+    def unseen(process: psutil.Process) -> bool:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    config = load_config("miner", [], environ={}, dotenv=None, check=False)
+    group = RankGroup(config=config, world_size=1, mark=Mark("X", "x"), stacks=tmp_path / "stacks")
+    group._tracker = psutil.Process()
+    monkeypatch.setattr(psutil.Process, "is_running", unseen)
+    group.wait(timedelta(0))
 
 
 def full_disk(*_: object) -> Any:
