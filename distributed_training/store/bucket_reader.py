@@ -433,7 +433,8 @@ def _disk_errors() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StoreError(f"{error.filename}: {error.strerror}") from None
+        # Reads and writes by a handle name no file.
+        raise StoreError(f"{error.filename or 'the disk'}: {error.strerror or error}") from None
 
 
 # --- states on the disk -------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
 import re
 import shutil
@@ -407,6 +408,17 @@ def test_one_file_has_the_time_of_the_caller_or_else_of_a_large_answer(
         reader.download(keys.ROOT_METADATA, path, limit=9999)
     reader.download(keys.ROOT_METADATA, path, limit=9999, deadline=time.monotonic() + 600)
     assert path.read_bytes() == published.get(keys.ROOT_METADATA, limit=9999)
+
+
+def test_a_disk_that_fails_is_called_the_disk(
+    published: MemoryObjectStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, "Input/output error")  # as pwrite does, without a name
+
+    monkeypatch.setattr(transfer.os, "pwrite", fails)
+    with pytest.raises(StoreError, match=r"^the disk: Input/output error$"):
+        BucketReader(published).fetch(3, tmp_path / "g", MINER_FILES)
 
 
 def test_a_bucket_that_only_fails_is_given_up_long_before_the_deadline(
