@@ -216,6 +216,11 @@ class GlobalPublisher:
         metadata = Metadata.of(Revision(self.run, outer_step, 0), peer_id)
         self._put(keys.ROOT_METADATA, metadata.to_json())
 
+    def outer_step(self) -> int:
+        """Return the outer step that the root metadata shows, -1 without one. Raises StoreError."""
+        root = self._bucket.metadata()
+        return -1 if root is None else root.outer_step
+
     def weights(self, outer_step: int, schema: Schema) -> list[Tensor]:
         """Return the global weights of an outer step, from the local copy or the bucket.
 

@@ -70,6 +70,7 @@ from distributed_training.node.signals import Stopped
 from distributed_training.protocol import lines, schedule
 from distributed_training.protocol.types import AllReduceFault
 from distributed_training.scoring.evaluator import Judgement
+from distributed_training.store.s3 import StoreError
 from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.validator.global_state import GlobalPublisher, GlobalStateError
 from distributed_training.validator.inner_optimizer import InnerPublisher
@@ -118,6 +119,7 @@ class Validator:
         self._standings_path = run.folder / "ledger.json"
         self._state: GlobalState | None = None
         self._loss = math.nan  # held-out loss of the state
+        self._unsure = False  # whether a publication that failed may have reached the bucket
         self._scored_at = -1
         self._weights_at = -1
 
@@ -192,8 +194,10 @@ class Validator:
     def tick(self) -> None:
         """Do what is due at the present block: a round, or weights, or a scoring pass.
 
-        Raises ChainError, Stopped.
+        Raises ChainError, Stopped, and GlobalStateError if the bucket is ahead of us.
         """
+        if self._unsure:
+            self._look_at_root()
         block = self._chain.block()
         # Before all else: the miners count the same blocks and have timed their uploads by it.
         if self._round_due(block):
@@ -237,6 +241,7 @@ class Validator:
             if self._published(following):
                 self._succeeded(following, after, outcome, began)
                 return True
+            self._unsure = True
         self._failed(fault or "publication", detail)
         return False
 
@@ -285,7 +290,9 @@ class Validator:
 
     def _failed(self, fault: str, detail: str) -> None:
         """Keep the outer step; the whole period starts again."""
-        self.standings.reached = None
+        # A root whose answer was lost may be there: the next start finds out and credits the round.
+        if not self._unsure:
+            self.standings.reached = None
         self.standings.failed_rounds += 1
         self.standings.last_round_block = self._chain.block()
         self._save()
@@ -386,6 +393,20 @@ class Validator:
         miners = [n for n in found if n.hotkey != self._member.hotkey]
         self.standings.sync(miners)
         return miners
+
+    def _look_at_root(self) -> None:
+        """Raise GlobalStateError if a publication arrived that seemed to have failed."""
+        try:
+            reached = self._publisher.outer_step()
+        except StoreError:
+            return  # asked again at the next tick
+        self._unsure = False
+        if reached > self.state.outer_step:
+            # Miners go by the bucket: none of them would be at our outer step any more.
+            raise GlobalStateError(
+                f"outer step {reached} was published after all, and this process is still at "
+                f"{self.state.outer_step}: start it again, which goes on from the bucket"
+            )
 
     def _publish_initial(self) -> None:
         if not self._published(self.state):

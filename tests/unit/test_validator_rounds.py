@@ -497,6 +497,35 @@ def test_a_store_and_a_disk_that_fail_for_a_moment_do_not_lose_the_outer_step(
     assert _root(world).revision == Revision(RUN, 1, 0)
 
 
+def test_a_publication_whose_answer_was_lost_is_gone_on_from(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.train_and_publish()
+    put = world.bucket.put
+
+    def silent(key: str, *content: Any, **options: Any) -> Any:
+        answer = put(key, *content, **options)
+        if key == keys.ROOT_METADATA:
+            raise StoreError("no answer")
+        return answer
+
+    with monkeypatch.context() as patch:
+        patch.setattr(world.bucket, "put", silent)
+        assert not world.validator.round()
+    assert _root(world).outer_step == 1 and world.validator.state.outer_step == 0
+    world.bucket.down = True
+    world.validator.tick()  # it may say so later
+    world.bucket.down = False
+    with pytest.raises(GlobalStateError, match="1 was published after all"):
+        world.validator.tick()
+    world.restart()
+    world.start()
+    assert world.validator.state.outer_step == 1
+    standings = world.validator.standings
+    assert standings.successful_rounds == 1 and standings.failed_rounds == 0
+    assert {e.all_reduce for e in standings.entries.values()} == {1}
+
+
 def test_old_epochs_are_removed(world: World) -> None:
     for _ in range(3):
         world.train_and_publish()
