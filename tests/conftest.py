@@ -52,8 +52,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with the longest time limits first: none of them is left to one worker at the end.
 
     A subnet trains on all cores for as long as it runs, so two others, which mostly wait, come
-    between two files that start one.
+    between two files that start one. Without workers the order stays that of the command line.
     """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
     limits: dict[Path, float] = {}
     subnets: set[Path] = set()
     for item in items:

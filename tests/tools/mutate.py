@@ -111,7 +111,8 @@ def run_tests(tests: tuple[str, ...]) -> int:
         os.environ["PYTHONPATH"] = os.getcwd()
         import pytest
 
-        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--durations=0"]
+        # A test named before its file runs before it.
+        options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--keep-duplicates"]
         os._exit(int(pytest.main([*options, "-m", "not slow and not long", *tests])))
     until = time.monotonic() + SECONDS
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
