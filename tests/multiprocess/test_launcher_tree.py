@@ -280,8 +280,8 @@ def test_what_is_killed_starts_again_under_the_same_launcher(
     assert server is not None and server in run.mark.processes()
     before = run.listening
     (rank_1 if victim == "a rank" else server).kill()
-    wait_for(lambda: len(run.listening) == 2 and run.listening != before, "new ranks")
-    again = psutil.Process(run.listening[1]).parent()
+    new = wait_for(lambda: len(now := run.listening) == 2 and now != before and now, "new ranks")
+    again = psutil.Process(new[1]).parent()
     assert (again == server) == (victim == "a rank")
     killed = "was killed by SIGKILL and left no exit status. Likely out of memory: dmesg -T"
     assert (killed if victim == "a rank" else "forked from ended") in run.output
@@ -301,7 +301,7 @@ def test_ranks_that_hang_start_again_after_their_stacks_were_written(
     wait_for(lambda: len(list(beats.glob("*.beat"))) == 2, "the first boundary")
     os.kill(before[1], signal.SIGSTOP)
     run.pass_an_hour()
-    wait_for(lambda: len(run.listening) == 2 and run.listening != before, "new ranks")
+    wait_for(lambda: len(now := run.listening) == 2 and now != before, "new ranks")
     assert "The ranks hang" in run.output and "Starting the ranks again" in run.output
     stacks = (run.folder / "stacks.txt").read_text()
     for rank, pid in before.items():

@@ -387,23 +387,25 @@ def vote(folder: Path) -> None:
 
     def rolled_back() -> None:
         roll_back()
+        if (written := kept.pop("before", None)) is None:
+            return  # of a snapshot or checkpoint, without a round
         outer = miner.trainer.outer
         kept["same"] = all(
             torch.equal(a, s.local)
-            for a, s in zip(kept["before"], miner.trainer.sharded.shards, strict=True)
+            for a, s in zip(written, miner.trainer.sharded.shards, strict=True)
         )
         kept["untouched"] = outer.momentum is None
         kept["steps"] = [miner.trainer.outer_step, miner.trainer.inner_step]
 
     def committed() -> None:
         commit()
+        kept.pop("before")
         kept["committed"] = [miner.trainer.outer_step, miner.trainer.inner_step]
 
     miner.trainer.write_pseudo_gradient = written  # type: ignore[method-assign]
     miner.trainer.roll_back_outer_step = rolled_back  # type: ignore[method-assign]
     miner.trainer.commit_outer_step = committed  # type: ignore[method-assign]
     miner.run("vote")
-    kept.pop("before")
     (folder / f"vote-{RANK}.json").write_text(json.dumps(kept))
 
 
