@@ -20,7 +20,7 @@ from bench import kills
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import read_json_object
-from distributed_training.common.processes import kill_tree
+from distributed_training.common.processes import command_of, kill_tree
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.miner.run_folder import launcher_pid, mark_of
@@ -100,7 +100,7 @@ def update(subnet: LocalSubnet, pm2: LocalMiner, home: Path) -> None:
 
 def restart_in_mid_upload(subnet: LocalSubnet, pm2: LocalMiner) -> None:
     """The store does not answer while it uploads; it does again for the start that follows."""
-    (store,) = (p for p in subnet.mark.processes() if "object_store" in " ".join(p.cmdline()))
+    (store,) = (p for p in subnet.mark.processes() if "object_store" in command_of(p))
     store.suspend()
     try:
         seen = len(pm2.events("preview"))

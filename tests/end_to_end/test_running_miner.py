@@ -15,6 +15,7 @@ import pytest
 
 from distributed_training.chain.base import find
 from distributed_training.chain.registry import RegistryChain
+from distributed_training.common.processes import command_of
 from distributed_training.doctor.command import main
 from distributed_training.localnet.plan import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, Neuron
@@ -90,7 +91,7 @@ def test_a_restart_while_chain_and_store_are_away_trains_from_the_disk(
     away = [
         process
         for process in subnet.mark.processes()
-        if any(name in " ".join(process.cmdline()) for name in servers)
+        if any(name in command_of(process) for name in servers)
     ]
     assert len(away) == 2
     starts, steps = count(miner, "start"), count(miner, "step")

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import Mark
+from distributed_training.common.processes import Mark, command_of
 from distributed_training.config.types import ConfigError
 from distributed_training.localnet.command import INTERRUPT_GRACE, main
 from distributed_training.localnet.plan import SubnetOptions, parse_ranks, plan_neurons
@@ -102,7 +102,9 @@ class TestSubnet:
             subnet.wait_until(lambda: subnet.miners[0].state.starts == 2, LONG, "the restart")
             assert stop_miner(subnet, 1) == 0
             (chain,) = [
-                p for p in subnet.mark.processes() if "distributed_training.registry" in p.cmdline()
+                p
+                for p in subnet.mark.processes()
+                if "distributed_training.registry" in command_of(p)
             ]
             chain.kill()
             subnet.wait_for_outer_steps(9, LONG)
