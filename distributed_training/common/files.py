@@ -20,6 +20,7 @@ import logging
 import os
 import re
 import threading
+import tomllib
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -185,6 +186,14 @@ def json_line(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return content if isinstance(content, dict) else None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the tables of a TOML text. Raises ValueError, which says why it is none."""
+    try:
+        return tomllib.loads(text)  # of a number of 5000 digits a bare ValueError
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
 
 
 def rotated(path: Path) -> Path:

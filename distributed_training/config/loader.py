@@ -28,7 +28,6 @@ import re
 import shutil
 import stat
 import sys
-import tomllib
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -43,6 +42,7 @@ from annotated_types import Ge, Le
 from pydantic import ByteSize, ConfigDict, Field, SecretStr, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from distributed_training.common.files import parse_toml
 from distributed_training.network import Network, NetworkAway, NetworkFileError, read_network
 
 from .checks import problems
@@ -571,11 +571,10 @@ def read_toml(path: Path, known: Schema) -> dict[str, Given]:
     """Read the flags of a ``--config`` file. Raises ConfigError."""
     text = _read_text(path, f"--config {path}")
     try:
-        tree = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # of a number of 5000 digits a bare ValueError
-        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        tree = parse_toml(text)
+    except ValueError as error:
         raise ConfigError(
-            f"--config {path} is not TOML ({why}), so nothing was started: correct that line"
+            f"--config {path} is not TOML ({error}), so nothing was started: correct that line"
         ) from None
     found = {}
     for name, value in _flatten(tree, ""):

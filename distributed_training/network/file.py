@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
+from distributed_training.common.files import parse_toml
 from distributed_training.common.memory import ModelShape
 
 FORMAT = 1
@@ -103,11 +104,10 @@ def tree_of(text: str) -> dict[str, Any]:
         # tomllib's memory grows with the square of a dotted key: 32 kB of "a.a.a" take 1 GB, and
         # whoever can write to the founder's web site could end every start by them.
         if any(len(_DOTTED.findall(line)) > _MOST_DOTS for line in text.split("\n")):
-            raise RecursionError
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # of a number of 5000 digits a bare ValueError
-        why = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise NetworkFileError(f"it is not TOML ({why})", "correct that line") from None
+            raise ValueError("nested too deeply")
+        return parse_toml(text)
+    except ValueError as error:
+        raise NetworkFileError(f"it is not TOML ({error})", "correct that line") from None
 
 
 def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
