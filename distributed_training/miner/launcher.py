@@ -235,7 +235,7 @@ def _train(
         start_limit=config.miner.hang_timeout,
         program=program,
     )
-    log.info("Starting %d rank%s, run folder %s", ranks, "" if ranks == 1 else "s", folder)
+    log.info("Starting %s, run folder %s", counted(ranks, "rank"), folder)
     # Last: what is refused above leaves neither a port nor a thread behind.
     nodes = join_nodes(config, ranks=ranks, remembered=gpus)
     return _Supervisor(config.miner, folder, mark, group, signals, outages, nodes).run()
