@@ -42,6 +42,8 @@ from typing import IO, Any, NoReturn
 
 import psutil
 
+log = logging.getLogger(__name__)
+
 _PREFIXES = ("R2_", "AWS_", "BT_PW_")  # whole families; bittensor keeps wallet passwords in BT_PW_
 _WORDS = frozenset(
     {"SECRET", "SECRETS", "TOKEN", "TOKENS", "KEY", "KEYS", "PASSWORD", "PASSWD", "PASS", "PW"}
@@ -66,6 +68,7 @@ def without_secrets(
 
 
 _POLL_SECONDS = 0.05
+_KILL_SECONDS = 5.0  # that the kernel has to end a process that was killed
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_FILES = 1 << 20  # what Linux gives a process at most, by default
@@ -334,12 +337,22 @@ def start_child(
 
 
 def wait_or_kill(process: subprocess.Popen[Any], seconds: float) -> None:
-    """Wait for its end, but no longer than ``seconds``."""
+    """Wait for its end; kill it after ``seconds``. One that even then does not end is left."""
     try:
         process.wait(seconds)
+        return
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+    try:
+        process.wait(_KILL_SECONDS)
+    except subprocess.TimeoutExpired:
+        # In the kernel, on a mount that does not answer, for days: a stop cannot wait for that.
+        log.warning(
+            "Process %d is left behind: %.0f s after SIGKILL it still waits for a disk or a "
+            "network mount that does not answer. It ends once that answers; nothing waits for it",
+            process.pid,
+            _KILL_SECONDS,
+        )
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ from distributed_training.common.backoff import Backoff
 from distributed_training.common.processes import (
     process_folder,
     remove_process_folder,
+    wait_or_kill,
     without_secrets,
 )
 from distributed_training.config.settings import SwarmSettings
@@ -383,7 +384,7 @@ class HostLaunch:
             # It leads its session: p2pd is in this group, and nobody else.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+            wait_or_kill(self.process, 0)
 
 
 class HostProcess:

@@ -20,6 +20,7 @@ from distributed_training.common.processes import (
     process_folder,
     reap_orphans,
     send,
+    wait_or_kill,
 )
 from tests.tools.waiting import wait_for
 
@@ -115,6 +116,26 @@ def test_a_descendant_with_a_session_of_its_own_is_found(mark: Mark, start: Star
     assert start(child).wait(20) == 0
     (line,) = mark.end(settle=NONE, grace=NONE)
     assert "sleep(600)" in line and not mark.processes()
+
+
+def test_what_not_even_sigkill_ends_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+    """Its last system call waits for a network disk: nothing of it ends before that answers."""
+    waits: list[float] = []
+
+    class InTheKernel:
+        pid, killed = 41, False
+
+        def wait(self, timeout: float) -> None:  # without a limit it would be a TypeError
+            waits.append(timeout)
+            raise subprocess.TimeoutExpired("x", timeout)
+
+        def kill(self) -> None:
+            self.killed = True
+
+    process = InTheKernel()
+    wait_or_kill(process, 3)  # type: ignore[arg-type]
+    assert process.killed and waits[0] == 3 and 0 < waits[1] < 60
+    assert "Process 41 is left behind" in caplog.text
 
 
 def test_kill_tree(mark: Mark, start: Start) -> None:

@@ -92,7 +92,7 @@ class PageProcess:
                 if self._closing.is_set():
                     return
                 # It has closed its output, so it is ending; not waited for, it stays a zombie.
-                self._process.wait()
+                wait_or_kill(self._process, _END_SECONDS)
                 with contextlib.suppress(OSError):  # no process left: the next turn tries again
                     self._process = self._start()
 
