@@ -71,6 +71,7 @@ class Busy:
 log = logging.getLogger(__name__)
 
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=1), timedelta(minutes=1)  # before it is restarted
+_END_SECONDS = 5.0  # for the end of one that hung up
 _STEADY = 600.0  # seconds; an uploader that lived so long ended for another reason
 
 
@@ -216,11 +217,17 @@ class Uploader:
         while not self._closed.is_set():
             began = time.monotonic()
             assert self._connection is not None
-            with contextlib.suppress(EOFError, OSError):
+            assert self._process is not None
+            try:
                 while True:
                     self._take(self._connection.recv())
-            assert self._process is not None
-            self._process.wait()
+            except (EOFError, OSError):
+                pass
+            except Exception:  # an update put other files under a running miner
+                self._process.kill()
+                log.exception("The uploader sent what is no message")
+            # Not without limit: it may be ending in the kernel, on a disk that does not answer.
+            wait_or_kill(self._process, _END_SECONDS)
             if self._closed.is_set():
                 return
             if time.monotonic() - began > _STEADY:
@@ -237,7 +244,6 @@ class Uploader:
             while True:
                 if self._closed.wait(wait):
                     return
-                wait = backoff.failed().total_seconds()
                 with self._lock:
                     if self._closed.is_set():
                         return
@@ -245,6 +251,7 @@ class Uploader:
                         self._launch()
                         break
                     except OSError as error:  # no memory, no process or no descriptor left
+                        wait = backoff.failed().total_seconds()
                         log.warning(
                             "The uploader could not be started (%s), so nothing is uploaded; "
                             "trying again in %.0f s",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from datetime import timedelta
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
@@ -99,10 +101,29 @@ def test_an_uploader_killed_in_the_middle_is_restarted_and_goes_on(
         publisher.close()
 
 
+GARBAGE = """
+from multiprocessing import connection
+import sys, time
+connection.Connection(int(sys.argv[1])).send_bytes(b"no message")
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("dies", ["at once", "after bytes that are no message"])
 def test_an_uploader_that_keeps_dying_is_started_more_and_more_seldom(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dies: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    module = "keyword"  # ends
+    if dies != "at once":
+        module = "no_uploader"
+        (tmp_path / f"{module}.py").write_text(GARBAGE)
+        monkeypatch.syspath_prepend(tmp_path)
     failures: list[int] = []
+    starts: list[int] = []  # each with the failures that were counted until then
+
+    def start(_: str) -> tuple[subprocess.Popen[bytes], Connection]:
+        starts.append(len(failures))
+        return start_child(module)
 
     class AtOnce(Backoff):
         def failed(self) -> timedelta:
@@ -111,15 +132,16 @@ def test_an_uploader_that_keeps_dying_is_started_more_and_more_seldom(
             return timedelta(0)
 
     monkeypatch.setattr(uploader, "Backoff", AtOnce)
-    monkeypatch.setattr(uploader, "start_child", lambda module: start_child("keyword"))  # ends
+    monkeypatch.setattr(uploader, "start_child", start)
     key = SecretStr("key")
     settings = StoreSettings(write_access_key_id=key, write_secret_access_key=key)
     publisher = Uploader(settings=settings, bucket="bucket", folder=tmp_path)
     try:
-        wait_for(lambda: len(failures) >= 6, what="the third start")
+        wait_for(lambda: len(starts) >= 4, what="the fourth start")
     finally:
         publisher.close()
-    assert failures[:6] == [1, 2, 3, 4, 5, 6]
+    assert starts[:4] == [0, 1, 2, 3], "each end is one failure"
+    assert failures[:3] == [1, 2, 3]
 
 
 def test_an_uploader_that_hangs_is_killed_at_the_end(
