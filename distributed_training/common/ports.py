@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import random
@@ -37,7 +38,8 @@ def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
 
     They lie below the range from which the system takes ports for outgoing connections, or one of
     these might take a port between now and its use. Another program still may; another process of
-    this user that asks here does not get them while this one lives.
+    this user that asks here does not get them while this one lives, or until this one has asked for
+    512 others. Raises OSError if there are not so many.
     """
     try:
         low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
@@ -56,9 +58,21 @@ def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
             try:
                 probe.bind((address, port))
             except OSError:
+                _release(port)
                 continue
             found.append(port)
-        _given.extend(found)
+        if len(found) < count:
+            for port in found:
+                _release(port)
+            raise OSError(
+                errno.EADDRNOTAVAIL,
+                f"only {len(found)} of {count} ports are free at {address}, of those below {low}",
+            )
+        for port in found:
+            # A launcher that starts its ranks for weeks would leave none to other processes.
+            if len(_given) == _given.maxlen:
+                _release(_given.popleft())
+            _given.append(port)
         return found
 
 
@@ -82,3 +96,9 @@ def _reserve(port: int) -> bool:
     except OSError:  # no such folder, no locks on it: then without
         return True
     return True
+
+
+def _release(port: int) -> None:
+    if _reservations is not None:
+        with contextlib.suppress(OSError):
+            fcntl.lockf(_reservations, fcntl.LOCK_UN, 1, port)

@@ -6,9 +6,11 @@ import errno
 import socket
 import subprocess
 import sys
+from collections import deque
 
 import pytest
 
+from distributed_training.common import ports
 from distributed_training.common.ports import free_ports, listen
 
 pytestmark = pytest.mark.timeout(60)
@@ -38,14 +40,29 @@ def test_a_port_that_is_taken_is_an_error_of_one_short_reason() -> None:
     assert raised.value.strerror == "Address already in use"
 
 
+def reserved_elsewhere(wanted: list[int]) -> list[bool]:
+    """Whether another process gets these ports."""
+    ask = f"from distributed_training.common import ports; print(*map(ports._reserve, {wanted}))"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
+    return [word == "True" for word in done.stdout.split()]
+
+
 def test_a_port_is_given_to_one_process_and_once() -> None:
     """Two subnets that start at the same time, each a minute before its miners listen."""
     ours = free_ports(20)
     assert not set(ours) & set(free_ports(20))
-    ask = (
-        f"from distributed_training.common import ports; print(*map(ports._reserve, {[*ours, 1]}))"
-    )
-    words = subprocess.run(
-        [sys.executable, "-c", ask], capture_output=True, text=True, check=True
-    ).stdout.split()
-    assert words == [*["False"] * 20, "True"]
+    assert reserved_elsewhere([*ours, 1]) == [*[False] * 20, True]
+
+
+def test_ports_given_long_ago_are_for_others_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher takes one at each start of its ranks, for weeks."""
+    monkeypatch.setattr(ports, "_given", deque(maxlen=2))
+    first, *later = [free_ports(1)[0] for _ in range(3)]
+    assert reserved_elsewhere([first, *later]) == [True, False, False]
+
+
+def test_fewer_ports_than_asked_for_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [True, True]
+    monkeypatch.setattr(ports, "_reserve", lambda port: bool(left) and left.pop())
+    with pytest.raises(OSError, match="only 2 of 3 ports are free"):
+        free_ports(3)
