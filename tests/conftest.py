@@ -93,10 +93,13 @@ def loggers_as_they_were() -> Iterator[None]:
     """A program run in this process may quieten a logger: not for the tests after it."""
     ours = "distributed_training"
     yield
-    logging.disable(logging.NOTSET)
+    # Each change of a level empties the caches of all loggers there are: a millisecond.
+    if logging.root.manager.disable:
+        logging.disable(logging.NOTSET)
     for name in [ours, *(n for n in logging.root.manager.loggerDict if n.startswith(f"{ours}."))]:
         logger = logging.getLogger(name)
-        logger.setLevel(logging.NOTSET)
+        if logger.level:
+            logger.setLevel(logging.NOTSET)
         logger.disabled, logger.propagate = False, True
 
 

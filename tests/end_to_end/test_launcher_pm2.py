@@ -164,7 +164,7 @@ def test_a_killed_launcher_is_started_again_and_cleans_up(pm2: FakeMiner) -> Non
 
 
 @needs_pm2
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_reboot_brings_the_miner_back(pm2: FakeMiner) -> None:
     """As a power cut: pm2's daemon and everything of the miner are gone at once."""
@@ -186,7 +186,7 @@ def test_a_reboot_brings_the_miner_back(pm2: FakeMiner) -> None:
 
 
 @needs_pm2
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_reload_is_a_clean_stop_and_a_start(pm2: FakeMiner) -> None:
     pm2("start", str(pm2.write_app()), FAKE_MODE="stray")

@@ -1,7 +1,7 @@
 """A whole subnet, from outside: real programs, then what they left in buckets and folders.
 
-One subnet runs for all tests of this file (minutes); each test looks at one property of it. Between
-its two rounds two processes of miners are killed.
+One subnet runs for all tests of this file (minutes); each test looks at one property of it. Before
+its last round two processes of miners are killed. Each day it has one round; with two it is long.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from distributed_training.config import load_config
 from distributed_training.data.pipeline import held_out_batches
 from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
-from distributed_training.localnet.subnet import LocalSubnet
+from distributed_training.localnet.subnet import LocalSubnet, Neuron
 from distributed_training.localnet.summary import Summary
 from distributed_training.protocol import keys
 from distributed_training.telemetry.metrics import METRICS
@@ -40,7 +40,7 @@ from tests.tools.subnet_tools import paced
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
-OUTER_STEPS = 2
+WAIT = timedelta(seconds=400)
 
 
 @dataclass
@@ -52,6 +52,7 @@ class Run:
     secrets: set[str]
     kills: list[kills.Kill]
     summary: Summary
+    outer_steps: int
 
 
 def download(subnet: LocalSubnet, plan: NeuronPlan, destination: Path) -> None:
@@ -73,24 +74,35 @@ def download(subnet: LocalSubnet, plan: NeuronPlan, destination: Path) -> None:
         wait_for(whole, f"a moment without an upload of {plan.name}", every=0.2)
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="one round"),
+        pytest.param(2, id="two rounds", marks=pytest.mark.long),
+    ],
+)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    outer_steps: int = request.param
     folder = tmp_path_factory.mktemp("subnet")
     buckets = tmp_path_factory.mktemp("buckets")
     options = SubnetOptions(
         folder=folder,
-        outer_steps=OUTER_STEPS,
-        # An upload counts for 20 blocks, and other tests share the cores with it.
+        outer_steps=outer_steps,
+        # An upload counts for 26 blocks, and other tests share the cores with it. The chain starts
+        # with block 1000, so that the first round is due at block 1040.
         seconds_per_block=2.0,
-        blocks_per_allreduce=40,
+        blocks_per_allreduce=52,
         # A busy machine takes long for a checkpoint, and for the search over what is held back.
         miner_flags=("--neuron.stop_timeout", "60", "--neuron.preview_sequences", "2"),
     )
     subnet = LocalSubnet(options=paced(options, samples=4), stop_grace=timedelta(seconds=90))
     with subnet:
-        subnet.wait_for_outer_steps(1, timedelta(seconds=400))
+        if outer_steps > 1:
+            subnet.wait_for_outer_steps(outer_steps - 1, WAIT)
+        subnet.wait_until(lambda: all(map(kept, subnet.miners)), WAIT, "a checkpoint of each")
         killed = [kill(subnet, 0, "p2pd"), kill(subnet, 1, "rank")]
-        subnet.wait_for_outer_steps(OUTER_STEPS, timedelta(seconds=400))
+        subnet.wait_until(lambda: all(map(trains_on, killed)), WAIT, "a step after each kill")
+        subnet.wait_for_outer_steps(outer_steps, WAIT)
         subnet.wait_for_figures(timedelta(seconds=30))
         lines = [" ".join(p.cmdline()) for p in subnet.mark.processes()]
         assert subnet.services is not None
@@ -99,7 +111,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             download(subnet, neuron.plan, buckets)
             given = subnet.services.environment(neuron.plan)
             secrets |= {given["R2_WRITE_SECRET_ACCESS_KEY"], given["R2_READ_SECRET_ACCESS_KEY"]}
-    yield Run(subnet, folder, buckets, lines, secrets, killed, subnet.summary())
+    yield Run(subnet, folder, buckets, lines, secrets, killed, subnet.summary(), outer_steps)
+
+
+def kept(miner: Neuron) -> bool:
+    """Return whether ``miner`` has a checkpoint to start again from."""
+    return any(miner.plan.folder.glob("checkpoints/checkpoint-*/rank-0.json"))
 
 
 def kill(subnet: LocalSubnet, index: int, kind: str) -> kills.Kill:
@@ -114,13 +131,18 @@ def kill(subnet: LocalSubnet, index: int, kind: str) -> kills.Kill:
     return done[-1]
 
 
+def trains_on(kill: kills.Kill) -> bool:
+    restarted = kill.kind in kills.ENDS_RANKS
+    return kills.first_step(kill.miner, kill.at, restarted=restarted) is not None
+
+
 def test_both_miners_took_every_outer_step_and_the_held_out_loss_fell(run: Run) -> None:
     assert run.summary.ok, run.summary.text()
-    assert len(run.summary.outer_steps) >= OUTER_STEPS
+    assert len(run.summary.outer_steps) >= run.outer_steps
     for step in run.summary.outer_steps:
         assert step.participants == ("validator", "miner-000", "miner-011")
         assert step.loss_before is not None and step.loss_after is not None
-    first, *_, last = run.summary.outer_steps
+    first, last = run.summary.outer_steps[0], run.summary.outer_steps[-1]
     assert first.loss_after < first.loss_before  # a later one's are hundredths where steps are few
     assert last.loss_after < first.loss_before
     assert [m.world_size for m in run.summary.miners] == [2, 1]
@@ -178,7 +200,9 @@ def test_each_line_of_a_miners_log_can_be_looked_up(run: Run) -> None:
         assert (undated, unknown) == ([], set())
         texts = [match[2] for match in found if match]
         assert sum(text.startswith("Stopped") for text in texts) == 1, "one line for one event"
-        assert any(text.startswith("Checkpoint written: outer step 2") for text in texts)
+        assert any(
+            text.startswith(f"Checkpoint written: outer step {run.outer_steps}") for text in texts
+        )
 
 
 #: What a miner without a GPU, without a score preview, of an hour's run at most cannot have.
@@ -212,7 +236,7 @@ def test_the_page_shows_the_run_and_no_secret(run: Run) -> None:
     for miner in run.subnet.miners:
         known = shown[miner.plan.name]
         assert len(known["steps"]) == len(miner.state.losses) and known["state"] == "stopped"
-        assert len(known["marks"]) >= OUTER_STEPS and known["tables"]["publication"]
+        assert len(known["marks"]) >= run.outer_steps and known["tables"]["publication"]
     assert shown["validator"]["scores"]
 
 
@@ -223,12 +247,12 @@ def test_a_browser_shows_the_run(run: Run, tmp_path: Path) -> None:
     with PageProcess(folders, told=said.append), chromium.opened(tmp_path) as browser:
         wait_for(lambda: said, "the page")
         browser.get(said[0].removeprefix("page: "))
-        wait_for(lambda: f"{OUTER_STEPS} . " in chromium.card(browser, "Step"), "the miner")
+        wait_for(lambda: f"{run.outer_steps} . " in chromium.card(browser, "Step"), "the miner")
         assert "took part" in chromium.card(browser, "Last round")
         assert "ago" in chromium.card(browser, "Uploaded")
         assert "peers" in chromium.card(browser, "Swarm") and chromium.card(browser, "Score")
         assert browser.execute_script(chromium.CHECKS) == []
-        assert len(browser.find_elements("css selector", "#loss .mark")) >= OUTER_STEPS
+        assert len(browser.find_elements("css selector", "#loss .mark")) >= run.outer_steps
         assert [e for e in browser.get_log("browser") if e["level"] == "SEVERE"] == []
 
 
@@ -250,7 +274,7 @@ def epoch_start(checkpoints: Path, world_size: int, outer_step: int) -> dict[str
 
 def test_after_a_round_validator_and_miners_hold_the_same_weights(run: Run) -> None:
     reached = run.subnet.validator.state.outer_step
-    assert reached >= OUTER_STEPS
+    assert reached >= run.outer_steps
     (global_bucket,) = [b for b in run.buckets.iterdir() if b not in miner_buckets(run)]
     expected = load_file(global_bucket / f"epoch-{reached}" / "model.safetensors")
     for neuron in run.subnet.miners:

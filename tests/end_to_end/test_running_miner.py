@@ -155,6 +155,7 @@ def lose_the_uid(subnet: LocalSubnet, chain: RegistryChain) -> None:
     assert stop["exit_status"] == 1 and "no longer registered" in stop["reason"]
 
 
+@pytest.mark.long
 def test_a_miner_that_lost_its_uid_goes_on_when_it_is_registered_again(
     subnet: LocalSubnet,
 ) -> None:

@@ -80,7 +80,9 @@ def assert_noticed(rounds: Rounds, survivors: list[HivemindSwarm], victim: Hivem
             )
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)]
+)
 def test_a_peer_dies_or_stalls_in_mid_transfer(
     trio: list[HivemindSwarm], number: signal.Signals
 ) -> None:

@@ -34,6 +34,8 @@ from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(300)
 
+#: Of the two p2pd each night: test_localnet_end_to_end.py kills it each day.
+VICTIMS = ["host", pytest.param("p2pd", marks=pytest.mark.long)]
 NOTICED = 20.0  # seconds; at rest a tenth of one
 SECRETS = {"R2_WRITE_SECRET_ACCESS_KEY": "hidden", "HF_TOKEN": "hidden"}
 
@@ -70,7 +72,7 @@ def test_a_swarm_is_two_processes_and_neither_holds_a_secret(
         wait_for(lambda: mended(swarm, tree), "the program is started again", seconds=90)
 
 
-@pytest.mark.parametrize("victim", ["host", "p2pd"])
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_a_killed_process_is_mended_before_the_next_round(
     pair: list[HivemindSwarm], victim: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -91,7 +93,7 @@ def test_a_killed_process_is_mended_before_the_next_round(
     assert_good_round(*pair)
 
 
-@pytest.mark.parametrize("victim", ["host", "p2pd"])
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_a_process_killed_in_matchmaking_does_not_cost_the_round(
     pair: list[HivemindSwarm], victim: str
 ) -> None:
@@ -130,7 +132,7 @@ def test_a_host_that_cannot_be_started_again_ends_the_round_and_not_the_miner(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", ["host", "p2pd"])
+@pytest.mark.parametrize("victim", VICTIMS)
 def test_a_process_that_hangs_is_ended_and_started_again(
     pair: list[HivemindSwarm], victim: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

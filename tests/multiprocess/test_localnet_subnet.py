@@ -220,6 +220,7 @@ class TestCommand:
         assert "were wanted" not in text and "published nothing" not in text, "not come yet"
         assert not mark.processes()
 
+    @pytest.mark.long
     def test_a_killed_orchestrator_leaves_nothing(self, tmp_path: Path) -> None:
         run = self.start(tmp_path / "run", "good", "--outer-steps", "9")
         log = tmp_path / "run" / "miner-011" / "log.txt"

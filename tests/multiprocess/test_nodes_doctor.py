@@ -6,10 +6,11 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 
 import pytest
 
-from tests.multiprocess.test_nodes import ROOT, Nodes, nodes  # noqa: F401 - a fixture
+from tests.multiprocess.test_nodes import ROOT, Nodes
 from tests.tools.namespaces import Machine, machines
 from tests.tools.waiting import wait_for
 
@@ -32,16 +33,15 @@ def _doctor(machine: Machine, command: str, *more: str) -> str:
     return done.stdout
 
 
-@pytest.fixture
-def two(nodes: Nodes) -> Iterator[list[Machine]]:  # noqa: F811
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Machine]]:
     """The first one's launcher listens, as the guide starts it."""
-    with machines(2) as found:
+    with machines(2) as found, closing(Nodes(tmp_path_factory.mktemp("nodes"))) as nodes:
         endpoint = f"{found[0].address}:29400"
         node_0 = nodes("node0", found[0], nnodes="2", rdzv_endpoint=endpoint, nproc_per_node="1")
         node_0.start()
         wait_for(lambda: "Waiting for node 1" in node_0.output, "node 0", seconds=120)
         yield found
-        nodes.close()
 
 
 def test_the_guides_command_prints_what_the_guide_shows(two: list[Machine]) -> None:

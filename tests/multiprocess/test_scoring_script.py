@@ -262,7 +262,7 @@ def test_a_table_for_people_and_one_line_for_what_is_wrong(subnet: Subnet) -> No
         assert words in done.stderr and done.stderr.count("\n") == 1, done.stderr
 
 
-@pytest.mark.parametrize("more", [(), ("--json",)])
+@pytest.mark.parametrize("more", [(), pytest.param(("--json",), marks=pytest.mark.long)])
 def test_a_reader_that_has_read_enough_is_no_fault(subnet: Subnet, more: tuple[str, ...]) -> None:
     one = ("--uid", str(UIDS[0]), "--others", "0", "--passes", "1", "--sequences", "2")
     done = _score(subnet, *one, *more, reads=False)

@@ -49,7 +49,10 @@ main()
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("forked_hosts")
-@pytest.mark.parametrize(("compression", "error"), [("none", 1e-6), ("float16", 2e-3)])
+@pytest.mark.parametrize(
+    ("compression", "error"),
+    [("none", 1e-6), pytest.param("float16", 2e-3, marks=pytest.mark.long)],
+)
 def test_a_stock_averager_of_the_right_name_averages_with_ours(
     tmp_path: Path, compression: str, error: float
 ) -> None:
