@@ -116,7 +116,9 @@ def test_a_run_folder_of_version_0_1_0_is_taken_over(
     assert not list(tmp_path.rglob("*.damaged"))
 
 
-@pytest.mark.parametrize("scenario", ["before_commit", "after_commit"])
+@pytest.mark.parametrize(
+    "scenario", [pytest.param("before_commit", marks=pytest.mark.long), "after_commit"]
+)
 def test_killed_in_a_round_before_all_ranks_have_its_checkpoint_there_was_no_round(
     scenario: str, straight: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:

@@ -14,7 +14,7 @@ FLAGS = {
     "neuron.total_steps": "100",
     "neuron.checkpoint_steps": "5",
     "neuron.checkpoint_interval": "0",
-    "neuron.preview_sequences": "8",
+    "neuron.preview_sequences": "2",
     # small blocks, one ahead: they come in order whatever the ranks' pace
     "data.source": "stdlib",
     "data.pages_per_block": "1",
