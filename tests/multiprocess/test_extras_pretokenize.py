@@ -41,7 +41,7 @@ def run(source: str, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
 
 
 def refused(source: str, out: Path, *more: str) -> str:
-    """What it says when it starts nothing."""
+    """Return the error with which it starts nothing."""
     done = forked.run(SCRIPT, *command(source, out, *more)[2:], environ={}, folder=out.parent)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     return done.stderr

@@ -41,7 +41,7 @@ def test_a_port_that_is_taken_is_an_error_of_one_short_reason() -> None:
 
 
 def reserved_elsewhere(wanted: list[int]) -> list[bool]:
-    """Whether another process gets these ports."""
+    """Return for each port whether another process gets it."""
     ask = f"from distributed_training.common import ports; print(*map(ports._reserve, {wanted}))"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=True)
     return [word == "True" for word in done.stdout.split()]
