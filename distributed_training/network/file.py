@@ -39,8 +39,16 @@ _OPTIONAL = {
     *(key for keys in _CHAIN_KEYS.values() for key in keys),
 }  # fmt: skip
 _FIRST_TABLE = re.compile(r"^\s*\[", re.M)
-_DOTTED = re.compile(r"\.[ \t]*[\w\"'-]")
-_MOST_DOTS = 64
+# A comment or a string of TOML. All but the first quote are optional: an end that is not there must
+# not make the search begin again at each character.
+_NO_KEY = re.compile(
+    r'''\#[^\n]*+
+    | """ (?:[^"\\] | \\. | "{1,2}+(?!"))*+ "{0,5}+  |  "(?:[^"\\\n] | \\.)*+"?+
+    | \'{3} (?:[^'] | '{1,2}+(?!'))*+ '{0,5}+          |  '[^'\n]*+'?+''',
+    re.DOTALL | re.VERBOSE,
+)
+_DEEPEST_KEY = 64
+_DEEP_KEY = re.compile(rf"(?<![\w.-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{_DEEPEST_KEY}}}")
 # Of the model's file beside it. It also becomes a name in the run folder, where "url" is taken.
 _BESIDE = re.compile(r"(?!(?:network\.toml|url)$)\w[\w.-]{0,199}", re.ASCII)
 _SIGNATURE_LINE = re.compile(r"^\s*signature\s*=.*\n?", re.M)
@@ -102,8 +110,9 @@ def tree_of(text: str) -> dict[str, Any]:
     """Return the tables of a file's ``text``. Raises NetworkFileError where it is not TOML."""
     try:
         # tomllib's memory grows with the square of a dotted key: 32 kB of "a.a.a" take 1 GB, and
-        # whoever can write to the founder's web site could end every start by them.
-        if any(len(_DOTTED.findall(line)) > _MOST_DOTS for line in text.split("\n")):
+        # whoever can write to the founder's web site could end every start by them. A quoted part
+        # of a key counts as a bare one; what stands in a value or a comment does not count.
+        if _DEEP_KEY.search(_NO_KEY.sub("q", text)):
             raise ValueError("nested too deeply")
         return parse_toml(text)
     except ValueError as error:

@@ -19,8 +19,9 @@ from distributed_training.common.exits import ExitStatus
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError, describe, load_config
 from distributed_training.config.types import ConfigAway
-from distributed_training.network import keep, signed, source
-from distributed_training.network.file import BUILT_IN, digest_of
+from distributed_training.network import NetworkFileError, keep, signed, source
+from distributed_training.network.file import BUILT_IN, digest_of, tree_of
+from distributed_training.network_command import to_toml
 from distributed_training.protocol.names import averager_prefix
 from tests.tools.r2_keys import KEYS
 
@@ -135,6 +136,43 @@ def test_a_file_that_is_refused(tmp_path: Path, old: str, new: str, text: str) -
     except ValueError:  # cannot be signed
         bad = changed(old, new, signer=None)
     assert text in refused(bad, tmp_path)
+
+
+_DEEP = ".".join("a" * 65) + " = 1"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"x = [{', '.join(['1.5'] * 200)}] # {_DEEP}",
+        f"""x = ["\\" {_DEEP}", '{_DEEP}', \"""\\\""" {_DEEP}\""", '''it's\n{_DEEP}''']""",
+        ".".join("a" * 64) + " = 1",
+    ],
+)
+def test_dots_in_strings_numbers_and_comments_are_no_nesting(text: str) -> None:
+    assert tree_of(text)
+    peers = [f"/ip4/203.0.113.{i}/tcp/8009/p2p/12D3KooW.{i}" for i in range(64)]
+    swarm = {"swarm": {"initial_peers": peers}}
+    assert tree_of(to_toml(swarm)) == swarm
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        _DEEP,
+        _DEEP.replace(".", "\t . "),
+        _DEEP.replace("a", '"\\".b"'),
+        _DEEP.replace("a", "'a'"),
+        f"[{_DEEP.partition(' ')[0]}]",
+        *(
+            f"x = [{string}, {{{_DEEP}}}]"
+            for string in ('"\\\\"', "''", '""', "'''\n\"'''", '"""\n\'"""""', "'''a'''''", '"#"')
+        ),
+    ],
+)
+def test_a_key_of_many_parts_is_refused_wherever_it_stands(text: str) -> None:
+    with pytest.raises(NetworkFileError, match="nested too deeply"):
+        tree_of(text)
 
 
 def test_unsigned_altered_and_signed_by_another(tmp_path: Path) -> None:
