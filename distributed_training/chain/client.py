@@ -25,7 +25,6 @@ log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 64 * 1024
 PARALLEL = 25  # calls at a time, as the public validator's sweeps
-MOST_CALLED = 64  # to one round
 # The acknowledgement of an AllReduce call; its timeout field speaks of the round.
 ACKNOWLEDGE_TIMEOUT = timedelta(seconds=12)
 
@@ -68,7 +67,7 @@ class SignedClient:
             synapses.build_all_reduce(request),
             ACKNOWLEDGE_TIMEOUT,
             announced=request.timeout or synapses.ALL_REDUCE_TIMEOUT,
-            parallel=MOST_CALLED,
+            parallel=synapses.MOST_CALLED,
         )
         return {uid: _acknowledged(reply) for uid, reply in replies.items()}
 

@@ -1,4 +1,4 @@
-"""Free TCP ports of this machine."""
+"""Numbers of TCP ports, and those of this machine that are free."""
 
 from __future__ import annotations
 
@@ -31,6 +31,12 @@ def listen(address: str, port: int, *, backlog: int | None = None) -> socket.soc
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def is_port(text: str) -> bool:
+    """Return whether ``text`` is the number of a port, 1 to 65535, in ASCII digits."""
+    # Cut before int(), which refuses thousands of digits; six are too many already.
+    return text.isascii() and text.isdigit() and 0 < int(text[:6]) < 65536
 
 
 def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:

@@ -16,6 +16,8 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
+from distributed_training.protocol.synapses import LARGEST_GROUP
+
 from .extras import extra
 from .types import (
     DAY,
@@ -555,7 +557,7 @@ class SwarmSettings:
     run_id: str = flag("neuron.run_id", network="run_id")
     """names the swarm; all peers of a run must agree"""
     min_group_size: int = flag(
-        "neuron.min_group_size", network="round.min_group_size", ge=2, le=4096
+        "neuron.min_group_size", network="round.min_group_size", ge=2, le=LARGEST_GROUP
     )
     """fewest peers a round may take place with"""
     min_matchmaking_time: Duration = flag(
@@ -782,7 +784,7 @@ class ValidatorSettings:
     """time between two IsAlive sweeps while too few miners are alive"""
     # While not even --validator.alive_least miners are alive; then the round has failed.
     sweep_patience: timedelta = 120 * SECOND
-    minimum_peers: int = flag("validator.minimum_peers", 3, ge=1, le=4096)
+    minimum_peers: int = flag("validator.minimum_peers", 3, ge=1, le=LARGEST_GROUP)
     """peers (this validator included, failed ones not) without which an average is refused"""
     loss_tolerance: float = flag("validator.loss_tolerance", 0.25, ge=0, le=1000)
     """an outer step is refused when it makes the held-out loss worse by more than this fraction"""

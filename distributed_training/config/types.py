@@ -28,7 +28,9 @@ import base58
 from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr
 
 from distributed_training.common.exits import ExitStatus
+from distributed_training.common.ports import is_port
 from distributed_training.network import public_values
+from distributed_training.protocol.names import is_peer_id
 
 
 class ConfigError(ValueError):
@@ -95,9 +97,6 @@ def flag(
     )
 
 
-_SHA2_256, _IDENTITY = 0x12, 0x00  # multihash codes of the two kinds of peer id
-
-
 def is_ss58(text: str) -> bool:
     """Return whether ``text`` is an account of Substrate's format 42, its checksum included.
 
@@ -110,18 +109,6 @@ def is_ss58(text: str) -> bool:
     if len(data) != 35 or data[0] != 42:
         return False
     return hashlib.blake2b(b"SS58PRE" + data[:33]).digest()[:2] == data[33:]
-
-
-def is_peer_id(text: str) -> bool:
-    """Return whether ``text`` is a libp2p peer id: a multihash of a public key, in base58.
-
-    The format: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
-    """
-    try:
-        data = base58.b58decode(text)
-    except ValueError:
-        return False
-    return len(data) > 2 and data[0] in (_SHA2_256, _IDENTITY) and data[1] == len(data) - 2
 
 
 def is_peer_address(text: str) -> bool:
@@ -137,9 +124,7 @@ def is_peer_address(text: str) -> bool:
             return False
     else:
         known = kind in ("dns", "dns4", "dns6") and bool(host)
-    # Cut before int(), which refuses thousands of digits; six are too many already.
-    is_port = port.isascii() and port.isdigit() and 0 < int(port[:6]) < 65536
-    return known and transport in ("tcp", "udp") and is_port
+    return known and transport in ("tcp", "udp") and is_port(port)
 
 
 T = TypeVar("T")

@@ -15,6 +15,7 @@ from datetime import timedelta
 
 import psutil
 
+from distributed_training.common.ports import is_port
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import ChainSettings, SwarmSettings
 from distributed_training.protocol.synapses import IS_ALIVE_ROUTE, PROBE_HOST
@@ -43,8 +44,7 @@ def probed(text: str) -> Iterator[tuple[str, int, str | None]]:
     if not colon or _is_ipv6(text):
         host, given = text, f"{ChainSettings().axon_port},{SwarmSettings().dht_port}"
     host, ports = host.strip("[]"), given.split(",")
-    real = all(port.isascii() and port.isdigit() and 0 < int(port) < 65536 for port in ports)
-    if not host or text.isdigit() or len(ports) > 2 or not real:
+    if not host or text.isdigit() or len(ports) > 2 or not all(map(is_port, ports)):
         raise ConfigError(
             f"--probe {text!r} is not HOST, HOST:PORT or HOST:PORT,PORT, so nothing was dialled: "
             "give e.g. 203.0.113.7:8091,8009"

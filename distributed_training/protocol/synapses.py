@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+from .names import LONGEST_PEER_ID, is_peer_id
 from .types import RoundRequest
 
 IS_ALIVE = "IsAlive"
@@ -27,8 +27,12 @@ ROUTES = (IS_ALIVE_ROUTE, ALL_REDUCE_ROUTE)
 PROBE_HOST = "dt-doctor-probe"  # the Host header by which a miner knows `doctor --probe`
 
 ALL_REDUCE_TIMEOUT = timedelta(seconds=840)  # of the round, sent as the call's timeout
-# Real dendrites (8.5.2 to 10.5.0) and btauth callers send at most 1 KB, always with a length.
-MAX_BODY_BYTES = 4 * 1024
+MOST_CALLED = 64  # miners, to one round
+LARGEST_GROUP = MOST_CALLED + 1  # the validator too
+# Real dendrites (8.5.2 to 10.5.0) and btauth callers send at most 1 KB, always with a length; the
+# ids of a round's peers come on top, each with quotes, comma and blank. Twice that: a body that is
+# too large by one byte ends all rounds of a full network.
+MAX_BODY_BYTES = 2 * (1024 + LARGEST_GROUP * (LONGEST_PEER_ID + 4))
 
 # Legacy freshness: a nonce is nanoseconds since the epoch; the first nonce of a (hotkey, uuid) must
 # be newer than now - LEGACY_ALLOWANCE - timeout. The timeout header is not signed, so it is capped.
@@ -179,14 +183,6 @@ def _number(name: str, value: Any) -> float:
     if not math.isfinite(number):
         raise SynapseError(f"{name} {number} is not finite")
     return number
-
-
-def is_peer_id(value: object) -> bool:
-    """Return whether ``value`` may be a peer id: base58 of 34 to 38 bytes."""
-    # No longer ones: those of 65 peers have to fit into MAX_BODY_BYTES.
-    return (
-        isinstance(value, str) and re.fullmatch(r"[1-9A-HJ-NP-Za-km-z]{40,53}", value) is not None
-    )
 
 
 def _text(body: Mapping[str, Any], name: str) -> str | None:

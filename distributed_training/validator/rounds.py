@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 
 from distributed_training.chain.base import ChainError, Neuron
-from distributed_training.chain.client import MOST_CALLED, SignedClient
+from distributed_training.chain.client import SignedClient
 from distributed_training.config.settings import SwarmSettings, ValidatorSettings
 from distributed_training.node.global_state import GlobalState, load_weights, model_bytes
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
-from distributed_training.protocol.synapses import is_peer_id
+from distributed_training.protocol.names import is_peer_id
+from distributed_training.protocol.synapses import MOST_CALLED
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,

@@ -110,6 +110,7 @@ def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
         (("localnet", "--seconds-per-block", "nan"), "--seconds-per-block"),
         (("localnet", "--miner-flags", "'"), "--miner-flags"),
         (("diagnose", "--probe", "nowhere:"), "--probe"),
+        (("diagnose", "--probe", f"nowhere:{'9' * 5000}"), "--probe"),
         (("pretokenize", "hf"), "out"),
         (("pretokenize", "hf", "out"), "hf"),
         (("pretokenize", "shards:.", "out"), "shards"),

@@ -44,6 +44,13 @@ def test_all_reduce_round_trip() -> None:
     assert synapses.answer_all_reduce({})["completion"] is False
 
 
+def test_the_largest_group_fits_into_a_call_with_room() -> None:
+    peers = ("16Uiu2HAmCf1EzHVLqgbJPjJxA5b9koWffsZ8nfsNczELoTCfyjfU",) * synapses.LARGEST_GROUP
+    body = synapses.build_all_reduce(RoundRequest(caller="5X", peers=peers))
+    assert synapses.parse_all_reduce(body, caller="5X", bounds=BOUNDS).peers == peers
+    assert len(json.dumps(body)) < synapses.MAX_BODY_BYTES * 2 / 3
+
+
 def test_absent_values_mean_configured_ones() -> None:
     request = synapses.parse_all_reduce({"min_group_size": None}, caller="5X", bounds=BOUNDS)
     assert request == RoundRequest("5X")
@@ -89,7 +96,8 @@ def test_bad_epochs(epoch: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("told", "understood"), [(PEER, PEER), ("", None), ("nonsense", None), (7, None)]
+    ("told", "understood"),
+    [(PEER, PEER), ("", None), ("nonsense", None), (7, None), (PEER[:-1], None), ("2" * 52, None)],
 )
 def test_a_peer_id_is_told_to_who_asks(told: Any, understood: str | None) -> None:
     asked = synapses.answer_is_alive(synapses.build_is_alive(), epoch=4, peer_id=told)
