@@ -7,6 +7,7 @@ this client writes again what it had written before it takes that state.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import random
@@ -96,7 +97,9 @@ class RegistryChain(Chain):
         self._interval = min(poll_interval, SHORTEST_INTERVAL)
         # The system's certificates, or those that SSL_CERT_FILE names.
         verify = httpx.create_ssl_context() if self._url.startswith("https") else False
-        self._client = httpx.Client(
+        # A loop that runs during calls alone: only there a deadline can cover all of an answer.
+        self._runner = asyncio.Runner()
+        self._client = httpx.AsyncClient(
             timeout=timeout.total_seconds(),
             trust_env=False,
             verify=verify,
@@ -213,30 +216,35 @@ class RegistryChain(Chain):
 
     def _fetch(self, path: str, body: bytes | None = None) -> tuple[int, bytes]:
         try:
-            return self._exchange(path, body)
+            return self._runner.run(self._exchange(path, body))
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
             # The registry closed the kept connection while we asked. A write that it took all the
             # same is signed again here, and changes nothing the second time.
-            return self._exchange(path, body)
+            return self._runner.run(self._exchange(path, body))
 
-    def _exchange(self, path: str, body: bytes | None) -> tuple[int, bytes]:
+    async def _exchange(self, path: str, body: bytes | None) -> tuple[int, bytes]:
         """Return status and body of the answer to a read, or to a write that is signed now."""
         from .auth import sign_btauth
 
-        # httpx bounds each read, not the answer: one that trickles in would never end.
-        deadline = time.monotonic() + 3 * self._timeout
         method, headers = "GET", {}
         if body is not None and self._wallet is not None:
             receiver = self.identity
             method = "POST"
             headers = sign_btauth(self._wallet, path=path, body=body, receiver=receiver)
         url = self._url + path
-        with self._client.stream(method, url, content=body, headers=headers) as reply:
-            answer = bytearray()
-            for part in reply.iter_bytes():
-                answer += part
-                if len(answer) > _MOST_BYTES or time.monotonic() > deadline:
-                    raise Unusable("its answer does not end")
+        answer = bytearray()
+        try:
+            # httpx bounds each read: a head or a body that trickles in would never end.
+            async with (
+                asyncio.timeout(3 * self._timeout),
+                self._client.stream(method, url, content=body, headers=headers) as reply,
+            ):
+                async for part in reply.aiter_bytes():
+                    answer += part
+                    if len(answer) > _MOST_BYTES:
+                        raise Unusable("its answer does not end")
+        except TimeoutError:
+            raise Unusable("its answer does not end") from None
         return reply.status_code, bytes(answer)
 
     # reads
@@ -250,8 +258,8 @@ class RegistryChain(Chain):
         try:
             self._poll_until_stopped(Backoff(first=self._interval, longest=_LONGEST_WAIT))
         finally:
-            with self._lock:  # not in the middle of a write
-                self._client.close()
+            with self._lock, self._runner:  # not in the middle of a write
+                self._runner.run(self._client.aclose())
 
     def _poll_until_stopped(self, backoff: Backoff) -> None:
         while not self._stop.is_set():
@@ -263,7 +271,8 @@ class RegistryChain(Chain):
                     log.info("The registry at %s answers again", self._url)
                 self._told = ""
                 backoff.succeeded()
-            except (httpx.HTTPError, ChainError, ValueError, LookupError, TypeError) as error:
+            # RuntimeError: an answer nested too deeply. No other thread of this process reads.
+            except (httpx.HTTPError, RuntimeError, ValueError, LookupError, TypeError) as error:
                 self._counts["failures"] += 1
                 self._tell(error)
                 wait = backoff.failed()

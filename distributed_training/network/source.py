@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlsplit
 
 from distributed_training.common.files import write_bytes
+
+if TYPE_CHECKING:
+    import httpx
 
 from .file import LARGEST_FILE, Network, NetworkFileError, parse, tree_of
 
@@ -150,26 +155,38 @@ def _fetch(url: str) -> str:
         if attempt:
             time.sleep(_FIRST_WAIT * 2 ** (attempt - 1))
         try:
-            with httpx.stream("GET", url, timeout=_TIMEOUT, follow_redirects=True) as reply:
-                reply.raise_for_status()
-                # After redirects: the signature tells who wrote the file, not that it is today's.
-                if reply.url.scheme != "https":
-                    raise NetworkAway(
-                        f"{url} leads to {reply.url}, which anybody on the way writes"
-                    )
-                data, end = b"", time.monotonic() + _LONGEST
-                for part in reply.iter_bytes():
-                    data += part
-                    if len(data) > LARGEST_FILE:
-                        break
-                    # httpx bounds each read alone: a byte every 9 s would hold up a start for days.
-                    if time.monotonic() > end:
-                        raise httpx.ReadTimeout(f"no end of it within {_LONGEST:.0f} s")
-                return _text(data)
+            return _text(asyncio.run(_download(url)))
         except NetworkFileError as error:  # a page of something else
             raise NetworkAway(f"what {url} answers is no network's file: {error}") from None
         except httpx.HTTPStatusError as error:
             why = f"HTTP {error.response.status_code}"
+        except TimeoutError:
+            why = f"no end of it within {_LONGEST:.0f} s"
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
     raise NetworkAway(f"the network's file at {url} does not answer ({why})")
+
+
+async def _download(url: str) -> bytes:
+    """Return what is at ``url``, cut after ``LARGEST_FILE`` and a part.
+
+    Raises NetworkAway, TimeoutError, httpx's errors.
+    """
+    # httpx bounds each read alone: a byte every 9 s, of a head too, would hold up a start for days.
+    async with asyncio.timeout(_LONGEST), _client() as client, client.stream("GET", url) as reply:
+        reply.raise_for_status()
+        # After redirects: the signature tells who wrote the file, not that it is today's.
+        if reply.url.scheme != "https":
+            raise NetworkAway(f"{url} leads to {reply.url}, which anybody on the way writes")
+        data = b""
+        async for part in reply.aiter_bytes():
+            data += part
+            if len(data) > LARGEST_FILE:
+                break
+        return data
+
+
+def _client() -> httpx.AsyncClient:
+    import httpx  # here, since few starts fetch anything
+
+    return httpx.AsyncClient(timeout=_TIMEOUT, follow_redirects=True)

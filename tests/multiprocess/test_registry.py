@@ -41,6 +41,7 @@ from distributed_training.registry.service import Limits
 from distributed_training.registry.store import Registry, hash_of
 from tests.tools import tls_proxy
 from tests.tools.chain_program import chain_program, serve_command, url_of
+from tests.tools.chain_raw import trickle
 from tests.tools.chain_server_thread import FAST, RegistryServer
 from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR
 from tests.tools.waiting import wait_for
@@ -277,6 +278,16 @@ def test_an_impossible_answer_does_not_end_the_polling(monkeypatch: pytest.Monke
     monkeypatch.setattr(RegistryChain, "_fetch", fetch)
     with closing(RegistryChain(url="http://127.0.0.1:1", wallet=None)) as chain:
         assert chain.wait_ready(timedelta(seconds=20)) and chain.block() == 7
+
+
+def test_an_answer_whose_head_never_ends_is_given_up() -> None:
+    timeout = timedelta(seconds=0.5)  # of each read
+    with trickle() as port:
+        url = f"http://127.0.0.1:{port}"
+        with closing(RegistryChain(url=url, wallet=MINER, timeout=timeout)) as chain:
+            with pytest.raises(ChainError, match="its answer does not end"):
+                chain.commit("x" * 128)
+            wait_for(lambda: chain.trouble == "its answer does not end")
 
 
 def test_another_registry_is_not_believed(

@@ -1,10 +1,13 @@
-"""Bytes of one's own to a signed server, as a client that keeps no rule sends them."""
+"""Bytes of one's own, as a client or a server that keeps no rule sends them."""
 
 from __future__ import annotations
 
 import http.client
+import itertools
 import socket
-from contextlib import closing
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 
 from tests.tools.chain_world import PEER, World, sign
 
@@ -53,3 +56,30 @@ def still_answers(made: World) -> None:
     connection.request("POST", "/IsAlive", b"{}", sign("btauth", PEER, "/IsAlive", b"{}"))
     assert connection.getresponse().status == 200
     connection.close()
+
+
+@contextmanager
+def trickle() -> Iterator[int]:
+    """The port of a server whose answer's head comes byte by byte and never ends."""
+    ended = threading.Event()
+
+    def drip(accepted: socket.socket) -> None:
+        with accepted, suppress(OSError):
+            for byte in itertools.chain(b"HTTP/1.1 200 OK\r\n", itertools.cycle(b"x")):
+                accepted.send(bytes([byte]))
+                if ended.wait(0.02):
+                    return
+
+    def serve(server: socket.socket) -> None:
+        with suppress(OSError):
+            while True:
+                accepted, _ = server.accept()
+                threading.Thread(target=drip, args=(accepted,), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=serve, args=(server,), daemon=True).start()
+        try:
+            yield server.getsockname()[1]
+        finally:
+            ended.set()
+            server.shutdown(socket.SHUT_RDWR)

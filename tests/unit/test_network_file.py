@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import httpx
@@ -23,6 +24,7 @@ from distributed_training.network import NetworkFileError, keep, signed, source
 from distributed_training.network.file import BUILT_IN, digest_of, tree_of
 from distributed_training.network_command import to_toml
 from distributed_training.protocol.names import averager_prefix
+from tests.tools.chain_raw import trickle
 from tests.tools.r2_keys import KEYS
 
 pytestmark = pytest.mark.timeout(60)
@@ -284,6 +286,12 @@ def test_the_built_in_network_is_the_default(tmp_path: Path) -> None:
     assert "it names a run_id" in refused(text.replace("1024", "1025"), tmp_path)
 
 
+def by(answer: Callable[[httpx.Request], httpx.Response]) -> Callable[[], httpx.AsyncClient]:
+    """Make clients that get what ``answer`` returns."""
+    transport = httpx.MockTransport(answer)
+    return lambda: httpx.AsyncClient(transport=transport, follow_redirects=True)
+
+
 def test_a_url_and_the_copy_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "_FIRST_WAIT", 0.0)
     url = f"https://127.0.0.1:{free_ports(1)[0]}/network.toml"
@@ -296,10 +304,7 @@ def test_a_url_and_the_copy_behind_it(tmp_path: Path, monkeypatch: pytest.Monkey
         configuration()
     assert error.value.status == ExitStatus.FAULT and not (tmp_path / "run").exists()
     with monkeypatch.context() as answered:
-        server = httpx.Client(
-            transport=httpx.MockTransport(lambda _: httpx.Response(200, text=EXAMPLE))
-        )
-        answered.setattr(httpx, "stream", server.stream)
+        answered.setattr(source, "_client", by(lambda _: httpx.Response(200, text=EXAMPLE)))
         config = configuration()
     (tmp_path / "run").mkdir()
     keep(config.network, tmp_path / "run")
@@ -317,11 +322,9 @@ def test_a_url_and_the_copy_behind_it(tmp_path: Path, monkeypatch: pytest.Monkey
         bobs: f"another founder's ({BOB.ss58_address})",
     }
     for text, words in answers.items():
-        odd = httpx.Client(
-            transport=httpx.MockTransport(lambda _, text=text: httpx.Response(200, text=text))
-        )
         with monkeypatch.context() as answered:
-            answered.setattr(httpx, "stream", odd.stream)
+            says = by(lambda _, text=text: httpx.Response(200, text=text))
+            answered.setattr(source, "_client", says)
             again = configuration()
             assert again.network == config.network
             assert [words in line and "the copy" in line for line in again.warnings] == [True]
@@ -334,16 +337,14 @@ def test_a_url_and_the_copy_behind_it(tmp_path: Path, monkeypatch: pytest.Monkey
             return httpx.Response(302, headers={"location": "http://127.0.0.1/network.toml"})
         return httpx.Response(200, text=EXAMPLE)
 
-    odd = httpx.Client(transport=httpx.MockTransport(lead_astray))
     with monkeypatch.context() as answered:
-        answered.setattr(httpx, "stream", odd.stream)
+        answered.setattr(source, "_client", by(lead_astray))
         assert "leads to http://" in configuration().warnings[0]
-    drip = httpx.Client(
-        transport=httpx.MockTransport(lambda _: httpx.Response(200, content=iter([b"x"] * 9)))
-    )
-    with monkeypatch.context() as answered:
-        answered.setattr(httpx, "stream", drip.stream)
-        answered.setattr(source, "_LONGEST", 0.0)
+    with monkeypatch.context() as answered, trickle() as port:
+        answered.setattr(source, "_LONGEST", 0.5)
+        answered.setattr(
+            source, "_client", lambda: httpx.AsyncClient(proxy=f"http://127.0.0.1:{port}")
+        )
         assert "no end of it" in configuration().warnings[0]
     for damaged in (b"\xff\xfe", b"name = ["):
         (tmp_path / "run" / "network" / "network.toml").write_bytes(damaged)
