@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,6 +68,9 @@ class Member:
     wallet: Wallet
     chain: Chain
     uid: int
+    # Of the threads that write to the chain: one at a time, and the last endpoint alone.
+    writing: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+    announced: list[tuple[str, int]] = field(default_factory=list, repr=False, compare=False)
 
     @property
     def hotkey(self) -> str:
@@ -338,21 +341,30 @@ def commit(member: Member, text: str) -> None:
         log.info("%s", lines.METADATA_LOGGED)
 
     # The chain limits how often a hotkey writes, and refuses what comes earlier.
-    _in_background("commitment", shown, write, timedelta(seconds=5), timedelta(minutes=10))
+    longest = timedelta(minutes=10)
+    _in_background(member, "commitment", shown, write, timedelta(seconds=5), longest)
 
 
 def announce(member: Member, ip: str, port: int) -> None:
-    """Write the endpoint unless the chain holds it already. Returns at once."""
+    """Write the endpoint unless the chain holds it already. Returns at once.
+
+    It replaces one that is still being written.
+    """
+    mine = ip, port
+    member.announced[:] = [mine]
 
     def shown() -> bool:
+        if member.announced != [mine]:
+            return True  # another one since, whose thread writes it
         me = find(member.chain.neurons(), member.hotkey)
-        return me is not None and (me.ip, me.port) == (ip, port)
+        return me is not None and (me.ip, me.port) == mine
 
     def write() -> None:
         member.chain.serve(ip, port)
         log.info("Endpoint %s:%d written to the chain", ip, port)
 
-    _in_background("endpoint", shown, write, timedelta(seconds=2), timedelta(minutes=5))
+    longest = timedelta(minutes=5)
+    _in_background(member, "endpoint", shown, write, timedelta(seconds=2), longest)
 
 
 def follow_registration(
@@ -443,6 +455,7 @@ def _follow_address(
 
 
 def _in_background(
+    member: Member,
     what: str,
     shown: Callable[[], bool],
     write: Callable[[], None],
@@ -455,9 +468,11 @@ def _in_background(
         failures = 0
         while True:
             try:
-                # Looked at before each try: a write whose answer was lost may have gone through.
-                if not shown():
-                    write()
+                # Of two at once the chain might take the older one last.
+                with member.writing:
+                    # Before each try: a write whose answer was lost may have gone through.
+                    if not shown():
+                        write()
                 return
             except ChainError as error:
                 failures += 1

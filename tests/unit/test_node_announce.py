@@ -153,6 +153,32 @@ def test_what_the_chain_does_not_take_is_written_later_and_once(
     assert sorted(ledger.writes) == [("commit", MINER.ss58), ("serve", MINER.ss58)]
 
 
+def test_of_two_endpoints_that_the_chain_refused_the_later_one_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ledger, member = registered()
+    member.chain.block()
+    real, over, refused = time.sleep, threading.Event(), []
+
+    def sleep(seconds: float) -> None:
+        thread = threading.current_thread()
+        if thread.name != "endpoint":
+            return real(seconds)
+        refused.append(thread)
+        over.wait(30) if thread is refused[0] else real(0.005)
+
+    monkeypatch.setattr(identity.time, "sleep", sleep)
+    ledger.up = False
+    for number, ip in enumerate((ENDPOINT[0], "9.8.7.6")):
+        identity.announce(member, ip, 8091)
+        wait_for(lambda number=number: len(refused) > number)
+    ledger.up = True
+    wait_for(lambda: member.chain.neurons()[0].ip == "9.8.7.6")
+    over.set()
+    refused[0].join(30)
+    assert member.chain.neurons()[0].ip == "9.8.7.6" and ledger.writes == [("serve", MINER.ss58)]
+
+
 def test_a_deregistration_ends_the_ranks_for_a_start_that_waits() -> None:
     ledger, member = registered()
     ledger.register(VALIDATOR.ss58)
