@@ -232,6 +232,7 @@ def build(
             # has just seeded with a uid, so that miners can compute it.
             rng=random.Random(settings.seed or None),
             record=run.record,
+            stop=stop,
         ),
         held_out_loss=lambda weights: model.loss_of(weights, parts.held_out),
         run=run,

@@ -8,13 +8,16 @@ The result is an average; whether it becomes an outer step is decided by the val
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +26,7 @@ from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.chain.client import SignedClient
 from distributed_training.config.settings import SwarmSettings, ValidatorSettings
 from distributed_training.node.global_state import GlobalState, load_weights, model_bytes
+from distributed_training.node.signals import Stopped
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.names import is_peer_id
@@ -54,8 +58,47 @@ class Run:
     number: int
 
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def each(
+    task: Callable[[Item], Result], items: Sequence[Item], *, stop: threading.Event
+) -> list[Result]:
+    """Return ``task(item)`` of all ``items``, of which several are under way at a time.
+
+    For what waits for a store or the chain: each of 256 miners may cost its whole patience. Raises
+    Stopped soon after ``stop`` is set, and leaves what is under way behind; else the first error.
+    """
+    waiting: queue.SimpleQueue[tuple[Item, Future[Result]]] = queue.SimpleQueue()
+    futures: list[Future[Result]] = [Future() for _ in items]
+    for one in zip(items, futures, strict=True):
+        waiting.put(one)
+
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                item, future = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                future.set_result(task(item))
+            except BaseException as error:  # noqa: BLE001 - whatever it is, whoever waits gets it
+                future.set_exception(error)
+
+    for _ in futures[:_AT_ONCE]:
+        # Daemons, no pool: Python waits for a pool's threads before it ends.
+        threading.Thread(target=work, name="asking", daemon=True).start()
+    while wait(futures, timeout=_LOOK).not_done:
+        if stop.is_set():
+            raise Stopped
+    return [future.result() for future in futures]
+
+
 log = logging.getLogger(__name__)
 
+_AT_ONCE = 16  # buckets that are asked
+_LOOK = 0.2  # seconds between two looks at a stop
 # Our weight when no miner's checkpoint could be loaded: a pseudo-gradient of zeros must not dilute
 # the miners', but hivemind wants a positive weight.
 WEIGHT_OF_NOTHING = 1e-6
@@ -144,7 +187,7 @@ class RoundCaller:
     ) -> RoundOutcome:
         """Run one round; ``miners`` lists the registered ones before each sweep.
 
-        Never raises for what a peer does, only what ``miners`` and ``on_sweep`` raise.
+        Never raises for what a peer does, only Stopped and what ``miners`` and ``on_sweep`` raise.
         """
         neurons, attendance = self._gather(miners, state.outer_step, on_sweep)
         problem = self._revive()
@@ -218,17 +261,18 @@ class RoundCaller:
 
     def _rank(self, neurons: Sequence[Neuron]) -> list[_Candidate]:
         """Sort by descending inner step of the root metadata; leave out miners without one."""
-        candidates = []
-        for neuron in neurons:
-            try:
-                bucket = self._open_bucket(neuron)
-                metadata = bucket.metadata()
-                if metadata is not None:
-                    candidates.append(_Candidate(neuron, bucket, metadata))
-            except (StoreError, ChainError) as error:
-                log.info("uid %d: no usable root metadata (%s)", neuron.uid, error)
+        found = each(self._candidate, neurons, stop=self._stop)
         # The miner's own word: a liar comes first, which is why its checkpoint is checked.
-        return sorted(candidates, key=lambda c: -c.metadata.inner_step)
+        return sorted((c for c in found if c is not None), key=lambda c: -c.metadata.inner_step)
+
+    def _candidate(self, neuron: Neuron) -> _Candidate | None:
+        try:
+            bucket = self._open_bucket(neuron)
+            metadata = bucket.metadata()
+        except (StoreError, ChainError) as error:
+            log.info("uid %d: no usable root metadata (%s)", neuron.uid, error)
+            return None
+        return _Candidate(neuron, bucket, metadata) if metadata is not None else None
 
     def _contribute(self, state: GlobalState, candidates: Sequence[_Candidate]) -> int | None:
         """Fill the buffers with epoch start minus the best loadable checkpoint.
@@ -238,10 +282,8 @@ class RoundCaller:
         buffers = self._swarm.buffers
         for candidate in candidates[: self._settings.top_candidates]:
             uid = candidate.neuron.uid
-            if self._stop.is_set():
-                break
             try:
-                weights = self._checkpoint(state, candidate)
+                (weights,) = each(partial(self._checkpoint, state), [candidate], stop=self._stop)
             except (StoreError, ValueError, OSError) as error:
                 log.info("uid %d cannot be the top uid: %s", uid, error)
                 continue
@@ -329,9 +371,9 @@ class RoundCaller:
         """
         while True:
             try:
-                return future.result(timeout=0.2)
+                return future.result(timeout=_LOOK)
             except TimeoutError:
-                # The result may have come right after the 0.2 s: then this is no error of its own.
+                # The result may have come right after that time: then this is no error of its own.
                 if future.done():
                     return future.result()
                 if give_up or self._stop.is_set():

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import logging
 import random
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,7 @@ from distributed_training.scoring.upload import (
 from distributed_training.store.s3 import StoreError
 from distributed_training.validator.global_state import GlobalPublisher
 from distributed_training.validator.inner_optimizer import Donor
+from distributed_training.validator.rounds import each
 
 
 @dataclass
@@ -205,6 +208,7 @@ class Scorer:
     standings: Standings
     rng: random.Random
     record: Callable[..., None]
+    stop: threading.Event
     judged: int = -1  # outer step of the last pass
     donors: list[Donor] = field(default_factory=list)  # who had a valid upload then, best first
 
@@ -232,10 +236,10 @@ class Scorer:
         limit = schedule.upload_age_limit(
             failed_rounds=self.standings.failed_rounds, base=self.settings.upload_age_limit
         )
-        repositories = [
-            inspect(neuron, self.open_bucket, outer_step=outer_step, age_limit=limit)
-            for neuron in miners
-        ]
+        look = partial(
+            inspect, open_bucket=self.open_bucket, outer_step=outer_step, age_limit=limit
+        )
+        repositories = each(look, miners, stop=self.stop)
         for repository in repositories:
             self._tell_if_new(repository, outer_step)
         chosen = self._choose(repositories)
@@ -276,26 +280,28 @@ class Scorer:
         if not chosen:
             return []
         try:
-            weights = self.publisher.weights(outer_step, state.schema)
+            fetch = partial(self.publisher.weights, schema=state.schema)
+            (weights,) = each(fetch, [outer_step], stop=self.stop)
         except (StoreError, ValueError) as error:
             log.warning("No scoring: global weights of outer step %d: %s", outer_step, error)
             return []
         # One for all: improvements on the same text can be compared.
         random_block = self.rng.randrange(*schedule.random_block_range(block))
+        read = partial(
+            read_upload,
+            schema=state.schema,
+            outer_step=outer_step,
+            block=block,
+            bpa=bpa,
+            timeout=_UPLOAD_PATIENCE,
+        )
         judgements: list[Judgement] = []
         for tried, repository in enumerate(chosen):
             if tried and interrupted():
                 log.info("A round is due: %d of %d uploads judged", len(judgements), len(chosen))
                 break
             try:
-                upload = read_upload(
-                    repository,
-                    state.schema,
-                    outer_step=outer_step,
-                    block=block,
-                    bpa=bpa,
-                    timeout=_UPLOAD_PATIENCE,
-                )
+                (upload,) = each(read, [repository], stop=self.stop)
                 judgement = self.evaluator.judge(
                     upload,
                     weights=weights,

@@ -58,6 +58,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,7 +75,13 @@ from distributed_training.store.s3 import StoreError
 from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.validator.global_state import GlobalPublisher, GlobalStateError
 from distributed_training.validator.inner_optimizer import InnerPublisher
-from distributed_training.validator.rounds import Attendance, RoundCaller, RoundOutcome, Run
+from distributed_training.validator.rounds import (
+    Attendance,
+    RoundCaller,
+    RoundOutcome,
+    Run,
+    each,
+)
 from distributed_training.validator.scorer import Reached, Scorer
 
 log = logging.getLogger(__name__)
@@ -324,6 +331,17 @@ class Validator:
         block, state = self._chain.block(), self.state
         # Before anything that raises: a failed pass is not begun again at the next tick.
         self._scored_at = block
+        try:
+            each(lambda _: self._publisher.outer_step(), [None], stop=self._stop)
+        except StoreError as error:
+            # Our link or the store is away: each miner would look as if it were.
+            log.warning(
+                "No scoring pass, since the global bucket does not answer (%s); no miner loses by "
+                "it, and it is tried again in %d blocks",
+                error,
+                self._settings.score_blocks,
+            )
+            return []
         miners = self._miners()
         attendance = self._rounds.sweep(miners, state.outer_step)
         self.standings.swept(attendance.alive, attendance.asked)
@@ -351,7 +369,7 @@ class Validator:
         self._weights_at = block
         weights = self.standings.weights()
         try:
-            self._chain.set_weights(weights)
+            each(self._chain.set_weights, [weights], stop=self._stop)
         except ChainError as error:
             log.warning(
                 "Weights were not set (%s). Trying again in %d blocks.",
@@ -364,14 +382,23 @@ class Validator:
     def _report_loss(self) -> None:
         """Report the loss to the chain, for its readers; nothing depends on it."""
         try:
-            self._chain.report_loss(self.state.outer_step, self._loss)
+            report = partial(self._chain.report_loss, self.state.outer_step)
+            each(report, [self._loss], stop=self._stop)
         except ChainError as error:
             log.info("The chain did not take the held-out loss (%s)", error)
 
     # --- small parts ------------------------------------------------------------------------------
 
     def _save(self) -> None:
-        self.standings.save(self._standings_path)
+        try:
+            self.standings.save(self._standings_path)
+        except OSError as error:  # a round must not be lost with the miners' steps
+            log.warning(
+                "%s was not written (%s): a restart would go on with older scores; free the disk "
+                "of --neuron.run_folder",
+                self._standings_path,
+                error.strerror,
+            )
 
     def _round_due(self, block: int) -> bool:
         return schedule.round_due(
@@ -397,7 +424,7 @@ class Validator:
     def _look_at_root(self) -> None:
         """Raise GlobalStateError if a publication arrived that seemed to have failed."""
         try:
-            reached = self._publisher.outer_step()
+            (reached,) = each(lambda _: self._publisher.outer_step(), [None], stop=self._stop)
         except StoreError:
             return  # asked again at the next tick
         self._unsure = False

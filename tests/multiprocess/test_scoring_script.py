@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -211,6 +212,7 @@ def test_its_figures_are_the_validators_own(subnet: Subnet) -> None:
         standings=standings,
         rng=random.Random(1),
         record=lambda kind, **fields: events.append({"kind": kind, **fields}),
+        stop=threading.Event(),
     )
     standings.sync(miners)
     scorer.score(

@@ -17,8 +17,10 @@ import torch
 from distributed_training.chain.base import Neuron
 from distributed_training.protocol import gradients as codec
 from distributed_training.protocol.metadata import ConfigExtras
+from distributed_training.protocol.scoring import MAX_MISSED_SWEEPS
 from distributed_training.scoring.causes import Cause
 from distributed_training.scoring.upload import DataUnavailable, Repository, inspect
+from distributed_training.store.s3 import StoreError
 from distributed_training.validator import scorer
 from distributed_training.validator.scorer import Reached, Standings
 from tests.tools.validator_world import (  # noqa: F401
@@ -307,6 +309,65 @@ def test_a_chain_that_refuses_weights_does_not_stop_the_validator(world: World) 
     world.chain_ledger.up = False
     world.validator.tick()
     assert not world.events.of("weights")
+
+
+@pytest.mark.parametrize("silent", ["a miner's bucket", "the global bucket", "the chain"])
+def test_a_stop_does_not_wait_for_an_answer(world: World, silent: str) -> None:
+    world.train_and_publish()
+    assert world.validator.round()
+    world.validator.score()
+    asked, over = threading.Event(), threading.Event()
+
+    def hang(*_: Any) -> Any:
+        asked.set()
+        over.wait(60)
+        raise StoreError("late")
+
+    if silent == "the chain":
+        world.chain.set_weights = hang
+    else:
+        world.validator._weights_at = world.chain.block()
+        world.chain_ledger.advance(5)
+        if silent == "the global bucket":
+            world.publisher.outer_step = hang
+        else:
+            world.validator._scorer.open_bucket = hang
+    runner = threading.Thread(target=world.validator.run, daemon=True)
+    runner.start()
+    assert asked.wait(30)
+    world.stop.set()
+    runner.join(20)
+    assert not runner.is_alive() and world.kinds()[-1] == "stop"
+    over.set()
+
+
+def test_an_outage_of_the_store_costs_no_miner_its_score(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    world.train_and_publish()
+    assert world.validator.round() and world.validator.score()
+    before = world.validator.standings.weights()
+    for bucket in (world.bucket, *(miner.bucket for miner in world.miners.values())):
+        bucket.down = True
+    for miner in world.miners.values():
+        miner.answers = False  # the machine's own link
+    for _ in range(2 * MAX_MISSED_SWEEPS):
+        assert world.validator.score() == []
+    assert before and world.validator.standings.weights() == before
+    assert all(e.missed_sweeps == 0 for e in world.validator.standings.entries.values())
+    assert "no miner loses by it" in caplog.text
+
+
+def test_a_full_disk_ends_neither_a_round_nor_a_pass(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    world.train_and_publish()
+    monkeypatch.setattr(scorer, "write_json", full)
+    assert world.validator.round() and world.validator.score()
+    assert "No space left" in caplog.text and "free the disk of --neuron.run_folder" in caplog.text
 
 
 BOTH = [Neuron(1, "a"), Neuron(2, "b")]
