@@ -37,6 +37,7 @@ _PRELOAD = (
     "tests.tools.jumping_clock",
     *PRELOAD,
     "distributed_training.swarm.averager_process",
+    __name__,  # a fork begins in it: with its imports in a tenth of a second
 )
 _CONTEXT = multiprocessing.get_context("forkserver")
 
