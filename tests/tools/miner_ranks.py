@@ -645,7 +645,8 @@ def overtaken(folder: Path) -> None:
         if step == 12:
             miner.stop()
 
-    miner = Miner(folder, on_step=on_step, on_micro_batch=on_micro_batch)
+    search = {"neuron.step_length": "search"}
+    miner = Miner(folder, on_step=on_step, on_micro_batch=on_micro_batch, flags=search)
     take = miner.trainer.snapshot
 
     def snapshot(*arguments: Any, **fields: Any) -> Any:

@@ -14,7 +14,8 @@ FLAGS = {
     "neuron.total_steps": "100",
     "neuron.checkpoint_steps": "5",
     "neuron.checkpoint_interval": "0",
-    "neuron.preview_sequences": "2",
+    "neuron.preview_sequences": "8",
+    "neuron.step_length": "plain",  # the search takes a third of such a miner's time
     # small blocks, one ahead: they come in order whatever the ranks' pace
     "data.source": "stdlib",
     "data.pages_per_block": "1",
