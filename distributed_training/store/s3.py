@@ -12,6 +12,7 @@ part, and parts that a pause interrupts are sent again.
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import hashlib
 import io
@@ -20,7 +21,6 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,7 +92,10 @@ _PASSING_STATUS = frozenset({408, 409, 429})
 _PASSING_CODES = frozenset(
     {"SlowDown", "RequestTimeout", "BadDigest", "IncompleteBody", "InternalError"}
 )
-_BAD_KEYS = frozenset({"InvalidAccessKeyId", "SignatureDoesNotMatch", "Unauthorized"})
+# A 400 for S3 are the last two, of keys that were good once.
+_BAD_KEYS = frozenset(
+    {"InvalidAccessKeyId", "SignatureDoesNotMatch", "Unauthorized", "ExpiredToken", "InvalidToken"}
+)
 
 
 def disk_problem(error: OSError) -> str:
@@ -367,6 +370,9 @@ class S3ObjectStore:
                     s3={"addressing_style": "path", "payload_signing_enabled": False},
                 ),
             )
+        # Asked where a bucket is, a server that redirects everything is asked that again, until the
+        # stack ends: hundreds of requests for each of ours.
+        self._client.meta.events.register("before-call.s3.HeadBucket", _redirected_once)
 
     @classmethod
     def from_settings(cls, settings: StoreSettings, *, bucket: str, write: bool) -> S3ObjectStore:
@@ -429,9 +435,16 @@ class S3ObjectStore:
                 size, etag = answer["ContentLength"], _unquote(answer["ETag"])
                 modified = answer["LastModified"].timestamp()
                 date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
+                now = email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
         except ObjectMissingError:
             return None
-        now = email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
+        except StoreError as refused:
+            # Without a body no code: wrong keys, a wrong clock and a missing permission look alike.
+            # The answer to GET has one.
+            if not refused.retryable:
+                with contextlib.suppress(ObjectMissingError, IntegrityError, TransientError):
+                    self.get_range(key, 0, 1)
+            raise
         return ObjectInfo(key, size, etag, modified, max(0, now - modified))
 
     def get(self, key: str, *, limit: int) -> bytes | None:
@@ -476,8 +489,8 @@ class S3ObjectStore:
         """Write ``data``; return the etag. TransientError if the store holds other bytes."""
         self._await_write_interval(key)
         with self._errors("write", key) as call:
-            etag = _unquote(call(self._client.put_object, Key=key, Body=data)["ETag"])
-        return _confirm(f"{self._bucket}/{key}", data, etag)
+            answer = call(self._client.put_object, Key=key, Body=data)
+            return _confirm(f"{self._bucket}/{key}", data, answer)
 
     def delete(self, keys: Sequence[str]) -> None:
         """Delete ``keys``; missing ones are fine."""
@@ -508,9 +521,8 @@ class S3ObjectStore:
             answer = call(
                 self._client.upload_part, Key=key, UploadId=upload_id, PartNumber=number, Body=data
             )
-            etag = _unquote(answer["ETag"])
-        what = f"part {number} of {self._bucket}/{key}"
-        return PartInfo(number, len(data), _confirm(what, data, etag))
+            etag = _confirm(f"part {number} of {self._bucket}/{key}", data, answer)
+        return PartInfo(number, len(data), etag)
 
     def list_parts(self, key: str, upload_id: str) -> list[PartInfo]:
         with self._errors("list", key):
@@ -575,10 +587,11 @@ class S3ObjectStore:
         if due > now:
             time.sleep(due - now)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _errors(self, verb: str, key: str) -> Iterator[Callable[..., dict[str, Any]]]:
         """Raise botocore's exceptions as ours."""
         from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.parsers import ResponseParserError
         from urllib3.exceptions import HTTPError
 
         def call(operation: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
@@ -600,11 +613,12 @@ class S3ObjectStore:
                 f"{verb} {self._bucket}/{key}: no answer from {self._endpoint} "
                 f"({type(error).__name__})"
             ) from None
-        except LookupError as error:
-            # A page of a proxy, with status 200.
+        except (LookupError, ValueError, TypeError, ResponseParserError) as error:
+            # A page of a proxy, with status 200, or headers that are none. botocore lets them pass.
+            what = f"lacks {error}" if isinstance(error, LookupError) else "cannot be read"
             raise TransientError(
-                f"{verb} {self._bucket}/{key}: the answer of {self._endpoint} lacks {error}, so it "
-                "is not an object store's"
+                f"{verb} {self._bucket}/{key}: the answer of {self._endpoint} {what}, so it is not "
+                "an object store's"
             ) from None
 
     def _refused(self, verb: str, key: str, response: Any) -> StoreError:
@@ -629,13 +643,20 @@ class S3ObjectStore:
                 f"{place}: this machine's clock differs too much from the store's, so no request "
                 "is accepted: set the clock (timedatectl set-ntp true)"
             )
-        if status in (401, 403):
+        if status in (401, 403) or code in _BAD_KEYS:
             return AccessDeniedError(self._denied(verb, place, code))
         # An answer to HEAD has no body, so botocore takes the status for its code.
         if code in ("NoSuchKey", "404", "NotFound") or status == 404:
             return ObjectMissingError(f"{place}: no such object")
         if status == 412:
             return PreconditionError(f"{place}: the object changed meanwhile")
+        if 300 < status < 304 or status in (307, 308):
+            # Not followed: whoever answers there would get our signature. 302 and 307 may pass.
+            kind = TransientError if status in (302, 303, 307) else StoreError
+            return kind(
+                f"{place}: {self._endpoint} redirects elsewhere ({status} {code}): correct "
+                "--r2.endpoint_url or --r2.region, or the proxy before it"
+            )
         if status in _PASSING_STATUS or status >= 500 or code in _PASSING_CODES:
             return TransientError(f"{place}: the store answered {status} {code}")
         return StoreError(f"{place}: the store answered {status} {code}")
@@ -645,7 +666,8 @@ class S3ObjectStore:
         if code in _BAD_KEYS:
             return (
                 f"{place}: the store does not accept these keys ({code}): copy {name} and "
-                f"{self._what}_SECRET_ACCESS_KEY again from the R2 dashboard into .env"
+                f"{self._what}_SECRET_ACCESS_KEY again from the R2 dashboard into .env, which a "
+                "running miner reads at its next start"
             )
         needed = "Object Read" if verb in ("read", "list") else "Object Read & Write"
         return (
@@ -658,14 +680,24 @@ def _unquote(etag: str) -> str:
     return etag.strip('"')
 
 
-def _confirm(what: str, data: bytes | Section, etag: str) -> str:
+def _redirected_once(context: dict[str, Any], **_: Any) -> None:
+    context.setdefault("s3_redirect", {})["redirected"] = True
+
+
+def _confirm(what: str, data: bytes | Section, answer: dict[str, Any]) -> str:
     """Check that the store's MD5 is that of the bytes that left this machine; return the etag."""
+    etag = _unquote(answer["ETag"])
     if isinstance(data, Section):
         sent = data.md5
     else:
         sent = hashlib.md5(data, usedforsecurity=False).hexdigest()
     # The etag of one request's bytes is their MD5, on R2 too; that of joined parts is not.
     if etag != sent:
+        if str(answer.get("ServerSideEncryption", "")).startswith("aws:kms"):
+            raise IntegrityError(
+                f"{what}: the bucket encrypts with KMS, whose etags are no MD5, so no upload can "
+                "be checked: let it encrypt with AES256 (SSE-S3)"
+            )
         # Damaged on the way: sending it again helps.
         raise TransientError(f"{what}: the store holds other bytes than those sent")
     return etag

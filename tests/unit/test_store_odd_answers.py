@@ -9,14 +9,21 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import SecretStr
 
 from distributed_training.config.settings import StoreSettings
 from distributed_training.store import s3
-from distributed_training.store.s3 import AccessKeys, PartInfo, S3ObjectStore, TransientError
+from distributed_training.store.s3 import (
+    AccessKeys,
+    IntegrityError,
+    PartInfo,
+    S3ObjectStore,
+    StoreError,
+    TransientError,
+)
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -27,11 +34,16 @@ class Page(BaseHTTPRequestHandler):
     """The page of a proxy, or XML with entries that say nothing."""
 
     body = b""
+    status = 200
+    more: ClassVar[dict[str, str]] = {}
+    requests = 0
 
     def answer(self) -> None:
+        type(self).requests += 1
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(self.body)))
+        self.send_response_only(self.status)
+        for name, value in ({"Content-Length": str(len(self.body))} | self.more).items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(self.body)
@@ -114,6 +126,62 @@ LISTS: dict[str, Callable[[S3ObjectStore], list[Any]]] = {
 def test_an_answer_that_is_no_stores_is_tried_again(store: S3ObjectStore, name: str) -> None:
     with pytest.raises(TransientError, match="llama-007"):
         OPERATIONS[name](store)
+
+
+NOW = "Mon, 23 Nov 2026 17:00:00 GMT"
+
+
+@pytest.mark.parametrize(
+    ("name", "page"),
+    [
+        *(
+            ("head", {"more": {"ETag": '"x"', "Last-Modified": NOW, "Date": NOW} | odd})
+            for odd in ({"Last-Modified": "x"}, {"Date": "x"}, {"Content-Length": "x"})
+        ),
+        ("put", {"status": 201, "body": b"created"}),
+    ],
+    ids=["modified", "date", "length", "text"],
+)
+def test_headers_and_bodies_that_botocore_cannot_read_are_tried_again(
+    name: str, page: dict[str, Any]
+) -> None:
+    """Its own errors for them are no BotoCoreError; they ended the thread that met them."""
+    with store_at(type("Odd", (Page,), page)) as store:
+        with pytest.raises(TransientError, match="so it is not an object store's"):
+            OPERATIONS[name](store)
+
+
+@pytest.mark.parametrize("name", ["head", "put"])
+@pytest.mark.parametrize(
+    ("status", "code", "text"),
+    [
+        (403, "RequestTimeTooSkewed", "set the clock"),
+        (403, "InvalidAccessKeyId", "does not accept these keys"),
+        (400, "ExpiredToken", "does not accept these keys"),
+        (403, "AccessDenied", "lacks the permission"),
+        (301, "PermanentRedirect", "redirects elsewhere"),
+        (307, "TemporaryRedirect", "redirects elsewhere"),
+    ],
+)
+def test_a_refusal_is_called_by_its_cause(name: str, status: int, code: str, text: str) -> None:
+    """An answer to HEAD has no body, so it does not say why."""
+    body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
+
+    class Refuses(Page):
+        requests = 0
+
+    Refuses.status, Refuses.body = status, body
+    with store_at(Refuses) as store, pytest.raises(StoreError, match=text):
+        OPERATIONS[name](store)
+    assert Refuses.requests <= 4, "a redirect was asked about again and again"
+
+
+def test_a_bucket_whose_etags_are_no_md5_is_named_at_once() -> None:
+    more = {"ETag": f'"{"0" * 32}"', "x-amz-server-side-encryption": "aws:kms"}
+    with store_at(type("Kms", (Page,), {"more": more})) as store:
+        for name in ("put", "part"):
+            with pytest.raises(IntegrityError, match="KMS"):
+                OPERATIONS[name](store)
 
 
 @pytest.mark.parametrize("name", READS)
