@@ -57,6 +57,8 @@ def is_secret(name: str) -> bool:
     By whole words, so ``TOKENIZERS_PARALLELISM`` is none; ``PYTHONHASHSEED`` neither.
     """
     upper = name.upper()
+    if upper == "AWS_CA_BUNDLE":  # a path, without which no child trusts a store's own certificate
+        return False
     return upper.startswith(_PREFIXES) or not _WORDS.isdisjoint(upper.split("_"))
 
 

@@ -41,6 +41,7 @@ def test_secrets_are_known_by_their_names(name: str) -> None:
         "HTTPS_PROXY",
         "NCCL_SOCKET_IFNAME",
         "MASTER_ADDR",
+        "AWS_CA_BUNDLE",
     ],
 )
 def test_what_children_need_stays(name: str) -> None:

@@ -8,8 +8,10 @@ import itertools
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
 
+import psutil
 import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
@@ -20,6 +22,7 @@ from distributed_training.common.files import (
     LARGEST_STATE,
     atomic_file,
     is_full,
+    late_mount,
     read_json_object,
     read_state,
     remove_leftovers,
@@ -161,3 +164,23 @@ def test_a_state_that_cannot_be_read_or_written_is_a_line_and_stays(
     assert tmp_path.is_dir()
     assert read_state(tmp_path / "none.json", Part, lost="all") is None
     assert len(caplog.messages) == 4
+
+
+def test_a_mount_that_does_not_answer_is_not_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network disk that has nothing to do with the folder: its path would be waited for."""
+    fstab, late = tmp_path / "fstab", tmp_path / "late"
+    fstab.write_text(f"nas:/a /dead nfs hard 0 0\nUUID=cd {tmp_path}/link ext4 nofail 0 2\n")
+    late.mkdir()
+    (tmp_path / "link").symlink_to(late)
+    asked: list[str] = []
+    real = os.path.realpath
+    monkeypatch.setattr(
+        os.path, "realpath", lambda path, **o: asked.append(path) or real(path, **o)
+    )
+    monkeypatch.setattr(
+        psutil, "disk_partitions", lambda all: [SimpleNamespace(mountpoint="/dead")]
+    )
+    assert late_mount(late, fstab) == str(late)
+    assert "/dead" not in asked
