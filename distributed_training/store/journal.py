@@ -19,6 +19,9 @@ from distributed_training.protocol.types import Revision
 
 JOURNAL = "uploads.json"
 _LOST = "an interrupted upload starts over"
+# A full disk must not turn an upload that ended well into one that failed: its blocks would be
+# listed twice. The store tells the next process what is over.
+_LATER = "the next start asks the store what of an upload is there"
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]  # above any size, step or number of ranks
 Text = Annotated[str, StringConstraints(max_length=4096, pattern=r"^[^\x00-\x1f]*$")]
@@ -98,11 +101,12 @@ class Journal:
         if not path.exists():
             self._save()  # a disk that cannot be written is told now, not amid an upload
 
-    def _save(self) -> None:
+    def _save(self, lost: str = "") -> None:
+        """Write the file. Raises OSError, unless ``lost`` names the consequence for a line."""
         # Under the lock, since several threads complete files: the one that writes last would else
         # put back what another has dropped.
         pending = _Pending.of(self._pending) if self._pending else None
-        write_state(self._path, _Content(self._uploads, pending, self._checked))
+        write_state(self._path, _Content(self._uploads, pending, self._checked), lost=lost)
 
     @property
     def pending(self) -> Submission | None:
@@ -113,14 +117,14 @@ class Journal:
         with self._lock:
             if pending != self._pending:
                 self._pending = pending
-                self._save()
+                self._save(_LATER if pending is None else "")
 
     def set_checked(self, outer_step: int | None) -> None:
         """Note the outer step of an upload that has ended well, None if it was not checked."""
         with self._lock:
             if outer_step != self._checked:
                 self._checked = outer_step
-                self._save()
+                self._save(_LATER)
 
     def upload(self, key: str) -> UploadRecord | None:
         with self._lock:
@@ -139,7 +143,7 @@ class Journal:
     def put(self, record: UploadRecord) -> None:
         with self._lock:
             self._uploads[record.key] = record
-            self._save()
+            self._save(_LATER if record.etag else "")
 
     def drop(self, *keys: str) -> None:
         with self._lock:
@@ -147,4 +151,4 @@ class Journal:
             for key in known:
                 del self._uploads[key]
             if known:
-                self._save()
+                self._save(_LATER)

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Mapping
@@ -73,10 +72,9 @@ class Publication:
             reason = str(error)
         except OSError as error:
             reason = disk_problem(error)
-        with contextlib.suppress(OSError):  # a full disk; whoever submitted must hear of the end
-            if not reason:
-                self.journal.set_checked(revision.outer_step if checked else None)
-            self.journal.set_pending(None)
+        if not reason:
+            self.journal.set_checked(revision.outer_step if checked else None)
+        self.journal.set_pending(None)
         return PublicationReport(
             revision=revision,
             ok=not reason,

@@ -52,6 +52,7 @@ log = logging.getLogger("distributed_training.store.uploader")  # __name__ is __
 SWEEP_EVERY = timedelta(hours=1)
 _CLAIM_RETRY = timedelta(seconds=15)
 _CLAIM_LINES_EVERY = 600.0  # seconds between two lines with the same problem
+_DEFECT_WAIT = 30.0  # seconds after an unexpected error: each is a line with its stack
 _PEER_ID_RETRY = timedelta(seconds=30)
 
 
@@ -64,6 +65,7 @@ class UploadLoop:
     def __init__(self, start: Start, store: S3ObjectStore, send: Callable[[Any], None]) -> None:
         self._settings = start.settings
         self._snapshots = start.snapshots
+        self._takes_bucket = start.settings.take_bucket
         self._send = send
         self._store = store
         self._journal = Journal(start.folder / JOURNAL)
@@ -132,7 +134,9 @@ class UploadLoop:
     def run(self) -> None:
         """Upload what is submitted until closed."""
         for work in (self._keep_claim, self._keep_clean):
-            threading.Thread(target=work, name=work.__name__, daemon=True).start()
+            threading.Thread(
+                target=self._until_closed, args=(work,), name=work.__name__, daemon=True
+            ).start()
         while not self._closing.is_set():
             try:
                 submission = self._next()
@@ -149,9 +153,19 @@ class UploadLoop:
                         self._journal.set_pending(None)
                     what = f"unexpected error ({type(error).__name__}), see its log line"
                     self._failed(self._current, what)
-                self._closing.wait(1)
+                self._closing.wait(_DEFECT_WAIT)
         with contextlib.suppress(StoreError):
             release_bucket(self._store, self._instance)
+
+    def _until_closed(self, work: Callable[[], None]) -> None:
+        """Run ``work``, and again after an error that it did not expect."""
+        # Ended unseen, it would leave the bucket to another miner after minutes, or to old uploads.
+        while not self._closing.is_set():
+            try:
+                work()
+            except Exception:  # also RuntimeError, where no thread can be started
+                logging.exception("uploader")
+                self._closing.wait(_DEFECT_WAIT)
 
     def _next(self) -> Submission | None:
         """Return the next snapshot to upload; None: a peer id. Raises StoppedError."""
@@ -204,14 +218,13 @@ class UploadLoop:
 
     def _keep_claim(self) -> None:
         lines = Throttle(_CLAIM_LINES_EVERY)
-        take = self._settings.take_bucket
         wait = timedelta(0)
         while not self._closing.wait(wait.total_seconds()):
             wait = RENEW_EVERY
             try:
-                claim_bucket(self._store, self._instance, take=take)
+                claim_bucket(self._store, self._instance, take=self._takes_bucket)
                 # Once: the claim of a miner that takes the bucket from this one must stand.
-                take = False
+                self._takes_bucket = False
             except StoreError as error:
                 wait = _CLAIM_RETRY
                 if lines(str(error)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import itertools
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from distributed_training.common import files
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
@@ -473,6 +475,66 @@ def test_a_resumed_upload_survives_what_closes_the_uplink_while_it_is_checked(
     assert reports[0].ok, reports[0].reason
     assert "2 of 2 parts kept" in caplog.text, "nothing is sent again"
     assert_published(store, REVISION, files)
+
+
+@pytest.mark.parametrize("at", ["complete_multipart", "put metadata.json", "put"])
+def test_a_disk_that_is_full_once_all_was_sent_fails_no_upload(
+    at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its blocks would be given back, and listed again by the next one."""
+    full = False
+
+    def before(operation: str, key: str) -> None:
+        nonlocal full
+        full = full or at in (operation, f"{operation} {key}")
+
+    def write_json(*arguments: object, **options: object) -> None:
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(*arguments, **options)  # type: ignore[arg-type]
+
+    real = files.write_json
+    monkeypatch.setattr(files, "write_json", write_json)
+    store = MemoryObjectStore(before=before)
+    written = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=4000)
+    report = run(store, tmp_path / "s", preview_delta=-0.5)
+    assert report.ok, report.reason
+    assert full and "uploads.json was not written (No space left on device)" in caplog.text
+    assert_published(store, REVISION, written)
+    full, at = False, ""
+    later = Revision(5, 4, 50)
+    written = write_snapshot(tmp_path / "t", later, world_size=1, rows=4000)
+    assert run(store, tmp_path / "t", later).ok, "the journal is as the full disk left it"
+    assert_published(store, later, written)
+    assert store.list_multiparts() == []
+
+
+def test_a_thread_that_keeps_the_bucket_outlives_an_error_that_nobody_expected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread can be started, for a moment: Python raises a RuntimeError."""
+    monkeypatch.setattr(uploader_process, "_DEFECT_WAIT", 0.01)
+    failed: set[str] = set()
+
+    def before(operation: str, key: str) -> None:
+        if operation in ("put", "list_multiparts") and operation not in failed:
+            failed.add(operation)
+            raise RuntimeError("can't start new thread")
+
+    store = MemoryObjectStore(before=before, clock=lambda: time.time() - 2 * 3600)
+    store._uploads["old"] = ("epoch-0/a", 0.0, {})
+    loop = uploader_process.UploadLoop(
+        Start(SETTINGS, "bucket", tmp_path, None), store, lambda message: None
+    )
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    try:
+        wait_for(lambda: cleanup.OWNER_KEY in store._objects, what="the claim")
+        wait_for(lambda: not store._uploads, what="the cleanup")
+    finally:
+        loop.receive(Close())
+        thread.join(30)
+    assert failed == {"put", "list_multiparts"}
 
 
 def test_snapshots_nobody_writes_or_sends_go(tmp_path: Path) -> None:
