@@ -16,7 +16,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
+from distributed_training.protocol.types import (
+    AllReduceError,
+    AllReduceFault,
+    Progress,
+    RankFailedError,
+)
 
 from . import state_machine as ev
 from .controller import Controller
@@ -237,8 +242,13 @@ class MinerLoop:
                 block=command.arg,
                 last_loss=self._last_loss,
             )
-        except OSError as error:  # a full disk, say; raised on all ranks alike
-            return ev.SnapshotFailed(str(error))
+        except (OSError, RankFailedError) as error:  # raised on all ranks alike
+            problem = f"This snapshot is not uploaded, and the next one is tried: {error}"
+            if isinstance(error, RankFailedError):
+                problem += "; free host memory there"
+            if self._controller is None:  # rank 0 reports the event
+                log.warning("%s", problem)
+            return ev.SnapshotFailed(problem)
         return ev.SnapshotTaken(self._snapshot, progress)
 
     def _preview(self) -> ev.Event:

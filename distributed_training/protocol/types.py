@@ -111,6 +111,10 @@ class AllReduceError(RuntimeError):
         self.detail = detail
 
 
+class RankFailedError(RuntimeError):
+    """A common step failed on one rank, out of memory for one; raised on all alike."""
+
+
 @dataclass(frozen=True)
 class AllReduceResult:
     """A successful average, before it is committed."""

@@ -38,7 +38,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distributed_training.common.files import read_json_object, sha256_of, sync_folder, write_json
-from distributed_training.protocol.types import Progress
+from distributed_training.protocol.types import Progress, RankFailedError
 
 from .collectives import RowStream, row_range
 from .error_feedback import enter_thread
@@ -349,9 +349,12 @@ class Checkpointer:
         self._trainer.stream.first_error(None)  # no rank writes any more
         # One name for all: the clocks of two nodes would give two.
         name, first = cast(Any, self._trainer.stream.from_rank_0((self._next_name(), extra)))
-        self._trainer.roll_back_outer_step()  # no round is on: what one that failed has left
-        # A snapshot of this boundary has the same ones: 12 bytes a parameter, once.
-        copies = self._trainer.copier.take()
+        try:
+            # A snapshot of this boundary has the same ones: 12 bytes a parameter, once.
+            copies = self._trainer.boundary_copies()
+        except RankFailedError as error:
+            self._not_written(name, str(error), "free host memory")
+            return
         state = self._trainer.state_dict() | copies.rows()
         by_epoch = self._named(self._trainer.outer.state_dict())
         tensors = self._named(state)
@@ -472,14 +475,8 @@ class Checkpointer:
             self._write_files(self._folder / name, held[0], held[1], parsed)
             self.last_error = None
         except Exception as error:  # noqa: BLE001 - in a thread: it would be lost; training goes on
-            self.last_error = f"{type(error).__name__}: {error}"
-            log.error(
-                "Checkpoint %s was not written (%s); a restart would resume from the one before: "
-                "check the disk of %s",
-                name,
-                self.last_error,
-                self._folder,
-            )
+            why = f"{type(error).__name__}: {error}"
+            self._not_written(name, why, f"check the disk of {self._folder}")
             with contextlib.suppress(OSError):  # a disk that is away has nothing to delete
                 for path in (self._folder / name).glob(f"rank-{self._layout.shard}.*"):
                     path.unlink(missing_ok=True)  # a full disk needs the room
@@ -496,6 +493,15 @@ class Checkpointer:
                 write_json(self._folder / "last.json", {"name": name, "seconds": self.seconds})
             except (OSError, ValueError, KeyError) as error:
                 log.warning("Older checkpoints of %s were not deleted: %s", self._folder, error)
+
+    def _not_written(self, name: str, why: str, fix: str) -> None:
+        self.last_error = why
+        log.error(
+            "Checkpoint %s was not written (%s); a restart would resume from the one before: %s",
+            name,
+            why,
+            fix,
+        )
 
     def _log_written(self, name: str, progress: Mapping[str, Any]) -> None:
         size = sum(path.stat().st_size for path in (self._folder / name).iterdir())

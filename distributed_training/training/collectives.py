@@ -24,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from distributed_training.protocol.types import RankFailedError
+
 from .model import plain_name
 
 #: Covers each collective of the model's groups: gathering weights, reducing gradients. Ranks come
@@ -143,10 +145,6 @@ def open_stream(layout: Layout, timeout: timedelta) -> RowStream:
     peers = mine(range(shard, world, shards) for shard in range(shards))
     copy = mine(range(first, first + shards) for first in range(0, world, shards))
     return RowStream(group=group, layout=layout, copy=copy, peers=peers)
-
-
-class RankFailedError(RuntimeError):
-    """A common step failed on one rank; raised on all alike."""
 
 
 class RowStream:

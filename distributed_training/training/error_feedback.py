@@ -354,19 +354,21 @@ class ErrorFeedback:
 
         ``start``, ``current``, AdamW's ``second_moment`` (for ``curved``): host row blocks that do
         not change any more. Collective. With ``best`` and ``upload`` EF advances, once the
-        direction of that name is encoded.
+        direction of that name is encoded. Raises RankFailedError on all ranks alike when one has no
+        memory; EF has not advanced then.
         """
 
         def gradient(i: int) -> Tensor:
             return (start[i] - current[i]).mul_(lr)
 
         made = []
-        if self.mode != "off":
-            made.append(self._upload(gradient))
         if self.mode != "upload":
             made.append(self._off(gradient))
         if self.mode == "best" and second_moment is not None:
-            made.append(self._curved(gradient, second_moment, made[-1]))
+            made.append(self._curved(gradient, second_moment, made[0]))
+        # Made last: EF advances with it, and must not for an upload that fails with another one.
+        if self.mode != "off":
+            made.insert(0, self._upload(gradient))
         return made
 
     def _off(self, gradient: Rows) -> Direction:
@@ -401,7 +403,9 @@ class ErrorFeedback:
     def _upload(self, gradient: Rows) -> Direction:
         """Encode as the public miner does: EF advances by what ``gradient`` gives."""
         if self.residual is None:
-            self.residual = [torch.zeros_like(s.local, device="cpu") for s in self._shards]
+            self.residual = self._stream.together(
+                lambda: [torch.zeros_like(s.local, device="cpu") for s in self._shards]
+            )
         before, loads = self.residual, self._loads
         rows: dict[int, Tensor] = {}  # what remains of those encoded later
 
@@ -476,23 +480,20 @@ class ErrorFeedback:
                 remains[i] = whole[self._shards[i].start : self._shards[i].stop].clone()
             codes[i] = code if self._stream.rank == 0 else None
         for i in matrices:
-            rows = make(i)
-            codes[i] = self._take_whole(i, rows, subtract=remains is not None)
-            if remains is not None:
-                remains[i] = rows
+            codes[i] = self._take_whole(i, make, remains)
         return codes
 
-    def _take_whole(self, index: int, rows: Tensor, *, subtract: bool) -> Code | None:
+    def _take_whole(self, index: int, make: Rows, remains: dict[int, Tensor] | None) -> Code | None:
         """Encode a matrix that must be whole; collective; rank 0 gets the code.
 
-        With ``subtract``, ``rows`` loses what the code holds. Raises RankFailedError on all ranks
-        alike.
+        What the code leaves out goes into ``remains``, if given. Raises RankFailedError on all
+        ranks alike.
         """
-        shard, stream = self._shards[index], self._stream
+        shard, stream, subtract = self._shards[index], self._stream, remains is not None
         lead = stream.rank == 0
-        # All ranks hear of it if rank 0 has no room, before they send it their rows.
-        whole = stream.together(
-            lambda: torch.empty(shard.shape, dtype=torch.float32) if lead else None
+        # All ranks hear of it if one has no room, before they send rank 0 their rows.
+        rows, whole = stream.together(
+            lambda: (make(index), torch.empty(shard.shape) if lead else None)
         )
         stream.gather(shard.shape, rows, whole)
 
@@ -505,6 +506,7 @@ class ErrorFeedback:
             return code
 
         code = stream.together(encode)
-        if subtract:
+        if remains is not None:
             stream.scatter(shard.shape, whole, rows)
+            remains[index] = rows
         return code

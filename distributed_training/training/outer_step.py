@@ -25,9 +25,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from distributed_training.protocol.types import AllReduceError, AllReduceFault
+from distributed_training.protocol.types import (
+    AllReduceError,
+    AllReduceFault,
+    RankFailedError,
+)
 
-from .collectives import ParameterShard, RankFailedError, RowStream
+from .collectives import ParameterShard, RowStream
 from .error_feedback import ErrorFeedback, on_host, to_host
 from .nesterov import load_outer_optimizer, nesterov_sgd
 

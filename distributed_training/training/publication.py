@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from distributed_training.protocol import lines
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 
 from .collectives import RowStream
-from .error_feedback import BoundaryCopier, BoundaryCopies, Direction
+from .error_feedback import BoundaryCopies, Direction
 from .inner_optimizer import CosineSchedule, InnerOptimizer
 from .local_evaluation import Choice, Preview
 from .outer_step import OuterStep
@@ -57,7 +57,6 @@ class Publication:
         optimizer: InnerOptimizer,
         schedule: CosineSchedule,
         outer: OuterStep,
-        copier: BoundaryCopier,
     ) -> None:
         self._settings = settings
         published: Any = sharded.model.config
@@ -67,7 +66,6 @@ class Publication:
         self._optimizer = optimizer
         self._schedule = schedule
         self._outer = outer
-        self._copier = copier
         self._preview = Preview(
             sharded=sharded,
             stream=stream,
@@ -79,20 +77,27 @@ class Publication:
 
     @torch.no_grad()
     def snapshot(
-        self, folder: Path, *, progress: Progress, block: int, last_loss: float, steps: int
+        self,
+        folder: Path,
+        *,
+        take_copies: Callable[[], BoundaryCopies],
+        progress: Progress,
+        block: int,
+        last_loss: float,
+        steps: int,
     ) -> SnapshotHandle:
         """Write everything an upload needs, of this step boundary, in the background.
 
         ``block`` is the chain's; rank 0's ``progress.blocks`` become the block list; ``steps``:
         inner steps in total. Training is held for the copy to host memory and the codes of vectors
-        only (with DCT for all codes). Raises OSError on all ranks alike when ``folder`` cannot be
-        made; later failures are in the handle.
+        only (with DCT for all codes). Raises on all ranks alike OSError when ``folder`` cannot be
+        made, RankFailedError when a rank has no memory; later failures are in the handle.
         """
         started = time.perf_counter()
         start = self._outer.epoch_start
         if start is None:
             raise AllReduceError(AllReduceFault.LOCAL, "no epoch-start weights are kept")
-        copies = self._copier.take()
+        copies = take_copies()
         problem = None
         if self._stream.rank == 0:
             try:

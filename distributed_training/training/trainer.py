@@ -28,7 +28,7 @@ from distributed_training.protocol.types import Progress, StepReport
 
 from . import sharding
 from .collectives import Layout, open_stream
-from .error_feedback import BoundaryCopier, Codec, ErrorFeedback
+from .error_feedback import BoundaryCopier, BoundaryCopies, Codec, ErrorFeedback
 from .inner_optimizer import CosineSchedule, InnerOptimizer
 from .memory_plan import plan_batch
 from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
@@ -173,7 +173,6 @@ class Trainer:
             optimizer=self.optimizer,
             schedule=self.schedule,
             outer=self.outer,
-            copier=self.copier,
         )
         # After the optimizer: ``auto`` measures what is left of the device's memory.
         self._build_step(run_folder)
@@ -540,14 +539,23 @@ class Trainer:
 
     # --- uploads -------------------------------------------------------------------------------
 
+    def boundary_copies(self) -> BoundaryCopies:
+        """Copy weights and moments of this step boundary, when no round is on. Collective.
+
+        Raises RankFailedError on all ranks alike when one of them has no memory for its copies.
+        """
+        # What a round that failed has left would be in host memory beside the copies.
+        self.roll_back_outer_step()
+        # A rank that raised alone would leave the others in what comes next.
+        return self.stream.together(self.copier.take)
+
     def snapshot(
         self, folder: Path, *, progress: Progress, block: int, last_loss: float
     ) -> SnapshotHandle:
         """See :meth:`~.publication.Publication.snapshot`."""
-        # No round is on. What one that failed has left would be in host memory beside the copies.
-        self.roll_back_outer_step()
         return self.publication.snapshot(
             folder,
+            take_copies=self.boundary_copies,
             progress=progress,
             block=block,
             last_loss=last_loss,

@@ -150,13 +150,17 @@ def test_a_wall_clock_that_is_set_changes_nothing(
     assert len(result["submitted"]) >= 2, "the first was collected, or there were no second"
 
 
-def test_a_full_disk_blocks_publication_and_nothing_else(
+def test_a_full_disk_or_memory_blocks_publication_and_nothing_else(
     straight: tuple[dict[str, Any], Path], tmp_path: Path
 ) -> None:
     whole, _ = straight
     result = run("full_disk", tmp_path)
     text = (tmp_path / "full_disk-0.log").read_text()
     assert "the disk is full, says the test" in text
+    for rank in range(2):
+        text = (tmp_path / f"full_disk-{rank}.log").read_text()
+        assert text.count("This snapshot is not uploaded") == 1, "each rank has its line"
+        assert "rank 1: MemoryError: no memory is left; free host memory" in text
     assert result["losses"] == whole["losses"]
     assert same(result, whole)
     steps = [int(s["tag"].rsplit(".")[-1]) for s in result["submitted"]]

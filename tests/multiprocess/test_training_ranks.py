@@ -76,6 +76,11 @@ def test_an_outer_step_commits_or_leaves_every_bit(how: str, tmp_path: Path) -> 
 
 
 @pytest.mark.timeout(120)
+def test_a_rank_without_memory_for_copies_or_a_whole_matrix_ends_nobody(tmp_path: Path) -> None:
+    Ranks("no_memory", 2, tmp_path).finish()
+
+
+@pytest.mark.timeout(120)
 def test_snapshot_of_two_ranks_is_that_of_the_whole_model(tmp_path: Path) -> None:
     Ranks("snapshot", 2, tmp_path).finish()
     assert not (tmp_path / "no file system in common").exists()

@@ -46,7 +46,7 @@ from distributed_training.swarm.host_link import SharedTensors
 from distributed_training.telemetry import MetricsFile, read_events
 from tests.tools import jumping_clock
 from tests.tools.small_miner import FLAGS
-from tests.tools.training_world import tiny, whole_weights
+from tests.tools.training_world import memory_ends, tiny, whole_weights
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 SHARDS = int(os.environ.get("LOCAL_WORLD_SIZE", WORLD))  # ranks with one copy of the model
@@ -523,7 +523,8 @@ def refused(folder: Path) -> None:
 
 
 def full_disk(folder: Path) -> None:
-    """No room for a snapshot before step 6."""
+    """No room for a snapshot before step 6, nor in the last rank's memory for the next."""
+    refused = False
 
     def on_step(miner: Miner, step: int) -> None:
         if step == 6:
@@ -537,14 +538,17 @@ def full_disk(folder: Path) -> None:
 
     def snapshot(*arguments: Any, **fields: Any) -> Any:
         """Written before anybody asks, whatever the disk's pace."""
-        handle = take(*arguments, **fields)
+        nonlocal refused
+        first, refused = not refused, True
+        with memory_ends(miner.trainer.copier, "take", when=first and RANK == WORLD - 1):
+            handle = take(*arguments, **fields)
         done = handle.done
         handle.done = lambda: handle.join() or done()
         return handle
 
     if RANK == 0:
         miner.network.no_room = "the disk is full, says the test"
-        miner.trainer.snapshot = snapshot  # type: ignore[method-assign]
+    miner.trainer.snapshot = snapshot  # type: ignore[method-assign]
     miner.run("full_disk")
 
 

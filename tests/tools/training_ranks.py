@@ -21,8 +21,13 @@ from safetensors.torch import save_file
 
 from distributed_training.common.processes import leave
 from distributed_training.protocol import gradients
-from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
-from distributed_training.training import outer_step
+from distributed_training.protocol.types import (
+    AllReduceError,
+    AllReduceFault,
+    Progress,
+    RankFailedError,
+)
+from distributed_training.training import error_feedback, outer_step
 from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
@@ -30,7 +35,14 @@ from distributed_training.training.inner_state import take_over
 from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
 from distributed_training.training.trainer import Trainer
-from tests.tools.training_world import evaluate, sequences, train, trainer, whole_weights
+from tests.tools.training_world import (
+    evaluate,
+    memory_ends,
+    sequences,
+    train,
+    trainer,
+    whole_weights,
+)
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -189,6 +201,51 @@ def _one_rank_fails(made: Trainer, buffers: list[torch.Tensor] | None) -> None:
         made.roll_back_outer_step()
         assert made.outer._prepared is None
     same(before, whole_weights(made))
+
+
+def no_memory(folder: Path) -> None:
+    """Host memory ends on one rank alone, wherever: that snapshot or checkpoint is skipped."""
+    made, other = (
+        trainer(rank=RANK, world_size=WORLD, use_dct=True, error_feedback="best") for _ in range(2)
+    )
+    keeper = Checkpointer(trainer=made, folder=folder / "checkpoints")
+    feedback = made.outer.feedback
+
+    def take(name: str) -> None:
+        progress = Progress(0, made.inner_step, made.inner_step, [])
+        handle = made.snapshot(folder / name, progress=progress, block=1, last_loss=1.0)
+        handle.wait(timedelta(seconds=60))
+
+    def refuses(line: str) -> None:
+        try:
+            take("refused")
+        except RankFailedError as error:
+            assert str(error) == line, error
+        else:
+            raise AssertionError("a snapshot without memory was taken")
+
+    places = [
+        (torch, "zeros_like", WORLD - 1),
+        (made.copier, "take", 0),
+        (made.copier, "take", WORLD - 1),
+        (error_feedback.gradients, "encode", 0),
+    ]
+    for step, (owner, name, who) in enumerate(places):
+        train(made, step, step + 1)
+        train(other, step, step + 1)
+        before = feedback.residual
+        with memory_ends(owner, name, when=who == RANK):
+            refuses(f"rank {who}: MemoryError: no memory is left")
+            keeper.save({}, Progress(0, 1, 1, []))
+        keeper.wait()
+        assert (keeper.last_error is None) == (name != "take")
+        assert feedback.residual is before, "nothing was sent"
+        take(f"{step}")
+    before = feedback.residual
+    with mock.patch.object(feedback, "_off", side_effect=RankFailedError("later")):
+        refuses("later")
+    assert before is not None and feedback.residual is before
+    same(whole_weights(other), whole_weights(made))
 
 
 def snapshot(folder: Path) -> None:

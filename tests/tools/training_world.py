@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -86,6 +88,22 @@ def take_snapshot(made: Trainer, folder: Path, progress: Progress) -> Any:
     handle = made.snapshot(folder, progress=progress, block=1, last_loss=1.0)
     handle.wait(timedelta(seconds=60))
     return handle
+
+
+def memory_ends(owner: Any, name: str, *, when: bool) -> AbstractContextManager[Any]:
+    """Let ``name`` of ``owner`` run out of memory inside, ``when`` this rank is to.
+
+    It has room for vectors.
+    """
+
+    def no_room(*given: Any, **_: Any) -> Any:
+        if given and given[0].dim() == 1:
+            return mock.DEFAULT
+        raise MemoryError("no memory is left")
+
+    if not when:
+        return nullcontext()
+    return mock.patch.object(owner, name, side_effect=no_room, wraps=getattr(owner, name))
 
 
 def save_checkpoint(
