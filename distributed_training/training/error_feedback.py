@@ -440,8 +440,14 @@ class ErrorFeedback:
     def _encode_rows(self, index: int, rows: Tensor) -> Code:
         """Return ``(rows, k)`` codes of host ``rows`` of a matrix, computed by its shard."""
         device = self._shards[index].local.device
-        if device.type == "cpu" or rows.numel() == 0:
-            return gradients.encode_rows(rows, topk=self.codec.topk)
+        if device.type == "cuda" and rows.numel():
+            # Training may fill the device at every try: a slow upload is better than none.
+            with contextlib.suppress(torch.OutOfMemoryError):
+                return self._encode_on(device, rows)
+        return gradients.encode_rows(rows, topk=self.codec.topk)
+
+    def _encode_on(self, device: torch.device, rows: Tensor) -> Code:
+        """Return the codes of host ``rows``, in host memory. Raises torch.OutOfMemoryError."""
         # Some rows at a time: training has filled the device, and topk needs several times its
         # input.
         step = max(1, _DEVICE_ROWS // rows.shape[1])

@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -184,6 +185,26 @@ def test_no_thread_enters_a_stream_before_the_gpu_is_its_own(
 
 
 # --- memory -------------------------------------------------------------------------------------
+
+
+def test_a_snapshot_for_which_the_gpu_has_no_room_is_encoded_on_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training fills it, and may do so at each snapshot."""
+    expected, made = trainer(), trainer()
+    for each in (expected, made):
+        train(each, 0, 1)
+    full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
+    monkeypatch.setattr(made.outer.feedback, "_encode_on", full)
+    cards = [OnCard(**vars(shard)) for shard in made.sharded.shards]
+    monkeypatch.setattr(made.outer.feedback, "_shards", cards)
+    handles = [
+        take_snapshot(each, tmp_path / str(i), Progress(0, 1, 1, [7]))
+        for i, each in enumerate((expected, made))
+    ]
+    assert full.call_count
+    files = [(handle.folder / "gradients.pt").read_bytes() for handle in handles]
+    assert files[0] == files[1]
 
 
 class Card(DeviceBudget):
