@@ -28,7 +28,7 @@ import psutil
 
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import RoundRequest
-from distributed_training.swarm import HivemindSwarm
+from distributed_training.swarm.swarm import HivemindSwarm
 
 MATCHMAKING = 3.0
 TIMEOUT = 300.0

@@ -21,7 +21,7 @@ from datetime import timedelta
 
 from distributed_training.common.backoff import Throttle
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, RoundRequest
-from distributed_training.swarm import HivemindSwarm
+from distributed_training.swarm.swarm import HivemindSwarm
 
 from . import state_machine as ev
 from .block_list import BlockList

@@ -60,12 +60,8 @@ from distributed_training.store.s3 import StoreError
 from distributed_training.store.upload_rules import disk_allows
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.store.uploader import Uploader
-from distributed_training.swarm import (
-    HivemindSwarm,
-    HostLaunch,
-    SwarmUnavailable,
-    launch_host,
-)
+from distributed_training.swarm.supervisor import HostLaunch, SwarmUnavailable
+from distributed_training.swarm.swarm import HivemindSwarm, launch_host
 from distributed_training.telemetry import MetricsFile
 
 log = logging.getLogger(__name__)

@@ -41,7 +41,7 @@ from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import RoundRequest, StepReport
 from distributed_training.store.bucket_reader import refuse
-from distributed_training.swarm import HivemindSwarm
+from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog, unix_time
 from distributed_training.telemetry.trackers import open_trackers
 from distributed_training.training.checkpoint import Checkpointer

@@ -4,12 +4,5 @@ A round is :meth:`HivemindSwarm.average` (:mod:`.swarm`): find a group, average 
 (:mod:`.all_reduce`, on hivemind's wire, :mod:`.wire`), check the average. hivemind's network
 daemon, DHT node and averager run in a *swarm process* (:mod:`.averager_process`). Whatever hangs or
 dies there is killed and started again (:mod:`.supervisor`) while training goes on. Commands and
-tensors cross between rank 0 and that process as :mod:`.host_link` describes.
+tensors cross between rank 0 and that process as :mod:`.supervisor` describes.
 """
-
-from __future__ import annotations
-
-from .supervisor import HostLaunch, SwarmUnavailable
-from .swarm import HivemindSwarm, launch_host
-
-__all__ = ["HivemindSwarm", "HostLaunch", "SwarmUnavailable", "launch_host"]

@@ -34,7 +34,7 @@ from distributed_training.common.backoff import Backoff
 
 from . import wire
 from .all_reduce import FLOAT_BYTES, AllReduce, Group, GroupFailed, Terms
-from .host_link import Average, Failed, HostConfig, RoundOrder
+from .supervisor import Average, Failed, HostConfig, RoundOrder
 from .wire import Daemon, Stream
 
 log = logging.getLogger(__name__)

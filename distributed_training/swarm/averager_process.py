@@ -3,7 +3,7 @@
     python -m distributed_training.swarm.averager_process DESCRIPTOR    (started by rank 0)
 
 DESCRIPTOR is this process's end of a socket: commands come in and answers leave as lines of JSON
-(:mod:`.host_link`). Standard output and error are hivemind's log. It leads a process group of
+(:mod:`.supervisor`). Standard output and error are hivemind's log. It leads a process group of
 its own, with p2pd in it, and ends that group when rank 0 is gone or when it cannot go on itself.
 """
 
@@ -32,7 +32,7 @@ from hivemind.utils.multiaddr import Multiaddr
 from distributed_training.common.processes import write_stacks_on_signal
 
 from .averager import DTGradAverager
-from .host_link import (
+from .supervisor import (
     Average,
     Beat,
     Cancel,
@@ -43,11 +43,11 @@ from .host_link import (
     Message,
     Ready,
     RoundOrder,
+    describe_end,
     from_line,
     map_tensors,
     to_line,
 )
-from .supervisor import describe_end
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Host:
         self._answers.write(to_line(message))
 
     async def run(self) -> None:
-        """Run until :class:`~.host_link.Close`, or rank 0 is gone.
+        """Run until :class:`~.supervisor.Close`, or rank 0 is gone.
 
         Raises HostFailed and hivemind's errors.
         """

@@ -35,8 +35,16 @@ from distributed_training.protocol.types import (
     RoundRequest,
 )
 
-from .host_link import Average, Cancel, Failed, RoundOrder, SharedTensors
-from .supervisor import HostKeeper, HostLaunch, HostProcess
+from .supervisor import (
+    Average,
+    Cancel,
+    Failed,
+    HostKeeper,
+    HostLaunch,
+    HostProcess,
+    RoundOrder,
+    SharedTensors,
+)
 
 #: The swarm process keeps a round's deadline itself; this much later it counts as hung.
 _HANG_MARGIN = timedelta(seconds=10)

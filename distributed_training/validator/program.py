@@ -49,7 +49,8 @@ from distributed_training.scoring.evaluator import (
 )
 from distributed_training.scoring.upload import OpenBucket, PageReader
 from distributed_training.store.s3 import S3ObjectStore, StoreError
-from distributed_training.swarm import HivemindSwarm, SwarmUnavailable
+from distributed_training.swarm.supervisor import SwarmUnavailable
+from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog
 from distributed_training.training.model import parameter_schema
 from distributed_training.validator.global_state import (

@@ -41,7 +41,7 @@ from distributed_training.protocol.types import (
 from distributed_training.scoring.upload import OpenBucket
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
-from distributed_training.swarm import HivemindSwarm
+from distributed_training.swarm.swarm import HivemindSwarm
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
-from distributed_training.swarm import HivemindSwarm
+from distributed_training.swarm.swarm import HivemindSwarm
 from tests.tools.swarm_bad_peer import KINDS
 from tests.tools.swarm_world import REQUEST, Rounds, assert_good_round, open_swarms
 

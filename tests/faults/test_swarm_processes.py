@@ -19,7 +19,8 @@ import pytest
 
 from distributed_training.common import processes as processes_of_ours
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
-from distributed_training.swarm import HivemindSwarm, supervisor
+from distributed_training.swarm import supervisor
+from distributed_training.swarm.swarm import HivemindSwarm
 from tests.tools.swarm_world import (
     REQUEST,
     SMALL,

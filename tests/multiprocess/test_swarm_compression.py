@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from distributed_training.protocol.types import AllReduceResult
-from distributed_training.swarm import HivemindSwarm
+from distributed_training.swarm.swarm import HivemindSwarm
 from tests.tools.swarm_world import SETTINGS, Rounds, everybody, open_swarm
 
 pytestmark = [

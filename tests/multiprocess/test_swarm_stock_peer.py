@@ -14,7 +14,7 @@ import torch
 
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import RoundRequest
-from distributed_training.swarm import HivemindSwarm
+from distributed_training.swarm.swarm import HivemindSwarm
 
 STOCK_PEER = """
 import json, sys

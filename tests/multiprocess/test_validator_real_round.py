@@ -21,7 +21,7 @@ from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.config import Config
 from distributed_training.config.settings import ChainSettings, SwarmSettings
 from distributed_training.protocol.types import RoundRequest
-from distributed_training.swarm import HivemindSwarm
+from distributed_training.swarm.swarm import HivemindSwarm
 from tests.tools.chain_memory import MemoryChain
 from tests.tools.validator_world import PEER, TwinMiner, World, settings
 

@@ -30,7 +30,7 @@ from typing import Any, cast
 import pytest
 
 from distributed_training.miner.rank_group import PRELOAD
-from distributed_training.swarm import HostLaunch
+from distributed_training.swarm.supervisor import HostLaunch
 
 ROOT = Path(__file__).parents[2]
 #: The clock is replaced before anybody keeps it.

@@ -42,7 +42,7 @@ from distributed_training.protocol.types import (
     RoundRequest,
 )
 from distributed_training.store.upload_schedule import UploadSchedule
-from distributed_training.swarm.host_link import SharedTensors
+from distributed_training.swarm.supervisor import SharedTensors
 from distributed_training.telemetry import MetricsFile, read_events
 from tests.tools import jumping_clock
 from tests.tools.small_miner import FLAGS

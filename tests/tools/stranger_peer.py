@@ -14,7 +14,7 @@ from pathlib import Path
 
 from distributed_training.config import load_config
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, RoundRequest
-from distributed_training.swarm import HivemindSwarm
+from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.training.model import parameter_schema
 
 

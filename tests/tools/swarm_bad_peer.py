@@ -19,7 +19,7 @@ from hivemind.dht.node import DHTNode
 from torch import Tensor
 
 from distributed_training.swarm import all_reduce, averager, wire
-from distributed_training.swarm.host_link import HostConfig, RoundOrder
+from distributed_training.swarm.supervisor import HostConfig, RoundOrder
 from distributed_training.swarm.wire import Stream
 
 KINDS = (

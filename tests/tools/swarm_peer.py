@@ -13,7 +13,7 @@ from pathlib import Path
 
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import AllReduceError, RoundRequest
-from distributed_training.swarm import HivemindSwarm
+from distributed_training.swarm.swarm import HivemindSwarm
 
 
 def main() -> None:

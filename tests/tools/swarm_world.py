@@ -17,7 +17,7 @@ import torch
 
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceResult, RoundRequest
-from distributed_training.swarm import HivemindSwarm
+from distributed_training.swarm.swarm import HivemindSwarm
 
 Shapes = Sequence[tuple[int, ...]]
 Outcome = AllReduceResult | AllReduceError

@@ -20,8 +20,15 @@ import pytest
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, RoundRequest
 from distributed_training.swarm import supervisor, swarm
-from distributed_training.swarm.host_link import HostConfig, Ready, SharedTensors, to_line
-from distributed_training.swarm.supervisor import HostKeeper, SwarmUnavailable, any_reachable
+from distributed_training.swarm.supervisor import (
+    HostConfig,
+    HostKeeper,
+    Ready,
+    SharedTensors,
+    SwarmUnavailable,
+    any_reachable,
+    to_line,
+)
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)

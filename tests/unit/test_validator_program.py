@@ -22,7 +22,7 @@ from distributed_training.node.failures import WrongNetwork, exit_status_of
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.scoring.evaluator import evaluation_device
-from distributed_training.swarm import SwarmUnavailable
+from distributed_training.swarm.supervisor import SwarmUnavailable
 from distributed_training.telemetry import read_events
 from distributed_training.validator import program
 from distributed_training.validator.global_state import claim
