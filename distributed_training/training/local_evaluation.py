@@ -13,6 +13,7 @@ three points has its minimum. Five evaluations are typical.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,9 +21,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distributed_training.config.settings import TrainingSettings
+from distributed_training.protocol import lines
+
 from .collectives import RowStream
 from .error_feedback import Code, ErrorFeedback, to_host
 from .sharding import ShardedModel
+from .snapshot import SnapshotHandle, publish_instead
+
+log = logging.getLogger(__name__)
 
 # At 1 % of the values a step of the first inner steps wants more than 64 times.
 SMALLEST, LARGEST = 1 / 8, 1024.0
@@ -237,3 +244,96 @@ class TrialStep:
                 shard.local.copy_(value)
             else:
                 shard.local.scatter_(1, where.long(), value)
+
+
+class GradientCheck:
+    """Checks finished snapshots, on the training thread of every rank, between two micro-batches.
+
+    What is found best takes the place of the gradient that the snapshot wrote.
+    """
+
+    def __init__(
+        self,
+        *,
+        settings: TrainingSettings,
+        sharded: ShardedModel,
+        stream: RowStream,
+        feedback: ErrorFeedback,
+    ) -> None:
+        self._sequence_length = settings.sequence_length
+        self._stream = stream
+        self._preview = Preview(
+            sharded=sharded,
+            stream=stream,
+            feedback=feedback,
+            search=settings.step_length == "search",
+        )
+        self._held: Tensor | None = None
+        self._others_held = False  # since the last preview
+
+    def hold_back(self, sequences: Tensor | None) -> None:
+        """Take int64 (n, sequence) of this rank as held-out data; None: it has none."""
+        self._held = sequences
+        self._others_held = True
+
+    def run(self, handle: SnapshotHandle, *, micro_batch: int, batches: int) -> float | None:
+        """Return the loss with minus without the gradient of a finished snapshot, on held-out data.
+
+        ``batches`` of ``micro_batch`` sequences are run on each rank. In nats per token; below 0 is
+        good. None when no rank has held-out data. Collective, at a micro-batch boundary, in a round
+        and after it too; rank 0 must have seen ``handle.done()``. Nothing of the training state
+        changes.
+        """
+        if not self._stream.layout.on_node_0:  # rank 0 knows when its node's codes are made
+            handle.join()
+        wanted = batches * micro_batch
+        usable = self._held is not None and len(self._held) >= wanted > 0
+        epoch = handle.epoch
+        # What one rank lacks is all ranks' problem, since each trial gathers weights.
+        problem = float(not handle.codes or epoch is None)
+        there, problems, others = self._stream.sum([float(usable), problem, self._others_held])
+        if not there or problems:
+            handle.forget()
+            return None
+        assert epoch is not None
+        if others:  # on any rank; all of them forget, since measuring is collective
+            self._preview.forget()
+            self._others_held = False
+        held = self._held if usable else None
+        if held is None:
+            # They count for nothing, but this rank must take part in every gather.
+            held = torch.zeros((wanted, self._sequence_length), dtype=torch.int64)
+        choice = self._preview.choose(
+            epoch_id=epoch.epoch_id,
+            start=epoch.start,
+            codes=handle.codes,
+            learning_rate=epoch.learning_rate,
+            held=held[:wanted].split(micro_batch),
+            count=float(usable),
+        )
+        published = self._stream.rank != 0 or self._publish(handle, choice)
+        handle.forget()
+        return choice.delta if published else choice.plain_delta
+
+    def _publish(self, handle: SnapshotHandle, choice: Choice) -> bool:
+        """Rank 0: write what was chosen. False: what the snapshot wrote is uploaded."""
+        first = next(iter(handle.contents))
+        plain = f"error feedback {first}, scale 1"
+        chosen = not choice.delta >= choice.plain_delta  # with NaN too
+        if chosen:
+            try:
+                publish_instead(handle, choice.direction, choice.factor)
+            except OSError as error:
+                chosen = False
+                log.warning(
+                    "%s: the gradient is uploaded as it was written before, or not at all if its "
+                    "files do not agree any more",
+                    error,
+                )
+        if chosen:
+            how = f"error feedback {choice.direction}, scale {choice.factor:.3g}"
+            how += f"; {plain}: {choice.plain_delta:+.4f}; {choice.evaluations} tried"
+            log.info("%s", lines.preview(choice.delta, how))
+        else:
+            log.info("%s", lines.preview(choice.plain_delta, plain))
+        return chosen

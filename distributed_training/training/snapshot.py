@@ -33,9 +33,10 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from safetensors import safe_open
@@ -46,9 +47,15 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from distributed_training.common.files import atomic_file, sync_folder, write_json
 from distributed_training.protocol import keys
+from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 
-from .collectives import ParameterShard
+from .collectives import ParameterShard, RowStream
 from .error_feedback import BoundaryCopies, Code, Codec, Direction, enter_thread
+
+if TYPE_CHECKING:  # the validator writes shards too, and builds no model for it
+    from .inner_optimizer import CosineSchedule, InnerOptimizer
+    from .outer_step import OuterStep
+    from .sharding import ShardedModel
 
 _NAMES = {torch.float32: "F32", torch.int64: "I64", torch.int16: "I16", torch.uint8: "U8"}
 
@@ -589,3 +596,111 @@ def _write_gradients(folder: Path, content: Mapping[str, Any]) -> str | None:
         return "loss"
     values = (name for name in content if name.endswith(_VALUES))
     return next((name for name in values if not _is_finite(content[name])), None)
+
+
+#: Covers rank 0's wait for the other ranks' parts of a snapshot.
+PARTS_TIMEOUT = timedelta(minutes=10)
+
+
+class Snapshots:
+    """Takes snapshots, on the training thread of every rank, at an inner step's boundary.
+
+    ``model_config``: content of the ``config.json`` to publish.
+    """
+
+    def __init__(
+        self,
+        *,
+        model_config: Mapping[str, Any],
+        sharded: ShardedModel,
+        stream: RowStream,
+        optimizer: InnerOptimizer,
+        schedule: CosineSchedule,
+        outer: OuterStep,
+    ) -> None:
+        published: Any = sharded.model.config
+        self._config = {**model_config, **published.to_dict()}
+        self._sharded = sharded
+        self._stream = stream
+        self._optimizer = optimizer
+        self._schedule = schedule
+        self._outer = outer
+
+    @torch.no_grad()
+    def take(
+        self,
+        folder: Path,
+        *,
+        take_copies: Callable[[], BoundaryCopies],
+        progress: Progress,
+        block: int,
+        last_loss: float,
+        steps: int,
+    ) -> SnapshotHandle:
+        """Write everything an upload needs, of this step boundary, in the background.
+
+        ``block`` is the chain's; rank 0's ``progress.blocks`` become the block list; ``steps``:
+        inner steps in total. Training is held for the copy to host memory and the codes of vectors
+        only (with DCT for all codes). Raises on all ranks alike OSError when ``folder`` cannot be
+        made, RankFailedError when a rank has no memory; later failures are in the handle.
+        """
+        started = time.perf_counter()
+        start = self._outer.epoch_start
+        if start is None:
+            raise AllReduceError(AllReduceFault.LOCAL, "no epoch-start weights are kept")
+        copies = take_copies()
+        problem = None
+        if self._stream.rank == 0:
+            try:
+                prepare_folder(folder)
+            except OSError as error:
+                problem = f"{folder} cannot hold a snapshot: {error}"
+        problem = cast("str | None", self._stream.from_rank_0(problem))  # no rank writes before
+        if problem is not None:
+            raise OSError(problem)
+        metadata = {
+            "block": int(block),
+            "inner_step": int(progress.inner_step),
+            "outer_step": int(progress.outer_step),
+            "loss": float(last_loss),
+        }
+        config = self._config | {"block_list": progress.blocks, "inner_step": progress.inner_step}
+        # Here and not in the thread: it is collective, and would meet training's collectives.
+        directions = self._outer.feedback.directions(
+            start,
+            copies.weights,
+            self._outer.learning_rate,
+            second_moment=copies.exp_avg_sq,
+        )
+        state = self._state(directions, copies, steps, config, metadata)
+        epoch = Epoch(self._outer.epoch_id, start, self._outer.learning_rate)
+        handle = SnapshotHandle(folder, time.perf_counter() - started, epoch)
+        handle.start(partial(write_snapshot, state, parts_timeout=PARTS_TIMEOUT))
+        return handle
+
+    def _state(
+        self,
+        directions: Sequence[Direction],
+        copies: BoundaryCopies,
+        steps: int,
+        config: Mapping[str, Any],
+        metadata: Mapping[str, Any],
+    ) -> SnapshotState:
+        shards, optimizer, layout = self._sharded.shards, self._optimizer, self._stream.layout
+        rate = self._schedule.rate(steps)
+        names = [item.name for item in shards]
+        return SnapshotState(
+            rank=layout.shard,
+            world_size=layout.shards,
+            writes=layout.rank < layout.shards,
+            shards=shards,
+            copies=copies,
+            directions=directions,
+            codec=self._outer.feedback.codec,
+            config=config,
+            gradients_metadata=metadata,
+            mesh=self._sharded.mesh,
+            steps=optimizer.step_count,
+            param_group=optimizer.published_group(names, rate, self._schedule.peak),
+            scheduler_state=self._schedule.published_state(steps),
+        )

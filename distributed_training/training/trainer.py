@@ -30,13 +30,13 @@ from . import sharding
 from .collectives import Layout, open_stream
 from .error_feedback import BoundaryCopier, BoundaryCopies, Codec, ErrorFeedback
 from .inner_optimizer import CosineSchedule, InnerOptimizer
+from .local_evaluation import GradientCheck
 from .memory_plan import plan_batch
 from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
 from .model import Schema
 from .outer_step import OuterStep
-from .publication import Publication
 from .sharding import build_sharded_model
-from .snapshot import SnapshotHandle
+from .snapshot import SnapshotHandle, Snapshots
 from .throughput import peak_flops, start_profiler
 
 if TYPE_CHECKING:  # 80 modules that nothing else here needs
@@ -165,14 +165,19 @@ class Trainer:
         self.stream = open_stream(layout, STREAM_TIMEOUT)
         self._build_optimizers()
         self.copier = BoundaryCopier(self.sharded.shards, self.optimizer)
-        self.publication = Publication(
-            settings=settings,
+        self.snapshots = Snapshots(
             model_config=model_config,
             sharded=self.sharded,
             stream=self.stream,
             optimizer=self.optimizer,
             schedule=self.schedule,
             outer=self.outer,
+        )
+        self.gradient_check = GradientCheck(
+            settings=settings,
+            sharded=self.sharded,
+            stream=self.stream,
+            feedback=self.outer.feedback,
         )
         # After the optimizer: ``auto`` measures what is left of the device's memory.
         self._build_step(run_folder)
@@ -552,8 +557,8 @@ class Trainer:
     def snapshot(
         self, folder: Path, *, progress: Progress, block: int, last_loss: float
     ) -> SnapshotHandle:
-        """See :meth:`~.publication.Publication.snapshot`."""
-        return self.publication.snapshot(
+        """See :meth:`~.snapshot.Snapshots.take`."""
+        return self.snapshots.take(
             folder,
             take_copies=self.boundary_copies,
             progress=progress,
@@ -563,8 +568,8 @@ class Trainer:
         )
 
     def hold_back(self, sequences: Tensor | None) -> None:
-        """See :meth:`~.publication.Publication.hold_back`."""
-        self.publication.hold_back(sequences)
+        """See :meth:`~.local_evaluation.GradientCheck.hold_back`."""
+        self.gradient_check.hold_back(sequences)
 
     @property
     def preview_micro_batches(self) -> int:
@@ -573,7 +578,7 @@ class Trainer:
         return -(-self.settings.preview_sequences // at_once)
 
     def preview(self, handle: SnapshotHandle) -> float | None:
-        """See :meth:`~.publication.Publication.preview`."""
-        return self.publication.preview(
+        """See :meth:`~.local_evaluation.GradientCheck.run`."""
+        return self.gradient_check.run(
             handle, micro_batch=self.micro_batch_size, batches=self.preview_micro_batches
         )

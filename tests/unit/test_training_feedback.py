@@ -134,7 +134,7 @@ def test_two_publications_under_way_advance_in_turn(tmp_path: Path) -> None:
 def test_a_choice_that_cannot_be_written_leaves_what_was_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from distributed_training.training import publication
+    from distributed_training.training import local_evaluation
 
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -144,7 +144,7 @@ def test_a_choice_that_cannot_be_written_leaves_what_was_written(
     train(made, 0, 1)
     handle = take_snapshot(made, tmp_path, Progress(0, 1, 1, [1]))
     before = (tmp_path / "gradients.pt").read_bytes()
-    monkeypatch.setattr(publication, "publish_instead", full)
+    monkeypatch.setattr(local_evaluation, "publish_instead", full)
     delta = made.preview(handle)
     assert delta is not None and delta < 0 and "No space left" in caplog.text
     assert (tmp_path / "gradients.pt").read_bytes() == before

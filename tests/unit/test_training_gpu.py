@@ -164,9 +164,7 @@ def test_no_thread_enters_a_stream_before_the_gpu_is_its_own(
     train(made, 0, 1)
     cards = [OnCard(**vars(shard)) for shard in made.sharded.shards]
     monkeypatch.setattr(made.outer.feedback, "_shards", cards)
-    monkeypatch.setattr(
-        made.publication, "_sharded", dataclasses.replace(made.sharded, shards=cards)
-    )
+    monkeypatch.setattr(made.snapshots, "_sharded", dataclasses.replace(made.sharded, shards=cards))
     # What a machine without a GPU cannot do: its streams, and copies of host tensors to it.
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: note("device", device))
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: note("stream of", stream))

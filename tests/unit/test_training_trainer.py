@@ -22,7 +22,7 @@ from distributed_training.common.files import json_line
 from distributed_training.protocol.types import Progress
 from distributed_training.store.s3 import IntegrityError, Uplink
 from distributed_training.store.snapshot_folder import wait_complete
-from distributed_training.training import checkpoint, publication, sharding, snapshot
+from distributed_training.training import checkpoint, sharding, snapshot
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
 from distributed_training.training.inner_optimizer import CosineSchedule
@@ -716,9 +716,9 @@ def test_a_rank_that_fails_after_its_part_is_named_without_a_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has all it wants of that rank; the uploader would wait for the rest."""
-    made, states = trainer(), []
+    made, states, write = trainer(), [], snapshot.write_snapshot
     train(made, 0, 1)
-    monkeypatch.setattr(publication, "write_snapshot", lambda state, *_, **__: states.append(state))
+    monkeypatch.setattr(snapshot, "write_snapshot", lambda state, *_, **__: states.append(state))
     handle = made.snapshot(tmp_path / "s", progress=Progress(0, 1, 1, [7]), block=1, last_loss=1.0)
     handle.join()
 
@@ -728,7 +728,7 @@ def test_a_rank_that_fails_after_its_part_is_named_without_a_wait(
     monkeypatch.setattr(snapshot, "write_shard", full)
     state = dataclasses.replace(states[0], rank=1, world_size=2)
     with pytest.raises(OSError, match="No space left"):
-        snapshot.write_snapshot(state, handle, parts_timeout=timedelta(0))
+        write(state, handle, parts_timeout=timedelta(0))
     (tmp_path / "s" / "rank-0.done.json").write_text('{"files": []}')
     with pytest.raises(IntegrityError, match=r"rank-1 could not .* No space left"):
         wait_complete(tmp_path / "s", 2, timeout=timedelta(minutes=10), uplink=Uplink())
