@@ -212,7 +212,7 @@ class MinerLoop:
                 self._trainer.rebase(weights, outer_optimizer)
             else:
                 self._trainer.load_global(weights, outer_optimizer, command.arg)
-        except ValueError as error:  # another model's, say; raised on all ranks alike
+        except (ValueError, RankFailedError) as error:  # on all ranks alike: another model's, say
             return ev.LoadFailed(str(error), time.monotonic())
         self._hold_others_back()
         return ev.Loaded(command.arg)

@@ -293,11 +293,12 @@ class Trainer:
     def rebase(self, weights_path: Path | None, outer_optimizer: Path | None) -> None:
         """Load epoch start and outer momentum from rank 0's files; what was trained since stays.
 
-        The pseudo-gradient is the same afterwards; the inner step too. Raises ValueError on all
-        ranks alike when a file is not this model's; nothing changes then.
+        The pseudo-gradient is the same afterwards; the inner step too. Raises on all ranks alike
+        ValueError when a file is not this model's, RankFailedError when a rank has no memory;
+        nothing changes then.
         """
         # First of all: the load overwrites the weights that it is measured from.
-        trained = self.outer.trained()
+        trained = self.stream.together(self.outer.trained)
         self.outer.load(outer_optimizer, then=lambda: self.load_weights(weights_path))
         self.outer.begin_epoch()
         for item, rows in zip(self.sharded.shards, trained, strict=True):
