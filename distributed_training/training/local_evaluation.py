@@ -165,7 +165,8 @@ class Preview:
                 if self._search:
                     best = best_factor(loss, first=self._last.get(name, 1.0))
                     self._last[name] = best.factor
-                    if name not in found or best.loss < found[name].loss:
+                    # Not "<": the loss at scale 1 may be NaN, and a shorter step's is not.
+                    if name not in found or not best.loss >= found[name].loss:
                         found[name] = best
                 # The next direction writes other entries: these must be the epoch start's again.
                 step.apply(0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -208,6 +209,31 @@ def test_a_snapshot_under_way_leaves_the_residual_of_a_roll_back_alone() -> None
     assert feedback.residual is restored and all(bool((r == 7.0).all()) for r in restored)
     publish_in_part().encode()  # one that begins afterwards counts
     assert feedback.residual is not restored
+
+
+def test_what_is_no_number_leaves_the_residual_with_the_next_upload(tmp_path: Path) -> None:
+    made, fresh = (trainer(error_feedback="upload") for _ in range(2))
+    for each in (made, fresh):
+        train(each, 0, 1)
+    spoilt = [torch.zeros_like(rows) for _, _, rows in made.epoch_start_rows()]
+    for rows in spoilt:
+        rows.view(-1)[0] = float("nan")
+    made.outer.feedback.load_state_dict({"residual": spoilt})
+    ours, theirs = publish(made, tmp_path / "made", 1), publish(fresh, tmp_path / "fresh", 1)
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours if name != "metadata")
+    assert all(bool(rows.isfinite().all()) for rows in made.outer.feedback.residual or [])
+
+
+def test_a_preview_chooses_a_shorter_step_where_the_plain_one_gives_no_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer(error_feedback="off")
+    made.hold_back(sequences(99, count=4))
+    train(made, 0, 1)
+    handle = take_snapshot(made, tmp_path, Progress(0, 1, 1, [1]))
+    losses = iter([3.0, math.nan, math.nan, math.nan, 2.5, *[2.75] * 20])
+    monkeypatch.setattr(made.gradient_check._preview, "_mean", lambda *_: next(losses))
+    assert made.preview(handle) == -0.5
 
 
 def test_a_preview_measures_on_what_is_held_back_now(tmp_path: Path) -> None:
