@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -129,24 +130,8 @@ class Preview:
         collectives). NaN if no rank's count. At a micro-batch boundary; the weights, and the
         gradients of a step under way, are afterwards the same to the bit.
         """
-        with self._sharded.gradients_aside():
-            return self._choose(epoch_id, start, codes, learning_rate, held, count)
-
-    def _choose(
-        self,
-        epoch_id: str,
-        start: Sequence[Tensor],
-        codes: Mapping[str, Sequence[Code | None]],
-        learning_rate: float,
-        held: Sequence[Tensor],
-        count: float,
-    ) -> Choice:
-        shards = self._sharded.shards
-        current = _aside([shard.local for shard in shards])
         applied = learning_rate * APPLIED_FRACTION
-        try:
-            for shard, rows in zip(shards, start, strict=True):
-                shard.local.copy_(rows)
+        with self._sharded.gradients_aside(), self._weights_of(start):
             if self._before is None or self._before[0] != epoch_id:
                 self._before = (epoch_id, self._mean(held, count))
             found: dict[str, Found] = {}
@@ -170,10 +155,6 @@ class Preview:
                         found[name] = best
                 # The next direction writes other entries: these must be the epoch start's again.
                 step.apply(0.0)
-        finally:
-            # After an error too: whatever saves or trains next would take the trial's weights.
-            for shard, rows in zip(shards, current, strict=True):
-                shard.local.copy_(rows)
         name = min(found, key=lambda n: found[n].loss)
         return Choice(
             direction=name,
@@ -182,6 +163,20 @@ class Preview:
             plain_delta=plain - self._before[1],
             evaluations=sum(f.evaluations for f in found.values()),
         )
+
+    @contextmanager
+    def _weights_of(self, start: Sequence[Tensor]) -> Iterator[None]:
+        """Let the weights be ``start`` inside, and whatever is written there."""
+        shards = self._sharded.shards
+        current = _aside([shard.local for shard in shards])
+        try:
+            for shard, rows in zip(shards, start, strict=True):
+                shard.local.copy_(rows)
+            yield
+        finally:
+            # After an error too: whatever saves or trains next would take the trial's weights.
+            for shard, rows in zip(shards, current, strict=True):
+                shard.local.copy_(rows)
 
     def _mean(self, held: Sequence[Tensor], count: float) -> float:
         # FSDP would compute with the weights that it gathered for the trial before.
