@@ -366,10 +366,14 @@ class Checkpointer:
         self.hold_seconds = time.perf_counter() - started
         held = [by_step, by_epoch, copies]
         # A daemon: a disk that hangs must not keep the process of a stopped miner.
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._write, args=(name, held, text), name="checkpoint", daemon=True
         )
-        self._thread.start()
+        try:
+            thread.start()
+            self._thread = thread
+        except RuntimeError:  # the machine has no thread left: training waits
+            self._write(name, held, text)
 
     def _next_name(self) -> str:
         """Rank 0: later than all there are, also where the clock was set back.

@@ -289,7 +289,16 @@ class SnapshotHandle:
 
     def start(self, write: Callable[[SnapshotHandle], None]) -> None:
         pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
-        self._written = pool.submit(write, self)
+        try:
+            self._written = pool.submit(write, self)
+        except RuntimeError:
+            # The machine has no thread left. Training waits: this rank alone must not end.
+            self._written = Future()
+            try:
+                write(self)
+                self._written.set_result(None)
+            except Exception as error:  # noqa: BLE001 - as in a thread: whoever asks is told
+                self._written.set_exception(error)
         # The future keeps its error, the error its frames, and they a snapshot's copies.
         self._written.add_done_callback(_drop_frames)
         pool.shutdown(wait=False)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -710,6 +711,24 @@ def test_a_snapshot_that_failed_holds_no_copies(
     handle.join()
     assert isinstance(handle.error, RuntimeError)
     assert made.copier._released.wait(30)
+
+
+def test_without_a_thread_training_waits_for_what_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = trainer()
+    train(made, 0, 1)
+    none_left = mock.Mock(side_effect=RuntimeError("can't start new thread"))
+    monkeypatch.setattr(threading.Thread, "start", none_left)
+    handle = take_snapshot(made, tmp_path / "snapshot", Progress(0, 1, 1, [7]))
+    assert (handle.folder / "gradients.pt").exists()
+    monkeypatch.setattr(snapshot, "write_shard", mock.Mock(side_effect=OSError("no room")))
+    with pytest.raises(OSError, match="no room"):
+        take_snapshot(made, tmp_path / "failed", Progress(0, 1, 1, [7]))
+    keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
+    save_checkpoint(keeper, Progress(0, 1, 1, []))
+    assert none_left.call_count == 3 and keeper.last_error is None
+    assert keeper.restore() is not None
 
 
 def test_a_rank_that_fails_after_its_part_is_named_without_a_wait(
