@@ -29,22 +29,22 @@ def fault(local: float, average: float, *previous: float, ratio: float = 20.0) -
     return None
 
 
-def test_our_own_norm_is_the_measure_until_three_rounds_are_known() -> None:
-    assert fault(1.0, 19.0) is None
-    assert fault(1.0, 21.0) == AllReduceFault.OUT_OF_BOUNDS.name
-    assert fault(1.0, 21.0, 10.0, 10.0) == AllReduceFault.OUT_OF_BOUNDS.name
-
-
-def test_a_peer_that_joined_late_accepts_what_is_usual() -> None:
-    assert fault(0.1, 10.0, 10.0, 11.0, 9.0) is None
-
-
-def test_a_peer_that_diverged_with_another_does_not_vouch_for_it() -> None:
-    assert fault(1000.0, 800.0, 10.0, 11.0, 9.0) == AllReduceFault.OUT_OF_BOUNDS.name
-
-
-def test_one_bad_round_before_does_not_move_the_measure() -> None:
-    assert fault(10.0, 500.0, 10.0, 9000.0, 11.0) == AllReduceFault.OUT_OF_BOUNDS.name
+@pytest.mark.parametrize(
+    ("local", "average", "previous", "refused"),
+    [
+        (1.0, 19.0, (), False),  # our own is the measure until three rounds are known
+        (1.0, 21.0, (), True),
+        (1.0, 21.0, (10.0, 10.0), True),
+        (0.1, 10.0, (10.0, 11.0, 9.0), False),  # a peer that joined late accepts what is usual
+        (1000.0, 800.0, (10.0, 11.0, 9.0), True),  # one that diverged with another does not vouch
+        (10.0, 500.0, (10.0, 9000.0, 11.0), True),  # one bad round does not move the measure
+    ],
+)
+def test_what_is_out_of_proportion_to_the_usual_is_refused(
+    local: float, average: float, previous: tuple[float, ...], refused: bool
+) -> None:
+    expected = AllReduceFault.OUT_OF_BOUNDS.name if refused else None
+    assert fault(local, average, *previous) == expected
 
 
 def test_rounds_of_nonsense_do_not_make_nonsense_usual(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Error feedback: the public miner's way to the bit, and what is published when."""
+"""Error feedback: the public miner's way to the bit, and what is published when, and how long."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.error_feedback import Direction
+from distributed_training.training.local_evaluation import LARGEST, SMALLEST, Found, best_factor
 from distributed_training.training.trainer import Trainer
 from tests.tools.training_world import save_checkpoint, sequences, take_snapshot, train, trainer
 
@@ -252,3 +255,43 @@ def test_a_preview_measures_on_what_is_held_back_now(tmp_path: Path) -> None:
     one, two = delta(made, 99, "one"), delta(other, 77, "two")
     assert one != pytest.approx(two, abs=1e-5)
     assert delta(made, 77, "three") == pytest.approx(two, abs=1e-7)
+
+
+def valley(best: float, curvature: float) -> object:
+    """A loss along a step: quadratic near its best factor, ``-1`` there, 0 at factor 0."""
+    return lambda factor: curvature * ((factor / best - 1) ** 2 - 1)
+
+
+@given(
+    best=st.floats(0.25, 30),
+    curvature=st.floats(1e-3, 1e3),
+    first=st.one_of(st.just(1.0), st.floats(0.25, 30)),
+)
+def test_nearly_all_of_the_best_step_is_found_with_few_trials(
+    best: float, curvature: float, first: float
+) -> None:
+    found = best_factor(valley(best, curvature), first=first)  # type: ignore[arg-type]
+    assert found.loss <= -0.93 * curvature
+    assert found.evaluations <= 6 + abs(math.log2(best / first))
+
+
+@given(
+    values=st.lists(
+        st.one_of(st.floats(-10, 10), st.sampled_from([math.nan, math.inf])), min_size=20
+    ),
+    first=st.floats(1e-6, 1e6),
+)
+def test_any_losses_give_a_bounded_factor_that_was_tried(values: list[float], first: float) -> None:
+    tried: dict[float, float] = {}
+
+    def loss(factor: float) -> float:
+        tried[factor] = values[len(tried) % len(values)]
+        return tried[factor]
+
+    found = best_factor(loss, first=first)
+    assert SMALLEST <= found.factor <= LARGEST
+    finite = [v for v in tried.values() if math.isfinite(v)]
+    if finite:
+        assert found.loss == min(finite) == tried[found.factor]
+    else:
+        assert found == Found(1.0, math.inf, len(tried))

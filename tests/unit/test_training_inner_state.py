@@ -1,4 +1,7 @@
-"""The inner optimizer of others: any number of files, float32 or bf16; what does not fit."""
+"""The inner optimizer of others: any number of files, float32 or bf16; what does not fit.
+
+And our own, as validators load it under torch 2.5.1.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from distributed_training.protocol.types import Progress
 from distributed_training.training.collectives import row_range
 from distributed_training.training.inner_state import take_over
 from distributed_training.training.trainer import Trainer
+from tests.tools import torch_2_5
 from tests.tools.training_world import take_snapshot, train, trainer
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("process_group")]
@@ -155,3 +159,45 @@ def test_without_any_the_flag_begins_at_the_peak() -> None:
     made = trainer(warmup_steps=10, begin_at_peak=True)
     newcomer.begin(made, None)
     assert made.schedule.rate(made.total_inner_steps) == made.schedule.peak
+
+
+def test_a_shard_is_what_torch_2_5_writes_and_loads(tmp_path: Path) -> None:
+    made = trainer()
+    train(made, 0, 2)
+    take_snapshot(made, tmp_path, Progress(3, 2, 2, [1]))
+    content = torch_2_5.load(tmp_path / "inner_optimizer.rank0001-of-1.pt")
+    assert (content["epoch"], content["learning_rate"]) == (3, made.schedule.rate(2))
+    assert content["scheduler_state"]["last_epoch"] == 2
+    (group,) = content["optimizer_state_dict"]["param_groups"]
+    assert group["params"] == [name for name, _ in made.schema]
+    states = content["optimizer_state_dict"]["state"]
+    for (name, shape), first, second in zip(
+        made.schema, made.optimizer.exp_avg, made.optimizer.exp_avg_sq, strict=True
+    ):
+        assert float(states[name]["step"]) == 2.0
+        for moment, rows in (
+            (states[name]["exp_avg"], first),
+            (states[name]["exp_avg_sq"], second),
+        ):
+            assert torch.equal(moment._local_tensor, rows)
+            assert vars(moment._spec).keys() == {"mesh", "placements", "tensor_meta", "_hash"}
+            assert tuple(moment._spec.tensor_meta.shape) == shape
+            assert [vars(p) for p in moment._spec.placements] == [{"dim": 0}]
+            mesh = dict(vars(moment._spec.mesh))
+            assert mesh.pop("mesh").tolist() == [0]
+            assert mesh == {
+                "device_type": "cuda",  # validators compare it with their own
+                "mesh_dim_names": None,
+                "_flatten_mesh_list": (0,),
+                "_thread_id": None,
+                "_dim_group_infos": [("ptd:0", [0], "0")],
+                "_coordinate_on_dim": [0],
+            }
+
+
+def test_the_reader_refuses_what_torch_2_5_does(tmp_path: Path) -> None:
+    """The control: torch's own form of a mesh holds classes that it does not know."""
+    made = trainer()
+    torch.save({"mesh": made.sharded.mesh}, tmp_path / "mesh.pt")
+    with pytest.raises(AssertionError):
+        torch_2_5.load(tmp_path / "mesh.pt")
