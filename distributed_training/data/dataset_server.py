@@ -29,19 +29,21 @@ from distributed_training.common.backoff import Backoff
 from distributed_training.common.files import write_bytes
 from distributed_training.config.settings import DataSettings
 from distributed_training.protocol.lines import counted
+from distributed_training.protocol.pages import SPLIT
 
 from .page_source import Counts, PageUnavailable, Pin, usable_texts
 
 log = logging.getLogger(__name__)
 
 _SWEEP_EVERY = 32  # writes between two looks at the folder's size
+_WRITE_AGAIN = 600.0  # seconds after a write that failed
 
 
 class PageCache:
     """JSON values by key. The least recently used are deleted above ``limit_bytes``.
 
     A file that is damaged counts as absent. A full disk or a folder that cannot be written costs
-    the cache, not the training: one line, then no more writes.
+    the cache, not the training: one line, then no write for ten minutes.
     """
 
     def __init__(self, folder: Path, *, limit_bytes: int) -> None:
@@ -49,12 +51,15 @@ class PageCache:
         self._limit = limit_bytes
         self._lock = threading.Lock()
         self._writes = 0
-        self._usable = True
+        self._write_at = 0.0  # time.monotonic(): not before; after a failure
 
     def get(self, key: str) -> Any | None:
         path = self._path(key)
         try:
             data = path.read_bytes()
+        except OSError:  # no descriptor left, a disk that is away: the page may well be whole
+            return None
+        try:
             # Compared before zlib sees it: damage could tell of gigabytes.
             checksum, body = data[:4], data[4:]
             if zlib.crc32(body).to_bytes(4, "big") != checksum:
@@ -62,17 +67,17 @@ class PageCache:
             stored = json.loads(zlib.decompress(body))
             if stored["key"] != key:
                 return None
-            os.utime(path)  # the sweep looks at it
-            return stored["value"]
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, zlib.error):
+            value = stored["value"]
+        except (ValueError, KeyError, TypeError, zlib.error):
             with contextlib.suppress(OSError):
                 path.unlink()
             return None
+        with contextlib.suppress(OSError):  # another user's file is as good
+            os.utime(path)  # the sweep looks at it
+        return value
 
     def put(self, key: str, value: Any) -> None:
-        if not self._usable:
+        if time.monotonic() < self._write_at:
             return
         path = self._path(key)
         body = zlib.compress(json.dumps({"key": key, "value": value}).encode(), 1)
@@ -80,7 +85,8 @@ class PageCache:
             # No sync for what can be fetched again: it would wait behind a checkpoint's.
             write_bytes(path, zlib.crc32(body).to_bytes(4, "big") + body, durable=False)
         except OSError as error:
-            self._usable = False
+            # Not for good: a miner runs for weeks, and room is made or descriptors are freed.
+            self._write_at = time.monotonic() + _WRITE_AGAIN
             log.warning(
                 "The cache of pages %s cannot be written (%s), so every page is fetched again: "
                 "make room or give --data.cache_dir",
@@ -257,20 +263,23 @@ class RowsApiSource:
         """
         reply = self._get("size", {"dataset": self._dataset})
         try:
-            table = {
-                str(split["config"]): int(split["num_rows"])
-                for split in reply["size"]["splits"]
-                if split["config"] != "default"
-            }
+            table = dict(
+                _config_rows(entry)
+                for entry in reply["size"]["splits"]
+                # Pages are of this split. A test split of the same config has other rows.
+                if entry["config"] != "default" and entry.get("split", SPLIT) == SPLIT
+            )
             left_out = sum(
                 entry.get("config") != "default"
                 for why in ("pending", "failed")
                 for entry in reply.get(why) or ()
             )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PageUnavailable(f"the reply of /size is not a table: {error!r}") from error
         if not table:
-            raise PageUnavailable(f"the reply of /size names no config of {self._dataset}")
+            raise PageUnavailable(
+                f"the reply of /size names no config of {self._dataset} with a split {SPLIT!r}"
+            )
         return table, left_out
 
     # --- pages ---------------------------------------------------------------------------------
@@ -292,11 +301,15 @@ class RowsApiSource:
             },
         )
         try:
-            entries = list(reply["rows"])
+            entries = list(reply["rows"])[:limit]
+            # A proxy that caches without the query answers each page with the same rows.
+            numbered = [entry.get("row_idx", row + i) for i, entry in enumerate(entries)]
             values = [entry["row"].get(self._text_column) for entry in entries]
             truncated = sum(bool(entry.get("truncated_cells")) for entry in entries)
         except (KeyError, TypeError, AttributeError) as error:
             raise PageUnavailable(f"the reply of /rows is not a page: {error!r}") from error
+        if numbered != list(range(row, row + len(entries))):
+            raise PageUnavailable(f"{config}, {row}: the server answered with other rows")
         self._counts.add("rows_truncated_by_server", truncated)
         if not entries:
             raise PageUnavailable(f"{config} has no rows from {row} on")
@@ -372,8 +385,20 @@ class RowsApiSource:
 
 
 def _parse(body: bytes) -> Any:
-    # Bytes that are not UTF-8 become lone surrogates: their rows are left out, the others used.
-    return json.loads(body.decode("utf-8", "surrogateescape"))
+    try:
+        # Bytes that are not UTF-8 become lone surrogates: their rows are left out, others used.
+        return json.loads(body.decode("utf-8", "surrogateescape"))
+    except RecursionError:  # a RuntimeError, which nobody expects of a reply
+        raise ValueError("it is nested too deeply") from None
+
+
+def _config_rows(entry: Mapping[str, Any]) -> tuple[str, int]:
+    """Return name and rows of one entry of a table. Raises for what no page can be drawn from."""
+    config, rows = str(entry["config"]), int(entry["num_rows"])
+    config.encode()  # lone surrogates: neither a request nor a name in the cache can hold them
+    if not 0 <= rows < 2**53:
+        raise ValueError(f"{rows} rows")
+    return config, rows
 
 
 def retry_after(value: str | None) -> float | None:

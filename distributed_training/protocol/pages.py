@@ -10,6 +10,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+SPLIT = "train"  # of which all pages are
 ROWS_PER_PAGE = 100  # left free at a config's end, whatever data.rows_per_page says
 VALIDATOR_PAGES = 2  # of the five that a miner fetches, the first two
 JUDGED_RANKS = 4  # validators look at the pages of ranks 0..3, however many ranks a miner has
@@ -22,7 +23,7 @@ def select_pages(
     block: int,
     n_pages: int,
     num_rows: Mapping[str, int],
-    split: str = "train",
+    split: str = SPLIT,
 ) -> list[tuple[str, int, str]]:
     """Return ``n_pages`` of ``(config, first row, split)`` for one rank of a miner.
 

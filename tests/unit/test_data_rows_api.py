@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import email.utils
+import errno
+import json
 import logging
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -152,12 +155,48 @@ def test_a_page_beyond_the_end_is_named() -> None:
         assert len(made.rows("CC-MAIN-0", 350, split="train", limit=100)) == 50
 
 
-@pytest.mark.parametrize("body", [b"[]", b'{"rows": 3}', b'{"rows": [{}]}', b'"rows"', b"null"])
-def test_replies_that_are_no_page(body: bytes) -> None:
+OTHER_ROWS = json.dumps({"rows": [{"row_idx": i, "row": {"text": "x"}} for i in range(9)]}).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        *((body, "not a page") for body in (b"[]", b'{"rows": 3}', b'{"rows": [{}]}', b'"rows"')),
+        (b"null", "not a page"),
+        (b"[" * 100_000, "nested too deeply"),
+        (OTHER_ROWS, "CC-MAIN-0, 5: the server answered with other rows"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_replies_that_are_no_page(body: bytes, words: str) -> None:
     with RowsServer(TABLES, script=[Fault(body=body)]) as server:
+        made, _ = source(server, request_attempts=1)
+        with pytest.raises(PageUnavailable, match=words):
+            made.rows("CC-MAIN-0", 5, split="train", limit=3)
+
+
+def test_no_more_rows_than_a_page_has_are_taken() -> None:
+    with RowsServer(TABLES, script=[Fault(body=OTHER_ROWS)]) as server:
         made, _ = source(server)
-        with pytest.raises(PageUnavailable, match="not a page"):
-            made.rows("CC-MAIN-0", 0, split="train", limit=3)
+        assert made.rows("CC-MAIN-0", 0, split="train", limit=3) == ["x"] * 3
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        '"num_rows": -5',
+        '"num_rows": 1e999',
+        '"num_rows": 9999999999999999999',
+        '"num_rows": null',
+        '"num_rows": 200, "config": "\\ud800"',
+        '"num_rows": 200, "split": "test"',
+    ],
+)
+def test_replies_that_are_no_table(entry: str) -> None:
+    body = '{"size": {"splits": [{"config": "CC-MAIN-0", ' + entry + "}]}}"
+    with RowsServer(TABLES, size_script=[Fault(body=body.encode())]) as server:
+        with pytest.raises(PageUnavailable, match=r"not a table|names no config"):
+            source(server)[0].num_rows()
 
 
 # --- the table's age ----------------------------------------------------------------------------
@@ -325,7 +364,19 @@ def test_a_damaged_page_is_fetched_again(tmp_path: Path) -> None:
     assert cache.get("k") is None and not path.exists()
 
 
-def test_a_cache_that_cannot_be_written_costs_one_line(
+@pytest.mark.parametrize("at_its_limits", ["pathlib.Path.read_bytes", "os.utime"])
+def test_a_whole_page_is_not_deleted_by_a_process_at_its_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_its_limits: str
+) -> None:
+    cache = PageCache(tmp_path, limit_bytes=10**6)
+    cache.put("k", ["text"])
+    with monkeypatch.context() as short:
+        short.setattr(at_its_limits, Mock(side_effect=OSError(errno.EMFILE, "no descriptor")))
+        assert cache.get("k") == (["text"] if at_its_limits == "os.utime" else None)
+    assert cache.get("k") == ["text"]
+
+
+def test_a_cache_that_cannot_be_written_costs_one_line_and_is_tried_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     blocked = tmp_path / "file"
@@ -333,6 +384,10 @@ def test_a_cache_that_cannot_be_written_costs_one_line(
     cache = PageCache(blocked / "pages", limit_bytes=10**6)
     with caplog.at_level(logging.WARNING):
         cache.put("a", [1])
+        blocked.unlink()
         cache.put("b", [1])
     assert caplog.text.count("cannot be written") == 1
-    assert cache.get("a") is None
+    assert cache.get("a") is None and cache.get("b") is None
+    cache._write_at = 0.0  # ten minutes later
+    cache.put("c", [1])
+    assert cache.get("c") == [1]
