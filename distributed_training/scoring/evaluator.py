@@ -23,7 +23,7 @@ from distributed_training.node.signals import Stopped
 from distributed_training.protocol.payload import GradientPayload, Schema
 from distributed_training.protocol.scoring import relative_improvement
 from distributed_training.scoring.causes import Cause
-from distributed_training.scoring.upload import Upload
+from distributed_training.scoring.upload import DataUnavailable, Upload
 from distributed_training.training.model import (
     CausalLoss,
     hf_config,
@@ -40,6 +40,18 @@ def evaluation_device(wanted: str) -> torch.device:
         )
     auto = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(auto if wanted == "auto" else wanted)
+
+
+def check_words(sequences: Tensor, vocabulary: int) -> None:
+    """Raise ConfigError for a token that a model of so many words does not have.
+
+    Its embedding ends the program, and on a GPU all that the process does there.
+    """
+    if sequences.numel() and (most := int(sequences.max())) >= vocabulary:
+        raise ConfigError(
+            f"the text holds token {most} and the model has {vocabulary} words, so its loss cannot "
+            "be measured: give the model's own tokenizer with --neuron.global_tokenizer_name"
+        )
 
 
 class EvaluationModel:
@@ -64,6 +76,7 @@ class EvaluationModel:
         )
         self.schema: Schema = schema_of(model)
         self.device = device
+        self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         self._model = model.to(device).eval().requires_grad_(False)
         self._loss = CausalLoss(self._model, linear_cross_entropy)
         self._parameters = dict(self._model.named_parameters())
@@ -91,11 +104,12 @@ class EvaluationModel:
     def losses(self, sequences: Tensor) -> tuple[float, ...]:
         """Return the mean cross-entropy of each micro-batch, nats per predicted token.
 
-        ``sequences``: int64 ``(n, length)``. Raises ValueError without sequences, Stopped when
-        asked to in between.
+        ``sequences``: int64 ``(n, length)``. Raises ValueError without sequences, ConfigError for
+        tokens that the model does not have, Stopped when asked to in between.
         """
         if sequences.shape[0] == 0:
             raise ValueError("there is no sequence to evaluate")
+        check_words(sequences, self._vocabulary)
         found = []
         for batch in sequences.split(self._micro_batch):
             # A judgement takes minutes, and a stop must not wait for the whole of it.
@@ -235,7 +249,11 @@ class Evaluator:
         # After the text: without it all that is computed would be thrown away.
         # Anew for each upload: the one before is still subtracted.
         self.model.load(weights)
-        before = [self.model.losses(text) for text in texts]
+        try:
+            before = [self.model.losses(text) for text in texts]
+        except ConfigError as error:
+            # A few tokenizers have words beyond their model's: one text, not the end of the scores.
+            raise DataUnavailable(str(error)) from None
         self._apply(upload.payload, outer_learning_rate)
         after = [self.model.losses(text) for text in texts]
         on_random, on_assigned = (

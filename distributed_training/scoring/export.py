@@ -244,6 +244,7 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> float:
     from distributed_training.data.block_builder import open_source
     from distributed_training.data.tokenizer import TextTokenizer
     from distributed_training.node.start import fetch_tokenizer
+    from distributed_training.scoring.evaluator import check_words
     from distributed_training.scoring.score_preview import draw_random_blocks
     from distributed_training.scoring.upload import PageReader
 
@@ -257,6 +258,7 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> float:
         while count < sequences:
             (block,) = draw_random_blocks(10**6, 1, generator)
             for batch in read(0, block)[: sequences - count].split(2):
+                check_words(batch, model.config.vocab_size)
                 with torch.no_grad():
                     total += float(model(batch, labels=batch).loss) * len(batch)
                 count += len(batch)

@@ -253,7 +253,8 @@ def read_judged(
             weights=_weights(bucket, folder, outer_step, schema, reserved),
             learning_rate=_learning_rate(bucket, root.outer_step),
         )
-    except (StoreError, ValueError) as error:
+    # OSError: a disk that is full, or a miner that goes while its run folder is measured.
+    except (StoreError, ValueError, OSError) as error:
         raise NotJudgeable(f"the global state cannot be read: {error}") from None
 
 
@@ -298,7 +299,9 @@ def _learning_rate(bucket: BucketReader, outer_step: int) -> float:
     try:
         content = pt_content(io.BufferedReader(bucket.open(key), 64 * 1024)).content
         found = float(content["optimizer_state_dict"]["param_groups"][0]["lr"])
-    except (StoreError, KeyError, IndexError, TypeError, ValueError) as error:
+        if not math.isfinite(found):
+            raise ValueError(f"the rate is {found}")
+    except (StoreError, LookupError, TypeError, ValueError, OverflowError) as error:
         log.warning(
             "%s/%s cannot be read (%s): scored with outer learning rate %g",
             bucket.name,

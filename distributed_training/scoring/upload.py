@@ -158,7 +158,7 @@ class PageReader:
     def __call__(self, uid: int, block: int) -> Tensor:
         """Return the text of a block as sequences.
 
-        Raises DataUnavailable: rows cannot be had now, or are too few for one sequence.
+        Raises DataUnavailable: rows cannot be had now, or are too few for one sequence or a page.
         """
         per_rank = -(-self.limit // self.ranks) if self.limit else None
         tokens = []
@@ -174,7 +174,8 @@ class PageReader:
                 ):
                     rows += self.source.rows(config, row, split=split, limit=self.rows_per_page)
                 tokens.append(self.tokenizer.encode_rows(rows, max_length=self.max_length))
-        except (PageUnavailable, OSError) as error:
+        # ValueError: the page selection drew a config that is too small for a page.
+        except (PageUnavailable, OSError, ValueError) as error:
             raise DataUnavailable(f"pages of uid {uid}, block {block}: {error}") from error
         shortest = min(map(len, tokens))  # validators cut all ranks to it
         found = torch.cat(

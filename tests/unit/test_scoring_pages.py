@@ -97,5 +97,12 @@ def test_rows_that_cannot_be_had_are_nobodys_fault() -> None:
 
     with pytest.raises(DataUnavailable, match="no answer"):
         _reader(Down())(7, 1234)
+
+    class Small(Source):
+        def num_rows(self) -> dict[str, int]:
+            return {"a": 101}
+
+    with pytest.raises(DataUnavailable, match="config a has 101 rows; a page needs 102"):
+        _reader(Small())(7, 1234)
     with pytest.raises(DataUnavailable, match="less than two"):
         _reader(Source(length=0), sequence_length=4096)(7, 1234)

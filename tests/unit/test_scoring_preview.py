@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ from distributed_training.scoring.upload import DataUnavailable, inspect
 from distributed_training.store.bucket_reader import BucketReader
 from tests.tools.validator_world import (  # noqa: F401
     MODEL_CONFIG,
+    VOCABULARY,
     TwinMiner,
     World,
     one_thread,
@@ -244,11 +246,13 @@ def test_text_that_cannot_be_had_is_nobodys_fault(world: World) -> None:
     def flaky(uid: int, block: int) -> torch.Tensor:
         if uid == 3:
             raise DataUnavailable("no rows")
-        return pages(uid, block)
+        return pages(uid, block) + (VOCABULARY if uid == 17 else 0)  # of another tokenizer
 
     found = preview(world, text=flaky)
-    row = rows_of(found)[3]
-    assert row.cause is Cause.NO_DATA and row.standing is None and found.compared == 2
+    for uid in (3, 17):
+        row = rows_of(found)[uid]
+        assert row.cause is Cause.NO_DATA and row.standing is None and found.compared == 1
+    assert "and the model has 64 words" in row.reason and "tokenizer_name" in row.reason
 
 
 # --- what is judged -------------------------------------------------------------------------------
@@ -269,6 +273,10 @@ def test_weights_are_fetched_once_an_outer_step(world: World) -> None:
     assert world.validator.round()
     judged_of(world, block=world.chain.block() + 40)
     assert [path.name for path in (world.folder / "score").iterdir()] == ["epoch-1"]
+    shutil.rmtree(world.folder / "score")
+    (world.folder / "score").touch()  # in the way, as a disk that may only be read
+    with pytest.raises(NotJudgeable, match=r"cannot be read: .*File exists"):
+        judged_of(world)
 
 
 def test_folders_stand_for_buckets(world: World, tmp_path: Path) -> None:
