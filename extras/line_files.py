@@ -9,6 +9,8 @@ import hashlib
 import itertools
 import json
 import logging
+import tokenize
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,11 @@ log = logging.getLogger(__name__)
 
 _ROW_BYTES = 1000  # of plain text; no longer than a row may be in any tokenizer's tokens
 _INDEX_CHUNK = 16 * 2**20
+# What np.load raises: of an empty file, of bytes that it takes for another format or a header.
+_DAMAGED = (
+    *(OSError, ValueError, EOFError, LookupError, OverflowError, SyntaxError),
+    *(zipfile.BadZipFile, tokenize.TokenError),
+)
 
 
 def open_lines(
@@ -92,13 +99,18 @@ class JsonLinesSource(_LinesSource):
         name = f"{path.absolute()} {stat.st_size} {stat.st_mtime_ns}"
         kept = self._index / f"lines-{hashlib.sha256(name.encode()).hexdigest()[:24]}.npy"
         try:
-            return np.asarray(np.load(kept, mmap_mode="r"))
+            starts = np.asarray(np.load(kept, mmap_mode="r"))
+            # The ends tell: a power loss leaves the front of a file, or zeros.
+            if starts.ndim == 1 and (starts[0], starts[-1]) == (0, stat.st_size):
+                return starts
+            log.warning("%s is damaged and is made again", kept)
         except FileNotFoundError:
             pass
-        except (OSError, ValueError):
-            log.warning("%s is damaged and is made again", kept)
+        except _DAMAGED as error:
+            log.warning("%s is damaged and is made again: %s", kept, error)
         starts = _scan_lines(path)
-        with atomic_file(kept, durable=False) as file:
+        # Once for each file, which may take an hour to scan: so with the syncs.
+        with atomic_file(kept) as file:
             np.save(file, starts)
         return starts
 

@@ -32,6 +32,7 @@ class ShardTokens:
         self._folder = source.folder
         self._shards: list[np.ndarray[Any, Any]] = []
         self._paths: list[Path] = []
+        self._vocabularies: list[int] = []
         self._verified: set[int] = set()
         self._damaged: dict[int, str] = {}
         wanted = tokenizer_hash(spec.tokenizer_path)
@@ -54,6 +55,7 @@ class ShardTokens:
                     flat[: usable * spec.sequence_length].reshape(usable, spec.sequence_length)
                 )
                 self._paths.append(path)
+                self._vocabularies.append(header.vocabulary)
         self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)
         self._page = spec.settings.rows_per_page
         total = int(self._ends[-1]) if self._shards else 0
@@ -90,9 +92,22 @@ class ShardTokens:
             shard, begin = self._place(first)
             self._verify(shard)
             piece = self._shards[shard][first - begin : end - begin]
-            pieces.append(piece.reshape(-1))
             first += len(piece)
+            pieces.append(self._fitting(piece, self._vocabularies[shard]).reshape(-1))
         return np.concatenate(pieces)
+
+    def _fitting(self, sequences: np.ndarray[Any, Any], vocabulary: int) -> np.ndarray[Any, Any]:
+        """Leave out sequences with tokens beyond the model's vocabulary.
+
+        Shards made without ``--vocabulary`` may hold some, and one ends every rank that trains on
+        it, at each restart again.
+        """
+        known = self._spec.vocabulary
+        if known is None or vocabulary <= known:
+            return sequences
+        fitting = sequences[sequences.max(axis=1) < known]
+        self._counts.add("sequences_beyond_vocabulary", len(sequences) - len(fitting))
+        return fitting
 
     def _verify(self, shard: int) -> None:
         if shard in self._damaged:

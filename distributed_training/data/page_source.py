@@ -1,25 +1,16 @@
-"""Rows of text as the page selection addresses them, and the rows that training never sees.
+"""Rows of text as the page selection addresses them.
 
 A :class:`PageSource` returns the rows of one page. Rows that hold no usable text are left out and
-counted. The first sequences of some blocks are *held out*: an upload is tried on them before it is
-sent, so they are never trained on.
+counted.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
-import tokenize
-import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
-
-from distributed_training.common.files import atomic_file
+from typing import Protocol
 
 #: The page selection draws first rows from 0 to num_rows - 102 (protocol page, section 5).
 MINIMUM_ROWS = 102
@@ -125,34 +116,3 @@ def large_enough(rows: Mapping[str, int], *, where: str, counts: Counts) -> dict
             f"{MINIMUM_ROWS}: add text"
         )
     return kept
-
-
-log = logging.getLogger(__name__)
-
-
-class HeldBack:
-    """Kept in ``path`` since they were first set aside, so that a restart holds back the same."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def load(self, count: int) -> np.ndarray[Any, Any] | None:
-        """Load int64 (count, sequence_length), or return None where there are not so many."""
-        try:
-            # Mapped: a damaged header may tell of more sequences than there is memory.
-            kept = np.load(self._path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError, EOFError, OverflowError, SyntaxError):
-            return None
-        except (zipfile.BadZipFile, tokenize.TokenError):  # of what looks like another format
-            return None
-        if getattr(kept, "ndim", 0) != 2 or kept.dtype.kind not in "iu" or len(kept) < count:
-            return None
-        return np.array(kept[:count])
-
-    def keep(self, sequences: np.ndarray[Any, Any]) -> None:
-        """Store sequences; a full disk costs a log line, and others are chosen after a restart."""
-        try:
-            with atomic_file(self._path, durable=False) as file:
-                np.save(file, sequences)
-        except OSError as error:
-            log.warning("The held-out sequences could not be kept on disk: %s", error)

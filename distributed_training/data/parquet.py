@@ -173,6 +173,9 @@ class ParquetSource(FolderSource):
             raise ValueError(f"it has no column {self._column!r}: see --data.text_column")
         groups = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
         self._group_ends[path] = list(itertools.accumulate(groups))
+        # Of a damaged file: rows would be asked for in groups that it does not have.
+        if sum(groups) != meta.num_rows or min(groups, default=0) < 0:
+            raise ValueError(f"its row groups do not add up to its {meta.num_rows} rows")
         return int(meta.num_rows)
 
     def _read(self, path: Path, first: int, count: int) -> list[Any]:

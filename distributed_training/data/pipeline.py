@@ -26,8 +26,7 @@ from distributed_training.config.extras import extra
 
 from .block_builder import Failure, Prepared, WorkerSpec, check_folder
 from .corpus import StdlibSource
-from .page_source import HeldBack
-from .shards import SUFFIX, ShardError, open_shard
+from .shards import SUFFIX, HeldBack, ShardError, open_shard
 from .tokenizer import TextTokenizer
 from .worker_pool import WorkerPool
 
@@ -133,7 +132,7 @@ class DataPipeline:
         self._counts: Counter[str] = Counter()
         self._block_folder = spec.blocks
         self._prepare_folder()
-        self._held_back = HeldBack(self._block_folder / "held-back.npy")
+        self._held_back = HeldBack(self._block_folder / "held-back")
         self._buffer = DeviceBuffer(device) if device and device.type == "cuda" else None
         # Last: a worker may write as soon as it runs, and what earlier ones left is removed above.
         self._workers = WorkerPool(spec, count=settings.workers)

@@ -1,5 +1,8 @@
 """Store packed tokens in files: shards of ``scripts/pretokenize.py``, and prepared blocks.
 
+Also the *held-out* sequences of a block: an upload is tried on them before it is sent, so they are
+never trained on.
+
 A file is ``magic`` (8 bytes), the length of the header (uint32, little endian), the header, then
 the tokens. The header is JSON, padded with blanks so that the data begins at a multiple of 64. The
 tokens are little endian, uint16 where the vocabulary has at most 65536 entries and else uint32. The
@@ -12,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,6 +31,7 @@ SUFFIX = ".tokens"
 _MAGIC = b"DTTOKEN1"
 _ALIGN = 64
 _LARGEST_HEADER = 2**20
+_ITEM_BYTES = {"uint16": 2, "uint32": 4}
 
 
 class ShardError(ValueError):
@@ -100,16 +105,21 @@ def read_header(path: Path) -> tuple[ShardHeader, int]:
         text = file.read(length)
     try:
         header = ShardHeader(**json.loads(text))
-        items = header.sequences * header.sequence_length
-        if header.sequences < 0 or header.sequence_length < 1:
-            raise ValueError("no tokens")
-        size = len(start) + length + items * np.dtype(header.dtype).itemsize
-    except (ValueError, TypeError) as error:
+        # Of another type (objects, floats) the data would be no tokens, or end the process.
+        size = len(start) + length + _ITEM_BYTES[header.dtype] * math.prod(_shape(header))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ShardError(f"{path} has a damaged header") from error
     # Before it is mapped: reading a map beyond the end of its file ends the process (SIGBUS).
     if path.stat().st_size != size:
         raise ShardError(f"{path} has {path.stat().st_size} bytes, its header says {size}")
     return header, len(start) + length
+
+
+def _shape(header: ShardHeader) -> tuple[int, int]:
+    sequences, length = header.sequences, header.sequence_length
+    if not (type(sequences) is type(length) is int and sequences >= 0 and length >= 1):
+        raise ValueError("no tokens")
+    return sequences, length
 
 
 def open_shard(path: Path, *, verify: bool = True) -> tuple[ShardHeader, np.ndarray[Any, Any]]:
@@ -118,7 +128,7 @@ def open_shard(path: Path, *, verify: bool = True) -> tuple[ShardHeader, np.ndar
     Raises ShardError for a damaged file; ``verify`` reads it all and compares the checksum.
     """
     header, offset = read_header(path)
-    shape = (header.sequences, header.sequence_length)
+    shape = _shape(header)
     dtype = np.dtype(header.dtype).newbyteorder("<")
     # A map of nothing cannot be made.
     if header.sequences == 0:
@@ -127,3 +137,29 @@ def open_shard(path: Path, *, verify: bool = True) -> tuple[ShardHeader, np.ndar
     if verify and hashlib.sha256(data.data).hexdigest() != header.sha256:
         raise ShardError(f"{path} is corrupted: its tokens do not have the checksum of its header")
     return header, data
+
+
+class HeldBack:
+    """Kept in ``path`` since they were first set aside, so that a restart holds back the same."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(self, count: int) -> np.ndarray[Any, Any] | None:
+        """Load uint32 (count, sequence_length), or return None where there are not so many."""
+        try:
+            # With its checksum: after a power loss zeros may stand there, and every gradient would
+            # be checked on them.
+            _, kept = open_shard(self._path)
+        except (OSError, ShardError):
+            return None
+        return np.array(kept[:count]) if len(kept) >= count else None
+
+    def keep(self, sequences: np.ndarray[Any, Any]) -> None:
+        """Store sequences; a full disk costs a log line, and others are chosen after a restart."""
+        try:
+            write_shard(
+                self._path, sequences, tokenizer="", eos_id=0, vocabulary=2**32, durable=False
+            )
+        except OSError as error:
+            log.warning("The held-out sequences could not be kept on disk: %s", error)

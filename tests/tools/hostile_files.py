@@ -197,7 +197,7 @@ def _identity(path: Path) -> Any:
 
 
 def _held_back(path: Path) -> Any:
-    from distributed_training.data.page_source import HeldBack
+    from distributed_training.data.shards import HeldBack
 
     return HeldBack(path).load(2)
 
@@ -246,11 +246,16 @@ def honest_outer() -> bytes:
 
 
 def honest_held_back() -> bytes:
+    import tempfile
+
     import numpy as np
 
-    buffer = io.BytesIO()
-    np.save(buffer, np.ones((4, 8), dtype=np.uint16))
-    return buffer.getvalue()
+    from distributed_training.data.shards import HeldBack
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "held-back")
+        HeldBack(path).keep(np.ones((4, 8), dtype=np.uint16))
+        return path.read_bytes()
 
 
 def honest_identity() -> bytes:
@@ -314,7 +319,7 @@ READERS: dict[str, Reader] = {
     "claim": Reader("instance", _claim, _json({"instance": "me"}), ("ForeignBucketError",)),
     "notes": Reader(".a.part.json", _download_notes, _json(_NOTES)),
     "identity": Reader("identity.key", _identity, honest_identity),
-    "held-back": Reader("held-back.npy", _held_back, honest_held_back),
+    "held-back": Reader("held-back", _held_back, honest_held_back),
     "standings": Reader("standings.json", _standings, _json(_STANDINGS), ("ValueError",)),
 }
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -37,21 +40,39 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
 
 
 def test_parquet_row_groups_files_and_damage(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for i, part in enumerate((ROWS[:220], ROWS[220:])):
         table = pa.table({"id": range(len(part)), "text": part})
         pq.write_table(table, tmp_path / f"{i}.parquet", row_group_size=50)
     (tmp_path / "2.parquet").write_bytes(b"PAR1 not really PAR1")
     pq.write_table(pa.table({"body": ["x"]}), tmp_path / "3.parquet")
+    pq.write_table(pa.table({"text": ["x"]}), tmp_path / "4.parquet")
     counts = Counts()
     made = ParquetSource(tmp_path, text_column="text", counts=counts)
-    with caplog.at_level(logging.WARNING):
+    with caplog.at_level(logging.WARNING), monkeypatch.context() as damaged:
+        damaged.setattr(pq, "read_metadata", _with_a_row_too_many("4.parquet", pq.read_metadata))
         assert made.num_rows() == {"root": 500}
-    assert counts.take()["files_unreadable"] == 2
+    assert counts.take()["files_unreadable"] == 3
     assert "2.parquet is left out" in caplog.text and "no column 'text'" in caplog.text
+    assert "4.parquet is left out: its row groups do not add up to its 2 rows" in caplog.text
     for first in (0, 49, 50, 199, 215, 219, 220, 260, 450):
         assert made.rows("root", first, split="train", limit=60) == ROWS[first : first + 60]
+
+
+def _with_a_row_too_many(name: str, read: Callable[[Path], Any]) -> Callable[[Path], Any]:
+    """Return a reader of metadata that finds a flipped bit in the row count of one file."""
+
+    def read_metadata(path: Path) -> Any:
+        meta = read(path)
+        if path.name != name:
+            return meta
+        return SimpleNamespace(
+            **{n: getattr(meta, n) for n in ("schema", "num_row_groups", "row_group")},
+            num_rows=meta.num_rows + 1,
+        )
+
+    return read_metadata
 
 
 def test_a_disk_that_is_away_for_a_moment_leaves_no_file_out(
@@ -133,7 +154,10 @@ def test_a_shard_holds_what_was_written(tmp_path: Path, vocabulary: int, dtype: 
     assert (tmp_path / "x").stat().st_size % 64 == data.size * (4 if dtype == "uint32" else 2) % 64
 
 
-@pytest.mark.parametrize("damage", ["token", "cut", "magic", "header", "empty", "count"])
+@pytest.mark.parametrize(
+    "damage",
+    ["token", "cut", "magic", "header", "empty", "count", "object", "i4,,", "1.5", "deep"],
+)
 def test_damaged_shards(tmp_path: Path, damage: str) -> None:
     path = tmp_path / "x"
     write_shard(path, np.ones((8, 8)), tokenizer="t", eos_id=0, vocabulary=300)
@@ -148,6 +172,13 @@ def test_damaged_shards(tmp_path: Path, damage: str) -> None:
         data[14] ^= 0xFF
     elif damage == "count":
         data = bytearray(data.replace(b'"sequences": 8', b'"sequences": 9'))
+    elif damage in ("object", "i4,,"):
+        data = bytearray(data.replace(b'"uint16"', f'"{damage}"'.encode()))
+    elif damage == "1.5":
+        data = bytearray(data.replace(b'"sequences": 8', b'"sequences": 8.0'))
+    elif damage == "deep":
+        data[12:] = b"[" * 100_000
+        data[8:12] = (100_000).to_bytes(4, "little")
     else:
         data.clear()
     path.write_bytes(data)

@@ -99,6 +99,12 @@ def test_jsonl_rows_across_files_and_configs(tmp_path: Path) -> None:
     # The index is found again, and not used for a file that changed.
     (index,) = [p for p in (tmp_path / ".index").iterdir() if np.load(p)[-1] < 1500][:1] or [None]
     assert index is not None
+    for damage in (b"", b"PK\3\4", index.read_bytes()[:-8] + bytes(8)):  # as a power loss leaves it
+        index.write_bytes(damage)
+        mended = JsonLinesSource(
+            tmp_path, text_key="text", index=tmp_path / ".index", counts=counts
+        )
+        assert mended.all_rows() == {"a": 200, "root": 300, "b": 5}
     write_jsonl(tmp_path / "top.jsonl", ROWS[:150])
     again = JsonLinesSource(tmp_path, text_key="text", index=tmp_path / ".index", counts=counts)
     assert again.num_rows()["root"] == 150
@@ -185,6 +191,28 @@ def test_bad_shards_are_named_and_the_others_used(
     assert "8.tokens was made with another tokenizer" in caplog.text
     assert "9.tokens is not a file of tokens" in caplog.text
     assert "1.tokens is corrupted" in caplog.text
+
+
+def test_tokens_beyond_the_models_vocabulary_are_not_trained_on(
+    tmp_path: Path, tokenizer: tuple[Path, int]
+) -> None:
+    """As of shards made without ``--vocabulary``: one would end every rank, at each start again."""
+    data = np.zeros((60, 32), dtype=np.int32)
+    data[::3, 7] = 200
+    made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
+    write_shard(
+        tmp_path / "shards" / "0.tokens",
+        data,
+        tokenizer=made.hash,
+        eos_id=made.eos_id,
+        vocabulary=made.vocabulary,
+    )
+    for vocabulary, left in ((None, 60), (201, 60), (200, 40)):
+        source = f"shards:{tmp_path / 'shards'}"
+        maker = BlockMaker(spec(tokenizer, tmp_path, source, vocabulary=vocabulary))
+        prepared = maker.prepare(1)
+        assert prepared.sequences == left
+        assert prepared.counts.get("sequences_beyond_vocabulary", 0) == 60 - left
 
 
 weights_and_lengths = st.integers(2, 5).flatmap(
