@@ -2,5 +2,5 @@
 
 ``upload`` (bucket, block list, text and content, checked), ``evaluator`` (the loss before and after
 it), ``causes`` (why a score is zero, and what fixes it). The preview of ``scripts/score.py``:
-``command``, ``score_preview`` and ``report`` (table and JSON). Nothing is imported here.
+``score_preview`` and ``command`` (table and JSON). Nothing is imported here.
 """

@@ -13,6 +13,7 @@ import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any
 
 import torch
@@ -196,6 +197,46 @@ class Comparison:
 
 
 @dataclass(frozen=True)
+class Interval:
+    """An estimate and its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, found: Comparison) -> Interval:
+        """Return the relative improvement; infinite for fewer than two micro-batches."""
+        before = found.losses[0]
+        # Of a handful of micro-batches the normal distribution would promise too much.
+        reach = t_quantile(len(found.before) - 1) * found.error
+        if not before:
+            return cls(0.0, -math.inf, math.inf)
+        return cls(
+            found.relative, (found.absolute - reach) / before, (found.absolute + reach) / before
+        )
+
+
+def t_quantile(freedom: int) -> float:
+    """Return the 97.5 % quantile of Student's t with so many degrees of freedom.
+
+    Cornish-Fisher (Abramowitz and Stegun 26.7.5), and exact where that series is not: for 1 and 2.
+    """
+    if freedom < 1:
+        return math.inf
+    if freedom < 3:
+        return (12.706, 4.303)[freedom - 1]
+    z = NormalDist().inv_cdf(0.975)
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom ** (i + 1) for i, term in enumerate(terms))
+
+
+@dataclass(frozen=True)
 class Judgement:
     """One upload on random and assigned text.
 
@@ -217,6 +258,22 @@ class Judgement:
     @classmethod
     def reset(cls, uid: int, outer_step: int, cause: Cause, reason: str) -> Judgement:
         return cls(uid, outer_step, cause=cause, reason=reason)
+
+
+def chance_assigned_wins(judgement: Judgement) -> float | None:
+    """Return the chance that a validator finds a larger gain on assigned than on random text.
+
+    Gains are in nats per token. None for a reset upload or too little text.
+    """
+    if judgement.random is None or judgement.assigned is None:
+        return None
+    error = math.hypot(judgement.random.error, judgement.assigned.error)
+    gain = judgement.assigned.absolute - judgement.random.absolute
+    if not math.isfinite(error):
+        return None
+    if error == 0:
+        return float(gain > 0)
+    return NormalDist().cdf(gain / error)
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ def open_folder(folder: Path) -> tuple[BucketReader, int | None]:
     The folder is a snapshot, a bucket's copy or a run folder's global state.
     """
     from distributed_training.protocol import keys
-    from distributed_training.scoring.score_preview import folder_reader
+    from distributed_training.scoring.upload import folder_reader
     from distributed_training.store.bucket_reader import states
 
     folder = folder / "global" if (folder / "global").is_dir() else folder

@@ -25,14 +25,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from statistics import NormalDist
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 
@@ -48,7 +47,6 @@ from distributed_training.node.global_state import load_weights, model_bytes
 from distributed_training.node.identity import follow_chain, miners_of
 from distributed_training.node.start import fetch_tokenizer
 from distributed_training.protocol import keys, schedule
-from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.payload import Schema
 from distributed_training.protocol.scoring import RESET, ScoreBoard
 from distributed_training.scoring.causes import Cause
@@ -56,8 +54,10 @@ from distributed_training.scoring.evaluator import (
     Comparison,
     EvaluationModel,
     Evaluator,
+    Interval,
     Judgement,
     Pages,
+    chance_assigned_wins,
     evaluation_device,
 )
 from distributed_training.scoring.upload import (
@@ -67,6 +67,7 @@ from distributed_training.scoring.upload import (
     PageReader,
     Repository,
     Upload,
+    folder_reader,
     inspect,
     read_upload,
     within,
@@ -79,105 +80,12 @@ from distributed_training.store.bucket_reader import (
     states,
 )
 from distributed_training.store.s3 import (
-    IntegrityError,
     NoRoomError,
-    ObjectInfo,
-    S3ObjectStore,
     StoreError,
 )
-from distributed_training.store.snapshot_folder import read_config
 from distributed_training.store.upload_rules import size_text
 from distributed_training.training.model import parameter_schema
 from distributed_training.training.nesterov import OUTER_LEARNING_RATE
-
-
-class FolderStore:
-    """A folder as an object store to read.
-
-    Its files have no age: a copy says nothing of when the original was published, and what is not
-    published cannot be too old.
-
-    ``folder`` is laid out like a bucket (``epoch-N/...``), or holds the files of one outer step, as
-    a snapshot does and as a miner keeps the global state. Its root metadata is ``metadata.json``,
-    else the newest ``epoch-N/metadata.json``, else what the files say of themselves; of which run
-    they are they do not say: ``run``.
-    """
-
-    def __init__(self, folder: Path, run: int) -> None:
-        self._folder = folder
-        self._run = run
-        self.bucket = str(folder)
-
-    def root(self) -> Metadata | None:
-        """Read the metadata, None for a folder that holds none. Raises StoreError."""
-        found = [self._folder / keys.ROOT_METADATA]
-        found += [path / keys.METADATA for _, path in reversed(states(self._folder))]
-        for path in found:
-            if path.exists():
-                with _store_errors(path):
-                    return Metadata.parse(_read(path, 0, MAX_METADATA_BYTES + 1))
-        gradients, config = (self._folder / name for name in (keys.GRADIENTS, keys.CONFIG))
-        if not gradients.exists() or not config.exists():
-            return None
-        content = pt_content(gradients).content
-        said = content.get("metadata") if isinstance(content, dict) else None
-        outer_step = said.get("outer_step") if isinstance(said, dict) else None
-        if type(outer_step) is not int or outer_step < 0:
-            raise IntegrityError(f"{gradients} does not say of which outer step it is")
-        return Metadata(self._run, outer_step, read_config(config).inner_step, "")
-
-    def head(self, key: str) -> ObjectInfo | None:
-        path = self._path(key)
-        with _store_errors(path):
-            if not path.exists():
-                return None
-            status = path.stat()
-        etag = f"{status.st_ino}-{status.st_mtime_ns}"  # of the object, as long as it is the same
-        return ObjectInfo(key, status.st_size, etag, status.st_mtime, 0.0)
-
-    def get(self, key: str, *, limit: int) -> bytes | None:
-        # A snapshot's folder has no such file: then it is made of what its files say.
-        if key == keys.ROOT_METADATA:
-            root = self.root()
-            return root.to_json() if root is not None else None
-        info = self.head(key)
-        if info is not None and info.size > limit:
-            raise IntegrityError(f"{key} has {info.size} bytes, more than the {limit} allowed")
-        return None if info is None else self.get_range(key, 0, info.size)
-
-    def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
-        return _read(self._path(key), start, length)
-
-    def _path(self, key: str) -> Path:
-        parsed = keys.parse_epoch_key(key)
-        if parsed is not None and not states(self._folder):
-            root = self.root()
-            if root is not None and root.outer_step == parsed[0]:
-                # The files of one outer step, as a snapshot has them: without a folder epoch-N.
-                return self._folder / parsed[1]
-        return self._folder / key
-
-
-def _read(path: Path, start: int, length: int) -> bytes:
-    with _store_errors(path), path.open("rb") as file:
-        file.seek(start)
-        return file.read(length)
-
-
-@contextmanager
-def _store_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(f"{path}: {error.strerror}") from None
-    except MetadataError as error:
-        raise StateUnavailable(f"{path.parent}/{error}") from None
-
-
-def folder_reader(folder: Path, *, run: int = 0) -> BucketReader:
-    """Return a reader of a folder that is laid out like a bucket, see :class:`FolderStore`."""
-    return BucketReader(cast(S3ObjectStore, FolderStore(folder, run)))
-
 
 log = logging.getLogger(__name__)
 
@@ -314,62 +222,6 @@ def _learning_rate(bucket: BucketReader, outer_step: int) -> float:
 
 
 PASSES = 40  # a rating has settled by then: about two days of passes on the public network
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An estimate and its 95 % confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, found: Comparison) -> Interval:
-        """Return the relative improvement; infinite for fewer than two micro-batches."""
-        before = found.losses[0]
-        # Of a handful of micro-batches the normal distribution would promise too much.
-        reach = t_quantile(len(found.before) - 1) * found.error
-        if not before:
-            return cls(0.0, -math.inf, math.inf)
-        return cls(
-            found.relative, (found.absolute - reach) / before, (found.absolute + reach) / before
-        )
-
-
-def t_quantile(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t with so many degrees of freedom.
-
-    Cornish-Fisher (Abramowitz and Stegun 26.7.5), and exact where that series is not: for 1 and 2.
-    """
-    if freedom < 1:
-        return math.inf
-    if freedom < 3:
-        return (12.706, 4.303)[freedom - 1]
-    z = NormalDist().inv_cdf(0.975)
-    terms = (
-        (z**3 + z) / 4,
-        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
-        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
-        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
-    )
-    return z + sum(term / freedom ** (i + 1) for i, term in enumerate(terms))
-
-
-def chance_assigned_wins(judgement: Judgement) -> float | None:
-    """Return the chance that a validator finds a larger gain on assigned than on random text.
-
-    Gains are in nats per token. None for a reset upload or too little text.
-    """
-    if judgement.random is None or judgement.assigned is None:
-        return None
-    error = math.hypot(judgement.random.error, judgement.assigned.error)
-    gain = judgement.assigned.absolute - judgement.random.absolute
-    if not math.isfinite(error):
-        return None
-    if error == 0:
-        return float(gain > 0)
-    return NormalDist().cdf(gain / error)
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ from distributed_training.data.page_source import PageSource, PageUnavailable
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.node.buckets import NoBucket
 from distributed_training.protocol import keys, schedule
-from distributed_training.protocol.metadata import Metadata
+from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.pages import select_pages
 from distributed_training.protocol.payload import (
     GradientPayload,
@@ -39,13 +41,21 @@ from distributed_training.protocol.payload import (
     max_payload_bytes,
 )
 from distributed_training.scoring.causes import Cause
-from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
+from distributed_training.store.bucket_reader import (
+    BucketReader,
+    StateUnavailable,
+    pt_content,
+    states,
+)
 from distributed_training.store.s3 import (
     DeadlineError,
     IntegrityError,
+    ObjectInfo,
     ObjectMissingError,
+    S3ObjectStore,
     StoreError,
 )
+from distributed_training.store.snapshot_folder import read_config
 
 # A miner's bucket, by its commitment. Raises NoBucket, and ChainError.
 OpenBucket = Callable[[Neuron], BucketReader]
@@ -290,3 +300,94 @@ def _read(
         raise InvalidUpload(Cause.NOTHING_PUBLISHED, "gradients.pt is gone") from None
     except PayloadError as error:
         raise InvalidUpload(Cause.BAD_GRADIENT, str(error)) from None
+
+
+# --- a folder in place of a bucket ----------------------------------------------------------------
+
+
+class FolderStore:
+    """A folder as an object store to read.
+
+    Its files have no age: a copy says nothing of when the original was published, and what is not
+    published cannot be too old.
+
+    ``folder`` is laid out like a bucket (``epoch-N/...``), or holds the files of one outer step, as
+    a snapshot does and as a miner keeps the global state. Its root metadata is ``metadata.json``,
+    else the newest ``epoch-N/metadata.json``, else what the files say of themselves; of which run
+    they are they do not say: ``run``.
+    """
+
+    def __init__(self, folder: Path, run: int) -> None:
+        self._folder = folder
+        self._run = run
+        self.bucket = str(folder)
+
+    def root(self) -> Metadata | None:
+        """Read the metadata, None for a folder that holds none. Raises StoreError."""
+        found = [self._folder / keys.ROOT_METADATA]
+        found += [path / keys.METADATA for _, path in reversed(states(self._folder))]
+        for path in found:
+            if path.exists():
+                with _store_errors(path):
+                    return Metadata.parse(_read_file(path, 0, MAX_METADATA_BYTES + 1))
+        gradients, config = (self._folder / name for name in (keys.GRADIENTS, keys.CONFIG))
+        if not gradients.exists() or not config.exists():
+            return None
+        content = pt_content(gradients).content
+        said = content.get("metadata") if isinstance(content, dict) else None
+        outer_step = said.get("outer_step") if isinstance(said, dict) else None
+        if type(outer_step) is not int or outer_step < 0:
+            raise IntegrityError(f"{gradients} does not say of which outer step it is")
+        return Metadata(self._run, outer_step, read_config(config).inner_step, "")
+
+    def head(self, key: str) -> ObjectInfo | None:
+        path = self._path(key)
+        with _store_errors(path):
+            if not path.exists():
+                return None
+            status = path.stat()
+        etag = f"{status.st_ino}-{status.st_mtime_ns}"  # of the object, as long as it is the same
+        return ObjectInfo(key, status.st_size, etag, status.st_mtime, 0.0)
+
+    def get(self, key: str, *, limit: int) -> bytes | None:
+        # A snapshot's folder has no such file: then it is made of what its files say.
+        if key == keys.ROOT_METADATA:
+            root = self.root()
+            return root.to_json() if root is not None else None
+        info = self.head(key)
+        if info is not None and info.size > limit:
+            raise IntegrityError(f"{key} has {info.size} bytes, more than the {limit} allowed")
+        return None if info is None else self.get_range(key, 0, info.size)
+
+    def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
+        return _read_file(self._path(key), start, length)
+
+    def _path(self, key: str) -> Path:
+        parsed = keys.parse_epoch_key(key)
+        if parsed is not None and not states(self._folder):
+            root = self.root()
+            if root is not None and root.outer_step == parsed[0]:
+                # The files of one outer step, as a snapshot has them: without a folder epoch-N.
+                return self._folder / parsed[1]
+        return self._folder / key
+
+
+def _read_file(path: Path, start: int, length: int) -> bytes:
+    with _store_errors(path), path.open("rb") as file:
+        file.seek(start)
+        return file.read(length)
+
+
+@contextmanager
+def _store_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}") from None
+    except MetadataError as error:
+        raise StateUnavailable(f"{path.parent}/{error}") from None
+
+
+def folder_reader(folder: Path, *, run: int = 0) -> BucketReader:
+    """Return a reader of a folder that is laid out like a bucket, see :class:`FolderStore`."""
+    return BucketReader(cast(S3ObjectStore, FolderStore(folder, run)))

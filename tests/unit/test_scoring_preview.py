@@ -22,7 +22,7 @@ from distributed_training.config import ConfigError
 from distributed_training.node.identity import miners_of
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
-from distributed_training.scoring import report, score_preview
+from distributed_training.scoring import command, score_preview
 from distributed_training.scoring.causes import Cause
 from distributed_training.scoring.evaluator import EvaluationModel, Evaluator
 from distributed_training.scoring.score_preview import (
@@ -33,11 +33,10 @@ from distributed_training.scoring.score_preview import (
     Row,
     Wanted,
     choose,
-    folder_reader,
     in_folders,
     read_judged,
 )
-from distributed_training.scoring.upload import DataUnavailable, inspect
+from distributed_training.scoring.upload import DataUnavailable, folder_reader, inspect
 from distributed_training.store.bucket_reader import BucketReader
 from tests.tools.validator_world import (  # noqa: F401
     MODEL_CONFIG,
@@ -106,7 +105,7 @@ def test_its_figures_are_the_validators_for_the_same_blocks(world: World) -> Non
         found = preview(world, blocks=(scored[3]["random_block"],))
         assert found.outer_step == scored[3]["outer_step"] and found.compared == 3
         for uid, row in rows_of(found).items():
-            event, fields = scored[uid], report.row_fields(row)
+            event, fields = scored[uid], command.row_fields(row)
             assert event["ok"] == (row.random is not None) and event["reason"] == row.reason
             assert row.revision == event["revision"] and row.standing is not None
             assert (row.standing.rating, row.standing.assigned) == pytest.approx(
@@ -209,7 +208,7 @@ def test_a_bad_bucket_costs_its_own_row_a_reason(world: World, name: str) -> Non
     assert rows[17].reason or rows[17].random is not None or cause is Cause.INNER_STEP_ZERO
     for uid in (3, 42):
         assert rows[uid].judgement == before[uid].judgement
-    told = report.to_json(found)["miners"][1]
+    told = command.to_json(found)["miners"][1]
     assert told["cause"] == cause.name and told["remedy"] == cause.remedy
     assert not (world.folder / "trace").exists(), "a stranger's code was run"
 

@@ -10,13 +10,14 @@ import pytest
 
 from distributed_training.protocol.scoring import ScoreBoard
 from distributed_training.scoring.causes import Cause
-from distributed_training.scoring.evaluator import Comparison, Judgement
-from distributed_training.scoring.score_preview import (
+from distributed_training.scoring.evaluator import (
+    Comparison,
     Interval,
+    Judgement,
     chance_assigned_wins,
-    rank,
     t_quantile,
 )
+from distributed_training.scoring.score_preview import rank
 
 
 def comparison(before: list[float], after: list[float]) -> Comparison:
