@@ -57,8 +57,8 @@ from distributed_training.chain.base import Neuron
 from distributed_training.data.corpus import StdlibSource
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.protocol import keys, schedule
+from distributed_training.protocol.gradients import GradientMetadata
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
-from distributed_training.protocol.payload import GradientMetadata
 from distributed_training.protocol.types import Revision
 from distributed_training.scoring.evaluator import EvaluationModel, Evaluator
 from distributed_training.scoring.upload import (

@@ -35,7 +35,7 @@ from distributed_training.config.types import ConfigAway, File, Text
 from distributed_training.network import NetworkFileError, signed
 from distributed_training.network.file import BUILT_IN, flatten, tree_of
 from distributed_training.network.source import read_text
-from distributed_training.protocol.names import miner_bucket
+from distributed_training.protocol.keys import miner_bucket
 
 if TYPE_CHECKING:
     from distributed_training.chain.identity import Wallet

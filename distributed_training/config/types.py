@@ -30,7 +30,7 @@ from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Fiel
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.ports import is_port
 from distributed_training.network import public_values
-from distributed_training.protocol.names import is_peer_id
+from distributed_training.protocol.keys import is_peer_id
 
 
 class ConfigError(ValueError):

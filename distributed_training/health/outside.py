@@ -23,7 +23,7 @@ from distributed_training.node.buckets import check_own, commitment_text, open_o
 from distributed_training.node.failures import NetworkFailure
 from distributed_training.node.identity import follow_chain, public_address
 from distributed_training.node.network import check_global_state, check_network
-from distributed_training.protocol.names import miner_bucket
+from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.schedule import UPLOAD_AGE_LIMIT
 from distributed_training.protocol.types import Check
 from distributed_training.store.s3 import S3ObjectStore, StoreError, endpoint_of

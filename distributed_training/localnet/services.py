@@ -19,7 +19,7 @@ from distributed_training.config.settings import StoreSettings
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.localnet.plan import UID_SPACING, NeuronPlan, SubnetOptions
 from distributed_training.localnet.processes import Child, stop_together
-from distributed_training.protocol.names import miner_bucket
+from distributed_training.protocol.keys import miner_bucket
 
 if TYPE_CHECKING:
     from distributed_training.chain.identity import Wallet

@@ -54,7 +54,7 @@ from distributed_training.node.identity import (
 )
 from distributed_training.node.network import check_global_state, require_network
 from distributed_training.node.start import fetch_tokenizer, require_data
-from distributed_training.protocol import names
+from distributed_training.protocol import keys
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
 from distributed_training.store.upload_rules import disk_allows
@@ -224,7 +224,7 @@ def connect(
     # Before a download of hours: the network's rounds may have stopped.
     if config.is_public and (state := check_global_state(config, member.chain)).status == "warn":
         log.warning("%s", state.line)
-    bucket = names.miner_bucket(config.store.global_model_name, member.uid)
+    bucket = keys.miner_bucket(config.store.global_model_name, member.uid)
     log.info("%s", identity_line(member, netuid=config.chain.netuid, bucket=bucket))
     ip = _address(config, member)
     # Before our bucket is touched: the other miner's uploads lie there.

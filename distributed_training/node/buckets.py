@@ -18,7 +18,7 @@ from distributed_training.chain.base import Chain, Neuron
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import StoreSettings
 from distributed_training.node.failures import NetworkFailure
-from distributed_training.protocol import keys, names
+from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import (
     BucketCredentials,
     CommitmentError,
@@ -144,7 +144,7 @@ class PeerBuckets:
 
         Raises NoBucket, and ChainError as long as the chain has not answered.
         """
-        bucket = names.miner_bucket(self._settings.global_model_name, neuron.uid)
+        bucket = keys.miner_bucket(self._settings.global_model_name, neuron.uid)
         return self._open(bucket, neuron.hotkey)
 
     def of_master(self, hotkey: str) -> BucketReader:

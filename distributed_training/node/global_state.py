@@ -17,8 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distributed_training.protocol import keys
+from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.metadata import parse_config
-from distributed_training.protocol.payload import Schema
 from distributed_training.training.model import parameter_schema, without_extras
 from distributed_training.training.nesterov import load_outer_optimizer
 

@@ -1,6 +1,6 @@
 """Define what all peers must agree on, as pure functions without I/O or state of their own.
 
-Light modules: ``types``, ``names``, ``keys``, ``lines``, ``metadata``, ``pt_file``, ``synapses``,
-``schedule``. With numpy: ``pages``. With openskill: ``scoring``. With torch: ``gradients``,
-``payload``. Nothing is imported here.
+Light modules: ``types``, ``keys``, ``lines``, ``metadata``, ``pt_file``, ``synapses``,
+``schedule``. With numpy: ``pages``. With openskill: ``scoring``. With torch: ``gradients``.
+Nothing is imported here.
 """

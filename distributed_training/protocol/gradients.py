@@ -1,4 +1,4 @@
-"""Compress the pseudo-gradient of one parameter (protocol page, section 4).
+"""Compress pseudo-gradients, and read the file of an upload (protocol page, section 4).
 
 After many inner steps a miner uploads how far its weights moved: the *pseudo-gradient*, epoch-start
 weights minus current weights. Most of that movement is in few entries, so of each row of a matrix
@@ -18,18 +18,31 @@ the public network never uses DCT.
 
 A ``(idxs int16, vals float32)`` pair has the shape :func:`encoded_shape` gives. The order of
 entries within a row carries no meaning; this encoder writes ascending indices.
+
+``gradients.pt`` holds all parameters' codes and where they were taken, a dictionary
+``{name + "idxs": int16, name + "vals": float32, ..., "metadata": {...}}``, metadata being the
+integers ``block``, ``inner_step``, ``outer_step`` and the float ``loss``; written with
+``torch.save`` and read with ``weights_only``. Payloads come from untrusted peers: size, types,
+shapes, indices and finiteness are checked before anything is decoded.
 """
 
 from __future__ import annotations
 
 import functools
+import io
 import math
-from collections.abc import Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+
+from .metadata import GradientMetadata, PayloadError
+from .pt_file import PtFileError, read_pt, refuse_calls
 
 TOPK = 32
 TARGET_CHUNK = 64
@@ -316,3 +329,111 @@ def _inverse_dct(rows: torch.Tensor, view: tuple[int, ...]) -> torch.Tensor:
     down, across = (_inverse_basis(n).to(rows.device) for n in (h, w))
     tiles = rows.view(row_chunks, column_chunks, h, w)
     return (down.T @ tiles @ across).permute(0, 2, 1, 3)
+
+
+# --- gradients.pt -------------------------------------------------------------------------------
+
+Schema = Sequence[tuple[str, tuple[int, ...]]]  # (parameter name, shape), state_dict order
+
+_METADATA = "metadata"
+_BYTES_PER_ENTRY = 2 + 4
+_BYTES_PER_RECORD = 1024  # zip headers, alignment and pickle of one tensor, generously
+
+
+@dataclass(frozen=True)
+class GradientPayload:
+    """A checked payload. ``codes``: parameter name -> (idxs, vals); names may be missing."""
+
+    metadata: GradientMetadata
+    codes: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+
+    def decode(self, name: str, shape: Sequence[int]) -> torch.Tensor | None:
+        """Return the parameter's float32 pseudo-gradient, None if it was not sent."""
+        code = self.codes.get(name)
+        if code is None:
+            return None
+        return decode(*code, shape)
+
+
+def max_payload_bytes(schema: Schema) -> int:
+    """Return more bytes than any honest ``gradients.pt`` takes; check it before downloading."""
+    total = 64 * 1024
+    for name, shape in schema:
+        total += math.prod(encoded_shape(shape)) * _BYTES_PER_ENTRY + 2 * (
+            _BYTES_PER_RECORD + 8 * len(name)
+        )
+    return total
+
+
+def load_payload(source: Path | bytes, schema: Schema) -> GradientPayload:
+    """Read and check a ``gradients.pt`` for a model with the parameters of ``schema``.
+
+    Follows what the network's validators accept: parameters may be missing, rows and entries fewer
+    than the full code, indices of any integer width. Entries of no parameter are ignored. Raises
+    PayloadError for everything validators reset an upload for: too large, unreadable, no metadata,
+    wrong type or shape, an index out of range, NaN or Inf.
+    """
+    raw = _read(source, max_payload_bytes(schema))
+    metadata = GradientMetadata.parse(raw.get(_METADATA))
+    codes = {}
+    for name, shape in schema:
+        idxs, vals = raw.get(name + "idxs"), raw.get(name + "vals")
+        if idxs is None and vals is None:
+            continue
+        # Others (sparse, quantized, of a device) obey other rules than the checks below go by.
+        if not _plain_tensor(idxs) or not _plain_tensor(vals):
+            raise PayloadError(f"{name}: idxs and vals are not both dense tensors on the CPU")
+        try:
+            # Before the values: one element with stride 0 may claim to be terabytes of them.
+            check_code(idxs, vals, layout(shape, use_dct=False))
+        except ValueError as error:
+            raise PayloadError(f"{name}: {error}") from None
+        if not bool(torch.isfinite(vals).all()):
+            raise PayloadError(f"{name}: vals hold NaN or Inf")
+        # A parameter in place of a tensor would have autograd record, and keep, all done with it.
+        codes[name] = (idxs, vals.detach())
+    return GradientPayload(metadata, codes)
+
+
+def _plain_tensor(value: Any) -> TypeGuard[torch.Tensor]:
+    return (
+        isinstance(value, torch.Tensor)
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and not value.is_quantized
+    )
+
+
+def _read(source: Path | bytes, limit: int) -> dict[str, Any]:
+    size = len(source) if isinstance(source, bytes) else source.stat().st_size
+    if size > limit:
+        raise PayloadError(f"gradients.pt has {size} bytes; this model's has at most {limit}")
+    file: Any = io.BytesIO(source) if isinstance(source, bytes) else source
+    try:
+        # torch reads the file again and by rules of its own: read_pt refuses where they differ.
+        refuse_calls(read_pt(file))
+        if isinstance(source, bytes):
+            file.seek(0)
+        # On the CPU, whatever GPU the file names: that may be one that trains.
+        raw = torch.load(file, map_location="cpu", weights_only=True)
+    except PtFileError as error:
+        raise PayloadError(f"gradients.pt cannot be read: {error}") from None
+    except (
+        pickle.UnpicklingError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        KeyError,
+        IndexError,
+        AttributeError,
+        EOFError,
+        OverflowError,
+        MemoryError,
+    ) as error:  # what torch.load raises on files made by others
+        first = str(error).strip().splitlines()[:1]
+        raise PayloadError(
+            f"gradients.pt cannot be read: {first[0] if first else error!r}"
+        ) from None
+    if not isinstance(raw, dict):
+        raise PayloadError("gradients.pt is not a dictionary")
+    return raw

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from .names import LONGEST_PEER_ID, is_peer_id
+from .keys import LONGEST_PEER_ID, is_peer_id
 from .types import RoundRequest
 
 IS_ALIVE = "IsAlive"

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from distributed_training.config import ConfigError
 from distributed_training.node.signals import Stopped
-from distributed_training.protocol.payload import GradientPayload, Schema
+from distributed_training.protocol.gradients import GradientPayload, Schema
 from distributed_training.protocol.scoring import relative_improvement
 from distributed_training.scoring.causes import Cause
 from distributed_training.scoring.upload import DataUnavailable, Upload

@@ -47,7 +47,7 @@ from distributed_training.node.global_state import load_weights, model_bytes
 from distributed_training.node.identity import follow_chain, miners_of
 from distributed_training.node.start import fetch_tokenizer
 from distributed_training.protocol import keys, schedule
-from distributed_training.protocol.payload import Schema
+from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.scoring import RESET, ScoreBoard
 from distributed_training.scoring.causes import Cause
 from distributed_training.scoring.evaluator import (

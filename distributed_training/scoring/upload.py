@@ -31,15 +31,15 @@ from distributed_training.data.page_source import PageSource, PageUnavailable
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.node.buckets import NoBucket
 from distributed_training.protocol import keys, schedule
-from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
-from distributed_training.protocol.pages import select_pages
-from distributed_training.protocol.payload import (
+from distributed_training.protocol.gradients import (
     GradientPayload,
     PayloadError,
     Schema,
     load_payload,
     max_payload_bytes,
 )
+from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
+from distributed_training.protocol.pages import select_pages
 from distributed_training.scoring.causes import Cause
 from distributed_training.store.bucket_reader import (
     BucketReader,

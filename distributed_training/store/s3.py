@@ -28,8 +28,8 @@ from pydantic import SecretStr
 
 from distributed_training.common.files import is_full
 from distributed_training.config.settings import StoreSettings
+from distributed_training.protocol.keys import r2_endpoint
 from distributed_training.protocol.metadata import BucketCredentials
-from distributed_training.protocol.names import r2_endpoint
 
 
 class StoreError(RuntimeError):

@@ -42,7 +42,7 @@ from distributed_training.common.processes import (
     without_secrets,
 )
 from distributed_training.config.settings import SwarmSettings
-from distributed_training.protocol import names
+from distributed_training.protocol import keys
 from distributed_training.protocol.types import AllReduceError, AllReduceFault
 
 log = logging.getLogger(__name__)
@@ -466,7 +466,7 @@ class HostKeeper:
             announce=announce,
             identity=str(self._folder / "identity.key"),
             start_timeout=settings.start_timeout.total_seconds(),
-            prefix=names.averager_prefix(settings.run_id),
+            prefix=keys.averager_prefix(settings.run_id),
             part_size=settings.part_size,
             compression=settings.compression,
         )

@@ -24,8 +24,8 @@ from distributed_training.network import Network
 from distributed_training.node.failures import WrongNetwork
 from distributed_training.node.global_state import GlobalState, load_weights, model_bytes
 from distributed_training.protocol import keys
+from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
-from distributed_training.protocol.payload import Schema
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store.bucket_reader import (
     BucketReader,

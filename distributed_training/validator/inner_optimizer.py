@@ -32,7 +32,7 @@ from torch import Tensor
 from distributed_training.common.files import read_state, write_state
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol import keys
-from distributed_training.protocol.payload import Schema
+from distributed_training.protocol.gradients import Schema
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable, pt_content
 from distributed_training.store.journal import Journal
 from distributed_training.store.s3 import S3ObjectStore, StoppedError, StoreError, Uplink

@@ -40,7 +40,7 @@ from distributed_training.node.start import (
     start_log,
     write_settings,
 )
-from distributed_training.protocol.payload import Schema
+from distributed_training.protocol.gradients import Schema
 from distributed_training.scoring.evaluator import (
     EvaluationModel,
     Evaluator,

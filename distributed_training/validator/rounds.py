@@ -28,8 +28,8 @@ from distributed_training.config.settings import SwarmSettings, ValidatorSetting
 from distributed_training.node.global_state import GlobalState, load_weights, model_bytes
 from distributed_training.node.signals import Stopped
 from distributed_training.protocol import keys
+from distributed_training.protocol.keys import is_peer_id
 from distributed_training.protocol.metadata import Metadata
-from distributed_training.protocol.names import is_peer_id
 from distributed_training.protocol.synapses import MOST_CALLED
 from distributed_training.protocol.types import (
     AllReduceError,

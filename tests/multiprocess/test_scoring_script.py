@@ -33,14 +33,14 @@ from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.node.buckets import PeerBuckets
 from distributed_training.node.global_state import GlobalState
-from distributed_training.protocol import gradients, keys, names
+from distributed_training.protocol import gradients, keys
+from distributed_training.protocol.gradients import GradientMetadata
 from distributed_training.protocol.metadata import (
     BucketCredentials,
     ConfigExtras,
     Metadata,
     build_commitment,
 )
-from distributed_training.protocol.payload import GradientMetadata
 from distributed_training.protocol.types import Revision
 from distributed_training.scoring.evaluator import EvaluationModel, Evaluator
 from distributed_training.scoring.upload import PageReader
@@ -104,7 +104,7 @@ class Subnet:
         }
         file = io.BytesIO()
         torch.save(build_payload(codes, GradientMetadata(block, steps, 0, 1.0)), file)
-        store = self.store(names.miner_bucket(GLOBAL_BUCKET, uid))
+        store = self.store(keys.miner_bucket(GLOBAL_BUCKET, uid))
         store.put("epoch-0/gradients.pt", file.getvalue())
         extras = ConfigExtras((block,), steps)
         store.put("epoch-0/config.json", extras.merge_into(self.state.model_config))
@@ -155,7 +155,7 @@ def _publish_all(folder: Path, url: str, server: ObjectStoreServer) -> Subnet:
         if uid != 200:
             chain.serve("127.0.0.1", 1)
         name = GLOBAL_BUCKET
-        bucket = name if uid == 200 else names.miner_bucket(name, uid)
+        bucket = name if uid == 200 else keys.miner_bucket(name, uid)
         S3ObjectStore.from_settings(config.store, bucket=bucket, write=True).create_bucket()
         if uid != UIDS[-1]:
             chain.close()

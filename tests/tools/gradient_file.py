@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distributed_training.protocol.payload import GradientMetadata
+from distributed_training.protocol.gradients import GradientMetadata
 
 
 def build_payload(

@@ -64,7 +64,7 @@ def _drift(path: Path) -> Any:
 
 
 def _payload(path: Path) -> Any:
-    from distributed_training.protocol.payload import load_payload
+    from distributed_training.protocol.gradients import load_payload
 
     # As if the model were larger: then its size refuses none of what is tried here.
     return load_payload(path, [*SCHEMA, ("more", (4096, 4096))])
@@ -229,8 +229,7 @@ def torch_bytes(content: Any) -> bytes:
 def honest_gradients() -> bytes:
     import torch
 
-    from distributed_training.protocol.gradients import encode
-    from distributed_training.protocol.payload import GradientMetadata
+    from distributed_training.protocol.gradients import GradientMetadata, encode
     from tests.tools.gradient_file import build_payload
 
     codes = {name: encode(torch.randn(shape)) for name, shape in SCHEMA}

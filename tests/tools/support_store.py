@@ -19,9 +19,8 @@ from safetensors.torch import save, save_file
 from distributed_training.config.settings import StoreSettings
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.protocol import keys
-from distributed_training.protocol.gradients import encode
+from distributed_training.protocol.gradients import GradientMetadata, encode
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
-from distributed_training.protocol.payload import GradientMetadata
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store.journal import Journal, Submission
 from distributed_training.store.publication import Publication

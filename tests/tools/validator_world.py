@@ -27,6 +27,7 @@ from distributed_training.node.global_state import GlobalState
 from distributed_training.node.identity import Member
 from distributed_training.protocol import gradients as codec
 from distributed_training.protocol import keys
+from distributed_training.protocol.gradients import GradientMetadata, Schema
 from distributed_training.protocol.metadata import (
     BucketCredentials,
     CommitmentError,
@@ -35,7 +36,6 @@ from distributed_training.protocol.metadata import (
     build_commitment,
     parse_commitment,
 )
-from distributed_training.protocol.payload import GradientMetadata, Schema
 from distributed_training.protocol.synapses import IsAliveReply
 from distributed_training.protocol.types import (
     AllReduceError,

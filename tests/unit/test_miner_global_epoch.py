@@ -30,8 +30,8 @@ from distributed_training.miner.global_state import (
     drift,
 )
 from distributed_training.protocol import keys
+from distributed_training.protocol.keys import r2_endpoint
 from distributed_training.protocol.metadata import BucketCredentials, Metadata, build_commitment
-from distributed_training.protocol.names import r2_endpoint
 from distributed_training.protocol.types import Revision
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import AccessDeniedError, S3ObjectStore, TransientError

@@ -23,7 +23,7 @@ from distributed_training.config.types import ConfigAway
 from distributed_training.network import NetworkFileError, keep, signed, source
 from distributed_training.network.file import BUILT_IN, digest_of, tree_of
 from distributed_training.network_command import to_toml
-from distributed_training.protocol.names import averager_prefix
+from distributed_training.protocol.keys import averager_prefix
 from tests.tools.chain_raw import trickle
 from tests.tools.r2_keys import KEYS
 

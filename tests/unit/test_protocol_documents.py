@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed_training.protocol import keys, names
+from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import (
     MAX_METADATA_BYTES,
     BucketCredentials,
@@ -27,15 +27,15 @@ PEER = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
 
 
 def test_names() -> None:
-    assert names.miner_bucket("llama-4b-ws-4", 7) == "llama-4b-ws-4-007"
-    assert names.averager_prefix("v1_2_7_r5") == "v1_2_7_r5_grad_averager"
-    assert names.r2_endpoint("AB" * 16) == f"https://{'ab' * 16}.r2.cloudflarestorage.com"
+    assert keys.miner_bucket("llama-4b-ws-4", 7) == "llama-4b-ws-4-007"
+    assert keys.averager_prefix("v1_2_7_r5") == "v1_2_7_r5_grad_averager"
+    assert keys.r2_endpoint("AB" * 16) == f"https://{'ab' * 16}.r2.cloudflarestorage.com"
 
 
 @pytest.mark.parametrize("account", ["", "a" * 31, "a" * 33, "evil.example/" + "a" * 19])
 def test_an_account_id_cannot_name_another_host(account: str) -> None:
     with pytest.raises(ValueError):
-        names.r2_endpoint(account)
+        keys.r2_endpoint(account)
 
 
 def test_keys() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from distributed_training.protocol import gradients as codec
-from distributed_training.protocol.payload import (
+from distributed_training.protocol.gradients import (
     GradientMetadata,
     PayloadError,
     load_payload,
