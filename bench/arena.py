@@ -54,7 +54,7 @@ from bench.arena_field import PUBLIC, Look, Looks, results, table
 from bench.freshness import LEAD, STEPS_OF_A_BLOCK, File, World, our_miner, public_miner, sent
 from bench.small_model import EFFECTIVE, MICRO, SEQUENCE, new_trainer, small_config
 from distributed_training.chain.base import Neuron
-from distributed_training.data.corpus import StdlibSource
+from distributed_training.data.page_source import StdlibSource
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.protocol import keys, schedule
 from distributed_training.protocol.gradients import GradientMetadata

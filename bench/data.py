@@ -33,7 +33,7 @@ from tokenizers import ByteLevelBPETokenizer
 
 from distributed_training.config.settings import DataSettings, TrainingSettings
 from distributed_training.data.block_builder import WorkerSpec
-from distributed_training.data.corpus import StdlibSource
+from distributed_training.data.page_source import StdlibSource
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.protocol.pages import select_pages

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distributed_training.config.settings import TrainingSettings
-from distributed_training.data.corpus import StdlibSource
+from distributed_training.data.page_source import StdlibSource
 from distributed_training.data.pipeline import held_out_batches
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.training.memory_plan import llama_config

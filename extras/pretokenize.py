@@ -29,8 +29,7 @@ from distributed_training.common.files import write_json
 from distributed_training.config.settings import SourceSpec
 from distributed_training.config.types import ConfigError
 from distributed_training.data.block_builder import check_folder
-from distributed_training.data.corpus import StdlibSource
-from distributed_training.data.page_source import Counts, PageUnavailable
+from distributed_training.data.page_source import Counts, PageUnavailable, StdlibSource
 from distributed_training.data.parquet import FolderSource, ParquetSource
 from distributed_training.data.shards import SUFFIX, ShardError, open_shard, write_shard
 from distributed_training.data.tokenizer import TextTokenizer

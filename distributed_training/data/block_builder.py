@@ -24,8 +24,7 @@ from distributed_training.config.settings import DataSettings, SourceSpec
 from distributed_training.config.types import ConfigError
 from distributed_training.protocol.pages import pages_read_by, select_pages
 
-from .corpus import StdlibSource
-from .page_source import Counts, PageSource, PageUnavailable, Pin
+from .page_source import Counts, PageSource, PageUnavailable, Pin, StdlibSource
 from .parquet import ParquetSource, folder_revision
 from .shards import SUFFIX, ShardError, open_shard, write_shard
 from .tokenizer import TextTokenizer, tokenizer_hash

@@ -25,10 +25,10 @@ from distributed_training.common.backoff import Throttle
 from distributed_training.config.extras import extra
 
 from .block_builder import Failure, Prepared, WorkerSpec, check_folder
-from .corpus import StdlibSource
+from .page_source import StdlibSource
 from .shards import SUFFIX, HeldBack, ShardError, open_shard
 from .tokenizer import TextTokenizer
-from .worker_pool import WorkerPool
+from .worker import WorkerPool
 
 
 class DeviceBuffer:

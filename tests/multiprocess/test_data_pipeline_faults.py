@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 from distributed_training.config.settings import DataSettings
-from distributed_training.data import worker_pool
+from distributed_training.data import worker
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import open_shard
@@ -341,7 +341,7 @@ def test_what_a_worker_said_before_it_died_is_heard(
 def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
     tokenizer: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = worker_pool.DataWorker
+    real = worker.DataWorker
     failed: list[Any] = []
 
     def start(spec: Any) -> Any:
@@ -353,8 +353,8 @@ def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
     with RowsServer(TABLES, latency=0.3) as server:
         with pipeline(server, tokenizer, tmp_path) as made:
             made.request(7)
-            monkeypatch.setattr(worker_pool, "DataWorker", start)
-            monkeypatch.setattr(worker_pool, "_LONGEST_WAIT", timedelta(seconds=0.1))
+            monkeypatch.setattr(worker, "DataWorker", start)
+            monkeypatch.setattr(worker, "_LONGEST_WAIT", timedelta(seconds=0.1))
             os.kill(made._workers.pids[0], signal.SIGKILL)
             assert wait_ready(made, 7) > 0
     assert len(failed) == 2

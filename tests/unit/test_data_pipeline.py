@@ -17,7 +17,7 @@ import torch
 from distributed_training.config.settings import DataSettings
 from distributed_training.data import pipeline as pipeline_module
 from distributed_training.data.block_builder import WorkerSpec
-from distributed_training.data.corpus import StdlibSource
+from distributed_training.data.page_source import StdlibSource
 from distributed_training.data.pipeline import DataPipeline, held_out_batches
 from distributed_training.data.shards import SUFFIX
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer, build_tokenizer
