@@ -10,7 +10,8 @@ import numpy as np
 
 from distributed_training.config.settings import SourceSpec
 from distributed_training.data.block_builder import SourceTokens, WorkerSpec, check_folder
-from distributed_training.data.page_source import Counts
+from distributed_training.data.page_source import Counts, PageUnavailable
+from distributed_training.data.parquet import raise_if_it_may_pass
 from distributed_training.data.shards import SUFFIX, ShardError, open_shard, read_header
 from distributed_training.data.tokenizer import tokenizer_hash
 
@@ -30,43 +31,55 @@ class ShardTokens:
         self._spec = spec
         self._counts = counts
         self._folder = source.folder
+        self._page = spec.settings.rows_per_page
+        self._tokenizer = tokenizer_hash(spec.tokenizer_path)
         self._shards: list[np.ndarray[Any, Any]] = []
+        self._told: set[Path] = set()  # of those left out
+
+    def _open(self) -> None:
+        """Open all shards. Raises PageUnavailable: one cannot be read now, or there are none."""
         self._paths: list[Path] = []
         self._vocabularies: list[int] = []
         self._verified: set[int] = set()
         self._damaged: dict[int, str] = {}
-        wanted = tokenizer_hash(spec.tokenizer_path)
+        shards: list[np.ndarray[Any, Any]] = []
         for path in sorted(self._folder.glob(f"*{SUFFIX}")):
             try:
                 header, _ = read_header(path)
-                if header.tokenizer != wanted:
+                if header.tokenizer != self._tokenizer:
                     raise ShardError(
                         f"{path} was made with another tokenizer than this miner's; make it again"
                     )
                 _, data = open_shard(path, verify=False)  # each when it is first used
             except (OSError, ShardError) as error:
-                counts.add("shards_left_out")
-                log.warning("%s: it is left out", error)
+                raise_if_it_may_pass(error, path)
+                if path not in self._told:  # once, however often a folder without others is opened
+                    self._told.add(path)
+                    self._counts.add("shards_left_out")
+                    log.warning("%s: it is left out", error)
                 continue
             flat = data.reshape(-1)
-            usable = len(flat) // spec.sequence_length
-            if usable:
-                self._shards.append(
-                    flat[: usable * spec.sequence_length].reshape(usable, spec.sequence_length)
-                )
+            length = self._spec.sequence_length
+            if usable := len(flat) // length:
+                shards.append(flat[: usable * length].reshape(usable, length))
                 self._paths.append(path)
                 self._vocabularies.append(header.vocabulary)
-        self._ends = np.cumsum([len(shard) for shard in self._shards], dtype=np.int64)
-        self._page = spec.settings.rows_per_page
-        total = int(self._ends[-1]) if self._shards else 0
-        self._page_count = -(-total // self._page)
-        self._order = np.random.default_rng(spec.uid + spec.rank).permutation(self._page_count)
+        if not shards:
+            raise PageUnavailable(f"{self._folder} holds no usable shards")
+        self._shards = shards
+        self._ends = np.cumsum([len(shard) for shard in shards], dtype=np.int64)
+        self._page_count = -(-int(self._ends[-1]) // self._page)
+        seed = self._spec.uid + self._spec.rank
+        self._order = np.random.default_rng(seed).permutation(self._page_count)
 
     def block(self, block: int, pages: int) -> SourceTokens:
-        if not self._shards:
+        try:
+            # At each block again, as long as it fails: a mount may come late.
+            if not self._shards:
+                self._open()
+        except PageUnavailable as error:
             self._counts.add("pages_missing", pages)
-            problem = f"{self._folder} holds no usable shards"
-            return SourceTokens(np.zeros(0, dtype=np.int32), [problem])
+            return SourceTokens(np.zeros(0, dtype=np.int32), [str(error)])
         pieces: list[np.ndarray[Any, Any]] = []
         missing: list[str] = []
         for i in range(min(pages, self._page_count)):
@@ -116,7 +129,7 @@ class ShardTokens:
             return
         try:
             open_shard(self._paths[shard])
-        except (OSError, ShardError) as error:
+        except ShardError as error:  # an OSError may pass
             self._counts.add("shards_left_out")
             self._damaged[shard] = str(error)
             log.warning("%s: its pages are left out", error)

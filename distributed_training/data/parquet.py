@@ -28,6 +28,12 @@ _MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFIL
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
+def raise_if_it_may_pass(error: Exception, path: Path) -> None:
+    """Raise PageUnavailable for an error that is not the file's, and passes by itself."""
+    if isinstance(error, OSError) and error.errno in _MAY_PASS:
+        raise PageUnavailable(f"{path} cannot be read now: {error.strerror}") from None
+
+
 class _Files:
     """Files in configs, and which of them holds a row."""
 
@@ -129,8 +135,7 @@ class FolderSource:
         except (OSError, ValueError) as error:
             # Left out once, it is left out until a restart, and the rows behind it have other
             # numbers than at the validators. So what may pass is waited for.
-            if isinstance(error, OSError) and error.errno in _MAY_PASS:
-                raise PageUnavailable(f"{path} cannot be read now: {error.strerror}") from None
+            raise_if_it_may_pass(error, path)
             self._counts.add("files_unreadable")
             log.warning("%s is left out: %s", path, error)
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import logging
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ from distributed_training.data.block_builder import BlockMaker, open_source
 from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.data.shards import open_shard, write_shard
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
+from extras import shard_source
 from extras.line_files import JsonLinesSource, TextSource
 from extras.mixture import interleave, pages_of, schedule
 from tests.tools.support_data import worker_spec as spec
@@ -191,6 +196,31 @@ def test_bad_shards_are_named_and_the_others_used(
     assert "8.tokens was made with another tokenizer" in caplog.text
     assert "9.tokens is not a file of tokens" in caplog.text
     assert "1.tokens is corrupted" in caplog.text
+
+
+def test_shards_that_come_late_or_cannot_be_read_now_are_used_later(
+    tmp_path: Path, tokenizer: tuple[Path, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "shards"
+    folder.mkdir()  # a mount that is late
+    maker = BlockMaker(spec(tokenizer, tmp_path, f"shards:{folder}", pages_per_block=9))
+    assert "holds no usable shards" in maker.prepare(4).missing[0]
+    make_shards(folder, tokenizer)
+    away = Mock(side_effect=OSError(errno.ESTALE, "Stale file handle"))
+    with monkeypatch.context() as moment:
+        moment.setattr(shard_source, "read_header", away)
+        assert "cannot be read now: Stale" in maker.prepare(4).missing[0]
+    with monkeypatch.context() as moment:
+        moment.setattr(shard_source, "open_shard", _when(verify=True, fails=away))
+        assert len(maker.prepare(4).missing) == 9
+    assert maker.prepare(4).sequences == 180
+
+
+def _when(*, verify: bool, fails: Mock) -> Callable[..., Any]:
+    def open_it(path: Path, **options: bool) -> Any:
+        return fails(path) if options.get("verify", True) is verify else open_shard(path, **options)
+
+    return open_it
 
 
 def test_tokens_beyond_the_models_vocabulary_are_not_trained_on(
