@@ -117,6 +117,7 @@ def _run(args: argparse.Namespace) -> int:
         )
     if args.check:
         return _check(args.out, units)
+    # After the source was read: one that is refused must not claim the folder.
     work.take_folder(args.out, plan)
     with _Bar(sum(unit.rows for unit in units)) as bar:
         totals = work.pretokenize(

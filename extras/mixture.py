@@ -61,6 +61,7 @@ def _parse_weights(mix: str, named: dict[str, SourceSpec]) -> dict[str, float]:
 
 def pages_of(weights: Sequence[float], pages: int) -> list[int]:
     """Return the pages of each source in a block: its share rounded up, at least one."""
+    # 0.07 * 100 is 7.000000000000001, which must not become one page more.
     return [max(1, math.ceil(weight * pages - 1e-9)) for weight in weights]
 
 
@@ -75,6 +76,7 @@ def schedule(weights: Sequence[float], length: int) -> list[int]:
     order = []
     for _ in range(length):
         credit += share
+        # Rounded: ties differ in their last bits, and must fall alike on all ranks.
         chosen = int(np.argmax(credit.round(9)))
         credit[chosen] -= 1.0
         order.append(chosen)

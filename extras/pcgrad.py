@@ -94,6 +94,7 @@ def products(
     for parts in zip(*domains, strict=True):
         # One parameter at a time: never a second copy of all gradients.
         rows = torch.stack([part.detach().reshape(-1) for part in parts]).float()
+        # Summed over parameters in float64: the sign of a small product decides.
         matrix += (rows @ rows.T).double()
     matrix = matrix.cpu()
     if reduce:

@@ -54,6 +54,7 @@ class Plan:
     vocabulary: int | None = None
 
     def facts(self, tokenizer: str) -> dict[str, Any]:
+        # Its content counts, by hash: the path may be another in each run.
         facts = asdict(self)
         del facts["tokenizer_path"]
         source = facts.pop("source")
@@ -202,6 +203,7 @@ class Maker:
             tokenizer=self._tokenizer.hash,
             eos_id=plan.eos_id,
             vocabulary=self._tokenizer.vocabulary,
+            # By these a later run knows that the source has changed since.
             extra={"config": unit.config, "first": unit.first, "rows": unit.rows},
         )
         return Made(unit, used, self._counts.take())
@@ -251,6 +253,7 @@ def run(plan: Plan, out: Path, *, processes: int, units: list[Unit]) -> Iterator
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Not fork: the tokenizer's library has threads, whose locks a copy would keep for ever.
     context = multiprocessing.get_context("spawn")
     waiting: set[Future[Made]] = set()
     todo = iter(units)
@@ -259,6 +262,7 @@ def run(plan: Plan, out: Path, *, processes: int, units: list[Unit]) -> Iterator
     ) as pool:
         try:
             while True:
+                # Not all at once: of a large data set the futures alone would fill memory.
                 while len(waiting) < 4 * processes and (unit := next(todo, None)) is not None:
                     waiting.add(pool.submit(_make, unit))
                 if not waiting:

@@ -63,6 +63,7 @@ class WorkerSpec:
             self.sequence_length, self.eos_id, self.vocabulary,
             tokenizer_hash(self.tokenizer_path), *filter(None, [settings.revision]),
         ]  # fmt: skip
+        # Short: it becomes a part of paths.
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
         return self.folder / "blocks" / f"rank{self.rank}-{name}"
 
@@ -198,6 +199,7 @@ class RowsTokens:
         self._source = source
         self._tokenizer = tokenizer
         self._counts = counts
+        # Threads: all they do is to wait for the network or a disk.
         self._pool = ThreadPoolExecutor(spec.settings.connections, "pages")
 
     def block(self, block: int, pages: int) -> SourceTokens:
@@ -227,6 +229,7 @@ class RowsTokens:
     def _choose(self, block: int, pages: int) -> list[tuple[str, int, str]]:
         table = self._source.num_rows()
         dealt = pages_read_by(rank=self._spec.rank, world_size=self._spec.world_size, n_pages=pages)
+        # All of an owner's pages: each draw follows from those before it.
         of_rank = {
             owner: select_pages(
                 uid=self._spec.uid,

@@ -78,6 +78,7 @@ class TextTokenizer:
         pieces = []
         for encoding in self._tokenizer.encode_batch_fast(list(rows), add_special_tokens=True):
             ids = encoding.ids
+            # Beyond max_length: validators append it after the cut too.
             ids.append(self.eos_id)
             pieces.append(np.array(ids, dtype=np.int32))
         return pieces

@@ -107,6 +107,7 @@ class WorkerPool:
 
     def submit(self, block: int) -> None:
         """Give ``block`` to the worker with the least to do."""
+        # By what is under way, not in turn: a worker may hang in one slow page.
         worker = min(self._workers, key=lambda w: len(w.blocks))
         with contextlib.suppress(OSError):  # it is gone; seen and replaced by answers()
             worker.submit(block)

@@ -33,6 +33,7 @@ def miner_bucket(global_bucket: str, uid: int) -> str:
     """
     if uid < 0:
         raise ValueError(f"uid {uid} is negative")
+    # Three digits at least, as the public network pads it.
     return f"{global_bucket}-{uid:03d}"
 
 

@@ -49,6 +49,7 @@ def build_commitment(credentials: BucketCredentials) -> str:
 
 def parse_commitment(text: str) -> BucketCredentials:
     """Read a commitment. Raises CommitmentError unless it is 128 visible ASCII characters."""
+    # By length alone: there is no separator between the parts.
     if len(text) != LENGTH:
         raise CommitmentError(f"a commitment has {LENGTH} characters, this one has {len(text)}")
     if not _visible_ascii(text):
@@ -149,6 +150,7 @@ def parse_config(data: bytes | str) -> tuple[dict[str, Any], ConfigExtras]:
     """
     raw = _load(data, "config.json", MAX_CONFIG_BYTES)
     blocks = raw.get("block_list") or []
+    # Bounded by number too: 4 MB hold two million of them.
     if not isinstance(blocks, list) or len(blocks) > 100_000:
         raise MetadataError("config.json: block_list is not a list of blocks")
     last = raw.get("last_allreduce_block")

@@ -36,6 +36,7 @@ def select_pages(
     """
     if min(uid, local_rank, block, n_pages) < 0:
         raise ValueError("uid, local_rank, block and n_pages must not be negative")
+    # Sorted: a server may list them in another order to each peer.
     configs = sorted(num_rows)
     if not configs:
         raise ValueError("num_rows names no config, so there is nothing to select from")

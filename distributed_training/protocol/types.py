@@ -19,6 +19,7 @@ class Revision:
     The global model is always ``{run}.{E}.0``.
     """
 
+    # In the order by which revisions compare.
     run: int
     outer_step: int
     inner_step: int

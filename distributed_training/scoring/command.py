@@ -79,6 +79,7 @@ def run() -> int:
 
 
 def main(argv: Sequence[str]) -> int:
+    # Two parsers: what this one does not know is a flag of the validator, or refused by its loader.
     options, flags = build_parser().parse_known_args(argv)
     if options.help:
         print(__doc__)
@@ -188,6 +189,7 @@ def score(config: Config, options: argparse.Namespace) -> int:
             sources, uids = find_sources(config, options, stack)
             folder = cache_folder(options)
             miners = None if options.subnet else config.run_folder.parent
+            # Once for all looks: tokenizer and model take longer to load than most looks.
             session = Session(config, sources, folder=folder, miners=miners)
         except NetworkFailure as error:
             print(f"error: {error}", file=sys.stderr)
@@ -212,6 +214,7 @@ def score(config: Config, options: argparse.Namespace) -> int:
                 # A uid that nobody has any more may come back; at once it is a wrong flag.
                 if isinstance(error, ConfigError) and not looked:
                     raise
+                # With --watch it goes on: whatever was in the way may pass.
                 print(f"error: {reason(error)}", file=sys.stderr, flush=True)
                 if options.watch is None:
                     return 1
@@ -302,6 +305,7 @@ def first_line(error: BaseException) -> str:
 
 def keep(preview: Preview, run_folder: Path) -> None:
     """Leave the preview for the dashboard of the miner whose settings these are, if it ran here."""
+    # Nowhere else: with a score file any folder would look like a miner's.
     if (run_folder / "events.jsonl").exists():
         with suppress(OSError):  # a full disk is the miner's to report
             found = {"time": time.time(), **to_json(preview)}
@@ -330,6 +334,7 @@ def _stay_out_of_the_way() -> None:
     """Leave every cycle and every byte of the GPU to a miner that trains on this machine."""
     import torch
 
+    # Before torch starts threads: on Linux each inherits the niceness of the one that starts it.
     os.nice(19)
     torch.set_num_threads(1)
     # Where the machine's memory runs out, the kernel ends this process and not a rank.
@@ -454,6 +459,7 @@ def row_fields(row: Row) -> dict[str, Any]:
     ):
         fields[f"{name}_blocks"] = list(found.blocks) if found else []
         fields[f"{name}_before"], fields[f"{name}_after"] = found.losses if found else (None, None)
+        # An interval of one micro-batch has no end, and JSON has no infinity.
         fields[f"{name}_relative"] = interval.value if interval else None
         bounds = (interval.low, interval.high) if interval else (math.inf, math.inf)
         for bound, value in zip(("low", "high"), bounds, strict=True):

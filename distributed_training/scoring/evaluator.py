@@ -78,6 +78,7 @@ class EvaluationModel:
         self.schema: Schema = schema_of(model)
         self.device = device
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
+        # Without gradients: torch refuses to change weights in place that record some.
         self._model = model.to(device).eval().requires_grad_(False)
         self._loss = CausalLoss(self._model, linear_cross_entropy)
         self._parameters = dict(self._model.named_parameters())
@@ -86,6 +87,7 @@ class EvaluationModel:
 
     def state(self) -> list[Tensor]:
         """Return copies of the weights, float32 on the CPU, in the order of ``schema``."""
+        # Cloned: on the CPU .cpu() is the parameter itself, which the next upload changes.
         return [self._parameters[name].detach().cpu().clone() for name, _ in self.schema]
 
     def load(self, weights: Sequence[Tensor]) -> None:
@@ -99,6 +101,7 @@ class EvaluationModel:
 
     def tokens(self, sequences: Tensor) -> tuple[int, ...]:
         """Count the predicted tokens of each micro-batch."""
+        # Nothing comes before the first token of a sequence, so nobody predicts it.
         return tuple(b.shape[0] * (b.shape[1] - 1) for b in sequences.split(self._micro_batch))
 
     @torch.no_grad()
@@ -123,6 +126,7 @@ class EvaluationModel:
 
     def loss(self, sequences: Tensor) -> float:
         """Return the mean over all predicted tokens. Raises as :meth:`losses`."""
+        # Weighted: the last micro-batch may be smaller than the others.
         tokens = self.tokens(sequences)
         pairs = zip(self.losses(sequences), tokens, strict=True)
         return sum(loss * n for loss, n in pairs) / sum(tokens)
@@ -184,6 +188,7 @@ class Comparison:
         Inf for fewer than two. Texts of one page resemble each other, so the true one is somewhat
         larger.
         """
+        # By pairs: texts differ far more among each other than an upload changes one.
         gains = [b - a for b, a in zip(self.before, self.after, strict=True)]
         n = len(gains)
         if n < 2:
@@ -327,6 +332,7 @@ class Evaluator:
 
     def _apply(self, payload: GradientPayload, outer_learning_rate: float) -> None:
         """Subtract ``outer_lr * 0.5 * decoded`` from every parameter that was sent."""
+        # One at a time: decoded together they are as large as the model.
         for name, shape in self.model.schema:
             decoded = payload.decode(name, shape)
             if decoded is not None:
@@ -344,6 +350,7 @@ def judgement_fields(judgement: Judgement, revision: str) -> Mapping[str, object
     }
     if revision:
         fields["revision"] = revision
+    # Left out of a reset one: a figure that was not measured is absent.
     for name, found in (("random", judgement.random), ("assigned", judgement.assigned)):
         if found is not None:
             fields[f"{name}_before"], fields[f"{name}_after"] = found.losses

@@ -68,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         return 0
     try:
+        # Before the network is asked: a download of gigabytes would end in this refusal.
         folder = _new_folder(options.folder)
+        # First, so that the same flag on the command line wins.
         given = ["--neuron.device", "cpu", *subnet_flags(options.subnet), *flags]
         config = load_config("validator", given, check=False)
         return _export(config, options, folder)
@@ -202,6 +204,7 @@ def _load(folder: Path) -> Any:
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    # Never from the hub: a file that the export lacks must be an error here.
     return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
 
 
@@ -218,6 +221,7 @@ def sample(folder: Path, prompt: str, *, tokens: int) -> str:
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
     # The end of a long prompt: context and new tokens share max_position_embeddings.
     ids = ids[:, -max(1, room - tokens) :]
+    # The seed is for this text: a caller in the same process keeps its own.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         out = model.generate(
@@ -254,6 +258,7 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> float:
         read = PageReader.from_settings(
             config, open_source(config.data), TextTokenizer(path, eos_id=eos)
         )
+        # The same blocks at each call, so that two exports can be compared.
         generator = random.Random(0)
         while count < sequences:
             (block,) = draw_random_blocks(10**6, 1, generator)

@@ -133,6 +133,7 @@ def read_judged(
     of the same disk stays free.
     """
     try:
+        # The root first: a publisher writes it last, so what it names is there.
         root = bucket.metadata()
         if root is None:
             raise NotJudgeable(f"{bucket.name} is empty: nothing was uploaded yet")
@@ -179,6 +180,7 @@ def _weights(
             f"{error}; the miner on this disk may take {size_text(reserved)} of it: give --cache "
             "on another disk"
         ) from None
+    # After the fetch, since it may fail: each state is as large as the model.
     for _, state in states(folder):
         if state != found:
             shutil.rmtree(state, ignore_errors=True)
@@ -192,6 +194,7 @@ def _kept_for_miners(miners: Path, folder: Path, model_config: Mapping[str, Any]
     """
     checkpoints = MinerSettings().keep_checkpoints
     most = disk_space(ModelShape.from_config(model_config), keep_checkpoints=checkpoints).total
+    # With checkpoints it is a miner's; a validator's or a subnet's takes no such room.
     runs = {path.parent for path in miners.glob("*/checkpoints")}
     # Of miners on another disk no room is taken.
     same = [run for run in runs if run.stat().st_dev == folder.stat().st_dev]
@@ -205,6 +208,7 @@ def _learning_rate(bucket: BucketReader, outer_step: int) -> float:
     """
     key = keys.epoch_key(outer_step, keys.OUTER_OPTIMIZER)
     try:
+        # Buffered: a table of contents is read a few bytes at a time, each of them a request.
         content = pt_content(io.BufferedReader(bucket.open(key), 64 * 1024)).content
         found = float(content["optimizer_state_dict"]["param_groups"][0]["lr"])
         if not math.isfinite(found):
@@ -248,11 +252,13 @@ def rank(
     Each pass draws every upload's improvement again from the uncertainty of its texts. ``passes=1``
     takes the figures as they are: one pass of a new validator.
     """
+    # The same draws at each look, so that only other uploads change a rank.
     generator = random.Random(seed)
     board = ScoreBoard(j.uid for j in judgements)
     for _ in range(passes):
         vary = generator if passes > 1 else None
         board.update_round(
+            # Two draws: a validator's random and assigned text are different samples.
             random={j.uid: _draw(j.random, vary) for j in judgements},
             assigned={j.uid: _draw(j.assigned, vary) for j in judgements},
         )
@@ -420,6 +426,7 @@ class Previewer:
             return Repository(uid, False, cause, reason), None
         if repository.metadata is None or repository.metadata.inner_step == 0:
             return repository, None
+        # Of one timeout: a bucket that drips may not have it twice.
         left = self.timeout - timedelta(seconds=time.monotonic() - began)
         try:
             return repository, read_upload(
@@ -456,6 +463,7 @@ class Previewer:
         repository: Repository,
         judgement: Judgement | DataUnavailable | None,
     ) -> Row:
+        # The bucket's cause first: the upload's matters only once that is fixed.
         cause, reason = repository.cause, repository.reason
         if isinstance(judgement, DataUnavailable):
             cause, reason, judgement = cause or Cause.NO_DATA, reason or str(judgement), None
@@ -604,6 +612,7 @@ class Session:
         )
         self._device = evaluation_device(config.miner.device)
         self._model: EvaluationModel | None = None
+        # Unseeded, as a validator's: text that is known before could be trained on.
         self._random = random.Random()
 
     def look(self, wanted: Wanted) -> Preview:
@@ -612,6 +621,7 @@ class Session:
         Raises NotJudgeable, ConfigError (a uid nobody has), ChainError, Stopped.
         """
         settings, sources = self._config.validator, self._sources
+        # Once: the chain moves on while buckets are read, and all are judged alike.
         block = sources.block()
         judged = self._judged(block)
         previewer = Previewer(

@@ -173,6 +173,7 @@ class PageReader:
         per_rank = -(-self.limit // self.ranks) if self.limit else None
         tokens = []
         try:
+            # Each rank apart: the miner's ranks cut their own text, and joined it would shift.
             for rank in range(self.ranks):
                 rows: list[str] = []
                 for config, row, split in select_pages(
@@ -295,6 +296,7 @@ def _read(
     try:
         # No byte is fetched of a file that is larger than this model's can be.
         raw = bucket.read(key, limit=max_payload_bytes(schema))
+        # Checked here, within the timeout: a judgement only uses it.
         return Upload(repository.uid, tuple(blocks), load_payload(raw, schema))
     except ObjectMissingError:
         raise InvalidUpload(Cause.NOTHING_PUBLISHED, "gradients.pt is gone") from None
