@@ -165,14 +165,24 @@ def served(settings: DataSettings) -> Pin:
 
 
 def open_source(settings: DataSettings) -> PageSource:
-    """Open the one source that ``--data.source`` names, without a cache. Raises ConfigError."""
+    """Open the one source that ``--data.source`` names, without a cache.
+
+    A folder without files is opened again when rows are asked for. Raises ConfigError.
+    """
     sources = settings.sources
     if len(sources) != 1:
         raise ConfigError(
             f"--data.source {settings.source} names several sources where one is needed, so "
             "nothing is read: give one"
         )
-    return open_rows(settings, sources[0], cache=None, counts=Counts())
+
+    def open_it() -> PageSource:
+        return open_rows(settings, sources[0], cache=None, counts=Counts())
+
+    try:
+        return open_it()
+    except PageUnavailable:  # an empty folder, maybe of a mount that comes late
+        return _Reopened(open_it)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -153,17 +153,18 @@ def test_a_ranks_tokens_do_not_depend_on_the_world_size(tokenizer: tuple[Path, i
                     assert np.array_equal(served, alone[rank][: least // 2 * 2])
 
 
+def without(page: tuple[str, int, str]) -> Callable[[Mapping[str, str]], Fault | None]:
+    """Return what a server decides that has all pages but this one."""
+    of_page = {"config": page[0], "offset": str(page[1])}
+    return lambda query: Fault(status=404) if of_page.items() <= query.items() else None
+
+
 def test_one_failing_page_does_not_stop_the_others(
     tokenizer: tuple[Path, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pages = select_pages(uid=11, local_rank=0, block=5, n_pages=5, num_rows=SIZES)
     config, row, _ = pages[1]
-
-    def decide(query: Mapping[str, str]) -> Fault | None:
-        hit = query["config"] == config and query["offset"] == str(row)
-        return Fault(status=404) if hit else None
-
-    with RowsServer(TABLES, decide=decide) as server:
+    with RowsServer(TABLES, decide=without(pages[1])) as server:
         with pipeline(server, tokenizer, tmp_path) as made:
             made.request(5)
             served = serve(made, 5)
@@ -238,13 +239,7 @@ def test_after_a_kill_it_goes_on_at_the_next_sequence(
     # A page of the block is missing when it is first prepared, and there after the restart: the
     # kept block still has the tokens that the position counts.
     pages = select_pages(uid=11, local_rank=0, block=40, n_pages=5, num_rows=SIZES)
-    config, row, _ = pages[0]
-
-    def decide(query: Mapping[str, str]) -> Fault | None:
-        hit = query["config"] == config and query["offset"] == str(row)
-        return Fault(status=404) if hit else None
-
-    with RowsServer(TABLES, decide=decide) as server:
+    with RowsServer(TABLES, decide=without(pages[0])) as server:
         child = subprocess.Popen(
             [sys.executable, "-c", CHILD, server.url, DATASET, *map(str, tokenizer), str(tmp_path)],
             stdout=subprocess.PIPE,

@@ -37,6 +37,11 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no folder"):
         open_source(DataSettings(source=f"text:{tmp_path / 'nowhere'}"))
+    late = open_source(DataSettings(source=f"parquet:{tmp_path}"))  # of a mount that is not there
+    with pytest.raises(PageUnavailable, match=r"holds no \.parquet files"):
+        late.num_rows()
+    pq.write_table(pa.table({"text": ROWS}), tmp_path / "0.parquet")
+    assert late.num_rows() == {"root": 500}
 
 
 def test_parquet_row_groups_files_and_damage(
