@@ -56,14 +56,8 @@ from distributed_training.miner.several_nodes import Plan
 
 log = logging.getLogger(__name__)
 
-#: Imported once by the server. The order matters only for who pays for what is shared.
 PROGRAM = "distributed_training.miner.start"  # its run_rank(config) is a rank
-PRELOAD = (
-    "torch",
-    "torch.distributed.fsdp",
-    "transformers.models.llama.modeling_llama",
-    PROGRAM,
-)
+PRELOAD = ("distributed_training.miner.preload",)  # imported once by the server
 
 _ROOT = Path(__file__).resolve().parents[2]
 _SERVER_ENDED = 255  # what multiprocessing says of a rank whose server cannot tell its status
@@ -352,6 +346,7 @@ def _become_rank(program: str, config: Config, environ: Mapping[str, str]) -> No
     # What the server imported is half a million objects. A full collection would look at each, a
     # third of a second, and so copy the pages that the ranks share.
     gc.freeze()
+    gc.enable()  # preload.py has disabled it
     # A session of its own: Ctrl-C at the terminal reaches the launcher alone.
     os.setsid()
     for number in _TERMINAL_SIGNALS:

@@ -164,7 +164,8 @@ def _flags_of_the_guide() -> list[dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_two_nodes_train_as_one_with_as_many_ranks(nodes: Nodes) -> None:
+@pytest.mark.parametrize("compared", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_two_nodes_train_as_one_with_as_many_ranks(nodes: Nodes, compared: bool) -> None:
     """Started with the guide's commands, node 1 at first with wrong ones: node 0 waits for it."""
     with machines(2) as found:
         flags = [one | {"nproc_per_node": "1"} for one in _flags_of_the_guide()]
@@ -178,25 +179,24 @@ def test_two_nodes_train_as_one_with_as_many_ranks(nodes: Nodes) -> None:
         assert f"Node 1 is refused: {line}" in pair[0].output
         assert pair[0].process is not None and pair[0].process.poll() is None, "node 0 waits"
         pair[1].start(steps=12)
-        _trained_as_one(pair, nodes)
+        _all_ended_well(pair, steps=12)
+        assert not (pair[1].folder / "events.jsonl").exists()
+        assert not list((pair[1].folder / "snapshots").glob("*"))
+        if compared:
+            _trained_as_one(pair, nodes)
         nodes.close()
 
 
 def _trained_as_one(pair: list[Node], nodes: Nodes) -> None:
-    for node in pair:
-        assert node.wait() == 0, node.output
     one = nodes("one", nproc_per_node="2").start(steps=12)
     assert one.wait() == 0, one.output
     # To the bit, but for the norm that gradients are clipped to: its squares are added up by shard.
     assert pair[0].inner_steps() == pytest.approx(one.inner_steps(), abs=1e-5)
     assert len(one.inner_steps()) == 12
-    rows = [torch.load(n.folder / "rows-0.pt", weights_only=True) for n in pair]
+    rows = torch.load(pair[0].folder / "rows-0.pt", weights_only=True)
     whole = torch.load(one.folder / "whole.pt", weights_only=True)
-    for a, b, c in zip(*rows, whole, strict=True):
-        assert torch.equal(a, b), "the copies differ"
-        assert torch.allclose(a, c, atol=1e-6)
-    assert not (pair[1].folder / "events.jsonl").exists()
-    assert not list((pair[1].folder / "snapshots").glob("*"))
+    for a, b in zip(rows, whole, strict=True):
+        assert torch.allclose(a, b, atol=1e-6)
 
 
 def _step(nodes: list[Node]) -> int:

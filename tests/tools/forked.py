@@ -241,6 +241,7 @@ def _run(
 
 def _lead_session(log: str, errors: str) -> None:
     gc.freeze()  # or a full collection looks at all that the server holds: a third of a second
+    gc.enable()
     os.setsid()
     for number, path in enumerate((log, errors), start=1):
         with open(path, "ab", buffering=0) as file:

@@ -189,7 +189,7 @@ def test_wandb_goes_on_with_its_run_over_one_axis_of_steps(
         assert b"--an.argument" not in content and b"pytest" not in content, file
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("wandb")
 def test_a_wandb_server_that_is_away_costs_a_line_and_no_figures(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -202,7 +202,7 @@ def test_a_wandb_server_that_is_away_costs_a_line_and_no_figures(
     assert [row["inner_step_total"] for row in rows] == [1, 2, 3]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.usefixtures("wandb")
 def test_a_missing_key_is_one_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     log_steps(TelemetrySettings(wandb="online"), tmp_path, range(1, 3), first=1)
