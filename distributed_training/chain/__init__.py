@@ -4,9 +4,9 @@ The chain: ``base`` (its small types, and what readers see), ``registry`` and ``
 chains that pass one contract test). ``registration`` (deregistered, moved to another uid, a second
 miner with this hotkey), ``identity`` (the wallet, and the endpoint for validators).
 
-Calls: ``server`` (their meaning), ``auth`` (who is calling, and why one is refused), ``callers``
-(what a caller may cost, replays, the file for the next start). ``http_server`` (bytes and
-connections, bounded), ``client`` (calling others).
+Calls: ``server`` (their meaning), ``auth`` (who is calling, why one is refused, replays, the file
+for the next start). ``http_server`` (what a caller may cost: bytes and connections, bounded),
+``client`` (calling others).
 
 Nothing is imported here: bittensor takes half a second.
 """

@@ -4,6 +4,15 @@ Both schemes are checked in two halves, so that the server can put its cheap che
 :func:`claim` reads what the headers say (nothing is proven yet), :func:`proven` verifies the
 signature (43 us). The scheme of a call decides nothing about what its caller may do. The legacy
 signature covers the hash of nothing in place of the body (protocol/synapses.py).
+
+*Replay.* A nonce is the caller's clock in nanoseconds. A call is fresh while its nonce is at most
+some seconds old by our clock (:func:`max_age`), and a replay when the same call was accepted
+before. Both clocks are wall clocks, by protocol, and may be set at any time. So accepted calls are
+remembered for much longer than they could stay fresh (``KEPT``), by a monotonic clock. When a call
+is forgotten at last, everything as old or older is refused from then on (the floor). The next
+process reads the highest nonce accepted, and whether the end was clean, from one small file of the
+run folder. After a clean end that nonce is the floor. After a kill the last nonces may be missing,
+so for the first seconds everything is refused that could have been signed before the start.
 """
 
 from __future__ import annotations
@@ -12,15 +21,22 @@ import enum
 import logging
 import math
 import re
+import threading
 import time
 import uuid as uuids
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
 
 from bittensor import http_auth
 from bittensor.sp_core import verify as verify_signature
+from pydantic import Field
 
 from distributed_training.common.backoff import Throttle
+from distributed_training.common.files import read_state, remove_leftovers, write_state
 from distributed_training.protocol.synapses import (
     LEGACY_ALLOWANCE,
     LEGACY_BODY_HASH,
@@ -245,13 +261,149 @@ def _same_key_text(hotkey: str, claimed: Claim) -> bytes:
 
 
 class _NoStore:
-    """Replays are the business of :class:`~.callers.NonceMemory`."""
+    """Replays are the business of :class:`NonceMemory`."""
 
     def check_and_store(self, hotkey_ss58: str, nonce_ns: int) -> bool:
         return True
 
 
 _NO_STORE = _NoStore()
+
+
+MOST_VALIDATORS = 1024
+_LARGEST_FILE = 256 * 1024  # bytes
+
+
+@dataclass(frozen=True)
+class Kept:
+    """``highest``: nonce of any accepted call (ns), -1 without one.
+
+    ``clean``: whether no call can be missing in it. ``validators``: their addresses, the latest
+    last, as :func:`.http_server.normalize` returns them.
+    """
+
+    # Without defaults: of a file that lost one of these two, every call might be a replay.
+    highest: Annotated[int, Field(ge=-1, lt=1 << 63)]
+    clean: bool
+    validators: Annotated[tuple[str, ...], Field(max_length=MOST_VALIDATORS)] = ()
+
+
+class KeptFile:
+    """The file of callers for the next start, for one thread at a time.
+
+    ``path`` None: none is kept.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._saved: Kept | None = None
+
+    def load(self) -> Kept:
+        """Return what was kept; without a file nothing was ever accepted."""
+        if self._path is None:
+            return Kept(-1, clean=True)
+        remove_leftovers(self._path)
+        there = self._path.exists()
+        lost = (
+            "calls signed before this start are refused for its first seconds, and validators are "
+            "untrusted clients until they call"
+        )
+        kept = read_state(self._path, Kept, lost=lost, at_most=_LARGEST_FILE)
+        if kept is None:
+            kept = Kept(-1, clean=not there)
+            if there:
+                # It was set aside. A kill before the first save must leave no missing file, which
+                # would count as clean.
+                self.save(kept)
+        return kept
+
+    def save(self, kept: Kept) -> None:
+        """Write the file if it would change. A failure is logged, not raised."""
+        lost = (
+            "after a restart, calls of the last seconds could be replayed and validators kept out "
+            "by a flood; free disk space or correct its permissions"
+        )
+        if self._path is None or kept == self._saved:
+            return
+        if write_state(self._path, kept, lost=lost):
+            self._saved = kept
+
+
+KEPT = timedelta(hours=2)
+# All hotkeys of a subnet (256) at the rate each may call (5/s) fill this in 25 s: longer than a
+# call stays fresh.
+MOST_CALLS = 32_768
+
+Call = tuple[str, int, str]  # hotkey, nonce, salt
+
+
+class NonceMemory:
+    """Replay memory. Thread-safe.
+
+    ``window``: the longest age at which any call is accepted plus ``skew``, how far a caller's
+    clock may be ahead of ours. ``kept``: from the process before. ``clock`` is the wall clock in
+    ns, ``monotonic`` seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        window: timedelta,
+        skew: timedelta,
+        kept: Kept,
+        clock: Callable[[], int] = time.time_ns,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._accepted: OrderedDict[Call, float] = OrderedDict()  # when, monotonic
+        now = clock()
+        # Written while this machine's clock was ahead: as a floor it would shut all out.
+        ahead = kept.highest > now + _nanoseconds(window)
+        self._floor = self.highest = -1 if ahead else kept.highest
+        # Nonces up to the first floor are refused until then (monotonic).
+        self._first_floor, self._first_until = -1, float("-inf")
+        if ahead or not kept.clean:
+            self._first_floor = now + _nanoseconds(skew)
+            self._first_until = monotonic() + window.total_seconds()
+
+    def used(self, hotkey: str, nonce: int, salt: str = "") -> bool:
+        """Return True when this call was accepted before, or may have been. Changes nothing."""
+        with self._lock:
+            return self._used((hotkey, nonce, salt))
+
+    def _used(self, call: Call) -> bool:
+        return (
+            call in self._accepted
+            or call[1] <= self._floor
+            or (call[1] <= self._first_floor and self._monotonic() < self._first_until)
+        )
+
+    def use(self, hotkey: str, nonce: int, salt: str = "") -> bool:
+        """Record a verified call; False (and nothing recorded) when it was used before."""
+        call = (hotkey, nonce, salt)
+        with self._lock:
+            # One lock for check and record: of two threads with one call, one is refused.
+            if self._used(call):
+                return False
+            now = self._monotonic()
+            self._accepted[call] = now
+            self.highest = max(self.highest, nonce)
+            forgotten = now - KEPT.total_seconds()
+            # What is forgotten raises the floor: as old a call is refused from then on.
+            while (
+                len(self._accepted) > MOST_CALLS or next(iter(self._accepted.values())) < forgotten
+            ):
+                (_, old, _), _ = self._accepted.popitem(last=False)
+                self._floor = max(self._floor, old)
+            return True
+
+    def __len__(self) -> int:
+        return len(self._accepted)
+
+
+def _nanoseconds(duration: timedelta) -> int:
+    return round(duration.total_seconds() * 1e9)
 
 
 def sign_legacy(

@@ -8,7 +8,18 @@ a few kilobytes at most. ``Transfer-Encoding``, under which every single byte ca
 connection is closed, which HTTP/1.1 allows a server at any time; a server that many poll may keep
 it instead (``Handlers.idle``), as long as half of the connections it may have are free.
 
-Connections are accepted here, not by asyncio: what :class:`~.callers.Admission` does not let in is
+*Trust.* An address becomes trusted when a call of a neuron with a validator permit was verified
+from it. It stays trusted over a restart, since a flood does not end with one. Endpoints that
+validators have written to the chain are trusted too. Trust only spares an address the limits that
+all untrusted clients share; its requests are checked like all others.
+
+*Admission.* The loop trains in this process, and every bad request takes the interpreter away from
+it for a moment. So the cheapest refusal is the earliest: connections of an address that keeps
+sending bad requests are closed on accept, before a protocol object or a task exists for them. All
+untrusted clients together share one budget of new connections; validators do not draw on it and are
+never blocked.
+
+Connections are accepted here, not by asyncio: what :class:`Admission` does not let in is
 closed before a task is made for it. Measured by ``bench.server``: 2,000 connections a second
 that are refused take 4 to 6 % of a core so, and 19 to 21 % through asyncio's own server.
 """
@@ -19,12 +30,15 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import ipaddress
 import itertools
 import json
 import socket
 import struct
 import threading
-from collections.abc import Awaitable, Callable, Mapping
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Awaitable, Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from http import HTTPStatus
@@ -37,8 +51,7 @@ from distributed_training.common.ports import listen
 from distributed_training.config.types import ConfigError
 from distributed_training.protocol.synapses import MAX_BODY_BYTES
 
-from .auth import Refusal, Refused
-from .callers import Admission, normalize
+from .auth import MOST_VALIDATORS, Refusal, Refused
 
 # A dendrite's head has 1.1 KB and 22 lines, a btauth one half of it.
 MAX_HEAD_BYTES = 8 * 1024
@@ -265,6 +278,182 @@ async def _sent(connection: socket.socket, answer: bytes) -> bool:
                 await asyncio.get_running_loop().sock_sendall(connection, answer[sent:])
         return True
     return False
+
+
+def normalize(address: str) -> str:
+    """Return one key per client: IPv4 also when mapped into IPv6, IPv6 by its /64."""
+    if "." in address and ":" not in address:
+        return address
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv6Address):
+        if parsed.ipv4_mapped is not None:
+            return str(parsed.ipv4_mapped)
+        return str(ipaddress.ip_network((parsed, 64), strict=False).network_address) + "/64"
+    return str(parsed)
+
+
+class TrustedAddresses:
+    """Keys as :func:`normalize` makes them. Thread-safe.
+
+    ``callers``: those kept from before. At most ``MOST_VALIDATORS`` are kept, the latest; the
+    chain's endpoints are bounded by its uids.
+    """
+
+    def __init__(self, callers: Iterable[str] = ()) -> None:
+        self._lock = threading.Lock()
+        self._endpoints: frozenset[str] = frozenset()
+        self._callers: OrderedDict[str, None] = OrderedDict.fromkeys(callers)
+
+    def __contains__(self, address: str) -> bool:
+        # Without the lock: each is one look-up, and the set of endpoints is replaced whole.
+        return address in self._callers or address in self._endpoints
+
+    def add(self, address: str) -> None:
+        """Trust an address from which a validator called."""
+        with self._lock:
+            if len(self._callers) >= MOST_VALIDATORS and address not in self._callers:
+                self._callers.popitem(last=False)
+            self._callers[address] = None
+
+    def callers(self) -> tuple[str, ...]:
+        with self._lock:
+            return tuple(self._callers)
+
+    def set_endpoints(self, addresses: Iterable[str]) -> None:
+        """Replace the endpoints of validators by those that the chain shows now."""
+        self._endpoints = frozenset(map(normalize, addresses))
+
+
+BURST_SECONDS = 6.0  # a bucket holds what its rate allows in this time
+NEWCOMERS_PER_SECOND, NEWCOMERS_BURST = 25.0, 100
+STRIKES = 20  # refused requests; one is forgiven every BLOCK_SECONDS / STRIKES
+BLOCK_SECONDS = 60.0
+_MOST_BLOCKED = 4096
+
+
+class Buckets:
+    """Token buckets by key, the least recently used forgotten beyond ``capacity``.
+
+    Not thread-safe.
+    """
+
+    def __init__(
+        self,
+        *,
+        rate: float,
+        burst: float | None = None,
+        capacity: int = 4096,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rate = rate
+        self._burst = max(1.0, rate * BURST_SECONDS if burst is None else burst)
+        self._capacity = capacity
+        self._clock = clock
+        self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()
+
+    def _level(self, key: Hashable, now: float) -> float:
+        level, then = self._levels.get(key, (self._burst, now))
+        return min(self._burst, level + (now - then) * self._rate)
+
+    def empty(self, key: Hashable) -> bool:
+        return self._level(key, self._clock()) < 1.0
+
+    def take(self, key: Hashable) -> bool:
+        """Take one token; return False when there is none."""
+        now = self._clock()
+        level = self._level(key, now)
+        enough = level >= 1.0
+        # Also when refused: a key that went out of memory would have a full bucket again.
+        self._levels[key] = (level - 1.0 if enough else level, now)
+        self._levels.move_to_end(key)
+        if len(self._levels) > self._capacity:
+            self._levels.popitem(last=False)
+        return enough
+
+    def __len__(self) -> int:
+        return len(self._levels)
+
+
+class Admission:
+    """Connections and bad requests by address (a key of :func:`normalize`).
+
+    For one thread; the counters may be read from others. ``max_connections`` counts untrusted
+    clients; validators' addresses may use a quarter more. ``newcomers``: new connections per second
+    of all untrusted clients together, and their burst.
+    """
+
+    def __init__(
+        self,
+        *,
+        trusted: TrustedAddresses,
+        max_connections: int,
+        max_connections_per_address: int,
+        requests_per_address: float,
+        newcomers: tuple[float, int] = (NEWCOMERS_PER_SECOND, NEWCOMERS_BURST),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._trusted = trusted
+        self._max = max_connections
+        self._max_per_address = max_connections_per_address
+        self._clock = clock
+        self._requests = Buckets(rate=requests_per_address, clock=clock)
+        self._strikes = Buckets(rate=STRIKES / BLOCK_SECONDS, burst=STRIKES, clock=clock)
+        self._newcomers = Buckets(rate=newcomers[0], burst=newcomers[1], capacity=1, clock=clock)
+        self._blocked: OrderedDict[str, float] = OrderedDict()  # until
+        self._open: Counter[str] = Counter()
+        self.connections = 0
+        self.refused: Counter[str] = Counter()
+
+    def connect(self, address: str) -> bool:
+        """Return whether a new connection may be used; it counts until :meth:`disconnect`."""
+        reason = self._why_not(address)
+        if reason is not None:
+            self.refused[reason] += 1
+            return False
+        self._open[address] += 1
+        self.connections += 1
+        return True
+
+    def _why_not(self, address: str) -> str | None:
+        trusted = address in self._trusted
+        if self._blocked.get(address, 0.0) > self._clock() and not trusted:
+            return "connection_blocked"
+        # By address before all together: one client must not use up what all share.
+        if self._open.get(address, 0) >= self._max_per_address:
+            self.strike(address)
+            return "connections_of_address"
+        if not self._requests.take(address):
+            return "rate"
+        if self.connections >= (self._max + self._max // 4 if trusted else self._max):
+            return "connections"
+        # Last: a connection that is refused anyway takes nothing of the shared budget.
+        if not trusted and not self._newcomers.take("newcomers"):
+            return "connection_rate"
+        return None
+
+    def may_stay(self, address: str) -> bool:
+        """Return whether a connection may wait for another request; half are kept for new ones."""
+        mine = self._open.get(address, 0)
+        return 2 * self.connections <= self._max and 2 * mine <= self._max_per_address
+
+    def disconnect(self, address: str) -> None:
+        self.connections -= 1
+        self._open[address] -= 1
+        # Or an entry would stay for every address that ever called.
+        if self._open[address] <= 0:
+            del self._open[address]
+
+    def strike(self, address: str) -> None:
+        """Count a request of this address that was refused unproven."""
+        if address in self._trusted or self._strikes.take(address):
+            return
+        self._blocked[address] = self._clock() + BLOCK_SECONDS
+        self._blocked.move_to_end(address)
+        if len(self._blocked) > _MOST_BLOCKED:
+            self._blocked.popitem(last=False)
 
 
 BACKLOG = 1024

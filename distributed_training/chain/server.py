@@ -26,17 +26,25 @@ from distributed_training.protocol.synapses import SynapseError
 from distributed_training.protocol.types import RoundRequest
 
 from . import auth
-from .auth import LOG_INTERVAL, Refusal, RefusalLog, Refused
+from .auth import LOG_INTERVAL, Kept, KeptFile, NonceMemory, Refusal, RefusalLog, Refused
 from .base import Chain, ChainUnavailable, Neuron
-from .callers import Admission, Buckets, Kept, KeptFile, NonceMemory, TrustedAddresses
-from .http_server import Handlers, Head, HttpThread, bind, parse_fields
+from .http_server import (
+    Admission,
+    Buckets,
+    Handlers,
+    Head,
+    HttpThread,
+    TrustedAddresses,
+    bind,
+    parse_fields,
+)
 from .identity import Wallet
 
 log = logging.getLogger(__name__)
 
 # A round that nobody ends is over after the call's timeout and this.
 ROUND_MARGIN = 30.0
-# A SIGKILL loses the accepted calls of so long: see the module callers.
+# A SIGKILL loses the accepted calls of so long: see the module auth.
 _KEEP_INTERVAL = 2.0
 # The refusals of somebody who has proven who they are, or who is merely early: no strikes.
 _NO_STRIKE = frozenset(
@@ -73,7 +81,7 @@ class MinerCallbacks:
 class SignedServer:
     """See the module. Binds in the constructor (ConfigError), answers from :meth:`start` on.
 
-    ``folder`` holds ``callers.json``, which survives a restart (:mod:`.callers`); None: nothing is
+    ``folder`` holds ``callers.json``, which survives a restart (:mod:`.auth`); None: nothing is
     kept.
     ``clock``: wall clock in ns, for the freshness of calls; ``monotonic`` in seconds, for all else.
     """
@@ -138,7 +146,7 @@ class SignedServer:
     # life
 
     def start(self) -> None:
-        self._save(clean=False)  # before the first call: see the module callers
+        self._save(clean=False)  # before the first call: see the module auth
         self._trust_endpoints()
         self._http.start()
         self._keeper.start()

@@ -31,12 +31,15 @@ from pydantic import ValidationError, validate_call
 from distributed_training.chain import auth
 from distributed_training.chain.auth import Refusal, RefusalLog, Refused
 from distributed_training.chain.base import ChainError
-from distributed_training.chain.callers import Admission, Buckets, TrustedAddresses, normalize
 from distributed_training.chain.http_server import (
     RECEIVE_BUFFER,
+    Admission,
+    Buckets,
     Handlers,
     Head,
     HttpThread,
+    TrustedAddresses,
+    normalize,
     parse_fields,
     whole_reply,
 )

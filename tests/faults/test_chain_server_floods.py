@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.chain import callers as admission_module
+from distributed_training.chain import http_server as admission_module
 from distributed_training.chain import server as server_module
-from distributed_training.chain.callers import Admission, Buckets, TrustedAddresses, normalize
+from distributed_training.chain.http_server import Admission, Buckets, TrustedAddresses, normalize
 from tests.tools.chain_memory import MemoryChain
 from tests.tools.chain_raw import connect, request, send, status, still_answers
 from tests.tools.chain_world import PEER, POOR, SECOND, SETTINGS, VALIDATOR, World, sign, world

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed_training.chain.callers import Kept, KeptFile
+from distributed_training.chain.auth import Kept, KeptFile
 from distributed_training.common.ports import free_ports
 from distributed_training.common.swarm_identity import identity_file
 from distributed_training.miner.rank_group import rank_variables

@@ -30,7 +30,7 @@ from bittensor import http_auth
 from pydantic import SecretStr
 
 from distributed_training.chain.base import ChainError, find
-from distributed_training.chain.callers import Admission
+from distributed_training.chain.http_server import Admission
 from distributed_training.chain.identity import Wallet, create_wallet
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common import files

@@ -113,7 +113,7 @@ def _journal(path: Path) -> Any:
 
 
 def _kept(path: Path) -> Any:
-    from distributed_training.chain.callers import KeptFile
+    from distributed_training.chain.auth import KeptFile
 
     return KeptFile(path).load()
 

@@ -12,15 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from distributed_training.chain import callers
-from distributed_training.chain.callers import (
-    MOST_VALIDATORS,
-    Kept,
-    KeptFile,
-    NonceMemory,
-    TrustedAddresses,
-    normalize,
-)
+from distributed_training.chain import auth
+from distributed_training.chain.auth import MOST_VALIDATORS, Kept, KeptFile, NonceMemory
+from distributed_training.chain.http_server import TrustedAddresses, normalize
 
 pytestmark = pytest.mark.timeout(60)
 NS = 10**9
@@ -100,7 +94,7 @@ def test_the_memory_is_bounded_by_time_and_by_number(monkeypatch) -> None:
         clocks.pass_(1)
         assert memory.use("a", clocks.wall)
     assert len(memory) <= 7201
-    monkeypatch.setattr(callers, "MOST", 1000)
+    monkeypatch.setattr(auth, "MOST_CALLS", 1000)
     for i in range(3000):  # strangers, each with a hotkey of its own
         assert memory.use(f"stranger {i}", clocks.wall)
         assert len(memory) <= 1000

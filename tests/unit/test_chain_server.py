@@ -16,9 +16,9 @@ from datetime import timedelta
 import httpx
 import pytest
 
-from distributed_training.chain import auth, callers, http_server
+from distributed_training.chain import auth, http_server
 from distributed_training.chain import server as server_module
-from distributed_training.chain.callers import STRIKES, Admission, TrustedAddresses
+from distributed_training.chain.http_server import STRIKES, Admission, TrustedAddresses
 from distributed_training.chain.identity import Wallet
 from distributed_training.chain.server import ROUND_BOUNDS, MinerCallbacks, SignedServer
 from distributed_training.common import ports
@@ -347,7 +347,7 @@ def test_a_slow_disk_does_not_hold_up_the_calls(tmp_path, monkeypatch) -> None:
             syncing.set()
             assert done.wait(30)
 
-        monkeypatch.setattr(callers, "write_state", slow)
+        monkeypatch.setattr(auth, "write_state", slow)
         call = lambda: post(made, "/IsAlive", ALIVE, sign("btauth", PEER, "/IsAlive", ALIVE))
         try:
             assert call().status_code == 200 and syncing.wait(30)
