@@ -56,12 +56,12 @@ from distributed_training.training.model import parameter_schema
 from distributed_training.validator.global_state import (
     GlobalPublisher,
     GlobalStateError,
+    InnerPublisher,
     claim,
     initial_weights,
     read_model_config,
     small_llama,
 )
-from distributed_training.validator.inner_optimizer import InnerPublisher
 from distributed_training.validator.rounds import RoundCaller, Run
 from distributed_training.validator.scorer import Scorer, Standings
 from distributed_training.validator.validator import Validator

@@ -38,8 +38,7 @@ from distributed_training.scoring.upload import (
     read_upload,
 )
 from distributed_training.store.s3 import StoreError
-from distributed_training.validator.global_state import GlobalPublisher
-from distributed_training.validator.inner_optimizer import Donor
+from distributed_training.validator.global_state import Donor, GlobalPublisher
 from distributed_training.validator.rounds import each
 
 

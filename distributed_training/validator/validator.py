@@ -73,8 +73,11 @@ from distributed_training.protocol.types import AllReduceFault
 from distributed_training.scoring.evaluator import Judgement
 from distributed_training.store.s3 import StoreError
 from distributed_training.training.nesterov import nesterov_sgd
-from distributed_training.validator.global_state import GlobalPublisher, GlobalStateError
-from distributed_training.validator.inner_optimizer import InnerPublisher
+from distributed_training.validator.global_state import (
+    GlobalPublisher,
+    GlobalStateError,
+    InnerPublisher,
+)
 from distributed_training.validator.rounds import (
     Attendance,
     RoundCaller,

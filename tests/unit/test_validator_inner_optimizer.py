@@ -20,7 +20,7 @@ from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.training.collectives import row_range
 from distributed_training.training.inner_state import MOMENTS, InnerState
 from distributed_training.training.model import parameter_schema
-from distributed_training.validator import inner_optimizer
+from distributed_training.validator import global_state
 from tests.tools import torch_2_5
 from tests.tools.validator_world import (  # noqa: F401
     MODEL_CONFIG,
@@ -229,7 +229,7 @@ def test_a_full_disk_is_one_line_and_the_next_pass_tries_again(
     publish(world.miners[3], tmp_path)
     full = RuntimeError("PytorchStreamWriter failed writing file")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inner_optimizer, "write_shard", Mock(side_effect=full))
+        patch.setattr(global_state, "write_shard", Mock(side_effect=full))
         look(world)
     assert "is not published yet (PytorchStreamWriter" in caplog.text and not there(world, 0)
     look(world)
@@ -241,11 +241,11 @@ def test_a_stop_waits_for_one_donors_answer_at_most(
 ) -> None:
     asked = []
 
-    def stopped_meanwhile(publisher: inner_optimizer.InnerPublisher, *_: Any) -> None:
+    def stopped_meanwhile(publisher: global_state.InnerPublisher, *_: Any) -> None:
         asked.append(1)
         publisher._uplink.stop()
 
-    monkeypatch.setattr(inner_optimizer.InnerPublisher, "_place_of", stopped_meanwhile)
+    monkeypatch.setattr(global_state.InnerPublisher, "_place_of", stopped_meanwhile)
     look(world)
     assert len(asked) == 1
 
