@@ -24,6 +24,9 @@ import httpx
 from pydantic import Field, SecretStr, TypeAdapter
 
 from distributed_training.common.backoff import Backoff
+from distributed_training.config.types import ConfigError
+from distributed_training.network import NetworkFileError
+from distributed_training.network.source import certificates
 
 from .base import Chain, ChainError, ChainUnavailable, Neuron
 from .identity import Wallet
@@ -95,8 +98,10 @@ class RegistryChain(Chain):
         self._invitation = invitation
         self._longest = poll_interval
         self._interval = min(poll_interval, SHORTEST_INTERVAL)
-        # The system's certificates, or those that SSL_CERT_FILE names.
-        verify = httpx.create_ssl_context() if self._url.startswith("https") else False
+        try:
+            verify = certificates() if self._url.startswith("https") else False
+        except NetworkFileError as error:
+            raise ConfigError(f"{error}, so the registry cannot be asked: {error.remedy}") from None
         # A loop that runs during calls alone: only there a deadline can cover all of an answer.
         self._runner = asyncio.Runner()
         self._client = httpx.AsyncClient(

@@ -13,6 +13,8 @@ from urllib.parse import urljoin, urlsplit
 from distributed_training.common.files import write_bytes
 
 if TYPE_CHECKING:
+    import ssl
+
     import httpx
 
 from .file import LARGEST_FILE, Network, NetworkFileError, parse, tree_of
@@ -155,16 +157,20 @@ def _fetch(url: str) -> str:
         if attempt:
             time.sleep(_FIRST_WAIT * 2 ** (attempt - 1))
         try:
-            return _text(asyncio.run(_download(url)))
-        except NetworkFileError as error:  # a page of something else
-            raise NetworkAway(f"what {url} answers is no network's file: {error}") from None
+            data = asyncio.run(_download(url))
+            break
         except httpx.HTTPStatusError as error:
             why = f"HTTP {error.response.status_code}"
         except TimeoutError:
             why = f"no end of it within {_LONGEST:.0f} s"
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
-    raise NetworkAway(f"the network's file at {url} does not answer ({why})")
+    else:
+        raise NetworkAway(f"the network's file at {url} does not answer ({why})")
+    try:
+        return _text(data)
+    except NetworkFileError as error:  # a page of something else
+        raise NetworkAway(f"what {url} answers is no network's file: {error}") from None
 
 
 async def _download(url: str) -> bytes:
@@ -189,4 +195,20 @@ async def _download(url: str) -> bytes:
 def _client() -> httpx.AsyncClient:
     import httpx  # here, since few starts fetch anything
 
-    return httpx.AsyncClient(timeout=_TIMEOUT, follow_redirects=True)
+    return httpx.AsyncClient(verify=certificates(), timeout=_TIMEOUT, follow_redirects=True)
+
+
+def certificates() -> ssl.SSLContext:
+    """Return the authorities that https servers are checked against. Raises NetworkFileError.
+
+    They are httpx's own, or those that SSL_CERT_FILE or SSL_CERT_DIR name.
+    """
+    import httpx
+
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:  # ssl's errors too
+        raise NetworkFileError(
+            f"the certificates of SSL_CERT_FILE or SSL_CERT_DIR cannot be read ({error.strerror})",
+            "correct that variable, or unset it",
+        ) from None

@@ -16,6 +16,7 @@ import httpx
 import pytest
 from bittensor_core import Keypair
 
+from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError, describe, load_config
@@ -290,6 +291,17 @@ def by(answer: Callable[[httpx.Request], httpx.Response]) -> Callable[[], httpx.
     """Make clients that get what ``answer`` returns."""
     transport = httpx.MockTransport(answer)
     return lambda: httpx.AsyncClient(transport=transport, follow_redirects=True)
+
+
+def test_certificates_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SSL_CERT_FILE", __file__)
+    url = "https://127.0.0.1:9/network.toml"
+    for start in (
+        lambda: load_config("miner", ("--network", url), environ=KEYS, dotenv=None),
+        lambda: RegistryChain(url=url, wallet=None),
+    ):
+        with pytest.raises(ConfigError, match=r"SSL_CERT_FILE.* cannot be read .*: correct that"):
+            start()
 
 
 def test_a_url_and_the_copy_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
