@@ -412,10 +412,10 @@ class ErrorFeedback:
         def advanced(i: int) -> Tensor:
             # Read when it runs: the upload before may still have been under way.
             kept = self.residual or before
-            rows = gradient(i).add_(kept[i], alpha=self.decay)
+            both = gradient(i).add_(kept[i], alpha=self.decay)
             # A NaN that was left in it once would be in all uploads from then on, and in every
             # checkpoint.
-            return rows if bool(torch.isfinite(rows).all()) else gradient(i)
+            return both if bool(torch.isfinite(both).all()) else gradient(i)
 
         def later(i: int) -> Callable[[], Code]:
             def part() -> Code:

@@ -18,12 +18,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol import lines
+from distributed_training.protocol.types import RankFailedError
 
 from .collectives import RowStream
 from .error_feedback import Code, ErrorFeedback, to_host
@@ -228,7 +230,12 @@ class TrialStep:
                 self._parts.append((where, local.gather(1, where.long()), sent))
                 continue
             rows = torch.empty_like(start[i])
-            whole = None if code is None else feedback.codec.decode(code, shard.shape)
+
+            def decode(code: Code | None = code, shape: tuple[int, ...] = shard.shape) -> Any:
+                return None if code is None else feedback.codec.decode(code, shape)
+
+            # With DCT a whole matrix, for which rank 0 alone may have no room.
+            whole = stream.together(decode)
             stream.scatter(shard.shape, whole, rows)
             self._parts.append((None, local.clone(), rows.to(local.device)))
 
@@ -276,9 +283,9 @@ class GradientCheck:
         """Return the loss with minus without the gradient of a finished snapshot, on held-out data.
 
         ``batches`` of ``micro_batch`` sequences are run on each rank. In nats per token; below 0 is
-        good. None when no rank has held-out data. Collective, at a micro-batch boundary, in a round
-        and after it too; rank 0 must have seen ``handle.done()``. Nothing of the training state
-        changes.
+        good. None when no rank has held-out data, or one has no memory. Collective, at a
+        micro-batch boundary, in a round and after it too; rank 0 must have seen ``handle.done()``.
+        Nothing of the training state changes.
         """
         if not self._stream.layout.on_node_0:  # rank 0 knows when its node's codes are made
             handle.join()
@@ -299,14 +306,19 @@ class GradientCheck:
         if held is None:
             # They count for nothing, but this rank must take part in every gather.
             held = torch.zeros((wanted, self._sequence_length), dtype=torch.int64)
-        choice = self._preview.choose(
-            epoch_id=epoch.epoch_id,
-            start=epoch.start,
-            codes=handle.codes,
-            learning_rate=epoch.learning_rate,
-            held=held[:wanted].split(micro_batch),
-            count=float(usable),
-        )
+        try:
+            choice = self._preview.choose(
+                epoch_id=epoch.epoch_id,
+                start=epoch.start,
+                codes=handle.codes,
+                learning_rate=epoch.learning_rate,
+                held=held[:wanted].split(micro_batch),
+                count=float(usable),
+            )
+        except RankFailedError as error:  # on all ranks alike; the weights are as before
+            log.warning("The gradient is not checked: %s; free host memory there", error)
+            handle.forget()
+            return None
         published = self._stream.rank != 0 or self._publish(handle, choice)
         handle.forget()
         return choice.delta if published else choice.plain_delta

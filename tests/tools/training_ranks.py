@@ -211,10 +211,12 @@ def no_memory(folder: Path) -> None:
     keeper = Checkpointer(trainer=made, folder=folder / "checkpoints")
     feedback = made.outer.feedback
 
-    def take(name: str) -> None:
+    def take(name: str) -> SnapshotHandle:
         progress = Progress(0, made.inner_step, made.inner_step, [])
         handle = made.snapshot(folder / name, progress=progress, block=1, last_loss=1.0)
         handle.wait(timedelta(seconds=60))
+        dist.barrier()
+        return handle
 
     def refuses(line: str) -> None:
         try:
@@ -241,6 +243,10 @@ def no_memory(folder: Path) -> None:
         assert (keeper.last_error is None) == (name != "take")
         assert feedback.residual is before, "nothing was sent"
         take(f"{step}")
+    made.hold_back(sequences(99, count=2))
+    handle = take("checked")
+    with memory_ends(error_feedback.gradients, "decode", when=RANK == 0):
+        assert made.preview(handle) is None
     before = feedback.residual
     with mock.patch.object(feedback, "_off", side_effect=RankFailedError("later")):
         refuses("later")
