@@ -46,6 +46,7 @@ FILE = "registry.db"
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
 FOUNDER_STAKE = 100_000.0  # above what miners ask of a validator
 SCHEMA = 1
+_OF_THE_DISK = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
 _APPLICATION = 0x64747267  # "dtrg", in the file's header
 _RESERVED_SECONDS = 30.0  # of blocks, that the file is ahead
 _NONCES_KEPT = 86400.0  # seconds, of hotkeys that are not registered
@@ -529,10 +530,11 @@ def _lock(folder: Path) -> Any:
 
 
 def _unusable(path: Path, error: Exception) -> StoreFault:
-    return StoreFault(
-        f"{path} cannot be read ({error}), so the registry does not start: put a backup in its "
-        "place with `dt-registry restore`"
-    )
+    remedy = "put a backup in its place with `dt-registry restore`"
+    # The file is whole, and a backup would take back the last writes of everybody.
+    if getattr(error, "sqlite_errorname", "").startswith(_OF_THE_DISK):
+        remedy = f"free or repair the disk of {path.parent}, or correct its permissions"
+    return StoreFault(f"{path} cannot be used ({error}), so the registry does not start: {remedy}")
 
 
 def _open(path: Path) -> sqlite3.Connection:

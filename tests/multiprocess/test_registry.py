@@ -462,6 +462,20 @@ class TestKept:
         with closing(Registry(folder)) as registry:
             assert registry.commitments == {PEER.ss58: "y"}
 
+    def test_a_start_on_a_full_disk_asks_for_room_and_no_backup(
+        self, server: RegistryServer
+    ) -> None:
+        server.stop()
+        old = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, old[1]))
+        try:
+            with pytest.raises(store.StoreFault, match="free or repair the disk of") as error:
+                Registry(server.folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, old)
+        assert "restore" not in str(error.value)
+        Registry(server.folder).close()
+
     @pytest.mark.parametrize("bytes_at", [(100, 600), (0, 16), None])
     def test_a_damaged_file_is_one_line_and_status_1(
         self,
