@@ -358,6 +358,7 @@ def main(argv: list[str] | None = None) -> int:
     handler = logging.StreamHandler()
     handler.setFormatter(LineFormatter(rank=0))
     logging.basicConfig(level=logging.INFO, handlers=[handler])
+    # It has a line for each request, among what the command prints.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         return _COMMANDS[given.command](given)

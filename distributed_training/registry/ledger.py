@@ -155,6 +155,7 @@ class Ledger:
             if uid >= self.most_uids:
                 raise ChainError(f"register: uids are 0 to {self.most_uids - 1} here")
             if old is not None and old.uid != uid:
+                # The commitment is the hotkey's and stays: others read its bucket by it.
                 self._remove(old.uid, commitment=False)
             taken = self.entries.get(uid)
             if taken is not None and taken.hotkey != hotkey:
@@ -186,6 +187,7 @@ class Ledger:
                 f"register: all {self.most_uids} uids are taken by validators or by neurons "
                 f"registered within {IMMUNITY} blocks: try again later"
             )
+        # Of those that earn equally little the one that was there longest goes.
         return min(candidates)[2]
 
     def _remove(self, uid: int, *, commitment: bool = True) -> None:

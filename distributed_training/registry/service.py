@@ -115,6 +115,7 @@ class Service:
         # One: a slow disk holds up writes alone, while the event loop answers reads.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="registry-writer")
         trusted = TrustedAddresses()
+        # Or the bad requests of one of its callers would shut out everybody behind the proxy.
         trusted.set_endpoints([limits.proxy] if limits.proxy is not None else [])
         behind = limits.proxy is not None
         self._admission = Admission(
@@ -233,6 +234,7 @@ class Service:
             "start": registry.start,
             "version": view.version,
             "block": registry.height,
+            # By it a client tells that a refused write is its own clock's fault.
             "time": time.time(),
             "seconds_per_block": registry.seconds_per_block,
             "full": full,
@@ -247,6 +249,7 @@ class Service:
         return _json(200, fields)
 
     def _page(self, head: Head) -> bytes:
+        # Whoever reloads it for ever costs no more than one page a second.
         if time.monotonic() - self._made[0] > _PAGE_KEPT:
             content = page.html(self.registry).encode()
             self._made = time.monotonic(), whole_reply(200, content, page.TYPE, page.HEADERS)
@@ -266,6 +269,7 @@ class Service:
         receiver = registry.charter.identity
         auth.proven(claim, head.headers, body, method="POST", path=head.target, own=receiver)
         self._hotkeys.take(claim.hotkey)
+        # By address: with open admission anybody makes new hotkeys for nothing.
         if head.path == "/register" and not self._registrations.take(self._caller(head)):
             raise Refused(Refusal.RATE)
         fields = parse_fields(body)

@@ -245,6 +245,7 @@ class Registry(Ledger):
     def close(self) -> None:
         """Close the database. Idempotent."""
         with self._lock:
+            # Without this the next start would go on 30 s of blocks later.
             with contextlib.suppress(sqlite3.Error):  # closed, or the disk is full
                 self._reserve(self.height)
             self._db.close()
@@ -343,6 +344,7 @@ class Registry(Ledger):
         """Replace the view."""
         rows = dict(self.view.rows)
         for uid in gone:
+            # A row all the same: pollers that know an older version must see that it is free.
             rows[uid] = Row(self.version, self.version, json.dumps([uid, None, None]), "")
         for uid, part in changed.items():
             text = json.dumps([uid, vars(part.neuron), part.commitment])

@@ -400,6 +400,7 @@ class InnerPublisher:
             )
 
     def _there(self, outer_step: int) -> bool:
+        # All of them: a newcomer cannot begin with a part of the set.
         if outer_step not in self._published and all(
             self._global.head(keys.epoch_key(outer_step, name))
             for name in _names(keys.PUBLIC_RANKS)

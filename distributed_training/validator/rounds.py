@@ -213,6 +213,7 @@ class RoundCaller:
             for n in [*(c.neuron for c in candidates), *unranked]
             if is_peer_id(peer_ids.get(n.uid))
         ]
+        # The furthest come first: of too many those who trained least are left out.
         called = wanted[:MOST_CALLED]
         top = self._contribute(state, candidates)
         uids_of = {peer_ids[n.uid]: n.uid for n in called}

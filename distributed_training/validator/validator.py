@@ -345,6 +345,7 @@ class Validator:
                 self._settings.score_blocks,
             )
             return []
+        # Each time: who registered or left since the pass before counts from now on.
         miners = self._miners()
         attendance = self._rounds.sweep(miners, state.outer_step)
         self.standings.swept(attendance.alive, attendance.asked)
