@@ -319,7 +319,8 @@ data.request_attempts data.request_timeout data.table_age dht.start_timeout
 diagnostics.expected_step_max diagnostics.expected_step_min diagnostics.low_gpu_memory_gb
 neuron.fsdp_wrap neuron.nan_limit neuron.nan_slow_steps neuron.snapshot_timeout profile.start
 r2.checksum_mode r2.connect_timeout r2.part_size r2.write_interval validator.alive_timeout
-validator.publication_budget validator.sweep_patience validator.top_candidates
+validator.publication_budget validator.seed validator.sweep_patience validator.tick
+validator.top_candidates
 """
 
 #: Flag -> why it has no effect.
@@ -348,6 +349,8 @@ RENAMED: Mapping[str, str] = {
     "chain.local_url": "chain.registry_url",
     "neuron.nproc_per_node": "nproc_per_node",
     "show_all_rank_logs": "neuron.show_all_rank_logs",
+    "validator.initial_seed": "neuron.seed",
+    "validator.upload_age_limit": "neuron.repo_age_limit",
 }
 
 #: Flag -> what to do; refused unless its value is false.

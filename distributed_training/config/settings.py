@@ -768,8 +768,7 @@ class ValidatorSettings:
         "neuron.epoch_length", network="round.epoch_length", ge=1, le=1_000_000
     )
     """blocks between two times the weights are written to the chain"""
-    tick: Duration = flag("validator.tick", SECOND, ge=SECOND / 100, le=MINUTE)
-    """time between two looks at the block clock"""
+    tick: timedelta = SECOND  # between two looks at the block clock
 
     # the round
     alive_wanted: int = flag("validator.alive_wanted", 64, ge=1, le=4096)
@@ -801,8 +800,8 @@ class ValidatorSettings:
     model_config: File | None = flag("validator.model_config", None)
     """config.json of the model to publish when the global bucket is empty (default: a Llama of
     about 2 million parameters)"""
-    initial_seed: int = flag("validator.initial_seed", 42, ge=0, le=2**63 - 1)
-    """seed of the initial weights"""
+    initial_seed: int = flag("neuron.seed", 42, ge=0, le=2**63 - 1)
+    """seed of initial weights where none are loaded"""
 
     # scoring
     score_blocks: int = flag("validator.score_blocks", 25, ge=1, le=1_000_000)
@@ -810,9 +809,9 @@ class ValidatorSettings:
     score_uids: int = flag("validator.score_uids", 25, ge=1, le=4096)
     """miners scored in one pass"""
     upload_age_limit: Duration = flag(
-        "validator.upload_age_limit", network="round.upload_age_limit", ge=SECOND, le=30 * DAY
+        "neuron.repo_age_limit", network="round.upload_age_limit", ge=SECOND, le=30 * DAY
     )
-    """an upload older than this makes its miner's total score zero"""
+    """age of gradients.pt from which validators count the bucket as stale"""
     evaluation_ranks: int = flag("validator.evaluation_ranks", 4, ge=1, le=64)
     """ranks of a miner whose pages are evaluated (2 pages each); the public validators use 4"""
     evaluation_pages: int = flag("validator.evaluation_pages", 2, ge=1, le=1000)
@@ -821,8 +820,7 @@ class ValidatorSettings:
     """at most so many sequences for each evaluation; 0: all of the pages"""
     held_out_sequences: int = flag("validator.held_out_sequences", 32, ge=1, le=1_000_000)
     """sequences of held-out text on which each outer step is judged"""
-    seed: int = flag("validator.seed", 0, ge=0, le=2**63 - 1)
-    """seed of the random blocks; 0: from the system"""
+    seed: int = 0  # of the random blocks; 0: from the system
     minimum_stake: float = flag("validator.minimum_stake", 40960.0, ge=0, le=1e12)
     """uids with a permit and more stake than this are validators and not called"""
     max_uids: int = flag("chain.max_uids", network="limits.max_uids", ge=2, le=4096)
