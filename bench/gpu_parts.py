@@ -30,7 +30,7 @@ from torch import Tensor
 from bench import codec as codec_bench
 from bench.inner_step import AsThePublicMiner, Ours, set_weights, tokens
 from distributed_training.common.memory import Arrangement, ModelShape, device_memory, loss_chunk
-from distributed_training.config.presets import CARDS
+from distributed_training.config.model import CARDS
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress
 from distributed_training.training import sharding

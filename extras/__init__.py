@@ -3,5 +3,5 @@
 Tokenizing ahead and its shards (``pretokenize``, its ``command``, ``shard_source``), several
 sources at once (``mixture``), gradient surgery between them (``pcgrad``) and local text
 (``line_files``). They build on the core. The core loads a module of this package only when a flag
-asks for it, by :func:`distributed_training.config.extras.extra`.
+asks for it, by :func:`distributed_training.config.types.extra`.
 """

@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from .loader import NO_EFFECT, Setting, schema
-from .model import TITLES, Config
-from .presets import PRESETS
+from .model import PRESETS, TITLES, Config
 from .types import show
 
 PUBLIC_DOCUMENT = "docs/flags.md"

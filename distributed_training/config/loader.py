@@ -46,8 +46,7 @@ from distributed_training.common.files import parse_toml
 from distributed_training.network import Network, NetworkAway, NetworkFileError, read_network
 
 from .checks import problems
-from .model import OPERATORS_FILE, TASKS, TITLES, USUAL, AllSettings, Config, Kind, frozen
-from .presets import PRESETS
+from .model import OPERATORS_FILE, PRESETS, TASKS, TITLES, USUAL, AllSettings, Config, Kind, frozen
 from .types import ConfigAway, ConfigError, mask, show
 
 # How an operator calls each type, and what stands for a value in the help.

@@ -1,6 +1,6 @@
 """All settings, one class for each package.
 
-Defaults are the public network's; presets (``presets.py``) replace them as a group, and so does a
+Defaults are the public network's; presets (``model.py``) replace them as a group, and so does a
 network's file, in which ``network=`` is the key of a value. The class
 docstrings say what each group is for; the text below a field is its help.
 """
@@ -18,7 +18,6 @@ from pydantic.dataclasses import dataclass
 
 from distributed_training.protocol.synapses import LARGEST_GROUP
 
-from .extras import extra
 from .types import (
     DAY,
     HOUR,
@@ -42,6 +41,7 @@ from .types import (
     Text,
     WebUrl,
     Words,
+    extra,
     flag,
 )
 

@@ -17,10 +17,12 @@ use them: a typing error there would otherwise show as a round that nobody ever 
 from __future__ import annotations
 
 import hashlib
+import importlib
 import ipaddress
 import re
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -43,6 +45,26 @@ class ConfigAway(ConfigError):
     """A place that the settings name is away and may come back: exit status 1."""
 
     status = ExitStatus.FAULT
+
+
+def extra(module: str, *, wanted_by: str) -> ModuleType:
+    """Import ``extras.<module>``, optional functions that a flag asks for.
+
+    The product loads that package here alone, so whoever does not use them does not read their
+    code. Raises ConfigError, which names the flag ``wanted_by``, where it is not installed.
+    """
+    name = f"extras.{module}"
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A library that the module itself needs: the remedy below would be false.
+        if error.name not in ("extras", name):
+            raise
+        raise ConfigError(
+            f"{wanted_by} needs the package 'extras' of the miner's repository, which is not "
+            "installed, so the miner does not start: install the whole repository (make setup), "
+            "or leave the flag out"
+        ) from None
 
 
 #: The ``config=`` of every settings class. The string below a field is its help text.

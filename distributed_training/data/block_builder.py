@@ -19,9 +19,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from distributed_training.config.extras import extra
 from distributed_training.config.settings import DataSettings, SourceSpec
-from distributed_training.config.types import ConfigError
+from distributed_training.config.types import ConfigError, extra
 from distributed_training.protocol.pages import pages_read_by, select_pages
 
 from .page_source import Counts, PageSource, PageUnavailable, Pin, StdlibSource

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from distributed_training.common.backoff import Throttle
-from distributed_training.config.extras import extra
+from distributed_training.config.types import extra
 
 from .block_builder import Failure, Prepared, WorkerSpec, check_folder
 from .page_source import StdlibSource

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from distributed_training.common.ports import free_ports
-from distributed_training.config.presets import PRESETS
+from distributed_training.config.model import PRESETS
 from distributed_training.config.types import ConfigError
 
 # uid u's rank 1 reads the same pages as uid u + 1's rank 0 (protocol: seed = uid + local rank), so

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from distributed_training.config.extras import extra
 from distributed_training.config.settings import TrainingSettings
+from distributed_training.config.types import extra
 from distributed_training.protocol.types import Progress, StepReport
 
 from . import sharding

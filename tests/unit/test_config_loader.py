@@ -18,7 +18,7 @@ from distributed_training.config import (
     loader,
 )
 from distributed_training.config.loader import parser_of, schema
-from distributed_training.config.presets import CARDS
+from distributed_training.config.model import CARDS
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.health.machine import check_configuration
 from distributed_training.training.memory_plan import named_config
@@ -79,7 +79,7 @@ def test_every_flag_of_the_protocol_page_is_known() -> None:
 
 
 def test_every_preset_can_be_asked_for() -> None:
-    from distributed_training.config.presets import PRESETS
+    from distributed_training.config.model import PRESETS
 
     assert set(schema("miner").settings["preset"].choices) == set(PRESETS)
     for preset in PRESETS:

@@ -17,8 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed_training.config import ConfigError
-from distributed_training.config.extras import extra
 from distributed_training.config.settings import DataSettings, parse_sources
+from distributed_training.config.types import extra
 from distributed_training.data.block_builder import BlockMaker, open_source
 from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.data.shards import open_shard, write_shard
