@@ -31,10 +31,10 @@ from distributed_training.store.cleanup import (
     upload_sizes,
 )
 from distributed_training.store.journal import Journal, Submission, UploadRecord
-from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import S3ObjectStore, Uplink
 from distributed_training.store.transfer import MIB, Sender
 from distributed_training.store.uploader import Uploader
+from distributed_training.store.uploader_process import Publication
 from tests.tools.store_shim import DROP, Call, Shim, make_certificate, through
 from tests.tools.support_store import (
     PEER_ID,

@@ -23,9 +23,9 @@ from distributed_training.protocol.gradients import GradientMetadata, encode
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store.journal import Journal, Submission
-from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.transfer import patient
+from distributed_training.store.uploader_process import Publication
 from tests.tools.gradient_file import build_payload
 
 PEER_ID = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"

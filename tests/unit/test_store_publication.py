@@ -25,7 +25,6 @@ from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store import cleanup, uploader_process
 from distributed_training.store.cleanup import Removed, prune_epochs
 from distributed_training.store.journal import Journal, Submission, UploadRecord, last_checked
-from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import (
     IntegrityError,
     StoppedError,
@@ -36,6 +35,7 @@ from distributed_training.store.s3 import (
 )
 from distributed_training.store.snapshot_folder import prune_snapshots, wait_complete
 from distributed_training.store.uploader import Close, Start
+from distributed_training.store.uploader_process import Publication
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.support_store import (
     PEER_ID,

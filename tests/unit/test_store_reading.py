@@ -22,7 +22,6 @@ from distributed_training.protocol.types import Revision
 from distributed_training.store import bucket_reader, transfer, upload_rules
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
 from distributed_training.store.journal import Journal, Submission
-from distributed_training.store.publication import Publication
 from distributed_training.store.s3 import (
     DeadlineError,
     IntegrityError,
@@ -31,6 +30,7 @@ from distributed_training.store.s3 import (
     StoreError,
     TransientError,
 )
+from distributed_training.store.uploader_process import Publication
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.support_store import PEER_ID, publish_state, write_snapshot
 
