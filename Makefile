@@ -1,7 +1,7 @@
 # make setup  installs what a miner needs, nothing else
 # make run    and what a whole subnet on this machine needs; then runs one
 # make dev, make test               and what tests and linters need; then runs the tests
-# make test-quick, make test-long   only the fast ones; only those of many minutes
+# make test-quick, make test-long   only the fast ones; only those of each night
 # make mutate                     makes small mistakes in the product: tests must notice 95 %
 # make gpu    measures everything that is claimed of a GPU on this machine's; no set-up needed
 # make clean  removes the environment and what was built; no miner's run folder

@@ -137,13 +137,13 @@ def test_start_and_stop(pm2: FakeMiner) -> None:
 def test_what_pm2_starts_again_and_what_not(pm2: FakeMiner) -> None:
     path = pm2.write_app()
     pm2("start", str(path), FAKE_MODE="status-3")
-    wait_for(lambda: pm2.state[0] != "online", "the end after deregistration")
+    pm2.wait_for(lambda: pm2.state[0] != "online", "the end after deregistration")
     pm2.outlast_a_restart()
     status, restarts = pm2.state
     assert status != "online" and restarts == 0
     pm2("delete", NAME)
     pm2("start", str(path), FAKE_MODE="status-1")
-    wait_for(lambda: pm2.state[1] >= 1, "the restart after a fault")
+    pm2.wait_for(lambda: pm2.state[1] >= 1, "the restart after a fault")
     pm2("stop", NAME)
 
 

@@ -172,7 +172,7 @@ def lose_the_registration(subnet: LocalSubnet, pm2: LocalMiner) -> None:
         RegistryChain(url=services.chain_endpoint, wallet=services.wallet(miner.plan))
     ) as us:
         us.deregister()
-    wait_for(lambda: pm2.state[0] != "online", "the end", 120)
+    pm2.wait_for(lambda: pm2.state[0] != "online", "the end")
     written = read_json_object(miner.plan.folder / "exit_status.json")
     assert written is not None and written["status"] == ExitStatus.DEREGISTERED
     pm2.outlast_a_restart()

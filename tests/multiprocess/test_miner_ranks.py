@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +20,7 @@ from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.run_folder import RANK_STORE
 from distributed_training.miner.state_machine import Command, DataOrder, Order
 from tests.tools import forked
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -73,13 +72,13 @@ def test_all_ranks_see_the_same(store: str, tmp_path: Path) -> None:
 
 
 RANK = """
-import os, sys
+import os, sys, time
 from datetime import timedelta
 from distributed_training.miner.ranks import join_ranks
 ranks = join_ranks(environ=os.environ, timeout=timedelta(seconds=60), backend="gloo")
 print("joined", flush=True)
-if ranks.rank == 0:
-    sys.stdin.readline()
+while ranks.rank == 0 and not os.path.exists(sys.argv[1]):
+    time.sleep(0.01)
 print(ranks.share("start", {"uid": 227} if ranks.rank == 0 else None), flush=True)
 ranks.close()
 """
@@ -117,40 +116,32 @@ os._exit(0)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can play another account")
-def test_another_account_of_the_machine_cannot_reach_the_ranks_store() -> None:
+def test_another_account_of_the_machine_cannot_reach_the_ranks_store(tmp_path: Path) -> None:
     folder = process_folder("dt-")  # as the launcher makes it
-    store, (port,) = f"{folder}/ranks-1", free_ports(1)
+    store, (port,), go = f"{folder}/ranks-1", free_ports(1), tmp_path / "go"
+    (tmp_path / "rank.py").write_text(RANK)
+    (tmp_path / "stranger.py").write_text(STRANGER)
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         ranks = []
         for rank in range(2):
             environ = rank_variables(rank, world_size=2, port=port) | {RANK_STORE: store}
-            process = stack.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-c", RANK],
-                    env=os.environ | environ | {"OMP_NUM_THREADS": "1"},
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    text=True,
-                )
-            )
-            stack.callback(process.kill)
-            ranks.append(process)
+            log = tmp_path / f"{rank}.log"
+            ranks.append(forked.Program(tmp_path / "rank.py", str(go), environ=environ, log=log))
+            stack.callback(ranks[-1].kill)
         for process in ranks:
-            assert process.stdout is not None and process.stdout.readline() == "joined\n"
+            wait_for(lambda log=process.log: log.exists() and "joined" in log.read_text())
         ports = {
             connection.laddr.port
             for process in ranks
             for connection in psutil.Process(process.pid).net_connections()
             if connection.status == "LISTEN"
         }
-        found = subprocess.run(
-            [sys.executable, "-c", STRANGER, store, str(port), *map(str, ports)],
-            cwd=tempfile.gettempdir(),
-            capture_output=True,
-            text=True,
-            timeout=100,
-        )
+        asked = map(str, (store, port, *ports))
+        elsewhere = Path(tempfile.gettempdir())
+        found = forked.run(tmp_path / "stranger.py", *asked, environ={}, folder=elsewhere)
         assert found.returncode == 0 and not found.stdout, found.stdout + found.stderr
-        outputs = [process.communicate("go\n", timeout=60)[0] for process in ranks]
-    assert outputs == ["{'uid': 227}\n"] * 2
+        go.touch()
+        assert [process.wait(60) for process in ranks] == [0, 0]
+    outputs = [process.log.read_text() for process in ranks]
+    assert outputs == ["joined\n{'uid': 227}\n"] * 2

@@ -8,7 +8,6 @@ import json
 import os
 import random
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -297,31 +296,42 @@ def nvmlDeviceGetComputeRunningProcesses(handle): return [Process]
 def nvmlDeviceGetMemoryInfo(handle, version=1): return Memory
 """
 
+#: The script on that machine; it ends when it was looked at.
+LOOKED_AT = """
+import os, runpy, sys, time
+sys.modules.pop("pynvml", None)
+sys.path.insert(0, "{folder}")
+try:
+    runpy.run_path("{script}", run_name="__main__")
+finally:
+    while not os.path.exists("{folder}/looked"):
+        time.sleep(0.02)
+"""
+
 
 def test_a_gpu_that_a_miner_fills_is_left_to_it(subnet: Subnet, tmp_path: Path) -> None:
     """It goes to the CPU, says so in one line, and stays at the lowest priority there."""
     (tmp_path / "pynvml.py").write_text(FULL_GPU)
-    words = ("--subnet", subnet.folder, "--uid", str(UIDS[0]), "--others", "0", "--json")
-    words += ("--passes", "1", "--sequences", "2")
-    program = subprocess.Popen(
-        [sys.executable, SCRIPT, *words, "--neuron.device", "auto"],
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+    (tmp_path / "score.py").write_text(LOOKED_AT.format(folder=tmp_path, script=SCRIPT))
+    words = ("--subnet", str(subnet.folder), "--uid", str(UIDS[0]), "--others", "0", "--json")
+    words += ("--passes", "1", "--sequences", "2", "--neuron.device", "auto")
+    out, errors = tmp_path / "out", tmp_path / "errors"
+    program = forked.Program(
+        tmp_path / "score.py", *words, environ={}, log=out, errors=errors, folder=tmp_path
     )
-    assert program.stderr is not None
     try:
-        line = program.stderr.readline()
-        assert line.startswith("GPU 0 is in use by process 4711 (23.0 GB), so this takes one CPU")
-        wait_for(lambda: _status(program.pid) == (19, "1000") or program.poll(), "low priority", 60)
+        wait_for(lambda: errors.exists() and errors.read_text().endswith("\n"), "what it says")
+        lowest = (19, "1000")
+        wait_for(lambda: _status(program.pid) == lowest, "low priority", 60)
+        (tmp_path / "looked").touch()
         with contextlib.suppress(PermissionError):  # beside other tests it would hardly go on
             os.setpriority(os.PRIO_PROCESS, program.pid, 0)
-        out, more = program.communicate(timeout=150)
+        assert program.wait(150) == 0, errors.read_text()
     finally:
         program.kill()
-    assert program.returncode == 0 and not more, more
-    assert json.loads(out)["miners"][0]["random_relative"] is not None
+    (line,) = errors.read_text().splitlines()
+    assert line.startswith("GPU 0 is in use by process 4711 (23.0 GB), so this takes one CPU")
+    assert json.loads(out.read_text())["miners"][0]["random_relative"] is not None
 
 
 def _status(pid: int) -> tuple[int, str]:

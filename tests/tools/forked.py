@@ -101,6 +101,11 @@ class Program:
         )
         self._process.start()
 
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
     def poll(self) -> int | None:
         """Its exit status, negative for a signal; None while it runs."""
         return self._process.exitcode
@@ -175,6 +180,9 @@ class _HostProcess:
             tells.close()  # here: or a fork that failed would be waited for
             told.recv()  # it leads its group, which is killed with it
         self.pid = self._process.pid
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def wait(self, timeout: float | None = None) -> int:
         if not multiprocessing.connection.wait([self._process.sentinel], timeout):

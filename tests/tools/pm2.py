@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,10 @@ class Pm2:
         env = self.app()["pm2_env"]
         return env["status"], env["restart_time"]
 
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Of what pm2 says: each look starts Node.js, half a second of a core."""
+        wait_for(condition, what, every=1.5)
+
     def outlast_a_restart(self) -> None:
         """The miner ended: wait until pm2 would have started it again, if it were to.
 
@@ -124,5 +128,7 @@ class Pm2:
         delay = self.app()["pm2_env"]["prev_restart_delay"]
         words = ("--name", "witness", "--interpreter", "none", "--exp-backoff-restart-delay")
         self("start", "/bin/false", *words, str(delay))
-        wait_for(lambda: self.app("witness")["pm2_env"]["restart_time"] >= 1, "the other's restart")
+        self.wait_for(
+            lambda: self.app("witness")["pm2_env"]["restart_time"] >= 1, "the other's restart"
+        )
         self("delete", "witness")
