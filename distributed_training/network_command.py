@@ -249,10 +249,17 @@ _TINY: Mapping[str, Any] = {
 
 
 def _assign(rules: dict[str, Any], key: str, value: Any) -> None:
+    """Put ``value`` in its place. Raises ConfigError for a key that is no place for one."""
     table, name = rules, key
     if "." in key:
         section, _, name = key.partition(".")
         table = rules.setdefault(section, {})
+    # What is read of the rules later would not be of the kind that it has to be.
+    if not isinstance(table, dict) or (key in rules and isinstance(rules[key], dict)):
+        raise ConfigError(
+            f"--set {key}: the file has no such key, so no network was founded: "
+            "docs/network-file.md lists all"
+        )
     table[name] = value
 
 
@@ -273,7 +280,12 @@ def to_toml(rules: Mapping[str, Any]) -> str:
 def _value(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_value, value))}]"
-    return json.dumps(value, ensure_ascii=False)  # TOML's text, numbers and booleans
+    try:
+        return json.dumps(value, ensure_ascii=False)  # TOML's text, numbers and booleans
+    except TypeError:
+        raise NetworkFileError(
+            "it holds a date or a time, which no key takes", "give a text"
+        ) from None
 
 
 def _no_file_beside(name: str) -> str:

@@ -106,6 +106,14 @@ def test_a_change_is_another_run_and_counts_once_it_is_signed(tmp_path: Path, ca
         (("--set", "training.sequence_length=-4"), "sequence_length"),
         (("--set", "model.parameters=5"), "model.parameters"),
         (("--set", "limits.max_uids=1"), "limits.max_uids"),
+        *(
+            (("--set", change), words)
+            for change, words in (
+                ("name.x=1", "no such key"),
+                ("swarm=1", "no such key"),
+                ("data.rows=2026-01-01", "a date or a time"),
+            )
+        ),
         (("--name", "No Name"), "name"),
         (("--bucket", "x/../y"), "global_bucket"),
     ],
