@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -148,6 +149,7 @@ class PageReader:
     rows_per_page: int
     max_length: int
     limit: int = 0
+    patience: timedelta = timedelta(minutes=5)  # with the pages of a block, beside the last one's
 
     @classmethod
     def from_settings(
@@ -168,11 +170,15 @@ class PageReader:
     def __call__(self, uid: int, block: int) -> Tensor:
         """Return the text of a block as sequences.
 
-        Raises DataUnavailable: rows cannot be had now, or are too few for one sequence or a page.
+        Raises DataUnavailable: rows cannot be had now, come too slowly, or are too few for one
+        sequence or a page.
         """
         per_rank = -(-self.limit // self.ranks) if self.limit else None
         tokens = []
         try:
+            # Once: a table that changes between two ranks would make a text that nobody trained on.
+            table = self.source.num_rows()
+            deadline = time.monotonic() + self.patience.total_seconds()
             # Each rank apart: the miner's ranks cut their own text, and joined it would shift.
             for rank in range(self.ranks):
                 rows: list[str] = []
@@ -181,8 +187,13 @@ class PageReader:
                     local_rank=rank,
                     block=block,
                     n_pages=self.pages,
-                    num_rows=self.source.num_rows(),
+                    num_rows=table,
                 ):
+                    # A slow server has two minutes for each page, and a validator leads no round
+                    # before the text of an upload is there.
+                    if time.monotonic() >= deadline:
+                        took = f"its pages take longer than {self.patience.total_seconds():g} s"
+                        raise PageUnavailable(took)
                     rows += self.source.rows(config, row, split=split, limit=self.rows_per_page)
                 tokens.append(self.tokenizer.encode_rows(rows, max_length=self.max_length))
         # ValueError: the page selection drew a config that is too small for a page.

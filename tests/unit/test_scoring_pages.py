@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 import numpy as np
 import pytest
 import torch
@@ -102,6 +104,8 @@ def test_rows_that_cannot_be_had_are_nobodys_fault() -> None:
         def num_rows(self) -> dict[str, int]:
             return {"a": 101}
 
+    with pytest.raises(DataUnavailable, match="its pages take longer than 0 s"):
+        _reader(Source(), patience=timedelta(0))(7, 1234)
     with pytest.raises(DataUnavailable, match="config a has 101 rows; a page needs 102"):
         _reader(Small())(7, 1234)
     with pytest.raises(DataUnavailable, match="less than two"):
