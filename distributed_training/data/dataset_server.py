@@ -315,7 +315,8 @@ class RowsApiSource:
             raise PageUnavailable(f"{config} has no rows from {row} on")
         texts = usable_texts(values, self._counts)
         self._counts.add("pages_fetched")
-        if self._cache is not None:
+        # A short page is not kept: the server may have counted, or sent, only a part of the rows.
+        if self._cache is not None and len(entries) == limit:
             self._cache.put(key, texts)
         return texts
 

@@ -341,6 +341,15 @@ def test_pages_are_fetched_once(tmp_path: Path) -> None:
         assert counts.take() == {"pages_from_cache": 1}
 
 
+def test_a_short_page_is_asked_for_again(tmp_path: Path) -> None:
+    rows = {"c": TABLES["CC-MAIN-0"][:150]}
+    with RowsServer(rows) as server:
+        made, _ = source(server, cache=PageCache(tmp_path, limit_bytes=10**6))
+        assert len(made.rows("c", 100, split="train", limit=100)) == 50
+        rows["c"] = TABLES["CC-MAIN-0"]
+        assert len(made.rows("c", 100, split="train", limit=100)) == 100
+
+
 def test_the_cache_keeps_to_its_size_and_to_what_was_used_last(tmp_path: Path) -> None:
     cache = PageCache(tmp_path, limit_bytes=30_000)
     noise = [bytes(range(256)).hex() + str(i) * 50 for i in range(300)]
