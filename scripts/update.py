@@ -37,6 +37,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from distributed_training.common.files import atomic_file
 from distributed_training.common.processes import kill_tree
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument
@@ -108,13 +109,13 @@ class App:
         return NeuronState(self.home / self.config.run_folder).catch_up()
 
     def trains(self, miner: NeuronState, since: float) -> bool:
-        """Return whether an inner step was done after ``since``, by the wall clock.
+        """Return whether an inner step was done since the last look at ``miner``.
 
-        Of several nodes only node 0 writes steps; the others have ranks once it took them in.
+        Of several nodes only node 0 writes steps; the others have ranks once it took them in, whose
+        files are newer than ``since``, by the wall clock.
         """
         if self.config.nodes.leads:
-            miner.poll()
-            return bool(miner.steps) and (miner.steps[-1].time or 0.0) > since
+            return any(event["kind"] == "step" for event in miner.poll())
         ranks = miner.folder.glob("pids/rank-*.json")
         return any((written_at(path) or 0.0) > since for path in ranks)
 
@@ -155,13 +156,16 @@ def update(options: argparse.Namespace) -> None:
     unchanged = f"{old.version.name} runs on"
     tell(f"{old.name} runs from {old.version}")
     with only_update(old.home / "versions", unchanged):
-        folder = prepare(old, options.target, unchanged)
-        if not options.no_tests:
-            test(folder, unchanged)
-        if not options.no_doctor:
-            examine(old, folder, unchanged)
-        folder = keep(old, folder, unchanged)
-        await_no_round(old.state(), options.round_wait.total_seconds(), unchanged)
+        try:
+            folder = prepare(old, options.target, unchanged)
+            if not options.no_tests:
+                test(folder, unchanged)
+            if not options.no_doctor:
+                examine(old, folder, unchanged)
+            folder = keep(old, folder, unchanged)
+            await_no_round(old.state(), options.round_wait.total_seconds(), unchanged)
+        except OSError as error:  # no git, a full disk: of all that has its steps' own words
+            raise UpdateError(f"the update cannot go on ({error}); {unchanged}") from None
         switch(pm2, old, folder, options.first_step.total_seconds())
         tell(f"{old.name} runs {options.target} from {folder}; the one before is {old.version}")
         remove_others(old, folder)
@@ -186,7 +190,12 @@ def only_update(versions: Path, unchanged: str) -> Iterator[None]:
 
 
 def tell(line: str) -> None:
-    print(line, flush=True)
+    try:
+        print(line, flush=True)
+    except OSError:
+        # A terminal that was closed, or the tee behind a pipe that Ctrl-C ended: raised between two
+        # versions it would leave neither of them running.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # --- the new version, beside the old one ----------------------------------------------------------
@@ -214,7 +223,7 @@ def prepare(old: App, target: str, unchanged: str) -> Path:
         raise UpdateError(f"{folder} is incomplete, but process {user} runs from it; {unchanged}")
     remove_version(git, folder)  # incomplete, and nothing runs from it
     new = folder.with_name(f"{folder.name}{_NEW}")
-    if not new.exists() or head_of(new) != commit:
+    if not whole(new, commit):
         remove_version(git, new)
         needed = bytes_under((old.version / ".venv").resolve()) + _SPARE_BYTES
         free = shutil.disk_usage(new.parent).free
@@ -300,6 +309,15 @@ def head_of(folder: Path) -> str:
     return subprocess.run(words, capture_output=True, text=True).stdout.strip()
 
 
+def whole(folder: Path, commit: str) -> bool:
+    """Return whether ``folder`` holds all files of ``commit``; git writes its HEAD before them."""
+    words = ["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"]
+    if not folder.exists() or head_of(folder) != commit:
+        return False
+    done = subprocess.run(words, capture_output=True, text=True)
+    return done.returncode == 0 and not done.stdout
+
+
 def relocate(environment: Path, before: Path, after: Path) -> None:
     """Have an environment name the folder that it will be moved to.
 
@@ -314,8 +332,12 @@ def relocate(environment: Path, before: Path, after: Path) -> None:
                 continue
             content = path.read_bytes()
             moved = content.replace(bytes(before), bytes(after))
-            if moved != content:
-                path.write_bytes(moved)
+            if moved == content:
+                continue
+            # Whole or not at all: setup would take a file that a full disk cut for installed.
+            with atomic_file(path, durable=False) as file:
+                os.fchmod(file.fileno(), path.stat().st_mode)
+                file.write(moved)
 
 
 def remove_version(git: Sequence[str], folder: Path) -> None:
@@ -352,7 +374,7 @@ def remove_others(old: App, folder: Path) -> None:
 def process_in(environment: Path) -> int | None:
     """Return a process that has a file of ``environment`` loaded."""
     # By the files it has loaded: command lines do not tell the version of every rank.
-    wanted = f" {environment}/".encode()
+    wanted = f" {environment.resolve()}/".encode()  # the kernel names no symbolic link
     for maps in Path("/proc").glob("[0-9]*/maps"):
         try:
             if wanted in maps.read_bytes():
@@ -437,7 +459,8 @@ def round_near(miner: NeuronState) -> str:
 def switch(pm2: Pm2, old: App, folder: Path, patience: float) -> None:
     """Stop the old version, start the new one; the old one again if that does not train."""
     tell("switching")
-    for number in (signal.SIGINT, signal.SIGHUP):  # a closed terminal must not leave no version
+    # A closed terminal or a time limit (`timeout 1h scripts/update.sh`) must not leave no version.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     problem = try_version(pm2, old, folder, patience)
     if not problem:
@@ -456,7 +479,7 @@ def try_version(pm2: Pm2, old: App, folder: Path, patience: float) -> str:
     """Have the app run from ``folder``. Why it does not come to an inner step; empty if it does."""
     try:
         return _try_version(pm2, old, folder, patience)
-    except UpdateError as error:
+    except (UpdateError, OSError) as error:  # one more would leave the miner without a judgement
         return str(error)
 
 
@@ -465,7 +488,9 @@ def _try_version(pm2: Pm2, old: App, folder: Path, patience: float) -> str:
     if pm2.has(old.name):
         longest = old.config.miner.stop_timeout.total_seconds() + _KILL_SECONDS
         pm2("delete", old.name, stop=longest)
-        # It waited for the old version's end: a step after this is the new one's.
+        # It waited for the old version's end: a step after this is the new one's. Not by the time
+        # of the step: a clock that is set back meanwhile would make it the old one's for ever.
+        miner.poll()
         began = time.time()
     # The old settings, run folder and .env: only the program is another one.
     environment = old.environment | {"DT_HOME": str(old.home)}
@@ -473,7 +498,7 @@ def _try_version(pm2: Pm2, old: App, folder: Path, patience: float) -> str:
     deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         if old.trains(miner, began):
-            pm2("save")  # what a reboot brings back
+            save(pm2, folder)
             return ""
         status, restarts = pm2.state(old.name)
         # A few restarts are no verdict: chain or bucket may be away for a moment.
@@ -481,6 +506,14 @@ def _try_version(pm2: Pm2, old: App, folder: Path, patience: float) -> str:
             return f"pm2 shows it as {status} after {restarts} restarts"
         time.sleep(_POLL)
     return f"no inner step in {patience:.0f} s"
+
+
+def save(pm2: Pm2, folder: Path) -> None:
+    """Have a reboot bring back what runs. It trains: no failure here may take it back."""
+    try:
+        pm2("save")
+    except UpdateError as error:
+        tell(f"{error}: a reboot would not start the miner from {folder}; pm2 save")
 
 
 class Pm2:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import mmap
 import os
+import resource
 import shlex
 import shutil
 import socket
@@ -42,6 +44,8 @@ apps = json.loads(state.read_text())
 if command == "jlist":
     print((folder / "before-the-list").read_text(), end="")
     print(json.dumps(apps))
+elif command == "save" and (folder / "no-save").exists():
+    sys.exit("no space left")
 elif command == "delete":
     apps = []
 elif command == "start":
@@ -52,9 +56,11 @@ elif command == "start":
     home = Path({home!r})
     if Path(words[0]).parent.name == "broken":
         (home / "settings.toml").unlink()
+        os.kill(os.getppid(), 15)
     else:
         with (home / "run" / "events.jsonl").open("a") as events:
-            print(json.dumps({{"kind": "step", "time": time.time()}}), file=events)
+            # The clock was set back meanwhile.
+            print(json.dumps({{"kind": "step", "time": time.time() - 3600}}), file=events)
 state.write_text(json.dumps(apps))
 """
 
@@ -78,9 +84,11 @@ def _become_update(words: list[str], environ: dict[str, str], said: list[Path]) 
     finally:
         if sys.exc_info()[0] is not None:
             traceback.print_exc()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
+        try:
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(status)
 
 
 class Machine:
@@ -131,18 +139,20 @@ class Machine:
         *words: str,
         setup: str = SETUP,
         tests: str | None = "true",
+        out: Path | None = None,
         **environ: str,
     ) -> subprocess.CompletedProcess[str]:
         """In a fork: the program would import for longer than it works."""
         program = [target, "--pm2", str(self.pm2), "--first-step", "10s", "--no-doctor", *words]
         more = {"DT_UPDATE_SETUP": f"sh -c {shlex.quote(setup)}", **environ}
         more |= {"DT_UPDATE_TESTS": f"sh -c {shlex.quote(tests)}"} if tests else {}
-        said = [self.folder / name for name in ("out", "errors")]
+        said = [out or self.folder / "out", self.folder / "errors"]
         child = os.fork()
         if child == 0:
             _become_update(program, more, said)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        return subprocess.CompletedProcess(program, status, *(path.read_text() for path in said))
+        texts = [path.read_text() if path != out else "" for path in said]
+        return subprocess.CompletedProcess(program, status, *texts)
 
     def updated(self, target: str, **how: Any) -> Path:
         done = self.update(target, **how)
@@ -196,14 +206,27 @@ def test_the_version_before_is_gone_back_to_as_it_was(machine: Machine) -> None:
     assert (before / ".venv" / "bin" / "btcli").exists()
 
 
+@pytest.mark.parametrize("out", [None, Path("/dev/full")])
 def test_the_version_before_is_gone_back_to_though_its_files_are_away_by_now(
-    machine: Machine,
+    machine: Machine, out: Path | None
 ) -> None:
+    """Also where the terminal that it was begun in is gone, and somebody sends SIGTERM."""
     machine.updated("v2")
     machine.release("broken")
-    done = machine.update("broken", "--first-step", "2s")
+    done = machine.update("broken", "--first-step", "2s", out=out)
     assert done.returncode == 1 and machine.runs_from.name == "v2", done.stdout + done.stderr
     assert "it did not train (no inner step in 2 s); v2 runs again" in done.stderr
+
+
+def test_a_version_that_trains_stays_though_pm2_cannot_save(machine: Machine) -> None:
+    (machine.folder / "no-save").touch()
+    done = machine.update("v2")
+    assert (done.returncode, machine.runs_from.name) == (0, "v2"), done.stdout + done.stderr
+    assert "pm2 save: no space left: a reboot would not start the miner from" in done.stdout
+
+
+def test_a_machine_without_git_is_one_line(machine: Machine) -> None:
+    assert "No such file or directory: 'git'" in machine.refused("v2", PATH="/nowhere")
 
 
 def test_a_failed_setup_leaves_nothing_and_has_a_reason(machine: Machine) -> None:
@@ -230,8 +253,10 @@ def test_a_setup_that_was_killed_is_begun_again(machine: Machine) -> None:
         folder = machine.home / "versions" / name
         machine.git("worktree", "add", "--detach", str(folder), "v2", at=machine.home)
         (folder / ".venv").mkdir()
+        (folder / "version").unlink()  # not reached yet, though git calls it this commit
     folder = machine.updated("v2")
     assert (folder / ".venv" / ".installed").exists() and machine.versions == {"v2"}
+    assert (folder / "version").read_text() == "v2"
 
 
 def test_the_environment_names_the_folder_that_it_runs_in(machine: Machine) -> None:
@@ -240,6 +265,28 @@ def test_the_environment_names_the_folder_that_it_runs_in(machine: Machine) -> N
     assert (folder / ".venv/bin/btcli").read_text() == f"#!{folder}/.venv/bin/python\n"
     (link,) = folder.glob(".venv/lib/*/site-packages/__editable__*")
     assert link.read_text().strip() == str(folder)
+
+
+def test_a_full_disk_leaves_programs_whole_and_those_that_run_are_seen_through_links(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "link").symlink_to(tmp_path)
+    program = tmp_path / "a" / "bin" / "btcli"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"{tmp_path}/a\n" * 10_000)
+    program.chmod(0o755)
+    before, most = program.read_text(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, most[1]))
+    try:
+        with pytest.raises(OSError):
+            update.relocate(tmp_path / "a", tmp_path / "a", tmp_path / "b")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert program.read_text() == before and len([*program.parent.iterdir()]) == 1
+    update.relocate(tmp_path / "a", tmp_path / "a", tmp_path / "b")
+    assert program.read_text() == f"{tmp_path}/b\n" * 10_000 and program.stat().st_mode & 0o111
+    with program.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ):
+        assert update.process_in(tmp_path / "link" / "a") == os.getpid()
 
 
 def test_a_branch_and_a_commit_are_versions_too(machine: Machine) -> None:
