@@ -21,7 +21,7 @@ from distributed_training.localnet.plan import SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.localnet.summary import Summary, View
 from distributed_training.node.signals import Stopped, StopSignals
-from distributed_training.telemetry.page.process import PageProcess
+from distributed_training.telemetry.page import PageProcess
 
 # Ctrl-C: miners get this long, the validator half of it; with services and sweep that is < 15 s.
 INTERRUPT_GRACE = timedelta(seconds=6)

@@ -72,7 +72,7 @@ from distributed_training.node.start import (
 )
 from distributed_training.protocol.lines import counted
 from distributed_training.telemetry.metrics import Registry
-from distributed_training.telemetry.page.process import PageProcess
+from distributed_training.telemetry.page import PageProcess
 
 log = logging.getLogger(__name__)
 

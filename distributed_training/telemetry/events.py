@@ -27,7 +27,7 @@ from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import LONGEST_LINE, json_line, rotated
 from distributed_training.config.settings import TelemetrySettings
 from distributed_training.protocol.types import Revision
-from distributed_training.telemetry.logs import level_name, mask
+from distributed_training.telemetry.logs import level_name, mask, moved
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class EventLog:
         """Append ``{"time": <unix seconds>, "kind": kind, **fields}``.
 
         Dataclasses become objects, revisions their tag, durations seconds, NaN and Inf null;
-        secrets are masked. Raises ValueError if a field is called ``time`` or ``kind``.
+        secrets are masked. Raises ValueError if a field is called ``time``.
         """
         if "time" in fields:
             raise ValueError("an event's time is when it is written")
@@ -82,6 +82,8 @@ class EventLog:
             if self._closed:
                 return
             try:
+                if self._file is not None and moved(self.path, self._file):
+                    self._shut()
                 if self._file is None:
                     self._file = self._open()
                 # One call, and the file is open for appending: a reader never sees parts of two

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
+import json
 import logging
 import logging.handlers
 import os
+import re
 import sys
 import threading
 import traceback
@@ -41,17 +44,24 @@ _SHORTEST_SECRET = 6  # shorter ones would mask ordinary words
 _LOG_FILE_BYTES = 50 * 1000 * 1000
 MASK = "********"
 
-_secrets: set[str] = set()
+# Of texts from outside: ESC sequences would act on the terminal of whoever reads the log.
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+_secrets: tuple[str, ...] = ()  # the longest first: one may begin with another
 
 
 def register_secret(secret: SecretStr | str | None) -> None:
     """Show ``secret`` as ``********`` in every line of this process from now on."""
+    global _secrets
     text = secret.get_secret_value() if isinstance(secret, SecretStr) else secret
     if text and len(text) >= _SHORTEST_SECRET:
-        _secrets.add(text)
+        in_json = json.dumps(text, ensure_ascii=False)[1:-1]  # as an event has its quotes
+        # A new tuple, not the old one longer: another thread may be going through that.
+        _secrets = tuple(sorted({*_secrets, text, in_json}, key=len, reverse=True))
 
 
 def mask(text: str) -> str:
+    """Return ``text`` with ``********`` for each registered secret."""
     for secret in _secrets:
         if secret in text:
             text = text.replace(secret, MASK)
@@ -78,8 +88,9 @@ class LineFormatter(logging.Formatter):
             message = f"{message} ({fold(record.exc_info[1])})"
         moment = datetime.fromtimestamp(record.created).astimezone()
         head = f"{moment.isoformat(' ', 'milliseconds')} | {level_name(record)} | {self._prefix}"
-        body = " / ".join(part for part in message.splitlines() if part.strip()) or message
-        return mask(head + body)
+        # Masked before it is split: a secret may have lines.
+        body = " / ".join(part for part in mask(message).splitlines() if part.strip())
+        return head + _CONTROL.sub("\N{REPLACEMENT CHARACTER}", body)
 
 
 def level_name(record: logging.LogRecord) -> str:
@@ -98,6 +109,37 @@ def fold(error: BaseException, *, depth: int = 6) -> str:
     text += f"; at {places}" if places else ""
     cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return f"{text}; caused by {type(cause).__name__}: {cause}" if cause else text
+
+
+def moved(path: str | Path, file: int) -> bool:
+    """Return whether ``path`` is another file by now than the open one, or none.
+
+    logrotate moves a file away that is being written, and so does a person with ``rm``. Whoever
+    goes on writing fills a disk with what nobody finds. Raises OSError.
+    """
+    try:
+        return not os.path.samestat(os.stat(path), os.fstat(file))
+    except FileNotFoundError:
+        return True
+
+
+class _LogFile(logging.handlers.RotatingFileHandler):
+    """A log of bounded size that begins again where its file was moved away."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            path,
+            maxBytes=_LOG_FILE_BYTES,
+            backupCount=3,
+            encoding="utf-8",
+            errors="backslashreplace",
+        )
+
+    def shouldRollover(self, record: logging.LogRecord) -> bool:
+        if self.stream is not None and moved(self.baseFilename, self.stream.fileno()):
+            self.stream.close()
+            self.stream = self._open()
+        return bool(super().shouldRollover(record))
 
 
 def setup_logging(
@@ -121,17 +163,16 @@ def setup_logging(
     if not settings.info and level == logging.INFO:
         level = logging.WARNING
     formatter = LineFormatter(rank=rank)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A file name in no encoding, or a "✓" under an old locale, would cost the whole line.
+        sys.stdout.reconfigure(errors="backslashreplace")
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
     if rank and not settings.show_all_rank_logs:
         handlers[0].setLevel(logging.WARNING)
     place = settings.logging_dir or folder
     if settings.record_log and place is not None:
         place.mkdir(parents=True, exist_ok=True)
-        handlers.append(
-            logging.handlers.RotatingFileHandler(
-                place / f"{name}.rank{rank}.log", maxBytes=_LOG_FILE_BYTES, backupCount=3
-            )
-        )
+        handlers.append(_LogFile(place / f"{name}.rank{rank}.log"))
     root = logging.getLogger()
     # Libraries add their own when imported: each line would come twice, and unmasked.
     for handler in list(root.handlers):

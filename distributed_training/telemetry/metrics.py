@@ -294,7 +294,7 @@ def read_metrics(path: Path) -> dict[str, float]:
 
     try:
         families = list(text_string_to_metric_families(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
+    except (OSError, ValueError, LookupError):  # the parser indexes past the end of damaged lines
         return {}
     return {
         ".".join((sample.name, *sample.labels.values())): sample.value

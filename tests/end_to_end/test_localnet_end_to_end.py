@@ -33,7 +33,7 @@ from distributed_training.localnet.subnet import LocalSubnet, Neuron
 from distributed_training.localnet.summary import Summary
 from distributed_training.protocol import keys
 from distributed_training.telemetry.metrics import METRICS
-from distributed_training.telemetry.page.process import PageProcess
+from distributed_training.telemetry.page import PageProcess
 from tests.tools import chromium
 from tests.tools.log_reference import LINE, Reference
 from tests.tools.subnet_tools import paced

@@ -44,7 +44,7 @@ from distributed_training.protocol.types import (
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.telemetry import MetricsFile, unix_time
 from distributed_training.telemetry.metrics import METRICS
-from distributed_training.telemetry.page.process import PageProcess
+from distributed_training.telemetry.page import PageProcess
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER, VALIDATOR
 from tests.tools.waiting import wait_for

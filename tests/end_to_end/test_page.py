@@ -539,7 +539,7 @@ def test_strangers_and_wrong_tokens_get_nothing(run_folder: tuple[Path, EventLog
         other_name = get(page.url + "history", headers={"host": "attacker.example"})
         assert other_name.status_code == 403, "a web site that resolves to 127.0.0.1"
         assert httpx.post(page.url + "history", timeout=60).status_code == 405
-        for path in ("server.py", "%2e%2e%2fserver.py", "..%2f..%2fevents.py"):
+        for path in ("__main__.py", "%2e%2e%2f__main__.py", "..%2f..%2fevents.py"):
             assert get(page.url + path).status_code == 404
     os.environ["DT_PAGE_TOKEN"] = SECRET
     try:

@@ -8,19 +8,22 @@ import logging
 import re
 import socket
 import string
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
 
+from distributed_training.common.ports import listen
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import NeuronState
-from distributed_training.telemetry.page.process import PageProcess
-from distributed_training.telemetry.page.server import Hub
+from distributed_training.telemetry.page import PageProcess
+from distributed_training.telemetry.page import __main__ as served_page
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
@@ -33,7 +36,7 @@ class Served:
 
     def __init__(self, folder: Path, token: str = "") -> None:
         with EventLog(folder / "events.jsonl") as events:
-            events.write("problem", level="WARNING", text=HOTKEY)
+            events.write("problem", level="WARNING", text=f"{HOTKEY} \ud800")
         self.lines: list[str] = []
         secret = SecretStr(token) if token else None
         self.process = PageProcess([folder], token=secret, told=self.lines.append)
@@ -155,27 +158,77 @@ def test_nobody_fills_the_log_through_it(tmp_path: Path) -> None:
     assert len(served.lines) == 1, served.lines[:5]
 
 
+@pytest.mark.parametrize("what", ["poll", "measured"])
 def test_a_file_that_cannot_be_read_is_one_line(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     """Its events are asked for twice a second."""
     neuron = NeuronState(tmp_path)
-    hub = Hub([neuron])
-    faults = [OSError(errno.EIO, "Input/output error")] * 5
+    hub = served_page.Hub([neuron])
+    fault = OSError(errno.EIO, "Input/output error")
+    faults: list[OSError | None] = [*[fault] * 5, None, fault]
 
-    def poll() -> list[dict[str, object]]:
-        if faults:
-            raise faults.pop()
-        return []
+    def look() -> Any:
+        if (found := faults.pop(0)) is not None:
+            raise found
+        return answers
 
-    monkeypatch.setattr(neuron, "poll", poll)
+    answers: Any = [] if what == "poll" else {}
+    monkeypatch.setattr(neuron, what, look)
     with caplog.at_level(logging.WARNING):
         for _ in range(6):
-            assert hub._news(neuron) == []
+            hub.tell(neuron, gauges=True)
         assert len(caplog.records) == 1
-        faults.append(OSError(errno.EIO, "Input/output error"))
-        hub._news(neuron)
+        hub.tell(neuron, gauges=True)
     assert len(caplog.records) == 2, "it was well in between"
+
+
+def test_clients_that_say_nothing_or_do_not_read_lose_their_connections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of them together would keep Prometheus out, for as long as they like."""
+    monkeypatch.setattr(served_page, "_PATIENCE", 0.5)
+    monkeypatch.setattr(served_page, "_CONNECTIONS", 4)
+    monkeypatch.setattr(served_page, "_MOST_CONNECTIONS", 6)
+    monkeypatch.setattr(served_page, "_GAUGES_SECONDS", 0.0)
+    (tmp_path / "metrics.prom").write_text("dt_dht_peers 3.0\n")
+    neuron = NeuronState(tmp_path)
+    monkeypatch.setattr(neuron, "measured", lambda: {"filling": "x" * 2**22})
+    listener, server = listen("127.0.0.1", 0), served_page.server([neuron])
+    address = listener.getsockname()
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    host = b"HTTP/1.1\r\nhost: 127.0.0.1:%d\r\n" % address[1]
+    said = [b"", b"GET / HTT", b"GET /stream " + host + b"\r\n"]
+    said.append(b"GET /metrics " + host + b"\r\n" + b"G")  # one answer, then half a request
+
+    def metrics() -> int:
+        with closing(socket.create_connection(address, timeout=30)) as caller:
+            caller.sendall(b"GET /metrics " + host + b"connection: close\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                return status(caller.recv(100))
+        return 0
+
+    try:
+        with contextlib.ExitStack() as held:
+            for words in said * 3:
+                one = held.enter_context(closing(socket.create_connection(address, timeout=30)))
+                with contextlib.suppress(ConnectionError):
+                    one.sendall(words)
+            assert metrics() in (0, 503)
+            wait_for(lambda: metrics() == 200, "an answer, though all of them hold on")
+    finally:
+        server.should_exit = True
+        thread.join(30)
+
+
+def test_a_disk_that_fails_at_its_start_is_a_line_and_another_try(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").mkdir()
+    lines: list[str] = []
+    with PageProcess([tmp_path], told=lines.append):
+        wait_for(lambda: len(lines) >= 2, "what it says")
+    assert lines[0].startswith("the page cannot begin ([Errno 21] Is a directory")
+    assert "is started again in 1 s" in lines[1]
 
 
 def test_the_metrics_are_those_of_the_ranks_and_of_their_launcher(tmp_path: Path) -> None:

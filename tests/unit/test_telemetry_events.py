@@ -64,6 +64,20 @@ def test_a_follower_goes_on_in_a_file_that_was_emptied(tmp_path: Path) -> None:
         assert [e["kind"] for e in follower.poll()] == ["step"]
 
 
+@pytest.mark.parametrize("name", ["events.jsonl.1", None])
+def test_events_go_on_in_a_new_file_where_theirs_was_moved_away(
+    tmp_path: Path, name: str | None
+) -> None:
+    """By logrotate, or by a person with rm."""
+    path = tmp_path / "events.jsonl"
+    with EventLog(path) as log:
+        log.write("start")
+        path.rename(tmp_path / name) if name else path.unlink()
+        path.touch()
+        log.write("step")
+    assert [e["kind"] for e in read_events(path)] == (["start"] if name else []) + ["step"]
+
+
 def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     with EventLog(path, retention_bytes=4000) as log:
@@ -120,8 +134,11 @@ def test_no_log_line_ends_its_caller(
 
 def test_secrets_registered_for_the_log_are_masked_here_too(tmp_path: Path) -> None:
     register_secret("very-secret-value")
+    register_secret('quoted"\\secret')
     with EventLog(tmp_path / "e.jsonl") as log:
         log.write("fault", detail="key very-secret-value refused")
+        log.write("fault", detail='quoted"\\secret')
+    assert "quoted" not in (tmp_path / "e.jsonl").read_text()
     assert next(read_events(tmp_path / "e.jsonl"))["detail"] == "key ******** refused"
 
 
@@ -182,7 +199,9 @@ def test_the_metrics_file_is_whole_and_not_written_too_often(
         "dt_server_calls_total": 7.0,
         "dt_server_refused_total.bad_signature": 2.0,
     }
-    assert read_metrics(tmp_path / "missing") == {}
+    damaged = tmp_path / "damaged"
+    damaged.write_bytes(b'# TYPE dt_a gauge\ndt_a{kind=, ="x"} 1.0} "x\ndt_b 2\n')
+    assert read_metrics(tmp_path / "missing") == read_metrics(damaged) == {}
     file.registry.totals("chain", {"went_back": 1})
     assert f"# HELP dt_chain_went_back_total {CHAIN_COUNTS['chain_went_back_total']}" in (
         file.registry.text()

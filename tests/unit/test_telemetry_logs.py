@@ -34,8 +34,11 @@ def run(code: str) -> tuple[str, str, int]:
 def test_a_record_is_one_line_and_masks_secrets() -> None:
     out, err, _ = run(
         """
-setup_logging(TelemetrySettings(), rank=0, name="m", secrets=[SecretStr("s3cr3t-key"), None])
-log.info("first\\n\\nsecond %s", "s3cr3t-key")
+keys = ["s3cr3t", "s3cr3t-key", "begin\\nsecond line"]
+sys.stdout.reconfigure(encoding="ascii", errors="strict")
+setup_logging(TelemetrySettings(), rank=0, name="m", secrets=[*map(SecretStr, keys), None])
+log.info("first\\n\\nsecond %s %s", "s3cr3t-key", keys[2])
+log.info("\\x1b[2J from a peer, \\u2713 and \\udcff\\n")
 log.debug("not shown")
 try:
     raise KeyError("s3cr3t-key")
@@ -46,11 +49,12 @@ logging.getLogger("hivemind.averaging").warning("heard")
 """
     )
     lines = out.splitlines()
-    assert len(lines) == 3 and not err
+    assert len(lines) == 4 and not err
     head = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}[+-]\d\d:\d\d \| INFO \| "
-    assert re.fullmatch(head + r"first / second \*{8}", lines[0])
-    assert "it failed (KeyError: '********'; at <string>:" in lines[1]
-    assert lines[2].endswith(" | WARNING | hivemind.averaging: heard")
+    assert re.fullmatch(head + r"first / second \*{8} \*{8}", lines[0])
+    assert lines[1].endswith(r" | INFO | \ufffd[2J from a peer, \u2713 and \udcff")
+    assert "it failed (KeyError: '********'; at <string>:" in lines[2]
+    assert lines[3].endswith(" | WARNING | hivemind.averaging: heard")
     assert "s3cr3t" not in out
 
 
@@ -87,7 +91,14 @@ def test_record_log_writes_the_same_lines_to_a_file(tmp_path: Path) -> None:
         f"""
 settings = TelemetrySettings(record_log=True)
 setup_logging(settings, rank=0, name="m", folder=Path({str(tmp_path)!r}))
-log.info("kept")
+log.info("kept \\udcff")
+file = Path({str(tmp_path)!r}) / "m.rank0.log"
+file.rename(file.with_suffix(".old"))  # logrotate
+log.info("new")
+file.unlink()
+log.info("newest")
 """
     )
-    assert (tmp_path / "m.rank0.log").read_text() == out
+    old, _, newest = out.splitlines(keepends=True)
+    assert (tmp_path / "m.rank0.old").read_text() == old and old.endswith("kept \\udcff\n")
+    assert (tmp_path / "m.rank0.log").read_text() == newest
