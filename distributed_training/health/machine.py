@@ -18,7 +18,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -356,7 +356,10 @@ def files_under(folder: Path) -> Iterator[Path]:
 def check_disk(folder: Path, *, needed_bytes: int) -> Check:
     """Check whether ``folder``'s file system has ``needed_bytes`` free and can be written."""
     place = _existing(folder)
-    free = shutil.disk_usage(place).free
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return _silent_disk(place, error)
     finding = f"{free / 1e9:.1f} GB free in {folder}, {needed_bytes / 1e9:.1f} GB needed"
     if not (place.is_dir() and os.access(place, os.W_OK)):
         why = "cannot be written by this user" if place.is_dir() else "is no folder"
@@ -371,6 +374,12 @@ def check_disk(folder: Path, *, needed_bytes: int) -> Check:
     if free < 2 * needed_bytes:
         return Check("disk", "warn", finding, "free space soon: less than twice the need is left")
     return Check("disk", "ok", finding)
+
+
+def _silent_disk(place: Path, error: OSError) -> Check:
+    finding = f"the disk of {place} does not answer ({error.strerror}), so nothing could be saved"
+    remedy = "mount it again, or give --neuron.run_folder a folder of another disk"
+    return Check("disk", "fail", finding, remedy)
 
 
 def _existing(folder: Path) -> Path:
@@ -390,7 +399,11 @@ def check_disk_speed(examination: Examination) -> Check:
     if examination.failed("disk"):
         return Check("disk speed", "skip", "not measured: disk failed")
     place = _existing(folder)
-    if shutil.disk_usage(place).free < 2 * _SPEED_BYTES:
+    try:
+        free = shutil.disk_usage(place).free
+    except OSError as error:
+        return replace(_silent_disk(place, error), name="disk speed")
+    if free < 2 * _SPEED_BYTES:
         return Check("disk speed", "skip", f"too little room in {place} to measure it")
     # Not zeros: a file system that compresses would write them for nothing.
     block, began = os.urandom(1 << 20), time.perf_counter()

@@ -43,7 +43,7 @@ class NvmlSampler:
         handles = _visible_handles(nvml)
         # Each nvmlInit counts: one without its shutdown keeps the driver's library open.
         if not 0 <= device < len(handles):
-            nvml.nvmlShutdown()
+            _stop(nvml)
             return None
         return cls(nvml=nvml, handle=handles[device], index=device)
 
@@ -83,8 +83,7 @@ class NvmlSampler:
             return None
 
     def close(self) -> None:
-        with contextlib.suppress(self._nvml.NVMLError):
-            self._nvml.nvmlShutdown()
+        _stop(self._nvml)
 
     def __enter__(self) -> NvmlSampler:
         return self
@@ -155,7 +154,7 @@ def _session() -> Iterator[Any]:
         yield nvml
     finally:
         if nvml is not None:
-            nvml.nvmlShutdown()
+            _stop(nvml)
 
 
 def _text(value: Any) -> str:
@@ -172,6 +171,11 @@ def _start() -> Any:
     except pynvml.NVMLError:
         return None
     return pynvml
+
+
+def _stop(nvml: Any) -> None:
+    with contextlib.suppress(nvml.NVMLError):  # the driver was taken out meanwhile
+        nvml.nvmlShutdown()
 
 
 def _visible_handles(nvml: Any) -> list[Any]:
@@ -195,7 +199,13 @@ def _visible_handles(nvml: Any) -> list[Any]:
 
 
 def _all_handles(nvml: Any) -> Iterator[Any]:
-    for index in range(nvml.nvmlDeviceGetCount()):
+    try:
+        count = nvml.nvmlDeviceGetCount()
+    except nvml.NVMLError:
+        # Of a driver that was updated under it, or a card that hangs. No error for the launcher,
+        # which waits for a driver as for a disk.
+        return
+    for index in range(count):
         # A card that fell off the bus is still counted; the others can be used.
         with contextlib.suppress(nvml.NVMLError):
             yield nvml.nvmlDeviceGetHandleByIndex(index)

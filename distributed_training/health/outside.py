@@ -60,7 +60,7 @@ def check_clock(config: Config) -> Check:
         began = time.time()
         reply = httpx.head(endpoint_of(config.store), timeout=_TIMEOUT.total_seconds())
         theirs = parsedate_to_datetime(reply.headers["date"]).timestamp() + 0.5  # whole seconds
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, OverflowError) as error:
         return Check("clock", "skip", f"the store does not tell its time ({error})")
     # The store wrote it between the two: half of the way there and back is taken off.
     skew = (began + time.time()) / 2 - theirs

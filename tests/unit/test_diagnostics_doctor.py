@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import shutil
 import socket
 import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
+import httpx
 import psutil
 import pytest
 
@@ -28,9 +31,11 @@ from distributed_training.doctor.command import model_config
 from distributed_training.doctor.measure import StepEstimate, check_speed
 from distributed_training.health import nvml, outside
 from distributed_training.health.machine import (
+    Examination,
     bytes_under,
     check_batch,
     check_disk,
+    check_disk_speed,
     check_gpus,
     check_memory,
     check_port,
@@ -168,6 +173,20 @@ def test_disk(tmp_path: Path) -> None:
     assert check_disk(tmp_path / ("long" * 99), needed_bytes=1).finding  # no traceback
 
 
+def test_a_disk_that_does_not_answer_fails_its_checks_and_ends_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stale(path: object) -> NoReturn:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(shutil, "disk_usage", stale)
+    flags = ["--neuron.run_folder", str(tmp_path), "--preset", "local"]
+    asked = Examination(load_config("miner", flags, check=False), 1)
+    asked.shape = ModelShape.from_config(named_config("tiny"))
+    for check in (check_disk(tmp_path, needed_bytes=1), check_disk_speed(asked)):
+        assert check.status == "fail" and "(Stale file handle)" in check.finding
+
+
 def test_the_doctor_of_a_miner_that_deletes_folders_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -278,6 +297,7 @@ class FakeNvml:
 
     def __init__(self) -> None:
         self.open = 0
+        self.hangs = False
         self.processes: dict[int, list[int]] = {}
         self.lost: set[int] = set()
         self.used = {handle: (handle * 20 + 1) * 10**9 for handle in range(3)}
@@ -287,8 +307,12 @@ class FakeNvml:
 
     def nvmlShutdown(self) -> None:
         self.open -= 1
+        if self.hangs:
+            raise self.NVMLError("Unknown Error")
 
     def nvmlDeviceGetCount(self) -> int:
+        if self.hangs:
+            raise self.NVMLError("Unknown Error")
         return 3
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
@@ -376,6 +400,21 @@ def test_gpus_in_use_are_told(fake_nvml: FakeNvml) -> None:
     (check,) = check_gpus(wanted=3, device="auto")
     assert check.status == "fail" and "--nproc_per_node 2" in check.remedy
     assert [c.finding[:6] for c in check_gpus(wanted=2, device="auto")] == ["Card 0", "Card 2"]
+    fake_nvml.hangs = True
+    (check,) = check_gpus(wanted=1, device="cuda")
+    assert check.status == "fail" and "check nvidia-smi" in check.remedy
+    assert NvmlSampler.open(0) is None and nvml.unused_gpu() == (None, "no GPU is visible")
+    assert fake_nvml.open == 0
+
+
+@pytest.mark.parametrize("date", ["yesterday", f"Mon, 01 Jan {9**40} 00:00:00 GMT"])
+def test_a_store_that_tells_no_time_is_no_fault_of_the_clock(
+    date: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reply = SimpleNamespace(headers={"date": date})
+    monkeypatch.setattr(httpx, "head", lambda url, timeout: reply)
+    flags = ["--r2.endpoint_url", "http://127.0.0.1:9", "--preset", "local"]
+    assert outside.check_clock(load_config("miner", flags, check=False)).status == "skip"
 
 
 def test_probes_of_other_rooms() -> None:

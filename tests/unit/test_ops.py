@@ -74,6 +74,12 @@ def test_what_starts_a_miner_starts_it_again_after_an_orderly_end_that_nobody_as
     assert "--restart unless-stopped" in (OPS / "Dockerfile").read_text()
 
 
+@pytest.mark.parametrize("path", sorted(OPS.glob("compose*.yml")), ids=lambda path: path.stem)
+def test_no_container_keeps_every_line_for_ever(path: Path) -> None:
+    for name, service in yaml.safe_load(path.read_text())["services"].items():
+        assert {"max-size", "max-file"} <= set(service["logging"]["options"]), name
+
+
 def commands() -> Iterator[tuple[str, str, list[str]]]:
     """File, program and flags of what a founder's units and containers start."""
     for unit in UNITS:
