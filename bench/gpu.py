@@ -64,7 +64,7 @@ NEEDS = {
 MODULES = (
     "bench.gpu_parts",
     "tests.tools.cuda_checks",
-    "distributed_training.health.report",
+    "distributed_training.health.gpus",
 )
 
 

@@ -39,7 +39,7 @@ from rich.table import Table
 from bench import kills
 from bench.kills import KINDS, Kill, kill_one, processes_of
 from distributed_training.common.files import read_json_object
-from distributed_training.localnet.plan import parse_ranks
+from distributed_training.localnet.services import parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, Neuron
 from distributed_training.telemetry import read_events
 

@@ -42,7 +42,7 @@ from rich.table import Table
 from safetensors.torch import load, load_file
 
 from distributed_training.common.processes import Mark, send
-from distributed_training.localnet.plan import SubnetOptions, parse_ranks
+from distributed_training.localnet.services import SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
 from distributed_training.miner.run_folder import launcher_pid, listening_ranks, mark_of
 from distributed_training.telemetry import read_events

@@ -47,9 +47,8 @@ from safetensors.torch import load_file
 from bench import kills, torchrun_nodes
 from bench.kill_table import BLOCKS, PHASES, TIMEOUTS, Cell, Watch, each_in_phase, show_table
 from distributed_training.common.ports import free_ports
-from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
 from distributed_training.localnet.processes import Child
-from distributed_training.localnet.services import Services
+from distributed_training.localnet.services import NeuronPlan, Services, SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
 from tests.tools.namespaces import Machine, machines
 

@@ -27,7 +27,7 @@ from pathlib import Path
 
 import psutil
 
-from distributed_training.localnet.plan import SubnetOptions, parse_ranks
+from distributed_training.localnet.services import SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, Neuron
 from distributed_training.miner.run_folder import listening_ranks, mark_of
 from distributed_training.telemetry import read_events

@@ -7,7 +7,7 @@ import sys
 
 def main(argv: list[str]) -> int:
     if argv[:1] == ["doctor"]:
-        from distributed_training.doctor.command import main as doctor
+        from distributed_training.doctor import main as doctor
 
         return doctor(argv[1:])
     print("usage: python -m distributed_training doctor [--help]", file=sys.stderr)

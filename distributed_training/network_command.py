@@ -326,8 +326,8 @@ def _sign(options: argparse.Namespace) -> None:
 
 def _join(options: argparse.Namespace) -> None:
     """Join a network. Raises ConfigError; ChainError for a registry that is away or refuses."""
+    from distributed_training.health.gpus import visible_gpu_count
     from distributed_training.health.machine import refuse_model
-    from distributed_training.health.nvml import visible_gpu_count
 
     given = vars(options)
     names = ("path", "name", "hotkey")

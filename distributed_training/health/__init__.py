@@ -3,8 +3,7 @@
     machine.py    the list of checks of this machine; those of it that a start makes too
     reach.py      another machine's port; whether the machines of one miner can meet
     outside.py    the list of checks of clock, chain, bucket, peers and data
-    report.py     the GPU block at start, the warnings after a step
-    nvml.py       GPUs as the driver sees them
+    gpus.py       GPUs as the driver sees them; the block at start, the warnings after a step
 
 Each check ends as ``ok``, ``warn``, ``fail`` or ``skip`` with a reason; a failure names the command
 that fixes it. ``python -m distributed_training doctor`` makes all of them.

@@ -34,9 +34,13 @@ from distributed_training.common.memory import (
     loss_chunk,
 )
 from distributed_training.config import Config, ConfigError, problems
-from distributed_training.health.nvml import NvmlSampler, driver_version, visible_gpu_count
+from distributed_training.health.gpus import (
+    NvmlSampler,
+    accumulation_steps,
+    driver_version,
+    visible_gpu_count,
+)
 from distributed_training.health.reach import check_nodes
-from distributed_training.health.report import accumulation_steps
 from distributed_training.protocol.types import Check
 
 _SPEED_BYTES = 128 * 1024 * 1024

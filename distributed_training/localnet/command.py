@@ -17,7 +17,7 @@ from pathlib import Path
 from distributed_training.common.exits import ExitStatus
 from distributed_training.config.loader import Parser, argument, exit_with, ranged
 from distributed_training.config.types import ConfigError, File, Text
-from distributed_training.localnet.plan import SubnetOptions, parse_ranks
+from distributed_training.localnet.services import SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.localnet.summary import Summary, View
 from distributed_training.node.signals import Stopped, StopSignals

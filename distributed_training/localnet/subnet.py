@@ -33,14 +33,13 @@ from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import write_json
 from distributed_training.common.processes import Mark
 from distributed_training.config.types import ConfigError
-from distributed_training.localnet.plan import NeuronPlan, SubnetOptions, plan_neurons
 from distributed_training.localnet.processes import (
     MARK,
     Child,
     ChildFailure,
     stop_together,
 )
-from distributed_training.localnet.services import Services
+from distributed_training.localnet.services import NeuronPlan, Services, SubnetOptions, plan_neurons
 from distributed_training.localnet.summary import Summary, event_line, summarize
 from distributed_training.telemetry.neuron_state import NeuronState
 

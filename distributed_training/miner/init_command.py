@@ -162,7 +162,7 @@ def _default_of(name: str) -> str:
 def _preset_of_this_machine() -> str:
     """Return the preset for the memory of the first GPU; the plain one where there is none."""
     from distributed_training.config.model import CARDS
-    from distributed_training.health.nvml import NvmlSampler
+    from distributed_training.health.gpus import NvmlSampler
 
     sampler = NvmlSampler.open()
     if sampler is None:

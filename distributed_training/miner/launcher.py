@@ -44,8 +44,8 @@ from distributed_training.common.processes import (
 )
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import MinerSettings
+from distributed_training.health.gpus import visible_gpu_count
 from distributed_training.health.machine import refuse_model, start_checks
-from distributed_training.health.nvml import visible_gpu_count
 from distributed_training.miner.rank_group import PROGRAM, RankGroup
 from distributed_training.miner.run_folder import (
     INSTANCE,

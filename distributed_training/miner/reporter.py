@@ -26,7 +26,7 @@ import psutil
 
 from distributed_training import __version__
 from distributed_training.common.memory import host_bytes
-from distributed_training.health.nvml import NvmlSampler
+from distributed_training.health.gpus import NvmlSampler
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import (
     AllReduceFault,

@@ -50,7 +50,7 @@ from distributed_training.config import Config, ConfigError
 from distributed_training.config.loader import schema
 from distributed_training.config.settings import NodesSettings
 from distributed_training.config.types import show
-from distributed_training.health.nvml import visible_gpu_count
+from distributed_training.health.gpus import visible_gpu_count
 from distributed_training.health.reach import VARIABLES, address_of, interface_of
 
 log = logging.getLogger(__name__)

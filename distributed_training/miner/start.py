@@ -34,8 +34,13 @@ from distributed_training.common.processes import die_with_parent, write_stacks_
 from distributed_training.config import Config, ConfigError, exit_with
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.pipeline import DataPipeline
-from distributed_training.health.nvml import NvmlSampler, visible_gpu_count
-from distributed_training.health.report import cuda_state, gpu_report_lines, step_warnings
+from distributed_training.health.gpus import (
+    NvmlSampler,
+    cuda_state,
+    gpu_report_lines,
+    step_warnings,
+    visible_gpu_count,
+)
 from distributed_training.node.failures import NetworkFailure, exit_status_of
 from distributed_training.node.start import make_run_folder, start_log
 from distributed_training.protocol import lines

@@ -114,7 +114,7 @@ def choose_device(config: Config, options: argparse.Namespace) -> Config:
     """
     if config.miner.device != "auto":
         return config
-    from distributed_training.health.nvml import unused_gpu
+    from distributed_training.health.gpus import unused_gpu
 
     gpu, why = unused_gpu()
     if gpu is not None:

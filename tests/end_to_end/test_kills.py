@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from bench import kill_table, kills
-from distributed_training.localnet.plan import SubnetOptions
+from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from tests.tools.subnet_tools import paced
 

@@ -28,7 +28,7 @@ from bench import kills
 from distributed_training.config import load_config
 from distributed_training.data.pipeline import held_out_batches
 from distributed_training.data.tokenizer import build_tokenizer
-from distributed_training.localnet.plan import NeuronPlan, SubnetOptions
+from distributed_training.localnet.services import NeuronPlan, SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, Neuron
 from distributed_training.localnet.summary import Summary
 from distributed_training.protocol import keys

@@ -21,7 +21,7 @@ from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import read_json_object
 from distributed_training.common.processes import command_of, kill_tree
-from distributed_training.localnet.plan import SubnetOptions
+from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.miner.run_folder import launcher_pid, mark_of
 from distributed_training.protocol.types import Revision

@@ -16,8 +16,8 @@ import pytest
 from distributed_training.chain.base import find
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.processes import command_of
-from distributed_training.doctor.command import main
-from distributed_training.localnet.plan import SubnetOptions
+from distributed_training.doctor import main
+from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, Neuron
 from distributed_training.telemetry import read_events
 from tests.end_to_end.test_doctor import doctor

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from distributed_training.localnet.plan import SubnetOptions
+from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.telemetry import read_events
 from tests.tools.subnet_tools import paced, stop_miner

@@ -18,8 +18,8 @@ from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark, command_of
 from distributed_training.config.types import ConfigError
 from distributed_training.localnet.command import INTERRUPT_GRACE, main
-from distributed_training.localnet.plan import SubnetOptions, parse_ranks, plan_neurons
 from distributed_training.localnet.processes import MARK
+from distributed_training.localnet.services import SubnetOptions, parse_ranks, plan_neurons
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from tests.tools.subnet_tools import stop_miner
 from tests.tools.waiting import wait_for

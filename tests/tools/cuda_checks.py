@@ -272,8 +272,7 @@ def the_memory_model_is_not_far_off(device: torch.device, folder: Path) -> None:
 
 
 def the_gauge_and_the_report_see_the_device(device: torch.device, folder: Path) -> None:
-    from distributed_training.health.nvml import NvmlSampler
-    from distributed_training.health.report import cuda_state
+    from distributed_training.health.gpus import NvmlSampler, cuda_state
 
     made = make(device)
     for part in sequences(0, count=4).split(2):

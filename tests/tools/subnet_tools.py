@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from distributed_training.localnet.plan import SubnetOptions
+from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 
 PACED = Path(__file__).with_name("paced_miner.py")

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 # Of each script: the module with its parser, and positional arguments that are right.
 SCRIPTS = {
     "abort_multipart_uploads": ("scripts.abort_multipart_uploads", ("llama-4b-ws-4-007",)),
-    "diagnose": ("distributed_training.doctor.command", ()),
+    "diagnose": ("distributed_training.doctor", ()),
     "localnet": ("distributed_training.localnet.command", ()),
     "pretokenize": ("scripts.pretokenize", ("stdlib", "/tmp/shards")),
     "score": ("scripts.score", ()),
@@ -139,7 +139,7 @@ def test_a_real_script_refuses_in_one_line(command, name: str, tmp_path: Path) -
 def test_the_doctor_refuses_without_torch_and_the_chains_client() -> None:
     code = (
         "import sys\n"
-        "from distributed_training.doctor import command\n"
+        "import distributed_training.doctor\n"
         "heavy = {'torch', 'transformers', 'hivemind', 'bittensor', 'boto3'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
     )

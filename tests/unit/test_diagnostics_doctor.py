@@ -27,9 +27,9 @@ from distributed_training.common.memory import (
 from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import StoreSettings
-from distributed_training.doctor.command import model_config
-from distributed_training.doctor.measure import StepEstimate, check_speed
-from distributed_training.health import nvml, outside
+from distributed_training.doctor import StepEstimate, check_speed, model_config
+from distributed_training.health import gpus, outside
+from distributed_training.health.gpus import NvmlSampler
 from distributed_training.health.machine import (
     Examination,
     bytes_under,
@@ -41,7 +41,6 @@ from distributed_training.health.machine import (
     check_port,
     check_torch,
 )
-from distributed_training.health.nvml import NvmlSampler
 from distributed_training.health.outside import run_probe
 from distributed_training.node import network
 from distributed_training.node.buckets import NoBucket
@@ -356,7 +355,7 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
         fake.nvmlInit()
         return fake
 
-    monkeypatch.setattr(nvml, "_start", start)
+    monkeypatch.setattr(gpus, "_start", start)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     return fake
 
@@ -364,19 +363,19 @@ def fake_nvml(monkeypatch: pytest.MonkeyPatch) -> FakeNvml:
 def test_a_gpu_is_unused_when_nobody_computes_on_it_nor_fills_it(
     fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert nvml.unused_gpu() == ("GPU-a", "")
+    assert gpus.unused_gpu() == ("GPU-a", "")
     fake_nvml.processes = {0: [4711]}  # it has just begun and holds little
-    assert nvml.unused_gpu() == (None, "GPU 2 is in use (40.0 GB)")  # by another container
+    assert gpus.unused_gpu() == (None, "GPU 2 is in use (40.0 GB)")  # by another container
     fake_nvml.used[1] = 10**9
-    assert nvml.unused_gpu() == ("GPU-b", "")
+    assert gpus.unused_gpu() == ("GPU-b", "")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert nvml.unused_gpu() == (None, "GPU 0 is in use by process 4711 (0.0 GB)")
+    assert gpus.unused_gpu() == (None, "GPU 0 is in use by process 4711 (0.0 GB)")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert nvml.unused_gpu() == (None, "no GPU is visible")
+    assert gpus.unused_gpu() == (None, "no GPU is visible")
     monkeypatch.undo()
     assert fake_nvml.open == 0
-    monkeypatch.setattr(nvml, "_start", lambda: None)
-    assert nvml.unused_gpu()[0] is None
+    monkeypatch.setattr(gpus, "_start", lambda: None)
+    assert gpus.unused_gpu()[0] is None
 
 
 def test_sampler(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,7 +385,7 @@ def test_sampler(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     assert sample.utilization == 97 and sample.power_watts is None
     assert NvmlSampler.open(3) is None
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,GPU-b,7,0")
-    assert nvml.visible_gpu_count() == 2  # like CUDA: the list ends at the first bad entry
+    assert gpus.visible_gpu_count() == 2  # like CUDA: the list ends at the first bad entry
     with NvmlSampler.open(1) as sampler:  # type: ignore[union-attr]
         assert sampler.sample().name == "Card 1"  # type: ignore[union-attr]
     assert fake_nvml.open == 0
@@ -403,7 +402,7 @@ def test_gpus_in_use_are_told(fake_nvml: FakeNvml) -> None:
     fake_nvml.hangs = True
     (check,) = check_gpus(wanted=1, device="cuda")
     assert check.status == "fail" and "check nvidia-smi" in check.remedy
-    assert NvmlSampler.open(0) is None and nvml.unused_gpu() == (None, "no GPU is visible")
+    assert NvmlSampler.open(0) is None and gpus.unused_gpu() == (None, "no GPU is visible")
     assert fake_nvml.open == 0
 
 

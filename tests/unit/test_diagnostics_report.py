@@ -7,7 +7,7 @@ import torch
 
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import DiagnosticsSettings
-from distributed_training.health.report import (
+from distributed_training.health.gpus import (
     CudaState,
     accumulation_steps,
     gpu_report_lines,

@@ -15,7 +15,7 @@ import pytest
 from distributed_training import network_command
 from distributed_training.config import loader
 from distributed_training.config.loader import schema
-from distributed_training.doctor.command import build_parser as doctor_parser
+from distributed_training.doctor import build_parser as doctor_parser
 from distributed_training.localnet.command import build_parser
 from distributed_training.miner import init_command
 from distributed_training.registry.__main__ import parser as registry_parser

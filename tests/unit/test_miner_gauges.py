@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.health.nvml import GpuSample
+from distributed_training.health.gpus import GpuSample
 from distributed_training.miner import reporter
 from distributed_training.miner.reporter import Growth, MachineGauges, limits
 from distributed_training.miner.round_clock import RoundClock

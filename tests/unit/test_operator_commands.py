@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from distributed_training import doctor
 from distributed_training.common.ports import listen
-from distributed_training.doctor import command as doctor
 from distributed_training.scoring import command as score
 from distributed_training.telemetry.page.__main__ import main as page
 
