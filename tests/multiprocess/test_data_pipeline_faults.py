@@ -106,7 +106,6 @@ def test_the_same_tokens_whatever_happens_on_the_way(
     runs = [
         {"prefetch": 1, "latency": 0.0, "errors": 0.0, "connections": 1, "workers": 1},
         {"prefetch": 3, "latency": 0.05, "errors": 0.3, "connections": 5, "workers": 2},
-        {"prefetch": 2, "latency": 0.02, "errors": 0.1, "connections": 3, "workers": 1},
     ]
     for number, run in enumerate(runs):
         with RowsServer(
@@ -136,9 +135,9 @@ def test_the_same_tokens_whatever_happens_on_the_way(
 def test_a_ranks_tokens_do_not_depend_on_the_world_size(tokenizer: tuple[Path, int]) -> None:
     """A rank's pages are its own; more ranks only trim all to the poorest."""
     block = 77
-    alone = {rank: expected(tokenizer, block, rank) for rank in range(3)}
+    alone = {rank: expected(tokenizer, block, rank) for rank in range(2)}
     with RowsServer(TABLES) as server:
-        for world in (1, 3):
+        for world in (1, 2):
             with contextlib.ExitStack() as stack:
                 ranks = [
                     stack.enter_context(pipeline(server, tokenizer, None, rank=rank))

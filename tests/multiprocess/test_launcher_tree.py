@@ -194,7 +194,7 @@ def test_a_stray_with_a_session_of_its_own_is_reaped(launched: Callable[..., Lau
     assert "left behind" in run.output
 
 
-@pytest.mark.parametrize("status", [3, 2])
+@pytest.mark.parametrize("status", [3, pytest.param(2, marks=pytest.mark.long)])
 def test_the_status_of_rank_zero_is_passed_on(
     launched: Callable[..., Launched], status: int
 ) -> None:
@@ -422,7 +422,9 @@ def test_two_miners_do_not_share_a_folder(launched: Callable[..., Launched]) -> 
     assert first.wait() == 0
 
 
-@pytest.mark.parametrize("flag", ["--axon.port", "--dht.port"])
+@pytest.mark.parametrize(
+    "flag", ["--axon.port", pytest.param("--dht.port", marks=pytest.mark.long)]
+)
 def test_a_port_in_use_is_waited_for(launched: Callable[..., Launched], flag: str) -> None:
     (port,) = free_ports(1)
     with socket.create_server(("127.0.0.1", port)):
