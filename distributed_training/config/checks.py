@@ -99,6 +99,7 @@ def check_nodes(config: Config) -> Iterator[str]:
 
 def check_timeouts(config: Config) -> Iterator[str]:
     for (name, inner), (around, outer) in pairwise((n, config.get(n)) for n in TIMEOUT_HIERARCHY):
+        # Equal ones too: chance would decide which of the two ends first.
         if inner >= outer:
             yield (
                 f"--{name} ({show(inner)}) is not shorter than --{around} ({show(outer)}), so a "
@@ -117,6 +118,7 @@ def check_run_folder(config: Config) -> Iterator[str]:
 
 def check_ports(config: Config) -> Iterator[str]:
     first, second = config.chain.axon_port, config.swarm.dht_port
+    # Two times 0 are two free ports.
     if first == second != 0:
         yield (
             f"--axon.port and --dht.port are both {first}, so the second could not listen: give "
@@ -148,6 +150,7 @@ def _is_nowhere(text: str) -> bool:
     nobody (reserved, of documents).
     """
     address = ipaddress.ip_address(text)
+    # Asked apart: Python calls most multicast addresses global.
     return address.is_multicast or not address.is_global
 
 

@@ -160,6 +160,7 @@ class Schema:
         known = self.settings.get(name)
         if known is not None:
             places, group = [*known.places, *places], known.group
+            # Or what --help shows would be true of one of the two packages only.
             if known.default != default:
                 raise TypeError(f"--{name} has two defaults: {known.default!r}, {default!r}")
         self.settings[name] = Setting(
@@ -657,12 +658,15 @@ def load_config(
         given["config"] = Given(str(file), str(file))
     if "config" in given:
         given = {**read_toml(Path(_text(given["config"])), known), **given}
+    # After the file, which may name the preset.
     preset = _text(given["preset"]) if "preset" in given else "public"
+    # One preset serves both kinds: a miner does not know the validator's flags.
     defaults = {
         name: Given(text, f"preset {preset}")
         for name, text in PRESETS.get(preset, {}).items()
         if known.get(name) is not None
     }
+    # After the merge: an old flag that stands in several places is one line.
     given, warnings = settle(given)
     # Only if a setting came from it: another program's .env is its own affair.
     warning = open_to_others(dotenv) if dotenv and from_dotenv else None

@@ -751,7 +751,8 @@ class TrainingSettings:
 class ValidatorSettings:
     """Settings of the validator's rounds, scores and global state."""
 
-    # the period
+    # The period. The miner has these flags too, under its own settings, and both must have the
+    # same value: it plans its uploads with what the validator does.
     blocks_per_allreduce: int = flag(
         "neuron.blocks_per_allreduce", network="round.blocks_per_allreduce", ge=1, le=1_000_000
     )

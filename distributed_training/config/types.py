@@ -105,6 +105,7 @@ def flag(
     peers must agree, and an operator who names a network's file may not give another.
     """
     if network:
+        # Never written twice: a rule of the public network changes in its file alone.
         default = _PUBLIC.get(network)
     return Field(
         default,
@@ -177,6 +178,7 @@ def _from_text(parse: Any) -> BeforeValidator:
 
 
 def _split(text: str) -> tuple[str, ...]:
+    # A flag of several words takes at least one, so "none" stands for an empty list.
     words = text.replace(",", " ").split()
     return () if text.strip().lower() == "none" else tuple(words)
 
