@@ -97,6 +97,7 @@ def examine(
     for entry in entries:
         if entry.note:
             show(entry.note)
+        # At once: later checks ask what failed before them.
         examination.found += entry.check(examination)
     return examination.found
 
@@ -118,6 +119,7 @@ def _outside(examination: Examination) -> Sequence[Entry]:
 def listening_ports(run_folder: Path) -> frozenset[int]:
     """Return the ports that the processes of a running miner listen at."""
     mark, ports = mark_of(run_folder), set()
+    # All of them: each port belongs to another process, that of the swarm to p2pd.
     for process in mark.processes() if mark is not None else []:
         with contextlib.suppress(psutil.Error):
             for connection in process.net_connections("tcp"):
@@ -368,6 +370,7 @@ def measure(
         output.seek(0)
         lines = [line for line in output.read().splitlines() if line.strip()]
     for line in reversed(lines):
+        # Among what libraries print: nothing else begins so.
         if line.startswith('{"micro_batch_seconds"'):
             found: dict[str, Any] = json.loads(line)
             return found
@@ -407,6 +410,7 @@ def measured_rank(argv: list[str]) -> int:
     def run() -> None:
         trainer.add_micro_batch(batch, data_wait_seconds=0.0)
         if cuda:
+            # Else the launches of the kernels would be measured, not their work.
             torch.cuda.synchronize()
 
     for _ in range(WARM_UP_STEPS):

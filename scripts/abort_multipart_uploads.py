@@ -62,6 +62,7 @@ def main() -> int:
     except ConfigError as error:
         return exit_with(error)
 
+    # After the flags: --help and a refusal do not wait for the store's client.
     from distributed_training.store.cleanup import abort_uploads, stuck_uploads
     from distributed_training.store.s3 import S3ObjectStore, StoreError
 
@@ -109,6 +110,7 @@ def _show(store: S3ObjectStore, found: list[StuckUpload]) -> None:
         total += known[1] if known else 0
         print(f"{u.key:{width}}  {_age(u.age):>9}  {parts:>5}  {size:>10}  {u.upload_id:.16}")
     print(f"{counted(len(found), 'upload')}, {total / 1e6:.1f} MB")
+    # Its uploads cannot be told from dead ones by anything but their age.
     claim = store.head(OWNER_KEY)
     if claim is not None and (age := claim.age_seconds or 0.0) < LAPSES_AFTER.total_seconds():
         print(

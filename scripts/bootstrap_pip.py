@@ -33,6 +33,7 @@ def main() -> int:
     url = urllib.parse.urljoin(index, wheel["url"])
     with urllib.request.urlopen(url, timeout=120) as reply:
         content = reply.read()
+    # It is run next: nothing that the list does not name.
     if hashlib.sha256(content).hexdigest() not in found[2]:
         print("error: the pip wheel is not the one listed; run again, or: apt install python3-venv")
         return 1

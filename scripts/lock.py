@@ -43,6 +43,7 @@ def resolve(*words: str, given: str | None = None) -> Lock:
     """Return what uv resolves from the words, or from requirements that are ``given``."""
     command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
     command += ["--generate-hashes", "--no-header", "--no-annotate", "--no-config"]
+    # Not the index of whoever runs it: its files may have other hashes.
     command += ["--constraint", str(CONSTRAINTS), "--default-index", "https://pypi.org/simple"]
     words = ("pyproject.toml", *words) if given is None else ("-",)
     done = subprocess.run(
@@ -81,6 +82,7 @@ def write_cpu_torch(wanted: str) -> None:
         if path.exists() and f"=={wanted}+cpu" in path.read_text():
             print(f"{path.relative_to(ROOT)}: left as it is ({error})")
             return
+        # An old list must not stay beside a new torch: it would install another version.
         page = ""
     file = rf"torch-{re.escape(wanted)}(?:\+|%2B)cpu-cp3\d+-cp3\d+-manylinux[^\"#]*"
     hashes = sorted(set(re.findall(rf"{file}#sha256=([0-9a-f]{{64}})", page)))
@@ -95,6 +97,7 @@ def write_cpu_torch(wanted: str) -> None:
 def main() -> int:
     form = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(description=__doc__, formatter_class=form).parse_args()
+    # All at once, for one version of each package in every list.
     everything = resolve("--all-extras") | resolve(given="pip\nsetuptools\n")
     pins = "".join(f"{name}=={version(entry)}\n" for name, entry in sorted(everything.items()))
     CONSTRAINTS.write_text(f"# The versions of requirements/, without hashes.\n{pins}")

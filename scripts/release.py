@@ -54,6 +54,7 @@ def check_repository(tag: str) -> None:
 
 def build(folder: Path, version: str) -> list[Path]:
     """Return the wheel and the archive of the sources, built into an empty ``folder``."""
+    # A file of an earlier version would be among the sums, and be published.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     name = f"distributed_training_miner-{version}"

@@ -162,12 +162,14 @@ def update(options: argparse.Namespace) -> None:
                 test(folder, unchanged)
             if not options.no_doctor:
                 examine(old, folder, unchanged)
+            # After the checks: only what has passed them ever has a version's name.
             folder = keep(old, folder, unchanged)
             await_no_round(old.state(), options.round_wait.total_seconds(), unchanged)
         except OSError as error:  # no git, a full disk: of all that has its steps' own words
             raise UpdateError(f"the update cannot go on ({error}); {unchanged}") from None
         switch(pm2, old, folder, options.first_step.total_seconds())
         tell(f"{old.name} runs {options.target} from {folder}; the one before is {old.version}")
+        # Last: until the new version trains, each of them may be the one to go back to.
         remove_others(old, folder)
 
 

@@ -64,6 +64,7 @@ class NvmlSampler:
         """
         nvml = self._nvml
         try:
+            # Every card tells these two; the rest is optional.
             memory = nvml.nvmlDeviceGetMemoryInfo(self._handle)
             name = nvml.nvmlDeviceGetName(self._handle)
         except nvml.NVMLError:
@@ -116,8 +117,10 @@ def unused_gpu() -> tuple[str | None, str]:
         if nvml is None:
             return None, "no GPU is visible: no NVIDIA driver answers"
         why = "no GPU is visible"
+        # All are asked: one that is lost or in use says nothing of the next.
         for index, handle in enumerate(_visible_handles(nvml)):
             try:
+                # The memory as well as the processes: those of another container are not listed.
                 pids = [p.pid for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
                 used = _used_bytes(nvml, handle)
                 if not pids and used < _IDLE_BYTES:
@@ -238,6 +241,7 @@ class CudaState:
 
 def cuda_state(device: int | None = None) -> CudaState:
     """Return the state now; call it after the model was placed. Imports torch."""
+    # Here: the launcher asks NVML alone, and is not to load torch for that.
     import torch
 
     if not torch.cuda.is_available():
@@ -279,6 +283,7 @@ def gpu_report_lines(
     sequences; ``effective`` is over all ranks. ``expect_gpu``: False where the CPU was asked for
     (``--neuron.device cpu``).
     """
+    # Operators grep these lines and compare them with the guide: their words stay.
     lines = [_RULE, "🔍 GPU DIAGNOSTICS", _RULE]
     if cuda.available:
         lines += [
@@ -322,6 +327,7 @@ def step_warnings(
         if report.data_wait_seconds > report.seconds / 2:
             lines[-1] += f" {report.data_wait_seconds:.1f}s of it were spent waiting for data"
     memory = report.gpu_memory_gb
+    # torch counted nothing on the GPU that is there: the model is somewhere else.
     if memory is None and expect_gpu:
         memory = 0.0
     if memory is not None and memory < _LOW_GPU_MEMORY:

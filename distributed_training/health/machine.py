@@ -109,6 +109,7 @@ def check_configuration(config: Config, *, ranks: int) -> list[Check]:
     found = []
     wrong = problems(config)
     for line in (*wrong, *config.warnings):
+        # Each ends with its remedy, after the last colon.
         cause, _, remedy = line.rpartition(": ")
         status: Literal["fail", "warn"] = "fail" if line in wrong else "warn"
         found.append(Check("configuration", status, cause or line, remedy if cause else ""))
@@ -128,6 +129,7 @@ def check_torch(*, gpus: int | None = None) -> Check:
         return Check("torch", "fail", f"torch cannot be imported ({error})", "make setup")
     build = f"torch {torch.__version__}"
     build += f", CUDA {torch.version.cuda}" if torch.version.cuda else ", CPU build"
+    # Before is_available, which is False here too: a newer driver would help nothing.
     if seen and not torch.version.cuda:
         finding = f"{build}, but the driver shows {seen} GPU(s), which would stay idle"
         return Check("torch", "fail", finding, "rm -rf .venv && DT_TORCH=cuda make setup")
@@ -338,6 +340,8 @@ def check_room(examination: Examination) -> list[Check]:
     folder = config.run_folder.absolute()
     if shape is not None:
         most = disk_space(shape, keep_checkpoints=config.miner.keep_checkpoints).total
+        # What is there is part of the need: counted twice, a restart on a disk of the documented
+        # size would be refused.
         needed += max(0, most - bytes_under(folder))
     return [check_disk(folder, needed_bytes=needed)]
 
@@ -412,10 +416,13 @@ def check_disk_speed(examination: Examination) -> Check:
     # Not zeros: a file system that compresses would write them for nothing.
     block, began = os.urandom(1 << 20), time.perf_counter()
     try:
+        # Without a name: a doctor that is killed leaves nothing. In the run folder, since /tmp is
+        # often another disk, or memory.
         with tempfile.TemporaryFile(dir=place) as file:
             for _ in range(_SPEED_BYTES // len(block)):
                 file.write(block)
             file.flush()
+            # Else the memory of the page cache would be measured.
             os.fsync(file.fileno())
     except OSError as error:
         remedy = "give --neuron.run_folder a folder of yours with room"
@@ -514,6 +521,7 @@ CHECKS: Sequence[Entry] = (
             )
         ]
     ),
+    # Before memory and room, which need its shape. No start makes it: room is then the minimum.
     Entry(check_model),
     Entry(memory_checks),
     Entry(check_room, at_start=True),

@@ -87,9 +87,11 @@ def chain_checks(config: Config) -> tuple[list[Check], int | None]:
     wallet, refused = None, None
     try:
         wallet = load_wallet(config.chain)
+    # Not the end: whether the network itself is well does not need a wallet.
     except ConfigError as error:
         cause, _, remedy = str(error).rpartition(": ")
         refused = Check("hotkey", "fail", cause or str(error), remedy or "--wallet.name, .path")
+    # A start waits for a chain that is away; a person at a terminal is told.
     quick = min(config.chain.start_timeout, _CHAIN_TIMEOUT)
     settings = dataclasses.replace(config.chain, start_timeout=quick)
     with ExitStack() as stack:
@@ -156,6 +158,7 @@ def _check_endpoint(config: Config, chain: Chain, hotkey: str) -> Check:
     if me is None or me.port is None:
         return Check("endpoint", "ok", "none on the chain yet: the miner writes it at its start")
     written = f"the chain says {me.ip}:{me.port}"
+    # Behind a router the chain holds the port outside, and we listen at another.
     port = config.chain.external_port or config.chain.axon_port
     wrong_ip = config.chain.external_ip and config.chain.external_ip != me.ip
     if wrong_ip or (port and port != me.port):
@@ -233,12 +236,14 @@ def probe_bucket(config: Config, bucket: str) -> str:
             if reader.get(key, limit=64) != content:
                 raise StoreError(f"{bucket}: R2_READ does not see what R2_WRITE wrote")
         finally:
+            # Also where the reader failed: nobody else would ever delete it.
             writer.delete([key])
     return f"{bucket}: R2_WRITE writes, R2_READ only reads"
 
 
 def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
     """Send 8 MiB, and compare with the time an upload has until this miner gives it up."""
+    # Random: what compresses well would seem to travel fast.
     key, content = f"diagnose-{secrets.token_hex(8)}", secrets.token_bytes(_LINE_BYTES)
     try:
         writer = S3ObjectStore.from_settings(config.store, bucket=bucket, write=True)

@@ -72,6 +72,7 @@ def probe(
     try:
         with socket.create_connection((host, port), timeout=timeout.total_seconds()) as connection:
             return _judge(name, _who(connection), wanted)
+    # Before OSError, which it is: a firewall that drops keeps silent, a closed port refuses.
     except TimeoutError:
         finding = (
             f"{place} does not answer: a firewall drops what is sent there, or no such machine"
@@ -127,6 +128,7 @@ def _who(connection: socket.socket) -> tuple[str, str]:
 
 def _read(connection: socket.socket) -> bytes:
     try:
+        # The first words tell. Whoever is dialled may send without an end.
         return connection.recv(256)
     except OSError:  # nothing was said in time, or it hung up
         return b""

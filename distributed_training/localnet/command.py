@@ -118,6 +118,7 @@ def _run(
             if joining:
                 view.say(joining)
             subnet.wait_for_outer_steps(subnet.options.outer_steps, timeout)
+            # Scores come after the last step; a run without them would seem to have failed.
             subnet.wait_for_figures(timedelta(seconds=20))
             if arguments.stay:
                 view.say(f"the subnet goes on until Ctrl-C; {joining}")
@@ -146,6 +147,7 @@ def _show_page(line: str, view: View) -> None:
         return
     with contextlib.suppress(webbrowser.Error):
         browser = webbrowser.get()
+        # A browser in the terminal would cover what the run says.
         in_terminal = isinstance(browser, webbrowser.GenericBrowser)
         if not in_terminal or isinstance(browser, webbrowser.BackgroundBrowser):
             browser.open(address)
@@ -186,6 +188,7 @@ def _sample(subnet: LocalSubnet) -> None:
     from distributed_training.config import load_config
     from distributed_training.scoring.export import ExportError, export_model, open_folder, sample
 
+    # From the folder of the validator, so before that is emptied.
     folder = subnet.folder / "model"
     shutil.rmtree(folder, ignore_errors=True)
     config = load_config("validator", ["--preset", "local"], check=False)

@@ -124,6 +124,7 @@ def _ring(folder: Path, service: str, port: int) -> None:
     """Write a ring in which one device holds everything. Ports differ from start to start."""
     from swift.common.ring import RingBuilder
 
+    # One device, no replicas: the smallest ring that Swift takes.
     builder = RingBuilder(part_power=4, replicas=1, min_part_hours=0)
     here = {"ip": "127.0.0.1", "port": port}
     replication = {"replication_ip": "127.0.0.1", "replication_port": port}
@@ -144,6 +145,7 @@ def _write_configuration(folder: Path, port: int) -> dict[int, Path]:
     common = f"swift_dir = {folder}\nlog_level = ERROR\nbind_ip = 127.0.0.1\n"
     files = {}
     services = ("account", "container", "object")
+    # Of their own ports: Swift's four servers speak HTTP with each other, in one process too.
     for service, service_port in zip(services, free_ports(3), strict=True):
         _ring(folder, service, service_port)
         files[service_port] = folder / f"{service}.conf"
@@ -153,6 +155,7 @@ def _write_configuration(folder: Path, port: int) -> dict[int, Path]:
             f"[app:{service}-server]\nuse = egg:swift#{service}\n"
         )
     text = f"[DEFAULT]\n{common}bind_port = {port}\n[pipeline:main]\npipeline = {_PIPELINE}\n"
+    # Buckets are containers of one account, which is made at the first request.
     text += "[app:proxy-server]\nuse = egg:swift#proxy\nallow_account_management = true\n"
     text += "account_autocreate = true\n"
     for name, settings in _FILTERS.items():

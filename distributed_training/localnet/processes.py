@@ -55,6 +55,7 @@ class Child:
             raise RuntimeError(f"{self.name} is running already")
         self.stopping = False
         self.folder.mkdir(parents=True, exist_ok=True)
+        # Not by preexec_fn, which runs Python between fork and exec beside our threads.
         starter = _WITH_STARTER if shutil.which(_WITH_STARTER[0]) else ()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -89,6 +90,7 @@ class Child:
         # With the pid: the log is appended to and holds the READY of earlier starts.
         while f"READY {self.pid}" not in self.last_lines():
             if not self.running or time.monotonic() > deadline:
+                # Before the kill, which would be all that it tells.
                 obituary = self.obituary
                 self.kill_tree()
                 raise ChildFailure(obituary)
@@ -96,6 +98,7 @@ class Child:
 
     def signal(self, number: signal.Signals) -> None:
         """Signal the command itself, not its descendants: passing it on is the command's task."""
+        # Its end is no failure from here on.
         if number in (signal.SIGTERM, signal.SIGINT):
             self.stopping = True
         if self._process is not None and self.running:

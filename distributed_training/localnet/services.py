@@ -244,6 +244,7 @@ class Services:
         """List what a good run may delete: buckets, checkpoints, snapshots; not logs and events."""
         bulk = [self._store.folder]
         for plan in self.plans:
+            # Logs, events and metrics are files beside these folders.
             bulk += [path for path in plan.folder.iterdir() if path.is_dir()]
         return bulk
 
@@ -269,6 +270,7 @@ class Services:
     def _register(self) -> None:
         with contextlib.closing(self.founders_chain()) as chain:
             for plan in self.plans:
+                # By uid: the first free ones would lie side by side, and ranks would share pages.
                 chain.enroll(self._wallets[plan.name].ss58, uid=plan.uid)
 
     def founders_chain(self) -> RegistryChain:
@@ -291,6 +293,7 @@ class Services:
         axon, dht = free_ports(2)
         uid = len(self.options.ranks) * UID_SPACING
         plan = NeuronPlan(folder.name, "miner", uid, 1, folder / "run", axon, dht)
+        # Private at once: .env gets its own mode only after it was written.
         folder.mkdir(mode=0o700)
         self._wallets[plan.name] = create_wallet(self._wallet_folder, plan.name)
         with contextlib.closing(self.founders_chain()) as chain:
@@ -344,6 +347,7 @@ class Services:
         if options.blocks_per_allreduce is not None:
             flags["neuron.blocks_per_allreduce"] = str(options.blocks_per_allreduce)
         if plan.kind == "miner":
+            # Of the validator alone: it is there first, and through it miners find each other.
             flags["neuron.initial_peers"] = self._initial_peer
             flags["nproc_per_node"] = str(plan.world_size)
         else:

@@ -176,6 +176,7 @@ class LocalSubnet:
             self._tell(f"object store at {self.services.store_endpoint}")
             self._tell(f"chain at {self.services.chain_endpoint}")
             self.neurons = [self._prepare(plan, self.services) for plan in plans]
+            # Alone and waited for: miners have nothing to load before its first model is there.
             self._start_neuron(self.validator)
             state = self.validator.state
             self.wait_until(lambda: state.starts > 0, _START, "the validator's start")
@@ -194,6 +195,7 @@ class LocalSubnet:
         problems = stop_together([n.child for n in self.neurons if n.plan.kind == "miner"], grace)
         problems += stop_together([n.child for n in self.neurons], grace / 2)
         for neuron in self.neurons:
+            # Once more: what it wrote while it stopped belongs to the summary.
             self._read_events(neuron)
             neuron.state.close()
             status = neuron.child.exit_status
@@ -266,12 +268,14 @@ class LocalSubnet:
         for neuron in self.neurons:
             self._read_events(neuron)
             child = neuron.child
+            # Not those that a test stopped or killed, nor those whose turn has not come.
             if child.running or child.exit_status is None or child.stopping:
                 continue
             if not self._as_pm2(neuron):
                 raise SubnetFailure(child.obituary)
         if self.services is not None:
             for line in self.services.dead():
+                # Without store or chain nothing can work: at once, not at the deadline.
                 raise SubnetFailure(line)
 
     def wait_until(
@@ -354,6 +358,7 @@ class LocalSubnet:
         published = [at for step, at in self.validator.state.outer_steps if step >= target]
         if not published:
             return False
+        # A miner that was killed or is late must not hold up the others for ever.
         settled = time.time() - published[0] > self._settle
         return settled or all(
             any(step >= target for step, _ in m.state.outer_steps)

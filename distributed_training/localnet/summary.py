@@ -375,6 +375,7 @@ def _searched(judged: Mapping[str, Any], miner: NeuronState) -> bool:
 
 
 def _upload_problems(miner: MinerResult) -> list[str]:
+    # One line for each miner, its first cause: the others follow from it.
     if not miner.uploads:
         return [f"{miner.name} published nothing"]
     if not miner.uploads_judged:

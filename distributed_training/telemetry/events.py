@@ -128,6 +128,7 @@ class EventLog:
 
     def _rotate(self) -> None:
         self._shut()
+        # Closed before: what is written from here on belongs to the new file.
         os.replace(self.path, rotated(self.path))
         self._file = self._open()
 

@@ -290,6 +290,7 @@ def read_metrics(path: Path) -> dict[str, float]:
 
     Those that are not finite are left out; empty if there is no such file.
     """
+    # Here: writers of metrics do not need it.
     from prometheus_client.parser import text_string_to_metric_families
 
     try:

@@ -252,6 +252,7 @@ class NeuronState:
         written += [self.folder / name for name in ("events.jsonl", "metrics.prom")]
         signs = [moment for path in written if (moment := written_at(path)) is not None]
         last = max(signs, default=None)
+        # A clock that was set back makes the last sign one of the future: not silent then.
         silent = last is not None and time.time() - last > _SILENT_SECONDS
         gone = silent and any(p.exists() for p in named) and not any(map(_runs, named))
         return {"last_sign": last, "gone": gone}

@@ -188,6 +188,7 @@ class WandB:
             }
         )
         assert self._process.stdout is not None
+        # No limit: this thread alone waits, and an ended process is an end of file.
         answer = json.loads(self._process.stdout.readline() or '{"open": false}')
         if not answer["open"]:
             raise OSError(answer.get("problem", "its process ended"))
@@ -231,10 +232,12 @@ class Tracker:
         """Write what was logged, if that takes seconds at most."""
         with contextlib.suppress(queue.Full):
             self._steps.put_nowait(None)
+        # No longer: a stop has other things to do in its time.
         self._thread.join(_CLOSE_SECONDS)
 
     def _run(self, opens: Callable[[], Writer]) -> None:
         try:
+            # In this thread: the libraries import for seconds, and W&B may wait for its server.
             writer = opens()
             while (item := self._steps.get()) is not None:
                 writer.write(item[0], figures(item[1]))
