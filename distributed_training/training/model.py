@@ -432,3 +432,19 @@ class CausalLoss(nn.Module):
         weight = self.model.get_output_embeddings().weight  # type: ignore[operator]
         flat = hidden[:, :-1].reshape(-1, hidden.shape[-1])
         return self.kernel(flat, weight, ids[:, 1:].reshape(-1))
+
+
+#: Nats per token. A sound outer step changes the loss by a tenth of this.
+FAR_WORSE = 1.0
+
+
+def loss_limit(vocabulary: int, width: int, own: float | None = None) -> float:
+    """Return the most nats per token that the weights of another may have to be taken over.
+
+    ``own``: the loss of weights of about the same outer step; None: none are known. ``width``: of
+    the model's hidden states.
+    """
+    # Untrained weights (standard deviation 0.02) guess width * 0.02**2 / 2 worse than uniformly,
+    # and every network begins with such.
+    limit = math.log(vocabulary) + max(1.0, width * 0.02**2)
+    return min(limit, own + FAR_WORSE) if own is not None and math.isfinite(own) else limit

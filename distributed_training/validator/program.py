@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -209,6 +209,10 @@ def build(
         record=run.record,
     )
     stack.callback(inner_optimizer.close)
+
+    def held_out_loss(weights: Sequence[Tensor]) -> float:
+        return model.loss_of(weights, parts.held_out)
+
     validator = Validator(
         settings=settings,
         member=parts.member,
@@ -220,6 +224,7 @@ def build(
             swarm_settings=config.swarm,
             caller=parts.member.hotkey,
             run=run,
+            loss=held_out_loss,
         ),
         publisher=publisher,
         inner_optimizer=inner_optimizer,
@@ -235,7 +240,7 @@ def build(
             record=run.record,
             stop=stop,
         ),
-        held_out_loss=lambda weights: model.loss_of(weights, parts.held_out),
+        held_out_loss=held_out_loss,
         run=run,
     )
 

@@ -42,6 +42,7 @@ from distributed_training.scoring.upload import OpenBucket
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
 from distributed_training.swarm.swarm import HivemindSwarm
+from distributed_training.training.model import loss_limit
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,10 @@ class _Candidate:
 
 
 class RoundCaller:
-    """Leads rounds. ``caller`` is our hotkey. A stop ends a round early, as a failure CANCELLED."""
+    """Leads rounds. ``caller`` is our hotkey. A stop ends a round early, as a failure CANCELLED.
+
+    ``loss``: of weights on held-out data, nats per token; may raise Stopped.
+    """
 
     def __init__(
         self,
@@ -149,6 +153,7 @@ class RoundCaller:
         swarm_settings: SwarmSettings,
         caller: str,
         run: Run,
+        loss: Callable[[Sequence[Tensor]], float],
     ) -> None:
         self._client = client
         self._swarm = swarm
@@ -156,6 +161,7 @@ class RoundCaller:
         self._settings = settings
         self._swarm_settings = swarm_settings
         self._caller = caller
+        self._loss = loss
         self._scratch = run.folder / "scratch"  # for one downloaded checkpoint
         self._stop = run.stop
         self._number = run.number
@@ -281,11 +287,19 @@ class RoundCaller:
 
         Returns the uid it came from; None (zeros) if no candidate's could be used.
         """
-        buffers = self._swarm.buffers
+        buffers, limit = self._swarm.buffers, None
         for candidate in candidates[: self._settings.top_candidates]:
             uid = candidate.neuron.uid
             try:
                 (weights,) = each(partial(self._checkpoint, state), [candidate], stop=self._stop)
+                if limit is None:
+                    config = state.model_config
+                    limit = loss_limit(
+                        config["vocab_size"], config["hidden_size"], self._loss(state.weights)
+                    )
+                # Finite values alone: one miner could move the whole network to where it likes.
+                if not (loss := self._loss(weights)) <= limit:
+                    raise ValueError(f"loss {loss:.2f} on held-out data, limit {limit:.2f}")
             except (StoreError, ValueError, OSError) as error:
                 log.info("uid %d cannot be the top uid: %s", uid, error)
                 continue

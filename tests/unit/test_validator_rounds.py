@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -218,8 +220,12 @@ def test_the_next_best_is_taken_when_the_top_checkpoint_does_not_fit(world: Worl
     assert world.events.of("round")[0]["top_uid"] == 17
 
 
-@pytest.mark.parametrize("damage", ["nan", "beyond float32", "shape", "missing", "garbage"])
-def test_a_bad_checkpoint_is_never_contributed(world: World, damage: str) -> None:
+@pytest.mark.parametrize(
+    "damage", ["nan", "beyond float32", "awful", "shape", "missing", "garbage"]
+)
+def test_a_bad_checkpoint_is_never_contributed(
+    world: World, damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
     from safetensors.torch import load, save
 
     world.train_and_publish()
@@ -230,13 +236,18 @@ def test_a_bad_checkpoint_is_never_contributed(world: World, damage: str) -> Non
             tensors[name].view(-1)[0] = float("nan")
         elif damage == "beyond float32":
             tensors[name] = tensors[name].double().fill_(1e300)
+        elif damage == "awful":
+            tensors = {key: 50 * value for key, value in tensors.items()}
         elif damage == "shape":
             tensors[name] = torch.zeros(2, 2)
         else:
             del tensors[name]
         data = b"garbage" if damage == "garbage" else save(tensors)
         miner.bucket.put("epoch-0/model.safetensors", data)
+    caplog.set_level(logging.INFO)
     assert world.validator.round()  # the miners' own gradients are good
+    line = r"uid 17 cannot be the top uid: loss \d+\.\d+ on held-out data, limit \d+\.\d+"
+    assert bool(re.search(line, caplog.text)) == (damage == "awful")
     event = world.events.of("round")[0]
     assert event["top_uid"] is None and event["ok"]
     assert all(float(b.abs().max()) == 0 for b in world.swarm.contributions[0])
