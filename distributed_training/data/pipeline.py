@@ -284,7 +284,7 @@ class DataPipeline:
         ordered. None where that is too little.
         """
         wanted = micro_batches * self._micro_batch_size
-        chosen = None if others else self._held_back.load(wanted)
+        chosen = None if others else self._stored(wanted)
         held = self._blocks.get(self._current)
         if chosen is None and held is not None:
             if len(held.order) < self._sequences + wanted:
@@ -293,9 +293,27 @@ class DataPipeline:
             self._held_back.keep(chosen)
         return None if chosen is None else torch.from_numpy(chosen.astype(np.int64))
 
+    def sample(self, count: int) -> torch.Tensor | None:
+        """Return int64 (count, sequence) of what is here, held-out data first; None: too little.
+
+        Nothing of it is served: it is to measure weights with.
+        """
+        chosen = self._stored(count)
+        for held in reversed(self._blocks.values()):
+            if chosen is None and held is not None and len(held.order) >= count:
+                chosen = held.sequences[held.order[-count:]]
+        return None if chosen is None else torch.from_numpy(chosen.astype(np.int64))
+
     def holds_back(self, micro_batches: int) -> bool:
         """Return whether held-out data is stored, so that no block need be cut for it."""
-        return self._held_back.load(micro_batches * self._micro_batch_size) is not None
+        return self._stored(micro_batches * self._micro_batch_size) is not None
+
+    def _stored(self, count: int) -> np.ndarray[Any, Any] | None:
+        kept, vocabulary = self._held_back.load(count), self._spec.vocabulary
+        # A bad disk's token would end every start in the model's first layer.
+        if kept is None or (vocabulary and not (kept.min() >= 0 and kept.max() < vocabulary)):
+            return None
+        return kept
 
     @property
     def domain(self) -> int:

@@ -182,7 +182,7 @@ class Controller:
                 assert state.fetch_target is not None
                 self._global_epoch.fetch(state.fetch_target)
             case Task.REFUSE_GLOBAL:
-                self._global_epoch.refuse_fetched()
+                self._global_epoch.refuse_fetched(state.problem)
 
     def _command(self, order: Order, data: DataOrder) -> Command:
         """Return ``order`` with its number and rank 0's local data, as they are at its turn."""

@@ -379,10 +379,10 @@ class GlobalEpoch:
         self._target = outer_step
         self._wake.set()
 
-    def refuse_fetched(self) -> None:
-        """Note that the state fetched last does not fit this model: it is not loaded again."""
+    def refuse_fetched(self, problem: str) -> None:
+        """Note why the state fetched last was not loaded: it is not loaded again."""
         if self._fetched is not None:
-            refuse(self._fetched, "it does not fit this model")
+            refuse(self._fetched, problem)
 
     def compare_weights(self, outer_step: int) -> None:
         """Compare weights soon; WeightsCompared follows if the bucket can be read."""

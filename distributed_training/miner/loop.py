@@ -22,6 +22,7 @@ from distributed_training.protocol.types import (
     Progress,
     RankFailedError,
 )
+from distributed_training.training.local_evaluation import AwfulWeights
 
 from . import state_machine as ev
 from .controller import Controller
@@ -207,13 +208,15 @@ class MinerLoop:
         folder = command.given.folder
         weights = folder / "model.safetensors" if folder else None
         outer_optimizer = folder / "outer_optimizer.pt" if folder else None
+        sample = self._data.sample(self._trainer.measured_sequences)
         try:
             if command.order is Order.REBASE:
-                self._trainer.rebase(weights, outer_optimizer)
+                self._trainer.rebase(weights, outer_optimizer, sample)
             else:
-                self._trainer.load_global(weights, outer_optimizer, command.arg)
+                self._trainer.load_global(weights, outer_optimizer, command.arg, sample)
         except (ValueError, RankFailedError) as error:  # on all ranks alike: another model's, say
-            return ev.LoadFailed(str(error), time.monotonic())
+            awful = isinstance(error, AwfulWeights)
+            return ev.LoadFailed(str(error), time.monotonic(), awful)
         self._hold_others_back()
         return ev.Loaded(command.arg)
 

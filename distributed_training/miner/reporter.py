@@ -350,7 +350,10 @@ class MissedRounds:
 
 
 class Reporter:
-    """Rank 0 only; subscribes to the event stream. ``warnings``: the step's, of diagnostics."""
+    """Rank 0 only; subscribes to the event stream.
+
+    ``warnings``: the step's, of diagnostics. ``global_uid``: whose bucket the global one is.
+    """
 
     def __init__(
         self,
@@ -360,6 +363,7 @@ class Reporter:
         schedule: UploadSchedule,
         warnings: Callable[[StepReport], list[str]],
         bucket: str,
+        global_uid: int | None,
         reload_timeout: timedelta,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -368,6 +372,7 @@ class Reporter:
         self._schedule = schedule
         self._warnings = warnings
         self._bucket = bucket
+        self._global_uid = global_uid
         self._reload_timeout = reload_timeout
         self._clock = clock
         self._round_began: float | None = None
@@ -413,8 +418,13 @@ class Reporter:
                 self._metrics.epoch_seen(seen)
             case ev.GlobalFetchFailed(detail=detail):
                 log.warning("The global state could not be fetched (%s). Training goes on.", detail)
-            case ev.LoadFailed(problem=why):
-                log.warning("The global state does not fit this model (%s). Training goes on.", why)
+            case ev.LoadFailed(problem=why, awful=awful):
+                if awful:
+                    log.warning("%s", lines.awful(self._global_uid, why))
+                else:
+                    log.warning(
+                        "The global state does not fit this model (%s). Training goes on.", why
+                    )
                 self._record("load_failed", problem=why)
             case ev.Loaded(outer_step=outer):
                 log.info("Loaded the global state of outer step %d", outer)

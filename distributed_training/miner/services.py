@@ -84,6 +84,7 @@ class StartupInfo:
     eos_id: int = 0
     global_outer_step: int = 0
     global_seen: bool = True  # in the bucket; else it is the newest on rank 0's disk
+    global_uid: int | None = None  # of that bucket's owner
     first_block: int = 0  # of the chain: what a fresh start trains on first
     hotkey: str = ""
     problem: str = ""  # why there is no start; the other ranks leave quietly then
@@ -264,6 +265,7 @@ def connect(
             eos_id=eos_id,
             global_outer_step=outer_step,
             global_seen=seen,
+            global_uid=member.chain.uid(config.miner.master_ss58_address),
             first_block=member.chain.block(),
             hotkey=member.hotkey,
         ),

@@ -51,6 +51,7 @@ from distributed_training.telemetry import EventLog, unix_time
 from distributed_training.telemetry.trackers import open_trackers
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT, Layout
+from distributed_training.training.local_evaluation import AwfulWeights
 from distributed_training.training.trainer import Trainer
 
 from . import newcomer, services
@@ -387,6 +388,7 @@ def build_training(
         info,
         services.global_folder if services else None,
         services.inner_folder if services else None,
+        sample=lambda: _first_sample(data, info.first_block, trainer.measured_sequences, alive),
     )
     data.load_state_dict(kept.get("data", {}))
     first_block = 0 if kept else info.first_block
@@ -396,17 +398,38 @@ def build_training(
     return Training(trainer, checkpointer, data, kept, first_block)
 
 
+_SAMPLE_PATIENCE = 60.0  # seconds: a page, or a second one, from a source that is well
+
+
+def _first_sample(
+    data: DataPipeline, block: int, count: int, alive: Callable[[], None]
+) -> torch.Tensor | None:
+    """Return text to measure the global state with, before the loop; None if it does not come."""
+    sample = data.sample(count)
+    if sample is not None or not block:
+        return sample
+    data.request(block)  # the block that a fresh start trains on first
+    deadline = time.monotonic() + _SAMPLE_PATIENCE
+    # A source that is away holds up no start: its workers ask on, beside the swarm's start.
+    while data.ready(block) is None and time.monotonic() < deadline:
+        alive()
+        time.sleep(0.05)
+    return data.sample(count)
+
+
 def resume(
     trainer: Trainer,
     checkpointer: Checkpointer,
     info: StartupInfo,
     global_folder: Path | None,
     inner_folder: Path | None = None,
+    *,
+    sample: Callable[[], torch.Tensor | None] = lambda: None,
 ) -> dict[str, Any]:
     """Load the checkpoint where it belongs to the global state, else the global state.
 
     Without any checkpoint the inner optimizer of others is loaded too. Returns what was kept in the
-    checkpoint.
+    checkpoint. ``sample``: text of this rank, to measure the global state with.
 
     A checkpoint one outer step ahead is kept: this miner was ended between its outer step and the
     validator's upload; comparing outer steps later decides. So is any later one where the global
@@ -427,16 +450,21 @@ def resume(
             global_folder / "model.safetensors" if global_folder else None,
             global_folder / "outer_optimizer.pt" if global_folder else None,
             outer_step,
+            sample(),
         )
     except ValueError as error:  # on all ranks alike; nothing has changed
         if global_folder is not None:
             refuse(global_folder, str(error))  # the next start waits for another one
+        awful = lines.awful(info.global_uid, error) if isinstance(error, AwfulWeights) else None
         if restored is None:
             raise NetworkFailure(
-                f"the global state does not fit this program ({error}), so nothing is trained: "
+                awful
+                or f"the global state does not fit this program ({error}), so nothing is trained: "
                 "look for a newer version; another state is fetched as soon as it is published"
             ) from None
-        log.warning("The global state cannot be loaded (%s). Training goes on without it.", error)
+        if awful is None:
+            awful = f"The global state cannot be loaded ({error}). Training goes on without it."
+        log.warning("%s", awful)
         return restored[1]
     if restored is None:
         newcomer.begin(trainer, inner_folder)
@@ -610,6 +638,7 @@ def _subscribers(rank_zero: RankZero) -> list[Subscriber]:
         schedule=services.schedule,
         warnings=warnings_of(config, context.device),
         bucket=services.bucket,
+        global_uid=services.info.global_uid,
         reload_timeout=config.miner.round_reload_timeout,
     )
     missed = MissedRounds(

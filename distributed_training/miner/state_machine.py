@@ -72,7 +72,7 @@ class Task(enum.Enum):
     COMPARE_EPOCHS = "read the global epoch soon"
     COMPARE_WEIGHTS = "compare a sample of the global weights with our epoch start"
     FETCH_GLOBAL = "download the global state"
-    REFUSE_GLOBAL = "refuse the fetched global state: it does not fit this model"
+    REFUSE_GLOBAL = "refuse the fetched global state: it could not be loaded"
 
 
 class DataOrder(NamedTuple):
@@ -177,10 +177,14 @@ class Loaded(Event):
 
 @dataclass(frozen=True)
 class LoadFailed(Event):
-    """The fetched state does not fit this model; weights are as they were."""
+    """The fetched state does not fit this model; weights are as they were.
+
+    ``awful``: it fits, but its loss is beyond the limit.
+    """
 
     problem: str
     at: float
+    awful: bool = False
 
 
 @dataclass(frozen=True)
@@ -362,6 +366,7 @@ class MinerState:
     global_due: float = 0.0  # when AWAITING_GLOBAL ends
     fetch_target: int | None = None  # the epoch being fetched
     fetched: Path | None = None  # its files
+    problem: str = ""  # why the state that was fetched last was not loaded
     rebase: bool = False  # the epoch is ours, only its start is not
     fetch_failures: int = 0  # in a row, of failed_target
     failed_target: int | None = None
@@ -536,8 +541,8 @@ def _global_state(state: MinerState, event: Event) -> Decision:
             return after, (Order.REBASE if state.rebase else Order.LOAD,)
         case GlobalFetchFailed(at=at) if state.mode is Mode.FETCHING:
             return _fetch_failed(state, at), ()
-        case LoadFailed(at=at) if state.mode is Mode.LOADING:
-            return _fetch_failed(state, at), (Task.REFUSE_GLOBAL,)
+        case LoadFailed(problem=problem, at=at) if state.mode is Mode.LOADING:
+            return replace(_fetch_failed(state, at), problem=problem), (Task.REFUSE_GLOBAL,)
         case Loaded(outer_step=outer) if state.mode is Mode.LOADING:
             return MinerState(mode=Mode.TRAINING, outer_step=outer), (Order.CHECKPOINT,)
         case _:

@@ -44,6 +44,16 @@ def not_checked(revision: Revision) -> str:
     )
 
 
+def awful(uid: int | None, why: object) -> str:
+    """Word that weights of ``uid`` are worse than a guess, or far worse than ours; ``why``."""
+    whose = "its owner" if uid is None else f"uid {uid}"
+    return (
+        f"The global state of {whose} is not taken over: {why}. The next one that is published is "
+        "tried. If other miners take this one, this miner reads other text than they do: see "
+        "--data.source and --neuron.global_tokenizer_name"
+    )
+
+
 def responded_active(uid: int | None, calls: int) -> str:
     """Word ``calls`` of one caller since its last line. ``uid`` None: callers without one."""
     caller = "no uid" if uid is None else f"uid {uid}"

@@ -29,6 +29,7 @@ from distributed_training.protocol.types import RankFailedError
 
 from .collectives import RowStream
 from .error_feedback import Code, ErrorFeedback, to_host
+from .model import loss_limit
 from .sharding import ShardedModel
 from .snapshot import SnapshotHandle, publish_instead
 
@@ -181,16 +182,22 @@ class Preview:
                 shard.local.copy_(rows)
 
     def _mean(self, held: Sequence[Tensor], count: float) -> float:
-        # FSDP would compute with the weights that it gathered for the trial before.
-        self._sharded.discard_gradients()
-        total = torch.zeros((), dtype=torch.float64, device=self._sharded.device)
-        for batch in held:
-            total += self._sharded.loss_of(batch)
-        tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in held)
-        # The same bits on every rank: the search branches on them, and a rank that took another
-        # branch would leave the others in a gather.
-        summed, counted = self._stream.sum([float(total) * count, count * tokens])
-        return summed / counted if counted else float("nan")
+        return _mean_loss(self._sharded, self._stream, held, count)
+
+
+def _mean_loss(
+    sharded: ShardedModel, stream: RowStream, held: Sequence[Tensor], count: float
+) -> float:
+    # FSDP would compute with the weights that it gathered for the trial before.
+    sharded.discard_gradients()
+    total = torch.zeros((), dtype=torch.float64, device=sharded.device)
+    for batch in held:
+        total += sharded.loss_of(batch)
+    tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in held)
+    # The same bits on every rank: the search branches on them, and a rank that took another
+    # branch would leave the others in a gather.
+    summed, counted = stream.sum([float(total) if count else 0.0, count * tokens])
+    return summed / counted if counted else float("nan")
 
 
 def _aside(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -345,3 +352,55 @@ class GradientCheck:
         else:
             log.info("%s", lines.preview(choice.plain_delta, plain))
         return chosen
+
+
+#: Micro-batches of each rank that the weights of another are measured on.
+MEASURED = 2
+
+
+class AwfulWeights(ValueError):
+    """Weights that fit the model, and whose loss is beyond the limit."""
+
+
+@torch.no_grad()
+def load_measured(
+    sharded: ShardedModel,
+    stream: RowStream,
+    load: Callable[[], None],
+    *,
+    sample: Tensor,
+    counts: bool,
+    micro_batch: int,
+    own: Sequence[Tensor] | None,
+) -> None:
+    """Call ``load``, which replaces the weights, and measure what it loaded on ``sample``.
+
+    Collective. ``sample``: int64 (n, sequence), equally many on all ranks; a rank whose own does
+    not count passes ``counts`` False. ``own``: see :func:`loss_limit`. Raises AwfulWeights, the
+    ValueErrors of ``load``, and RankFailedError for a rank without memory, on all ranks alike;
+    weights and the gradients of a step under way are as they were then.
+    """
+    shards, held = sharded.shards, sample.split(micro_batch)
+    config: Any = sharded.model.config
+    with sharded.gradients_aside():
+        # Where a GPU has no room it takes host memory, which may end on one rank alone.
+        before = stream.together(lambda: _aside([shard.local for shard in shards]))
+        known = None
+        try:
+            if own is not None:
+                sharded.load_state_dict({"weights": own})
+                known = _mean_loss(sharded, stream, held, float(counts))
+            load()
+            loss = _mean_loss(sharded, stream, held, float(counts))
+            limit = loss_limit(config.vocab_size, config.hidden_size, known)
+            # NaN too: finite weights may overflow in the first layer.
+            if not loss <= limit:
+                ours = "" if known is None else f", our epoch-start weights {known:.2f}"
+                raise AwfulWeights(
+                    f"loss {loss:.2f} on text of this miner, limit {limit:.2f}; a uniform guess "
+                    f"has {math.log(config.vocab_size):.2f}{ours}"
+                )
+        except BaseException:
+            # Whatever saves or trains next would take weights that were refused.
+            sharded.load_state_dict({"weights": before})
+            raise

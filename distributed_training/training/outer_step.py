@@ -181,7 +181,7 @@ class OuterStep:
         # Momentum of one state and weights of another would make a step that no other miner makes.
         try:
             then()
-        except ValueError:
+        except (ValueError, RankFailedError):
             self.momentum, self.learning_rate, self.mu = before
             raise
 

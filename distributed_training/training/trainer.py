@@ -30,7 +30,7 @@ from . import sharding
 from .collectives import Layout, open_stream
 from .error_feedback import BoundaryCopier, BoundaryCopies, Codec, ErrorFeedback
 from .inner_optimizer import CosineSchedule, InnerOptimizer
-from .local_evaluation import GradientCheck
+from .local_evaluation import MEASURED, GradientCheck, load_measured
 from .memory_plan import plan_batch
 from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
 from .model import Schema
@@ -118,6 +118,9 @@ STREAM_TIMEOUT = timedelta(minutes=10)
 #: Inner steps in a row with NaN or Inf after which the last good checkpoint is loaded, and inner
 #: steps at half the learning rate after that: the same data at the same rate would diverge again.
 NAN_LIMIT, SLOW_STEPS = 3, 50
+#: Outer steps that two states may be apart while their losses are alike. A miner that refuses a
+#: state for its own better one takes the network's of a few rounds later: it is not left behind.
+_NEAR = 2
 #: Inner steps before a profile: the first ones compile and fill the allocator.
 _PROFILED_FROM = 3
 
@@ -279,27 +282,79 @@ class Trainer:
         sharding.load(self.sharded, path, self.stream, seed=self.settings.seed)
         self.drop_step()
 
+    def _load_anothers(self, path: Path | None, outer_step: int, sample: Tensor | None) -> None:
+        """Load weights as :meth:`load_weights`, but refuse those that are worse than a guess.
+
+        ``sample``: int64 (sequences, length) of this rank's text, None if it has none now. Weights
+        far worse than the epoch start of about the same outer step are refused too.
+        """
+        wanted = self.measured_sequences
+        usable = sample is not None and len(sample) >= wanted
+        there, others = self.stream.sum([float(usable), float(path is not None)])
+        if not there or not others:
+            if others:
+                self._say(
+                    "No text of this miner can be read now: the weights of another are taken over "
+                    "without a look at their loss"
+                )
+            return self.load_weights(path)
+        if sample is None or not usable:  # it counts for nothing, but all take part in each gather
+            sample = torch.zeros((wanted, self.settings.sequence_length), dtype=torch.int64)
+        # A network's first weights are no measure, and those of long ago were of other losses.
+        near = self.outer_step > 0 and abs(outer_step - self.outer_step) <= _NEAR
+        load_measured(
+            self.sharded,
+            self.stream,
+            lambda: sharding.load(self.sharded, path, self.stream, seed=self.settings.seed),
+            sample=sample[:wanted],
+            counts=usable,
+            micro_batch=self.micro_batch_size,
+            own=self.outer.epoch_start if near else None,
+        )
+        self.drop_step()
+
+    @property
+    def measured_sequences(self) -> int:
+        """Sequences of each rank that the weights of another are measured on."""
+        return MEASURED * self.micro_batch_size
+
     def load_global(
-        self, weights_path: Path | None, outer_optimizer: Path | None, outer_step: int
+        self,
+        weights_path: Path | None,
+        outer_optimizer: Path | None,
+        outer_step: int,
+        sample: Tensor | None = None,
     ) -> None:
         """Load weights, outer momentum and epoch start from rank 0's files (None: fresh ones).
 
-        Raises ValueError on all ranks alike when one is not this model's; nothing changes then.
+        ``sample``: see :meth:`_load_anothers`. Raises ValueError on all ranks alike when one is not
+        this model's, or the weights are awful; nothing changes then.
         """
-        self.outer.load(outer_optimizer, then=lambda: self.load_weights(weights_path))
+        self.outer.load(
+            outer_optimizer,
+            then=lambda: self._load_anothers(weights_path, outer_step, sample),
+        )
         self.begin_epoch(outer_step)
 
     @torch.no_grad()
-    def rebase(self, weights_path: Path | None, outer_optimizer: Path | None) -> None:
+    def rebase(
+        self,
+        weights_path: Path | None,
+        outer_optimizer: Path | None,
+        sample: Tensor | None = None,
+    ) -> None:
         """Load epoch start and outer momentum from rank 0's files; what was trained since stays.
 
         The pseudo-gradient is the same afterwards; the inner step too. Raises on all ranks alike
-        ValueError when a file is not this model's, RankFailedError when a rank has no memory;
-        nothing changes then.
+        what :meth:`load_global` raises, and RankFailedError when a rank has no memory; nothing
+        changes then.
         """
         # First of all: the load overwrites the weights that it is measured from.
         trained = self.stream.together(self.outer.trained)
-        self.outer.load(outer_optimizer, then=lambda: self.load_weights(weights_path))
+        self.outer.load(
+            outer_optimizer,
+            then=lambda: self._load_anothers(weights_path, self.outer_step, sample),
+        )
         self.outer.begin_epoch()
         for item, rows in zip(self.sharded.shards, trained, strict=True):
             item.local.add_(rows.to(item.local.device))

@@ -115,6 +115,7 @@ class Miner:
             schedule=self.schedule,
             warnings=lambda report: [],
             bucket="mine",
+            global_uid=0,
             reload_timeout=timedelta(seconds=60),
         )
 

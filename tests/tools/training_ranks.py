@@ -32,6 +32,7 @@ from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
 from distributed_training.training.inner_state import take_over
+from distributed_training.training.local_evaluation import AwfulWeights
 from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
 from distributed_training.training.trainer import Trainer
@@ -288,21 +289,24 @@ def rebase(folder: Path) -> None:
         theirs = {n: torch.randn(s) * 0.02 for n, s in made.schema}
         save_file(theirs, folder / "global.safetensors")
         save_file({"model.norm.weight": torch.zeros(3)}, folder / "bad.safetensors")
+        save_file({n: 50 * t for n, t in theirs.items()}, folder / "awful.safetensors")
     dist.barrier()
     now = made.outer.current()
+    text = sequences(0, count=made.measured_sequences) if RANK == 1 else None  # one rank's will do
     for kind, name, who in (
         (ValueError, "bad", WORLD),
+        (AwfulWeights, "awful", WORLD),
         (RankFailedError, "global", 0),
         (RankFailedError, "global", WORLD - 1),
     ):
         try:
             with memory_ends(made.outer, "trained", when=who == RANK):
-                made.rebase(folder / f"{name}.safetensors" if RANK == 0 else None, None)
+                made.rebase(folder / f"{name}.safetensors" if RANK == 0 else None, None, text)
         except kind:
             same(now, made.outer.current())
         else:
             raise AssertionError("a file of another model was taken, or one without memory")
-    made.rebase(folder / "global.safetensors" if RANK == 0 else None, None)
+    made.rebase(folder / "global.safetensors" if RANK == 0 else None, None, text)
     after = [torch.zeros(s) for _, s in made.schema] if RANK == 0 else None
     made.write_pseudo_gradient(after)
     if RANK == 0:

@@ -64,7 +64,8 @@ class GlobalEpoch:
     def fetch(self, outer_step: int) -> None:
         self.fetched.append(outer_step)
 
-    def refuse_fetched(self) -> None:
+    def refuse_fetched(self, problem: str) -> None:
+        assert problem == "another shape"
         self.refused += 1
 
     def compare_weights(self, outer_step: int) -> None: ...

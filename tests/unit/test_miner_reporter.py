@@ -60,6 +60,7 @@ class Rig:
             ),
             warnings=lambda report: self.warnings,
             bucket="mine",
+            global_uid=3,
             reload_timeout=timedelta(seconds=2640),
             clock=lambda: self.now,
         )
@@ -292,6 +293,11 @@ def test_a_gradient_that_could_not_be_tried_has_no_preview(rig: Rig) -> None:
                 "The global state does not fit this model (60 layers). Training goes on.",
             ),
             ("load_failed", {"problem": "60 layers"}),
+        ),
+        (
+            ev.LoadFailed("loss 14.00, limit 11.82", 1.0, awful=True),
+            ("WARNING", lines.awful(3, "loss 14.00, limit 11.82")),
+            ("load_failed", {"problem": "loss 14.00, limit 11.82"}),
         ),
         (
             ev.GlobalFetchFailed("404", 1.0),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import itertools
 import logging
+import re
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -45,6 +46,7 @@ from distributed_training.store.s3 import (
     StoreError,
     TransientError,
 )
+from distributed_training.training.local_evaluation import AwfulWeights
 from distributed_training.training.model import hf_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER, VALIDATOR
@@ -95,9 +97,21 @@ def test_a_global_state_that_is_refused_is_downloaded_more_and_more_seldom(
     assert fetched[8] == [1000, 1001, 1003], "another epoch is not held back"
 
 
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError, r"does not fit this program \(layer"),
+        (AwfulWeights, r"state of uid 3 is not taken over: layer.* see --data\.source"),
+    ],
+)
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_a_state_that_cannot_be_loaded_is_not_downloaded_by_the_next_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checkpoint: bool, caplog: Any
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: bool,
+    error: type[ValueError],
+    line: str,
+    caplog: Any,
 ) -> None:
     """Each start is a new process with the folder of the one before. One without a checkpoint
     waits for another state; one with a checkpoint trains from that."""
@@ -120,19 +134,20 @@ def test_a_state_that_cannot_be_loaded_is_not_downloaded_by_the_next_start(
     assert len(downloads) == 3
 
     def load_global(*given: Any) -> None:
-        raise ValueError("layer.weight is not in it")
+        raise error("layer.weight is not in it")
 
     restored = (Progress(3, 5, 5), {"kept": 1}) if checkpoint else None
     miner: Any = SimpleNamespace(
         trainer=SimpleNamespace(load_global=load_global),
         checkpointer=SimpleNamespace(restore=lambda: restored),
     )
-    info: Any = SimpleNamespace(global_outer_step=outer_step, global_seen=True)
+    info = StartupInfo(global_outer_step=outer_step, global_uid=3)
     if checkpoint:
         assert start.resume(miner.trainer, miner.checkpointer, info, folder) == {"kept": 1}
+        assert error is ValueError or re.search(line, caplog.text)
         assert restart() == (7, folder)
     else:
-        with pytest.raises(NetworkFailure, match=r"does not fit this program \(layer"):
+        with pytest.raises(NetworkFailure, match=line):
             start.resume(miner.trainer, miner.checkpointer, info, folder)
 
     def pause(wanted: Callable[[], bool]) -> None:
@@ -150,6 +165,36 @@ def test_a_state_that_cannot_be_loaded_is_not_downloaded_by_the_next_start(
     assert restart() == (7, folder)
     assert (folder / keys.MODEL).read_bytes() == files[keys.MODEL]
     assert len(downloads) == 6
+
+
+@pytest.mark.parametrize(
+    ("stored", "comes", "found"), [(True, False, True), (False, True, True), (False, False, False)]
+)
+def test_a_start_waits_a_while_for_text_to_measure_the_global_state(
+    stored: bool, comes: bool, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Held-out data of an earlier run, else the first block."""
+    now, text = [0.0], torch.ones(4, 8, dtype=torch.int64)
+
+    class Data:
+        requested: list[int] = []
+        request = requested.append
+
+        def ready(self, block: int) -> int | None:
+            return 4 if comes and now[0] > 20 else None
+
+        def sample(self, count: int) -> torch.Tensor | None:
+            return text if stored or self.ready(9) else None
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    beats: list[int] = []
+    data: Any = Data()
+    monkeypatch.setattr(start, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    sample = start._first_sample(data, 9, 4, lambda: beats.append(1))
+    assert (sample is text) == found and data.requested == ([] if stored else [9])
+    assert now[0] < 61 and bool(beats) != stored  # no hang, to the launcher
 
 
 class Silent(RuntimeError):

@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
+from safetensors.torch import save_file
 
 from distributed_training.common.files import json_line
 from distributed_training.protocol.types import Progress
@@ -27,6 +28,7 @@ from distributed_training.training import checkpoint, sharding, snapshot
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
 from distributed_training.training.inner_optimizer import CosineSchedule
+from distributed_training.training.local_evaluation import AwfulWeights
 from distributed_training.training.micro_batches import find_micro_batch
 from distributed_training.training.model import blocks_of, hf_config
 from distributed_training.training.nesterov import OuterOptimizerState, save_outer_optimizer
@@ -499,8 +501,6 @@ def test_a_snapshot_names_what_in_it_is_not_finite(tmp_path: Path, value: float)
 
 
 def test_a_global_state_of_which_one_file_is_anothers_changes_nothing(tmp_path: Path) -> None:
-    from safetensors.torch import save_file
-
     made = trainer()
     train(made, 0, 1)
     before, start = whole_weights(made), made.outer.epoch_start
@@ -532,6 +532,57 @@ def test_a_global_state_of_which_one_file_is_anothers_changes_nothing(tmp_path: 
     made.load_global(tmp_path / "good.safetensors", tmp_path / "good.pt", 4)
     assert (made.outer_step, made.inner_step, made.outer.learning_rate) == (4, 0, 0.5)
     assert not any(t.any() for t in whole_weights(made) or [])
+
+
+def test_awful_weights_of_another_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing has changed then, also of the inner step under way."""
+    caplog.set_level(logging.INFO)
+    made = trainer(learning_rate=1e-2)
+    names, path, text = [n for n, _ in made.schema], tmp_path / "model.safetensors", sequences(0)
+    initial = dict(zip(names, whole_weights(made) or [], strict=True))
+    train(made, 0, 12)
+    made.begin_epoch(0)
+    good = dict(zip(names, whole_weights(made) or [], strict=True))
+    noise = {n: 20 * w if w.dim() > 1 else w for n, w in initial.items()}
+    overflow = initial | {names[-1]: 1e38 * torch.sign(initial[names[-1]])}
+    outer = OuterOptimizerState([torch.ones(shape) for _, shape in made.schema], 0.5, 0.8, 4)
+    save_outer_optimizer(tmp_path / "outer.pt", outer)
+
+    def load(how: str, content: dict[str, Any], *rest: Any) -> None:
+        save_file(content, path)
+        getattr(made, how)(path, tmp_path / "outer.pt", *rest)
+
+    def state() -> list[torch.Tensor]:
+        held = [getattr(*place) for place in sharding._gradient_places(made.sharded.modules)]
+        return [*(whole_weights(made) or []), *(g for g in held if g is not None)]
+
+    def refused(how: str, content: dict[str, Any], *rest: Any, why: str) -> None:
+        made.add_micro_batch(text[:2])
+        before = [t.clone() for t in state()]
+        pending, momentum = made.pending_micro_batches, made.outer.momentum
+        with pytest.raises(AwfulWeights, match=why):
+            load(how, content, *rest)
+        assert made.outer.momentum is momentum and made.pending_micro_batches == pending == 1
+        assert all(torch.equal(x, y) for x, y in zip(before, state(), strict=True))
+        made.drop_step()
+
+    # Without weights of a round of its own, the guess alone counts.
+    for how, rest in (("load_global", (1, text)), ("rebase", (text,))):
+        refused(how, noise, *rest, why="limit 5.20; a uniform guess has 4.20$")
+        refused(how, overflow, *rest, why="loss nan on text of this miner, limit 5.20")
+    load("load_global", initial, 0, text)  # as every network begins
+    load("load_global", good, 4, text)
+    assert "without a look" not in caplog.text
+    for how, rest in (("load_global", (6, text)), ("rebase", (text,))):
+        refused(
+            how, initial, *rest, why=r"limit [0-4]\.\d.* 4\.20, our epoch-start weights [0-3]\."
+        )
+        load(how, good, *rest)
+    load("load_global", initial, 9, text)  # the network went on for long with what was refused
+    load("load_global", noise, 9, None)  # no data: as before there was a limit
+    assert caplog.text.count("without a look at their loss") == 1 and made.outer_step == 9
 
 
 @pytest.mark.parametrize(
