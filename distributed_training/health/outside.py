@@ -20,9 +20,13 @@ from distributed_training.common.memory import ModelShape, snapshot_bytes
 from distributed_training.config import Config, ConfigError
 from distributed_training.health.machine import Entry, Examination
 from distributed_training.node.buckets import check_own, commitment_text, open_own, own_commitment
-from distributed_training.node.failures import NetworkFailure
-from distributed_training.node.identity import follow_chain, public_address
-from distributed_training.node.network import check_global_state, check_network
+from distributed_training.node.identity import (
+    check_global_state,
+    check_network,
+    follow_chain,
+    public_address,
+)
+from distributed_training.node.start import NetworkFailure
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.schedule import UPLOAD_AGE_LIMIT
 from distributed_training.protocol.types import Check

@@ -20,7 +20,7 @@ from distributed_training.config.types import ConfigError, File, Text
 from distributed_training.localnet.services import SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.localnet.summary import Summary, View
-from distributed_training.node.signals import Stopped, StopSignals
+from distributed_training.node.start import Stopped, StopSignals
 from distributed_training.telemetry.page import PageProcess
 
 # Ctrl-C: miners get this long, the validator half of it; with services and sweep that is < 15 s.

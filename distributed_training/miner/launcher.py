@@ -63,8 +63,9 @@ from distributed_training.miner.run_folder import (
 from distributed_training.miner.several_nodes import Guest, Host, Plan, WrongNode, join_nodes
 from distributed_training.miner.watchdog import Watchdog
 from distributed_training.network import keep
-from distributed_training.node.signals import Stopped, StopSignals
 from distributed_training.node.start import (
+    Stopped,
+    StopSignals,
     log_settings,
     make_run_folder,
     start_log,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from distributed_training.common.ports import listen
-from distributed_training.node.failures import NetworkFailure
+from distributed_training.node.start import NetworkFailure
 
 from .run_folder import RANK_STORE
 from .state_machine import Command, DataOrder, Order

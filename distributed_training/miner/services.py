@@ -43,17 +43,23 @@ from distributed_training.miner.newcomer import fetch_inner_optimizer
 from distributed_training.miner.ranks import Ranks
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.node import buckets, identity
-from distributed_training.node.failures import Deregistered, NetworkFailure, NotRegistered
 from distributed_training.node.global_state import model_config
 from distributed_training.node.identity import (
     Member,
+    check_global_state,
     join_subnet,
     keep_state,
     public_address,
     refuse_second_node,
+    require_network,
 )
-from distributed_training.node.network import check_global_state, require_network
-from distributed_training.node.start import fetch_tokenizer, require_data
+from distributed_training.node.start import (
+    Deregistered,
+    NetworkFailure,
+    NotRegistered,
+    fetch_tokenizer,
+    require_data,
+)
 from distributed_training.protocol import keys
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError

@@ -41,8 +41,12 @@ from distributed_training.health.gpus import (
     step_warnings,
     visible_gpu_count,
 )
-from distributed_training.node.failures import NetworkFailure, exit_status_of
-from distributed_training.node.start import make_run_folder, start_log
+from distributed_training.node.start import (
+    NetworkFailure,
+    exit_status_of,
+    make_run_folder,
+    start_log,
+)
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import RoundRequest, StepReport
 from distributed_training.store.bucket_reader import refuse

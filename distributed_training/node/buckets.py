@@ -17,7 +17,7 @@ from pydantic import SecretStr
 from distributed_training.chain.base import Chain, Neuron
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import StoreSettings
-from distributed_training.node.failures import NetworkFailure
+from distributed_training.node.start import NetworkFailure
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import (
     BucketCredentials,

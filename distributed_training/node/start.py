@@ -1,15 +1,37 @@
-"""The first steps of every process of a node: its run folder, its log, its tokenizer."""
+"""The first steps of every process of a node, and how it ends.
+
+The first steps: its run folder, its log, its tokenizer, its data.
+
+Errors that end a start although its settings passed their checks. Exit status 2 is for what parsing
+and the settings themselves can refuse (``load_config``), and for a subnet that is another
+network's. All else was learnt from outside (disk, mount, driver, wallet, chain, store, other
+machines) and may pass: a ConfigError that is raised later counts as a NetworkFailure, exit status
+1, and is tried again.
+
+SIGINT, SIGTERM and SIGHUP are one request to stop. pm2 sends SIGINT, systemd SIGTERM, a closed
+terminal SIGHUP; all mean the same, but a SIGHUP that ``nohup`` has ignored stays ignored. The
+handler only notes the request. While a node still starts it may wait long for others (a DHT, a
+bucket) in code that looks at no flag: there the first signal also raises :class:`Stopped` in the
+main thread.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import queue
+import signal
 import tempfile
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 from pydantic import SecretStr
 
+from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import FSTAB, atomic_file, late_mount
 from distributed_training.config import (
     SETTINGS_FILE,
@@ -19,10 +41,51 @@ from distributed_training.config import (
     all_settings,
     describe,
 )
-from distributed_training.node.failures import NetworkFailure, WrongData
 from distributed_training.telemetry import setup_logging
 
 log = logging.getLogger(__name__)
+
+
+# --- errors that end a start ---------------------------------------------------------------------
+
+
+class NetworkFailure(RuntimeError):
+    """The outside cannot be reached; the line says why and what helps."""
+
+
+class NotRegistered(ConfigError):
+    """The hotkey has no uid on the subnet."""
+
+
+class WrongNetwork(ConfigError):
+    """The subnet is another network's.
+
+    Exit status 2: a start cannot help, and none may register there.
+    """
+
+
+class WrongData(ConfigError):
+    """``--data.source`` serves other data than the network's file pins. Exit status 2."""
+
+
+class Deregistered(NotRegistered):
+    """The hotkey was registered on an earlier run; it was waited for in vain. Exit status 3."""
+
+
+class HotkeyInUse(ConfigError):
+    """Another miner uses this hotkey. Exit status 3, also if it appears later."""
+
+
+def exit_status_of(error: Exception) -> ExitStatus:
+    """Return the exit status of a start that ``error`` ended after the settings were checked."""
+    if isinstance(error, WrongNetwork | WrongData):
+        return ExitStatus.BAD_CONFIGURATION
+    # The rest may pass. After 2 or 3 pm2 and systemd leave a miner down for good.
+    lost = isinstance(error, Deregistered | HotkeyInUse)
+    return ExitStatus.DEREGISTERED if lost else ExitStatus.FAULT
+
+
+# --- the first steps ------------------------------------------------------------------------------
 
 _NO_MINERS_FILES = {"launcher.prom", "lost+found"}
 
@@ -157,3 +220,65 @@ def _hub_is_away(error: BaseException | None) -> bool:
             return error.response.status_code == 429 or error.response.status_code >= 500
         error = error.__cause__
     return False
+
+
+# --- a request to stop ----------------------------------------------------------------------------
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# pm2 sends a signal to the whole tree, so one request may arrive twice; a second Ctrl-C is later.
+SAME_REQUEST_SECONDS = 1.0
+
+
+class Stopped(BaseException):
+    """The node stops; what was under way is given up.
+
+    Like KeyboardInterrupt no Exception: a signal raises it anywhere in a start, and libraries
+    (logging is one) swallow every Exception.
+    """
+
+
+class StopSignals:
+    """A context manager for the main thread; leaving it puts the old handlers back.
+
+    ``stop`` is set soon after the first signal, by a thread: Event.set takes a lock, which the
+    interrupted code may hold, so a handler that called it could wait for itself. ``asked_at`` is
+    the signal's ``time.monotonic()``, ``name`` its name, ``hurry`` turns True with a second Ctrl-C.
+    Set ``interrupts`` to True while the first signal should raise Stopped as well.
+    """
+
+    def __init__(self, *, interrupts: bool = False) -> None:
+        self.stop = threading.Event()
+        self.interrupts = interrupts
+        self.asked_at: float | None = None
+        self.name = ""
+        self.hurry = False
+        self._old: dict[int, Any] = {}
+        self._wake: queue.SimpleQueue[bool] = queue.SimpleQueue()  # its put() may be interrupted
+
+    def __enter__(self) -> StopSignals:
+        threading.Thread(target=self._set, name="stop-signals", daemon=True).start()
+        for number in STOP_SIGNALS:
+            # Under nohup SIGHUP is ignored, and a closed terminal is to end nothing.
+            if number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN:
+                continue
+            self._old[number] = signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._old.items():
+            signal.signal(number, handler)
+        self._wake.put(False)
+
+    def _set(self) -> None:
+        if self._wake.get():
+            self.stop.set()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self.asked_at is None:
+            self.asked_at, self.name = now, signal.Signals(number).name
+            self._wake.put(True)
+            if self.interrupts:
+                raise Stopped
+        elif number == signal.SIGINT and now - self.asked_at > SAME_REQUEST_SECONDS:
+            self.hurry = True

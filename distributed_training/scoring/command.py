@@ -175,7 +175,7 @@ def score(config: Config, options: argparse.Namespace) -> int:
     """Look once, or until Ctrl-C."""
     # The heavy imports, once the flags are known to be right.
     from distributed_training.chain.base import ChainError
-    from distributed_training.node.failures import NetworkFailure
+    from distributed_training.node.start import NetworkFailure
     from distributed_training.scoring.score_preview import NotJudgeable, Session, Wanted
 
     if options.background:

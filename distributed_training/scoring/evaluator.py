@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from distributed_training.config import ConfigError
-from distributed_training.node.signals import Stopped
+from distributed_training.node.start import Stopped
 from distributed_training.protocol.gradients import GradientPayload, Schema
 from distributed_training.protocol.scoring import relative_improvement
 from distributed_training.scoring.causes import Cause

@@ -95,7 +95,7 @@ def _new_folder(folder: Path | None) -> Path:
 
 def _export(config: Config, options: argparse.Namespace, folder: Path) -> int:
     from distributed_training.chain.base import ChainError
-    from distributed_training.node.failures import NetworkFailure
+    from distributed_training.node.start import NetworkFailure
     from distributed_training.scoring.upload import DataUnavailable
     from distributed_training.store.s3 import StoreError
 

@@ -39,8 +39,8 @@ from distributed_training.common.files import atomic_file, read_state, write_byt
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 from distributed_training.network import Network
-from distributed_training.node.failures import WrongNetwork
 from distributed_training.node.global_state import GlobalState, load_weights, model_bytes
+from distributed_training.node.start import WrongNetwork
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.metadata import ConfigExtras, Metadata

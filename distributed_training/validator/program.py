@@ -28,11 +28,13 @@ from distributed_training.data.pipeline import held_out_batches
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.network import keep
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
-from distributed_training.node.failures import NetworkFailure, exit_status_of
 from distributed_training.node.global_state import GlobalState
 from distributed_training.node.identity import Member, commit, join_subnet
-from distributed_training.node.signals import Stopped, StopSignals
 from distributed_training.node.start import (
+    NetworkFailure,
+    Stopped,
+    StopSignals,
+    exit_status_of,
     fetch_tokenizer,
     log_settings,
     make_run_folder,

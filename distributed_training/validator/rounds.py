@@ -26,7 +26,7 @@ from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.chain.client import SignedClient
 from distributed_training.config.settings import SwarmSettings, ValidatorSettings
 from distributed_training.node.global_state import GlobalState, load_weights, model_bytes
-from distributed_training.node.signals import Stopped
+from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys
 from distributed_training.protocol.keys import is_peer_id
 from distributed_training.protocol.metadata import Metadata

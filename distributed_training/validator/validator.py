@@ -67,7 +67,7 @@ from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.config.settings import ValidatorSettings
 from distributed_training.node.global_state import GlobalState
 from distributed_training.node.identity import Member, miners_of
-from distributed_training.node.signals import Stopped
+from distributed_training.node.start import Stopped
 from distributed_training.protocol import lines, schedule
 from distributed_training.protocol.types import AllReduceFault
 from distributed_training.scoring.evaluator import Judgement

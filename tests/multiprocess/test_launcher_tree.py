@@ -21,7 +21,7 @@ from distributed_training.config import load_config
 from distributed_training.miner import rank_group
 from distributed_training.miner.rank_group import RankGroup
 from distributed_training.miner.run_folder import listening_ranks, mark_of
-from distributed_training.node.signals import StopSignals
+from distributed_training.node.start import StopSignals
 from tests.tools.r2_keys import KEYS
 from tests.tools.waiting import wait_for
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[2]
 
 WAITS = """
 import sys, time
-from distributed_training.node.signals import StopSignals
+from distributed_training.node.start import StopSignals
 with StopSignals() as signals:
     print("ready", flush=True)
     time.sleep(0.01)
@@ -52,7 +52,7 @@ def test_a_closed_terminal_stops_a_node_unless_nohup_started_it(
 # A signal is handled between any two bytecodes: here while the wait holds the event's lock.
 INTERRUPTS_THE_WAIT = """
 import os, signal
-from distributed_training.node.signals import StopSignals
+from distributed_training.node.start import StopSignals
 with StopSignals() as signals:
     with signals.stop._cond:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -42,7 +42,7 @@ from distributed_training.health.machine import (
     check_torch,
 )
 from distributed_training.health.outside import run_probe
-from distributed_training.node import network
+from distributed_training.node import identity
 from distributed_training.node.buckets import NoBucket
 from distributed_training.protocol.types import Check
 from distributed_training.store.s3 import ObjectInfo, S3ObjectStore, Section, StoreError
@@ -145,9 +145,9 @@ def test_the_newest_global_state_is_of_today(
         return held
 
     buckets = SimpleNamespace(of_master=lambda _: SimpleNamespace(head=head))
-    monkeypatch.setattr(network, "PeerBuckets", lambda *_: buckets)
+    monkeypatch.setattr(identity, "PeerBuckets", lambda *_: buckets)
     config = load_config("miner", [], environ={}, dotenv=None, check=False)
-    check = network.check_global_state(config, MemoryChain(hotkey=""))
+    check = identity.check_global_state(config, MemoryChain(hotkey=""))
     assert check.status == status and words in check.finding
 
 

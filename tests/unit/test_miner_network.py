@@ -17,8 +17,8 @@ from distributed_training.config.settings import StoreSettings
 from distributed_training.miner import services
 from distributed_training.miner.services import Published, read_published
 from distributed_training.node import identity
-from distributed_training.node.failures import NetworkFailure
 from distributed_training.node.identity import Member
+from distributed_training.node.start import NetworkFailure
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Revision
 from distributed_training.store.bucket_reader import BucketReader

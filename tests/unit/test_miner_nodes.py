@@ -31,7 +31,7 @@ from distributed_training.miner.several_nodes import (
     difference,
     facts_of,
 )
-from distributed_training.node.failures import NetworkFailure
+from distributed_training.node.start import NetworkFailure
 from tests.tools.waiting import wait_for
 
 GO = threading.Event()  # never set

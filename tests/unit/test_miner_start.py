@@ -34,7 +34,7 @@ from distributed_training.miner.run_folder import INSTANCE
 from distributed_training.miner.services import StartupInfo
 from distributed_training.miner.state_machine import MinerState, Mode, Rules, decide
 from distributed_training.node import identity as node_chain
-from distributed_training.node.failures import Deregistered, HotkeyInUse, NetworkFailure
+from distributed_training.node.start import Deregistered, HotkeyInUse, NetworkFailure
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Progress, Revision, RoundRequest

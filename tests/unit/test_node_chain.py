@@ -20,7 +20,7 @@ from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import ChainSettings
 from distributed_training.node import identity as node_chain
-from distributed_training.node.failures import HotkeyInUse, NetworkFailure, NotRegistered
+from distributed_training.node.start import HotkeyInUse, NetworkFailure, NotRegistered
 from distributed_training.registry.store import hash_of
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_server_thread import RegistryServer

@@ -12,8 +12,13 @@ from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from distributed_training.common.exits import ExitStatus
 from distributed_training.config import Config, ConfigError, load_config, problems
-from distributed_training.node.failures import NetworkFailure, exit_status_of
-from distributed_training.node.start import fetch_tokenizer, make_run_folder, require_data
+from distributed_training.node.start import (
+    NetworkFailure,
+    exit_status_of,
+    fetch_tokenizer,
+    make_run_folder,
+    require_data,
+)
 
 pytestmark = pytest.mark.timeout(60)
 

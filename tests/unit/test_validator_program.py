@@ -18,7 +18,7 @@ import torch
 
 from distributed_training.common.exits import ExitStatus
 from distributed_training.config import Config, ConfigError
-from distributed_training.node.failures import WrongNetwork, exit_status_of
+from distributed_training.node.start import WrongNetwork, exit_status_of
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.scoring.evaluator import evaluation_device

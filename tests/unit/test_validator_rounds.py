@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from distributed_training.chain.server import ROUND_BOUNDS
-from distributed_training.node.signals import Stopped
+from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, synapses
 from distributed_training.protocol.metadata import Metadata, parse_config
 from distributed_training.protocol.types import AllReduceFault, Revision
