@@ -8,7 +8,7 @@
       SIGINT, SIGTERM, SIGHUP                        -> SIGTERM to rank 0 alone, which decides
       --neuron.stop_timeout over                     -> SIGTERM, then SIGKILL to the whole tree
       a rank fails                                   -> the others end, and all start again
-      ranks hang (watchdog.py)                       -> stacks to a file, SIGKILL, the same
+      ranks hang (run_folder.py)                     -> stacks to a file, SIGKILL, the same
       at the end, always                             -> strays ended and reaped
 
 Ranks that failed are started again here, from the warm process and without a new import, up to
@@ -50,6 +50,7 @@ from distributed_training.miner.rank_group import PROGRAM, RankGroup
 from distributed_training.miner.run_folder import (
     INSTANCE,
     Ending,
+    Watchdog,
     checkpoint_time,
     forget_ranks,
     launcher_pid,
@@ -61,7 +62,6 @@ from distributed_training.miner.run_folder import (
     write_instance,
 )
 from distributed_training.miner.several_nodes import Guest, Host, Plan, WrongNode, join_nodes
-from distributed_training.miner.watchdog import Watchdog
 from distributed_training.network import keep
 from distributed_training.node.start import (
     Stopped,

@@ -34,12 +34,12 @@ from distributed_training.miner.global_state import (
     GlobalBucket,
     GlobalEpoch,
     Rows,
+    fetch_inner_optimizer,
     first_global_state,
     open_global_bucket,
     pause,
 )
 from distributed_training.miner.income import standing
-from distributed_training.miner.newcomer import fetch_inner_optimizer
 from distributed_training.miner.ranks import Ranks
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.node import buckets, identity

@@ -58,17 +58,18 @@ from distributed_training.training.collectives import COLLECTIVE_TIMEOUT, Layout
 from distributed_training.training.local_evaluation import AwfulWeights
 from distributed_training.training.trainer import Trainer
 
-from . import newcomer, services
+from . import services
 from . import state_machine as ev
 from .block_list import BlockList
 from .controller import Averaging, Controller, Subscriber
-from .global_state import GlobalEpoch, Rows, StopBeforeStart
+from .global_state import GlobalEpoch, Rows, StopBeforeStart, begin_fresh
 from .income import Income
 from .loop import MinerLoop
 from .ranks import Ranks, join_ranks
 from .reporter import MachineGauges, Metrics, MissedRounds, Record, Reporter, limits
 from .run_folder import (
     INSTANCE,
+    Heartbeat,
     RankEnvironment,
     rank_environment,
     remembered_gpus,
@@ -78,7 +79,6 @@ from .run_folder import (
 from .services import Services, StartupInfo
 from .state_machine import MinerState, Mode, Rules, ignores_calls
 from .uploads import Publishing
-from .watchdog import Heartbeat
 
 log = logging.getLogger(__name__)
 
@@ -471,7 +471,7 @@ def resume(
         log.warning("%s", awful)
         return restored[1]
     if restored is None:
-        newcomer.begin(trainer, inner_folder)
+        begin_fresh(trainer, inner_folder)
     return {}
 
 

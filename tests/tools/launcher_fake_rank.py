@@ -14,11 +14,11 @@ from pathlib import Path
 from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
 from distributed_training.config import Config
 from distributed_training.miner.run_folder import (
+    Heartbeat,
     rank_environment,
     write_exit_status,
     write_pid_file,
 )
-from distributed_training.miner.watchdog import Heartbeat
 from distributed_training.telemetry import EventLog, read_events
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]

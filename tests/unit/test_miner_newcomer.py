@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from distributed_training.config import load_config
-from distributed_training.miner import newcomer
+from distributed_training.miner import global_state
 from distributed_training.miner.global_state import GlobalBucket
 from distributed_training.node import buckets
 from distributed_training.protocol import keys
@@ -65,7 +65,7 @@ def test_the_network_s_inner_optimizer_else_this_miner_s(
         put_shards(store, outer_step, count, tmp_path)
     monkeypatch.setattr(buckets, "open_own", lambda settings, bucket: own)
     reader = BucketReader(theirs, large=timedelta(seconds=1 if away else 60))
-    found = newcomer.fetch_inner_optimizer(
+    found = global_state.fetch_inner_optimizer(
         load_config("miner", [], environ={}, dotenv=None, check=False),
         GlobalBucket(open_bucket=lambda: reader, folder=tmp_path / "global", run=5),
         7,
@@ -75,5 +75,5 @@ def test_the_network_s_inner_optimizer_else_this_miner_s(
     shards = [] if found is None else sorted(found.glob("inner_optimizer.*"))
     assert (f"{found.name} {len(shards)}" if found else None) == fetched
     # Nobody would ever remove a part of it.
-    assert (tmp_path / newcomer.FOLDER).exists() == (found is not None)
+    assert (tmp_path / global_state.INNER_FOLDER).exists() == (found is not None)
     assert ("The network's inner optimizer cannot be fetched" in caplog.text) == away

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.miner import watchdog
-from distributed_training.miner.run_folder import forget_ranks
-from distributed_training.miner.watchdog import Heartbeat, Watchdog
+from distributed_training.miner import run_folder
+from distributed_training.miner.run_folder import Heartbeat, Watchdog, forget_ranks
 
 
 class Clock:
@@ -21,7 +20,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(watchdog, "time", clock)
+    monkeypatch.setattr(run_folder, "time", clock)
     return clock
 
 

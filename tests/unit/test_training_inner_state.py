@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from distributed_training.miner import newcomer
+from distributed_training.miner import global_state
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Progress
 from distributed_training.training.collectives import row_range
@@ -128,10 +128,10 @@ def test_what_does_not_fit_changes_nothing_and_the_start_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     made = trainer(warmup_steps=10)
-    newcomer.begin(made, write(donor, tmp_path / "shards", 2, spoil=spoil))
+    global_state.begin_fresh(made, write(donor, tmp_path / "shards", 2, spoil=spoil))
     assert (made.optimizer.step_count, made.total_inner_steps) == (0, 0)
     assert not any(moment.any() for moment in made.optimizer.exp_avg)
-    (line,) = [r.getMessage() for r in caplog.records if r.name.endswith("newcomer")]
+    (line,) = [r.getMessage() for r in caplog.records if r.name.endswith("global_state")]
     assert "the learning rate rises for 10 inner steps; --neuron.begin_at_peak" in line
 
 
@@ -157,7 +157,7 @@ def test_a_storage_said_to_lie_at_the_very_end_is_refused(donor: Trainer, tmp_pa
 
 def test_without_any_the_flag_begins_at_the_peak() -> None:
     made = trainer(warmup_steps=10, begin_at_peak=True)
-    newcomer.begin(made, None)
+    global_state.begin_fresh(made, None)
     assert made.schedule.rate(made.total_inner_steps) == made.schedule.peak
 
 
