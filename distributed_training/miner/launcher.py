@@ -434,7 +434,9 @@ class _Supervisor:
                 backoff.succeeded()
             meets_again = self._nodes is not None and self._meets_again(self._nodes, ending.status)
             if self._signals.stop.is_set():
-                return ExitStatus.STOPPED if ending.outside else ending.status
+                # One that came when no rank ran any more is a stop of the wait below.
+                late = not self._is(Phase.STOPPING) and ending.status is ExitStatus.FAULT
+                return ExitStatus.STOPPED if ending.outside or late else ending.status
             if ending.outside:
                 if self._outages.wait(ending.reason):
                     return ExitStatus.STOPPED

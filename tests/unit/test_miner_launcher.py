@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import signal
 import threading
 import time
 from collections import namedtuple
@@ -183,6 +184,18 @@ def test_ranks_that_fail_by_themselves_are_given_up_after_six_times(
     assert launch(argv) == FAULT and ranks.left == [(0, STOPPED)]
     (error,) = [r for r in caplog.records if r.levelname == "ERROR"]
     assert "failed 6 times in a row: giving up" in error.getMessage()
+
+
+def test_a_stop_between_ranks_that_failed_and_their_next_start_is_a_stop(
+    argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sweep(supervisor: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert supervisor._signals.stop.wait(20)
+
+    monkeypatch.setattr(launcher._Supervisor, "_sweep", sweep)
+    ranks.left = [(0, HALF), (0, FAULT)]
+    assert launch(argv) == STOPPED and ranks.left == [(0, FAULT)]
 
 
 def test_a_file_that_cannot_be_read_is_no_line_a_look(
