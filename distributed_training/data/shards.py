@@ -161,5 +161,6 @@ class HeldBack:
             write_shard(
                 self._path, sequences, tokenizer="", eos_id=0, vocabulary=2**32, durable=False
             )
+            self._path.with_suffix(".npy").unlink(missing_ok=True)  # version 0.1.0 kept it so
         except OSError as error:
             log.warning("The held-out sequences could not be kept on disk: %s", error)
