@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 import pytest
 
+from distributed_training.common.processes import command_of
 from distributed_training.config.settings import TelemetrySettings
 from distributed_training.protocol.types import StepReport
 from distributed_training.telemetry import Registry, record_step
@@ -226,7 +227,7 @@ def test_wandb_has_the_miners_secrets_in_no_process_and_a_killed_one_is_one_line
             assert SECRET not in str(process.environ()) + str(process.cmdline()), process
     assert "wandb-core" in names
     for process in psutil.Process().children():
-        if "telemetry.trackers" in " ".join(process.cmdline()):
+        if "telemetry.trackers" in command_of(process):
             process.kill()
             process.wait(20)
     tracker.log(1, {"train_loss": 1.0})
