@@ -161,6 +161,21 @@ def test_it_shows_what_happens_and_survives_a_restart(
     assert all("ERR_CONNECTION_REFUSED" in e["message"] or "ERR_" in e["message"] for e in problems)
 
 
+def test_a_computer_whose_clock_is_an_hour_ahead_shows_the_same(
+    browser: Any, run_folder: tuple[Path, EventLog]
+) -> None:
+    shift = "const now = Date.now; Date.now = () => now() + 3600e3;"
+    shifted = browser.execute_cdp_cmd("Page.addScriptToEvaluateOnNewDocument", {"source": shift})
+    try:
+        with closing(Page(run_folder[0])) as page:
+            browser.get(page.url)
+            wait_for(lambda: "3 . 40" in card(browser, "Step"), "the history on the page")
+            assert verdict(browser) == ["training", "look at: Uploaded", "wait"]
+            assert "too old for validators in" in card(browser, "Uploaded")
+    finally:
+        browser.execute_cdp_cmd("Page.removeScriptToEvaluateOnNewDocument", shifted)
+
+
 def test_a_killed_miner_is_dead_within_ten_seconds(
     browser: Any, run_folder: tuple[Path, EventLog]
 ) -> None:

@@ -5,6 +5,8 @@ const KEPT_POINTS = 3000, KEPT_ROWS = 50, SHOWN_ROWS = 8;
 const neurons = new Map();
 const SILENT_MS = 10000;  // the server sends gauges every 2 s
 let shown = "", waiting = [], loaded = false, drawSoon = false, heard = Date.now(), lost = false;
+let ahead = 0;  // milliseconds: this computer's clock before the miner's, whose times all events have
+const present = () => (Date.now() - ahead) / 1000;
 
 const $ = (id) => document.getElementById(id);
 const number = (value, digits = 2) =>
@@ -122,7 +124,7 @@ function cards(neuron) {
     const last = neuron.steps[neuron.steps.length - 1];
     return last ? last[neuron.columns.indexOf(name)] : null;
   };
-  const now = Date.now() / 1000;
+  const now = present();
   const running = runs(neuron);
   const made = [], score = judged(neuron), steps = neuron.steps.length > 0;
   if (score) made.push(card("Score", ...score));
@@ -191,7 +193,7 @@ function stateOf(neuron) {
 
 function stuck(neuron) {
   const last = neuron.steps[neuron.steps.length - 1], value = (c) => last[neuron.columns.indexOf(c)] || 0;
-  return Boolean(last) && runs(neuron) && Date.now() / 1000 - value("time") > Math.max(120, 5 * value("seconds"));
+  return Boolean(last) && runs(neuron) && present() - value("time") > Math.max(120, 5 * value("seconds"));
 }
 
 // In a word, what there is to know or to do, and good (nothing to do), wait, bad (act) or idle.
@@ -201,7 +203,7 @@ function verdictOf(neuron) {
   if (state === "stopped") return [state, stop ? `${moment(stop.time)}: ${stop.reason || ""}` : "", stop && stop.exit_status ? "bad" : "idle"];
   if (state === "dead") {
     const since = neuron.life.last_sign;
-    return [state, `no sign of life for ${span(Date.now() / 1000 - since)}, since ${moment(since)}: pm2 status, then the end of its log`, "bad"];
+    return [state, `no sign of life for ${span(present() - since)}, since ${moment(since)}: pm2 status, then the end of its log`, "bad"];
   }
   if (!neuron.taken) return [state, "no events yet", "idle"];  // a validator waits between its rounds
   if (gaugeOf(neuron, "registered") === 0) return ["not registered", "the hotkey lost its uid: register it again, and the miner goes on", "bad"];
@@ -233,7 +235,7 @@ function judged(neuron) {  // by a validator whose folder is shown too
 
 function previewed(row) {  // by scripts/score.py, for a miner whose validator is elsewhere
   if (!row) return undefined;
-  const ago = `scripts/score.py, ${span(Date.now() / 1000 - row.time)} ago`;
+  const ago = `scripts/score.py, ${span(present() - row.time)} ago`;
   const share = row.train_share === null ? "–" : `${number(100 * row.train_share, 1)} %`;
   if (row.cause) return [share, `${row.costs}: ${row.remedy}; ${ago}`, "bad"];
   return [share, `of the train score${row.rank === null ? "" : `, rank ${row.rank} of ${row.compared}`}; ${ago}`, ""];
@@ -414,6 +416,8 @@ function follow() {
   source.addEventListener("open", async () => {
     loaded = false;
     const answer = await fetch("history");
+    const differs = Date.now() - Date.parse(answer.headers.get("Date"));
+    ahead = Math.abs(differs) > 5000 ? differs : 0;  // the header counts whole seconds
     begin(await answer.json());
     waiting.forEach(take); waiting = []; loaded = true;
     heard = Date.now(); lost = false;
