@@ -214,7 +214,10 @@ class MinerLoop:
                 self._trainer.rebase(weights, outer_optimizer, sample)
             else:
                 self._trainer.load_global(weights, outer_optimizer, command.arg, sample)
-        except (ValueError, RankFailedError) as error:  # on all ranks alike: another model's, say
+        except RankFailedError as error:  # on all ranks alike; the state may be sound
+            detail = f"a rank could not load it: {error}; free host memory there"
+            return ev.GlobalFetchFailed(detail, time.monotonic())
+        except ValueError as error:  # on all ranks alike: another model's, say
             awful = isinstance(error, AwfulWeights)
             return ev.LoadFailed(str(error), time.monotonic(), awful)
         self._hold_others_back()

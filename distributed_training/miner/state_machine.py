@@ -539,7 +539,7 @@ def _global_state(state: MinerState, event: Event) -> Decision:
         case GlobalFetched(folder=folder) if state.mode is Mode.FETCHING:
             after = replace(state, mode=Mode.LOADING, fetched=folder)
             return after, (Order.REBASE if state.rebase else Order.LOAD,)
-        case GlobalFetchFailed(at=at) if state.mode is Mode.FETCHING:
+        case GlobalFetchFailed(at=at) if state.mode in (Mode.FETCHING, Mode.LOADING):
             return _fetch_failed(state, at), ()
         case LoadFailed(problem=problem, at=at) if state.mode is Mode.LOADING:
             return replace(_fetch_failed(state, at), problem=problem), (Task.REFUSE_GLOBAL,)

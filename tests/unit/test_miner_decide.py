@@ -117,6 +117,8 @@ TABLE = [
         FETCHING, ev.SnapshotComplete(), FETCHING, Order.PREVIEW),
     row("fetched, but it does not fit this model: as a fetch that failed",
         LOADING, ev.LoadFailed("another shape", 5000.0), AWAITING_GLOBAL, Task.REFUSE_GLOBAL),
+    row("fetched, but a rank has no memory for it: tried again, since it may be sound",
+        LOADING, ev.GlobalFetchFailed("no memory", 5000.0), AWAITING_GLOBAL),
     row("an epoch ahead that could not be fetched is asked for later",
         state(AWAITING_GLOBAL, fetch_failures=1, failed_target=13),
         seen(13, 2000.0), AWAITING_GLOBAL),
