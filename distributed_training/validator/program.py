@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -212,9 +212,7 @@ def build(
     )
     stack.callback(inner_optimizer.close)
 
-    def held_out_loss(weights: Sequence[Tensor]) -> float:
-        return model.loss_of(weights, parts.held_out)
-
+    held_out_loss = partial(model.loss_of, sequences=parts.held_out)
     validator = Validator(
         settings=settings,
         member=parts.member,
