@@ -145,7 +145,7 @@ def test_other_sequences_are_held_back_when_they_are_wanted(running: DataPipelin
     sample = running.sample(4)
     assert sample is not None and torch.equal(sample, chosen[3])
     assert running._spec.vocabulary is None
-    stored = running._block_folder / "held-back.npy"
+    stored = running._block_folder / "held-back"
     spec = dataclasses.replace(running._spec, vocabulary=int(chosen[3].max()))
     running._spec = spec
     assert stored.exists() and not running.holds_back(2)  # a token that this model does not have
