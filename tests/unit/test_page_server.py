@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import logging
@@ -12,12 +13,14 @@ import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import SecretStr
+from uvicorn.server import ServerState
 
 from distributed_training.common.ports import listen
 from distributed_training.telemetry import EventLog
@@ -220,6 +223,48 @@ def test_clients_that_say_nothing_or_do_not_read_lose_their_connections(
     finally:
         server.should_exit = True
         thread.join(30)
+
+
+class SlowLine(asyncio.Transport):
+    """To a client that reads on until ``unread`` no longer falls."""
+
+    def __init__(self, *unread: int) -> None:
+        super().__init__()
+        self.unread = list(unread)
+        self.cut = asyncio.Event()
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread.pop(0)
+
+    def is_closing(self) -> bool:
+        return False
+
+    def abort(self) -> None:
+        self.cut.set()
+
+
+@pytest.mark.parametrize("answering", [False, True])
+def test_a_client_of_a_slow_line_is_cut_only_when_it_stops_reading(
+    monkeypatch: pytest.MonkeyPatch, answering: bool
+) -> None:
+    """The history of weeks has megabytes; an answer is complete before all of it is sent."""
+    monkeypatch.setattr(served_page, "_PATIENCE", 0.01)
+
+    async def read() -> list[int]:
+        config = served_page.server([]).config
+        config.load()
+        line = SlowLine(0, 900, 600, 600, 300, 300, 300)
+        connection = served_page.Connection(config, ServerState(), {})
+        connection.connection_made(line)
+        if answering:
+            connection.cycle = cast(Any, SimpleNamespace(response_complete=False))
+            connection.pause_writing()
+        else:
+            connection.on_response_complete()
+        await asyncio.wait_for(line.cut.wait(), 30)
+        return line.unread
+
+    assert asyncio.run(read()) == []
 
 
 def test_a_disk_that_fails_at_its_start_is_a_line_and_another_try(tmp_path: Path) -> None:

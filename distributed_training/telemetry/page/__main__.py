@@ -263,7 +263,7 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
 
 
 class Connection(H11Protocol):
-    """A connection whose client asks within :data:`_PATIENCE`, and reads as fast; else it is cut.
+    """A connection whose client asks within :data:`_PATIENCE`, and reads on; else it is cut.
 
     uvicorn waits for a request, and for room to send in, without an end: clients that say nothing,
     or stopped reading (a laptop that sleeps), would take all connections, one after the other.
@@ -283,11 +283,7 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._stalled = self.loop.call_later(_PATIENCE, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._stalled.cancel()
+        self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -295,13 +291,18 @@ class Connection(H11Protocol):
             self._deadline.cancel()
 
     def _expect(self) -> None:
-        """Cut the connection unless a request is being answered when patience is over."""
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = self.loop.call_later(_PATIENCE, self._late)
+        unread = self.transport.get_write_buffer_size()
+        self._deadline = self.loop.call_later(_PATIENCE, self._late, unread)
 
-    def _late(self) -> None:
-        if self.cycle is None or self.cycle.response_complete:
+    def _late(self, before: int) -> None:
+        """Cut the connection unless its client reads, or a request of it is being answered."""
+        unread = self.transport.get_write_buffer_size()
+        # An answer counts as complete while megabytes of it are still on their way.
+        if 0 < unread < before:
+            self._expect()
+        elif self.flow.write_paused or self.cycle is None or self.cycle.response_complete:
             self.transport.abort()
 
 
