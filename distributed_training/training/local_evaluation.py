@@ -171,7 +171,8 @@ class Preview:
     def _weights_of(self, start: Sequence[Tensor]) -> Iterator[None]:
         """Let the weights be ``start`` inside, and whatever is written there."""
         shards = self._sharded.shards
-        current = _aside([shard.local for shard in shards])
+        # Where a GPU has no room it takes host memory, which may end on one rank alone.
+        current = self._stream.together(lambda: _aside([shard.local for shard in shards]))
         try:
             for shard, rows in zip(shards, start, strict=True):
                 shard.local.copy_(rows)

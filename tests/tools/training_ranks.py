@@ -27,7 +27,7 @@ from distributed_training.protocol.types import (
     Progress,
     RankFailedError,
 )
-from distributed_training.training import error_feedback, outer_step
+from distributed_training.training import error_feedback, local_evaluation, outer_step
 from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
@@ -245,9 +245,13 @@ def no_memory(folder: Path) -> None:
         assert feedback.residual is before, "nothing was sent"
         take(f"{step}")
     made.hold_back(sequences(99, count=2))
-    handle = take("checked")
-    with memory_ends(error_feedback.gradients, "decode", when=RANK == 0):
-        assert made.preview(handle) is None
+    for owner, name, who in (
+        (error_feedback.gradients, "decode", 0),
+        (local_evaluation, "_aside", WORLD - 1),
+    ):
+        handle = take("checked")
+        with memory_ends(owner, name, when=who == RANK):
+            assert made.preview(handle) is None
     before = feedback.residual
     with mock.patch.object(feedback, "_off", side_effect=RankFailedError("later")):
         refuses("later")
