@@ -48,7 +48,7 @@ from distributed_training.node.start import (
     start_log,
 )
 from distributed_training.protocol import lines
-from distributed_training.protocol.types import RoundRequest, StepReport
+from distributed_training.protocol.types import RankFailedError, RoundRequest, StepReport
 from distributed_training.store.bucket_reader import refuse
 from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog, unix_time
@@ -469,6 +469,15 @@ def resume(
         if awful is None:
             awful = f"The global state cannot be loaded ({error}). Training goes on without it."
         log.warning("%s", awful)
+        return restored[1]
+    except RankFailedError as error:  # on all ranks alike, before anything has changed
+        if restored is None:
+            raise
+        log.warning(
+            "The global state could not be fetched (a rank could not load it: %s; free host memory "
+            "there). Training goes on.",
+            error,
+        )
         return restored[1]
     if restored is None:
         begin_fresh(trainer, inner_folder)

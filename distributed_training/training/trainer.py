@@ -327,8 +327,9 @@ class Trainer:
     ) -> None:
         """Load weights, outer momentum and epoch start from rank 0's files (None: fresh ones).
 
-        ``sample``: see :meth:`_load_anothers`. Raises ValueError on all ranks alike when one is not
-        this model's, or the weights are awful; nothing changes then.
+        ``sample``: see :meth:`_load_anothers`. Raises on all ranks alike ValueError when one is not
+        this model's, or the weights are awful, and RankFailedError when a rank has no memory;
+        nothing changes then.
         """
         self.outer.load(
             outer_optimizer,
@@ -346,8 +347,7 @@ class Trainer:
         """Load epoch start and outer momentum from rank 0's files; what was trained since stays.
 
         The pseudo-gradient is the same afterwards; the inner step too. Raises on all ranks alike
-        what :meth:`load_global` raises, and RankFailedError when a rank has no memory; nothing
-        changes then.
+        what :meth:`load_global` raises; nothing changes then.
         """
         # First of all: the load overwrites the weights that it is measured from.
         trained = self.stream.together(self.outer.trained)

@@ -13,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -37,8 +38,13 @@ from distributed_training.node import identity as node_chain
 from distributed_training.node.start import Deregistered, HotkeyInUse, NetworkFailure
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
-from distributed_training.protocol.types import Progress, Revision, RoundRequest
-from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.protocol.types import (
+    Progress,
+    RankFailedError,
+    Revision,
+    RoundRequest,
+)
+from distributed_training.store.bucket_reader import BucketReader, refusal
 from distributed_training.store.s3 import (
     AccessDeniedError,
     DeadlineError,
@@ -165,6 +171,22 @@ def test_a_state_that_cannot_be_loaded_is_not_downloaded_by_the_next_start(
     assert restart() == (7, folder)
     assert (folder / keys.MODEL).read_bytes() == files[keys.MODEL]
     assert len(downloads) == 6
+
+
+def test_a_start_goes_on_from_its_checkpoint_where_a_rank_has_no_memory_to_load(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loop tries the global state again: it may be sound."""
+    restored = Progress(3, 5, 5), {"kept": 1}
+    trainer: Any = SimpleNamespace(load_global=Mock(side_effect=RankFailedError("rank 1: none")))
+    checkpointer: Any = SimpleNamespace(restore=lambda: restored)
+    info = StartupInfo(global_outer_step=7)
+    assert start.resume(trainer, checkpointer, info, tmp_path) == {"kept": 1}
+    assert "rank 1: none" in caplog.text and "free host memory" in caplog.text
+    assert refusal(tmp_path) is None
+    checkpointer.restore = lambda: None
+    with pytest.raises(RankFailedError):
+        start.resume(trainer, checkpointer, info, tmp_path)
 
 
 @pytest.mark.parametrize(
