@@ -181,7 +181,10 @@ class RegistryChain(Chain):
                 result = self._post(kind, fields)
                 self._look()
                 return result
-            except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+            except ChainError:
+                raise
+            # RuntimeError: nested too deeply, or no thread is left in which a name is looked up.
+            except (httpx.HTTPError, RuntimeError, ValueError, LookupError, TypeError) as error:
                 raise ChainError(f"{kind}: {_why(error)} at {self._url}") from error
 
     def _registration(self) -> dict[str, Any]:
@@ -276,7 +279,7 @@ class RegistryChain(Chain):
                     log.info("The registry at %s answers again", self._url)
                 self._told = ""
                 backoff.succeeded()
-            # RuntimeError: an answer nested too deeply. No other thread of this process reads.
+            # RuntimeError: as in _write. No other thread of this process reads.
             except (httpx.HTTPError, RuntimeError, ValueError, LookupError, TypeError) as error:
                 self._counts["failures"] += 1
                 self._tell(error)

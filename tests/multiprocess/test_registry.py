@@ -267,17 +267,23 @@ def test_a_server_that_is_away_costs_only_age(
     assert caplog.text.count("does not answer") == 1
 
 
-def test_an_impossible_answer_does_not_end_the_polling(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_impossible_answer_ends_neither_the_polling_nor_a_write(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     said = {"registry": f"a/1/{'5' * 48}", "start": "1", "version": 1, "block": 7, "time": 9.0}
     waits = [-1e308, 12.0]  # seconds, the last for good
 
-    def fetch(chain: RegistryChain, path: str) -> tuple[int, bytes]:
+    def fetch(chain: RegistryChain, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+        if body is not None:
+            return 200, b"[" * 100_000  # which ends the stack of whoever parses it
         seconds = waits.pop(0) if len(waits) > 1 else waits[0]
         return 200, json.dumps({**said, "seconds_per_block": seconds}).encode()
 
     monkeypatch.setattr(RegistryChain, "_fetch", fetch)
-    with closing(RegistryChain(url="http://127.0.0.1:1", wallet=None)) as chain:
+    with closing(RegistryChain(url="http://127.0.0.1:1", wallet=MINER)) as chain:
         assert chain.wait_ready(timedelta(seconds=20)) and chain.block() == 7
+        with pytest.raises(ChainError, match="commit: RecursionError at http"):
+            chain.commit("x" * 128)
 
 
 def test_an_answer_whose_head_never_ends_is_given_up() -> None:
