@@ -393,7 +393,7 @@ def load_measured(
                 known = _mean_loss(sharded, stream, held, float(counts))
             load()
             loss = _mean_loss(sharded, stream, held, float(counts))
-            limit = loss_limit(config.vocab_size, config.hidden_size, known)
+            limit = loss_limit(config.to_dict(), known)
             # NaN too: finite weights may overflow in the first layer.
             if not loss <= limit:
                 ours = "" if known is None else f", our epoch-start weights {known:.2f}"

@@ -434,17 +434,20 @@ class CausalLoss(nn.Module):
         return self.kernel(flat, weight, ids[:, 1:].reshape(-1))
 
 
+#: Standard deviation of untrained weights where a config names none, as Llama's.
+INITIAL_SPREAD = 0.02
 #: Nats per token. A sound outer step changes the loss by a tenth of this.
 FAR_WORSE = 1.0
 
 
-def loss_limit(vocabulary: int, width: int, own: float | None = None) -> float:
+def loss_limit(config: Mapping[str, Any], own: float | None = None) -> float:
     """Return the most nats per token that the weights of another may have to be taken over.
 
-    ``own``: the loss of weights of about the same outer step; None: none are known. ``width``: of
-    the model's hidden states.
+    ``own``: the loss of weights of about the same outer step; None: none are known. ``config``: of
+    the model.
     """
-    # Untrained weights (standard deviation 0.02) guess width * 0.02**2 / 2 worse than uniformly,
-    # and every network begins with such.
-    limit = math.log(vocabulary) + max(1.0, width * 0.02**2)
+    width, spread = config["hidden_size"], config.get("initializer_range", INITIAL_SPREAD)
+    # Untrained weights guess width * spread**2 / 2 worse than uniformly, and every network begins
+    # with such.
+    limit = math.log(config["vocab_size"]) + max(1.0, width * float(spread) ** 2)
     return min(limit, own + FAR_WORSE) if own is not None and math.isfinite(own) else limit

@@ -36,6 +36,7 @@ from distributed_training.config.types import ConfigError
 from .collectives import COLLECTIVE_TIMEOUT, Layout, ParameterShard, RowStream, shards_of
 from .memory_plan import MemoryPlan, check_sequence_length, compute_dtype, plan_memory
 from .model import (
+    INITIAL_SPREAD,
     CausalLoss,
     ChunkedLoss,
     Schema,
@@ -428,7 +429,7 @@ def load(sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: i
     shards, tied = sharded.shards, sharded.tied
     shared = cast("str | None", stream.from_rank_0(None if path is None else str(path)))
     if shared is None:
-        spread = getattr(sharded.model.config, "initializer_range", 0.02)
+        spread = getattr(sharded.model.config, "initializer_range", INITIAL_SPREAD)
         _initialize(shards, float(spread), seed)  # type: ignore[arg-type]
         return
     error, problem, layout = None, None, stream.layout

@@ -293,10 +293,7 @@ class RoundCaller:
             try:
                 (weights,) = each(partial(self._checkpoint, state), [candidate], stop=self._stop)
                 if limit is None:
-                    config = state.model_config
-                    limit = loss_limit(
-                        config["vocab_size"], config["hidden_size"], self._loss(state.weights)
-                    )
+                    limit = loss_limit(state.model_config, self._loss(state.weights))
                 # Finite values alone: one miner could move the whole network to where it likes.
                 if not (loss := self._loss(weights)) <= limit:
                     raise ValueError(f"loss {loss:.2f} on held-out data, limit {limit:.2f}")

@@ -585,6 +585,17 @@ def test_awful_weights_of_another_are_refused(
     assert caplog.text.count("without a look at their loss") == 1 and made.outer_step == 9
 
 
+def test_first_weights_of_a_network_that_begins_wide_are_taken(tmp_path: Path) -> None:
+    """They guess worse than uniformly, the more so the wider its config has them."""
+    made = trainer(model=tiny() | {"initializer_range": 0.5})
+    weights = dict(zip([n for n, _ in made.schema], whole_weights(made) or [], strict=True))
+    save_file(weights, tmp_path / "model.safetensors")
+    made.load_global(tmp_path / "model.safetensors", None, 0, sequences(0))
+    save_file({n: 5 * w for n, w in weights.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(AwfulWeights):
+        made.load_global(tmp_path / "model.safetensors", None, 0, sequences(0))
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "kept"),
     [
