@@ -3,7 +3,7 @@
     python -m bench.server                                                 about ten minutes
     python -m bench.server --seconds 3 --block 1 --attacks chunks forged   a quick look
 
-For each attack of ``bench/strangers.py``: a validator that is known calls IsAlive 20 times a second
+For each attack: a validator that is known calls IsAlive 20 times a second
 (p99, goal 50 ms; failures, goal none), the training's step time as a ratio to the same steps
 without the attack (goal 1.05), growth of this process's memory. Windows with and without the attack
 alternate; a ratio is the median of those of neighbouring windows' median steps. On a machine that

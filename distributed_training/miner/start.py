@@ -402,7 +402,7 @@ def build_training(
     return Training(trainer, checkpointer, data, kept, first_block)
 
 
-_SAMPLE_PATIENCE = 60.0  # seconds: a page, or a second one, from a source that is well
+_SAMPLE_PATIENCE = 30.0  # seconds, half of --neuron.stop_timeout: a stop is not looked at here
 
 
 def _first_sample(
