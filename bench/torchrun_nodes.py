@@ -1,6 +1,6 @@
 """Two machines under torchrun, one of them killed: the baseline of ``bench.node_deaths``.
 
-    python -m bench.torchrun_nodes        a minute or two; Linux, as root
+    python -m bench.torchrun_nodes        up to 10 minutes; Linux, as root
 
 Each machine runs torch's elastic agent with what its documents give for jobs that survive a node: a
 c10d rendezvous and restarts. Its worker trains the local subnet's model by data parallelism over
@@ -23,7 +23,7 @@ from distributed_training.common.ports import free_ports
 from distributed_training.localnet.processes import Child
 from tests.tools.namespaces import machines
 
-LONGEST = timedelta(minutes=5)  # after this it it is given up
+LONGEST = timedelta(minutes=5)  # after this it is given up
 _SEQUENCES, _TOKENS = 8, 128  # of a step on each rank
 
 
