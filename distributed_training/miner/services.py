@@ -29,6 +29,7 @@ from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.memory import ModelShape
 from distributed_training.config import Config, ConfigError
+from distributed_training.config.settings import StoreSettings
 from distributed_training.miner import state_machine as ev
 from distributed_training.miner.global_state import (
     GlobalBucket,
@@ -276,13 +277,7 @@ def connect(
             hotkey=member.hotkey,
         ),
         round_clock=_round_clock(config, member.chain, model, outer_step),
-        schedule=UploadSchedule(
-            upload_steps=config.store.upload_steps,
-            minimum_inner_step=config.store.minimum_valid_inner_step,
-            age_limit=config.store.age_limit,
-            slack=config.store.upload_slack,
-            published_at=published.at,
-        ),
+        schedule=_upload_schedule(config.store, published),
         uploader=uploader,
         metrics=MetricsFile(folder / "metrics.prom"),
         inner_folder=inner_folder,
@@ -328,6 +323,16 @@ def _swarm_ip(config: Config, ip: str) -> str | None:
     ``ip``: at which others reach this machine, where ``--dht.ip`` gives no other.
     """
     return config.swarm.dht_ip or (None if ":" in ip else ip)
+
+
+def _upload_schedule(settings: StoreSettings, published: Published) -> UploadSchedule:
+    return UploadSchedule(
+        upload_steps=settings.upload_steps,
+        minimum_inner_step=settings.minimum_valid_inner_step,
+        age_limit=settings.age_limit,
+        slack=settings.upload_slack,
+        published_at=published.at,
+    )
 
 
 def _open_bucket(config: Config, member: Member, bucket: str) -> tuple[Published, str]:
