@@ -183,10 +183,7 @@ def build(
     GlobalStateError, StoreError.
     """
     settings = config.validator
-    events = EventLog.from_settings(config.telemetry, folder)
-    run = Run(
-        folder, events.write if events else lambda kind, **fields: None, stop, config.store.run
-    )
+    run = _new_run(config, folder, stop)
     publisher = GlobalPublisher(
         store=parts.store,
         folder=folder / "global",
@@ -246,6 +243,13 @@ def build(
 
     initial = partial(_initial_state, config, model_config, schema)
     return validator, found, initial
+
+
+def _new_run(config: Config, folder: Path, stop: threading.Event) -> Run:
+    """Return what the parts of one run share."""
+    events = EventLog.from_settings(config.telemetry, folder)
+    record = events.write if events else lambda kind, **fields: None
+    return Run(folder, record, stop, config.store.run)
 
 
 def _initial_state(config: Config, model_config: Mapping[str, Any], schema: Schema) -> GlobalState:
