@@ -96,6 +96,12 @@ def each(
     return [future.result() for future in futures]
 
 
+def unless_stopped(task: Callable[[], Result], *, stop: threading.Event) -> Result:
+    """Return ``task()``. Raises its error, or Stopped soon after ``stop`` is set (:func:`each`)."""
+    (result,) = each(lambda _: task(), [None], stop=stop)
+    return result
+
+
 log = logging.getLogger(__name__)
 
 _AT_ONCE = 16  # buckets that are asked
@@ -178,8 +184,8 @@ class RoundCaller:
 
     def sweep(self, neurons: Sequence[Neuron], outer_step: int) -> Attendance:
         """Make one IsAlive sweep; alive are those that answered with our outer step."""
-        ask = partial(self._client.sweep_is_alive, timeout=self._settings.alive_timeout)
-        (replies,) = each(ask, [neurons], stop=self._stop)
+        ask = partial(self._client.sweep_is_alive, neurons, timeout=self._settings.alive_timeout)
+        replies = unless_stopped(ask, stop=self._stop)
         alive = tuple(
             uid for uid, r in replies.items() if r is not None and r.alive and r.epoch == outer_step
         )
@@ -291,7 +297,8 @@ class RoundCaller:
         for candidate in candidates[: self._settings.top_candidates]:
             uid = candidate.neuron.uid
             try:
-                (weights,) = each(partial(self._checkpoint, state), [candidate], stop=self._stop)
+                fetch = partial(self._checkpoint, state, candidate)
+                weights = unless_stopped(fetch, stop=self._stop)
                 if limit is None:
                     limit = loss_limit(state.model_config, self._loss(state.weights))
                 # Finite values alone: one miner could move the whole network to where it likes.

@@ -39,7 +39,7 @@ from distributed_training.scoring.upload import (
 )
 from distributed_training.store.s3 import StoreError
 from distributed_training.validator.global_state import Donor, GlobalPublisher
-from distributed_training.validator.rounds import each
+from distributed_training.validator.rounds import each, unless_stopped
 
 
 @dataclass
@@ -279,8 +279,8 @@ class Scorer:
         if not chosen:
             return []
         try:
-            fetch = partial(self.publisher.weights, schema=state.schema)
-            (weights,) = each(fetch, [outer_step], stop=self.stop)
+            fetch = partial(self.publisher.weights, outer_step, schema=state.schema)
+            weights = unless_stopped(fetch, stop=self.stop)
         except (StoreError, ValueError) as error:
             log.warning("No scoring: global weights of outer step %d: %s", outer_step, error)
             return []
@@ -300,7 +300,7 @@ class Scorer:
                 log.info("A round is due: %d of %d uploads judged", len(judgements), len(chosen))
                 break
             try:
-                (upload,) = each(read, [repository], stop=self.stop)
+                upload = unless_stopped(partial(read, repository), stop=self.stop)
                 judgement = self.evaluator.judge(
                     upload,
                     weights=weights,

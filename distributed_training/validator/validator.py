@@ -83,7 +83,7 @@ from distributed_training.validator.rounds import (
     RoundCaller,
     RoundOutcome,
     Run,
-    each,
+    unless_stopped,
 )
 from distributed_training.validator.scorer import Reached, Scorer
 
@@ -335,7 +335,7 @@ class Validator:
         # Before anything that raises: a failed pass is not begun again at the next tick.
         self._scored_at = block
         try:
-            each(lambda _: self._publisher.outer_step(), [None], stop=self._stop)
+            unless_stopped(self._publisher.outer_step, stop=self._stop)
         except StoreError as error:
             # Our link or the store is away: each miner would look as if it were.
             log.warning(
@@ -373,7 +373,7 @@ class Validator:
         self._weights_at = block
         weights = self.standings.weights()
         try:
-            each(self._chain.set_weights, [weights], stop=self._stop)
+            unless_stopped(partial(self._chain.set_weights, weights), stop=self._stop)
         except ChainError as error:
             log.warning(
                 "Weights were not set (%s). Trying again in %d blocks.",
@@ -386,8 +386,8 @@ class Validator:
     def _report_loss(self) -> None:
         """Report the loss to the chain, for its readers; nothing depends on it."""
         try:
-            report = partial(self._chain.report_loss, self.state.outer_step)
-            each(report, [self._loss], stop=self._stop)
+            report = partial(self._chain.report_loss, self.state.outer_step, self._loss)
+            unless_stopped(report, stop=self._stop)
         except ChainError as error:
             log.info("The chain did not take the held-out loss (%s)", error)
 
@@ -428,7 +428,7 @@ class Validator:
     def _look_at_root(self) -> None:
         """Raise GlobalStateError if a publication arrived that seemed to have failed."""
         try:
-            (reached,) = each(lambda _: self._publisher.outer_step(), [None], stop=self._stop)
+            reached = unless_stopped(self._publisher.outer_step, stop=self._stop)
         except StoreError:
             return  # asked again at the next tick
         self._unsure = False
