@@ -17,7 +17,6 @@ main thread.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import signal
@@ -97,13 +96,10 @@ def make_run_folder(config: Config, *, fstab: Path = FSTAB) -> Path:
 
     Nothing is made in the place of a disk that is not mounted yet: a miner would start over there,
     download the global state onto the wrong disk, and lose both when the mount comes. So no parents
-    of a folder that a flag names are made, and what ``fstab`` mounts must be mounted. Raises
-    ConfigError for that, and for a folder that cannot be written.
+    of an absolute folder are made, and what ``fstab`` mounts must be mounted. Raises ConfigError
+    for that, and for a folder that cannot be written.
     """
     telemetry = config.telemetry
-    if config.miner.run_folder is None:  # the default is below the folder the miner starts in
-        with contextlib.suppress(OSError):
-            config.run_folder.parent.mkdir(parents=True, exist_ok=True)
     for folder, flag, consequence in (
         (config.run_folder, "--neuron.run_folder", "nothing could be saved"),
         (config.data.cache_dir, "--data.cache_dir", "every page would be fetched again"),
@@ -124,7 +120,8 @@ def _make(folder: Path, fstab: Path) -> tuple[str, str] | None:
         filled = folder.is_dir() and any(p.name not in _NO_MINERS_FILES for p in folder.iterdir())
         if not filled and (mount := late_mount(folder, fstab)) is not None:
             return f"is on {mount} of {fstab}, which is not mounted", f"mount {mount}"
-        folder.mkdir(exist_ok=True)
+        # A relative one is below the folder the miner starts in, which is there.
+        folder.mkdir(exist_ok=True, parents=not folder.is_absolute())
         with tempfile.TemporaryFile(dir=folder):  # a file system may be read-only
             return None
     except OSError as error:

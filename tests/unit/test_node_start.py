@@ -101,6 +101,18 @@ def test_no_run_folder_is_made_in_the_place_of_a_mount_that_is_late(tmp_path: Pa
         make_run_folder(cache)
 
 
+def test_a_relative_run_folder_is_made_with_its_parents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is below the folder the miner starts in; only a link out of there may be a late disk."""
+    monkeypatch.chdir(tmp_path)
+    assert make_run_folder(named(Path("runs/node0"))) == tmp_path / "runs" / "node0"
+    Path("disk").symlink_to(tmp_path / "not" / "mounted")
+    with pytest.raises(ConfigError, match=r"since disk is not there.*mount its disk"):
+        make_run_folder(named(Path("disk/node0")))
+    assert not (tmp_path / "not").exists()
+
+
 @pytest.mark.parametrize("name", ["disk", "disk/miner", "disk/deep/miner", "link/miner"])
 def test_a_mount_point_that_is_empty_is_no_run_folder(name: str, tmp_path: Path) -> None:
     disk, fstab = tmp_path / "my disk" / "of data", tmp_path / "fstab"
