@@ -629,7 +629,11 @@ class _Supervisor:
         # Rank 0 that could write its reason down is reported by that.
         own = () if written is None else ("rank 0 ",)
         self._failures = [line for line in self._group.endings if not line.startswith(own)]
-        for line in self._failures:
+        self._tell(self._failures)
+
+    @staticmethod
+    def _tell(endings: Sequence[str]) -> None:
+        for line in endings:
             log.warning("%s", line[0].upper() + line[1:])
 
     def _check_stop_time(self) -> None:
@@ -678,6 +682,8 @@ class _Supervisor:
             return Ending(ExitStatus.FAULT)
         # Rank 0 obeyed a SIGTERM that another rank's failure, or the fork server's end, sent it.
         if written.status is ExitStatus.STOPPED and not stopping and self._group.endings:
+            if not self._failures:  # it obeyed the server's end, and no other rank tells of it
+                self._tell(self._group.endings)
             return Ending(ExitStatus.FAULT)
         if not written.outside:
             reason = f": {written.reason}" if written.reason else ""
