@@ -148,7 +148,7 @@ def test_what_pm2_starts_again_and_what_not(pm2: FakeMiner) -> None:
 
 
 @needs_pm2
-@pytest.mark.slow
+@pytest.mark.long  # each day: pm2 starts what failed, and the start after a kill cleans up
 @pytest.mark.timeout(180)
 def test_a_killed_launcher_is_started_again_and_cleans_up(pm2: FakeMiner) -> None:
     pm2("start", str(pm2.write_app()), FAKE_MODE="stray")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import subprocess
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -78,27 +76,6 @@ def test_publishes_a_snapshot_once_the_last_rank_is_done(
     finally:
         publisher.close()
     assert not psutil.pid_exists(publisher.pid or 0)
-
-
-def test_an_uploader_killed_in_the_middle_is_restarted_and_goes_on(
-    server: ObjectStoreServer, tmp_path: Path
-) -> None:
-    settings = settings_for(server)
-    store = new_bucket(server, settings)
-    revision = Revision(5, 4, 10)
-    files = write_snapshot(tmp_path / "4.10", revision, world_size=1, rows=4000)
-    publisher = Uploader(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
-    try:
-        publisher.submit(tmp_path / "4.10", revision, 1, peer_id=PEER_ID)
-        wait_for(store.list_multiparts, what="the start of the upload")
-        assert publisher.pid
-        os.kill(publisher.pid, signal.SIGKILL)
-        report = wait_report(publisher)
-        assert report.ok, report.reason
-        assert_published(store, revision, files)
-        assert store.list_multiparts() == []
-    finally:
-        publisher.close()
 
 
 GARBAGE = """
