@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import httpx
 
+from distributed_training.common import http
 from distributed_training.protocol import synapses
 from distributed_training.protocol.synapses import IsAliveReply, SynapseError
 from distributed_training.protocol.types import RoundRequest
@@ -162,20 +163,17 @@ async def _post(
     host = f"[{neuron.ip}]" if ":" in neuron.ip else neuron.ip
     url = f"http://{host}:{neuron.port}/{name}"
     headers = {**headers, "content-type": "application/json"}
-    raw = bytearray()
     try:
-        async with (
-            # httpx bounds each read: a miner that drips would hold the whole sweep.
-            asyncio.timeout(timeout.total_seconds()),
-            client.stream("POST", url, content=body, headers=headers) as reply,
-        ):
-            # Raw: nothing is unpacked, so what is counted is what is held.
-            async for chunk in reply.aiter_raw():
-                raw += chunk
-                # A miner may send without an end: here memory is bounded, by the timeout time.
-                if len(raw) > MAX_REPLY_BYTES:
-                    return None
-        content = json.loads(bytes(raw))
+        reply, raw = await http.ask(
+            client,
+            "POST",
+            url,
+            most=MAX_REPLY_BYTES,
+            seconds=timeout.total_seconds(),
+            content=body,
+            headers=headers,
+        )
+        content = json.loads(raw)
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError, RecursionError) as error:
         log.debug("%s of uid %d: %s", name, neuron.uid, type(error).__name__)
         return None

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
+from distributed_training.common import http
 from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import ConfigError
 
@@ -115,7 +116,7 @@ SERVICES = (
     "https://api.ipify.org",
     "https://icanhazip.com",
 )
-_MOST_BYTES = 256  # of an answer
+_MOST_BYTES = 256  # of an answer; the login page of some proxy has more
 _ALIKE = 2  # answers, before an address is believed
 
 
@@ -175,18 +176,10 @@ async def _agreed(services: Sequence[str], timeout: timedelta) -> tuple[str | No
 
 async def _ask(client: httpx.AsyncClient, service: str, timeout: timedelta) -> str | None:
     """Return the global address that ``service`` gives, None if it gives none in time."""
-    answer = b""
+    seconds = timeout.total_seconds()
     try:
-        async with (
-            asyncio.timeout(timeout.total_seconds()),
-            client.stream("GET", service) as reply,
-        ):
-            reply.raise_for_status()
-            async for part in reply.aiter_raw(_MOST_BYTES):
-                answer += part
-                # No address is so long: the login page of some proxy may be.
-                if len(answer) > _MOST_BYTES:
-                    return None
+        reply, answer = await http.ask(client, "GET", service, most=_MOST_BYTES, seconds=seconds)
+        reply.raise_for_status()
         address = ipaddress.ip_address(answer.decode("ascii").strip())
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError):
         return None

@@ -23,6 +23,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import Field, SecretStr, TypeAdapter
 
+from distributed_training.common import http
 from distributed_training.common.backoff import Backoff
 from distributed_training.config.types import ConfigError
 from distributed_training.network import NetworkFileError
@@ -240,20 +241,19 @@ class RegistryChain(Chain):
             method = "POST"
             headers = sign_btauth(self._wallet, path=path, body=body, receiver=receiver)
         url = self._url + path
-        answer = bytearray()
         try:
-            # httpx bounds each read: a head or a body that trickles in would never end.
-            async with (
-                asyncio.timeout(3 * self._timeout),
-                self._client.stream(method, url, content=body, headers=headers) as reply,
-            ):
-                async for part in reply.aiter_bytes():
-                    answer += part
-                    if len(answer) > _MOST_BYTES:
-                        raise Unusable("its answer does not end")
-        except TimeoutError:
+            reply, answer = await http.ask(
+                self._client,
+                method,
+                url,
+                most=_MOST_BYTES,
+                seconds=3 * self._timeout,
+                content=body,
+                headers=headers,
+            )
+        except (http.TooLong, TimeoutError):
             raise Unusable("its answer does not end") from None
-        return reply.status_code, bytes(answer)
+        return reply.status_code, answer
 
     # reads
 

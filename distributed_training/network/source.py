@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urljoin, urlsplit
 
 from distributed_training.common.files import write_bytes
+from distributed_training.common.http import TooLong, ask
 
 if TYPE_CHECKING:
     import ssl
@@ -174,22 +175,17 @@ def _fetch(url: str) -> str:
 
 
 async def _download(url: str) -> bytes:
-    """Return what is at ``url``, cut after ``LARGEST_FILE`` and a part.
-
-    Raises NetworkAway, TimeoutError, httpx's errors.
-    """
-    # httpx bounds each read alone: a byte every 9 s, of a head too, would hold up a start for days.
-    async with asyncio.timeout(_LONGEST), _client() as client, client.stream("GET", url) as reply:
-        reply.raise_for_status()
-        # After redirects: the signature tells who wrote the file, not that it is today's.
-        if reply.url.scheme != "https":
-            raise NetworkAway(f"{url} leads to {reply.url}, which anybody on the way writes")
-        data = b""
-        async for part in reply.aiter_bytes():
-            data += part
-            if len(data) > LARGEST_FILE:
-                break
-        return data
+    """Return what is at ``url``. Raises NetworkAway, TimeoutError, httpx's errors."""
+    async with _client() as client:
+        try:
+            reply, data = await ask(client, "GET", url, most=LARGEST_FILE, seconds=_LONGEST)
+        except TooLong as error:  # a page of something else
+            raise NetworkAway(f"what {url} answers is no network's file: {error}") from None
+    reply.raise_for_status()
+    # After redirects: the signature tells who wrote the file, not that it is today's.
+    if reply.url.scheme != "https":
+        raise NetworkAway(f"{url} leads to {reply.url}, which anybody on the way writes")
+    return data
 
 
 def _client() -> httpx.AsyncClient:

@@ -289,7 +289,13 @@ def test_the_built_in_network_is_the_default(tmp_path: Path) -> None:
 
 def by(answer: Callable[[httpx.Request], httpx.Response]) -> Callable[[], httpx.AsyncClient]:
     """Make clients that get what ``answer`` returns."""
-    transport = httpx.MockTransport(answer)
+
+    def unread(request: httpx.Request) -> httpx.Response:
+        made = answer(request)
+        stream = httpx.ByteStream(made.content)
+        return httpx.Response(made.status_code, headers=made.headers, stream=stream)
+
+    transport = httpx.MockTransport(unread)
     return lambda: httpx.AsyncClient(transport=transport, follow_redirects=True)
 
 

@@ -1,0 +1,44 @@
+"""Read the answer of whoever answers over HTTP: bounded in size and in time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import httpx
+
+
+class TooLong(ValueError):
+    """An answer has more bytes than any sound one."""
+
+
+async def ask(
+    client: httpx.AsyncClient,
+    method: str,
+    url: str,
+    *,
+    most: int,
+    seconds: float,
+    content: bytes | None = None,
+    headers: dict[str, str] | None = None,
+) -> tuple[httpx.Response, bytes]:
+    """Return an answer and its body of at most ``most`` bytes, whatever its status.
+
+    ``seconds`` cover all of it, from the connection to the last byte. Raises TooLong, TimeoutError
+    and httpx's errors, HTTPStatusError only if there are more bytes.
+    """
+    body = bytearray()
+    # Not compressed: what is counted below is what is held.
+    headers = {**(headers or {}), "accept-encoding": "identity"}
+    # httpx bounds each read alone: a head or a body that trickles in would never end.
+    async with (
+        asyncio.timeout(seconds),
+        client.stream(method, url, content=content, headers=headers) as reply,
+    ):
+        async for part in reply.aiter_raw():
+            body += part
+            if len(body) > most:
+                reply.raise_for_status()  # of the page of an error, its status says more
+                raise TooLong(f"it has more than {most} bytes")
+    return reply, bytes(body)
