@@ -14,7 +14,7 @@ import pytest
 
 from distributed_training.chain import http_server as admission_module
 from distributed_training.chain import server as server_module
-from distributed_training.chain.http_server import Admission, Buckets, TrustedAddresses, normalize
+from distributed_training.chain.http_server import Admission, Buckets, TrustedAddresses
 from tests.tools.chain_memory import MemoryChain
 from tests.tools.chain_raw import connect, request, send, status, still_answers
 from tests.tools.chain_world import PEER, POOR, SECOND, SETTINGS, VALIDATOR, World, sign, world
@@ -26,19 +26,8 @@ pytestmark = pytest.mark.timeout(90)
 JUNK = b"POST /IsAlive HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
 
 
-def test_who_keeps_sending_junk_is_shut_out(caplog) -> None:
+def test_who_keeps_sending_junk_is_closed_at_once_until_it_is_forgiven(caplog) -> None:
     caplog.set_level(logging.WARNING)
-    with world(SETTINGS) as made:
-        answers = [send(made, JUNK, "127.0.0.9", 0.1) for _ in range(25)]
-        assert {status(a) for a in answers} == {401, 0}
-        assert answers[-1] == b""
-        assert made.refused("connection_blocked") >= 1
-        # Others are not, and the log is not a way to fill a disk.
-        still_answers(made)
-        assert len([m for m in caplog.messages if "127.0.0.9" in m]) == 1
-
-
-def test_who_is_blocked_is_closed_at_once_until_it_is_forgiven() -> None:
     made = World(SETTINGS)
     now = [time.monotonic()]
     made.server._admission._clock = lambda: now[0]
@@ -53,7 +42,9 @@ def test_who_is_blocked_is_closed_at_once_until_it_is_forgiven() -> None:
         after = made.server.counters()
         assert after["refused.connection_blocked"] == known["refused.connection_blocked"] + 5
         assert after["refused.unsigned"] == known["refused.unsigned"]
+        # Others are not shut out, and the log is not a way to fill a disk.
         still_answers(made)
+        assert len([m for m in caplog.messages if "127.0.0.9" in m]) == 1
         now[0] += 61
         wait_for(lambda: status(send(made, JUNK, "127.0.0.9", 0.1)) == 401)
 
@@ -61,17 +52,6 @@ def test_who_is_blocked_is_closed_at_once_until_it_is_forgiven() -> None:
 def few_newcomers(monkeypatch, *, burst: int) -> None:
     defaults = admission_module.Admission.__init__.__kwdefaults__
     monkeypatch.setitem(defaults, "newcomers", (0.01, burst))
-
-
-def test_a_flood_from_everywhere_leaves_validators_in(monkeypatch) -> None:
-    # However long the flood takes: those let in are the burst.
-    few_newcomers(monkeypatch, burst=admission_module.NEWCOMERS_BURST)
-    with world(SETTINGS) as made:
-        assert is_alive_from(made, "127.0.0.77") == 200
-        strangers = [f"127.1.{i // 250}.{i % 250 + 1}" for i in range(400)]
-        shut_out = [s for s in strangers if send(made, JUNK, s, 0.02) == b""]
-        assert made.refused("connection_rate") >= 1 and len(shut_out) >= 10
-        assert is_alive_from(made, "127.0.0.77") == 200
 
 
 def flood(made: World) -> None:
@@ -143,15 +123,6 @@ def test_connections_are_capped_for_each_address_and_for_all() -> None:
 def is_alive(made: World) -> bytes:
     headers = sign("btauth", PEER, "/IsAlive", b"{}")
     return send(made, request("/IsAlive", headers, b"{}"), timeout=0.3)
-
-
-def test_addresses_are_counted_by_who_owns_them() -> None:
-    assert normalize("::ffff:1.2.3.4") == "1.2.3.4" == normalize("1.2.3.4")
-    assert (
-        normalize("2001:db8:1:2:3::4")
-        == normalize("2001:db8:1:2:ffff::")
-        != normalize("2001:db8:1:3::")
-    )
 
 
 def test_memory_for_strangers_is_bounded() -> None:

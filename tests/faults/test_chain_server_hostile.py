@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from distributed_training.chain import http_server as http_module
@@ -61,21 +61,6 @@ def closed_within(sock: socket.socket, seconds: float) -> bool:
 
 
 @settings_of(QUICK)
-def test_a_slow_head_is_cut_off(server: World) -> None:
-    with closing(connect(server)) as sock:
-        sock.sendall(b"POST /IsAlive HTTP/1.1\r\nhost:")
-        started = time.monotonic()
-        while not closed_within(sock, 0.05):  # one byte at a time, for as long as it takes
-            assert time.monotonic() - started < LONG
-            try:
-                sock.sendall(b"x")
-            except OSError:
-                break
-    assert server.refused("timeout") == 1
-    still_answers(server)
-
-
-@settings_of(QUICK)
 def test_a_slow_body_is_cut_off(server: World) -> None:
     headers = sign("btauth", VALIDATOR, "/AllReduce", b"{}")
     with closing(connect(server)) as sock:
@@ -83,19 +68,6 @@ def test_a_slow_body_is_cut_off(server: World) -> None:
         assert closed_within(sock, LONG)
     assert server.refused("timeout") == 1
     assert server.events == []
-
-
-@settings_of(SOON)
-def test_a_slow_second_request_is_cut_off(server: World) -> None:
-    whole = request("/IsAlive", sign("btauth", PEER, "/IsAlive", b"{}"), b"{}")
-    with closing(connect(server)) as sock:
-        sock.sendall(whole)
-        answer = b""
-        while b"}" not in answer:
-            answer += sock.recv(65536)
-        assert status(answer) == 200
-        sock.sendall(b"POST /IsAlive HTT")
-        assert closed_within(sock, LONG)
 
 
 @settings_of(SOON)
@@ -158,16 +130,6 @@ def test_a_probe_of_the_doctor_is_no_warning(
     assert server.refused("method") == 1
 
 
-def test_a_chunked_body_beyond_the_limit(server: World) -> None:
-    head = sign("legacy", VALIDATOR, "/AllReduce", b"")
-    raw = request("/AllReduce", {**head, "transfer-encoding": "chunked"})
-    raw = raw.replace(b"content-length: 0\r\n", b"")
-    raw += b"".join(b"2000\r\n" + b" " * 0x2000 + b"\r\n" for _ in range(10)) + b"0\r\n\r\n"
-    assert status(send(server, raw)) in (411, 0)
-    assert server.refused("no_length") == 1
-    assert server.events == []
-
-
 def server_cpu(made: World) -> float:
     """CPU seconds of the server's thread so far, what the kernel did for it included."""
     thread = made.server._http._thread.native_id
@@ -184,6 +146,7 @@ def test_a_megabyte_of_one_byte_chunks_costs_next_to_nothing(server: World, name
     before = server_cpu(server)
     assert status(send(server, raw)) in (411, 0)
     wait_for(lambda: server.refused("no_length") == 1)
+    assert server.events == []
     assert server_cpu(server) - before < 0.2
 
 
@@ -203,6 +166,7 @@ def test_a_drip_of_single_bytes_wakes_the_server_seldom(server: World, monkeypat
     assert server.refused("timeout") == 1
     # 2, 4, 8 ... 250 ms apart until the deadline of 400 ms.
     assert sent >= 3 * len(looks) and len(looks) <= 12
+    still_answers(server)
 
 
 @pytest.mark.parametrize(
@@ -284,23 +248,11 @@ def test_a_header_given_twice(server: World, name: str) -> None:
 
 
 _HEADER_NAMES = st.sampled_from(
-    [
-        "X-Bittensor-Version",
-        "X-Bittensor-Hotkey",
-        "X-Bittensor-Receiver",
-        "X-Bittensor-Nonce",
-        "X-Bittensor-Crypto",
-        "X-Bittensor-Signature",
-        "bt_header_dendrite_hotkey",
-        "bt_header_dendrite_nonce",
-        "bt_header_dendrite_uuid",
-        "bt_header_dendrite_signature",
-        "bt_header_axon_hotkey",
-        "computed_body_hash",
-        "timeout",
-        "content-type",
-        "expect",
-    ]
+    sorted(
+        sign("btauth", STRANGER, "/IsAlive", b"")
+        | sign("legacy", STRANGER, "/IsAlive", b"")
+        | {"content-type": "", "expect": ""}
+    )
 )
 _VALUES = st.one_of(
     st.text(alphabet=st.characters(min_codepoint=32, max_codepoint=255), max_size=140),
@@ -374,19 +326,27 @@ def test_fuzzed_bytes(fuzzed: World, raw: bytes) -> None:
         st.dictionaries(st.sampled_from(FIELDS), _JSON).map(lambda v: json.dumps(v).encode()),
     ),
     route=st.sampled_from(["/IsAlive", "/AllReduce"]),
+    scheme=st.sampled_from(["btauth", "legacy"]),
+    timeout=st.sampled_from([0.0, 90.0, 1e12]),
 )
-def test_fuzzed_bodies_of_a_validator(fuzzed: World, body: bytes, route: str) -> None:
-    """Signed by its sender; whatever the body holds, the event is within bounds."""
-    answer = send(fuzzed, request(route, sign("btauth", VALIDATOR, route, body), body))
+@example(
+    body=b'{"min_group_size": 1e9, "request_timeout": -5, "allreduce_timeout": 1e300, '
+    b'"next_chunk_timeout": 0, "min_matchmaking_time": 1e9}',
+    route="/AllReduce",
+    scheme="legacy",
+    timeout=1e12,
+)
+def test_fuzzed_bodies_of_a_validator(
+    fuzzed: World, body: bytes, route: str, scheme: str, timeout: float
+) -> None:
+    """Signed by its sender; whatever body and header hold, the event is within bounds."""
+    headers = sign(scheme, VALIDATOR, route, body, timeout=timeout)
+    answer = send(fuzzed, request(route, headers, body))
     assert status(answer) in (200, 400), answer
     while fuzzed.events:
         event = fuzzed.events.pop()
-        low, high = ROUND_BOUNDS["min_group_size"]
-        assert event.min_group_size is None or low <= event.min_group_size <= high
-        for value, (low, high) in (
-            (event.timeout, ROUND_BOUNDS["timeout"]),
-            (event.allreduce_timeout, ROUND_BOUNDS["allreduce_timeout"]),
-            (event.min_matchmaking_time, ROUND_BOUNDS["min_matchmaking_time"]),
-        ):
-            assert value is None or low <= value.total_seconds() <= high
+        for name, (low, high) in ROUND_BOUNDS.items():
+            value = getattr(event, name)
+            number = value.total_seconds() if isinstance(value, timedelta) else value
+            assert number is None or low <= number <= high
     fuzzed.server.round_ended()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +23,6 @@ from distributed_training.chain.registration import (
     MISSING_FOR_ALONE,
     Belief,
     Change,
-    RegistrationEvent,
     RegistrationWatcher,
     WatcherCallbacks,
 )
@@ -80,12 +81,7 @@ class Nodes:
     behind the clock; one that is has a ledger of its own, without our hotkey."""
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        settings: ChainSettings = SETTINGS,
-        clock: FastClock | None = None,
-        behind: tuple[float, float] = (0.0, 0.0),
+        self, folder: Path, settings: ChainSettings, clock: Any, behind: tuple[float, float]
     ) -> None:
         self.wallet = create_wallet(folder, "miner")
         self.ledger = MemoryLedger()
@@ -101,45 +97,68 @@ class Nodes:
         self.clock = clock
         if isinstance(clock, BusyClock):
             clock.nodes = [self.first, self.second]
-        clock_of: dict[str, Any] = (
-            {"monotonic": clock.monotonic, "sleep": clock.sleep} if clock is not None else {}
-        )
         self.chain = BittensorChain(
-            settings=settings, wallet=self.wallet, substrate=nodes.__getitem__, **clock_of
+            settings=settings,
+            wallet=self.wallet,
+            substrate=nodes.__getitem__,
+            monotonic=clock.monotonic,
+            sleep=clock.sleep,
         )
+
+
+Make = Callable[..., Nodes]
 
 
 @pytest.fixture
-def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> Iterator[Make]:
+    """Makes :class:`Nodes` that are read every six seconds of a clock that runs fast."""
     monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
+    caplog.set_level(logging.WARNING)
+    made: list[Nodes] = []
+
+    def make(*, clock: Any = None, behind=(0.0, 0.0), **changes: Any) -> Nodes:
+        settings = replace(SETTINGS, **{"poll_interval": timedelta(seconds=6), **changes})
+        made.append(Nodes(tmp_path, settings, clock or FastClock(), behind))
+        return made[-1]
+
+    yield make
+    for nodes in made:
+        nodes.chain.close()
+
+
+@pytest.fixture
+def nodes(make: Make, monkeypatch: pytest.MonkeyPatch) -> Nodes:
+    """Nodes in real time."""
     monkeypatch.setattr(subtensor, "FIRST_PAUSE", timedelta(seconds=0.02))
     monkeypatch.setattr(subtensor, "LONGEST_PAUSE", timedelta(seconds=0.1))
-    made = Nodes(tmp_path)
-    yield made
-    made.chain.close()
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=asyncio.sleep)
+    return make(clock=clock, poll_interval=QUICK)
 
 
-def test_a_silent_node_is_left_for_the_next_one(nodes: Nodes, caplog) -> None:
-    assert nodes.chain.wait_ready(timedelta(seconds=40))
-    caplog.set_level(logging.WARNING)
-    before = nodes.second.connections
-    nodes.first.silent = True
-    wait_for(lambda: nodes.second.connections > before)
-    nodes.ledger.advance(10)
-    wait_for(lambda: nodes.chain.block() == nodes.ledger.height)
-    (line,) = caplog.messages
-    assert "--subtensor.chain_endpoint" in line and FIRST in line and "\n" not in line
+@contextmanager
+def watched(nodes: Nodes) -> Iterator[list[Change]]:
+    """What a watcher of the first uid reports."""
+    changes: list[Change] = []
+    watcher = RegistrationWatcher(
+        chain=nodes.chain,
+        hotkey=nodes.wallet.ss58,
+        uid=0,
+        callbacks=WatcherCallbacks(lambda event: changes.append(event.change)),
+        belief=Belief(),
+        ours={},
+        interval=timedelta(milliseconds=2),
+        clock=nodes.clock.monotonic,
+    )
+    watcher.start()
+    try:
+        yield changes
+    finally:
+        watcher.close()
 
 
-def test_a_silent_chain_costs_readers_nothing(nodes: Nodes) -> None:
+def test_a_write_to_a_silent_chain_fails_in_time(nodes: Nodes) -> None:
     assert nodes.chain.wait_ready(timedelta(seconds=40))
     nodes.first.silent = nodes.second.silent = True
-    wait_for(lambda: nodes.chain.age() > timedelta(milliseconds=500))
-    started = time.monotonic()
-    for _ in range(1000):
-        nodes.chain.block()
-        nodes.chain.uid(nodes.wallet.ss58)
-    assert time.monotonic() - started < 60  # a second each, had they asked
     with pytest.raises(ChainError, match="no answer"):
         nodes.chain.commit("x")
     nodes.first.silent = nodes.second.silent = False
@@ -148,16 +167,6 @@ def test_a_silent_chain_costs_readers_nothing(nodes: Nodes) -> None:
     wait_for(lambda: nodes.chain.age() < timedelta(seconds=0.5))
     nodes.chain.commit("x")
     assert nodes.chain.commitment(nodes.wallet.ss58) == "x"
-
-
-def test_a_long_outage_is_told_once(nodes: Nodes, caplog) -> None:
-    assert nodes.chain.wait_ready(timedelta(seconds=40))
-    caplog.set_level(logging.WARNING)
-    nodes.ledger.up = False
-    wait_for(lambda: nodes.chain.age() > timedelta(seconds=1))
-    assert len(caplog.messages) == 1
-    nodes.ledger.up = True
-    wait_for(lambda: nodes.chain.age() < timedelta(seconds=0.5))
 
 
 def test_a_write_waits_for_the_connection(nodes: Nodes) -> None:
@@ -191,151 +200,91 @@ def test_close_does_not_wait_for_a_silent_node(nodes: Nodes) -> None:
         nodes.chain.commit("x")
 
 
-def test_away_for_an_hour_and_back_again(tmp_path: Path, monkeypatch, caplog) -> None:
+def test_away_for_an_hour_and_back_again(make: Make, caplog) -> None:
     """The pauses, intervals and log lines of the public network's settings; only time is faster."""
-    monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
     public = ChainSettings()
-    settings = replace(
-        SETTINGS, poll_interval=public.poll_interval, neurons_interval=public.neurons_interval
+    nodes = make(
+        poll_interval=public.poll_interval,
+        neurons_interval=public.neurons_interval,
     )
-    clock = FastClock()
-    nodes = Nodes(tmp_path, settings=settings, clock=clock)
-    chain = nodes.chain
-    try:
-        assert chain.wait_ready(timedelta(seconds=40))
-        caplog.set_level(logging.INFO)
-        last = chain.block()
-        nodes.ledger.up = False
-        wait_for(lambda: chain.age() > timedelta(hours=1))
-        assert chain.block() == last and chain.uid(nodes.wallet.ss58) == 0
-        # Both endpoints at each length of pause, which grows to a minute.
-        away = [p for p in clock.pauses if p != public.poll_interval.total_seconds()]
-        assert away[:12] == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32] and set(away[12:]) == {60}
-        # A line every five minutes, with the age of what is known; not one for each attempt.
-        # The clock runs on, so there are as many as fit between two looks at it.
-        five, before = timedelta(minutes=5), chain.age()
-        lines = [m for m in caplog.messages if "going on with what was known" in m]
-        assert before / five - 2 <= len(lines) <= chain.age() / five + 2 < len(away)
-        ages = [int(m.partition("known ")[2].split()[0]) for m in lines]
-        assert ages == sorted(ages) and ages[-1] > 3000
-        failures = chain.counters()["failures"]
-        assert failures >= len(away)
+    chain, pauses = nodes.chain, nodes.clock.pauses
+    assert chain.wait_ready(timedelta(seconds=40))
+    caplog.set_level(logging.INFO)
+    last = chain.block()
+    nodes.ledger.up = False
+    wait_for(lambda: chain.age() > timedelta(hours=1))
+    assert chain.block() == last and chain.uid(nodes.wallet.ss58) == 0
+    # Both endpoints at each length of pause, which grows to a minute.
+    away = [p for p in pauses if p != public.poll_interval.total_seconds()]
+    assert away[:12] == [1, 1, 2, 2, 4, 4, 8, 8, 16, 16, 32, 32] and set(away[12:]) == {60}
+    # A line every five minutes, with the age of what is known; not one for each attempt.
+    # The clock runs on, so there are as many as fit between two looks at it.
+    five, before = timedelta(minutes=5), chain.age()
+    lines = [m for m in caplog.messages if "going on with what was known" in m]
+    assert before / five - 2 <= len(lines) <= chain.age() / five + 2 < len(away)
+    assert "--subtensor.chain_endpoint" in lines[0] and "\n" not in lines[0]
+    ages = [int(m.partition("known ")[2].split()[0]) for m in lines]
+    assert ages == sorted(ages) and ages[-1] > 3000
+    failures = chain.counters()["failures"]
+    assert failures >= len(away)
 
-        nodes.ledger.advance(300)  # an hour's blocks
-        nodes.ledger.register("5FnaLnMQh6CD11QWFgekhqN7muSkfCnWvyLLx6XgXN67UvZW")
-        nodes.ledger.up = True
-        wait_for(lambda: chain.block() == last + 300)
-        wait_for(lambda: len(chain.neurons()) == 2)
-        assert chain.age() < timedelta(minutes=1)
-        assert chain.counters()["failures"] <= failures + 2  # one may have been under way
-        assert "Chain at" in caplog.messages[-1]
-        chain.commit("after the storm")
-        assert chain.counters()["writes"] == 1
+    nodes.ledger.advance(300)  # an hour's blocks
+    nodes.ledger.register(VALIDATOR.ss58)
+    nodes.ledger.up = True
+    wait_for(lambda: chain.block() == last + 300)
+    wait_for(lambda: len(chain.neurons()) == 2)
+    assert chain.age() < timedelta(minutes=1)
+    assert chain.counters()["failures"] <= failures + 2  # one may have been under way
+    assert "Chain at" in caplog.messages[-1]
+    chain.commit("after the storm")
+    assert chain.counters()["writes"] == 1
 
-        nodes.ledger.up = False  # the next outage starts with short pauses again
-        known = len(clock.pauses)
-        wait_for(lambda: len([p for p in clock.pauses[known:] if p != 6.0]) >= 3)
-        assert next(p for p in clock.pauses[known:] if p != 6.0) == 1
-    finally:
-        chain.close()
+    nodes.ledger.up = False  # the next outage starts with short pauses again
+    known = len(pauses)
+    wait_for(lambda: len([p for p in pauses[known:] if p != 6.0]) >= 3)
+    assert next(p for p in pauses[known:] if p != 6.0) == 1
 
 
-def test_deregistered_while_the_chain_was_away(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
-    settings = replace(SETTINGS, poll_interval=timedelta(seconds=6))
-    nodes = Nodes(tmp_path, settings=settings, clock=FastClock())
-    assert nodes.clock is not None
-    events: list[RegistrationEvent] = []
-    watcher = RegistrationWatcher(
-        chain=nodes.chain,
-        hotkey=nodes.wallet.ss58,
-        uid=0,
-        callbacks=WatcherCallbacks(events.append),
-        belief=Belief(),
-        ours={},
-        interval=timedelta(milliseconds=2),
-        clock=nodes.clock.monotonic,
-    )
-    try:
-        assert nodes.chain.wait_ready(timedelta(seconds=40))
-        watcher.start()
+def test_deregistered_while_the_chain_was_away(make: Make) -> None:
+    nodes = make()
+    assert nodes.chain.wait_ready(timedelta(seconds=40))
+    with watched(nodes) as changes:
         nodes.ledger.up = False
         wait_for(lambda: nodes.chain.age() > timedelta(minutes=10))
-        assert events == []  # a chain that is away says nothing about us
-        nodes.ledger.register("5FnaLnMQh6CD11QWFgekhqN7muSkfCnWvyLLx6XgXN67UvZW", uid=0)
+        assert changes == []  # a chain that is away says nothing about us
+        nodes.ledger.register(VALIDATOR.ss58, uid=0)
         nodes.ledger.up = True
-        wait_for(lambda: events)
-        assert [e.change for e in events] == [Change.DEREGISTERED]
-    finally:
-        watcher.close()
-        nodes.chain.close()
+        wait_for(lambda: changes)
+    assert changes == [Change.DEREGISTERED]
 
 
-def test_a_node_that_stopped_long_ago_says_nothing_about_us(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
-    settings = replace(SETTINGS, poll_interval=timedelta(seconds=6))
-    clock = FastClock()
-    nodes = Nodes(tmp_path, settings=settings, clock=clock)
-    stuck = MemoryLedger(block=nodes.ledger.height - 500)  # our hotkey was not there yet
-    stuck.register("5FnaLnMQh6CD11QWFgekhqN7muSkfCnWvyLLx6XgXN67UvZW")
-    nodes.second.ledger, nodes.second.newest_block_age = stuck, 6000.0
-    events: list[RegistrationEvent] = []
-    watcher = RegistrationWatcher(
-        chain=nodes.chain,
-        hotkey=nodes.wallet.ss58,
-        uid=0,
-        callbacks=WatcherCallbacks(events.append),
-        belief=Belief(),
-        ours={},
-        interval=timedelta(milliseconds=2),
-        clock=clock.monotonic,
-    )
-    try:
-        assert nodes.chain.wait_ready(timedelta(seconds=40))
-        watcher.start()
+def test_a_node_that_stopped_long_ago_says_nothing_about_us(make: Make) -> None:
+    nodes = make(behind=(0.0, 6000.0))  # our hotkey was not there yet
+    chain, ours = nodes.chain, nodes.wallet.ss58
+    assert chain.wait_ready(timedelta(seconds=40))
+    with watched(nodes) as changes:
         nodes.ledger.up = False
         known = nodes.second.connections
         # However long nobody better answers.
-        wait_for(
-            lambda: nodes.chain.age() > timedelta(hours=1) and nodes.second.connections > known + 2
-        )
-        assert events == [] and nodes.chain.uid(nodes.wallet.ss58) == 0
+        wait_for(lambda: chain.age() > timedelta(hours=1) and nodes.second.connections > known + 2)
+        assert changes == [] and chain.uid(ours) == 0
         # A chain that was itself set back makes new blocks.
-        highest = nodes.chain.block()
+        highest = chain.block()
         nodes.second.newest_block_age = 0.0
-        wait_for(lambda: nodes.chain.uid(nodes.wallet.ss58) is None)
-        wait_for(lambda: events)
-        assert nodes.chain.block() == highest
-    finally:
-        watcher.close()
-        nodes.chain.close()
+        wait_for(lambda: chain.uid(ours) is None)
+        wait_for(lambda: changes)
+        assert chain.block() == highest
 
 
 @pytest.fixture
-def minutes_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> Iterator[Any]:
-    """Makes :class:`Nodes` that are read every six seconds of a clock that runs fast. All of them
-    make blocks: a node that synchronizes never stands still."""
-    monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
-    caplog.set_level(logging.WARNING)
-    settings = replace(
-        SETTINGS, poll_interval=timedelta(seconds=6), neurons_interval=timedelta(seconds=120)
-    )
-    made: list[Nodes] = []
+def minutes_pass(make: Make) -> Make:
+    """Makes nodes that all make blocks: one that synchronizes never stands still."""
 
-    def make(*, behind: tuple[float, float], more: tuple[str, ...] = (SECOND,)) -> Nodes:
-        made.append(
-            Nodes(
-                tmp_path,
-                settings=replace(settings, fallback_endpoints=more),
-                clock=BusyClock(),
-                behind=behind,
-            )
-        )
-        return made[0]
+    def made(*, behind: tuple[float, float], more: tuple[str, ...] = (SECOND,)) -> Nodes:
+        clock, interval = BusyClock(), timedelta(seconds=120)
+        return make(clock=clock, behind=behind, neurons_interval=interval, fallback_endpoints=more)
 
-    yield make
-    for nodes in made:
-        nodes.chain.close()
+    return made
 
 
 def test_a_start_does_not_believe_a_node_that_is_behind(minutes_pass, caplog) -> None:
@@ -374,9 +323,7 @@ def test_an_only_node_that_is_behind_is_believed_at_once(minutes_pass, caplog) -
     assert nodes.first.connections == 1 and len(caplog.messages) == 1
 
 
-def test_a_node_whose_client_cannot_be_made_has_nothing_newer(
-    minutes_pass,
-) -> None:
+def test_a_node_whose_client_cannot_be_made_has_nothing_newer(minutes_pass) -> None:
     nodes = minutes_pass(behind=(6000.0, 0.0), more=("ws://127.0.0.1:3",))
     assert nodes.chain.wait_ready(timedelta(seconds=40))
 
@@ -413,84 +360,48 @@ def test_a_node_that_falls_behind_is_left_for_the_next(minutes_pass) -> None:
     wait_for(lambda: nodes.chain.block() > height)
 
 
-def test_a_node_whose_block_stands_still_is_left_for_the_next(
-    tmp_path: Path, monkeypatch, caplog
-) -> None:
-    monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
-    caplog.set_level(logging.WARNING)
-    clock = FastClock()
-    settings = replace(SETTINGS, poll_interval=timedelta(seconds=6))
-    nodes = Nodes(tmp_path, settings=settings, clock=clock)
-    moving = MemoryLedger(block=nodes.ledger.height)
+def test_a_node_whose_block_stands_still_is_left_for_the_next(make: Make, caplog) -> None:
+    nodes = make()
+    moving = nodes.second.ledger = MemoryLedger(block=nodes.ledger.height)
     moving.register(nodes.wallet.ss58)
-    nodes.second.ledger = moving
-    try:
-        assert nodes.chain.wait_ready(timedelta(seconds=40))
-        moving.advance(40)
-        wait_for(lambda: nodes.chain.block() == moving.height)
-        assert clock.now - 1000.0 >= subtensor.STANDSTILL
-        assert any(f"stands still at {nodes.ledger.height}" in m for m in caplog.messages)
-    finally:
-        nodes.chain.close()
+    assert nodes.chain.wait_ready(timedelta(seconds=40))
+    moving.advance(40)
+    wait_for(lambda: nodes.chain.block() == moving.height)
+    assert nodes.clock.now - 1000.0 >= subtensor.STANDSTILL
+    assert any(f"stands still at {nodes.ledger.height}" in m for m in caplog.messages)
 
 
-def test_a_node_without_neurons_is_no_answer_and_another_one_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_node_without_neurons_is_no_answer_and_another_one_is(make: Make, caplog) -> None:
     """The SDK makes an empty list of a field that the answer lacks."""
-    monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
-    settings = replace(SETTINGS, poll_interval=timedelta(seconds=6))
-    nodes = Nodes(tmp_path, settings=settings, clock=FastClock())
+    nodes = make()
     chain, ours = nodes.chain, nodes.wallet.ss58
-    try:
-        assert chain.wait_ready(timedelta(seconds=40)) and chain.answered_by() == FIRST
-        nodes.first.ledger = MemoryLedger(block=nodes.ledger.height)
-        wait_for(lambda: chain.answered_by() == SECOND)
-        assert chain.uid(ours) == 0
-        nodes.second.ledger = nodes.first.ledger  # and now there is no other
-        failures = chain.counters()["failures"]
-        wait_for(lambda: chain.counters()["failures"] > failures + 5)
-        assert chain.uid(ours) == 0, "the last list that was one"
-        assert "shows no neuron at all on subnet" in caplog.text
-    finally:
-        chain.close()
+    assert chain.wait_ready(timedelta(seconds=40)) and chain.answered_by() == FIRST
+    nodes.first.ledger = MemoryLedger(block=nodes.ledger.height)
+    wait_for(lambda: chain.answered_by() == SECOND)
+    assert chain.uid(ours) == 0
+    nodes.second.ledger = nodes.first.ledger  # and now there is no other
+    failures = chain.counters()["failures"]
+    wait_for(lambda: chain.counters()["failures"] > failures + 5)
+    assert chain.uid(ours) == 0, "the last list that was one"
+    assert "shows no neuron at all on subnet" in caplog.text
 
 
-def test_two_nodes_disagree_and_the_other_one_is_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_nodes_disagree_and_the_other_one_is_asked(make: Make) -> None:
     """One node's answer, however often, is no deregistration while another one shows us."""
-    monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
-    settings = replace(SETTINGS, poll_interval=timedelta(seconds=6))
-    clock = FastClock()
-    nodes = Nodes(tmp_path, settings=settings, clock=clock)
-    events: list[RegistrationEvent] = []
-    watcher = RegistrationWatcher(
-        chain=nodes.chain,
-        hotkey=nodes.wallet.ss58,
-        uid=0,
-        callbacks=WatcherCallbacks(events.append),
-        belief=Belief(),
-        ours={},
-        interval=timedelta(milliseconds=2),
-        clock=clock.monotonic,
-    )
-    try:
-        assert nodes.chain.wait_ready(timedelta(seconds=40)) and nodes.chain.endpoints() == 2
-        nodes.first.ledger = MemoryLedger(block=nodes.ledger.height)
-        nodes.first.ledger.register(VALIDATOR.ss58)
-        watcher.start()
-        wait_for(lambda: nodes.chain.answered_by() == SECOND)
+    nodes = make()
+    chain, clock, ours = nodes.chain, nodes.clock, nodes.wallet.ss58
+    assert chain.wait_ready(timedelta(seconds=40)) and chain.endpoints() == 2
+    nodes.first.ledger = MemoryLedger(block=nodes.ledger.height)
+    nodes.first.ledger.register(VALIDATOR.ss58)
+    with watched(nodes) as changes:
+        wait_for(lambda: chain.answered_by() == SECOND)
         until = clock.now + 2 * MISSING_FOR_ALONE.total_seconds()
         wait_for(lambda: clock.now > until)
         # Its block stands still, so the first one is asked in between.
-        wait_for(lambda: nodes.chain.uid(nodes.wallet.ss58) == 0)
-        assert events == []
+        wait_for(lambda: chain.uid(ours) == 0)
+        assert changes == []
         nodes.ledger.register(VALIDATOR.ss58, uid=0)  # now the other one says it too
         began = clock.now
-        wait_for(lambda: events)
-        assert [e.change for e in events] == [Change.DEREGISTERED]
-        assert clock.now - began >= MISSING_FOR.total_seconds()
-    finally:
-        watcher.close()
-        nodes.chain.close()
+        wait_for(lambda: changes)
+    assert changes == [Change.DEREGISTERED]
+    assert clock.now - began >= MISSING_FOR.total_seconds()

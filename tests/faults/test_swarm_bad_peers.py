@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -22,11 +19,10 @@ import torch
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
 from distributed_training.swarm.swarm import HivemindSwarm
 from tests.tools.swarm_bad_peer import KINDS
-from tests.tools.swarm_world import REQUEST, Rounds, assert_good_round, open_swarms
+from tests.tools.swarm_world import REQUEST, LinePeer, Rounds, assert_good_round, open_swarms
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("forked_hosts")]
 
-ROOT = Path(__file__).parents[2]
 SHAPES = [(600, 1000)] * 3  # several parts for each reducer
 CHUNK, TRANSFER = 3.0, 12.0
 TROUBLED = replace(
@@ -41,49 +37,18 @@ WHOLE = ("long", "deaf", "nan", "nan averages", "early averages")
 #: One of each way to fail; whatever else a reducer answers: test_swarm_all_reduce.py.
 DAILY = ("short", "nan", "stall", "vanish")
 #: "vanish" is the last: the process ends.
+THREES = "[3, 0, 2, 0]"  # the stock peer's values, and their average with ours
 BESIDE_STOCK = ("short", "long", "nan", "misframed", "stall", "vanish")
 
 
-class OtherPeer:
-    """A program of ``tests/multiprocess`` that takes a line for each round and answers with one."""
-
-    def __init__(self, program: str, log: Path, *arguments: str) -> None:
-        self._log = log.open("w")
-        self._process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "tools" / program), *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-        self.greeting = self.answer()
-
-    def answer(self) -> str:
-        assert self._process.stdout is not None
-        return self._process.stdout.readline().strip()
-
-    def begin(self, line: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(line + "\n")
-        self._process.stdin.flush()
-
-    def close(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, 9)
-        self._process.wait()
-        self._log.close()
-
-
-def bad_peer(folder: Path, known: list[str], group_size: int) -> OtherPeer:
-    """It greets with its peer ID, and a line is the kind of the next round."""
+def bad_peer(folder: Path, known: list[str], group_size: int) -> LinePeer:
+    """Its first answer is its peer ID; a line is the kind of the next round."""
     folder.mkdir()
     order = (json.dumps(each) for each in (SHAPES, known, group_size))
-    return OtherPeer("swarm_bad_peer.py", folder / "log", str(folder), *order)
+    return LinePeer("swarm_bad_peer.py", folder / "log", str(folder), *order)
 
 
-World = tuple[list[HivemindSwarm], OtherPeer]
+World = tuple[list[HivemindSwarm], LinePeer, str]
 
 
 @pytest.fixture(scope="module")
@@ -93,7 +58,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         open_swarms(folder, 2, SHAPES) as swarms,
         contextlib.closing(bad_peer(folder / "bad", swarms[0].visible_maddrs, 3)) as bad,
     ):
-        yield swarms, bad
+        yield swarms, bad, bad.answer()
 
 
 @pytest.mark.parametrize(
@@ -101,7 +66,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     [kind if kind in DAILY else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS],
 )
 def test_the_others_end_in_time_and_equal(world: World, kind: str) -> None:
-    swarms, bad = world
+    swarms, bad, bad_id = world
     for swarm in swarms:
         swarm._judge.norms.clear()
     bad.begin(kind)
@@ -116,7 +81,7 @@ def test_the_others_end_in_time_and_equal(world: World, kind: str) -> None:
             continue
         assert isinstance(outcome, AllReduceResult), outcome
         assert len(outcome.peers) == 3
-        assert outcome.failed_peers in ((), (bad.greeting,))
+        assert outcome.failed_peers in ((), (bad_id,))
         assert outcome.partial or kind in WHOLE
         assert all(bool(torch.isfinite(buffer).all()) for buffer in swarm.buffers)
     if not kind.endswith(" averages") and kind not in ("nan", "vanish"):
@@ -135,13 +100,13 @@ def test_the_same_beside_a_stock_peer(tmp_path: Path) -> None:
         swarms = stack.enter_context(open_swarms(tmp_path, 2, SHAPES))
         known = swarms[0].visible_maddrs
         bad = stack.enter_context(contextlib.closing(bad_peer(tmp_path / "bad", known, 4)))
-        order = (json.dumps(each) for each in (SHAPES, known, 3))
-        stock = OtherPeer("swarm_stock_peer.py", tmp_path / "stock.log", *order)
+        order = (json.dumps(each) for each in (SHAPES, known, 3, 20))
+        stock = LinePeer("swarm_stock_peer.py", tmp_path / "stock.log", *order)
         stack.callback(stock.close)
-        assert stock.greeting == "ready"
+        assert bad.answer() and stock.answer() == "ready"
         for kind in BESIDE_STOCK:
             bad.begin(kind)
-            stock.begin("3")
+            stock.begin(THREES)
             rounds = Rounds(*swarms, request=request)
             for swarm, outcome in rounds.join().items():
                 assert rounds.seconds[swarm] < 10 + TRANSFER
@@ -155,7 +120,7 @@ def test_the_same_beside_a_stock_peer(tmp_path: Path) -> None:
             assert stock.answer(), kind  # its round ends too
             assert bad.answer() or kind == "vanish"
 
-        stock.begin("3")
+        stock.begin(THREES)
         outcomes = Rounds(*swarms, request=replace(request, min_group_size=3)).join()
         answer = stock.answer()
         for number, swarm in enumerate(swarms):
@@ -167,4 +132,4 @@ def test_the_same_beside_a_stock_peer(tmp_path: Path) -> None:
             assert bool((averaged | (values == number + 1)).all()), (outcomes, answer)
             # hivemind's reducer closes its stream at once: p2pd may lose its last averages.
             assert outcome.kept_local < 1 / 3, (outcomes, answer)
-        assert answer == "ok"
+        assert answer.startswith("ok")

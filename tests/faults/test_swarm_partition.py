@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +11,9 @@ from typing import Any
 import pytest
 
 from tests.tools.namespaces import Machine, ip, machines
+from tests.tools.swarm_world import LinePeer
 from tests.tools.waiting import wait_for
 
-ROOT = Path(__file__).parents[2]
-PEER = ROOT / "tests" / "tools" / "swarm_peer.py"
 SIZE = 3_000_000
 GRACE = 10.0
 #: A round that takes place with all four, however slow the machine is, or not at all.
@@ -28,40 +23,16 @@ UNDER_WAY = 2_000_000  # bytes on the line: tensors, of which a round sends many
 RATE = "60mbit"  # between the two sides: a round's transfer takes seconds
 
 
-class Peer:
+class Peer(LinePeer):
     def __init__(self, side: Machine, folder: Path, known: list[str]) -> None:
-        command = [sys.executable, str(PEER), str(folder), side.address, str(SIZE)]
-        self._process = subprocess.Popen(
-            [*side.prefix, *command, json.dumps(known)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=(folder.parent / f"{folder.name}.log").open("w"),
-            text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        )
+        order = (str(folder), side.address, str(SIZE), json.dumps(known))
+        log = folder.parent / f"{folder.name}.log"
+        super().__init__("swarm_peer.py", log, *order, prefix=side.prefix)
         self.weight = 0.0
 
-    def answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        assert line, "the peer ended"
-        answer: dict[str, Any] = json.loads(line)
+    def result(self) -> dict[str, Any]:
+        answer: dict[str, Any] = json.loads(self.answer())
         return answer
-
-    def go(self, value: float, terms: dict[str, float]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps({"value": value, **terms}) + "\n")
-        self._process.stdin.flush()
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
 
 
 def sent(side: Machine) -> int:
@@ -78,11 +49,11 @@ def play(
     already = sent(cut) if cut is not None else 0
     before = [peer.weight for peer in peers]
     for i, peer in enumerate(peers):
-        peer.go(float(i + 1), terms)
+        peer.begin(json.dumps({"value": float(i + 1), **terms}))
     if cut is not None:
         wait_for(lambda: sent(cut) - already > UNDER_WAY, "tensors on the line")
         cut.unplug()
-    answers = [peer.answer() for peer in peers]
+    answers = [peer.result() for peer in peers]
     for peer, answer, weight in zip(peers, answers, before, strict=True):
         assert answer["seconds"] < terms["timeout"] + GRACE, answers
         if "fault" in answer:
@@ -107,9 +78,9 @@ def test_a_partition_in_a_round_ends_it_in_time_and_heals(
         known: list[str] = []
         for i in range(4):
             peers.append(Peer(sides[i // 2], tmp_path / str(i), known))
-            known = known or peers[0].answer()["maddrs"]
+            known = known or peers[0].result()["maddrs"]
         for peer in peers[1:]:  # they start beside each other
-            peer.answer()
+            peer.result()
         first = play(peers, WHOLE)
         assert all(a.get("peers") == 4 and not a["partial"] for a in first), first
         assert {a["weight"] for a in first} == {2.5}
@@ -124,11 +95,8 @@ def test_a_partition_in_a_round_ends_it_in_time_and_heals(
         else:
             raise AssertionError(f"the swarm did not heal: {healed}")
     finally:
-        closing = [threading.Thread(target=peer.close) for peer in peers]
-        for thread in closing:
-            thread.start()
-        for thread in closing:
-            thread.join(30)
+        for peer in peers:
+            peer.close()
     for side in sides:
         wait_for(
             lambda name=side.name: not ip("netns", "pids", name).stdout.strip(),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 
-from distributed_training.chain.base import Chain, ChainError, ChainUnavailable, Neuron
+from distributed_training.chain.base import Chain, ChainError, Neuron
 from distributed_training.registry.ledger import Ledger
 
 
@@ -26,77 +26,32 @@ class MemoryLedger(Ledger):
 
 
 class MemoryChain(Chain):
-    """A :class:`~distributed_training.chain.base.Chain` whose state is a :class:`MemoryLedger`."""
+    """A chain whose state is a :class:`MemoryLedger`, which each question reads."""
 
     def __init__(self, *, hotkey: str, ledger: MemoryLedger | None = None) -> None:
         super().__init__()
         self.hotkey = hotkey
         self.ledger = ledger if ledger is not None else MemoryLedger()
-        self._block = 0
-        self._age = timedelta.max
-        self._neurons: tuple[Neuron, ...] = ()
-        self._commitments: dict[str, str] = {}
-        self._reads = 0
+        self._answered_by = "memory"
 
     def _read(self) -> None:
         ledger = self.ledger
         if ledger.up:
-            self._block = max(self._block, ledger.height)
-            neurons = tuple(ledger.entries[uid] for uid in sorted(ledger.entries))
-            if neurons != self._neurons:
-                self._neurons = neurons
-            self._commitments = dict(ledger.commitments)
-            self._age = timedelta(0)
-            self._reads += 1
-        if self._age == timedelta.max:
-            raise ChainUnavailable("the chain has not answered yet")
+            self._saw_neurons(tuple(ledger.entries[uid] for uid in sorted(ledger.entries)))
+            self._saw_commitments(dict(ledger.commitments))
+            self._saw_block(ledger.height)
+
+    def _check(self) -> None:
+        self._read()
+        super()._check()
 
     def wait_ready(self, timeout: timedelta) -> bool:
-        try:
-            self._read()
-        except ChainUnavailable:
-            return False
-        return True
-
-    def block(self) -> int:
         self._read()
-        return self._block
-
-    def neurons(self) -> Sequence[Neuron]:
-        self._read()
-        return self._neurons
-
-    def uid(self, hotkey: str) -> int | None:
-        return next((n.uid for n in self.neurons() if n.hotkey == hotkey), None)
-
-    def commitment(self, hotkey: str) -> str | None:
-        self._read()
-        return self._commitments.get(hotkey)
-
-    def reads(self) -> int:
-        return self._reads
-
-    def answered_by(self) -> str:
-        return "memory"
-
-    def endpoints(self) -> int:
-        return 1
-
-    def ask_another(self) -> None:
-        return None
-
-    def counters(self) -> Mapping[str, int]:
-        return {"reads": self._reads}
-
-    def clock(self) -> float | None:
-        return None
+        return super().wait_ready(timedelta(0))
 
     def age(self) -> timedelta:
-        try:
-            self._read()
-        except ChainUnavailable:
-            return timedelta.max
-        return self._age
+        self._read()
+        return super().age()
 
     def commit(self, text: str) -> None:
         self.ledger.commit(self.hotkey, text)

@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -127,33 +127,43 @@ def sign(
 
 
 @contextmanager
-def public_miner(refusal: dict[str, str] | None = None) -> Iterator[int]:
-    """The port of a server that answers a call as the public miner does: who does not name its
-    hotkey in the legacy header is not registered. ``refusal``: the answer to all others."""
+def answers(answer: Callable[[BaseHTTPRequestHandler], tuple[int, bytes]]) -> Iterator[int]:
+    """The port of a server that answers each request with a status and content."""
 
     class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_GET(self) -> None:
             self.rfile.read(int(self.headers.get("content-length", 0)))
-            status, fields = 403, {"message": "Forbidden. Key is blacklisted: not registered."}
-            if refusal is not None:
-                fields = refusal
-            elif self.headers.get("bt_header_dendrite_hotkey"):
-                status, fields = 200, {"completion": "True"}
-            content = json.dumps(fields).encode()
+            status, content = answer(self)
             self.send_response(status)
             self.send_header("content-length", str(len(content)))
             self.end_headers()
             self.wfile.write(content)
 
+        do_POST = do_GET
+
         def log_message(self, *_: object) -> None:
             return None
 
-    server = ThreadingHTTPServer((MINER_IP, 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield server.server_port
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
+    with ThreadingHTTPServer((MINER_IP, 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        try:
+            yield server.server_port
+        finally:
+            server.shutdown()
+            thread.join(5)
+
+
+def public_miner(refusal: dict[str, str] | None = None) -> AbstractContextManager[int]:
+    """The port of a server that answers a call as the public miner does: who does not name its
+    hotkey in the legacy header is not registered. ``refusal``: the answer to all others."""
+
+    def answer(request: BaseHTTPRequestHandler) -> tuple[int, bytes]:
+        status, fields = 403, {"message": "Forbidden. Key is blacklisted: not registered."}
+        if refusal is not None:
+            fields = refusal
+        elif request.headers.get("bt_header_dendrite_hotkey"):
+            status, fields = 200, {"completion": "True"}
+        return status, json.dumps(fields).encode()
+
+    return answers(answer)

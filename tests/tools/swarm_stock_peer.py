@@ -1,7 +1,8 @@
-"""A plain hivemind averager: ``swarm_stock_peer.py SHAPES PEERS GROUP_SIZE``.
+"""A plain hivemind averager: ``swarm_stock_peer.py SHAPES PEERS GROUP_SIZE SECONDS``.
 
-Each line on standard input is the value its tensors begin the next round with. It answers with "ok"
-or with what the round failed with.
+SECONDS are those of a round. Each line on standard input begins one: ``[a, b, c, d]``. The values
+of a tensor are a + b * i / 1e6 before it, and their average should be c + d * i / 1e6. It answers
+with "ok" and the largest difference from that, or with what the round failed with.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ class DTGradAverager(DecentralizedAverager):
     """The name is part of what peers call each other by."""
 
 
+def ramp(tensor: torch.Tensor, first: float, slope: float) -> torch.Tensor:
+    return first + slope * torch.arange(tensor.numel()).view_as(tensor) / 1e6
+
+
 def main() -> None:
-    shapes, peers, group_size = (json.loads(text) for text in sys.argv[1:])
+    shapes, peers, group_size, seconds = (json.loads(text) for text in sys.argv[1:])
     dht = hivemind.DHT(initial_peers=peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"], start=True)
     averager = DTGradAverager(
         averaged_tensors=[torch.zeros(shape) for shape in shapes],
@@ -31,21 +36,24 @@ def main() -> None:
         # after its last word, p2pd may reset it, and a follower then never hears that it begins.
         min_matchmaking_time=6.0,
         request_timeout=1.2,
-        allreduce_timeout=12.0,
-        next_chunk_timeout=3.0,
+        allreduce_timeout=0.6 * seconds,
+        next_chunk_timeout=0.15 * seconds,
         start=True,
     )
     print("ready", flush=True)
     for line in sys.stdin:
+        *before, first, slope = json.loads(line)
         with averager.get_tensors() as tensors:
             for tensor in tensors:
-                tensor.fill_(float(line))
+                tensor.copy_(ramp(tensor, *before))
         try:
-            averager.step(gather=0, timeout=20.0, allow_retries=False)
+            averager.step(gather=0, timeout=seconds, allow_retries=False)
         except Exception as error:  # noqa: BLE001 - whatever it was, the next round is asked for
             print(f"{type(error).__name__}: {error}".replace("\n", " "), flush=True)
         else:
-            print("ok", flush=True)
+            with averager.get_tensors() as tensors:
+                apart = max(float((t - ramp(t, first, slope)).abs().max()) for t in tensors)
+            print("ok", apart, flush=True)
     os._exit(0)
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -19,6 +23,12 @@ from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceResult, RoundRequest
 from distributed_training.swarm.swarm import HivemindSwarm
 
+if TYPE_CHECKING:
+    from hivemind.p2p import PeerID
+
+    from distributed_training.swarm.wire import Stream
+
+ROOT = Path(__file__).parents[2]
 Shapes = Sequence[tuple[int, ...]]
 Outcome = AllReduceResult | AllReduceError
 
@@ -133,6 +143,53 @@ def assert_good_round(*swarms: HivemindSwarm, seconds: float = 60) -> None:
         assert not outcome.partial
         for buffer in swarm.buffers:
             assert torch.allclose(buffer, torch.full_like(buffer, expected))
+
+
+class LinePeer:
+    """A program of ``tests/tools`` that takes a line for each round and answers with one.
+
+    ``log``: for its standard error. ``prefix``: command that starts it elsewhere.
+    """
+
+    def __init__(
+        self, program: str, log: Path, *arguments: str, prefix: Sequence[str] = ()
+    ) -> None:
+        with log.open("w") as errors:
+            self._process = subprocess.Popen(
+                [*prefix, sys.executable, str(ROOT / "tests" / "tools" / program), *arguments],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+                start_new_session=True,
+            )
+
+    def answer(self) -> str:
+        assert self._process.stdout is not None
+        return self._process.stdout.readline().strip()
+
+    def begin(self, line: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@contextmanager
+def stream_pair(own: PeerID, other: PeerID) -> Iterator[tuple[Stream, Stream]]:
+    """Both ends of a stream between two peers: ours, and the other one's. In a running loop."""
+    from distributed_training.swarm.wire import Stream  # hivemind is heavy
+
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        yield Stream(ours, other), Stream(theirs, own)
 
 
 def host_pid(swarm: HivemindSwarm) -> int:

@@ -1,51 +1,27 @@
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
 from distributed_training.chain.identity import AddressUnknown, external_ip
 from distributed_training.config.settings import ChainSettings
+from tests.tools.chain_raw import trickle
+from tests.tools.chain_world import answers
 
 pytestmark = pytest.mark.timeout(30)
 
 
 @contextmanager
-def service(*texts: str, status: int = 200, endless: bool = False) -> Iterator[str]:
-    """Answers with ``texts`` in turn, the last one for ever; ``endless``: never to the end."""
-    answers = list(texts)
-    stop = threading.Event()
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(status)
-            self.end_headers()
-            self.wfile.write((answers.pop(0) if len(answers) > 1 else answers[0]).encode())
-            while endless and not stop.wait(0.1):
-                try:
-                    self.wfile.write(b" ")
-                except OSError:
-                    return
-
-        def log_message(self, *_: object) -> None:
-            return None
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}"
-    finally:
-        stop.set()
-        server.shutdown()
-        server.server_close()
-        thread.join(5)
+def service(*texts: str, status: int = 200) -> Iterator[str]:
+    """Answers with ``texts`` in turn, the last one for ever."""
+    left = list(texts)
+    with answers(lambda _: (status, (left.pop(0) if len(left) > 1 else left[0]).encode())) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def test_what_was_given_is_not_asked_for() -> None:
@@ -94,11 +70,11 @@ def test_the_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPat
 def test_an_answer_is_bounded_in_size_and_time() -> None:
     with (
         service("8.8.4.4" + " " * 10**6) as large,
-        service("8.8.4.4", endless=True) as slow,
+        trickle() as slow,
         service("9.9.9.9") as good,
     ):
         began = time.monotonic()
-        asked = [large, slow, good]
+        asked = [large, f"http://127.0.0.1:{slow}", good]
         timeout = timedelta(seconds=1)
         assert external_ip(ChainSettings(), services=asked, timeout=timeout) == "9.9.9.9"
         assert time.monotonic() - began < 15

@@ -36,6 +36,7 @@ def test_recorded_requests(recorded) -> None:
         calls = recorded["status"] == 200 and recorded["path"] == "/AllReduce"
         assert len(made.events) == calls
         if recorded["reason"]:
+            assert reply.json().keys() - {"proof"} == {"message"}
             assert made.refused(recorded["reason"]) == 1
             return
         again = send(made, recorded)

@@ -20,14 +20,12 @@ from distributed_training.chain import auth, http_server
 from distributed_training.chain import server as server_module
 from distributed_training.chain.http_server import STRIKES, Admission, TrustedAddresses
 from distributed_training.chain.identity import Wallet
-from distributed_training.chain.server import ROUND_BOUNDS, MinerCallbacks, SignedServer
 from distributed_training.common import ports
 from distributed_training.config.types import ConfigError
 from tests.tools.chain_world import (
     EPOCH,
     MINER,
     PEER,
-    POOR,
     SECOND,
     SETTINGS,
     STRANGER,
@@ -66,18 +64,6 @@ def test_is_alive_tells_the_epoch(server: World, scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("caller", [VALIDATOR, SECOND])
-def test_a_validator_starts_one_round(server: World, scheme: str, caller) -> None:
-    reply = post(server, "/AllReduce", REDUCE, sign(scheme, caller, "/AllReduce", REDUCE))
-    assert reply.status_code == 200 and reply.json()["completion"] is False
-    (event,) = server.events
-    assert event.caller == caller.ss58
-    assert event.min_group_size == 32
-    assert event.allreduce_timeout is not None
-    assert event.allreduce_timeout.total_seconds() == 795
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_second_call_of_the_round_is_told_its_state(server: World, scheme: str) -> None:
     for caller in (VALIDATOR, SECOND):
         reply = post(server, "/AllReduce", REDUCE, sign(scheme, caller, "/AllReduce", REDUCE))
@@ -95,21 +81,6 @@ def _refused(server: World, reply: httpx.Response, status: int, reason: str) -> 
     assert reply.json().keys() - {"proof"} == {"message"} and "Traceback" not in reply.text
     assert server.refused(reason) == 1
     assert server.events == []
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(
-    ("caller", "status", "reason"),
-    [
-        (STRANGER, 403, "unknown_hotkey"),
-        (PEER, 403, "no_permit"),
-        (POOR, 403, "low_stake"),
-        (MINER, 403, "own_hotkey"),
-    ],
-)
-def test_who_may_not_start_a_round(server: World, scheme, caller, status, reason) -> None:
-    reply = post(server, "/AllReduce", REDUCE, sign(scheme, caller, "/AllReduce", REDUCE))
-    _refused(server, reply, status, reason)
 
 
 def test_the_least_stake_is_enough(server: World) -> None:
@@ -168,33 +139,10 @@ def test_junk_from_a_validators_address_blocks_nobody() -> None:
     assert admission.connect("5.6.7.8")
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_another_receiver(server: World, scheme: str) -> None:
-    headers = sign(scheme, VALIDATOR, "/AllReduce", REDUCE, receiver=PEER.ss58)
-    _refused(server, post(server, "/AllReduce", REDUCE, headers), 401, "receiver")
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("who", ["receiver", "sender"])
-def test_a_header_exchanged_after_signing(server: World, scheme: str, who: str) -> None:
-    wallet, receiver = (VALIDATOR, PEER) if who == "receiver" else (STRANGER, MINER)
-    headers = sign(scheme, wallet, "/AllReduce", REDUCE, receiver=receiver.ss58)
-    names = {
-        ("btauth", "receiver"): "X-Bittensor-Receiver",
-        ("btauth", "sender"): "X-Bittensor-Hotkey",
-        ("legacy", "receiver"): "bt_header_axon_hotkey",
-        ("legacy", "sender"): "bt_header_dendrite_hotkey",
-    }
-    headers[names[scheme, who]] = MINER.ss58 if who == "receiver" else VALIDATOR.ss58
-    _refused(server, post(server, "/AllReduce", REDUCE, headers), 401, "signature")
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize(("seconds", "reason"), [(-20, "stale"), (30, "future")])
-def test_freshness(server: World, scheme: str, seconds: int, reason: str) -> None:
-    nonce = time.time_ns() + seconds * SECOND_NS
-    headers = sign(scheme, VALIDATOR, "/AllReduce", REDUCE, nonce=nonce, timeout=1e9)
-    _refused(server, post(server, "/AllReduce", REDUCE, headers), 401, reason)
+def test_a_timeout_that_nobody_signed_keeps_no_call_fresh(server: World) -> None:
+    nonce = time.time_ns() - 20 * SECOND_NS
+    headers = sign("legacy", VALIDATOR, "/AllReduce", REDUCE, nonce=nonce, timeout=1e9)
+    _refused(server, post(server, "/AllReduce", REDUCE, headers), 401, "stale")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -208,39 +156,6 @@ def test_a_replay_is_refused_also_after_a_restart(tmp_path, scheme: str) -> None
         _refused(second, post(second, "/AllReduce", REDUCE, headers), 401, "replay")
         fresh = sign(scheme, VALIDATOR, "/AllReduce", REDUCE)
         assert post(second, "/AllReduce", REDUCE, fresh).status_code == 200
-
-
-@pytest.mark.parametrize(
-    ("path", "signed", "sent"),
-    [("/AllReduce", REDUCE, REDUCE.replace(b"32", b"99")), ("/IsAlive", ALIVE, ALIVE)],
-)
-def test_btauth_covers_body_and_path(server: World, path: str, signed: bytes, sent: bytes) -> None:
-    headers = sign("btauth", VALIDATOR, path, signed)
-    _refused(server, post(server, "/AllReduce", sent, headers), 401, "signature")
-
-
-def test_what_the_legacy_signature_does_not_cover_is_bounded(server: World) -> None:
-    body = json.dumps(
-        {
-            "min_group_size": 10**9,
-            "request_timeout": -5,
-            "allreduce_timeout": 1e300,
-            "next_chunk_timeout": 0,
-            "min_matchmaking_time": 1e9,
-        }
-    ).encode()
-    headers = sign("legacy", VALIDATOR, "/AllReduce", b"", timeout=1e12)
-    assert post(server, "/AllReduce", body, headers).status_code == 200
-    (event,) = server.events
-    assert event.min_group_size == ROUND_BOUNDS["min_group_size"][1]
-    for given, bound in (
-        (event.timeout, ROUND_BOUNDS["timeout"][1]),
-        (event.request_timeout, ROUND_BOUNDS["request_timeout"][0]),
-        (event.allreduce_timeout, ROUND_BOUNDS["allreduce_timeout"][1]),
-        (event.next_chunk_timeout, ROUND_BOUNDS["next_chunk_timeout"][0]),
-        (event.min_matchmaking_time, ROUND_BOUNDS["min_matchmaking_time"][1]),
-    ):
-        assert given is not None and given.total_seconds() == bound
 
 
 @pytest.mark.parametrize("given, read", [("0", 0.0), ("-1", None), ("nan", None), ("x", None)])
@@ -269,14 +184,6 @@ def test_a_legacy_call_without_a_timeout_header_has_the_bodys(
     assert post(server, "/AllReduce", json.dumps(body).encode(), headers).status_code == 200
     (event,) = server.events
     assert event.timeout == (None if seconds is None else timedelta(seconds=seconds))
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_scheme_can_be_turned_off(scheme: str) -> None:
-    other = next(s for s in SCHEMES if s != scheme)
-    with world(replace(SETTINGS, auth_schemes=(other,))) as made:
-        headers = sign(scheme, VALIDATOR, "/AllReduce", REDUCE)
-        _refused(made, post(made, "/AllReduce", REDUCE, headers), 401, "unsigned")
 
 
 @pytest.mark.parametrize("request_", VECTORS["requests"], ids=lambda r: r["path"])
@@ -405,11 +312,16 @@ def test_a_round_that_is_not_due_is_the_masters_alone(
         assert reply.status_code == 200 and len(server.events) == 1
 
 
-def test_an_is_alive_turned_into_an_all_reduce_starts_nothing(server: World) -> None:
+@pytest.mark.parametrize(
+    ("scheme", "status", "reason"), [("btauth", 401, "signature"), ("legacy", 403, "not_due")]
+)
+def test_an_is_alive_turned_into_an_all_reduce_starts_nothing(
+    server: World, scheme: str, status: int, reason: str
+) -> None:
     """Somebody between validator and miner may send the signed headers elsewhere."""
     server.due = False
-    headers = sign("legacy", VALIDATOR, "/IsAlive", ALIVE)
-    _refused(server, post(server, "/AllReduce", REDUCE, headers), 403, "not_due")
+    headers = sign(scheme, VALIDATOR, "/IsAlive", ALIVE)
+    _refused(server, post(server, "/AllReduce", ALIVE, headers), status, reason)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -440,13 +352,7 @@ def test_a_round_nobody_ends_is_over_in_time_whatever_the_clock(server: World, c
 
 def test_a_port_in_use_is_one_line(server: World) -> None:
     with pytest.raises(ConfigError, match=r"--axon\.port") as caught:
-        SignedServer(
-            settings=replace(SETTINGS, axon_port=server.server.port),
-            wallet=MINER,
-            chain=server.chain,
-            master_hotkey=VALIDATOR.ss58,
-            miner=MinerCallbacks(lambda: 0, server.events.append),
-        )
+        http_server.bind(ip="127.0.0.1", port=server.server.port)
     assert "\n" not in str(caught.value)
 
 

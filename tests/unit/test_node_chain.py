@@ -40,7 +40,7 @@ class Behind(MemoryChain):
         self.newest_block_age = 0.0
 
     def _read(self) -> None:
-        if not self.frozen or not self._reads:
+        if not self.frozen or not self._counts["reads"]:
             super()._read()
 
     def clock(self) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any
 
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 from distributed_training.swarm import wire
 from distributed_training.swarm.all_reduce import AllReduce, Group, GroupFailed, Terms
 from distributed_training.swarm.wire import Stream
+from tests.tools.swarm_world import stream_pair
 
 pytestmark = pytest.mark.timeout(120)
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process
@@ -35,13 +35,10 @@ def run_with(reducer: Reducer, *, parts: int, chunk: float = CHUNK) -> AllReduce
     async def run() -> AllReduce:
         @contextlib.asynccontextmanager
         async def open_stream(_: PeerID) -> AsyncIterator[Stream]:
-            ours, theirs = socket.socketpair()
-            with ours, theirs:
-                ours.setblocking(False)
-                theirs.setblocking(False)
-                answering = asyncio.create_task(reducer(Stream(theirs, OWN)))
+            with stream_pair(OWN, OTHER) as (ours, theirs):
+                answering = asyncio.create_task(reducer(theirs))
                 try:
-                    yield Stream(ours, OTHER)
+                    yield ours
                 finally:
                     answering.cancel()
                     await asyncio.gather(answering, return_exceptions=True)
@@ -94,7 +91,6 @@ def test_a_sender_that_fails_after_its_first_part_is_left_out(then: bytes) -> No
     """Its first part stays in the average; nobody waits for its others."""
 
     async def run() -> list[float]:
-        ours, theirs = socket.socketpair()
         tensor = torch.ones(3 * PART)
         all_reduce = AllReduce(
             Group(b"group", (OWN, OTHER), (3 * PART, 0)),
@@ -103,10 +99,7 @@ def test_a_sender_that_fails_after_its_first_part_is_left_out(then: bytes) -> No
             terms=Terms(weight=1.0, part_values=PART, compression=0, chunk_timeout=60.0),
             open_stream=lambda peer: pytest.fail(f"{peer} averages nothing"),
         )
-        with ours, theirs:
-            for end in (ours, theirs):
-                end.setblocking(False)
-            sender, stream = Stream(theirs, OWN), Stream(ours, OTHER)
+        with stream_pair(OWN, OTHER) as (stream, sender):
             code = averaging_pb2.PART_FOR_AVERAGING
             part = wire.encode(torch.full((PART,), 3.0), code=code, group_id=b"group", weight=1.0)
             await sender.send(*part, then)

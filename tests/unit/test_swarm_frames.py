@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -19,6 +18,7 @@ from hypothesis import strategies as st
 
 from distributed_training.swarm import wire
 from distributed_training.swarm.wire import FrameError, Stream, StreamError, varint
+from tests.tools.swarm_world import stream_pair
 
 pytestmark = pytest.mark.timeout(60)
 logging.addLevelName(logging.WARNING, "WARNING")  # hivemind renames it for the whole process
@@ -59,24 +59,21 @@ def received(
     """Return what ``act`` makes of a stream on which a peer sends ``data``, in pieces, and ends."""
 
     async def run() -> Any:
-        ours, theirs = socket.socketpair()
-        ours.setblocking(False)
-        theirs.setblocking(False)
-        loop = asyncio.get_running_loop()
+        with stream_pair(PeerID(b"own"), PeerID(b"peer")) as (ours, theirs):
 
-        async def send() -> None:
-            with theirs:
+            async def send() -> None:
                 for at in range(0, len(data), piece):
-                    await loop.sock_sendall(theirs, data[at : at + piece])
+                    await theirs.send(data[at : at + piece])
                     await asyncio.sleep(0)
+                theirs.end_sending()
 
-        with ours:
             sending = asyncio.create_task(send())
             try:
                 async with asyncio.timeout(5):
-                    return await act(Stream(ours, PeerID(b"peer")))
+                    return await act(ours)
             finally:
                 sending.cancel()
+                await asyncio.gather(sending, return_exceptions=True)
 
     return asyncio.run(run())
 
@@ -241,17 +238,11 @@ def test_a_stream_that_ends_in_the_middle_is_an_error() -> None:
 
 def test_a_receiver_that_is_slow_gets_all_of_it() -> None:
     async def run() -> None:
-        ours, theirs = socket.socketpair()
         values = ramp(300_000)
-        with ours, theirs:
-            for end in (ours, theirs):
-                end.setblocking(False)
-            sending = asyncio.create_task(
-                Stream(ours, PeerID(b"")).send(b"ab", *wire.encode(values))
-            )
+        with stream_pair(PeerID(b"own"), PeerID(b"peer")) as (ours, stream):
+            sending = asyncio.create_task(ours.send(b"ab", *wire.encode(values)))
             await asyncio.sleep(0.05)
             assert not sending.done()
-            stream = Stream(theirs, PeerID(b""))
             assert await stream.receive(2) == b"ab"
             arriving = await wire.begin(stream, part_bytes=values.nbytes)
             got = torch.zeros(len(values))

@@ -73,18 +73,8 @@ def test_the_norms_of_past_rounds_outlive_a_restart(tmp_path: Path) -> None:
         judging.check(local_norm=1.0, average_norm=float("nan"))
     assert list(judging.norms) == list(made(path).norms) == [2.0, 3.0, 4.0, 5.0, 6.0]
     assert not made(path, run_id="another swarm").norms
-
-
-@pytest.mark.parametrize(
-    "content", ["", "{", "[]", '{"run_id": "a"}', '{"run_id": "a", "norms": ["x"]}']
-)
-def test_a_damaged_file_of_norms_is_no_memory(tmp_path: Path, content: str) -> None:
-    path = tmp_path / "norms.json"
-    path.write_text(content)
-    judging = made(path)
-    assert not judging.norms
-    judging.check(local_norm=7.0, average_norm=7.0)
-    assert list(made(path).norms) == [7.0]
+    path.write_text('{"run_id": "a"}')  # damaged
+    assert not made(path).norms
 
 
 def test_hiveminds_log_is_bounded_while_it_is_written(tmp_path: Path) -> None:
