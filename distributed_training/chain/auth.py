@@ -398,9 +398,6 @@ class NonceMemory:
                 self._floor = max(self._floor, old)
             return True
 
-    def __len__(self) -> int:
-        return len(self._accepted)
-
 
 def _nanoseconds(duration: timedelta) -> int:
     return round(duration.total_seconds() * 1e9)

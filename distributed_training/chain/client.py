@@ -8,7 +8,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import httpx
 
@@ -33,6 +33,11 @@ ACKNOWLEDGE_TIMEOUT = timedelta(seconds=12)
 Reply = tuple[int, dict[str, Any]]  # status and fields
 
 
+class _Call(NamedTuple):
+    headers: Mapping[str, str]
+    reply: Reply | None
+
+
 class SignedClient:
     """Calls miners with the hotkey of ``wallet``.
 
@@ -51,8 +56,8 @@ class SignedClient:
 
         ``timeout`` covers each call, not the sweep.
         """
-        replies = self._sweep(neurons, synapses.IS_ALIVE, synapses.build_is_alive(), timeout)
-        return {uid: _is_alive(reply) for uid, reply in replies.items()}
+        calls = self._sweep(neurons, synapses.IS_ALIVE, synapses.build_is_alive(), timeout)
+        return {uid: _is_alive(call.reply) for uid, call in calls.items()}
 
     def sweep_all_reduce(
         self, neurons: Sequence[Neuron], request: RoundRequest
@@ -62,7 +67,7 @@ class SignedClient:
         By uid: the miner's word on the round it is already in, empty when it took the call; None
         when it did not acknowledge it.
         """
-        replies = self._sweep(
+        calls = self._sweep(
             neurons,
             synapses.ALL_REDUCE,
             synapses.build_all_reduce(request),
@@ -70,7 +75,7 @@ class SignedClient:
             announced=request.timeout or synapses.ALL_REDUCE_TIMEOUT,
             parallel=synapses.MOST_CALLED,
         )
-        return {uid: _acknowledged(reply) for uid, reply in replies.items()}
+        return {uid: _acknowledged(call.reply) for uid, call in calls.items()}
 
     def same_key_at(self, neuron: Neuron, timeout: timedelta) -> bool | None:
         """Ask the chain's endpoint of our own hotkey whether a miner runs there with it.
@@ -82,12 +87,13 @@ class SignedClient:
         miner understands the legacy one alone. ``timeout`` covers each call.
         """
         asked = replace(neuron, hotkey=self._wallet.ss58)
-        body = json.dumps(synapses.build_is_alive()).encode()
+        body = synapses.build_is_alive()
         answered = False
         for scheme in (auth.BTAUTH, auth.LEGACY):
-            headers = self._sign(asked, synapses.IS_ALIVE, body, timeout, scheme)
-            status, fields = asyncio.run(_ask(asked, body, headers, timeout)) or (0, {})
-            if auth.proves_same_key(self._wallet, headers, fields.get("proof")):
+            calls = self._sweep([asked], synapses.IS_ALIVE, body, timeout, scheme=scheme)
+            call = calls[asked.uid]
+            status, fields = call.reply or (0, {})
+            if auth.proves_same_key(self._wallet, call.headers, fields.get("proof")):
                 return True
             alive = status == 200 and fields.get("completion") == "True"
             answered |= alive or fields.get("message") == Refusal.OWN_HOTKEY.message
@@ -102,21 +108,24 @@ class SignedClient:
         *,
         announced: timedelta | None = None,
         parallel: int = PARALLEL,
-    ) -> dict[int, Reply | None]:
-        """Call all ``neurons``. ``announced`` goes into the legacy timeout header."""
+        scheme: str | None = None,
+    ) -> dict[int, _Call]:
+        """Call all ``neurons``, by uid. ``announced`` goes into the legacy timeout header."""
         body = json.dumps(fields).encode()
+        gate = asyncio.Semaphore(parallel)
 
-        async def sweep() -> list[Reply | None]:
-            gate = asyncio.Semaphore(parallel)
-            async with _http() as client:
+        async def one(client: httpx.AsyncClient, neuron: Neuron) -> _Call:
+            async with gate:
+                # When it is its turn: a nonce that waited for the others would be stale.
+                how = scheme or self._scheme
+                headers = self._sign(neuron, name, body, announced or timeout, how)
+                reply = await _post(client, neuron, name, body, headers, timeout)
+                return _Call(headers, reply)
 
-                async def one(neuron: Neuron) -> Reply | None:
-                    async with gate:
-                        # When it is its turn: a nonce that waited for the others would be stale.
-                        headers = self._sign(neuron, name, body, announced or timeout, self._scheme)
-                        return await _post(client, neuron, name, body, headers, timeout)
-
-                return await asyncio.gather(*map(one, neurons))
+        async def sweep() -> list[_Call]:
+            # Without proxies, redirects and TLS: endpoints are chain addresses.
+            async with httpx.AsyncClient(trust_env=False, verify=False) as client:
+                return await asyncio.gather(*(one(client, neuron) for neuron in neurons))
 
         uids = (neuron.uid for neuron in neurons)
         return dict(zip(uids, asyncio.run(sweep()), strict=True))
@@ -136,18 +145,6 @@ class SignedClient:
             port=neuron.port or 0,
             timeout=announced.total_seconds(),
         )
-
-
-def _http() -> httpx.AsyncClient:
-    """Make a client without proxies, redirects and TLS: endpoints are chain addresses."""
-    return httpx.AsyncClient(trust_env=False, verify=False)
-
-
-async def _ask(
-    neuron: Neuron, body: bytes, headers: Mapping[str, str], timeout: timedelta
-) -> Reply | None:
-    async with _http() as client:
-        return await _post(client, neuron, synapses.IS_ALIVE, body, headers, timeout)
 
 
 async def _post(

@@ -373,9 +373,6 @@ class Buckets:
             self._levels.popitem(last=False)
         return enough
 
-    def __len__(self) -> int:
-        return len(self._levels)
-
 
 class Admission:
     """Connections and bad requests by address (a key of :func:`normalize`).

@@ -24,8 +24,6 @@ from distributed_training.config.types import ConfigError
 if TYPE_CHECKING:
     from bittensor.sp_core import Keypair
 
-    from distributed_training.config.settings import ChainSettings
-
 
 @dataclass(frozen=True)
 class Wallet:

@@ -161,13 +161,6 @@ class SignedServer:
             if not self._keeper.is_alive():  # else a disk hangs
                 self._save(clean=True)
 
-    def __enter__(self) -> SignedServer:
-        self.start()
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
     def _keep(self) -> None:
         # Off the event loop: an fsync on a disk that an upload keeps busy takes long.
         while not self._stopping.wait(_KEEP_INTERVAL):

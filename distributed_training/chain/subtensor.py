@@ -216,20 +216,18 @@ class BittensorChain(Chain):
     def _write(self, kind: str, submit: Callable[[Any], Awaitable[Any]]) -> None:
         if self._closed:
             raise ChainError(f"{kind}: the chain was closed")
-        with self._writing():
-            self._wait_written(kind, submit)
-
-    def _wait_written(self, kind: str, submit: Callable[[Any], Awaitable[Any]]) -> None:
         seconds = self._settings.write_timeout.total_seconds()
-        future = asyncio.run_coroutine_threadsafe(self._submit(kind, submit, seconds), self._loop)
-        try:
-            # Later than the write's own deadline, whose error says more: for a loop that hangs.
-            future.result(seconds + _CLOSE_TIMEOUT)
-        except FutureTimeout:
-            future.cancel()
-            raise ChainError(f"{kind}: no answer of the chain within {seconds:.0f} s") from None
-        except CancelledError:
-            raise ChainError(f"{kind}: the chain was closed") from None
+        with self._writing():
+            written = self._submit(kind, submit, seconds)
+            future = asyncio.run_coroutine_threadsafe(written, self._loop)
+            try:
+                # Later than the write's own deadline, whose error says more: for a loop that hangs.
+                future.result(seconds + _CLOSE_TIMEOUT)
+            except FutureTimeout:
+                future.cancel()
+                raise ChainError(f"{kind}: no answer of the chain within {seconds:.0f} s") from None
+            except CancelledError:
+                raise ChainError(f"{kind}: the chain was closed") from None
 
     async def _submit(
         self, kind: str, submit: Callable[[Any], Awaitable[Any]], seconds: float

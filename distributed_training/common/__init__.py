@@ -1,1 +1,1 @@
-"""Helpers for every package that no library has: durable files, processes, ports, back-off."""
+"""Helpers for every package that no library has: files, processes, ports, back-off, HTTP."""

@@ -17,7 +17,17 @@ from distributed_training.chain import server as server_module
 from distributed_training.chain.http_server import Admission, Buckets, TrustedAddresses
 from tests.tools.chain_memory import MemoryChain
 from tests.tools.chain_raw import connect, request, send, status, still_answers
-from tests.tools.chain_world import PEER, POOR, SECOND, SETTINGS, VALIDATOR, World, sign, world
+from tests.tools.chain_world import (
+    PEER,
+    POOR,
+    SECOND,
+    SETTINGS,
+    VALIDATOR,
+    World,
+    running,
+    sign,
+    world,
+)
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
@@ -31,7 +41,7 @@ def test_who_keeps_sending_junk_is_closed_at_once_until_it_is_forgiven(caplog) -
     made = World(SETTINGS)
     now = [time.monotonic()]
     made.server._admission._clock = lambda: now[0]
-    with made.server:
+    with running(made):
         wait_for(
             lambda: (send(made, JUNK, "127.0.0.9", 0.1), made.refused("connection_blocked"))[1]
         )
@@ -145,7 +155,8 @@ def test_memory_for_strangers_is_bounded() -> None:
         if admission.connect(address):
             admission.disconnect(address)
         now[0] += 0.01
-    assert len(admission._requests) <= 4096 and len(admission._strikes) <= 4096
+    for buckets in (admission._requests, admission._strikes):
+        assert len(buckets._levels) <= 4096
     assert len(admission._blocked) <= 4096
     assert not admission._open and admission.connections == 0
 

@@ -137,7 +137,7 @@ def nodes(make: Make, monkeypatch: pytest.MonkeyPatch) -> Nodes:
 
 @contextmanager
 def watched(nodes: Nodes) -> Iterator[list[Change]]:
-    """What a watcher of the first uid reports."""
+    """Watch the first uid; yield the changes that are reported."""
     changes: list[Change] = []
     watcher = RegistrationWatcher(
         chain=nodes.chain,

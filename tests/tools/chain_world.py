@@ -89,10 +89,18 @@ class World:
 
 
 @contextmanager
-def world(settings: ChainSettings = SETTINGS, folder: Path | None = None):
-    made = World(settings, folder)
-    with made.server:
+def running(made: World) -> Iterator[World]:
+    made.server.start()
+    try:
         yield made
+    finally:
+        made.server.close()
+
+
+def world(
+    settings: ChainSettings = SETTINGS, folder: Path | None = None
+) -> AbstractContextManager[World]:
+    return running(World(settings, folder))
 
 
 def sign(

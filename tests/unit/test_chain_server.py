@@ -32,6 +32,7 @@ from tests.tools.chain_world import (
     VALIDATOR,
     VECTORS,
     World,
+    running,
     sign,
     world,
 )
@@ -248,7 +249,7 @@ def test_a_slow_disk_does_not_hold_up_the_calls(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(server_module, "_KEEP_INTERVAL", 0.01)
     syncing, done = threading.Event(), threading.Event()
     made = World(folder=tmp_path)
-    with made.server:
+    with running(made):
 
         def slow(path: object, content: object, **_: object) -> None:
             syncing.set()
@@ -266,7 +267,7 @@ def test_a_slow_disk_does_not_hold_up_the_calls(tmp_path, monkeypatch) -> None:
 def test_the_master_is_heard_before_the_chain_answers() -> None:
     made = World()
     made.ledger.up = False
-    with made.server:
+    with running(made):
         peer = sign("btauth", PEER, "/IsAlive", ALIVE)
         _refused(made, post(made, "/IsAlive", ALIVE, peer), 403, "unknown_hotkey")
         headers = sign("btauth", VALIDATOR, "/AllReduce", REDUCE)
