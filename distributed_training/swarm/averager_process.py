@@ -19,6 +19,7 @@ import socket
 import sys
 from collections.abc import Coroutine
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -135,11 +136,12 @@ class Host:
         )
 
     async def _obey(self, averager: DTGradAverager) -> None:
+        found = partial(self.tell, Found())
         async for line in self._orders:
             match from_line(line):
                 case RoundOrder() as order:
                     self._number = order.number
-                    self._round = asyncio.create_task(averager.average(order, self._found))
+                    self._round = asyncio.create_task(averager.average(order, found))
                     self._round.add_done_callback(self._tell_outcome)
                     # The cancel may have come first: several threads of rank 0 send.
                     if order.number <= self._cancelled:
@@ -150,9 +152,6 @@ class Host:
                         self._round.cancel()
                 case _:  # Close
                     return
-
-    def _found(self) -> None:
-        self.tell(Found())
 
     def _tell_outcome(self, task: asyncio.Task[Average | Failed]) -> None:
         if task.cancelled():

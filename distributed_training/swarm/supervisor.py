@@ -231,6 +231,7 @@ class HostKeeper:
         self._settings = settings
         self._tensors = tensors
         self._folder = folder
+        self._log = folder / "hivemind.log"
         self._launch = launch  # for the first start
         self._port = settings.dht_port  # 0: any, kept from the first start on
         self._in_use = threading.Lock()  # held by a round, and by a start of the process
@@ -238,18 +239,14 @@ class HostKeeper:
         self._wake = threading.Event()  # a round waits for the process: start it now
         self._failures = 0  # starts that failed, and why the last one did
         self._problem = ""
-        self._host: HostProcess | None = None
+        self.host: HostProcess | None = None
         self._starting: HostProcess | None = None  # not ready yet
         self._start()
         self._thread = threading.Thread(target=self._keep, name="swarm-keeper", daemon=True)
         self._thread.start()
 
-    @property
-    def host(self) -> HostProcess | None:
-        return self._host
-
     def alive(self) -> bool:
-        host = self._host
+        host = self.host
         return host is not None and host.alive()
 
     @contextlib.contextmanager
@@ -277,7 +274,7 @@ class HostKeeper:
                 detail = f"the swarm process could not be started within {timeout:.0f} s"
                 raise AllReduceError(AllReduceFault.SWARM_DOWN, detail)
         try:
-            host = self._host
+            host = self.host
             if self._closing.is_set() or host is None:
                 raise AllReduceError(AllReduceFault.CANCELLED)
             yield host
@@ -304,7 +301,7 @@ class HostKeeper:
         """End the swarm process and everything it started, within a few seconds. Idempotent."""
         self._closing.set()
         self._wake.set()
-        host, starting = self._host, self._starting
+        host, starting = self.host, self._starting
         # A start holds the lock for minutes: ended first, it lets go of it.
         if starting is not None:
             starting.end("the swarm is being closed")
@@ -357,7 +354,8 @@ class HostKeeper:
             if self._closing.is_set() or (alone and self.joined):
                 return False
             if not alone:
-                self._tell_end()
+                why = self.host.why if self.host is not None else "it was not started"
+                log.warning("The swarm process ended (%s): starting it again", why)
             self._start()
             if alone and self.joined:
                 log.info("The swarm is joined")
@@ -367,16 +365,8 @@ class HostKeeper:
 
     # --- start and end -------------------------------------------------------------------------
 
-    @property
-    def _log(self) -> Path:
-        return self._folder / "hivemind.log"
-
-    def _tell_end(self) -> None:
-        why = self._host.why if self._host is not None else "it was not started"
-        log.warning("The swarm process ended (%s): starting it again", why)
-
     def _end(self) -> None:
-        host, self._host = self._host, None
+        host, self.host = self.host, None
         if host is not None:
             host.end()
 
@@ -435,7 +425,7 @@ class HostKeeper:
         if ready is None or not listening:
             host.end("it listens on no TCP port" if ready else "")
             return f"{host.why}; see {self._log}"
-        self._host = host
+        self.host = host
         with contextlib.suppress(OSError):
             # The private key of the peer; hivemind leaves its mode to the umask.
             Path(config.identity).chmod(0o600)
@@ -460,7 +450,7 @@ class HostKeeper:
             parent=os.getpid(),
             tensors=self._tensors.descriptor,
             shapes=[list(shape) for shape in self._tensors.shapes],
-            sockets=make_socket_folder(),
+            sockets=process_folder("swarm-sockets-"),  # short: a socket's path has 107 bytes
             initial_peers=initial_peers,
             listen=[f"/ip4/{settings.dht_listen_ip}/tcp/{self._port}"],
             announce=announce,
@@ -549,10 +539,6 @@ class HostProcess:
         with contextlib.suppress(OSError):  # it is gone: `ended` tells
             socket.send_fds(self._connection, [_TENSORS], [config.tensors])
         self.send(config)
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
 
     def alive(self) -> bool:
         return not self.ended.is_set()
@@ -643,11 +629,6 @@ def describe_end(status: int) -> str:
         with contextlib.suppress(ValueError):
             return f"was killed by {signal.Signals(-status).name}"
     return f"ended with status {status}"
-
-
-def make_socket_folder() -> str:
-    """Make a folder for p2pd's Unix sockets, whose paths must be short."""
-    return process_folder("swarm-sockets-")
 
 
 def address_of(maddr: str) -> tuple[str, int] | None:

@@ -20,6 +20,7 @@ import contextlib
 import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ log = logging.getLogger(__name__)
 
 _INTRODUCTION = 10.0  # seconds p2pd may take to say whose stream it delivers
 _MOST_CONTROL_BYTES = 1 << 20  # of one message of p2pd
+_MOST_LENGTH_BYTES = 4  # of the varint before it
 _BACKLOG = 128
 _ACCEPT_AGAIN = 1.0  # seconds, after a stream could not be accepted
 
@@ -47,7 +49,7 @@ class Stream:
     """One libp2p stream. ``peer`` is who is at the other end, as libp2p authenticated it.
 
     One task may send while another receives. Both raise OSError (StreamError is one) when the
-    stream breaks. Close it only when neither is running.
+    stream breaks. Leave the context that opened it only when neither is running.
     """
 
     def __init__(self, connection: socket.socket, peer: PeerID) -> None:
@@ -103,19 +105,14 @@ class Stream:
 
     async def receive_message(self, message: Message) -> None:
         """Receive a message from p2pd itself."""
-        length = shift = 0
-        while True:
-            byte = (await self.receive(1))[0]
-            length |= (byte & 0x7F) << shift
-            shift += 7
-            if not byte & 0x80:
-                break
-            if shift > 28:
-                raise StreamError("p2pd sent a length that is none")
+        head, length = b"", None
         # p2pd is ours; a bug of it must not take the memory that training needs.
-        if length > _MOST_CONTROL_BYTES:
+        while length is None and len(head) < _MOST_LENGTH_BYTES:
+            head += await self.receive(1)
+            length = _read_varint(head, 0)
+        if length is None or length[0] > _MOST_CONTROL_BYTES:
             raise StreamError("p2pd sent a message that is too long")
-        data = await self.receive(length)
+        data = await self.receive(length[0])
         try:
             message.ParseFromString(data)
         except DecodeError as error:
@@ -129,9 +126,6 @@ class Stream:
         """
         with contextlib.suppress(OSError):  # it is broken already
             self._socket.shutdown(socket.SHUT_WR)
-
-    def close(self) -> None:
-        self._socket.close()
 
 
 def varint(number: int) -> bytes:
@@ -150,23 +144,14 @@ class Daemon:
     def __init__(self, control: str) -> None:
         self._control = control
 
-    @contextlib.asynccontextmanager
-    async def open_stream(self, peer: PeerID, protocol: str) -> AsyncIterator[Stream]:
+    def open_stream(self, peer: PeerID, protocol: str) -> AbstractAsyncContextManager[Stream]:
         """Open a stream to ``peer``, closed at the end.
 
         Raises OSError, also if the peer refuses it.
         """
         request = p2pd_pb2.StreamOpenRequest(peer=peer.to_bytes(), proto=[protocol])
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        stream = Stream(connection, peer)
-        try:
-            await self._call(
-                stream,
-                p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_OPEN, streamOpen=request),
-            )
-            yield stream
-        finally:
-            stream.close()
+        kind = p2pd_pb2.Request.STREAM_OPEN
+        return self._call(peer, p2pd_pb2.Request(type=kind, streamOpen=request))
 
     @contextlib.asynccontextmanager
     async def serve(
@@ -210,23 +195,24 @@ class Daemon:
     async def _register(self, protocol: str, path: Path) -> None:
         address = Multiaddr(f"/unix{path}").to_bytes()
         request = p2pd_pb2.StreamHandlerRequest(addr=address, proto=[protocol], balanced=False)
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        kind = p2pd_pb2.Request.STREAM_HANDLER
         # p2pd keeps the handler when this connection ends.
-        with contextlib.closing(connection):
-            await self._call(
-                Stream(connection, PeerID(b"")),
-                p2pd_pb2.Request(type=p2pd_pb2.Request.STREAM_HANDLER, streamHandler=request),
-            )
+        async with self._call(PeerID(b""), p2pd_pb2.Request(type=kind, streamHandler=request)):
+            pass
 
-    async def _call(self, stream: Stream, request: p2pd_pb2.Request) -> None:
-        """Connect ``stream`` to p2pd and put ``request`` to it. Raises OSError."""
-        stream._socket.setblocking(False)
-        await asyncio.get_running_loop().sock_connect(stream._socket, self._control)
-        await stream.send_message(request)
-        response = p2pd_pb2.Response()
-        await stream.receive_message(response)
-        if response.type != p2pd_pb2.Response.OK:
-            raise StreamError(response.error.msg)
+    @contextlib.asynccontextmanager
+    async def _call(self, peer: PeerID, request: p2pd_pb2.Request) -> AsyncIterator[Stream]:
+        """Put ``request`` to p2pd, on a connection that stays open inside. Raises OSError."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(connection, self._control)
+            stream = Stream(connection, peer)
+            await stream.send_message(request)
+            response = p2pd_pb2.Response()
+            await stream.receive_message(response)
+            if response.type != p2pd_pb2.Response.OK:
+                raise StreamError(response.error.msg)
+            yield stream
 
     async def _deliver(
         self, connection: socket.socket, handle: Callable[[Stream], Awaitable[None]]

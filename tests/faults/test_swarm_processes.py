@@ -116,10 +116,10 @@ def test_a_host_that_cannot_be_started_again_ends_the_round_and_not_the_miner(
     tree = processes(swarm)
     with monkeypatch.context() as full_disk:
 
-        def full() -> str:
+        def full(prefix: str) -> str:
             raise OSError(28, "No space left on device")
 
-        full_disk.setattr(supervisor, "make_socket_folder", full)
+        full_disk.setattr(supervisor, "process_folder", full)
         rounds = Rounds(swarm, request=everybody(pair))
         wait_for(swarm._keeper._in_use.locked, "the round runs")
         tree["host"].kill()

@@ -195,7 +195,7 @@ def stream_pair(own: PeerID, other: PeerID) -> Iterator[tuple[Stream, Stream]]:
 def host_pid(swarm: HivemindSwarm) -> int:
     host = swarm._keeper.host
     assert host is not None
-    return host.pid
+    return host._process.pid
 
 
 def processes(swarm: HivemindSwarm) -> dict[str, psutil.Process]:

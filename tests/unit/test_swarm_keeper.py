@@ -41,8 +41,6 @@ NOBODY = "RuntimeError: failed to connect to bootstrap peers"
 class Host:
     """Act as a HostProcess for its keeper. ``outcome`` of the start: maddrs, or why it failed."""
 
-    pid = 1
-
     def __init__(self, outcome: list[str] | str | None) -> None:
         self.outcome, self.why = outcome, ""
         self.ended = threading.Event()
@@ -151,7 +149,7 @@ def test_a_machine_that_has_nothing_left_costs_time_only(
             if where == "the process":
                 world.launch = fails
             elif where == "the sockets' folder":
-                patch.setattr(supervisor, "make_socket_folder", fails)
+                patch.setattr(supervisor, "process_folder", fails)
             else:
                 made.joined = False
                 patch.setattr(supervisor, "any_reachable", fails)
