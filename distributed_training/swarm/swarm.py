@@ -106,11 +106,6 @@ class HivemindSwarm:
         """Addresses under which other peers reach this one."""
         return self._keeper.visible_maddrs
 
-    @property
-    def joined(self) -> bool:
-        """True once an initial peer was reached: without one, nobody knows of this peer."""
-        return self._keeper.joined
-
     def known_peers(self) -> int | None:
         """Return how many other peers are in the DHT node's table; None without a swarm process."""
         host = self._keeper.host

@@ -15,23 +15,15 @@ from distributed_training.chain.base import Chain, ChainError, ChainUnavailable,
 from distributed_training.chain.identity import Wallet, create_wallet
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.chain.subtensor import BittensorChain
-from distributed_training.config.settings import ChainSettings
 from distributed_training.telemetry.metrics import CHAIN_COUNTS
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_server_thread import RegistryServer
-from tests.tools.chain_substrate import LedgerSubstrate
+from tests.tools.chain_substrate import QUICK, QUICK_READS, LedgerSubstrate
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
-QUICK = timedelta(milliseconds=20)
-SETTINGS = replace(
-    ChainSettings(),
-    chain_endpoint="ws://127.0.0.1:1",
-    poll_interval=QUICK,
-    neurons_interval=QUICK,
-    call_timeout=timedelta(seconds=10),
-    write_timeout=timedelta(seconds=10),
-)
+LONG = timedelta(seconds=10)
+SETTINGS = replace(QUICK_READS, call_timeout=LONG, write_timeout=LONG)
 
 
 @dataclass

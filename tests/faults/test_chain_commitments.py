@@ -17,25 +17,15 @@ from hypothesis import strategies as st
 from distributed_training.chain import subtensor
 from distributed_training.chain.base import ChainUnavailable
 from distributed_training.chain.subtensor import BittensorChain
-from distributed_training.config.settings import ChainSettings
 from tests.tools.chain_codec import EncodedSubstrate, encode
 from tests.tools.chain_memory import MemoryLedger
-from tests.tools.chain_substrate import LedgerSubstrate, commitment_entry
+from tests.tools.chain_substrate import QUICK_READS, LedgerSubstrate, commitment_entry
 from tests.tools.chain_world import MINER, PEER, POOR, STRANGER, VALIDATOR
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 LONG = timedelta(seconds=40)
-QUICK = timedelta(milliseconds=10)
-FIRST, SECOND = "ws://127.0.0.1:1", "ws://127.0.0.1:2"
-SETTINGS = replace(
-    ChainSettings(),
-    chain_endpoint=FIRST,
-    fallback_endpoints=(SECOND,),
-    poll_interval=QUICK,
-    neurons_interval=QUICK,
-    call_timeout=timedelta(seconds=20),
-)
+SETTINGS = replace(QUICK_READS, call_timeout=timedelta(seconds=20))
 TEXT = "m" * 128
 KEYS = {"fields": [{"Raw128": "0x" + TEXT.encode().hex()}]}
 

@@ -29,21 +29,13 @@ from distributed_training.chain.registration import (
 from distributed_training.chain.subtensor import ASK_AGAIN, BittensorChain, NewestBlocks
 from distributed_training.config.settings import ChainSettings
 from tests.tools.chain_memory import MemoryLedger
-from tests.tools.chain_substrate import LedgerSubstrate
+from tests.tools.chain_substrate import FIRST, QUICK, QUICK_READS, SECOND, LedgerSubstrate
 from tests.tools.chain_world import VALIDATOR
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(150)
-FIRST, SECOND = "ws://127.0.0.1:1", "ws://127.0.0.1:2"
-QUICK = timedelta(milliseconds=20)
 SETTINGS = replace(
-    ChainSettings(),
-    chain_endpoint=FIRST,
-    fallback_endpoints=(SECOND,),
-    poll_interval=QUICK,
-    neurons_interval=QUICK,
-    call_timeout=timedelta(seconds=1),
-    write_timeout=timedelta(seconds=5),
+    QUICK_READS, call_timeout=timedelta(seconds=1), write_timeout=timedelta(seconds=5)
 )
 
 

@@ -16,20 +16,14 @@ import pytest
 from distributed_training.chain import subtensor
 from distributed_training.chain.base import ChainUnavailable
 from distributed_training.chain.subtensor import BittensorChain
-from distributed_training.config.settings import ChainSettings
 from tests.tools.chain_memory import MemoryLedger
 from tests.tools.chain_node import Node, NodeSubstrate
+from tests.tools.chain_substrate import QUICK_READS
 from tests.tools.chain_world import MINER, VALIDATOR
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(150)
-QUICK = timedelta(milliseconds=20)
-SETTINGS = replace(
-    ChainSettings(),
-    poll_interval=QUICK,
-    neurons_interval=QUICK,
-    call_timeout=timedelta(seconds=20),
-)
+SETTINGS = replace(QUICK_READS, call_timeout=timedelta(seconds=20))
 IMPATIENT = timedelta(milliseconds=500)  # where a node hangs or is gone
 
 

@@ -138,11 +138,11 @@ def test_the_bootstrap_is_away_and_comes_later(tmp_path: Path) -> None:
         peer_id = other.peer_id
         other.restart()  # as after a host that died
         late = start("late", known=address)
-        assert other.alive() and not other.joined
-        assert late.alive() and not late.joined
+        assert other.alive() and not other._keeper.joined
+        assert late.alive() and not late._keeper.joined
         back = start("0", settings=settings)
         assert back.visible_maddrs == address
-        wait_for(lambda: late.joined and other.joined, "the swarm is joined")
+        wait_for(lambda: late._keeper.joined and other._keeper.joined, "the swarm is joined")
         assert other.peer_id == peer_id
         assert_good_round(back, other, late)
 
@@ -153,7 +153,7 @@ def test_one_initial_peer_that_is_reachable_is_enough(
     dead = f"/ip4/127.0.0.1/tcp/1/p2p/{trio[0].peer_id}"
     late = open_swarm(tmp_path, LARGE, (dead, *trio[0].visible_maddrs))
     try:
-        assert late.joined
+        assert late._keeper.joined
         assert_good_round(trio[0], late)
     finally:
         late.close()

@@ -58,20 +58,6 @@ def together(first: HivemindSwarm, second: HivemindSwarm) -> list[Any]:
     return [outcomes[first], outcomes[second]]
 
 
-def test_two_peers_average_twice(pair: Pair) -> None:
-    for low, high in ((1.0, 2.0), (10.0, 30.0)):
-        fill(pair[0], low)
-        fill(pair[1], high)
-        for outcome in together(*pair):
-            assert isinstance(outcome, AllReduceResult), outcome
-            assert set(outcome.peers) == {swarm.peer_id for swarm in pair}
-            assert not outcome.partial
-            assert outcome.local_norm and outcome.average_norm
-        for swarm in pair:
-            for buffer in swarm.buffers:
-                assert torch.allclose(buffer, torch.full_like(buffer, (low + high) / 2))
-
-
 @pytest.mark.slow
 def test_peers_of_other_networks_never_meet(tmp_path: Path) -> None:
     """In one DHT, with one model; only the digests of their networks' files differ."""

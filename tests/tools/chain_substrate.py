@@ -10,6 +10,8 @@ import asyncio
 import ipaddress
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
+from datetime import timedelta
 from typing import Any
 
 from bittensor import RpcConnectionError
@@ -17,9 +19,20 @@ from bittensor.balance import Balance
 from bittensor.result import ExtrinsicResult
 
 from distributed_training.chain.base import ChainError
+from distributed_training.config.settings import ChainSettings
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 
 RAO = 10**9
+FIRST, SECOND = "ws://127.0.0.1:1", "ws://127.0.0.1:2"
+QUICK = timedelta(milliseconds=20)
+#: Two endpoints that are read again and again.
+QUICK_READS = replace(
+    ChainSettings(),
+    chain_endpoint=FIRST,
+    fallback_endpoints=(SECOND,),
+    poll_interval=QUICK,
+    neurons_interval=QUICK,
+)
 
 
 class LedgerSubstrate:

@@ -141,6 +141,7 @@ def assert_good_round(*swarms: HivemindSwarm, seconds: float = 60) -> None:
         assert isinstance(outcome, AllReduceResult), outcome
         assert set(outcome.peers) == {s.peer_id for s in swarms}
         assert not outcome.partial
+        assert outcome.local_norm and outcome.average_norm
         for buffer in swarm.buffers:
             assert torch.allclose(buffer, torch.full_like(buffer, expected))
 
