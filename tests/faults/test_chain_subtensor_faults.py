@@ -103,7 +103,8 @@ Make = Callable[..., Nodes]
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> Iterator[Make]:
-    """Makes :class:`Nodes` that are read every six seconds of a clock that runs fast."""
+    """Makes :class:`Nodes` that are read every six seconds of a clock that runs fast, and waits
+    until they have been."""
     monkeypatch.setenv("BITTENSOR_RUNTIME_CACHE_DIR", str(tmp_path / "cache"))
     caplog.set_level(logging.WARNING)
     made: list[Nodes] = []
@@ -111,6 +112,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog) -> Iterator[Ma
     def make(*, clock: Any = None, behind=(0.0, 0.0), **changes: Any) -> Nodes:
         settings = replace(SETTINGS, **{"poll_interval": timedelta(seconds=6), **changes})
         made.append(Nodes(tmp_path, settings, clock or FastClock(), behind))
+        assert made[-1].chain.wait_ready(timedelta(seconds=40))
         return made[-1]
 
     yield make
@@ -149,7 +151,6 @@ def watched(nodes: Nodes) -> Iterator[list[Change]]:
 
 
 def test_a_write_to_a_silent_chain_fails_in_time(nodes: Nodes) -> None:
-    assert nodes.chain.wait_ready(timedelta(seconds=40))
     nodes.first.silent = nodes.second.silent = True
     with pytest.raises(ChainError, match="no answer"):
         nodes.chain.commit("x")
@@ -162,7 +163,6 @@ def test_a_write_to_a_silent_chain_fails_in_time(nodes: Nodes) -> None:
 
 
 def test_a_write_waits_for_the_connection(nodes: Nodes) -> None:
-    assert nodes.chain.wait_ready(timedelta(seconds=40))
     nodes.first.silent = True
     wait_for(lambda: nodes.second.connections)
     nodes.chain.serve("1.2.3.4", 8091)
@@ -171,7 +171,6 @@ def test_a_write_waits_for_the_connection(nodes: Nodes) -> None:
 
 
 def test_a_reorganization_does_not_turn_the_clock_back(nodes: Nodes) -> None:
-    assert nodes.chain.wait_ready(timedelta(seconds=40))
     nodes.ledger.advance(20)
     wait_for(lambda: nodes.chain.block() == nodes.ledger.height)
     highest = nodes.chain.block()
@@ -184,7 +183,6 @@ def test_a_reorganization_does_not_turn_the_clock_back(nodes: Nodes) -> None:
 
 
 def test_close_does_not_wait_for_a_silent_node(nodes: Nodes) -> None:
-    assert nodes.chain.wait_ready(timedelta(seconds=40))
     nodes.first.silent = nodes.second.silent = True
     nodes.chain.close()
     assert not nodes.chain._thread.is_alive()
@@ -200,7 +198,6 @@ def test_away_for_an_hour_and_back_again(make: Make, caplog) -> None:
         neurons_interval=public.neurons_interval,
     )
     chain, pauses = nodes.chain, nodes.clock.pauses
-    assert chain.wait_ready(timedelta(seconds=40))
     caplog.set_level(logging.INFO)
     last = chain.block()
     nodes.ledger.up = False
@@ -239,7 +236,6 @@ def test_away_for_an_hour_and_back_again(make: Make, caplog) -> None:
 
 def test_deregistered_while_the_chain_was_away(make: Make) -> None:
     nodes = make()
-    assert nodes.chain.wait_ready(timedelta(seconds=40))
     with watched(nodes) as changes:
         nodes.ledger.up = False
         wait_for(lambda: nodes.chain.age() > timedelta(minutes=10))
@@ -253,7 +249,6 @@ def test_deregistered_while_the_chain_was_away(make: Make) -> None:
 def test_a_node_that_stopped_long_ago_says_nothing_about_us(make: Make) -> None:
     nodes = make(behind=(0.0, 6000.0))  # our hotkey was not there yet
     chain, ours = nodes.chain, nodes.wallet.ss58
-    assert chain.wait_ready(timedelta(seconds=40))
     with watched(nodes) as changes:
         nodes.ledger.up = False
         known = nodes.second.connections
@@ -281,7 +276,6 @@ def minutes_pass(make: Make) -> Make:
 
 def test_a_start_does_not_believe_a_node_that_is_behind(minutes_pass, caplog) -> None:
     nodes = minutes_pass(behind=(6000.0, 0.0))
-    assert nodes.chain.wait_ready(timedelta(seconds=40))
     assert nodes.chain.block() > nodes.first.ledger.height + 400
     assert nodes.chain.uid(nodes.wallet.ss58) == 0 and nodes.chain.uid(VALIDATOR.ss58) is None
     (line,) = caplog.messages
@@ -296,7 +290,6 @@ def test_when_all_nodes_are_behind_the_newest_is_believed(
     minutes_pass, caplog, behind: tuple[float, float], newest: str
 ) -> None:
     nodes = minutes_pass(behind=behind)
-    assert nodes.chain.wait_ready(timedelta(seconds=40))
     line = next(m for m in caplog.messages if "No chain node that answers" in m)
     assert newest in line and "timedatectl" in line and "--subtensor.chain_endpoint" in line
     # Nor is there a dance between two that are as good: the others are asked now and then.
@@ -311,13 +304,11 @@ def test_when_all_nodes_are_behind_the_newest_is_believed(
 
 def test_an_only_node_that_is_behind_is_believed_at_once(minutes_pass, caplog) -> None:
     nodes = minutes_pass(behind=(6000.0, 0.0), more=())
-    assert nodes.chain.wait_ready(timedelta(seconds=40))
     assert nodes.first.connections == 1 and len(caplog.messages) == 1
 
 
 def test_a_node_whose_client_cannot_be_made_has_nothing_newer(minutes_pass) -> None:
-    nodes = minutes_pass(behind=(6000.0, 0.0), more=("ws://127.0.0.1:3",))
-    assert nodes.chain.wait_ready(timedelta(seconds=40))
+    minutes_pass(behind=(6000.0, 0.0), more=("ws://127.0.0.1:3",))  # waits for it
 
 
 def test_what_a_node_showed_days_ago_is_no_answer_of_today() -> None:
@@ -335,7 +326,6 @@ def test_what_a_node_showed_days_ago_is_no_answer_of_today() -> None:
 
 def test_a_node_that_is_behind_is_left_when_another_has_caught_up(minutes_pass) -> None:
     nodes = minutes_pass(behind=(6000.0, 9000.0))
-    assert nodes.chain.wait_ready(timedelta(seconds=40))
     assert nodes.chain.uid(nodes.wallet.ss58) is None
     nodes.second.ledger, nodes.second.newest_block_age = nodes.ledger, 0.0
     wait_for(lambda: nodes.chain.uid(nodes.wallet.ss58) == 0)
@@ -344,7 +334,6 @@ def test_a_node_that_is_behind_is_left_when_another_has_caught_up(minutes_pass) 
 
 def test_a_node_that_falls_behind_is_left_for_the_next(minutes_pass) -> None:
     nodes = minutes_pass(behind=(0.0, 0.0))
-    assert nodes.chain.wait_ready(timedelta(seconds=40))
     assert nodes.second.connections == 0
     nodes.first.newest_block_age = 700.0
     wait_for(lambda: nodes.second.connections)
@@ -356,7 +345,6 @@ def test_a_node_whose_block_stands_still_is_left_for_the_next(make: Make, caplog
     nodes = make()
     moving = nodes.second.ledger = MemoryLedger(block=nodes.ledger.height)
     moving.register(nodes.wallet.ss58)
-    assert nodes.chain.wait_ready(timedelta(seconds=40))
     moving.advance(40)
     wait_for(lambda: nodes.chain.block() == moving.height)
     assert nodes.clock.now - 1000.0 >= subtensor.STANDSTILL
@@ -367,7 +355,7 @@ def test_a_node_without_neurons_is_no_answer_and_another_one_is(make: Make, capl
     """The SDK makes an empty list of a field that the answer lacks."""
     nodes = make()
     chain, ours = nodes.chain, nodes.wallet.ss58
-    assert chain.wait_ready(timedelta(seconds=40)) and chain.answered_by() == FIRST
+    assert chain.answered_by() == FIRST
     nodes.first.ledger = MemoryLedger(block=nodes.ledger.height)
     wait_for(lambda: chain.answered_by() == SECOND)
     assert chain.uid(ours) == 0
@@ -382,7 +370,7 @@ def test_two_nodes_disagree_and_the_other_one_is_asked(make: Make) -> None:
     """One node's answer, however often, is no deregistration while another one shows us."""
     nodes = make()
     chain, clock, ours = nodes.chain, nodes.clock, nodes.wallet.ss58
-    assert chain.wait_ready(timedelta(seconds=40)) and chain.endpoints() == 2
+    assert chain.endpoints() == 2
     nodes.first.ledger = MemoryLedger(block=nodes.ledger.height)
     nodes.first.ledger.register(VALIDATOR.ss58)
     with watched(nodes) as changes:

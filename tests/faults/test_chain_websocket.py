@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,6 +53,11 @@ class Network:
         self._chains.append(chain)
         return chain
 
+    def ready(self, **how: Any) -> BittensorChain:
+        chain = self.chain(**how)
+        assert chain.wait_ready(timedelta(seconds=40))
+        return chain
+
     def close(self) -> None:
         for chain in self._chains:
             chain.close()
@@ -76,8 +82,7 @@ def follows(network: Network, chain: BittensorChain) -> bool:
 
 
 def test_everything_is_read_over_one_connection(network: Network) -> None:
-    chain = network.chain()
-    assert chain.wait_ready(timedelta(seconds=40))
+    chain = network.ready()
     assert follows(network, chain)
     assert [n.hotkey for n in chain.neurons()] == [MINER.ss58, VALIDATOR.ss58]
     assert chain.neurons()[1].validator_permit and chain.neurons()[1].stake == 1e6
@@ -87,8 +92,7 @@ def test_everything_is_read_over_one_connection(network: Network) -> None:
 
 
 def test_a_lost_connection_is_made_again(network: Network) -> None:
-    chain = network.chain()
-    assert chain.wait_ready(timedelta(seconds=40))
+    chain = network.ready()
     for _ in range(3):
         before = sum(node.accepted for node in network.nodes)
         network.nodes[0].drop()
@@ -99,8 +103,7 @@ def test_a_lost_connection_is_made_again(network: Network) -> None:
 
 @pytest.mark.parametrize("how", ["goes away", "hangs"])
 def test_a_node_that_fails_is_left_for_the_next(network: Network, how: str, caplog) -> None:
-    chain = network.chain(call_timeout=IMPATIENT)
-    assert chain.wait_ready(timedelta(seconds=40))
+    chain = network.ready(call_timeout=IMPATIENT)
     caplog.set_level(logging.WARNING, logger="distributed_training")
     if how == "hangs":  # connected, and not a word more
         network.nodes[0].silent = True
@@ -136,8 +139,7 @@ def test_a_first_endpoint_that_is_dead_or_mute_does_not_stop_the_start(network: 
 
 
 def test_everything_away_leaves_what_was_known(network: Network, caplog) -> None:
-    chain = network.chain()
-    assert chain.wait_ready(timedelta(seconds=40))
+    chain = network.ready()
     caplog.set_level(logging.WARNING, logger="distributed_training")
     block, neurons = chain.block(), chain.neurons()
     for node in network.nodes:
