@@ -59,7 +59,7 @@ from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.health import machine
 from distributed_training.health.machine import Entry, Examination
 from distributed_training.health.reach import probe, probed
-from distributed_training.miner.launcher import default_ranks
+from distributed_training.miner.launcher import ranks_of
 from distributed_training.miner.rank_group import rank_environment_defaults, rank_variables
 from distributed_training.miner.run_folder import mark_of, rank_environment
 from distributed_training.protocol.lines import counted
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = load_config("miner", flags, file=OPERATORS_FILE, check=False)
         examination = Examination(
             config=config,
-            ranks=config.miner.nproc_per_node or default_ranks(config),
+            ranks=ranks_of(config),
             model=model_config(config, options.model),
             offline=options.offline,
             uid=options.uid,

@@ -76,7 +76,7 @@ Subscriber = Callable[[ev.Event, MinerState], Iterable[ev.Event] | None]
 
 #: How long a boundary waits for an event when there is nothing to do: the other ranks sit in the
 #: broadcast for that long.
-_IDLE_WAIT = timedelta(milliseconds=200)
+_IDLE_WAIT = 0.2  # seconds
 
 
 class Controller:
@@ -128,24 +128,22 @@ class Controller:
             return Command(Order.TRAIN, 0, data)
         # With a request at hand there is no wait: ranks begin to fetch only with the command.
         if not data.request:
-            self._wait_for_event()
+            self._take(_IDLE_WAIT)
         return Command(Order.WAIT_FOR_DATA if may_train else Order.IDLE, 0, data)
 
     def drain(self) -> None:
         """Handle every event that was posted until now."""
-        while True:
-            try:
-                event = self._events.get_nowait()
-            except queue.Empty:
-                return
-            self._handle(event)
+        while self._take(0.0):
+            pass
 
-    def _wait_for_event(self) -> None:
+    def _take(self, seconds: float) -> bool:
+        """Handle the next event. Return False if none comes within ``seconds``."""
         try:
-            event = self._events.get(timeout=_IDLE_WAIT.total_seconds())
+            event = self._events.get(timeout=seconds)
         except queue.Empty:
-            return
+            return False
         self._handle(event)
+        return True
 
     def _handle(self, event: ev.Event) -> None:
         for subscriber in self._subscribers:

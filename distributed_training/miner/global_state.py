@@ -74,13 +74,11 @@ class NotComparable(ValueError):
     """The object is not a float32 safetensors file with our parameters; the message says why."""
 
 
-def drift(
-    rows: Sequence[Rows], read: ReadRange, *, size: int, seed: int, slices: int = SLICES
-) -> float:
+def drift(rows: Sequence[Rows], read: ReadRange, *, size: int, seed: int) -> float:
     """Return the largest difference found, relative to the largest weight of its slice; or NaN.
 
-    ``size``: bytes of the whole object. Reads the header and ``slices`` slices of at most 256 KiB,
-    chosen at random among all rows by their size. Raises NotComparable, and the errors of ``read``.
+    ``size``: bytes of the whole object. Reads the header and some slices of at most 256 KiB, chosen
+    at random among all rows by their size. Raises NotComparable, and the errors of ``read``.
     """
     try:
         table = safetensors_table(read, size)
@@ -91,7 +89,7 @@ def drift(
     # By size, or a norm of a thousand values would be read as often as an embedding.
     weights = [item.values.numel() for item in usable]
     largest = 0.0
-    for item in chosen.choices(usable, weights, k=slices):
+    for item in chosen.choices(usable, weights, k=SLICES):
         row_bytes = 4 * item.values[0].numel()
         count = max(1, min(len(item.values), SLICE_ROWS_BYTES // row_bytes))
         start = chosen.randrange(len(item.values) - count + 1)
@@ -338,15 +336,15 @@ def pause(wanted: Callable[[], bool]) -> None:
 
 _ATTEMPTS = 3  # at a fetch, before it is given up with an event
 _SHORT = 30.0  # seconds: a fetch that failed later has used its time, and what waits for it goes on
-_LONGEST_WAIT = timedelta(minutes=1)  # between two of them
+_FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=1)  # between two of them
+_LAST_REQUEST = 5.0  # seconds that one in flight gets at the end
 
 
 class GlobalEpoch:
     """Compares and fetches in a thread of its own.
 
-    ``interval``: between two looks at the bucket's root metadata. ``retry``: first wait after a
-    failed fetch, doubled by each further one. ``epoch_start``: our outer step and what its global
-    weights are compared with; called in this thread.
+    ``interval``: between two looks at the bucket's root metadata. ``epoch_start``: our outer step
+    and what its global weights are compared with; called in this thread.
     """
 
     def __init__(
@@ -356,13 +354,11 @@ class GlobalEpoch:
         post: Callable[[ev.Event], None],
         interval: timedelta,
         epoch_start: Callable[[], tuple[int, Sequence[Rows]]],
-        retry: timedelta = timedelta(seconds=5),
     ) -> None:
         self._bucket = bucket
         self._post = post
         self._interval = interval.total_seconds()
         self._epoch_start = epoch_start
-        self._retry = retry
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._target: int | None = None  # to fetch
@@ -395,14 +391,14 @@ class GlobalEpoch:
         self._compare_weights = outer_step
         self._wake.set()
 
-    def close(self, timeout: timedelta = timedelta(seconds=5)) -> None:
-        """End a download; wait at most ``timeout`` for a request in flight."""
+    def close(self) -> None:
+        """End a download; wait a few seconds for a request in flight."""
         # First: the thread that wakes up, or loses its download, must find it.
         self._closed.set()
         self._wake.set()
         self._bucket.stop()
         if self._thread.is_alive():
-            self._thread.join(timeout.total_seconds())
+            self._thread.join(_LAST_REQUEST)
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -488,7 +484,7 @@ class GlobalEpoch:
             else:
                 self._post(ev.GlobalFetched(self._fetched))
                 return
-            wait = doubling(failures, first=self._retry, longest=_LONGEST_WAIT)
+            wait = doubling(failures, first=_FIRST_WAIT, longest=_LONGEST_WAIT)
             if time.monotonic() - began > _SHORT:
                 break
             if failures < _ATTEMPTS and self._closed.wait(wait.total_seconds()):

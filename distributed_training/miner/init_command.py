@@ -187,13 +187,10 @@ def _with_defaults(given: Mapping[str, str]) -> dict[str, str]:
     """Return ``given`` with what an operator looks for in the file, in the order of the help."""
     shown = ("wallet.name", "wallet.hotkey", "axon.port", "dht.port")
     found = {name: _default_of(name) for name in shown} | dict(given)
-    order = [setting.name for setting in schema("miner")]
-    return {name: found[name] for name in sorted(found, key=_place_in(order))}
-
-
-def _place_in(order: Sequence[str]) -> Callable[[str], tuple[str, int]]:
-    """Return a key that sorts flags by section, those without one first."""
-    return lambda name: (name.rpartition(".")[0], order.index(name) if name in order else 0)
+    # By section, those without one first; an older spelling before the rest of its section.
+    places = {setting.name: place for place, setting in enumerate(schema("miner"))}
+    order = sorted(found, key=lambda name: (name.rpartition(".")[0], places.get(name, 0)))
+    return {name: found[name] for name in order}
 
 
 def toml_of(given: Mapping[str, str]) -> str:

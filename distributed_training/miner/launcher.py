@@ -109,7 +109,7 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
     model that fits no rank.
     """
     # Outside of what is tried again: no disk or network that comes back makes it fit.
-    refuse_model(config, ranks=config.miner.nproc_per_node or default_ranks(config))
+    refuse_model(config, ranks=ranks_of(config))
     start_log(config, None, name="launcher")  # the run folder may not be there yet
     log_settings(config)
     limit_resources()
@@ -223,7 +223,7 @@ def _train(
     gpus = remembered_gpus(folder)
     if config.miner.device != "cpu":
         gpus = visible_gpu_count() or gpus
-    ranks = config.miner.nproc_per_node or default_ranks(config, gpus)
+    ranks = ranks_of(config, gpus)
     mark = Mark(INSTANCE, secrets.token_hex(16))
     # Before any process is started: by this mark the next launcher finds what a SIGKILL left.
     write_instance(folder, mark, gpus=gpus)
@@ -254,13 +254,14 @@ def stop_limit(folder: Path, wanted: timedelta) -> timedelta:
     return wanted if needed is None else max(wanted, timedelta(seconds=needed))
 
 
-def default_ranks(config: Config, remembered: int = 0) -> int:
-    """Return one rank per visible GPU; one without GPU or with ``--neuron.device cpu``.
+def ranks_of(config: Config, remembered: int = 0) -> int:
+    """Return ``--nproc_per_node``, else one rank per visible GPU.
 
+    It is one without GPU or with ``--neuron.device cpu``.
     ``remembered``: GPUs that an earlier launcher saw, for a driver that is late after a reboot.
     """
-    if config.miner.device == "cpu":
-        return 1
+    if config.miner.nproc_per_node or config.miner.device == "cpu":
+        return config.miner.nproc_per_node or 1
     return visible_gpu_count() or max(1, remembered)
 
 

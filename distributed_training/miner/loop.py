@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from distributed_training.protocol import keys
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
@@ -49,6 +50,18 @@ PAUSES = frozenset(
         Order.ROLL_BACK,
     }
 )
+
+
+def state_files(folder: Path | None) -> tuple[Path | None, Path | None]:
+    """Return the weights and the outer momentum of a fetched state; None for those without one."""
+    if folder is None:
+        return None, None
+    return folder / keys.MODEL, folder / keys.OUTER_OPTIMIZER
+
+
+def not_loaded(error: RankFailedError) -> str:
+    """Word that a rank failed in a load of all ranks: the state may be sound."""
+    return f"a rank could not load it: {error}; free host memory there"
 
 
 class MinerLoop:
@@ -98,13 +111,16 @@ class MinerLoop:
             event = self._carry_out(command, began)
             if command.order in PAUSES or (command.order is Order.PREVIEW and command.arg):
                 self._trainer.pause(time.perf_counter() - began)
-            if self._controller is not None:
+            if self._controller is not None and event is not None:
                 self._controller.post(event)
             if command.order is Order.STOP:
                 return command.arg
 
-    def _carry_out(self, command: Command, began: float) -> ev.Event:
-        """Carry out a command; an error not answered with an event ends the miner on all ranks."""
+    def _carry_out(self, command: Command, began: float) -> ev.Event | None:
+        """Carry out a command; an error not answered with an event ends the miner on all ranks.
+
+        Returns None where nothing follows from what it came to.
+        """
         match command.order:
             case Order.TRAIN:
                 return self._micro_batch()
@@ -128,7 +144,7 @@ class MinerLoop:
                 return ev.RolledBack(*(self._checkpointer.roll_back() or (None,)))
             case Order.STOP:
                 return self._stop(command)
-        return ev.Done(command.order)
+        return None
 
     # --- inner steps ---------------------------------------------------------------------------
 
@@ -205,9 +221,7 @@ class MinerLoop:
 
     def _load(self, command: Command) -> ev.Event:
         # On rank 0 alone: the others get their rows from it.
-        folder = command.given.folder
-        weights = folder / "model.safetensors" if folder else None
-        outer_optimizer = folder / "outer_optimizer.pt" if folder else None
+        weights, outer_optimizer = state_files(command.given.folder)
         sample = self._data.sample(self._trainer.measured_sequences)
         try:
             if command.order is Order.REBASE:
@@ -215,8 +229,7 @@ class MinerLoop:
             else:
                 self._trainer.load_global(weights, outer_optimizer, command.arg, sample)
         except RankFailedError as error:  # on all ranks alike; the state may be sound
-            detail = f"a rank could not load it: {error}; free host memory there"
-            return ev.GlobalFetchFailed(detail, time.monotonic())
+            return ev.GlobalFetchFailed(not_loaded(error), time.monotonic())
         except ValueError as error:  # on all ranks alike: another model's, say
             awful = isinstance(error, AwfulWeights)
             return ev.LoadFailed(str(error), time.monotonic(), awful)

@@ -26,15 +26,6 @@ _SHARE_POLL = 0.1  # seconds
 _INTEGERS = 6  # of a command
 
 
-def pack(command: Command) -> list[int]:
-    """Return the integers of ``command`` that are broadcast."""
-    return [int(command.order), command.arg, *command.data]
-
-
-def unpack(vector: list[int]) -> Command:
-    return Command(Order(vector[0]), vector[1], DataOrder(*vector[2:]))
-
-
 class Ranks:
     """The ranks' side channel: commands, votes and the readiness of data.
 
@@ -56,9 +47,11 @@ class Ranks:
     def agree(self, command: Command | None) -> Command:
         """Rank 0 passes its command, the others None; all return the same, what is given apart."""
         if self.world_size > 1:
-            vector = torch.tensor(pack(command) if command else [0] * _INTEGERS, dtype=torch.int64)
+            integers = [command.order, command.arg, *command.data] if command else [0] * _INTEGERS
+            vector = torch.tensor(integers, dtype=torch.int64)
             dist.broadcast(vector, src=0, group=self._group)
-            command = command or unpack([int(v) for v in vector])
+            order, arg, *data = vector.tolist()
+            command = command or Command(Order(order), arg, DataOrder(*data))
         assert command is not None
         return command
 

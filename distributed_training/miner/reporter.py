@@ -62,7 +62,7 @@ class MachineGauges:
 
     def single(self) -> Mapping[str, Callable[[], float | None]]:
         return {
-            "disk_free_bytes": self._disk_free,
+            "disk_free_bytes": lambda: shutil.disk_usage(self._folder).free,
             "disk_needed_bytes": lambda: self._needed,
             "memory_bytes": self._resident,
             "memory_growth_bytes_per_hour": self._growth.per_hour,
@@ -93,11 +93,6 @@ class MachineGauges:
     def close(self) -> None:
         for card in self._cards:
             card.close()
-
-    def _disk_free(self) -> float | None:
-        with contextlib.suppress(OSError):
-            return shutil.disk_usage(self._folder).free
-        return None
 
     def _resident(self) -> float:
         """Return the resident bytes of all ranks and of the processes around them.
@@ -237,8 +232,8 @@ class Metrics:
         self._last_rounds.extend((step, False) for step in missed)
         self._participated()
 
-    def epoch_seen(self, outer_step: int) -> None:
-        self._file.registry.set("global_outer_step", outer_step)
+    def set(self, name: str, value: float) -> None:
+        self._file.registry.set(name, value)
 
     def _participated(self) -> None:
         registry, worked = self._file.registry, [ok for _, ok in self._last_rounds]
@@ -255,12 +250,6 @@ class Metrics:
 
     def snapshot_refused(self, kind: str) -> None:
         self._refused[kind] += 1
-
-    def snapshot_ready(self, seconds: float) -> None:
-        self._file.registry.set("snapshot_ready_seconds", seconds)
-
-    def previewed(self, delta: float) -> None:
-        self._file.registry.set("preview_loss_change", delta)
 
     def stopped(self) -> None:
         """Write the last figures, which stay in the file."""
@@ -410,14 +399,14 @@ class Reporter:
                 self._metrics.write()
             case ev.SnapshotSubmitted(revision=revision, preview=preview, seconds=seconds):
                 self._submitted(revision, preview)
-                self._metrics.snapshot_ready(seconds)
+                self._metrics.set("snapshot_ready_seconds", seconds)
             case ev.PublicationEnded(report=publication):
                 self._publication_ended(publication)
             case ev.GlobalEpochSeen(outer_step=seen):
                 self._global_outer_step = seen
-                self._metrics.epoch_seen(seen)
+                self._metrics.set("global_outer_step", seen)
             case ev.GlobalFetchFailed(detail=detail):
-                log.warning("The global state could not be fetched (%s). Training goes on.", detail)
+                log.warning("%s", lines.not_fetched(detail))
             case ev.LoadFailed(problem=why, awful=awful):
                 if awful:
                     log.warning("%s", lines.awful(self._global_uid, why))
@@ -514,7 +503,7 @@ class Reporter:
         delta, seconds = preview.delta, preview.seconds
         if delta is not None:
             self._record("preview", revision=revision.tag, delta=delta, seconds=seconds)
-            self._metrics.previewed(delta)
+            self._metrics.set("preview_loss_change", delta)
         log.info("%s", lines.UPLOAD_MODEL_START)
         log.info("%s", lines.uploading(self._bucket))
 

@@ -130,14 +130,9 @@ class RoundClock:
         # A tenth is for the difference of the two views of the chain.
         return block >= last + self._shortest - self._shortest // 10
 
-    @property
-    def blocks(self) -> int:
-        """Between two rounds."""
-        return self._period
-
     def half(self) -> int:
         """Return half the period in blocks; validators refuse a block list further behind."""
-        return self.blocks // 2
+        return self._period // 2
 
     def seconds(self, blocks: int | None = None) -> float:
         """Return the seconds that so many blocks take; default: those between two rounds."""

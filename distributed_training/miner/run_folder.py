@@ -23,7 +23,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -51,14 +51,9 @@ class RankEnvironment:
     world_size: int
 
 
-def rank_environment(environ: Mapping[str, str] | None = None) -> RankEnvironment:
+def rank_environment() -> RankEnvironment:
     """Read a rank's variables. Raises KeyError without a launcher or torchrun."""
-    env = os.environ if environ is None else environ
-    return RankEnvironment(
-        rank=int(env["RANK"]),
-        local_rank=int(env["LOCAL_RANK"]),
-        world_size=int(env["WORLD_SIZE"]),
-    )
+    return RankEnvironment(*(int(os.environ[n]) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
 
 
 Pid = Annotated[int, Field(gt=0)]  # to a signal, 0 and negative numbers are groups of processes

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -74,9 +74,9 @@ from distributed_training.telemetry import MetricsFile
 log = logging.getLogger(__name__)
 
 REGISTRATION_FILE = "registration.json"  # in the run folder
-#: While a start waits for the registration: between two questions to another chain endpoint, two
-#: lines in the log, two writes of the metrics and of how long it has waited.
-ASK_ANOTHER, SAY_AGAIN, KEEP = timedelta(minutes=5), timedelta(minutes=30), timedelta(minutes=5)
+#: While a start waits for the registration: between two questions to another chain endpoint, and
+#: two writes of how long it has waited; between two lines in the log.
+ASK_ANOTHER, SAY_AGAIN = timedelta(minutes=5), timedelta(minutes=30)
 #: Neurons that were not read for so long, beyond the interval, say nothing about us.
 SILENT = timedelta(minutes=10)
 
@@ -341,7 +341,10 @@ def _open_bucket(config: Config, member: Member, bucket: str) -> tuple[Published
     Raises ConfigError, NetworkFailure.
     """
     try:
-        return _check_bucket(config, bucket), buckets.own_commitment(config.store, bucket)
+        with closing(buckets.open_own(config.store, bucket)) as store:
+            buckets.check_own(store)
+            published = read_published(BucketReader(store, large=buckets.BUCKET_CHECK))
+        return published, buckets.own_commitment(config.store, bucket)
     except NetworkFailure as error:
         commitment = buckets.commitment_text(config.store)
         try:
@@ -419,9 +422,9 @@ def _registered_again(
     metrics = MetricsFile(folder / "metrics.prom", every=60.0)
     metrics.registry.set("registered", 0)
     metrics.registry.set("protocol_run", config.store.run)
-    say, ask, keep = (
+    say, ask = (
         Throttle(every.total_seconds(), clock=lambda: time.monotonic())
-        for every in (SAY_AGAIN, ASK_ANOTHER, KEEP)
+        for every in (SAY_AGAIN, ASK_ANOTHER)
     )
     silent = (config.chain.neurons_interval + SILENT).total_seconds()
     before = read_at = time.monotonic()
@@ -459,10 +462,9 @@ def _registered_again(
                 )
             if ask():
                 chain.ask_another()
+                record.save(folder / REGISTRATION_FILE)
             # The loop, which writes them later, is not there yet, and an alert waits for this one.
             metrics.write(lambda: None)
-            if keep():
-                record.save(folder / REGISTRATION_FILE)
             pause(wanted)
     finally:  # what was waited counts for the next start
         record.save(folder / REGISTRATION_FILE)
@@ -485,19 +487,6 @@ def on_this_node(config: Config, folder: Path, ranks: Ranks, info: StartupInfo) 
             )
         found = {"path": str(path)}
     return replace(info, tokenizer_path=ranks.share(f"tokenizer-{node}", found)["path"])
-
-
-def _check_bucket(config: Config, bucket: str) -> Published:
-    """Check that the bucket is there and the write keys work; return its content.
-
-    Raises ConfigError, NetworkFailure.
-    """
-    store = buckets.open_own(config.store, bucket)
-    try:
-        buckets.check_own(store)
-        return read_published(BucketReader(store, large=buckets.BUCKET_CHECK))
-    finally:
-        store.close()
 
 
 def read_published(bucket: BucketReader) -> Published:

@@ -64,7 +64,7 @@ from .block_list import BlockList
 from .controller import Averaging, Controller, Subscriber
 from .global_state import GlobalEpoch, Rows, StopBeforeStart, begin_fresh
 from .income import Income
-from .loop import MinerLoop
+from .loop import MinerLoop, not_loaded, state_files
 from .ranks import Ranks, join_ranks
 from .reporter import MachineGauges, Metrics, MissedRounds, Record, Reporter, limits
 from .run_folder import (
@@ -83,21 +83,13 @@ from .uploads import Publishing
 log = logging.getLogger(__name__)
 
 
-class DeviceAway(RuntimeError):
-    """There are GPUs, but torch cannot use them now.
-
-    Exit status 1.
-
-    Just after a reboot or a driver's upgrade that passes.
-    """
-
-
 def rank_device(wanted: str, local_rank: int, *, remembered: int = 0) -> torch.device:
     """Return the device of ``--neuron.device``; a GPU becomes the process's current one.
 
     ``remembered``: GPUs that earlier ranks of this run folder ran on. Raises ConfigError for cuda
-    without a GPU. Raises DeviceAway for auto if there are GPUs, or were before: once on the CPU, a
-    rank would stay there, and take days for a step.
+    without a GPU. Raises NetworkFailure for auto if there are GPUs, or were before: just after a
+    reboot or a driver's upgrade that passes, and a rank that is once on the CPU would stay there,
+    and take days for a step.
     """
     if wanted != "cpu" and torch.cuda.is_available():
         device = torch.device("cuda", local_rank)
@@ -110,7 +102,7 @@ def rank_device(wanted: str, local_rank: int, *, remembered: int = 0) -> torch.d
             "CPU"
         )
     if wanted == "auto" and (gpus := visible_gpu_count() or remembered):
-        raise DeviceAway(
+        raise NetworkFailure(
             f"torch {torch.__version__} cannot use the {gpus} GPUs this miner has, so nothing is "
             "trained until it can, rather than on the CPU: nvidia-smi and python "
             "scripts/diagnose.py say why; --neuron.device cpu takes the CPU"
@@ -226,7 +218,7 @@ def run_rank(config: Config) -> int:
             status, reason = _run(config, me, folder, stop, stack)
     except StopBeforeStart:
         status, reason = ExitStatus.STOPPED, "stopped before the start was complete"
-    except (ConfigError, NetworkFailure, DeviceAway) as error:
+    except (ConfigError, NetworkFailure) as error:
         # The settings were checked before any rank was started: this was found outside.
         status, reason = exit_status_of(error), str(error)
         outside = status == ExitStatus.FAULT
@@ -450,12 +442,7 @@ def resume(
             return kept
         log.info(lines.epochs_differ(reached, outer_step))
     try:
-        trainer.load_global(
-            global_folder / "model.safetensors" if global_folder else None,
-            global_folder / "outer_optimizer.pt" if global_folder else None,
-            outer_step,
-            sample(),
-        )
+        trainer.load_global(*state_files(global_folder), outer_step, sample())
     except ValueError as error:  # on all ranks alike; nothing has changed
         if global_folder is not None:
             refuse(global_folder, str(error))  # the next start waits for another one
@@ -473,11 +460,7 @@ def resume(
     except RankFailedError as error:  # on all ranks alike, before anything has changed
         if restored is None:
             raise
-        log.warning(
-            "The global state could not be fetched (a rank could not load it: %s; free host memory "
-            "there). Training goes on.",
-            error,
-        )
+        log.warning("%s", lines.not_fetched(not_loaded(error)))
         return restored[1]
     if restored is None:
         begin_fresh(trainer, inner_folder)

@@ -3,8 +3,8 @@
 Everything that happens becomes an *event* in one queue of rank 0: a call from the validator, the
 end of an average, a new global state, a signal, the result of each command. :func:`decide` turns
 the :class:`MinerState` and an event into the next state and what follows: *commands*, which reach
-all ranks at a micro-batch boundary, and *tasks*, which rank 0 starts beside the loop. Both are
-answered by an event. No process, clock or network is touched here: events carry the time they
+all ranks at a micro-batch boundary, and *tasks*, which rank 0 starts beside the loop. What follows
+from one is an event again. No process, clock or network is touched here: events carry the time they
 happened at, of ``time.monotonic()``, since a wall clock that is set must move no deadline.
 
 =================  ==============================================================================
@@ -125,13 +125,6 @@ class Event:
 
 
 # --- what a command came to ----------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Done(Event):
-    """``order`` was carried out, and nothing more is to be said of it."""
-
-    order: Order
 
 
 @dataclass(frozen=True)

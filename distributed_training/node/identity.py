@@ -18,17 +18,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distributed_training.chain.base import (
-    Chain,
-    ChainError,
-    ChainState,
-    Neuron,
-    find,
-)
+from distributed_training.chain.base import Chain, ChainError, ChainState, Neuron, find
 from distributed_training.chain.client import SignedClient
 from distributed_training.chain.identity import Wallet, external_ip, load_wallet
 from distributed_training.chain.registration import (
-    INTERVAL,
     Belief,
     Change,
     RegistrationEvent,
@@ -62,6 +55,7 @@ log = logging.getLogger(__name__)
 STATE_FILE = "chain.json"  # in the run folder
 SOON = timedelta(seconds=30)  # for an endpoint to answer, where a kept state would do
 _SECOND_NODE_TIMEOUT = timedelta(seconds=2.3)  # as long as validators wait for IsAlive
+_SECOND_NODE_PATIENCE, _ASK_SECOND_NODE_AGAIN = 300.0, 15.0  # seconds
 
 _UNREGISTERED = {
     "miner": "so nobody would score or pay this miner",
@@ -261,23 +255,16 @@ def _uid(chain: Chain, hotkey: str, settings: ChainSettings, master: str) -> int
     return uid
 
 
-def refuse_second_node(
-    member: Member,
-    *,
-    patience: timedelta = timedelta(minutes=5),
-    ask_again: timedelta = timedelta(seconds=15),
-) -> None:
+def refuse_second_node(member: Member) -> None:
     """Raise HotkeyInUse if the chain's endpoint of this hotkey proves that it holds the key too.
 
     A miner that answers there without a proof may be the public one with our key, or anybody who
-    has the address by now. It cannot end a start, only hold it up for ``patience``.
+    has the address by now. It cannot end a start, only hold it up for five minutes.
     """
     me = find(member.chain.neurons(), member.hotkey)
     if me is None or me.port is None:
         return
-    client = SignedClient(wallet=member.wallet)
-    began = time.monotonic()
-    told = False
+    client, began, told = SignedClient(wallet=member.wallet), time.monotonic(), False
     # None: no miner answers there. False: one does, and proves nothing.
     while (proven := client.same_key_at(me, _SECOND_NODE_TIMEOUT)) is not None:
         if proven:
@@ -286,7 +273,7 @@ def refuse_second_node(
                 "would overwrite each other's uploads: stop it first, or give another "
                 "--wallet.hotkey"
             )
-        if time.monotonic() - began >= patience.total_seconds():
+        if time.monotonic() - began >= _SECOND_NODE_PATIENCE:
             log.warning(
                 "A miner still answers at %s:%d: the start goes on; if it has this hotkey, both "
                 "overwrite each other's uploads until one is stopped",
@@ -304,9 +291,9 @@ def refuse_second_node(
                 me.ip,
                 me.port,
                 member.hotkey,
-                patience.total_seconds() / 60,
+                _SECOND_NODE_PATIENCE / 60,
             )
-        time.sleep(ask_again.total_seconds())
+        time.sleep(_ASK_SECOND_NODE_AGAIN)
 
 
 def miners_of(neurons: Sequence[Neuron], *, minimum_stake: float, max_uids: int) -> list[Neuron]:
@@ -381,11 +368,11 @@ def follow_registration(
     endpoint: tuple[str, int],
     commitment: str,
     stop: Callable[[str, int], None],
-    belief: Belief = Belief(),
-    on_read: Callable[[], None] = lambda: None,
-    interval: timedelta = INTERVAL,
-    public_ip: Callable[[], str | None] | None = None,
-    moved: Callable[[str], None] = lambda ip: None,
+    belief: Belief,
+    on_read: Callable[[], None],
+    interval: timedelta,
+    public_ip: Callable[[], str | None],
+    moved: Callable[[str], None],
 ) -> RegistrationWatcher:
     """Watch that the hotkey stays registered and ours alone. Close what is returned.
 
@@ -394,7 +381,7 @@ def follow_registration(
     moved to another uid (1: a new start publishes to the new bucket). What a reorganization took
     back is written again. ``belief``, ``on_read``: see :class:`RegistrationWatcher`.
 
-    ``public_ip``, if given, is asked every five minutes, None if there is no reason to look: a
+    ``public_ip`` is asked every five minutes; it returns None if there is no reason to look. A
     provider or a cloud may give the machine another address, and validators would call the old one
     for ever. An address that it tells twice in a row is written to the chain, and handed to
     ``moved``.
@@ -423,13 +410,10 @@ def follow_registration(
         interval=interval,
     )
     watcher.start()
-    if public_ip is not None:
-        threading.Thread(
-            target=_follow_address,
-            args=(member, watcher, ours, public_ip, moved),
-            name="public-address",
-            daemon=True,
-        ).start()
+    address = (member, watcher, ours, public_ip, moved)
+    threading.Thread(
+        target=_follow_address, args=address, name="public-address", daemon=True
+    ).start()
     return watcher
 
 

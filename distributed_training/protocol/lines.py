@@ -44,6 +44,11 @@ def not_checked(revision: Revision) -> str:
     )
 
 
+def not_fetched(detail: str) -> str:
+    """Word that the global state is tried again later."""
+    return f"The global state could not be fetched ({detail}). Training goes on."
+
+
 def awful(uid: int | None, why: object) -> str:
     """Word that weights of ``uid`` are worse than a guess, or far worse than ours; ``why``."""
     whose = "its owner" if uid is None else f"uid {uid}"

@@ -13,13 +13,12 @@ from pathlib import Path
 import pytest
 
 from distributed_training.common.exits import ExitStatus
-from distributed_training.common.processes import Mark
-from distributed_training.config import load_config
 from distributed_training.miner import rank_group, run_folder
 from distributed_training.miner.launcher import stop_limit
 from distributed_training.miner.rank_group import rank_environment_defaults
 from distributed_training.miner.run_folder import INSTANCE
 from distributed_training.miner.start import COLLECTIVE_TIMEOUT, CONTROL_TIMEOUT
+from tests.tools.miner_parts import config_of
 
 
 def test_what_an_earlier_instance_wrote_does_not_count(
@@ -37,24 +36,6 @@ def test_what_an_earlier_instance_wrote_does_not_count(
     assert run_folder.listening_ranks(tmp_path, instance="one") == {}
     assert run_folder.read_exit_status(tmp_path, instance="one") is None
     assert not list(tmp_path.rglob("*.json*"))
-
-
-@pytest.mark.parametrize(
-    "text", ['{"status": 0, "inst', "[1]", '{"status": 9, "instance": "x"}', '{"instance": "x"}']
-)
-def test_a_broken_file_is_no_file(tmp_path: Path, text: str) -> None:
-    for name in ("exit_status.json", "instance.json"):
-        (tmp_path / name).write_text(text)
-    assert run_folder.read_exit_status(tmp_path, instance="x") is None
-    assert run_folder.launcher_pid(tmp_path) is None
-    assert run_folder.mark_of(tmp_path) in (None, Mark(INSTANCE, "x"))
-
-
-def test_the_mark_of_the_last_launcher_is_kept(tmp_path: Path) -> None:
-    assert run_folder.mark_of(tmp_path) is None
-    run_folder.write_instance(tmp_path, Mark(INSTANCE, "abc"))
-    assert run_folder.mark_of(tmp_path) == Mark(INSTANCE, "abc")
-    assert run_folder.launcher_pid(tmp_path) == os.getpid()
 
 
 def test_a_stop_gets_the_time_that_the_last_checkpoint_shows(tmp_path: Path) -> None:
@@ -90,7 +71,7 @@ def test_a_library_that_aborts_leaves_stacks() -> None:
 
 
 def test_a_collective_gives_up_before_the_ranks_count_as_hung() -> None:
-    config = load_config("miner", [], environ={}, dotenv=None, check=False)
+    config = config_of()
     assert COLLECTIVE_TIMEOUT < config.miner.hang_timeout < CONTROL_TIMEOUT
 
 
@@ -104,7 +85,7 @@ def test_the_allocators_segments_grow_unless_the_operator_chose(
     monkeypatch.setenv(name, "max_split_size_mb:512")
     assert rank_environment_defaults(ranks=1)[name] == "max_split_size_mb:512"
     monkeypatch.delenv(name)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512")  # torch's newer name of it
     assert name not in rank_environment_defaults(ranks=1)
 
 
@@ -134,10 +115,3 @@ def test_the_ranks_meet_where_there_are_locks_and_room(
     with pytest.raises(OSError, match="No such file"):
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no disk"))
         rank_group.scratch_base(str(tmp_path / "no memory"))
-
-
-def test_rank_environment() -> None:
-    env = {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4"}
-    assert run_folder.rank_environment(env) == run_folder.RankEnvironment(3, 1, 4)
-    with pytest.raises(KeyError):
-        run_folder.rank_environment({})

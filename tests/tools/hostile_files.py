@@ -60,7 +60,7 @@ def _drift(path: Path) -> Any:
 
     data = path.read_bytes()
     rows = [Rows(name, 0, torch.ones(shape)) for name, shape in SCHEMA]
-    return drift(rows, lambda first, n: data[first : first + n], size=len(data), seed=1, slices=4)
+    return drift(rows, lambda first, n: data[first : first + n], size=len(data), seed=1)
 
 
 def _payload(path: Path) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,13 @@ class Chain:
     def __init__(self) -> None:
         self.block, self.now = 1000, 50.0
 
-    def clock(self, last: int | None) -> RoundClock:
+    def clock(self, last: int | None, blocks: int = 400, **more: Any) -> RoundClock:
         return RoundClock(
             chain_block=lambda: self.block,
-            blocks_per_allreduce=400,
+            blocks_per_allreduce=blocks,
             last_allreduce_block=last,
             clock=lambda: self.now,
+            **more,
         )
 
     def pass_blocks(self, count: int, seconds: float) -> None:
@@ -78,15 +80,8 @@ def test_looks_at_uneven_moments_do_not_move_the_round(seed: int, pace: float) -
 
 
 def test_a_chain_that_does_not_answer_tells_nothing_of_what_is_due() -> None:
-    chain = Chain()
     silence = timedelta()
-    clock = RoundClock(
-        chain_block=lambda: chain.block,
-        blocks_per_allreduce=400,
-        last_allreduce_block=1000,
-        chain_age=lambda: silence,
-        clock=lambda: chain.now,
-    )
+    clock = Chain().clock(1000, chain_age=lambda: silence)
     assert clock.due() is False
     silence = timedelta(minutes=6)
     assert clock.due() is None
@@ -97,6 +92,7 @@ def test_a_round_without_this_miner_begins_the_period_anew() -> None:
     clock = chain.clock(1000)
     chain.pass_blocks(500, 12.0)
     assert clock.next_at() is None and clock.due() is True
+    assert clock.expected_at() == chain.now - 100 * 12, "an alert sees how long it is overdue"
     clock.round_heard_of(1410)
     assert remaining(clock, chain) == pytest.approx(310)
     assert clock.due() is False
@@ -112,7 +108,7 @@ def test_a_last_round_in_the_future_is_no_last_round(ahead: int) -> None:
     clock = chain.clock(chain.block + ahead)
     assert (clock.due(), clock.next_at(), clock.expected_at()) == (None, None, None)
     clock.round_called()  # which tells no period
-    assert clock.blocks == 400
+    assert clock.seconds() == 400 * 12
     clock.round_heard_of(900)  # smaller, and the first that can be true
     assert clock.due() is False and remaining(clock, chain) == pytest.approx(300)
     chain.pass_blocks(400, 12.0)
@@ -163,6 +159,7 @@ def test_the_state_of_a_round_with_this_miner_is_no_missed_round(averaged: bool)
 def test_a_round_may_be_called_a_tenth_of_the_period_early() -> None:
     chain = Chain()
     clock = chain.clock(1000)
+    assert clock.half() == 200, "blocks that validators still take"
     chain.pass_blocks(359, 12.0)
     assert clock.due() is False
     chain.pass_blocks(1, 12.0)
@@ -172,13 +169,7 @@ def test_a_round_may_be_called_a_tenth_of_the_period_early() -> None:
 
 def test_a_validator_that_starts_again_may_call_after_the_shorter_period() -> None:
     chain = Chain()
-    clock = RoundClock(
-        chain_block=lambda: chain.block,
-        blocks_per_allreduce=750,
-        last_allreduce_block=1000,
-        shortest_period=400,
-        clock=lambda: chain.now,
-    )
+    clock = chain.clock(1000, 750, shortest_period=400)
     chain.pass_blocks(400, 12.0)
     assert clock.due() is True and clock.next_at() == chain.now + 350 * 12
 

@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from distributed_training.config import load_config
 from distributed_training.config.settings import StoreSettings
 from distributed_training.miner import global_state
 from distributed_training.miner import state_machine as ev
@@ -38,6 +37,7 @@ from distributed_training.protocol.types import Revision
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import AccessDeniedError, S3ObjectStore, TransientError
 from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.miner_parts import config_of
 from tests.tools.support_store import publish_state
 
 pytestmark = pytest.mark.timeout(60)
@@ -195,7 +195,6 @@ def watching(
     *,
     interval: timedelta = timedelta(hours=1),
     rows: Sequence[Rows] = (),
-    **more: timedelta,
 ) -> Iterator[tuple[GlobalEpoch, queue.Queue[ev.Event]]]:
     """A watch that runs inside, ours at outer step 4 with ``rows``, and the events it posts."""
     events: queue.Queue[ev.Event] = queue.Queue()
@@ -204,7 +203,6 @@ def watching(
         post=events.put,
         interval=interval,
         epoch_start=lambda: (4, rows),
-        **more,
     )
     watch.start()
     try:
@@ -238,9 +236,6 @@ def test_a_fetch_that_fails_in_an_unforeseen_way_is_answered_and_the_watch_goes_
                 raise RuntimeError("nobody thought of this")
             return tmp_path
 
-        def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
-            raise AssertionError
-
     with watching(Reader()) as (watch, events):
         watch.fetch(5)
         failed = events.get(timeout=60)
@@ -255,9 +250,6 @@ def test_a_comparison_that_could_not_be_made_is_made_at_the_next_look() -> None:
 
         def outer_step(self) -> int:
             return 4
-
-        def fetch(self, outer_step: int) -> Path:
-            raise AssertionError
 
         def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
             Reader.looks += 1
@@ -305,6 +297,7 @@ def test_a_fetch_that_used_its_time_is_not_tried_again_at_once(
 ) -> None:
     """Uploads and rounds wait for its end."""
     monkeypatch.setattr(global_state, "_SHORT", short)
+    monkeypatch.setattr(global_state, "_FIRST_WAIT", timedelta(0))
     fetched: list[int] = []
 
     class Reader(Unread):
@@ -312,7 +305,7 @@ def test_a_fetch_that_used_its_time_is_not_tried_again_at_once(
             fetched.append(outer_step)
             raise GlobalUnavailableError("500")
 
-    with watching(Reader(), retry=timedelta(0)) as (watch, events):
+    with watching(Reader()) as (watch, events):
         watch.fetch(5)
         assert isinstance(events.get(timeout=60), ev.GlobalFetchFailed)
     assert fetched == [5] * attempts
@@ -361,7 +354,7 @@ def test_the_network_s_inner_optimizer_else_this_miner_s(
     monkeypatch.setattr(buckets, "open_own", lambda settings, bucket: own)
     reader = BucketReader(theirs, large=timedelta(seconds=1 if away else 60))
     found = global_state.fetch_inner_optimizer(
-        load_config("miner", [], environ={}, dotenv=None, check=False),
+        config_of(),
         GlobalBucket(open_bucket=lambda: reader, folder=tmp_path / "global", run=5),
         7,
         bucket="own",

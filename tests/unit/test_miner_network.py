@@ -12,7 +12,6 @@ import pytest
 
 from distributed_training.chain.base import ChainUnavailable
 from distributed_training.chain.identity import AddressUnknown
-from distributed_training.config import load_config
 from distributed_training.config.settings import StoreSettings
 from distributed_training.miner import services
 from distributed_training.miner.services import Published, read_published
@@ -28,6 +27,7 @@ from distributed_training.store.uploader_process import Publication
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER
 from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.miner_parts import config_of
 from tests.tools.support_store import PEER_ID, write_snapshot
 
 pytestmark = pytest.mark.timeout(30)
@@ -109,7 +109,7 @@ class Outage:
         def unknown(*_: object) -> None:
             raise AddressUnknown("the public address of this machine is unknown")
 
-        monkeypatch.setattr(services, "_check_bucket", away)
+        monkeypatch.setattr(services.buckets, "open_own", away)
         monkeypatch.setattr(services, "public_address", unknown)
         monkeypatch.setattr(services.buckets, "commitment_text", lambda _: "our read keys")
 
@@ -162,7 +162,7 @@ def test_the_swarm_announces_the_address_that_is_found_for_calls(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = load_config("miner", flags, environ={}, dotenv=None, check=False)
+    config = config_of(*flags)
     monkeypatch.setattr(identity, "external_ip", lambda c, **_: c.external_ip or "8.8.4.4")
     opened: list[Any] = []
     monkeypatch.setattr(services, "HivemindSwarm", lambda **given: opened.append(given))

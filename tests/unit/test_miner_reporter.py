@@ -24,10 +24,9 @@ from distributed_training.protocol.types import (
     PublicationReport,
     Revision,
     RoundRequest,
-    StepReport,
 )
-from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.telemetry import MetricsFile
+from tests.tools.miner_parts import step_report, upload_schedule
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(30)
@@ -35,7 +34,7 @@ pytestmark = pytest.mark.timeout(30)
 TRAINING = MinerState(mode=Mode.TRAINING, outer_step=3)
 IN_ROUND = MinerState(mode=Mode.AVERAGING, outer_step=3)
 RESULT = AllReduceResult(("me", "a"), ("b",), 1.5, 2.5, 4.0)
-REPORT = StepReport(3, 7, 2.5, 1e-3, 256, 8, 2.0, 0.5, 2)
+REPORT = step_report()
 
 
 class Rig:
@@ -51,13 +50,7 @@ class Rig:
                 counts={"data": lambda: {"blocks": 3}},
                 gauges={"chain_age_seconds": lambda: 4.0, "disk_free_bytes": lambda: None},
             ),
-            schedule=UploadSchedule(
-                upload_steps=10,
-                minimum_inner_step=10,
-                age_limit=timedelta(hours=9),
-                slack=timedelta(0),
-                published_at=900.0,
-            ),
+            schedule=upload_schedule(published_at=900.0),
             warnings=lambda report: self.warnings,
             bucket="mine",
             global_uid=3,
@@ -65,13 +58,13 @@ class Rig:
             clock=lambda: self.now,
         )
 
-    def see(self, event: ev.Event, state: MinerState = TRAINING) -> list[tuple[str, str]]:
-        """Level and text of the lines said."""
+    def see(self, event: ev.Event, state: MinerState = TRAINING) -> list[str]:
+        """The lines said; a warning begins with "! "."""
         self.caplog.clear()
         self.reporter.see(event, state)
         # By number: hivemind, where a test imported it, calls WARNING something else.
-        levels = {logging.INFO: "INFO", logging.WARNING: "WARNING", logging.ERROR: "ERROR"}
-        return [(levels[r.levelno], r.getMessage()) for r in self.caplog.records]
+        marks = {logging.INFO: "", logging.WARNING: "! "}
+        return [marks[r.levelno] + r.getMessage() for r in self.caplog.records]
 
 
 @pytest.fixture
@@ -81,19 +74,9 @@ def rig(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Rig:
 
 def test_a_step(rig: Rig) -> None:
     rig.warnings = ["the GPU sleeps"]
-    assert rig.see(ev.InnerStepDone(REPORT)) == [
-        (
-            "INFO",
-            "Outer Step: 3 | Inner Step: 7 | LR: 0.00100000 | Loss: 2.50 | Step Time: 2.0s | "
-            "GPU Mem: 0.00GB",
-        ),
-        (
-            "INFO",
-            "Throughput: 4.00 samples/sec | 128 tokens/s | Data Wait: 0.5s | "
-            "Repo age: 100s of 32400s",
-        ),
-        ("WARNING", "the GPU sleeps"),
-    ]
+    step, throughput, warning = rig.see(ev.InnerStepDone(REPORT))
+    assert (step, warning) == (lines.step_line(REPORT), "! the GPU sleeps")
+    assert throughput == f"{lines.throughput_line(REPORT)} | Repo age: 100s of 32400s"
     ((kind, fields),) = rig.records
     assert kind == "step"
     assert fields["loss"] == 2.5 and fields["tokens_per_second"] == 128
@@ -106,7 +89,7 @@ def test_a_step(rig: Rig) -> None:
 
 def test_behind_the_subnet_a_young_publication_is_not_called_well(rig: Rig) -> None:
     def said(outer_step: int) -> str:
-        return rig.see(ev.InnerStepDone(replace(REPORT, outer_step=outer_step)))[1][1]
+        return rig.see(ev.InnerStepDone(replace(REPORT, outer_step=outer_step)))[1]
 
     rig.see(ev.GlobalEpochSeen(3, 1.0))
     assert said(3).endswith("Repo age: 100s of 32400s")
@@ -149,39 +132,23 @@ def test_a_round_that_only_others_had_counts_as_missed(rig: Rig) -> None:
 
 
 def test_a_successful_round(rig: Rig) -> None:
-    said = [text for _, text in rig.see(ev.PseudoGradientWritten(0.5), IN_ROUND)]
-    assert said == [
-        "⚠️  Pausing continuous training.",
-        "⏳ Starting Pseudo Gradient Averaging..",
-        "All Reduce Start (pseudo-gradient norm 0.5000)",
-    ]
+    began = [lines.PAUSING, lines.AVERAGING_START]
+    began.append(f"{lines.ALL_REDUCE_START} (pseudo-gradient norm 0.5000)")
+    assert rig.see(ev.PseudoGradientWritten(0.5), IN_ROUND) == began
     rig.now += 6
     averaged = MinerState(mode=Mode.AVERAGING, outer_step=3, averaged=RESULT)
-    said = [text for _, text in rig.see(ev.OuterStepEnded(True, 4), averaged)]
-    assert said[:4] == [
-        "All Reduce Finish",
-        "AllReduce Operation Finished Succesfully: outer step 4 with 2 peers in 6.0 s",
-        "✅ Resuming continuous training.",
-        "Waiting 2640 seconds until validator complete the all_reduce (training goes on)",
+    said = rig.see(ev.OuterStepEnded(True, 4), averaged)
+    assert said[:3] == [
+        lines.ALL_REDUCE_FINISH,
+        f"{lines.ALL_REDUCE_DONE}: outer step 4 with 2 peers in 6.0 s",
+        lines.RESUMING,
     ]
-    assert "Parts of the average failed" in said[4], "a peer was lost"
-    assert rig.records == [
-        ("outer_step", {"outer_step": 4}),
-        (
-            "round",
-            {
-                "outer_step": 3,
-                "ok": True,
-                "fault": "",
-                "detail": "",
-                "peers": ["me", "a"],
-                "failed_peers": ["b"],
-                "seconds": 6.0,
-                "matchmaking_seconds": 1.5,
-                "transfer_seconds": 2.5,
-            },
-        ),
-    ]
+    assert said[3].startswith("Waiting 2640 seconds until validator complete the all_reduce")
+    assert said[4].startswith("! Parts of the average failed"), "a peer was lost"
+    fields = {"outer_step": 3, "ok": True, "fault": "", "detail": "", "peers": ["me", "a"]}
+    fields |= {"failed_peers": ["b"], "seconds": 6.0}
+    fields |= {"matchmaking_seconds": 1.5, "transfer_seconds": 2.5}
+    assert rig.records == [("outer_step", {"outer_step": 4}), ("round", fields)]
 
 
 @pytest.mark.parametrize(
@@ -198,12 +165,12 @@ def test_a_successful_round(rig: Rig) -> None:
 def test_a_round_without_an_average(
     event: ev.RoundFailed, checkpoint: int | None, rig: Rig
 ) -> None:
-    said = [text for _, text in rig.see(event, IN_ROUND)]
-    assert said[0].startswith(f"All Reduce Failed: {event.fault.value}")
+    said = rig.see(event, IN_ROUND)
+    assert said[0].startswith(f"! All Reduce Failed: {event.fault.value}")
     assert event.detail in said[0]
     numbered = [text for text in said if "At Checkpoint" in text]
-    assert numbered == ([f"All Reduce Failed At Checkpoint {checkpoint}"] if checkpoint else [])
-    assert said[-2] == "✅ Resuming continuous training."
+    assert numbered == ([f"! {lines.all_reduce_failed(checkpoint)}"] if checkpoint else [])
+    assert said[-2] == lines.RESUMING
     ((kind, fields),) = rig.records
     assert (kind, fields["ok"], fields["fault"]) == ("round", False, event.fault.name)
     assert fields["peers"] == [] and fields["matchmaking_seconds"] is None
@@ -212,7 +179,7 @@ def test_a_round_without_an_average(
 def test_a_vote_against_the_outer_step(rig: Rig) -> None:
     averaged = MinerState(mode=Mode.AVERAGING, outer_step=3, averaged=RESULT)
     said = rig.see(ev.OuterStepEnded(False, 3, "no memory"), averaged)
-    assert said[0] == ("WARNING", "All Reduce Failed At Checkpoint 3 (no memory)")
+    assert said[0] == f"! {lines.all_reduce_failed(3)} (no memory)"
     ((_, fields),) = rig.records
     assert (fields["ok"], fields["fault"], fields["detail"]) == (False, "LOCAL", "no memory")
 
@@ -222,8 +189,7 @@ def test_a_call_that_leads_to_nothing_is_said(mode: Mode, rig: Rig) -> None:
     call = ev.AllReduceCalled(RoundRequest("5V"), 1.0)
     said = rig.see(call, MinerState(mode=mode, outer_step=3))
     if mode in (Mode.FETCHING, Mode.LOADING, Mode.STOPPING):
-        line = f"An AllReduce call is ignored: this miner is {mode.value}"
-        assert said == [("WARNING", line)]
+        assert said == [f"! An AllReduce call is ignored: this miner is {mode.value}"]
     else:
         assert said == []
 
@@ -231,36 +197,21 @@ def test_a_call_that_leads_to_nothing_is_said(mode: Mode, rig: Rig) -> None:
 def test_a_publication(rig: Rig) -> None:
     handle: Any = type("Handle", (), {"hold_seconds": 0.25})
     revision = Revision(5, 3, 10)
-    assert [text for _, text in rig.see(ev.SnapshotTaken(handle, Progress(3, 10)))] == [
-        "💾 Saving model state locally for epoch 3",
-        "Full State",
-        "Extracted Optimizer & Model State Dict: training was held for 0.25 s",
-    ]
+    saved, full, held = rig.see(ev.SnapshotTaken(handle, Progress(3, 10)))
+    assert (saved, full) == (lines.saving_state(3), lines.FULL_STATE)
+    assert held == f"{lines.EXTRACTED_STATE}: training was held for 0.25 s"
     preview = ev.Previewed(-0.0123, 0.5)
-    assert [text for _, text in rig.see(ev.SnapshotSubmitted(revision, preview))] == [
-        "Upload Model Start",
-        "🔼 Uploading model and optimizer states to r2 bucket: mine",
-    ]
+    begun = [lines.UPLOAD_MODEL_START, lines.uploading("mine")]
+    assert rig.see(ev.SnapshotSubmitted(revision, preview)) == begun
     report = PublicationReport(revision, True, 3.0, 2_500_000, "", 1.7e9)
-    assert rig.see(ev.PublicationEnded(report)) == [
-        (
-            "INFO",
-            "Successfully pushed new model state with tag 5.3.10 to bucket: mine (2.5 MB in 3.0 s)",
-        )
-    ]
+    pushed = f"{lines.pushed(revision, 'mine')} (2.5 MB in 3.0 s)"
+    assert rig.see(ev.PublicationEnded(report)) == [pushed]
     failed = PublicationReport(revision, False, 3.0, 0, "403")
-    assert rig.see(ev.PublicationEnded(failed)) == [("WARNING", "Model state upload failed: 403")]
+    assert rig.see(ev.PublicationEnded(failed)) == [f"! {lines.upload_failed('403')}"]
     assert [kind for kind, _ in rig.records] == ["preview", "publication", "publication"]
     assert rig.records[0][1] == {"revision": "5.3.10", "delta": -0.0123, "seconds": 0.5}
-    stays = {
-        "revision": "5.3.10",
-        "ok": True,
-        "seconds": 3.0,
-        "bytes_sent": 2_500_000,
-        "reason": "",
-        "finished_at": 1.7e9,
-        "age_seconds": None,
-    }
+    stays = {"revision": "5.3.10", "ok": True, "seconds": 3.0, "bytes_sent": 2_500_000}
+    stays |= {"reason": "", "finished_at": 1.7e9, "age_seconds": None}
     assert stays.items() <= rig.records[1][1].items()
     rig.see(ev.InnerStepDone(REPORT))
     text = rig.file.read_text()
@@ -270,54 +221,50 @@ def test_a_publication(rig: Rig) -> None:
 
 def test_a_gradient_that_could_not_be_tried_has_no_preview(rig: Rig) -> None:
     said = rig.see(ev.SnapshotSubmitted(Revision(5, 3, 10), ev.Previewed(None, 0.0)))
-    assert said[0] == ("INFO", "Upload Model Start") and rig.records == []
+    assert said[0] == lines.UPLOAD_MODEL_START and rig.records == []
+
+
+AWFUL = "loss 14.00, limit 11.82"
 
 
 @pytest.mark.parametrize(
-    ("event", "line", "record"),
+    ("event", "line", "kind", "fields"),
     [
         (
             ev.ModeChanged(Mode.TRAINING, Mode.AWAITING_GLOBAL),
-            None,
-            ("state", {"before": "training", "after": "awaiting_global"}),
+            "",
+            "state",
+            {"before": "training", "after": "awaiting_global"},
         ),
-        (
-            ev.Loaded(5),
-            ("INFO", "Loaded the global state of outer step 5"),
-            ("load", {"outer_step": 5}),
-        ),
+        (ev.Loaded(5), "Loaded the global state of outer step 5", "load", {"outer_step": 5}),
         (
             ev.LoadFailed("60 layers", 1.0),
-            (
-                "WARNING",
-                "The global state does not fit this model (60 layers). Training goes on.",
-            ),
-            ("load_failed", {"problem": "60 layers"}),
+            "! The global state does not fit this model (60 layers). Training goes on.",
+            "load_failed",
+            {"problem": "60 layers"},
         ),
         (
-            ev.LoadFailed("loss 14.00, limit 11.82", 1.0, awful=True),
-            ("WARNING", lines.awful(3, "loss 14.00, limit 11.82")),
-            ("load_failed", {"problem": "loss 14.00, limit 11.82"}),
+            ev.LoadFailed(AWFUL, 1.0, awful=True),
+            f"! {lines.awful(3, AWFUL)}",
+            "load_failed",
+            {"problem": AWFUL},
         ),
-        (
-            ev.GlobalFetchFailed("404", 1.0),
-            ("WARNING", "The global state could not be fetched (404). Training goes on."),
-            None,
-        ),
+        (ev.GlobalFetchFailed("404", 1.0), f"! {lines.not_fetched('404')}", "", {}),
         (
             ev.RolledBack(Progress(3, 25)),
-            ("WARNING", "Training goes on at outer step 3, inner step 25"),
-            ("roll_back", {"outer_step": 3, "inner_step": 25}),
+            "! Training goes on at outer step 3, inner step 25",
+            "roll_back",
+            {"outer_step": 3, "inner_step": 25},
         ),
-        (ev.RolledBack(None), None, None),
-        (ev.SnapshotFailed("no room", kind="disk"), ("WARNING", "no room"), None),
-        (ev.SnapshotPutOff(), ("INFO", lines.STALE_LIST), None),
-        (ev.Tick(1.0), None, None),
+        (ev.RolledBack(None), "", "", {}),
+        (ev.SnapshotFailed("no room", kind="disk"), "! no room", "", {}),
+        (ev.SnapshotPutOff(), lines.STALE_LIST, "", {}),
+        (ev.Tick(1.0), "", "", {}),
     ],
 )
-def test_the_rest(event: ev.Event, line: object, record: object, rig: Rig) -> None:
+def test_the_rest(event: ev.Event, line: str, kind: str, fields: dict[str, Any], rig: Rig) -> None:
     assert rig.see(event) == ([line] if line else [])
-    assert rig.records == ([record] if record else [])
+    assert rig.records == ([(kind, fields)] if kind else [])
 
 
 def test_a_stop_is_recorded_and_its_line_left_to_the_launcher(rig: Rig) -> None:

