@@ -64,15 +64,6 @@ def run_rank(config: Config) -> int:
             write_exit_status(folder, 3, "as told")
             return 3
         return 0
-    if mode == "refused-later":  # it runs, crashes, and is refused twice before it runs again
-        with (folder / "starts").open("a") as file:
-            file.write(".")
-        starts = (folder / "starts").stat().st_size
-        if starts in (2, 3):
-            write_exit_status(folder, 1, "the bucket answers 403", outside=True)
-            return 1
-        if starts == 1:
-            return 1
     if mode == "hang-at-start" and not (folder / "hung").exists():
         (folder / "hung").touch()
         time.sleep(600)

@@ -25,7 +25,6 @@ import torch
 
 from distributed_training.chain.base import Neuron
 from distributed_training.common.processes import leave
-from distributed_training.config import load_config
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, build_tokenizer
 from distributed_training.miner import start
 from distributed_training.miner import state_machine as ev
@@ -37,14 +36,12 @@ from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
     AllReduceResult,
-    PublicationReport,
-    Revision,
     RoundRequest,
 )
-from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.swarm.supervisor import SharedTensors
 from distributed_training.telemetry import MetricsFile, read_events
 from tests.tools import jumping_clock
+from tests.tools.miner_parts import KeptUploads, config_of, upload_schedule
 from tests.tools.small_miner import FLAGS
 from tests.tools.training_world import memory_ends, tiny, whole_weights
 
@@ -77,41 +74,6 @@ class Alone:
 
     def cancel(self) -> None:
         self.release.set()
-
-    def close(self) -> None: ...
-
-
-class Publisher:
-    busy = False
-    last_checked: int | None = None
-
-    def __init__(self) -> None:
-        self.submitted: list[dict[str, Any]] = []
-        self.paused = False
-        self._reports: list[PublicationReport] = []
-
-    def submit(
-        self, folder: Path, revision: Revision, world_size: int, *, preview_delta: float | None
-    ) -> None:
-        assert world_size == SHARDS
-        config = json.loads((folder / "config.json").read_text())
-        self.submitted.append(
-            {"tag": revision.tag, "delta": preview_delta, "blocks": config["block_list"]}
-            | {"paused": self.paused}
-        )
-        self._reports.append(PublicationReport(revision, True, 0.0, 1, "", time.time()))
-
-    def publish_peer_id(self, peer_id: str) -> None: ...
-
-    def pause(self) -> None:
-        self.paused = True
-
-    def resume(self) -> None:
-        self.paused = False
-
-    def reports(self) -> list[PublicationReport]:
-        reports, self._reports = self._reports, []
-        return reports
 
     def close(self) -> None: ...
 
@@ -156,16 +118,11 @@ class Network:
 
     def __init__(self, folder: Path, info: StartupInfo) -> None:
         self.chain, self.info = self, info
-        self.uploader, self.server = Publisher(), Server()
+        self.uploader, self.server = KeptUploads(succeeds=True), Server()
         self.metrics = MetricsFile(folder / "metrics.prom", every=0.0)
         self.no_room: str | None = None
         self.last_requested: Callable[[], int] = lambda: 0
-        self.schedule = UploadSchedule(
-            upload_steps=4,
-            minimum_inner_step=2,
-            age_limit=timedelta(hours=9),
-            slack=timedelta(0),
-        )
+        self.schedule = upload_schedule(upload_steps=4, first=2)
         self.round_clock = RoundClock(
             chain_block=lambda: 7, blocks_per_allreduce=400, last_allreduce_block=None
         )
@@ -223,7 +180,7 @@ class Miner:
         network: Any = Network(folder, info) if RANK == 0 else None
         self.product = start.build_rank(
             start.RankContext(
-                config=load_config("miner", argv, environ={}, dotenv=None, check=False),
+                config=config_of(*argv),
                 folder=folder,
                 device=torch.device("cpu"),
                 ranks=self.ranks,
@@ -273,6 +230,7 @@ class Miner:
         assert self.product.run() == (0, "the test is over" if RANK == 0 else "")
         weights = whole_weights(self.trainer)
         if RANK == 0:
+            assert all(each["world_size"] == SHARDS for each in self.publisher.submitted)
             content = {
                 "losses": self.losses,
                 "rounds": self.count("round"),
@@ -290,19 +248,12 @@ class Miner:
         self.ranks.close()
 
 
-def after_prepare(miner: Miner, then: Callable[[], None]) -> None:
-    """``then`` happens on this rank between the average and the vote."""
-    prepare = miner.trainer.prepare_outer_step
-
-    def preparing(averaged: Any) -> None:
-        prepare(averaged)
-        then()
-
-    miner.trainer.prepare_outer_step = preparing  # type: ignore[method-assign]
+def uninterrupted(folder: Path, name: str, steps: int) -> None:
+    Miner(folder, on_step=lambda m, step: m.stop() if step == steps else None).run(name)
 
 
-def straight(folder: Path) -> None:
-    Miner(folder, on_step=lambda m, step: m.stop() if step == 12 else None).run("straight")
+#: Scenario -> inner steps: a whole run, and what follows ``killed`` and ``stopped``.
+UNINTERRUPTED = {"straight": 12, "resumed": 7, "after_stop": 6}
 
 
 def jumping(folder: Path) -> None:
@@ -336,10 +287,6 @@ def killed(folder: Path) -> None:
     miner.run("killed")
 
 
-def resumed(folder: Path) -> None:
-    Miner(folder, on_step=lambda m, step: m.stop() if step == 7 else None).run("resumed")
-
-
 def stopped(folder: Path) -> None:
     """In the middle of the seventh inner step."""
 
@@ -350,63 +297,6 @@ def stopped(folder: Path) -> None:
     miner = Miner(folder, on_step=lambda m, step: None, on_micro_batch=on_micro_batch)
     assert miner.trainer.micro_batches_per_step > 1
     miner.run("stopped")
-
-
-def after_stop(folder: Path) -> None:
-    Miner(folder, on_step=lambda m, step: m.stop() if step == 6 else None).run("after_stop")
-
-
-def vote(folder: Path) -> None:
-    """Two rounds: in the first, the last rank fails between the average and the vote."""
-    rounds, kept = 0, {}
-
-    def fault() -> None:
-        nonlocal rounds
-        rounds += 1
-        if rounds == 1 and RANK == WORLD - 1:
-            raise RuntimeError("this rank's memory is gone")
-
-    def on_step(miner: Miner, step: int) -> None:
-        if step in (3, 6):
-            miner.call()
-        if step == 8:
-            miner.stop()
-
-    miner = Miner(folder, on_step=on_step)
-    after_prepare(miner, fault)
-    roll_back, commit = miner.trainer.roll_back_outer_step, miner.trainer.commit_outer_step
-
-    def before() -> None:
-        kept["before"] = [s.local.clone() for s in miner.trainer.sharded.shards]
-
-    write = miner.trainer.write_pseudo_gradient
-
-    def written(buffers: Any, **how: Any) -> float:
-        before()
-        return write(buffers, **how)
-
-    def rolled_back() -> None:
-        roll_back()
-        if (written := kept.pop("before", None)) is None:
-            return  # of a snapshot or checkpoint, without a round
-        outer = miner.trainer.outer
-        kept["same"] = all(
-            torch.equal(a, s.local)
-            for a, s in zip(written, miner.trainer.sharded.shards, strict=True)
-        )
-        kept["untouched"] = outer.momentum is None
-        kept["steps"] = [miner.trainer.outer_step, miner.trainer.inner_step]
-
-    def committed() -> None:
-        commit()
-        kept.pop("before")
-        kept["committed"] = [miner.trainer.outer_step, miner.trainer.inner_step]
-
-    miner.trainer.write_pseudo_gradient = written  # type: ignore[method-assign]
-    miner.trainer.roll_back_outer_step = rolled_back  # type: ignore[method-assign]
-    miner.trainer.commit_outer_step = committed  # type: ignore[method-assign]
-    miner.run("vote")
-    (folder / f"vote-{RANK}.json").write_text(json.dumps(kept))
 
 
 def overlapped(folder: Path) -> None:
@@ -442,19 +332,6 @@ def overlapped(folder: Path) -> None:
     miner.trainer.commit_outer_step = committing  # type: ignore[method-assign]
     miner.run("overlapped")
     (folder / f"overlapped-{RANK}.json").write_text(json.dumps(kept))
-
-
-def before_commit(folder: Path) -> None:
-    """Killed, all ranks at once, between the average and the commit."""
-
-    def killed() -> None:
-        if RANK == 0:
-            os.kill(0, 9)
-        time.sleep(60)
-
-    miner = Miner(folder, on_step=lambda m, step: m.call() if step == 8 else None)
-    after_prepare(miner, killed)
-    miner.run("before_commit")
 
 
 def after_commit(folder: Path) -> None:
@@ -501,15 +378,25 @@ def after_commit(folder: Path) -> None:
 
 
 def refused(folder: Path) -> None:
-    """A round fails in each of its ways, and each leaves the miner what it was."""
+    """A round fails in each of its ways, and each leaves the miner what it was.
+
+    In the last one a rank fails between the average and the vote.
+    """
 
     def on_step(miner: Miner, step: int) -> None:
-        if step in (2, 4, 6, 8, 10):
+        if step in (2, 4, 6, 8, 10, 11):
             miner.call()
         if step == 12:
             miner.stop()
 
+    def prepared(averaged: Any) -> None:
+        prepare(averaged)
+        if RANK == WORLD - 1:
+            raise RuntimeError("this rank's memory is gone")
+
     miner = Miner(folder, on_step=on_step)
+    prepare = miner.trainer.prepare_outer_step
+    miner.trainer.prepare_outer_step = prepared  # type: ignore[method-assign]
     if RANK == 0:
         miner.swarm.faults = [
             AllReduceFault.PEER_FAILED,
@@ -519,7 +406,8 @@ def refused(folder: Path) -> None:
             AllReduceFault.SWARM_DOWN,
         ]
     miner.run("refused")
-    assert miner.trainer.outer._prepared is None
+    outer = miner.trainer.outer
+    assert outer._prepared is None and outer.momentum is None
 
 
 def full_disk(folder: Path) -> None:
@@ -676,5 +564,9 @@ def overtaken(folder: Path) -> None:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, force=True)
-    globals()[sys.argv[1]](Path(sys.argv[2]))
+    scenario, place = sys.argv[1], Path(sys.argv[2])
+    if scenario in UNINTERRUPTED:
+        uninterrupted(place, scenario, UNINTERRUPTED[scenario])
+    else:
+        globals()[scenario](place)
     leave(0)

@@ -1,12 +1,11 @@
 """One rank of a miner of several machines; the launcher starts it. Everything is the product's but
-the network of rank 0, which is that of :mod:`miner_ranks`. NODE_SCENARIO says what rank 0 does
-there, NODE_STEPS after how many inner steps in all it stops.
+the network of rank 0, which is that of :mod:`miner_ranks`. NODE_STEPS says after how many inner
+steps in all it stops.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +19,6 @@ from distributed_training.miner import start
 from distributed_training.miner import state_machine as ev
 from distributed_training.miner.services import StartupInfo
 from distributed_training.node.start import fetch_tokenizer
-from distributed_training.protocol.types import RoundRequest
 from tests.tools import miner_ranks
 from tests.tools.training_world import tiny, whole_weights
 
@@ -34,7 +32,7 @@ def connect(config: Config, folder: Path, stack: Any, *, wanted: Any) -> Any:
 
 
 class Played:
-    """The product's rank; rank 0 does what NODE_SCENARIO says."""
+    """The product's rank; rank 0 stops after NODE_STEPS."""
 
     def __init__(self, context: start.RankContext, info: StartupInfo, network: Any) -> None:
         self.context = replace(context, tick=timedelta(milliseconds=1))
@@ -42,21 +40,11 @@ class Played:
         if self.rank.rank_zero is not None:
             blocks = self.rank.rank_zero.blocks
             network.last_requested = lambda: blocks._last_requested
-            self.swarm = network.swarm
             self.rank.rank_zero.controller.subscribe(self.see)
 
     def see(self, event: ev.Event, state: Any) -> None:
-        if not isinstance(event, ev.InnerStepDone):
-            return
-        step, marker = event.report.total_inner_steps, self.context.folder / "called"
-        if step == STEPS:
+        if isinstance(event, ev.InnerStepDone) and event.report.total_inner_steps == STEPS:
             self.context.events.put(ev.StopRequested("the test is over"))
-        if step == 7 and os.environ.get("NODE_SCENARIO") == "round":
-            if not marker.exists():
-                self.swarm.release.clear()  # the first round takes until it is cut off
-            marker.touch()
-            request = RoundRequest("5Master")
-            self.context.events.put(ev.AllReduceCalled(request, time.monotonic()))
 
     def run(self) -> tuple[int, str]:
         ended, trainer = self.rank.run(), self.rank.training.trainer

@@ -12,12 +12,8 @@ import pytest
 from distributed_training.miner import state_machine as ev
 from distributed_training.miner.block_list import BlockList
 from distributed_training.miner.state_machine import DataOrder, MinerState, Mode
-from distributed_training.protocol.types import (
-    Progress,
-    PublicationReport,
-    Revision,
-    StepReport,
-)
+from distributed_training.protocol.types import Progress, PublicationReport, Revision
+from tests.tools.miner_parts import step_report
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -110,24 +106,6 @@ def saved(world: World) -> tuple[dict[str, Any], dict[str, int]]:
     return feed.state_dict(), {"block": 100, "sequences": 10, "offset": 6}
 
 
-def test_pages_of_another_uid_are_neither_listed_nor_gone_on_with(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """A hotkey that was registered again: validators look at the pages of its new uid."""
-    caplog.set_level("INFO")
-    world = World()
-    state, cursor = saved(world)
-    state["blocks"], state["since_step"] = [[98, 1], [99, 2]], [100]
-    feed = world.feed(uid=41)
-    feed.load_state_dict(state, cursor)
-    assert feed.blocks() == [] and "another uid" in caplog.text
-    requested = [feed.on_boundary(may_begin=False).request for _ in range(3)]
-    assert requested == [100, 101, 102], "all of them from their beginning"
-    feed = world.feed()  # with the uid that it had, nothing is lost
-    feed.load_state_dict(state, cursor)
-    assert feed.blocks() == [98, 99]
-
-
 def test_a_fresh_start_begins_with_what_was_prepared_meanwhile() -> None:
     world = World()
     feed = world.feed()
@@ -139,23 +117,40 @@ def test_a_fresh_start_begins_with_what_was_prepared_meanwhile() -> None:
     assert feed.state_dict()["gaps"] == [(91, 99)]
 
 
-@pytest.mark.parametrize("change", ["ranks", "micro-batch", "a disk"])
-def test_what_is_cut_differently_begins_anew(change: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ("ranks", "ranks or the micro-batch changed. From"),
+        ("micro-batch", "ranks or the micro-batch changed. From"),
+        ("a disk", "so the micro-batches of the inner step under way are dropped. From their"),
+        ("uid", "this hotkey has another uid, which is assigned other pages. From"),
+        ("nothing", ""),
+    ],
+)
+def test_what_is_cut_differently_begins_anew(
+    change: str, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A hotkey that was registered again: validators look at the pages of its new uid."""
     caplog.set_level(logging.INFO)
     world = World()
     state, cursor = saved(world)
+    state["blocks"] = [[98, 1], [99, 2]]
     world.chain = 200
     if change == "ranks":
         world.world_size = 3
-    feed = world.feed(micro_batch=5 if change == "micro-batch" else 2)
+    feed = world.feed(
+        micro_batch=5 if change == "micro-batch" else 2, uid=41 if change == "uid" else 3
+    )
     feed.load_state_dict(state, cursor, exact=change != "a disk")
+    before = [] if change == "uid" else [98, 99]
+    assert feed.blocks() == before
+    if change == "nothing":
+        return
     (line,) = caplog.messages
-    assert line.startswith("Data goes on with a new block: ")
-    lost = "so the micro-batches of the inner step under way are dropped. From their beginning"
-    assert (lost if change == "a disk" else "ranks or the micro-batch changed. From") in line
+    assert line.startswith("Data goes on with a new block: ") and why in line
     assert feed.on_boundary(may_begin=True) == DataOrder(request=100)
     feed.step_done()
-    assert feed.blocks() == [], "the micro-batches of the step under way were dropped"
+    assert feed.blocks() == before, "the micro-batches of the step under way were dropped"
     order = feed.on_boundary(may_begin=True)
     assert (order.request, order.begin, order.start) == (101, 100, 0), "no page of it is lost"
 
@@ -306,22 +301,6 @@ def test_a_block_that_a_rank_cannot_have_is_skipped(caplog: pytest.LogCaptureFix
     assert "Block 100 has no data for at least one rank and is skipped" in caplog.text
 
 
-def test_a_block_whose_micro_batches_an_outer_step_dropped_is_not_listed() -> None:
-    world = World()
-    feed = world.feed(prefetch=1)
-    feed.on_boundary(may_begin=True)
-    assert feed.on_boundary(may_begin=True).begin == 100
-    feed.micro_batch_done()
-    feed.step_dropped()  # the round came in the middle of the inner step
-    feed.block_used_up()
-    world.chain = 101
-    feed.on_boundary(may_begin=True)
-    assert feed.on_boundary(may_begin=True).begin == 101
-    feed.micro_batch_done()
-    feed.step_done()
-    assert feed.blocks() == [101]
-
-
 def test_what_was_published_before_a_restart_is_the_newest_until_there_is_more() -> None:
     world = World()
     feed = world.feed()
@@ -375,7 +354,7 @@ def test_it_follows_the_event_stream() -> None:
     world = World()
     feed = world.feed(prefetch=1)
     state = MinerState(mode=Mode.TRAINING, outer_step=3)
-    report = StepReport(3, 1, 2.0, 1e-3, 4, 4, 1.0, 0.0, 2)
+    report = step_report(1)
     revision = Revision(5, 3, 1)
     handle: Any = None
 

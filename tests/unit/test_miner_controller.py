@@ -7,11 +7,13 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from distributed_training.miner import state_machine as ev
 from distributed_training.miner.controller import Averaging, Controller
+from distributed_training.miner.global_state import GlobalEpoch
 from distributed_training.miner.state_machine import (
     Command,
     DataOrder,
@@ -26,8 +28,8 @@ from distributed_training.protocol.types import (
     AllReduceResult,
     Progress,
     RoundRequest,
-    StepReport,
 )
+from tests.tools.miner_parts import step_report
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -50,25 +52,6 @@ class Swarm:
 
     def cancel(self) -> None:
         self.cancelled = True
-
-
-class GlobalEpoch:
-    def __init__(self) -> None:
-        self.fetched: list[int] = []
-        self.compared = 0
-        self.refused = 0
-
-    def compare_soon(self) -> None:
-        self.compared += 1
-
-    def fetch(self, outer_step: int) -> None:
-        self.fetched.append(outer_step)
-
-    def refuse_fetched(self, problem: str) -> None:
-        assert problem == "another shape"
-        self.refused += 1
-
-    def compare_weights(self, outer_step: int) -> None: ...
 
 
 class Blocks:
@@ -101,7 +84,7 @@ class Rig:
         self.now = 1000.0
         self.swarm: Any = Swarm()
         self.blocks: Any = Blocks()
-        self.global_epoch: Any = GlobalEpoch()
+        self.global_epoch: Any = Mock(spec=GlobalEpoch)
         self.seen: list[ev.Event] = []
         events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
         self.controller = Controller(
@@ -137,11 +120,7 @@ def call() -> ev.AllReduceCalled:
 
 
 def step(inner_step: int) -> ev.InnerStepDone:
-    return ev.InnerStepDone(StepReport(4, inner_step, 2.0, 1e-3, 256, 8, 1.0, 0.0, 2))
-
-
-def test_it_trains_when_nothing_happens() -> None:
-    assert Rig().order() is Order.TRAIN
+    return ev.InnerStepDone(step_report(inner_step, outer_step=4))
 
 
 def test_it_waits_without_data_and_begins_when_a_block_is_ready() -> None:
@@ -205,12 +184,13 @@ def test_stop_in_a_round_cancels_it_and_drops_what_was_pending() -> None:
 
 def test_the_fetched_state_comes_with_the_order_to_load_it() -> None:
     rig = Rig()
-    rig.order(ev.GlobalEpochSeen(6, 1000.0))
+    assert rig.order(ev.GlobalEpochSeen(6, 1000.0)) is Order.TRAIN  # also while it is fetched
+    rig.global_epoch.fetch.assert_called_once_with(6)
     command = rig.command(ev.GlobalFetched(Path("epoch-6")))
     assert command == Command(Order.LOAD, 6)
     assert command.given.folder == Path("epoch-6")
     rig.order(ev.LoadFailed("another shape", 1001.0))
-    assert rig.global_epoch.refused == 1
+    rig.global_epoch.refuse_fetched.assert_called_once_with("another shape")
 
 
 def test_a_rebase_after_a_roll_back_to_another_epoch_is_a_load() -> None:
@@ -220,19 +200,11 @@ def test_a_rebase_after_a_roll_back_to_another_epoch_is_a_load() -> None:
     assert rig.command(ev.RolledBack(Progress(outer_step=3))) == Command(Order.LOAD, 4)
 
 
-def test_epochs_apart_are_fetched_and_a_failed_fetch_lets_training_go_on() -> None:
-    rig = Rig()
-    assert rig.order(ev.GlobalEpochSeen(6, 1000.0)) is Order.TRAIN  # also while it is fetched
-    assert rig.global_epoch.fetched == [6]
-    assert rig.order(ev.GlobalFetchFailed("404", 1001.0)) is Order.TRAIN
-    assert rig.controller.state.mode is Mode.AWAITING_GLOBAL
-
-
 def test_deadlines_are_looked_at_once_per_tick() -> None:
     rig = Rig(Mode.AWAITING_GLOBAL)
     rig.order()
     assert rig.controller.state.mode is Mode.TRAINING
-    assert rig.global_epoch.compared == 1
+    rig.global_epoch.compare_soon.assert_called_once_with()
     for _ in range(3):
         rig.order()
     assert rig.seen == [

@@ -27,19 +27,13 @@ from distributed_training.protocol.types import (
     AllReduceResult,
     Progress,
     RoundRequest,
-    StepReport,
 )
 from tests.tools.decided_miner import DecidedMiner, Published
+from tests.tools.miner_parts import step_report
 
 RULES = Rules(reload_seconds=2640, checkpoint_steps=10)
 CALL = RoundRequest(caller="5Validator")
-RESULT = AllReduceResult(
-    peers=("a", "b", "c"),
-    failed_peers=(),
-    matchmaking_seconds=1.0,
-    transfer_seconds=2.0,
-    total_seconds=3.0,
-)
+RESULT = AllReduceResult(("a", "b", "c"), (), 1.0, 2.0, 3.0)
 
 
 def state(mode: Mode, **fields: object) -> MinerState:
@@ -52,9 +46,7 @@ def state(mode: Mode, **fields: object) -> MinerState:
 
 
 def step(inner_step: int, **fields: Any) -> ev.InnerStepDone:
-    figures = {"loss": 2.0, "learning_rate": 1e-3, "tokens": 256, "samples": 8, "seconds": 1.0}
-    report = StepReport(12, inner_step, data_wait_seconds=0.0, micro_batches=2, **figures, **fields)
-    return ev.InnerStepDone(report)
+    return ev.InnerStepDone(step_report(inner_step, outer_step=12, **fields))
 
 
 def skipped(inner_step: int) -> ev.InnerStepDone:
@@ -205,9 +197,7 @@ def test_checkpoints_are_steps_and_time_apart(seconds: float, expected: int) -> 
     now, orders = decide(now, diverged(1), rules)  # a roll-back: nothing is left to save
     assert orders == ROLL_BACK
     for number in range(1, 2 * expected + 1):
-        event = step(number)
-        event = replace(event, report=replace(event.report, seconds=seconds))
-        now, orders = decide(now, event, rules)
+        now, orders = decide(now, step(number, seconds=seconds), rules)
         at += [number] if orders == CHECKPOINT else []
     assert at == [expected, 2 * expected]
     now = replace(now, unsaved_steps=24, unsaved_seconds=599.0)

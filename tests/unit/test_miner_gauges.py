@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,9 @@ import pytest
 from distributed_training.health.gpus import GpuSample
 from distributed_training.miner import reporter
 from distributed_training.miner.reporter import Growth, MachineGauges, limits
-from distributed_training.miner.round_clock import RoundClock
 from distributed_training.miner.run_folder import INSTANCE, write_pid_file
-from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.telemetry.metrics import METRICS
+from tests.tools.miner_parts import upload_schedule
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -82,13 +80,7 @@ def test_each_gpu_is_told_by_its_ranks_number(
 
 
 def test_both_limits_count_down() -> None:
-    schedule = UploadSchedule(
-        upload_steps=10,
-        minimum_inner_step=10,
-        age_limit=timedelta(seconds=4800),
-        slack=timedelta(0),
-        published_at=time.monotonic() - 1000,
-    )
+    schedule = upload_schedule(published_at=time.monotonic() - 1000)
     newest: list[int | None] = [None]
     made = limits(
         schedule, newest=lambda: newest[0], chain_block=lambda: 1300, most_blocks=lambda: 200
@@ -98,21 +90,6 @@ def test_both_limits_count_down() -> None:
     newest[0] = 1250
     found = {name: measure() for name, measure in made.items()}
     assert found["publication_age_seconds"] == pytest.approx(1000, abs=5)
-    assert found["publication_seconds_left"] == pytest.approx(3800, abs=5)
+    assert found["publication_seconds_left"] == pytest.approx(32400 - 1000, abs=5)
     assert found["last_publication_timestamp_seconds"] == pytest.approx(time.time() - 1000, abs=5)
     assert found["block_list_age_blocks"] == 50 and found["block_list_blocks_left"] == 150
-
-
-def test_a_round_that_is_overdue_keeps_its_moment() -> None:
-    block, now = 1000, 0.0
-    clock = RoundClock(
-        chain_block=lambda: block,
-        blocks_per_allreduce=400,
-        last_allreduce_block=1000,
-        seconds_per_block=12.0,
-        clock=lambda: now,
-    )
-    assert clock.next_at() == clock.expected_at() == 4800
-    block, now = 1700, 8400.0
-    assert clock.next_at() is None, "nothing to wait for"
-    assert clock.expected_at() == 4800, "an alert sees how long it is overdue"

@@ -46,18 +46,8 @@ def test_validators_are_no_rivals_and_equal_miners_share_a_place() -> None:
 @pytest.mark.parametrize(
     ("facts", "verdict", "words", "bad"),
     [
-        (
-            WELL,
-            Verdict.EARNING,
-            "rank 2 of 3 miners, emission 0.4 per tempo",
-            False,
-        ),
-        (
-            replace(WELL, standing=PAID_IN_NOTHING),
-            Verdict.EARNING,
-            "rank 2 of 3 miners",
-            False,
-        ),
+        (WELL, Verdict.EARNING, "rank 2 of 3 miners, emission 0.4 per tempo", False),
+        (replace(WELL, standing=PAID_IN_NOTHING), Verdict.EARNING, "rank 2 of 3 miners", False),
         (UNPAID, Verdict.NOT_YET, "uploads count; the weights", False),
         (replace(WELL, standing=None), Verdict.UNKNOWN, "does not show", False),
         (replace(WELL, upload_age=None), Verdict.NOTHING_UPLOADED, "UPLOAD BLOCKED", True),
@@ -74,11 +64,9 @@ def test_validators_are_no_rivals_and_equal_miners_share_a_place() -> None:
             False,
         ),
         (replace(WELL, upload_age=4900), Verdict.RESET, "82 min old", True),
-        (replace(WELL, blocks_left=-3.0), Verdict.RESET, "3 blocks too old", True),
         (replace(WELL, blocks_left=-1.0), Verdict.RESET, "1 block too old", True),
         (replace(WELL, behind=300), Verdict.EARNING, "incentive", False),
         (replace(WELL, behind=3600), Verdict.BEHIND, "60 min", True),
-        (replace(WELL, called=9001), Verdict.NOT_CALLED, "2.5 h", True),
         (replace(WELL, called=None, running=9001), Verdict.NOT_CALLED, "2.5 h", True),
     ],
 )

@@ -29,6 +29,7 @@ from distributed_training.miner.__main__ import main as launch
 from distributed_training.miner.rank_group import RankGroup
 from distributed_training.miner.run_folder import remembered_gpus
 from distributed_training.miner.several_nodes import PATIENCE, Refusal
+from tests.tools.miner_parts import config_of
 from tests.tools.r2_keys import KEYS
 
 pytestmark = pytest.mark.timeout(60)
@@ -216,7 +217,7 @@ def test_a_moment_without_descriptors_ends_no_ranks(
     def unseen(process: psutil.Process) -> bool:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    config = load_config("miner", [], environ={}, dotenv=None, check=False)
+    config = config_of()
     group = RankGroup(config=config, world_size=1, mark=Mark("X", "x"), stacks=tmp_path / "stacks")
     group._tracker = psutil.Process()
     monkeypatch.setattr(psutil.Process, "is_running", unseen)
@@ -277,22 +278,6 @@ def test_a_machine_that_refuses_is_tried_again(
     tries = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Cannot train")]
     assert len(tries) == 8 and all(line in text for text in tries)
     assert [int(re.findall(r"attempt (\d+)", text)[0]) for text in tries] == list(range(2, 10))
-
-
-def test_a_second_launcher_waits_for_the_run_folder(
-    argv: list[str],
-    ranks: Played,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ranks.left = [(0, STOPPED)]
-    run_folder(argv).mkdir()
-    first = launcher._lock(run_folder(argv))
-    first.__enter__()
-
-    pauses(monkeypatch, lambda _: first.__exit__(None, None, None))
-    assert launch(argv) == STOPPED and not ranks.left
-    assert "is running in" in caplog.text
 
 
 class Nodes:

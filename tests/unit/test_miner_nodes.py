@@ -32,6 +32,7 @@ from distributed_training.miner.several_nodes import (
     facts_of,
 )
 from distributed_training.node.start import NetworkFailure
+from tests.tools.miner_parts import config_of
 from tests.tools.waiting import wait_for
 
 GO = threading.Event()  # never set
@@ -328,7 +329,7 @@ def test_slurms_variables_are_read_by_themselves(listed: str, first: str) -> Non
 
 def test_what_must_be_equal_is_what_decides_the_training() -> None:
     def facts(*argv: str) -> dict[str, str]:
-        config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+        config = config_of(*argv)
         return facts_of(config, ranks=2)
 
     assert difference(facts(), facts("--data.workers", "7", "--neuron.run_folder", "x"), 1) is None
@@ -342,7 +343,7 @@ def test_what_must_be_equal_is_what_decides_the_training() -> None:
 
 def test_a_node_whose_gpu_is_not_found_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its ranks would talk gloo, those of the others NCCL."""
-    config = load_config("miner", [], environ={}, dotenv=None, check=False)
+    config = config_of()
     found = []
     for gpus in (1, 0):
         monkeypatch.setattr(several_nodes, "visible_gpu_count", lambda gpus=gpus: gpus)
@@ -360,8 +361,7 @@ def test_the_doctor_says_whether_nodes_can_meet(
     here = world("2")
 
     def findings(*flags: str) -> dict[str, tuple[str, str]]:
-        argv = ["--nnodes", "2", *flags]
-        config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+        config = config_of("--nnodes", "2", *flags)
         return {c.name: (c.status, c.finding) for c in check_nodes(config, offline=False)}
 
     endpoint = here.settings.rdzv_endpoint

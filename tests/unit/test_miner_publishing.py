@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from distributed_training.miner import state_machine as ev
 from distributed_training.miner.round_clock import RoundClock
-from distributed_training.miner.state_machine import MinerState, Mode, Order, Rules, decide
+from distributed_training.miner.state_machine import MinerState, Mode
 from distributed_training.miner.uploads import Publishing
 from distributed_training.protocol.types import (
     AllReduceFault,
@@ -20,9 +19,8 @@ from distributed_training.protocol.types import (
     Progress,
     PublicationReport,
     Revision,
-    StepReport,
 )
-from distributed_training.store.upload_schedule import UploadSchedule
+from tests.tools.miner_parts import KeptUploads, step_report, upload_schedule
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -56,31 +54,6 @@ class Blocks:
         return self.recent
 
 
-class Publisher:
-    busy = False
-
-    def __init__(self, last_checked: int | None) -> None:
-        self.last_checked = last_checked
-        self.paused = False
-        self.submitted: list[tuple[Any, ...]] = []
-        self.answers: list[PublicationReport] = []
-
-    def submit(
-        self, folder: Path, revision: Revision, world_size: int, *, preview_delta: float | None
-    ) -> None:
-        self.submitted.append((folder, revision.tag, world_size, preview_delta))
-
-    def pause(self) -> None:
-        self.paused = True
-
-    def resume(self) -> None:
-        self.paused = False
-
-    def reports(self) -> list[PublicationReport]:
-        answers, self.answers = self.answers, []
-        return answers
-
-
 class Rig:
     """An upload every 10 inner steps from the tenth on.
 
@@ -91,7 +64,7 @@ class Rig:
         self.folder, self.now, self.block = folder, 1000.0, 50
         self.disk: str | None = None
         self.blocks: Any = Blocks()
-        self.publisher: Any = Publisher(last_checked)
+        self.publisher: Any = KeptUploads(last_checked=last_checked)
         self.round_clock = RoundClock(
             chain_block=lambda: self.block,
             blocks_per_allreduce=100,
@@ -99,13 +72,7 @@ class Rig:
             clock=lambda: self.now,
         )
         self.publishing = Publishing(
-            schedule=UploadSchedule(
-                upload_steps=10,
-                minimum_inner_step=10,
-                age_limit=timedelta(hours=9),
-                slack=timedelta(0),
-                published_at=900.0,
-            ),
+            schedule=upload_schedule(published_at=900.0),
             round_clock=self.round_clock,
             blocks=self.blocks,
             publisher=self.publisher,
@@ -126,8 +93,7 @@ class Rig:
         found = []
         for number in numbers:
             self.now += 10
-            report = StepReport(3, number, 2.0, 1e-3, 256, 8, 10.0, 0.0, 2)
-            found += self.see(ev.InnerStepDone(report), state)
+            found += self.see(ev.InnerStepDone(step_report(number, seconds=10.0)), state)
         return found
 
     def take(self, inner_step: int) -> Handle:
@@ -146,7 +112,8 @@ def test_a_publication_from_step_to_report(tmp_path: Path) -> None:
     preview = ev.Previewed(-0.1, 0.5)
     revision = Revision(5, 3, 10)
     assert rig.see(preview) == [ev.SnapshotSubmitted(revision, preview, 40.0)]
-    assert rig.publisher.submitted == [(tmp_path / "10", "5.3.10", 2, -0.1)]
+    given = {"tag": "5.3.10", "delta": -0.1, "paused": False}
+    assert rig.publisher.submitted == [given | {"folder": f"{tmp_path}/10", "world_size": 2}]
     assert rig.steps(range(15, 25)) == [], "one after the other"
     report = PublicationReport(revision, True, 3.0, 1, "", finished_at=1.7e9)
     rig.publisher.answers.append(report)
@@ -157,7 +124,7 @@ def test_a_publication_from_step_to_report(tmp_path: Path) -> None:
 def test_a_finished_snapshot_is_looked_for_in_a_round_until_it_has_its_average(
     tmp_path: Path,
 ) -> None:
-    rig, rules = Rig(tmp_path), Rules(reload_seconds=600, checkpoint_steps=25)
+    rig = Rig(tmp_path)
     rig.steps(range(1, 11))
     rig.take(10).complete = True
     result = AllReduceResult((), (), 0.0, 0.0, 0.0)
@@ -165,7 +132,6 @@ def test_a_finished_snapshot_is_looked_for_in_a_round_until_it_has_its_average(
     assert rig.see(ev.Tick(rig.now), averaged) == []
     averaging = MinerState(mode=Mode.AVERAGING, outer_step=3)
     assert rig.see(ev.Tick(rig.now), averaging) == [ev.SnapshotComplete()]
-    assert decide(averaging, ev.SnapshotComplete(), rules) == (averaging, (Order.PREVIEW,))
     assert rig.see(ev.Tick(rig.now)) == [], "its order waits for the boundary"
 
 
@@ -231,20 +197,17 @@ def test_a_snapshot_that_a_round_or_a_load_overtakes_counts_as_not_asked_for(
     assert rig.steps(range(11, 21)) == [ev.SnapshotWanted()]
 
 
-def test_a_disk_without_room_is_told_and_the_next_regular_step_asks_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "words"), [("disk", "no room"), ("blocks", "list is empty")])
+def test_what_is_in_the_way_is_told_and_the_next_regular_step_asks_again(
+    kind: str, words: str, tmp_path: Path
+) -> None:
     rig = Rig(tmp_path)
-    rig.disk = "no room"
-    assert rig.steps(range(1, 11)) == [ev.SnapshotFailed("no room", kind="disk")]
-    rig.disk = None
-    assert rig.steps(range(11, 21)) == [ev.SnapshotWanted()]
-
-
-def test_without_a_trained_block_nothing_is_published(tmp_path: Path) -> None:
-    rig = Rig(tmp_path)
-    rig.blocks.trained = []
+    rig.disk, rig.blocks.trained = ("no room", [100]) if kind == "disk" else (None, [])
     (failed,) = rig.steps(range(1, 11))
-    assert isinstance(failed, ev.SnapshotFailed) and "block list is empty" in failed.problem
-    assert failed.kind == "blocks"
+    assert isinstance(failed, ev.SnapshotFailed) and failed.kind == kind
+    assert words in failed.problem
+    rig.disk, rig.blocks.trained = None, [100]
+    assert rig.steps(range(11, 21)) == [ev.SnapshotWanted()]
 
 
 def test_a_list_without_a_recent_block_is_waited_for(tmp_path: Path) -> None:
@@ -275,13 +238,10 @@ def test_uploads_go_on_while_the_global_state_is_fetched(tmp_path: Path) -> None
     rig = Rig(tmp_path)
     fetching = MinerState(mode=Mode.FETCHING, outer_step=3, fetch_target=3, rebase=True)
     assert rig.steps(range(1, 11), fetching) == [ev.SnapshotWanted()]
-    rules = Rules(reload_seconds=600, checkpoint_steps=25)
-    assert decide(fetching, ev.SnapshotWanted(), rules) == (fetching, (Order.SNAPSHOT,))
     rig.take(10)
     preview = ev.Previewed(-0.1, 1.0)
     assert rig.see(preview, fetching) == [ev.SnapshotSubmitted(Revision(5, 3, 10), preview, 0.0)]
-    rig.see(ev.ModeChanged(Mode.TRAINING, Mode.FETCHING))
-    assert len(rig.publisher.submitted) == 1 and not rig.publisher.paused
+    assert len(rig.publisher.submitted) == 1
 
 
 def test_uploads_give_way_to_rounds_and_to_nothing_else(tmp_path: Path) -> None:

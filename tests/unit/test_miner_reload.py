@@ -34,7 +34,6 @@ class Subnet:
     reload: float
     lost: bool  # whether each average has failed parts
     averaging: float = 1.0
-    refused: frozenset[int] = frozenset()  # outer steps that the validator does not take
 
     state: MinerState = field(default_factory=lambda: MinerState(Mode.TRAINING, outer_step=0))
     published: int = 0
@@ -83,8 +82,7 @@ class Subnet:
                 result = AllReduceResult(("a", "b", "c"), failed, 0.1, 0.9, self.averaging)
                 self._at(now + self.averaging, ev.Averaged(result))
             case Order.OUTER_STEP:
-                if outer + 1 not in self.refused:
-                    self._at(now + self.publishing, outer + 1)
+                self._at(now + self.publishing, outer + 1)
                 self._happens(ev.OuterStepEnded(True, outer + 1))
             case Task.COMPARE_EPOCHS:
                 self._happens(ev.GlobalEpochSeen(self.published, now))
@@ -128,23 +126,3 @@ def test_the_next_round_begins_from_what_was_published_if_there_was_time_to_fetc
             assert Task.COMPARE_WEIGHTS in since or Order.REBASE in since
             assert (Order.REBASE in since) == lost
             assert since.count(Task.FETCH_GLOBAL) == int(lost), "what is as big as the model"
-
-
-@given(interval=st.floats(5, 300), reload=st.floats(50, 5000), lost=st.booleans())
-def test_an_outer_step_that_is_never_published_is_given_up_after_its_time(
-    interval: float, reload: float, lost: bool
-) -> None:
-    subnet = Subnet(
-        period=6000,
-        interval=interval,
-        publishing=10,
-        fetching=10,
-        reload=reload,
-        lost=lost,
-        refused=frozenset({1}),
-    )
-    steps = subnet.run(rounds=1)
-    next(steps)
-    at_second_call, since = next(steps)
-    assert at_second_call.outer_step == 0
-    assert since.count(Task.FETCH_GLOBAL) == 1 and Order.LOAD in since

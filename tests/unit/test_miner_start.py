@@ -20,17 +20,15 @@ import torch
 
 from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.common.exits import ExitStatus
-from distributed_training.config import ConfigError, load_config
+from distributed_training.config import ConfigError
 from distributed_training.config.settings import StoreSettings
 from distributed_training.miner import global_state, run_folder, services, start
-from distributed_training.miner import start as device_module
 from distributed_training.miner import state_machine as ev
 from distributed_training.miner.global_state import (
     GlobalBucket,
     GlobalEmptyError,
     GlobalUnavailableError,
 )
-from distributed_training.miner.round_clock import RoundClock
 from distributed_training.miner.run_folder import INSTANCE
 from distributed_training.miner.services import StartupInfo
 from distributed_training.miner.state_machine import MinerState, Mode, Rules, decide
@@ -57,6 +55,7 @@ from distributed_training.training.model import hf_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER, VALIDATOR
 from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.miner_parts import config_of
 from tests.tools.support_store import publish_state
 
 pytestmark = pytest.mark.timeout(30)
@@ -66,36 +65,49 @@ pytestmark = pytest.mark.timeout(30)
 def test_a_gpu_whose_utilization_nobody_measures_is_told_once(
     device: str, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(device_module.NvmlSampler, "open", lambda index: None)
-    utilization = device_module.utilization_of(torch.device(device))
+    monkeypatch.setattr(start.NvmlSampler, "open", lambda index: None)
+    utilization = start.utilization_of(torch.device(device))
     assert utilization() is None and utilization() is None
     assert caplog.text.count("GPU utilization is not reported: NVML is not usable") == told
 
 
-def test_a_global_state_that_is_refused_is_downloaded_more_and_more_seldom(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    now = 0.0
-    fetched: dict[int, list[float]] = {7: [], 8: []}
+class Waits:
+    """A start that waits: time passes in its pauses alone."""
 
-    def pause(wanted: Callable[[], bool]) -> None:
-        nonlocal now
-        now += 1.0
+    now = 0.0
+
+    def pause(self, wanted: Callable[[], bool]) -> None:
+        self.now += 1.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
+    waits = Waits()
+    monkeypatch.setattr(global_state, "pause", waits.pause)
+    monkeypatch.setattr(global_state, "time", waits)
+    return waits
+
+
+def test_a_global_state_that_is_refused_is_downloaded_more_and_more_seldom(
+    waits: Waits, tmp_path: Path
+) -> None:
+    fetched: dict[int, list[float]] = {7: [], 8: []}
 
     class Bucket:
         def outer_step(self) -> int:
-            if now < 2:
+            if waits.now < 2:
                 raise GlobalUnavailableError("nothing there yet")
-            return 7 if now < 1000 else 8
+            return 7 if waits.now < 1000 else 8
 
         def fetch(self, outer_step: int) -> Path:
-            fetched[outer_step].append(now)
+            fetched[outer_step].append(waits.now)
             if outer_step == 7 or len(fetched[8]) < 3:
                 raise GlobalUnavailableError("NaN")
             return tmp_path
 
-    monkeypatch.setattr(global_state, "pause", pause)
-    monkeypatch.setattr(global_state, "time", SimpleNamespace(monotonic=lambda: now))
     bucket: Any = Bucket()
     assert global_state.first_global_state(bucket, lambda: True) == (8, tmp_path, True)
     waits = [b - a for a, b in itertools.pairwise(fetched[7])]
@@ -139,22 +151,17 @@ def test_a_state_that_cannot_be_loaded_is_not_downloaded_by_the_next_start(
     outer_step, folder = restart()
     assert len(downloads) == 3
 
-    def load_global(*given: Any) -> None:
-        raise error("layer.weight is not in it")
-
-    restored = (Progress(3, 5, 5), {"kept": 1}) if checkpoint else None
-    miner: Any = SimpleNamespace(
-        trainer=SimpleNamespace(load_global=load_global),
-        checkpointer=SimpleNamespace(restore=lambda: restored),
-    )
+    trainer, checkpointer = Mock(), Mock()
+    trainer.load_global.side_effect = error("layer.weight is not in it")
+    checkpointer.restore.return_value = (Progress(3, 5, 5), {"kept": 1}) if checkpoint else None
     info = StartupInfo(global_outer_step=outer_step, global_uid=3)
     if checkpoint:
-        assert start.resume(miner.trainer, miner.checkpointer, info, folder) == {"kept": 1}
+        assert start.resume(trainer, checkpointer, info, folder) == {"kept": 1}
         assert error is ValueError or re.search(line, caplog.text)
         assert restart() == (7, folder)
     else:
         with pytest.raises(NetworkFailure, match=line):
-            start.resume(miner.trainer, miner.checkpointer, info, folder)
+            start.resume(trainer, checkpointer, info, folder)
 
     def pause(wanted: Callable[[], bool]) -> None:
         """While the start waits, the owner of the bucket publishes a good state."""
@@ -177,14 +184,14 @@ def test_a_start_goes_on_from_its_checkpoint_where_a_rank_has_no_memory_to_load(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The loop tries the global state again: it may be sound."""
-    restored = Progress(3, 5, 5), {"kept": 1}
-    trainer: Any = SimpleNamespace(load_global=Mock(side_effect=RankFailedError("rank 1: none")))
-    checkpointer: Any = SimpleNamespace(restore=lambda: restored)
+    trainer, checkpointer = Mock(), Mock()
+    trainer.load_global.side_effect = RankFailedError("rank 1: none")
+    checkpointer.restore.return_value = Progress(3, 5, 5), {"kept": 1}
     info = StartupInfo(global_outer_step=7)
     assert start.resume(trainer, checkpointer, info, tmp_path) == {"kept": 1}
     assert "rank 1: none" in caplog.text and "free host memory" in caplog.text
     assert refusal(tmp_path) is None
-    checkpointer.restore = lambda: None
+    checkpointer.restore.return_value = None
     with pytest.raises(RankFailedError):
         start.resume(trainer, checkpointer, info, tmp_path)
 
@@ -250,7 +257,7 @@ def test_a_start_goes_by_the_disk_while_the_global_bucket_does_not_answer(
         raise Silent
 
     def begin() -> tuple[int, Path, bool]:
-        reader = BucketReader(store, large=timedelta(seconds=1))
+        reader = BucketReader(store, large=timedelta(seconds=1 if away else 60))
         bucket = GlobalBucket(open_bucket=lambda: reader, folder=tmp_path, run=5)
         return global_state.first_global_state(bucket, lambda: True, resumes=checkpoint)
 
@@ -273,41 +280,30 @@ def test_a_start_goes_by_the_disk_while_the_global_bucket_does_not_answer(
 def test_from_the_disk_the_checkpoint_is_taken_unless_the_global_state_is_later(
     reached: int, kept: bool, tmp_path: Path
 ) -> None:
-    loaded: list[int] = []
-    miner: Any = SimpleNamespace(
-        trainer=SimpleNamespace(load_global=lambda *given: loaded.append(given[2])),
-        checkpointer=SimpleNamespace(restore=lambda: (Progress(reached, 5, 5), {"kept": 1})),
-    )
+    trainer, checkpointer = Mock(), Mock()
+    checkpointer.restore.return_value = Progress(reached, 5, 5), {"kept": 1}
     info = StartupInfo(global_outer_step=10, global_seen=False)
-    assert (
-        bool(start.resume(miner.trainer, miner.checkpointer, info, tmp_path))
-        == kept
-        == (not loaded)
-    )
+    assert bool(start.resume(trainer, checkpointer, info, tmp_path)) == kept
+    assert trainer.load_global.called != kept
 
 
 def test_a_start_that_waits_says_so_every_five_minutes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    waits: Waits,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    now = 0.0
-
-    def pause(wanted: Callable[[], bool]) -> None:
-        nonlocal now
-        now += 1.0
-
     class Bucket:
         def outer_step(self) -> int:
-            if now < 10:
+            if waits.now < 10:
                 raise GlobalEmptyError("the global bucket is empty so far")
-            if now < 1000:
+            if waits.now < 1000:
                 raise GlobalUnavailableError("of run 6, this miner of run 5: upgrade the miner")
             return 7
 
         def fetch(self, outer_step: int) -> Path:
             return tmp_path
 
-    monkeypatch.setattr(global_state, "pause", pause)
-    monkeypatch.setattr(global_state, "time", SimpleNamespace(monotonic=lambda: now))
     bucket: Any = Bucket()
     assert global_state.first_global_state(bucket, lambda: True) == (7, tmp_path, True)
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
@@ -315,8 +311,10 @@ def test_a_start_that_waits_says_so_every_five_minutes(
     assert "upgrade the miner. Training cannot begin without it" in said[-1]
 
     caplog.clear()
-    now, committed = 0.0, "no commitment"
-    chain: Any = SimpleNamespace(commitment=lambda hotkey: "a" * 128 if now > 310 else committed)
+    waits.now = 0.0
+    chain: Any = SimpleNamespace(
+        commitment=lambda hotkey: "a" * 128 if waits.now > 310 else "no commitment"
+    )
     miner = SimpleNamespace(master_ss58_address="5Master")
     config: Any = SimpleNamespace(miner=miner, store=StoreSettings())
     monkeypatch.setattr(S3ObjectStore, "of_peer", lambda *given, **named: MemoryObjectStore())
@@ -336,12 +334,6 @@ def test_a_rank_that_stops_as_ordered_has_not_failed() -> None:
     assert start.Rank.run(other) == (0, "")
 
 
-def test_a_recent_block_is_one_of_half_a_round_as_rounds_are_called() -> None:
-    """The public validator's period is 750 blocks from the first round on, whatever is set."""
-    clock = RoundClock(chain_block=lambda: 9, blocks_per_allreduce=750, last_allreduce_block=1)
-    assert clock.half() == 375
-
-
 @pytest.fixture
 def rank_ends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -352,7 +344,7 @@ def rank_ends(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for name in ("die_with_parent", "write_stacks_on_signal", "start_log", "RankStop"):
         monkeypatch.setattr(start, name, lambda *_, **named: SimpleNamespace(install=lambda: None))
-    config = load_config("miner", [], environ={}, dotenv=None, check=False)
+    config = config_of()
     monkeypatch.setattr(start, "make_run_folder", lambda _: tmp_path)
 
     def run(played: Callable[..., Any]) -> tuple[int, run_folder.Ending | None]:
@@ -395,9 +387,9 @@ def test_ranks_do_not_train_on_the_cpu_while_the_gpus_are_away(
     rank_ends: Callable[..., Any],
 ) -> None:
     """The driver, or the fabric manager, is not ready after a reboot."""
-    monkeypatch.setattr(device_module.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(device_module, "visible_gpu_count", lambda: shown)
-    rank_device, cpu = device_module.rank_device, torch.device("cpu")
+    monkeypatch.setattr(start.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(start, "visible_gpu_count", lambda: shown)
+    rank_device, cpu = start.rank_device, torch.device("cpu")
     status, (told, reason, outside) = rank_ends(
         lambda *_: rank_device("auto", 0, remembered=remembered)
     )
@@ -408,11 +400,10 @@ def test_ranks_do_not_train_on_the_cpu_while_the_gpus_are_away(
         rank_device("cuda", 0, remembered=remembered)
     step: Any = SimpleNamespace(seconds=1.0, gpu_memory_gb=None)
     for wanted in ("auto", "cuda", "cpu"):
-        argv = ["--neuron.device", wanted]
-        config = load_config("miner", argv, environ={}, dotenv=None, check=False)
-        warned = "LOW GPU MEMORY" in str(device_module.warnings_of(config, cpu)(step))
+        config = config_of("--neuron.device", wanted)
+        warned = "LOW GPU MEMORY" in str(start.warnings_of(config, cpu)(step))
         assert warned == (shown > 0 and wanted != "cpu"), wanted
-    monkeypatch.setattr(device_module, "visible_gpu_count", lambda: 0)
+    monkeypatch.setattr(start, "visible_gpu_count", lambda: 0)
     assert rank_device("auto", 0) == cpu, "a machine without GPUs"
 
 
@@ -426,8 +417,8 @@ class Lost:
         self.ledger.register(VALIDATOR.ss58)
         self.uid = self.ledger.register(MINER.ss58)
         self.chain = MemoryChain(hotkey=MINER.ss58, ledger=self.ledger)
-        argv = ["--neuron.master_ss58_address", VALIDATOR.ss58, "--neuron.deregistered_wait", "6h"]
-        self.config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+        master = ("--neuron.master_ss58_address", VALIDATOR.ss58)
+        self.config = config_of(*master, "--neuron.deregistered_wait", "6h")
         monkeypatch.setattr(node_chain, "load_wallet", lambda _: MINER)
         monkeypatch.setattr(node_chain, "follow_chain", lambda *_, **named: self.chain)
         monkeypatch.setattr(services, "pause", self.pause)
@@ -532,8 +523,7 @@ def test_an_outage_is_no_other_network(
     shown: str, lost: Lost, monkeypatch: pytest.MonkeyPatch, rank_ends: Callable[..., Any]
 ) -> None:
     now = time.time()
-    argv = ["--chain.neurons_interval", "0.01", "--chain.call_timeout", "0.1"]
-    lost.config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+    lost.config = config_of("--chain.neurons_interval", "0.01", "--chain.call_timeout", "0.1")
     assert lost.chain.wait_ready(timedelta(0))
     if shown == "nobody":
         lost.ledger.entries.clear()
@@ -557,23 +547,16 @@ def test_no_room_for_a_ranks_first_file_is_a_line(
     assert "No space left on device: 'rank-0.json'" in caplog.text
 
 
-class Server:
-    calls_over = 0
-
-    def round_ended(self) -> None:
-        self.calls_over += 1
-
-
 @pytest.mark.parametrize("mode", list(Mode))
 def test_the_server_is_told_of_a_call_that_leads_to_nothing(mode: Mode) -> None:
     """Else it answers the validator that a round is running, until a restart."""
-    server: Any = Server()
+    server = Mock()
     see = start.end_rounds_of(server)
     call = ev.AllReduceCalled(RoundRequest(caller="5V"), 1000.0)
     state = MinerState(mode=mode, outer_step=4)
     see(call, state)
     after, _ = decide(state, call, Rules(reload_seconds=60, checkpoint_steps=10))
-    starts_a_round = after.mode is Mode.AVERAGING
-    assert server.calls_over == (0 if starts_a_round else 1)
+    over = after.mode is not Mode.AVERAGING
+    assert server.round_ended.call_count == over
     see(ev.ModeChanged(Mode.AVERAGING, Mode.AWAITING_GLOBAL), after)
-    assert server.calls_over == (1 if starts_a_round else 2)
+    assert server.round_ended.call_count == over + 1

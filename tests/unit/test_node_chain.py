@@ -25,6 +25,7 @@ from distributed_training.registry.store import hash_of
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_world import MINER, MINER_IP, PEER, VALIDATOR, public_miner, world
+from tests.tools.miner_parts import config_of
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(30)
@@ -175,7 +176,7 @@ class Kept:
         url = f"http://127.0.0.1:{free_ports(1)[0]}"
         argv = ["--chain.registry_url", url, "--neuron.master_ss58_address", VALIDATOR.ss58]
         argv += ["--chain.start_timeout", "0.3"]
-        self.config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+        self.config = config_of(*argv)
         self.folder = folder
         self.state = ChainState(
             chain=node_chain.chain_name(self.config.chain),
@@ -234,7 +235,7 @@ def test_an_endpoint_that_answers_replaces_what_was_kept(kept: Kept) -> None:
     server.stop()
     argv = ["--chain.registry_url", server.url, "--chain.start_timeout", "0.3"]
     argv += ["--neuron.master_ss58_address", VALIDATOR.ss58]
-    kept.config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+    kept.config = config_of(*argv)
     replace(kept.state, chain=node_chain.chain_name(kept.config.chain)).save(kept.path)
     with kept.join() as member:
         assert member.chain.uid(MINER.ss58) == 3

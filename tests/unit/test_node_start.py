@@ -11,7 +11,7 @@ import transformers
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
 from distributed_training.common.exits import ExitStatus
-from distributed_training.config import Config, ConfigError, load_config, problems
+from distributed_training.config import Config, ConfigError, problems
 from distributed_training.node.start import (
     NetworkFailure,
     exit_status_of,
@@ -19,6 +19,7 @@ from distributed_training.node.start import (
     make_run_folder,
     require_data,
 )
+from tests.tools.miner_parts import config_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -39,7 +40,7 @@ def test_a_hub_that_is_away_is_no_fault_of_the_configuration(
         raise OSError("as transformers says it") from cause
 
     monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", refused)
-    config = load_config("miner", [], environ={}, dotenv=None, check=False)
+    config = config_of()
     with pytest.raises(end, match=r"--neuron\.global_tokenizer_name"):
         fetch_tokenizer(config, tmp_path)
 
@@ -66,8 +67,7 @@ def test_a_copy_of_other_data_than_the_pinned_ends_a_start_with_status_2(
         notes = folder / ".cache" / "huggingface" / "download" / "0.parquet.metadata"
         notes.parent.mkdir(parents=True)
         notes.write_text(f"{COMMIT}\netag\n0.0\n")
-    argv = ["--data.source", f"parquet:{folder}", *pinned]
-    config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+    config = config_of("--data.source", f"parquet:{folder}", *pinned)
     if not words:
         require_data(config)
         return
@@ -79,13 +79,12 @@ def test_a_copy_of_other_data_than_the_pinned_ends_a_start_with_status_2(
 
 def test_a_source_that_is_away_is_no_other_data(caplog: pytest.LogCaptureFixture) -> None:
     away = ["--data.rows_url", "http://127.0.0.1:1", "--data.rows", "5"]
-    require_data(load_config("miner", away, environ={}, dotenv=None, check=False))
+    require_data(config_of(*away))
     assert "is not known yet" in caplog.text
 
 
 def named(folder: Path, *flags: str) -> Config:
-    argv = ["--neuron.run_folder", str(folder), *flags]
-    return load_config("miner", argv, environ={}, dotenv=None, check=False)
+    return config_of("--neuron.run_folder", str(folder), *flags)
 
 
 def test_no_run_folder_is_made_in_the_place_of_a_mount_that_is_late(tmp_path: Path) -> None:
@@ -150,14 +149,14 @@ def test_a_late_mount_is_seen_again_after_a_refused_try(tmp_path: Path, written:
 
 def test_the_default_run_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    config = load_config("miner", [], environ={}, dotenv=None, check=False)
+    config = config_of()
     assert make_run_folder(config) == tmp_path / "runs" / "miner-default"
 
 
 def test_a_run_folder_whose_variable_is_not_set_is_refused(tmp_path: Path) -> None:
     """``--neuron.run_folder $UNSET`` would begin again in the default folder."""
     for flags in (["--neuron.run_folder", ""], ["--neuron.run_folder="]):
-        config = load_config("miner", flags, environ={}, dotenv=None, check=False)
+        config = config_of(*flags)
         (line,) = [line for line in problems(config) if "run_folder" in line]
         assert "--neuron.run_folder is empty" in line and "runs/miner-default" in line
     assert not [line for line in problems(named(tmp_path)) if "run_folder" in line]
