@@ -133,9 +133,7 @@ class NeuronState:
             self.tables[kind].append(dict(event))
         # Lines of other versions and damaged ones: they must not end page, update or local subnet.
         if handler := getattr(self, f"_on_{kind}", None):
-            with contextlib.suppress(
-                AttributeError, LookupError, ArithmeticError, TypeError, ValueError
-            ):
+            with contextlib.suppress(*_DAMAGED):
                 follows = handler(event)
         named = {"neuron": self.name, "number": self._taken, "state": self.mode}
         return {**event, **(follows or {}), **named}

@@ -16,10 +16,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from pydantic import SecretStr
 from uvicorn.server import ServerState
 
 from distributed_training.common.ports import listen
@@ -27,42 +27,36 @@ from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.page import PageProcess
 from distributed_training.telemetry.page import __main__ as served_page
+from tests.tools.page import TOKEN, Page, served
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 HOTKEY = "5F-a-hotkey-that-only-this-machine-may-read"
-TOKEN = "a-token-of-more-than-16-characters"
 
 
-class Served:
-    """A page over one run folder, with the lines it gives to its parent's log."""
+def ask(page: Page, *head: bytes, path: bytes = b"/history", method: bytes = b"GET") -> bytes:
+    """Return the whole answer to a request of these header lines."""
+    with closing(socket.create_connection(("127.0.0.1", port(page)), timeout=30)) as caller:
+        request = b"\r\n".join((method + b" " + path + b" HTTP/1.1", *head, b"connection: close"))
+        answer = b""
+        with contextlib.suppress(ConnectionError):  # refused before all of it was read
+            caller.sendall(request + b"\r\n\r\n")
+            while part := caller.recv(65536):
+                answer += part
+        return answer
 
-    def __init__(self, folder: Path, token: str = "") -> None:
-        with EventLog(folder / "events.jsonl") as events:
-            events.write("problem", level="WARNING", text=f"{HOTKEY} \ud800")
-        self.lines: list[str] = []
-        secret = SecretStr(token) if token else None
-        self.process = PageProcess([folder], token=secret, told=self.lines.append)
-        address = wait_for(lambda: self.lines, "the page")[0]
-        self.port = int(address.rstrip("/").rpartition(":")[2])
 
-    def ask(self, *head: bytes, path: bytes = b"/history") -> bytes:
-        """Return the whole answer to a request of these header lines."""
-        with closing(socket.create_connection(("127.0.0.1", self.port), timeout=30)) as caller:
-            request = b"\r\n".join((b"GET " + path + b" HTTP/1.1", *head, b"connection: close"))
-            answer = b""
-            with contextlib.suppress(ConnectionError):  # refused before all of it was read
-                caller.sendall(request + b"\r\n\r\n")
-                while part := caller.recv(65536):
-                    answer += part
-            return answer
+def port(page: Page) -> int:
+    return int(page.url.rstrip("/").rpartition(":")[2])
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    served = Served(tmp_path_factory.mktemp("miner"))
-    with served.process:
-        yield served
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    folder = tmp_path_factory.mktemp("miner")
+    with EventLog(folder / "events.jsonl") as events:
+        events.write("problem", level="WARNING", text=f"{HOTKEY} \ud800")
+    with served(folder) as page:
+        yield page
 
 
 def status(answer: bytes) -> int:
@@ -71,8 +65,8 @@ def status(answer: bytes) -> int:
 
 
 @pytest.mark.parametrize("name", ["127.0.0.1", "localhost", "LocalHost", "[::1]"])
-def test_it_answers_at_its_own_address(page: Served, name: str) -> None:
-    answer = page.ask(f"host: {name}:{page.port}".encode())
+def test_it_answers_at_its_own_address(page: Page, name: str) -> None:
+    answer = ask(page, f"host: {name}:{port(page)}".encode())
     assert status(answer) == 200 and HOTKEY.encode() in answer
 
 
@@ -102,11 +96,11 @@ _HOSTS = st.one_of(
 @example(b"127.0.0.1.example:PORT")
 @example(b"127.0.0.1:PORT@b.example")
 @example(b"127.0.0.1")
-def test_no_other_host_header_gets_anything(page: Served, host: bytes) -> None:
+def test_no_other_host_header_gets_anything(page: Page, host: bytes) -> None:
     """A web site whose name resolves to 127.0.0.1 chooses these bytes."""
-    host = host.replace(b"PORT", str(page.port).encode())
-    own = rb"(127\.0\.0\.1|localhost|\[::1\]):0{0,3}%d" % page.port
-    answer = page.ask(b"host: " + host)
+    host = host.replace(b"PORT", str(port(page)).encode())
+    own = rb"(127\.0\.0\.1|localhost|\[::1\]):0{0,3}%d" % port(page)
+    answer = ask(page, b"host: " + host)
     if re.fullmatch(own, host.strip(b" \t"), re.IGNORECASE):
         assert status(answer) == 200
     else:
@@ -114,8 +108,8 @@ def test_no_other_host_header_gets_anything(page: Served, host: bytes) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["missing", "two", "two names", "HTTP/1.0 without"])
-def test_one_host_header_is_needed(page: Served, wrong: str) -> None:
-    own = f"host: 127.0.0.1:{page.port}".encode()
+def test_one_host_header_is_needed(page: Page, wrong: str) -> None:
+    own = f"host: 127.0.0.1:{port(page)}".encode()
     heads = {
         "missing": (),
         "two": (own, own),
@@ -123,42 +117,70 @@ def test_one_host_header_is_needed(page: Served, wrong: str) -> None:
         "HTTP/1.0 without": (b"x: y",),
     }
     if wrong.startswith("HTTP/1.0"):
-        with closing(socket.create_connection(("127.0.0.1", page.port), timeout=30)) as caller:
+        with closing(socket.create_connection(("127.0.0.1", port(page)), timeout=30)) as caller:
             caller.sendall(b"GET /history HTTP/1.0\r\n\r\n")
             answer = caller.recv(65536)
     else:
-        answer = page.ask(*heads[wrong])
+        answer = ask(page, *heads[wrong])
     assert status(answer) in (400, 403) and HOTKEY.encode() not in answer
 
 
-def test_a_websocket_is_not_a_way_past_the_checks(page: Served) -> None:
+def test_a_websocket_is_not_a_way_past_the_checks(page: Page) -> None:
     upgrade = (b"upgrade: websocket", b"sec-websocket-version: 13")
     key = b"sec-websocket-key: dGhlIHNhbXBsZSBub25jZQ=="
-    answer = page.ask(b"host: attacker.example", *upgrade, key, b"connection: upgrade")
+    answer = ask(page, b"host: attacker.example", *upgrade, key, b"connection: upgrade")
     assert status(answer) in (400, 403), answer[:100]
 
 
 @pytest.mark.slow
 def test_nobody_fills_the_log_through_it(tmp_path: Path) -> None:
     """Malformed requests, refused ones and more connections than it has room for."""
-    served = Served(tmp_path, TOKEN)
-    with served.process, contextlib.ExitStack() as held:
+    with served(tmp_path, token=TOKEN) as page, contextlib.ExitStack() as held:
+        address = ("127.0.0.1", port(page))
         junk = (b"\x00\xff\x00junk\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"POST / HTTP/1.1\r\n\r\n")
         for number in range(3000):
-            with closing(socket.create_connection(("127.0.0.1", served.port), timeout=30)) as one:
+            with closing(socket.create_connection(address, timeout=30)) as one:
                 one.sendall(junk[number % len(junk)])
                 with contextlib.suppress(ConnectionError):
                     one.recv(100)
         upgrade = (b"connection: upgrade", b"upgrade: websocket")
-        assert {status(served.ask(b"host: x", *upgrade)) for _ in range(50)} == {401}
+        assert {status(ask(page, b"host: x", *upgrade)) for _ in range(50)} == {401}
         for _ in range(300):
-            idle = socket.create_connection(("127.0.0.1", served.port), timeout=30)
-            held.enter_context(closing(idle))
-        assert status(served.ask(b"host: x")) == 503
+            held.enter_context(closing(socket.create_connection(address, timeout=30)))
+        assert status(ask(page, b"host: x")) == 503
         held.close()
         bearer = b"authorization: Bearer " + TOKEN.encode()
-        wait_for(lambda: status(served.ask(b"host: x", bearer)) == 200, "an answer afterwards")
-    assert len(served.lines) == 1, served.lines[:5]
+        wait_for(lambda: status(ask(page, b"host: x", bearer)) == 200, "an answer afterwards")
+    assert len(page.lines) == 1, page.lines[:5]
+
+
+def test_a_token_opens_it_by_header_by_link_and_by_the_cookie_of_that(tmp_path: Path) -> None:
+    token = TOKEN.encode()
+    with served(tmp_path, token=TOKEN) as page:
+        link = ask(page, b"host: miner.example", path=b"/?token=" + token)
+        (cookie,) = re.findall(rb"set-cookie: (token=[^;]+); HttpOnly; SameSite=Strict", link)
+        assert status(link) == 200 and token not in link.partition(b"\r\n\r\n")[2]
+        for head in (b"cookie: " + cookie, b"authorization: Bearer " + token):
+            assert status(ask(page, b"host: miner.example", head)) == 200
+        assert status(ask(page, b"host: x", path=b"/?token=" + token[:-1])) == 401
+        assert status(ask(page, b"host: x", b"cookie: " + cookie, method=b"POST")) == 405
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--host", "0.0.0.0"], "DT_PAGE_TOKEN"),
+        (["--host", "miner.example"], "--host"),
+        (["--port", "99999"], "--port"),
+        ([__file__], "no folder"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(
+    tmp_path: Path, arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert served_page.main([str(tmp_path), *arguments]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert named in line
 
 
 @pytest.mark.parametrize("what", ["poll", "measured"])
@@ -225,6 +247,23 @@ def test_clients_that_say_nothing_or_do_not_read_lose_their_connections(
         thread.join(30)
 
 
+def test_a_defect_is_a_500_and_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    neuron = NeuronState(tmp_path)
+    monkeypatch.setattr(neuron, "facts", lambda: {}["a key not there"])  # type: ignore[index]
+    application: Any = served_page.application([neuron])
+
+    async def answer() -> httpx.Response:
+        transport = httpx.ASGITransport(application, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport) as client:
+            return await client.get("http://127.0.0.1:8010/history")
+
+    assert asyncio.run(answer()).status_code == 500
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert line.startswith("The page failed to answer '/history' (KeyError")
+
+
 class SlowLine(asyncio.Transport):
     """To a client that reads on until ``unread`` no longer falls."""
 
@@ -278,12 +317,11 @@ def test_a_disk_that_fails_at_its_start_is_a_line_and_another_try(tmp_path: Path
 
 def test_the_metrics_are_those_of_the_ranks_and_of_their_launcher(tmp_path: Path) -> None:
     """While starts are refused no rank writes any; the launcher's count reaches the alert."""
-    served = Served(tmp_path)
-    with served.process:
-        own = f"host: 127.0.0.1:{served.port}".encode()
+    with served(tmp_path) as page:
+        own = f"host: 127.0.0.1:{port(page)}".encode()
         (tmp_path / "launcher.prom").write_text("dt_starts_refused_in_a_row 7.0\n")
-        answer = served.ask(own, path=b"/metrics")
+        answer = ask(page, own, path=b"/metrics")
         assert status(answer) == 200 and answer.endswith(b"dt_starts_refused_in_a_row 7.0\n")
         (tmp_path / "metrics.prom").write_text("dt_dht_peers 3.0\n")
-        answer = served.ask(own, path=b"/metrics")
+        answer = ask(page, own, path=b"/metrics")
         assert b"dt_dht_peers 3.0\ndt_starts_refused_in_a_row 7.0\n" in answer

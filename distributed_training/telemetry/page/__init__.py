@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import Self
 
 from pydantic import SecretStr
 
@@ -109,7 +110,7 @@ class PageProcess:
         self._process.terminate()
         wait_or_kill(self._process, _END_SECONDS)
 
-    def __enter__(self) -> PageProcess:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -171,11 +171,7 @@ class Guard:
                 message["headers"] += [(k.encode(), v.encode()) for k, v in extra.items()]
             await send(message)
 
-        try:
-            await self._app(scope, receive, with_headers)
-        except Exception as error:  # noqa: BLE001 (answered with 500 and raised again by Starlette)
-            why = f"{type(error).__name__}: {error}"
-            log.warning("The page failed to answer %.80r (%.200s)", request.url.path, why)
+        await self._app(scope, receive, with_headers)
 
     def _refusal(self, request: Request) -> Response | None:
         if request.method not in ("GET", "HEAD"):
@@ -253,13 +249,21 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
                 return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
         return PlainTextResponse("no such neuron\n", 404)
 
+    async def failed(request: Request, error: Exception) -> Response:
+        # uvicorn, to which Starlette raises it again, is silent.
+        why = f"{type(error).__name__}: {error}"
+        log.warning("The page failed to answer %.80r (%.200s)", request.url.path, why)
+        return PlainTextResponse("a defect: the log has it\n", 500)
+
     routes = [
         Route("/history", history),
         Route("/stream", stream),
         Route("/metrics", metrics),
         Mount("/", StaticFiles(directory=_STATIC, html=True)),
     ]
-    return Guard(Starlette(routes=routes, lifespan=lifespan), token=token)
+    handlers = {Exception: failed}
+    pages = Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
+    return Guard(pages, token=token)
 
 
 class Connection(H11Protocol):
