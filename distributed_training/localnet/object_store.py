@@ -189,8 +189,6 @@ def serve(folder: Path, port: int) -> None:
     import swift.common.utils as swift_utils
 
     swift_utils.SWIFT_CONF_FILE = str(folder / "swift.conf")
-    if hasattr(swift_utils, "config"):
-        swift_utils.config.SWIFT_CONF_FILE = str(folder / "swift.conf")
     files = _write_configuration(folder, port)
     import swift.common.storage_policy as storage_policy
     from eventlet import wsgi as eventlet_wsgi

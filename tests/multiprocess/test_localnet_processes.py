@@ -84,20 +84,6 @@ def test_one_that_not_even_sigkill_ends_at_once_keeps_no_other_from_its_stop(
     assert wait(60) == -signal.SIGKILL == children[1].exit_status
 
 
-def test_a_killed_child_is_no_failure_and_starts_again(tmp_path: Path, mark: Mark) -> None:
-    c = child(tmp_path, mark, STUBBORN)
-    c.start()
-    with pytest.raises(RuntimeError, match="running already"):
-        c.start()
-    wait_for(lambda: c.last_lines() == ["ready"], "the child")
-    c.kill_tree()
-    assert c.stopping and c.exit_status == -signal.SIGKILL
-    c.start()
-    assert c.running and not c.stopping
-    wait_for(lambda: c.last_lines() == ["ready", "ready"], "its history in one file")
-    c.kill_tree()
-
-
 def test_children_end_when_the_orchestrator_is_killed(tmp_path: Path, mark: Mark) -> None:
     orchestrator = subprocess.Popen(
         [

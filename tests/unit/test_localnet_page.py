@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import webbrowser
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,14 +13,6 @@ from distributed_training.localnet.command import _show_page
 
 pytestmark = pytest.mark.timeout(30)
 ADDRESS = "http://127.0.0.1:8010/"
-
-
-class View:
-    def __init__(self) -> None:
-        self.lines: list[str] = []
-
-    def say(self, line: str) -> None:
-        self.lines.append(line)
 
 
 @pytest.mark.parametrize(
@@ -57,9 +50,10 @@ def test_only_on_a_desktop(
     monkeypatch.setattr(webbrowser, "get", get)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
-    view: Any = View()
+    lines: list[str] = []
+    view: Any = SimpleNamespace(say=lines.append)
     _show_page(f"page: {ADDRESS}", view)
-    assert view.lines == [f"page: {ADDRESS}"], "it is always said"
+    assert lines == [f"page: {ADDRESS}"], "it is always said"
     assert calls == ([ADDRESS] if opened else [])
     _show_page("error: the page cannot be served", view)
     assert len(calls) == opened, "an error is no address"
