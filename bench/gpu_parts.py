@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from bench.inner_step import AsThePublicMiner, Ours, set_weights, tokens
 from distributed_training.common.memory import Arrangement, ModelShape, device_memory, loss_chunk
 from distributed_training.config.model import CARDS
 from distributed_training.config.settings import TrainingSettings
-from distributed_training.protocol.types import Progress
+from distributed_training.protocol.types import Progress, StepReport
 from distributed_training.training import sharding
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.error_feedback import Codec, ErrorFeedback
@@ -132,7 +132,8 @@ class Bench:
 
     def batches(self, trainer: Trainer, step: int) -> list[Tensor]:
         length = trainer.settings.sequence_length
-        return tokens(vocabulary(trainer), step, trainer.batch_plan, length, 0, 1)
+        config: Any = trainer.sharded.model.config
+        return tokens(config.vocab_size, step, trainer.batch_plan, length, 0, 1)
 
     def steps(self, trainer: Trainer, first: int, last: int) -> list[float]:
         """Seconds of each inner step."""
@@ -157,11 +158,6 @@ class Bench:
             name, text, seconds=median, micro_batch=trainer.micro_batch_size, **figures, **more
         )
         return median
-
-
-def vocabulary(trainer: Trainer) -> int:
-    config: Any = trainer.sharded.model.config
-    return int(config.vocab_size)
 
 
 def largest_micro_batch(model: dict[str, Any], device_bytes: int, *, share: float = 0.8) -> int:
@@ -426,9 +422,7 @@ def _busy(
         while not handle.done() and step < 40:
             batches = bench.batches(trainer, step)
             began = time.perf_counter()
-            for batch in batches:
-                report = trainer.add_micro_batch(batch)
-            assert report is not None
+            report = _step(trainer, batches)
             json.dump(dataclasses.asdict(report), events)
             bench.wait()
             beside += time.perf_counter() - began - bare
@@ -534,14 +528,19 @@ def out_of_memory(bench: Bench) -> None:
             bench.forget()
 
 
+def _step(trainer: Trainer, batches: Sequence[Tensor]) -> StepReport:
+    for batch in batches:
+        report = trainer.add_micro_batch(batch)
+    assert report is not None
+    return report
+
+
 def _losses(
     bench: Bench, trainer: Trainer, first: int, last: int, *, notes: list[str] | None = None
 ) -> list[float]:
     found = []
     for step in range(first, last):
-        for batch in bench.batches(trainer, step):
-            report = trainer.add_micro_batch(batch)
-        assert report is not None
+        report = _step(trainer, bench.batches(trainer, step))
         found.append(report.loss)
         if report.note and notes is not None:
             notes.append(report.note)
@@ -574,7 +573,6 @@ def loss_curve(bench: Bench) -> None:
         ("cpu", torch.device("cpu"), "fp32"),
     ):
         there = Bench(bench.path, device, quick=bench.quick)
-        length = 32 if bench.quick else 256
         trainer = there.trainer(
             "tiny",
             weights=True,
@@ -582,14 +580,9 @@ def loss_curve(bench: Bench) -> None:
             local_batch_size_train_effective=8,
             learning_rate=1e-3,
             precision=precision,
-            sequence_length=length,
+            sequence_length=32 if bench.quick else 256,
         )
-        curve = curves[name] = []
-        for step in range(steps):
-            for batch in tokens(vocabulary(trainer), step, trainer.batch_plan, length, 0, 1):
-                report = trainer.add_micro_batch(batch)
-            assert report is not None
-            curve.append(report.loss)
+        curves[name] = _losses(there, trainer, 0, steps)
     apart = [abs(a - b) for a, b in zip(curves["device"], curves["cpu"], strict=True)]
     bench.row(
         f"{steps} steps",

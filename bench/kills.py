@@ -311,10 +311,8 @@ def run(
     blocks: int | None = None,
     miner_flags: tuple[str, ...] = (),
     validator_flags: tuple[str, ...] = (),
-    prepare: Callable[[SubnetOptions], SubnetOptions] = lambda options: options,
 ) -> Outcome:
-    """``killing``: as :func:`kill_for`. ``blocks``: between two rounds, a second each. ``prepare``
-    may change what the subnet is started with."""
+    """``killing``: as :func:`kill_for`. ``blocks``: between two rounds, a second each."""
     outcome = Outcome()
     temporary = Path(tempfile.mkdtemp(prefix="kills-"))  # short: sockets are made there
     options = SubnetOptions(
@@ -326,7 +324,7 @@ def run(
         miner_flags=miner_flags,
         validator_flags=validator_flags,
     )
-    subnet = LocalSubnet(options=prepare(options), stop_grace=timedelta(seconds=40))
+    subnet = LocalSubnet(options=options, stop_grace=timedelta(seconds=40))
     marks: list[Mark] = []
     with mock.patch.dict(os.environ, TMPDIR=str(temporary)), subnet:
         clean_round(subnet)

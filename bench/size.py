@@ -20,9 +20,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 PRODUCT = ("distributed_training", "neurons", "scripts")
 OTHERS = ("extras", "tests", "bench", "examples")
 _ANY_LINE = 3  # characters of a line that is code; a bracket alone says nothing of density
@@ -223,22 +220,16 @@ def rows(found: Tree) -> Iterator[Row]:
 
 
 def show(now: Tree, before: Tree | None) -> None:
-    table = Table("", "now", "goal", "where", title="The size of the code")
-    if before is not None:
-        table.add_column("before")
-    old = {row.what: row for row in rows(before)} if before is not None else {}
+    """Print figures and packages beside those of ``before``; ``!`` marks a goal that is missed."""
+    old = {row.what: f"{row.value:g}" for row in rows(before)} if before is not None else {}
     for row in rows(now):
-        colour = "green" if row.kept else "red"
-        table.add_row(
-            *(row.what, f"[{colour}]{row.value:g}", row.goal, row.worst),
-            *([f"{old[row.what].value:g}"] if old else []),
-        )
-    packages = Table("package", "lines of code", *(["before"] if before is not None else []))
+        mark = " " if row.kept else "!"
+        what = f"{mark} {row.what:34} {row.value:>8g}  {row.goal:9}"
+        print(f"{what} {old.get(row.what, ''):>8}  {row.worst}".rstrip())
+    print("\nlines of code by package")
     for name in sorted({*now.code, *(before.code if before else ())}):
-        packages.add_row(name, str(now.code[name]), *([str(before.code[name])] if before else []))
-    console = Console(width=140 if not sys.stdout.isatty() else None)
-    console.print(table)
-    console.print(packages)
+        earlier = before.code[name] if before else ""
+        print(f"  {name:34} {now.code[name]:>8} {earlier:>19}".rstrip())
 
 
 def main(argv: list[str] | None = None) -> int:
