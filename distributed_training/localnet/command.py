@@ -19,7 +19,7 @@ from distributed_training.config.loader import Parser, argument, exit_with, rang
 from distributed_training.config.types import ConfigError, File, Text
 from distributed_training.localnet.services import SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
-from distributed_training.localnet.summary import Summary, View
+from distributed_training.localnet.summary import Summary, View, draw
 from distributed_training.node.start import Stopped, StopSignals
 from distributed_training.telemetry.page import PageProcess
 
@@ -168,8 +168,6 @@ def _options(arguments: argparse.Namespace) -> SubnetOptions:
 
 
 def _draw(subnet: LocalSubnet, summary: Summary) -> None:
-    from distributed_training.localnet.summary import draw
-
     try:
         png = draw(
             subnet.folder,

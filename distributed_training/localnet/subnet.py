@@ -26,19 +26,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any
 
 from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import write_json
 from distributed_training.common.processes import Mark
 from distributed_training.config.types import ConfigError
-from distributed_training.localnet.processes import (
-    MARK,
-    Child,
-    ChildFailure,
-    stop_together,
-)
+from distributed_training.localnet.processes import MARK, Child, ChildFailure, stop_together
 from distributed_training.localnet.services import NeuronPlan, Services, SubnetOptions, plan_neurons
 from distributed_training.localnet.summary import Summary, event_line, summarize
 from distributed_training.telemetry.neuron_state import NeuronState
@@ -214,12 +208,7 @@ class LocalSubnet:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
     # --- what tests and the command line do with it ---------------------------------------------
