@@ -6,6 +6,8 @@ import gc
 import logging
 import os
 import random
+import sys
+import threading
 from collections.abc import Generator, Iterator
 from pathlib import Path
 
@@ -101,6 +103,24 @@ def loggers_as_they_were() -> Iterator[None]:
         if logger.level:
             logger.setLevel(logging.NOTSET)
         logger.disabled, logger.propagate = False, True
+
+
+@pytest.fixture
+def own_logging() -> Iterator[None]:
+    """For a program that sets up logging for its process; here the process is pytest's."""
+    root, hooks = logging.getLogger(), (sys.excepthook, threading.excepthook)
+    handlers, level = list(root.handlers), root.level
+    yield
+    root.handlers[:], root.level = handlers, level
+    sys.excepthook, threading.excepthook = hooks
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+    """The tokenizer of bytes: the path of its file, and EOS."""
+    from distributed_training.data.tokenizer import build_tokenizer
+
+    return build_tokenizer("bytes", tmp_path_factory.mktemp("tokenizer"))
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,6 @@ from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import write_bytes, write_json
 from distributed_training.protocol.lines import counted, judged_upload
 from distributed_training.protocol.types import Revision
-from distributed_training.scoring.causes import Cause
 from distributed_training.telemetry.neuron_state import Judged, NeuronState
 
 
@@ -381,7 +380,7 @@ def _upload_problems(miner: MinerResult) -> list[str]:
     if not miner.uploads_judged:
         return [f"{miner.name}: the validator judged none of its uploads"]
     if not miner.uploads_scored:
-        slow = miner.last_cause == Cause.OLD_BLOCKS.name
+        slow = miner.last_cause == "OLD_BLOCKS"  # Cause: its module imports torch
         return [
             f"{miner.name}: none of its {miner.uploads_judged} judged uploads was scored; the last "
             f"was reset: {miner.last_reset}{_SLOWER if slow else ''}"

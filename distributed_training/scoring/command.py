@@ -67,7 +67,7 @@ from distributed_training.telemetry.neuron_state import SCORE_FILE
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from distributed_training.scoring.evaluator import Interval
+    from distributed_training.scoring.evaluator import Comparison, Judgement
     from distributed_training.scoring.score_preview import Preview, Row, Sources
     from distributed_training.store.bucket_reader import BucketReader
 
@@ -284,8 +284,9 @@ def reason(error: BaseException) -> str:
     import torch
 
     if isinstance(error, torch.OutOfMemoryError):
+        first = str(error).partition(". ")[0]
         return (
-            f"the GPU's memory is not enough ({first_line(error)}), so nothing was scored: give "
+            f"the GPU's memory is not enough ({first}), so nothing was scored: give "
             "--neuron.device cpu, or run this on another machine"
         )
     # torch has no type for it on the CPU.
@@ -297,10 +298,6 @@ def reason(error: BaseException) -> str:
     if type(error) is RuntimeError:
         raise error
     return str(error)
-
-
-def first_line(error: BaseException) -> str:
-    return str(error).partition(". ")[0]
 
 
 def keep(preview: Preview, run_folder: Path) -> None:
@@ -355,9 +352,12 @@ def table(preview: Preview) -> RenderableType:
     grid = Table(title=_title(preview), title_justify="left", box=None, padding=(0, 1, 0, 0))
     for name in ("uid", "upload", "age", "random", "assigned", "a > r", "rank", "share"):
         grid.add_column(name, justify="left" if name == "upload" else "right", no_wrap=True)
-    rows = sorted(preview.rows, key=lambda r: (r.standing.rank if r.standing else math.inf, r.uid))
+    rows = sorted(
+        preview.rows, key=lambda r: (r.standing.rank if r.standing else math.inf, r.neuron.uid)
+    )
     for row in rows:
-        grid.add_row(*_cells(row, preview.compared), style=None if row.random else "dim")
+        judged = row.judgement is not None and row.judgement.ok
+        grid.add_row(*_cells(row, preview.compared), style=None if judged else "dim")
     # As Text: rich obeys markup in a str, and a reason may quote what others wrote.
     notes = [Text(_sentence(row), style="" if row.cause is None else "yellow") for row in rows]
     return Group(grid, *notes)
@@ -372,14 +372,14 @@ def _title(preview: Preview) -> str:
 
 
 def _cells(row: Row, compared: int) -> list[str]:
-    standing = row.standing
+    judgement, standing = row.judgement, row.standing
     return [
-        f"{row.uid:03d}",
-        row.revision or "-",
-        _age(row.age, row.age_limit),
-        _percent(row.random),
-        _percent(row.assigned),
-        "-" if row.assigned_wins is None else _chance(row.assigned_wins, row.chance),
+        f"{row.neuron.uid:03d}",
+        row.repository.tag or "-",
+        _age(row.repository.age, row.age_limit),
+        _percent(judgement.random if judgement else None),
+        _percent(judgement.assigned if judgement else None),
+        _chance(judgement),
         f"{standing.rank}/{compared}" if standing else "-",
         f"{100 * standing.share:.1f} %" if standing else "-",
     ]
@@ -391,25 +391,23 @@ def _age(age: timedelta | None, limit: timedelta) -> str:
     return f"{age.total_seconds():.0f}/{limit.total_seconds():.0f} s"
 
 
-def _percent(found: Interval | None) -> str:
+def _percent(found: Comparison | None) -> str:
     if found is None:
         return "-"
-    reach = 100 * (found.high - found.value)
-    return (
-        f"{100 * found.value:+.2f} ± {reach:.2f} %"
-        if math.isfinite(reach)
-        else (f"{100 * found.value:+.2f} %")
-    )
+    reach = 100 * (found.interval[1] - found.relative)
+    return f"{100 * found.relative:+.2f}" + (f" ± {reach:.2f} %" if math.isfinite(reach) else " %")
 
 
-def _chance(wins: bool, chance: float | None) -> str:
-    word = "yes" if wins else "no"
-    return word if chance is None else f"{word} ({100 * chance:.0f} %)"
+def _chance(judgement: Judgement | None) -> str:
+    if judgement is None or judgement.assigned_wins is None:
+        return "-"
+    word = "yes" if judgement.assigned_wins else "no"
+    return word if judgement.chance is None else f"{word} ({100 * judgement.chance:.0f} %)"
 
 
 def _sentence(row: Row) -> str:
     """Word the cause of a miner's low score, and its one fix."""
-    start = f"uid {row.uid:03d}: "
+    start = f"uid {row.neuron.uid:03d}: "
     if row.cause is None:
         return f"{start}nothing stands in its way"
     why = f" ({row.reason})" if row.reason else ""
@@ -433,35 +431,32 @@ def to_json(preview: Preview) -> dict[str, Any]:
 
 
 def row_fields(row: Row) -> dict[str, Any]:
-    standing = row.standing
+    repository, judgement, standing = row.repository, row.judgement, row.standing
     fields: dict[str, Any] = {
-        "uid": row.uid,
-        "hotkey": row.hotkey,
-        "revision": row.revision,
-        "repo_valid": row.valid,
-        "age_seconds": row.age.total_seconds() if row.age is not None else None,
+        "uid": row.neuron.uid,
+        "hotkey": row.neuron.hotkey,
+        "revision": repository.tag,
+        "repo_valid": repository.valid,
+        "age_seconds": repository.age.total_seconds() if repository.age is not None else None,
         "age_limit_seconds": row.age_limit.total_seconds(),
         "cause": row.cause.name if row.cause else None,
         "reason": row.reason,
         "costs": row.cause.costs if row.cause else "",
         "remedy": row.cause.remedy if row.cause else "",
-        "assigned_wins": row.assigned_wins,
-        "assigned_wins_chance": row.chance,
+        "assigned_wins": judgement.assigned_wins if judgement else None,
+        "assigned_wins_chance": judgement.chance if judgement else None,
         "rank": standing.rank if standing else None,
         "rating": standing.rating if standing else None,
         "assigned_score": standing.assigned if standing else None,
         "train_share": standing.share if standing else None,
     }
-    judgement = row.judgement
-    for name, found, interval in (
-        ("random", judgement.random if judgement else None, row.random),
-        ("assigned", judgement.assigned if judgement else None, row.assigned),
-    ):
+    for name in ("random", "assigned"):
+        found: Comparison | None = getattr(judgement, name, None)
         fields[f"{name}_blocks"] = list(found.blocks) if found else []
         fields[f"{name}_before"], fields[f"{name}_after"] = found.losses if found else (None, None)
+        fields[f"{name}_relative"] = found.relative if found else None
         # An interval of one micro-batch has no end, and JSON has no infinity.
-        fields[f"{name}_relative"] = interval.value if interval else None
-        bounds = (interval.low, interval.high) if interval else (math.inf, math.inf)
+        bounds = found.interval if found else (math.inf, math.inf)
         for bound, value in zip(("low", "high"), bounds, strict=True):
             fields[f"{name}_{bound}"] = value if math.isfinite(value) else None
     return fields

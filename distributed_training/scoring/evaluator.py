@@ -23,8 +23,7 @@ from distributed_training.config import ConfigError
 from distributed_training.node.start import Stopped
 from distributed_training.protocol.gradients import GradientPayload, Schema
 from distributed_training.protocol.scoring import relative_improvement
-from distributed_training.scoring.causes import Cause
-from distributed_training.scoring.upload import DataUnavailable, Upload
+from distributed_training.scoring.upload import Cause, DataUnavailable, Upload
 from distributed_training.training.model import (
     CausalLoss,
     hf_config,
@@ -196,30 +195,22 @@ class Comparison:
         mean = self.absolute
         return math.sqrt(sum((g - mean) ** 2 for g in gains) / (n - 1) / n)
 
+    @property
+    def interval(self) -> tuple[float, float]:
+        """The 95 % confidence interval of ``relative``.
+
+        Infinite for fewer than two micro-batches.
+        """
+        before = self.losses[0]
+        # Of a handful of micro-batches the normal distribution would promise too much.
+        reach = t_quantile(len(self.before) - 1) * self.error
+        if not before:
+            return -math.inf, math.inf
+        return (self.absolute - reach) / before, (self.absolute + reach) / before
+
     def _mean(self, losses: Sequence[float]) -> float:
         total = sum(loss * n for loss, n in zip(losses, self.tokens, strict=True))
         return total / sum(self.tokens)
-
-
-@dataclass(frozen=True)
-class Interval:
-    """An estimate and its 95 % confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, found: Comparison) -> Interval:
-        """Return the relative improvement; infinite for fewer than two micro-batches."""
-        before = found.losses[0]
-        # Of a handful of micro-batches the normal distribution would promise too much.
-        reach = t_quantile(len(found.before) - 1) * found.error
-        if not before:
-            return cls(0.0, -math.inf, math.inf)
-        return cls(
-            found.relative, (found.absolute - reach) / before, (found.absolute + reach) / before
-        )
 
 
 def t_quantile(freedom: int) -> float:
@@ -264,21 +255,26 @@ class Judgement:
     def reset(cls, uid: int, outer_step: int, cause: Cause, reason: str) -> Judgement:
         return cls(uid, outer_step, cause=cause, reason=reason)
 
+    @property
+    def assigned_wins(self) -> bool | None:
+        """True if assigned text gained more than random text, in nats per token."""
+        if self.random is None or self.assigned is None:
+            return None
+        return self.assigned.absolute > self.random.absolute
 
-def chance_assigned_wins(judgement: Judgement) -> float | None:
-    """Return the chance that a validator finds a larger gain on assigned than on random text.
+    @property
+    def chance(self) -> float | None:
+        """The chance that a validator finds ``assigned_wins`` of other text.
 
-    Gains are in nats per token. None for a reset upload or too little text.
-    """
-    if judgement.random is None or judgement.assigned is None:
-        return None
-    error = math.hypot(judgement.random.error, judgement.assigned.error)
-    gain = judgement.assigned.absolute - judgement.random.absolute
-    if not math.isfinite(error):
-        return None
-    if error == 0:
-        return float(gain > 0)
-    return NormalDist().cdf(gain / error)
+        None for a reset upload or too little text.
+        """
+        if self.random is None or self.assigned is None:
+            return None
+        error = math.hypot(self.random.error, self.assigned.error)
+        gain = self.assigned.absolute - self.random.absolute
+        if not math.isfinite(error):
+            return None
+        return NormalDist().cdf(gain / error) if error else float(gain > 0)
 
 
 @dataclass(frozen=True)

@@ -245,8 +245,6 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> float:
     """
     import torch
 
-    from distributed_training.data.block_builder import open_source
-    from distributed_training.data.tokenizer import TextTokenizer
     from distributed_training.node.start import fetch_tokenizer
     from distributed_training.scoring.evaluator import check_words
     from distributed_training.scoring.score_preview import draw_random_blocks
@@ -254,10 +252,7 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> float:
 
     model, total, count = _load(folder), 0.0, 0
     with tempfile.TemporaryDirectory() as scratch:
-        path, eos = fetch_tokenizer(config, Path(scratch))
-        read = PageReader.from_settings(
-            config, open_source(config.data), TextTokenizer(path, eos_id=eos)
-        )
+        read = PageReader.from_settings(config, *fetch_tokenizer(config, Path(scratch)))
         # The same blocks at each call, so that two exports can be compared.
         generator = random.Random(0)
         while count < sequences:

@@ -39,8 +39,6 @@ from distributed_training.chain.base import Neuron
 from distributed_training.common.memory import ModelShape, disk_space
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import MinerSettings
-from distributed_training.data.block_builder import open_source
-from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.health.machine import bytes_under
 from distributed_training.node.buckets import PeerBuckets
 from distributed_training.node.global_state import load_weights, model_bytes
@@ -49,18 +47,15 @@ from distributed_training.node.start import fetch_tokenizer
 from distributed_training.protocol import keys, schedule
 from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.scoring import RESET, ScoreBoard
-from distributed_training.scoring.causes import Cause
 from distributed_training.scoring.evaluator import (
     Comparison,
     EvaluationModel,
     Evaluator,
-    Interval,
     Judgement,
-    Pages,
-    chance_assigned_wins,
     evaluation_device,
 )
 from distributed_training.scoring.upload import (
+    Cause,
     DataUnavailable,
     InvalidUpload,
     OpenBucket,
@@ -79,10 +74,7 @@ from distributed_training.store.bucket_reader import (
     pt_content,
     states,
 )
-from distributed_training.store.s3 import (
-    NoRoomError,
-    StoreError,
-)
+from distributed_training.store.s3 import NoRoomError, StoreError
 from distributed_training.store.upload_rules import size_text
 from distributed_training.training.model import parameter_schema
 from distributed_training.training.nesterov import OUTER_LEARNING_RATE
@@ -115,11 +107,9 @@ class Judged:
 def read_judged(
     bucket: BucketReader,
     folder: Path,
+    config: Config,
     *,
-    run: int,
     block: int,
-    bpa: int,
-    bpa_later: int,
     outer_step: int | None = None,
     miners: Path | None = None,
 ) -> Judged:
@@ -127,7 +117,6 @@ def read_judged(
 
     Raises NotJudgeable.
 
-    ``bpa``: blocks between two rounds, ``bpa_later`` after the first successful one (0: the same).
     ``outer_step``: to judge, where ``block`` should not decide. ``folder`` keeps the weights, so
     that they are fetched once an outer step. ``miners``: folder of run folders, whose miners' share
     of the same disk stays free.
@@ -137,11 +126,13 @@ def read_judged(
         root = bucket.metadata()
         if root is None:
             raise NotJudgeable(f"{bucket.name} is empty: nothing was uploaded yet")
-        check_run(root, run)
+        check_run(root, config.store.run)
+        settings = config.validator
+        bpa = settings.blocks_per_allreduce
         # As the validators of the public network after their first good round.
-        if bpa_later and root.outer_step > 0:
-            bpa = bpa_later
-        config, extras = bucket.config(root.outer_step)
+        if root.outer_step > 0:
+            bpa = settings.blocks_per_allreduce_later or bpa
+        model_config, extras = bucket.config(root.outer_step)
         if outer_step is None:
             outer_step = schedule.scored_epoch(
                 outer_step=root.outer_step,
@@ -149,15 +140,15 @@ def read_judged(
                 last_allreduce_block=extras.last_allreduce_block or 0,
                 bpa=bpa,
             )
-        schema = parameter_schema(config)
+        schema = parameter_schema(model_config)
         folder.mkdir(parents=True, exist_ok=True)
-        reserved = _kept_for_miners(miners, folder, config) if miners else 0
+        reserved = _kept_for_miners(miners, folder, model_config) if miners else 0
         return Judged(
             block=block,
             bpa=bpa,
             global_outer_step=root.outer_step,
             outer_step=outer_step,
-            model_config=config,
+            model_config=model_config,
             schema=schema,
             weights=_weights(bucket, folder, outer_step, schema, reserved),
             learning_rate=_learning_rate(bucket, root.outer_step),
@@ -300,43 +291,17 @@ READERS = 8  # buckets looked into at once
 class Row:
     """One miner.
 
-    ``random`` and ``assigned``: relative improvement; None if it was not judged. ``cause``: why its
-    score is zero or will fall to it, None if nothing stands in its way.
+    ``judgement``: None if it was not judged. ``cause``: why its score is zero or will fall to it,
+    None if nothing stands in its way.
     """
 
-    uid: int
-    hotkey: str
-    revision: str
-    valid: bool
-    age: timedelta | None
+    neuron: Neuron
+    repository: Repository
     age_limit: timedelta
     judgement: Judgement | None
     cause: Cause | None
     reason: str
     standing: Standing | None = None
-
-    @property
-    def random(self) -> Interval | None:
-        found = self.judgement.random if self.judgement else None
-        return Interval.of(found) if found else None
-
-    @property
-    def assigned(self) -> Interval | None:
-        found = self.judgement.assigned if self.judgement else None
-        return Interval.of(found) if found else None
-
-    @property
-    def assigned_wins(self) -> bool | None:
-        """True if assigned text gained more than random text, in nats per token."""
-        judgement = self.judgement
-        if judgement is None or judgement.random is None or judgement.assigned is None:
-            return None
-        return judgement.assigned.absolute > judgement.random.absolute
-
-    @property
-    def chance(self) -> float | None:
-        """That a validator finds the same of other text."""
-        return chance_assigned_wins(self.judgement) if self.judgement else None
 
 
 @dataclass(frozen=True)
@@ -377,10 +342,7 @@ class Previewer:
         Raises ChainError, Stopped.
         """
         began = time.monotonic()
-        rows = [
-            self._row(neuron, repository, self._judge(upload, random_blocks))
-            for neuron, repository, upload in self._read_ahead(neurons)
-        ]
+        rows = [self._row(*read, random_blocks) for read in self._read_ahead(neurons)]
         judgements = [row.judgement for row in rows if row.judgement is not None]
         # Alone there is no rank, and no share of a train score to lose.
         standings = rank(judgements, passes=passes) if len(judgements) > 1 else {}
@@ -390,7 +352,7 @@ class Previewer:
             outer_step=self.judged.outer_step,
             random_blocks=tuple(random_blocks),
             compared=len(judgements),
-            rows=tuple(_with_standing(row, standings.get(row.uid)) for row in rows),
+            rows=tuple(_with_standing(row, standings.get(row.neuron.uid)) for row in rows),
             seconds=time.monotonic() - began,
         )
 
@@ -441,45 +403,32 @@ class Previewer:
             reset = Judgement.reset(uid, judged.outer_step, error.cause, str(error))
             return repository, reset
 
-    def _judge(
-        self, upload: Upload | Judgement | None, random_blocks: Sequence[int]
-    ) -> Judgement | DataUnavailable | None:
-        if not isinstance(upload, Upload):
-            return upload
-        try:
-            return self.evaluator.judge(
-                upload,
-                weights=self.judged.weights,
-                outer_step=self.judged.outer_step,
-                outer_learning_rate=self.judged.learning_rate,
-                random_blocks=random_blocks,
-            )
-        except DataUnavailable as error:
-            return error
-
     def _row(
         self,
         neuron: Neuron,
         repository: Repository,
-        judgement: Judgement | DataUnavailable | None,
+        upload: Upload | Judgement | None,
+        random_blocks: Sequence[int],
     ) -> Row:
         # The bucket's cause first: the upload's matters only once that is fixed.
         cause, reason = repository.cause, repository.reason
-        if isinstance(judgement, DataUnavailable):
-            cause, reason, judgement = cause or Cause.NO_DATA, reason or str(judgement), None
-        elif judgement is not None and judgement.cause is not None:
+        judgement = None if isinstance(upload, Upload) else upload
+        if isinstance(upload, Upload):
+            try:
+                judgement = self.evaluator.judge(
+                    upload,
+                    weights=self.judged.weights,
+                    outer_step=self.judged.outer_step,
+                    outer_learning_rate=self.judged.learning_rate,
+                    random_blocks=random_blocks,
+                )
+            except DataUnavailable as error:
+                cause, reason = cause or Cause.NO_DATA, reason or str(error)
+        if judgement is not None and judgement.cause is not None:
             cause, reason = cause or judgement.cause, reason or judgement.reason
-        return Row(
-            uid=neuron.uid,
-            hotkey=neuron.hotkey,
-            revision=repository.tag,
-            valid=repository.valid,
-            age=repository.age,
-            age_limit=self.age_limit,
-            judgement=judgement,
-            cause=cause,
-            reason=reason,
-        )
+        # Without the buckets: those of all miners would keep their connections until the end.
+        repository = dataclasses.replace(repository, bucket=None)
+        return Row(neuron, repository, self.age_limit, judgement, cause, reason)
 
 
 def _with_standing(row: Row, standing: Standing | None) -> Row:
@@ -487,7 +436,7 @@ def _with_standing(row: Row, standing: Standing | None) -> Row:
     if cause is None and row.judgement is not None and row.judgement.random is not None:
         if row.judgement.random.absolute <= 0:
             cause = Cause.MAKES_IT_WORSE
-        elif not row.assigned_wins:
+        elif not row.judgement.assigned_wins:
             cause = Cause.ASSIGNED_NOT_BETTER
         elif standing is not None and standing.train == 0:
             cause = Cause.RANKED_LOW
@@ -606,10 +555,7 @@ class Session:
         self._sources = sources
         self._folder = folder
         self._miners = miners
-        tokenizer_path, eos_id = fetch_tokenizer(config, folder)
-        self._pages: Pages = PageReader.from_settings(
-            config, open_source(config.data), TextTokenizer(tokenizer_path, eos_id=eos_id)
-        )
+        self._pages = PageReader.from_settings(config, *fetch_tokenizer(config, folder))
         self._device = evaluation_device(config.miner.device)
         self._model: EvaluationModel | None = None
         # Unseeded, as a validator's: text that is known before could be trained on.
@@ -620,7 +566,7 @@ class Session:
 
         Raises NotJudgeable, ConfigError (a uid nobody has), ChainError, Stopped.
         """
-        settings, sources = self._config.validator, self._sources
+        sources = self._sources
         # Once: the chain moves on while buckets are read, and all are judged alike.
         block = sources.block()
         judged = self._judged(block)
@@ -628,7 +574,7 @@ class Session:
             judged=judged,
             open_bucket=sources.open_bucket,
             evaluator=Evaluator(model=self._model_of(judged), pages=self._pages),
-            age_limit=settings.upload_age_limit,
+            age_limit=self._config.validator.upload_age_limit,
             timeout=wanted.timeout,
         )
         blocks = wanted.random_blocks or draw_random_blocks(block, wanted.draws, self._random)
@@ -637,7 +583,6 @@ class Session:
         )
 
     def _judged(self, block: int) -> Judged:
-        settings = self._config.validator
         try:
             bucket = self._sources.global_bucket()
         except StoreError as error:
@@ -647,10 +592,8 @@ class Session:
         return read_judged(
             bucket,
             self._folder / "global",
-            run=self._config.store.run,
+            self._config,
             block=block,
-            bpa=settings.blocks_per_allreduce,
-            bpa_later=settings.blocks_per_allreduce_later,
             outer_step=self._sources.outer_step,
             miners=self._miners,
         )

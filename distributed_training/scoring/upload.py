@@ -10,6 +10,7 @@ thing that fixes it; causes are ordered by what stands in the way first.
 
 from __future__ import annotations
 
+import enum
 import random
 import threading
 import time
@@ -28,6 +29,7 @@ from torch import Tensor
 
 from distributed_training.chain.base import Neuron
 from distributed_training.config import Config
+from distributed_training.data.block_builder import open_source
 from distributed_training.data.page_source import PageSource, PageUnavailable
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.node.buckets import NoBucket
@@ -41,7 +43,6 @@ from distributed_training.protocol.gradients import (
 )
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.pages import select_pages
-from distributed_training.scoring.causes import Cause
 from distributed_training.store.bucket_reader import (
     BucketReader,
     StateUnavailable,
@@ -57,6 +58,79 @@ from distributed_training.store.s3 import (
     StoreError,
 )
 from distributed_training.store.snapshot_folder import read_config
+
+
+class Cause(enum.Enum):
+    """The causes of a zero score, or of one to come: what it costs, and its one fix.
+
+    Ordered by what stands in the way first: nothing below a cause matters before it is fixed.
+    """
+
+    NO_COMMITMENT = (
+        "total score 0: validators do not know the bucket",
+        "start the miner with read keys in .env; it writes them to the chain by itself",
+    )
+    UNREACHABLE = (
+        "total score 0: validators cannot read the bucket",
+        "check that the bucket exists under this name and that the committed read key may read it",
+    )
+    NOTHING_PUBLISHED = (
+        "total score 0: nothing was uploaded in the outer step that is judged",
+        "look into the miner's log for why no upload ended; scripts/diagnose.py checks the keys",
+    )
+    STALE = (
+        "total score 0: the newest upload is older than validators allow",
+        "upload more often: lower --neuron.upload_steps, or shorten the upload",
+    )
+    NO_METADATA = (
+        "never judged: the root metadata.json is missing or damaged",
+        "let the miner finish an upload; it writes this file last",
+    )
+    INNER_STEP_ZERO = (
+        "never judged: the uploaded inner step is 0",
+        "let the miner upload after its first inner steps",
+    )
+    NO_BLOCKS = (
+        "reset, as if it ranked last: block_list in config.json is missing or empty",
+        "upload again; every block that was trained on belongs into the list",
+    )
+    OLD_BLOCKS = (
+        "reset, as if it ranked last: the newest trained block is too old",
+        "train on recent blocks: faster steps, fewer blocks fetched ahead, earlier uploads",
+    )
+    BAD_GRADIENT = (
+        "reset, as if it ranked last: gradients.pt cannot be used",
+        "upload again with an unchanged miner; the reason names what is wrong in the file",
+    )
+    TOO_SLOW = (
+        "validators may give up on it: the bucket answers too slowly",
+        "check the bucket's place and whether something else fills the line",
+    )
+    NOT_FINITE = (
+        "reset, as if it ranked last: the loss after the upload is not finite",
+        "the uploaded values are far too large: check the learning rate and the run's loss",
+    )
+    NO_DATA = (
+        "not known here: the text of its blocks could not be had",
+        "try again later, or check --data.source",
+    )
+    MAKES_IT_WORSE = (
+        "ranks behind uploads that do nothing: the upload raises the loss on unseen text",
+        "check the run's loss, --neuron.learning_rate and --neuron.error_feedback",
+    )
+    ASSIGNED_NOT_BETTER = (
+        "assigned score falls by 5 %: its own text does not gain more than unseen text",
+        "train on every judged page of the listed blocks; more inner steps before each upload",
+    )
+    RANKED_LOW = (
+        "train score 0: others' uploads lower the loss more",
+        "upload a better step: --neuron.step_length search, more inner steps before an upload",
+    )
+
+    def __init__(self, costs: str, remedy: str) -> None:
+        self.costs = costs
+        self.remedy = remedy
+
 
 # A miner's bucket, by its commitment. Raises NoBucket, and ChainError.
 OpenBucket = Callable[[Neuron], BucketReader]
@@ -152,13 +226,11 @@ class PageReader:
     patience: timedelta = timedelta(minutes=5)  # with the pages of a block, beside the last one's
 
     @classmethod
-    def from_settings(
-        cls, config: Config, source: PageSource, tokenizer: TextTokenizer
-    ) -> PageReader:
-        """Make the reader of the validator with this configuration."""
+    def from_settings(cls, config: Config, tokenizer_path: Path, eos_id: int) -> PageReader:
+        """Make the reader of the validator with this configuration. Raises ConfigError."""
         return cls(
-            source=source,
-            tokenizer=tokenizer,
+            source=open_source(config.data),
+            tokenizer=TextTokenizer(tokenizer_path, eos_id=eos_id),
             sequence_length=config.training.sequence_length,
             ranks=config.validator.evaluation_ranks,
             pages=config.validator.evaluation_pages,
@@ -242,6 +314,11 @@ def within(timeout: timedelta, task: Callable[[], Result]) -> Result:
 
     A store may send a byte a minute for ever. Raises TimeoutError and the errors of ``task``.
     """
+    return begun(task).result(timeout=max(0.0, timeout.total_seconds()))
+
+
+def begun(task: Callable[[], Result]) -> Future[Result]:
+    """Run ``task()`` in a thread of its own, which does not keep the program from ending."""
     done: Future[Result] = Future()
 
     def run() -> None:
@@ -250,9 +327,9 @@ def within(timeout: timedelta, task: Callable[[], Result]) -> Result:
         except BaseException as error:  # noqa: BLE001 - whatever it is, whoever waits gets it
             done.set_exception(error)
 
-    # Daemon: a read that hangs must not keep the program from ending.
-    threading.Thread(target=run, name="upload-read", daemon=True).start()
-    return done.result(timeout=max(0.0, timeout.total_seconds()))
+    # No pool: Python waits for a pool's threads before it ends.
+    threading.Thread(target=run, name="asking", daemon=True).start()
+    return done
 
 
 def read_upload(

@@ -223,10 +223,7 @@ class GlobalPublisher:
         step, journal = metadata.outer_step, Journal(self._folder / "uploads.json")
         deadline = deadline_in(_PUBLICATION)
         with Sender(store=self._store, journal=journal, deadline=deadline, sent=sent) as sender:
-            files = [(keys.epoch_key(step, name), folder / name) for name in keys.GLOBAL_DATA_FILES]
-            # Parts of an outer step that was given up would fill the bucket for days.
-            sender.abandon_all_but(key for key, _ in files)
-            sender.upload_all(files)
+            _upload(sender, step, folder, keys.GLOBAL_DATA_FILES)
             # In this order: whoever reads the root asks for that folder at once.
             for key in (keys.epoch_key(step, keys.METADATA), keys.ROOT_METADATA):
                 self._put(key, metadata.to_json())
@@ -285,6 +282,13 @@ class GlobalPublisher:
         if problem:
             log.warning("Old outer steps stay in the global bucket for now: %s", problem)
         remove_states(self._folder, before=outer_step - KEPT_EPOCHS + 1)
+
+
+def _upload(sender: Sender, outer_step: int, folder: Path, names: Sequence[str]) -> None:
+    files = [(keys.epoch_key(outer_step, name), folder / name) for name in names]
+    # Parts of an outer step that was given up would fill the bucket for days.
+    sender.abandon_all_but(key for key, _ in files)
+    sender.upload_all(files)
 
 
 _ASKED = 16  # miners, best first, whose place in the schedule is looked at
@@ -416,18 +420,13 @@ class InnerPublisher:
             made = self._make(outer_step, donors, judged, period)
         if made is None:
             return
-        files = [
-            (keys.epoch_key(outer_step, name), self._folder / name)
-            for name in _names(keys.PUBLIC_RANKS)
-        ]
         with Sender(
             store=self._store,
             journal=Journal(self._folder / "uploads.json"),
             deadline=deadline_in(self._budget),
             uplink=self._uplink,
         ) as sender:
-            sender.abandon_all_but(key for key, _ in files)
-            sender.upload_all(files)
+            _upload(sender, outer_step, self._folder, _names(keys.PUBLIC_RANKS))
         # Twice the size of the model, and of no use once it is sent.
         shutil.rmtree(self._folder, ignore_errors=True)
         self._published.add(outer_step)

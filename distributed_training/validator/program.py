@@ -23,9 +23,7 @@ from distributed_training.chain.base import ChainError
 from distributed_training.chain.client import SignedClient
 from distributed_training.common.exits import ExitStatus
 from distributed_training.config import Config, ConfigError
-from distributed_training.data.block_builder import open_source
 from distributed_training.data.pipeline import held_out_batches
-from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.network import keep
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
 from distributed_training.node.global_state import GlobalState
@@ -112,9 +110,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         client=SignedClient(wallet=member.wallet, scheme=config.chain.client_scheme),
         store=store,
         open_bucket=PeerBuckets(config.store, member.chain).of_miner,
-        pages=PageReader.from_settings(
-            config, open_source(config.data), TextTokenizer(tokenizer_path, eos_id=eos_id)
-        ),
+        pages=PageReader.from_settings(config, tokenizer_path, eos_id),
         held_out=held_out,
         swarm=lambda schema: HivemindSwarm(settings=config.swarm, schema=schema, run_folder=folder),
         vocabulary=_vocabulary(tokenizer_path),

@@ -8,7 +8,6 @@ The result is an average; whether it becomes an outer step is decided by the val
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -38,7 +37,7 @@ from distributed_training.protocol.types import (
     Revision,
     RoundRequest,
 )
-from distributed_training.scoring.upload import OpenBucket
+from distributed_training.scoring.upload import OpenBucket, Result, begun
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
 from distributed_training.swarm.swarm import HivemindSwarm
@@ -60,7 +59,6 @@ class Run:
 
 
 Item = TypeVar("Item")
-Result = TypeVar("Result")
 
 
 def each(
@@ -71,25 +69,16 @@ def each(
     For what waits for a store or the chain: each of 256 miners may cost its whole patience. Raises
     Stopped soon after ``stop`` is set, and leaves what is under way behind; else the first error.
     """
-    waiting: queue.SimpleQueue[tuple[Item, Future[Result]]] = queue.SimpleQueue()
-    futures: list[Future[Result]] = [Future() for _ in items]
-    for one in zip(items, futures, strict=True):
-        waiting.put(one)
+    # A thread for each item: all but a few only wait for their turn.
+    turn = threading.Semaphore(_AT_ONCE)
 
-    def work() -> None:
-        while not stop.is_set():
-            try:
-                item, future = waiting.get_nowait()
-            except queue.Empty:
-                return
-            try:
-                future.set_result(task(item))
-            except BaseException as error:  # noqa: BLE001 - whatever it is, whoever waits gets it
-                future.set_exception(error)
+    def work(item: Item) -> Result:
+        with turn:
+            if stop.is_set():
+                raise Stopped
+            return task(item)
 
-    for _ in futures[:_AT_ONCE]:
-        # Daemons, no pool: Python waits for a pool's threads before it ends.
-        threading.Thread(target=work, name="asking", daemon=True).start()
+    futures = [begun(partial(work, item)) for item in items]
     while wait(futures, timeout=_LOOK).not_done:
         if stop.is_set():
             raise Stopped

@@ -127,17 +127,11 @@ class Validator:
         # what it knows
         self.standings = scorer.standings
         self._standings_path = run.folder / "ledger.json"
-        self._state: GlobalState | None = None
+        self.state: GlobalState  # since the start
         self._loss = math.nan  # held-out loss of the state
         self._unsure = False  # whether a publication that failed may have reached the bucket
         self._scored_at = -1
         self._weights_at = -1
-
-    @property
-    def state(self) -> GlobalState:
-        if self._state is None:
-            raise RuntimeError("start() was not called")
-        return self._state
 
     @property
     def blocks_per_allreduce(self) -> int:
@@ -160,10 +154,14 @@ class Validator:
         """
         block = self._chain.block()
         if found is None:
-            self._state = replace(initial(), last_allreduce_block=block)
-            self._publish_initial()
+            self.state = replace(initial(), last_allreduce_block=block)
+            if not self._published(self.state):
+                raise GlobalStateError(
+                    "the initial model could not be published, so there is nothing to train: check "
+                    "the write keys and the bucket of --neuron.global_model_name"
+                )
         else:
-            self._state = found
+            self.state = found
             # If the last process was killed while it published, the bucket tells whether it had.
             self.standings.published(found.outer_step)
             self._publisher.announce(found.outer_step, self._rounds.peer_id)
@@ -180,7 +178,7 @@ class Validator:
             outer_step=state.outer_step,
             resumed=found is not None,
         )
-        self._told_loss(state.outer_step, self._loss, self._loss)
+        self._record("held_out", outer_step=state.outer_step, before=self._loss, after=self._loss)
         log.info(
             "Global state %d.%d.0, held-out loss %.4f",
             self._publisher.run,
@@ -241,7 +239,7 @@ class Validator:
                 fault, detail = AllReduceFault.NOT_FINITE.name, "the new weights are not finite"
         if following is not None:
             before, after = self._loss, self._held_out_loss(following.weights)
-            self._told_loss(following.outer_step, before, after)
+            self._record("held_out", outer_step=following.outer_step, before=before, after=after)
             if not after <= before * (1 + self._settings.loss_tolerance):  # also for NaN
                 fault, detail = WORSE, f"held-out loss {before:.4f} -> {after:.4f}"
                 following = None
@@ -273,7 +271,7 @@ class Validator:
     def _succeeded(
         self, following: GlobalState, loss: float, outcome: RoundOutcome, began: float
     ) -> None:
-        self._state, self._loss = following, loss
+        self.state, self._loss = following, loss
         self.standings.published(following.outer_step)
         self.standings.last_round_block = following.last_allreduce_block
         self._save()
@@ -439,13 +437,6 @@ class Validator:
                 f"{self.state.outer_step}: start it again, which goes on from the bucket"
             )
 
-    def _publish_initial(self) -> None:
-        if not self._published(self.state):
-            raise GlobalStateError(
-                "the initial model could not be published, so there is nothing to train: check the "
-                "write keys and the bucket of --neuron.global_model_name"
-            )
-
     def _published(self, state: GlobalState) -> bool:
         """Publish, trying again for a while: the miners have made the step already."""
         deadline = time.monotonic() + self._settings.publication_budget.total_seconds()
@@ -465,9 +456,6 @@ class Validator:
             pause = PUBLICATION_RETRY.total_seconds()
             if time.monotonic() + pause > deadline or self._stop.wait(pause):
                 return False
-
-    def _told_loss(self, outer_step: int, before: float, after: float) -> None:
-        self._record("held_out", outer_step=outer_step, before=before, after=after)
 
     def _told_round(self, outcome: RoundOutcome, fault: str, detail: str) -> None:
         result = outcome.result

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from distributed_training.config import load_config
 from distributed_training.miner.global_state import GlobalBucket, GlobalUnavailableError
 from distributed_training.node.global_state import GlobalState
 from distributed_training.protocol import keys
@@ -29,6 +30,7 @@ from tests.tools.validator_world import MODEL_CONFIG, PEER
 
 pytestmark = pytest.mark.timeout(60)
 STEP = 3
+CONFIG = load_config("validator", ["--preset", "local"], environ={}, dotenv=None, check=False)
 
 
 def by_miner(store: Any, folder: Path) -> object:
@@ -39,7 +41,7 @@ def by_miner(store: Any, folder: Path) -> object:
 
 def by_preview(store: Any, folder: Path) -> object:
     reader = BucketReader(store, large=timedelta(seconds=30), concurrency=1)
-    return read_judged(reader, folder, run=5, block=10**6, bpa=60, bpa_later=0)
+    return read_judged(reader, folder, CONFIG, block=10**6)
 
 
 def by_validator(store: Any, folder: Path) -> object:

@@ -20,6 +20,7 @@ from distributed_training.localnet.command import INTERRUPT_GRACE, main
 from distributed_training.localnet.processes import MARK
 from distributed_training.localnet.services import SubnetOptions, parse_ranks, plan_neurons
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
+from distributed_training.scoring.command import subnet_flags
 from tests.tools.subnet_tools import stop_miner
 from tests.tools.waiting import wait_for
 
@@ -82,6 +83,7 @@ class TestSubnet:
         )
         with pytest.raises(SubnetFailure, match="chain"), subnet:
             subnet.wait_for_outer_steps(2, LONG)
+            assert subnet_flags(subnet.folder)  # it is found by scripts/score.py
             assert not subnet.summary().ok
             assert subnet.summary().outer_steps[1].missed_by == ("miner-000", "miner-011")
             with pytest.raises(SubnetFailure, match="outer step 99 did not come within 1 s"):

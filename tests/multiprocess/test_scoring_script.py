@@ -9,7 +9,6 @@ import os
 import random
 import subprocess
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -27,8 +26,7 @@ from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.config.settings import StoreSettings
-from distributed_training.data.block_builder import open_source
-from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
+from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.node.buckets import PeerBuckets
 from distributed_training.node.global_state import GlobalState
@@ -41,6 +39,8 @@ from distributed_training.protocol.metadata import (
     build_commitment,
 )
 from distributed_training.protocol.types import Revision
+from distributed_training.scoring import command as score
+from distributed_training.scoring import score_preview
 from distributed_training.scoring.evaluator import EvaluationModel, Evaluator
 from distributed_training.scoring.upload import PageReader
 from distributed_training.store.s3 import S3ObjectStore
@@ -179,9 +179,7 @@ def _publish_all(folder: Path, url: str, server: ObjectStoreServer) -> Subnet:
     store = S3ObjectStore.from_settings(config.store, bucket=GLOBAL_BUCKET, write=True)
     publisher = GlobalPublisher(store=store, folder=folder / "global", run=5)
     assert publisher.publish(state, "").ok
-    pages = PageReader.from_settings(
-        config, open_source(config.data), TextTokenizer(path, eos_id=eos)
-    )
+    pages = PageReader.from_settings(config, path, eos)
     subnet = Subnet(folder, config, chain, state, publisher, pages)
     for uid, steps in zip(UIDS, (4, 6), strict=True):
         subnet.publish(uid, chain.block(), steps)
@@ -225,12 +223,9 @@ def test_its_figures_are_the_validators_own(subnet: Subnet) -> None:
     assert all(e["ok"] for e in scored.values()) and set(scored) == set(UIDS)
     block = str(scored[UIDS[0]]["random_block"])
 
-    began = time.monotonic()
     done = _score(subnet, "--all", "--json", "--passes", "1", "--random-block", block)
-    seconds = time.monotonic() - began
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    print(f"a preview of {len(UIDS)} miners: {seconds:.1f} s, {found['seconds']} s without imports")
     assert found["compared"] == 2 and [row["uid"] for row in found["miners"]] == list(UIDS)
     for row in found["miners"]:
         event = scored[row["uid"]]
@@ -342,46 +337,43 @@ def _status(pid: int) -> tuple[int, str]:
     ).read_text().strip()
 
 
+ONE = ("--uid", "5", "--neuron.device", "cpu")
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Stand in for what a look at the subnet does."""
+    found = Mock()
+    monkeypatch.setattr(score_preview.Session, "__init__", lambda self, *args, **more: None)
+    monkeypatch.setattr(score_preview.Session, "look", found)
+    monkeypatch.setattr(score, "find_sources", lambda *_: (None, [5]))
+    for name in ("keep", "show"):
+        monkeypatch.setattr(score, name, Mock())
+    monkeypatch.setattr(score.time, "sleep", Mock())
+    return found
+
+
 @pytest.mark.parametrize(
-    ("error", "words"),
+    ("look", "words"),
     [
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0"), "the GPU's"),
         (MemoryError(), "this machine's"),
-        (None, "this machine's"),  # torch's own
+        (lambda _: torch.empty(1 << 60, dtype=torch.uint8), "this machine's"),  # torch's own
     ],
 )
 def test_too_little_memory_is_one_line(
-    error: BaseException | None, words: str, monkeypatch: pytest.MonkeyPatch, capfd, tmp_path: Path
+    look: Any, words: str, looks: Mock, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from distributed_training.scoring import command as score
-    from distributed_training.scoring import score_preview
-
-    def look(*_: object) -> None:
-        if error is not None:
-            raise error
-        torch.empty(1 << 60, dtype=torch.uint8)
-
-    monkeypatch.setattr(score_preview.Session, "__init__", lambda self, *args, **more: None)
-    monkeypatch.setattr(score_preview.Session, "look", look)
-    monkeypatch.setattr(score, "find_sources", lambda *_: (None, [5]))
-    assert score.main(["--uid", "5", "--neuron.device", "cpu", "--cache", str(tmp_path)]) == 1
+    looks.side_effect = look
+    assert score.main([*ONE, "--cache", str(tmp_path)]) == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith(f"error: {words} memory is not enough") and "another machine" in line
 
 
 def test_a_watch_outlives_a_miner_that_loses_its_uid(
-    monkeypatch: pytest.MonkeyPatch, capfd, tmp_path: Path
+    looks: Mock, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    from distributed_training.scoring import command as score
-    from distributed_training.scoring import score_preview
-
-    looks = Mock(side_effect=[None, ConfigError("uid 5 is no miner"), SystemExit])
-    monkeypatch.setattr(score_preview.Session, "__init__", lambda self, *args, **more: None)
-    monkeypatch.setattr(score_preview.Session, "look", looks)
-    monkeypatch.setattr(score, "find_sources", lambda *_: (None, [5]))
-    for name in ("keep", "show"):
-        monkeypatch.setattr(score, name, Mock())
-    monkeypatch.setattr(score.time, "sleep", Mock())
+    looks.side_effect = [None, ConfigError("uid 5 is no miner"), SystemExit]
     with pytest.raises(SystemExit):
-        score.main(["--uid", "5", "--watch", "--neuron.device", "cpu", "--cache", str(tmp_path)])
+        score.main([*ONE, "--watch", "--cache", str(tmp_path)])
     assert looks.call_count == 3 and "error: uid 5 is no miner" in capfd.readouterr().err

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -31,17 +29,8 @@ from tests.tools.chain_program import chain_program
 from tests.tools.chain_world import VALIDATOR
 from tests.tools.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("own_logging")]
 STOPPED = 40.0  # seconds; at rest it takes two, and nothing that it waits for ends by itself
-
-
-@pytest.fixture(autouse=True)
-def root_logger() -> Iterator[None]:
-    root, hooks = logging.getLogger(), (sys.excepthook, threading.excepthook)
-    handlers, level = list(root.handlers), root.level
-    yield
-    root.handlers[:], root.level = handlers, level
-    sys.excepthook, threading.excepthook = hooks
 
 
 @pytest.fixture

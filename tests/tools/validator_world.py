@@ -202,6 +202,15 @@ class TwinMiner:
             self.bucket.put(keys.epoch_key(self.outer_step, name), data)
         self.bucket.put(keys.ROOT_METADATA, metadata)
 
+    def change_payload(self, change: Callable[[dict[str, Any]], object]) -> None:
+        """Publish its ``gradients.pt`` again with another content."""
+        data = self.bucket.objects["epoch-0/gradients.pt"][0]
+        raw = torch.load(io.BytesIO(data), weights_only=True)
+        change(raw)
+        buffer = io.BytesIO()
+        torch.save(raw, buffer)
+        self.bucket.put("epoch-0/gradients.pt", buffer.getvalue())
+
     def outer(self, averaged: Sequence[Tensor]) -> None:
         """The outer step of a miner, against its own epoch-start weights."""
         old = self.momentum or [None] * len(self.start)
@@ -355,9 +364,11 @@ class World:
 
     def parts(self) -> Parts:
         wallet: Any = SimpleNamespace(ss58=self.hotkeys[200])
+        client: Any = TwinClient(self.miners)
+        self.client: TwinClient = client
         return Parts(
             member=Member(wallet, self.chain, 200),
-            client=self.make_client(),
+            client=client,
             store=self.bucket,
             open_bucket=self.open_bucket,
             pages=lambda uid, block: self.pages(uid, block),
@@ -366,10 +377,6 @@ class World:
             vocabulary=VOCABULARY,
             eos_id=0,
         )
-
-    def make_client(self) -> Any:
-        self.client = TwinClient(self.miners)
-        return self.client
 
     def make_swarm(self, schema: Schema) -> Any:
         self.swarm = self.client.swarm = TwinSwarm(schema)

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from distributed_training.localnet.command import build_parser
 from distributed_training.localnet.summary import View, event_line, neuron_line, summarize
-from distributed_training.scoring.causes import Cause
+from distributed_training.scoring.upload import Cause
 from distributed_training.telemetry.events import EventFollower
 from distributed_training.telemetry.neuron_state import COLUMNS, NeuronState
 

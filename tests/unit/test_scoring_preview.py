@@ -23,7 +23,6 @@ from distributed_training.node.identity import miners_of
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
 from distributed_training.scoring import command, score_preview
-from distributed_training.scoring.causes import Cause
 from distributed_training.scoring.evaluator import EvaluationModel, Evaluator
 from distributed_training.scoring.score_preview import (
     Judged,
@@ -36,7 +35,7 @@ from distributed_training.scoring.score_preview import (
     in_folders,
     read_judged,
 )
-from distributed_training.scoring.upload import DataUnavailable, folder_reader, inspect
+from distributed_training.scoring.upload import Cause, DataUnavailable, folder_reader, inspect
 from distributed_training.store.bucket_reader import BucketReader
 from tests.tools.validator_world import (  # noqa: F401
     MODEL_CONFIG,
@@ -62,33 +61,30 @@ def world(tmp_path: Path) -> World:
 
 
 def judged_of(world: World, **changes: Any) -> Judged:
-    options: dict[str, Any] = {"block": world.chain.block(), "bpa": 60, "bpa_later": 0, **changes}
-    return read_judged(BucketReader(world.bucket), world.folder / "score", run=5, **options)
+    options: dict[str, Any] = {"block": world.chain.block(), **changes}
+    return read_judged(BucketReader(world.bucket), world.folder / "score", world.config, **options)
+
+
+def previewer(judged: Judged, open_bucket: Any, text: Any = pages, **more: Any) -> Previewer:
+    model = EvaluationModel(model_config=MODEL_CONFIG, device=torch.device("cpu"))
+    evaluator = Evaluator(model=model, pages=text)
+    return Previewer(judged, open_bucket, evaluator, timedelta(seconds=4800), **more)
 
 
 def preview(
-    world: World,
-    *,
-    blocks: Sequence[int] = BLOCKS,
-    passes: int = 1,
-    timeout: float = 20.0,
-    open_bucket: Callable[[Neuron], BucketReader] | None = None,
-    text: Callable[[int, int], torch.Tensor] = pages,
+    world: World, *, blocks: Sequence[int] = BLOCKS, timeout: float = 20.0, text: Any = pages
 ) -> Preview:
-    model = EvaluationModel(model_config=MODEL_CONFIG, device=torch.device("cpu"))
-    previewer = Previewer(
-        judged=judged_of(world),
-        open_bucket=open_bucket or world.open_bucket,
-        evaluator=Evaluator(model=model, pages=text),
-        age_limit=timedelta(seconds=4800),
-        timeout=timedelta(seconds=timeout),
-    )
+    made = previewer(judged_of(world), world.open_bucket, text, timeout=timedelta(seconds=timeout))
     neurons = miners_of(world.chain.neurons(), minimum_stake=40960, max_uids=256)
-    return previewer.run(neurons, random_blocks=blocks, passes=passes)
+    return made.run(neurons, random_blocks=blocks, passes=1)
 
 
 def rows_of(found: Preview) -> dict[int, Row]:
-    return {row.uid: row for row in found.rows}
+    return {row.neuron.uid: row for row in found.rows}
+
+
+def _ok(row: Row) -> bool:
+    return row.judgement is not None and row.judgement.ok
 
 
 def test_its_figures_are_the_validators_for_the_same_blocks(world: World) -> None:
@@ -106,8 +102,8 @@ def test_its_figures_are_the_validators_for_the_same_blocks(world: World) -> Non
         assert found.outer_step == scored[3]["outer_step"] and found.compared == 3
         for uid, row in rows_of(found).items():
             event, fields = scored[uid], command.row_fields(row)
-            assert event["ok"] == (row.random is not None) and event["reason"] == row.reason
-            assert row.revision == event["revision"] and row.standing is not None
+            assert event["ok"] == _ok(row) and event["reason"] == row.reason
+            assert row.repository.tag == event["revision"] and row.standing is not None
             assert (row.standing.rating, row.standing.assigned) == pytest.approx(
                 (
                     world.validator.standings.board.random_score(uid),
@@ -127,18 +123,6 @@ def test_its_figures_are_the_validators_for_the_same_blocks(world: World) -> Non
 
 def _put(name: str, data: bytes) -> Callable[[World, TwinMiner], object]:
     return lambda world, miner: miner.bucket.put(name, data)
-
-
-def _payload(change: Callable[[dict[str, Any]], object]) -> Callable[[World, TwinMiner], object]:
-    def spoil(world: World, miner: TwinMiner) -> None:
-        data = miner.bucket.objects["epoch-0/gradients.pt"][0]
-        raw = torch.load(io.BytesIO(data), weights_only=True)
-        change(raw)
-        buffer = io.BytesIO()
-        torch.save(raw, buffer)
-        miner.bucket.put("epoch-0/gradients.pt", buffer.getvalue())
-
-    return spoil
 
 
 def _down(world: World, miner: TwinMiner) -> None:
@@ -189,10 +173,15 @@ SPOILED: dict[str, tuple[Callable[[World, TwinMiner], Any], Cause]] = {
     "oversized root": (_put(keys.ROOT_METADATA, bytes(10**7)), Cause.UNREACHABLE),
     "runs code": (_runs_code, Cause.BAD_GRADIENT),
     "no names of ours": (
-        _payload(lambda p: [p.pop(k) for k in list(p) if k != "metadata"]),
+        lambda world, miner: miner.change_payload(
+            lambda p: [p.pop(k) for k in list(p) if k != "metadata"]
+        ),
         Cause.MAKES_IT_WORSE,  # it changes nothing
     ),
-    "huge norm": (_payload(lambda p: p["lm_head.weightvals"].fill_(3e38)), Cause.NOT_FINITE),
+    "huge norm": (
+        lambda world, miner: miner.change_payload(lambda p: p["lm_head.weightvals"].fill_(3e38)),
+        Cause.NOT_FINITE,
+    ),
     "harmful": (lambda world, miner: miner.publish(factor=-30.0), Cause.MAKES_IT_WORSE),
 }
 
@@ -205,21 +194,12 @@ def test_a_bad_bucket_costs_its_own_row_a_reason(world: World, name: str) -> Non
     found = preview(world)
     rows = rows_of(found)
     assert rows[17].cause is cause
-    assert rows[17].reason or rows[17].random is not None or cause is Cause.INNER_STEP_ZERO
+    assert rows[17].reason or _ok(rows[17]) or cause is Cause.INNER_STEP_ZERO
     for uid in (3, 42):
         assert rows[uid].judgement == before[uid].judgement
     told = command.to_json(found)["miners"][1]
     assert told["cause"] == cause.name and told["remedy"] == cause.remedy
     assert not (world.folder / "trace").exists(), "a stranger's code was run"
-
-
-def test_alone_a_miner_has_no_rank(world: World) -> None:
-    for uid in (3, 42):
-        world.miners[uid].bucket.objects.clear()
-    found = preview(world)
-    assert found.compared == 1
-    row = rows_of(found)[17]
-    assert row.random is not None and row.standing is None and row.cause is not Cause.RANKED_LOW
 
 
 def test_buckets_that_hang_cost_one_named_timeout(world: World) -> None:
@@ -290,27 +270,20 @@ def test_folders_stand_for_buckets(world: World, tmp_path: Path) -> None:
             (folder / name).write_bytes(bucket.objects[f"epoch-0/{name}"][0])
             os.utime(folder / name, (0, 0))  # a copy that has lain here for long
     sources = in_folders(upload, state, 17, run=5)
-    score_preview = read_judged(
+    judged = read_judged(
         sources.global_bucket(),
         tmp_path / "score",
-        run=5,
+        world.config,
         block=sources.block(),
-        bpa=60,
-        bpa_later=0,
         outer_step=sources.outer_step,
     )
-    model = EvaluationModel(model_config=MODEL_CONFIG, device=torch.device("cpu"))
-    found = Previewer(
-        judged=score_preview,
-        open_bucket=sources.open_bucket,
-        evaluator=Evaluator(model=model, pages=pages),
-        age_limit=timedelta(seconds=4800),
-    ).run(sources.miners(), random_blocks=BLOCKS)
-    assert found.rows[0].judgement == rows_of(preview(world))[17].judgement
-    assert found.rows[0].revision == "5.0.30" and found.rows[0].valid
+    found = previewer(judged, sources.open_bucket).run(sources.miners(), random_blocks=BLOCKS)
+    (row,) = found.rows
+    assert row.judgement == rows_of(preview(world))[17].judgement
+    assert row.repository.tag == "5.0.30" and row.repository.valid
     # Nobody to compare it with: no rank and no share, and not "ranked low" either.
-    assert found.compared == 1 and found.rows[0].standing is None
-    assert found.rows[0].cause in (None, Cause.ASSIGNED_NOT_BETTER)
+    assert found.compared == 1 and row.standing is None
+    assert row.cause in (None, Cause.ASSIGNED_NOT_BETTER)
     with pytest.raises(ConfigError, match="--folder"):
         in_folders(tmp_path / "none", state, 17, run=5)
     (upload / keys.METADATA).write_text("{")

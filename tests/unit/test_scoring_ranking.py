@@ -9,15 +9,9 @@ import statistics
 import pytest
 
 from distributed_training.protocol.scoring import ScoreBoard
-from distributed_training.scoring.causes import Cause
-from distributed_training.scoring.evaluator import (
-    Comparison,
-    Interval,
-    Judgement,
-    chance_assigned_wins,
-    t_quantile,
-)
+from distributed_training.scoring.evaluator import Comparison, Judgement, t_quantile
 from distributed_training.scoring.score_preview import rank
+from distributed_training.scoring.upload import Cause
 
 
 def comparison(before: list[float], after: list[float]) -> Comparison:
@@ -43,24 +37,25 @@ def test_an_interval_holds_the_truth_19_times_out_of_20() -> None:
     held = []
     for _ in range(2000):
         gains = [generator.gauss(0.3, 0.1) for _ in range(6)]
-        found = Interval.of(comparison([4.0] * 6, [4.0 - g for g in gains]))
-        assert found.value == pytest.approx(statistics.mean(gains) / 4)
-        held.append(found.low <= 0.3 / 4 <= found.high)
+        found = comparison([4.0] * 6, [4.0 - g for g in gains])
+        assert found.relative == pytest.approx(statistics.mean(gains) / 4)
+        low, high = found.interval
+        held.append(low <= 0.3 / 4 <= high)
     assert 0.93 < statistics.mean(held) < 0.97
 
 
 def test_one_micro_batch_tells_no_interval() -> None:
-    found = Interval.of(comparison([4.0], [3.0]))
-    assert found.value == 0.25 and found.high == math.inf
-    assert chance_assigned_wins(Judgement(1, 0, *[comparison([4.0], [3.0])] * 2)) is None
+    found = comparison([4.0], [3.0])
+    assert found.relative == 0.25 and found.interval == (-math.inf, math.inf)
+    assert Judgement(1, 0, found, found).chance is None
 
 
 def test_the_chance_that_assigned_wins() -> None:
-    assert chance_assigned_wins(judgement(1, 0.1, assigned=0.2)) == 1.0
-    assert chance_assigned_wins(judgement(1, 0.2, assigned=0.1)) == 0.0
-    unsure = chance_assigned_wins(judgement(1, 0.1, assigned=0.1, spread=0.05))
+    assert judgement(1, 0.1, assigned=0.2).chance == 1.0
+    assert judgement(1, 0.2, assigned=0.1).chance == 0.0
+    unsure = judgement(1, 0.1, assigned=0.1, spread=0.05).chance
     assert unsure == pytest.approx(0.5)
-    assert chance_assigned_wins(Judgement.reset(1, 0, Cause.STALE, "old")) is None
+    assert Judgement.reset(1, 0, Cause.STALE, "old").chance is None
 
 
 def test_one_pass_is_the_validators_board() -> None:

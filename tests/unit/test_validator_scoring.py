@@ -16,10 +16,8 @@ import torch
 
 from distributed_training.chain.base import Neuron
 from distributed_training.protocol import gradients as codec
-from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.protocol.scoring import MAX_MISSED_SWEEPS
-from distributed_training.scoring.causes import Cause
-from distributed_training.scoring.upload import DataUnavailable, Repository, inspect
+from distributed_training.scoring.upload import Cause, DataUnavailable, inspect
 from distributed_training.store.s3 import StoreError
 from distributed_training.validator import scorer
 from distributed_training.validator.scorer import Reached, Standings
@@ -110,28 +108,11 @@ def test_the_arithmetic_is_the_protocol_pages(world: World) -> None:
     assert judgement.assigned.losses == pytest.approx((before[1], loss(on_assigned)), abs=1e-5)
 
 
-def _payload_with(change: Callable[[dict], None]) -> Callable[[TwinMiner], object]:
-    def spoil(miner: TwinMiner) -> None:
-        raw = torch.load(
-            io.BytesIO(miner.bucket.objects["epoch-0/gradients.pt"][0]), weights_only=True
-        )
-        change(raw)
-        buffer = io.BytesIO()
-        torch.save(raw, buffer)
-        miner.bucket.put("epoch-0/gradients.pt", buffer.getvalue())
-
-    return spoil
-
-
-def _config(blocks: tuple[int, ...]) -> Callable[[TwinMiner], object]:
-    data = ConfigExtras(blocks, 5).merge_into(MODEL_CONFIG)
-    return lambda miner: miner.bucket.put("epoch-0/config.json", data)
-
-
-RESETS = {
-    "empty block list": (_config(()), "block_list is empty"),
-    "overflow": (_payload_with(lambda p: p["lm_head.weightvals"].fill_(3e38)), "finite"),
-    "garbage": (lambda m: m.bucket.put("epoch-0/gradients.pt", b"garbage"), "read"),
+RESETS: dict[str, tuple[Callable[[TwinMiner], object], str]] = {
+    "overflow": (
+        lambda m: m.change_payload(lambda p: p["lm_head.weightvals"].fill_(3e38)),
+        "finite",
+    ),
     "no config": (lambda m: m.bucket.objects.pop("epoch-0/config.json"), "block_list"),
 }
 
@@ -160,49 +141,7 @@ def test_inner_step_0_and_empty_buckets_are_not_judged(world: World) -> None:
     assert [j.uid for j in world.validator.score()] == [42]
 
 
-def test_missing_data_is_not_held_against_a_miner(world: World) -> None:
-    world.train_and_publish()
-
-    def flaky(uid: int, block: int) -> torch.Tensor:
-        if uid == 3:
-            raise DataUnavailable("no rows")
-        return pages(uid, block)
-
-    world.pages = flaky
-    world.validator._miners()
-    rating = world.validator.standings.board.rating(3)
-    assert {j.uid for j in world.validator.score()} == {17, 42}
-    assert world.validator.standings.board.rating(3) == rating
-    assert world.validator.standings.board.rating(17) != rating
-
-
 # --- repositories ---
-
-
-def test_repositories(world: World) -> None:
-    world.train_and_publish()
-    neuron = next(n for n in world.chain.neurons() if n.uid == 3)
-    bucket = world.miners[3].bucket
-
-    def look(outer_step: int = 0) -> Repository:
-        limit = timedelta(seconds=4800)
-        return inspect(neuron, world.open_bucket, outer_step=outer_step, age_limit=limit)
-
-    good = look()
-    assert good.valid and good.age < timedelta(seconds=60) and good.cause is None
-    assert good.metadata.inner_step == world.miners[3].inner_step
-    assert look(outer_step=1).cause is Cause.NOTHING_PUBLISHED
-    assert "no epoch-1/gradients.pt" in look(outer_step=1).reason
-    bucket.age(4800 - 60)
-    assert look().valid
-    bucket.age(60)
-    assert look().cause is Cause.STALE and "limit 4800 s" in look().reason
-    for commitment in (None, "x" * 127):
-        world.chain_ledger.commitments[neuron.hotkey] = commitment
-        assert look().cause is Cause.NO_COMMITMENT and "128" in look().reason
-    world.register()
-    bucket.down = True
-    assert look().cause is Cause.UNREACHABLE and "does not answer" in look().reason
 
 
 @pytest.mark.parametrize(("age", "valid"), [(4799.9, True), (4800.0, False)])
@@ -297,18 +236,14 @@ def test_scores_are_told_and_weights_are_set(world: World) -> None:
     for uid, figures in scores.items():
         assert figures["published"] == pytest.approx(0.6 * figures["total"])
         assert figures["all_reduce"] == 1 and world.validator.standings.entries[int(uid)]
+    world.chain_ledger.up = False  # a chain that refuses them does not stop the validator
+    world.validator.tick()
+    assert not world.events.of("weights")
+    world.chain_ledger.up = True
+    world.chain_ledger.advance(10)
     world.validator.tick()
     assert world.chain_ledger.weights[200] == pytest.approx(world.validator.standings.weights())
     assert world.events.of("weights")
-
-
-def test_a_chain_that_refuses_weights_does_not_stop_the_validator(world: World) -> None:
-    world.train_and_publish()
-    assert world.validator.round()
-    world.validator.score()
-    world.chain_ledger.up = False
-    world.validator.tick()
-    assert not world.events.of("weights")
 
 
 @pytest.mark.parametrize("silent", ["a miner's bucket", "the global bucket", "the chain"])
@@ -411,27 +346,6 @@ def test_a_uid_that_is_hidden_for_a_while_keeps_its_standing() -> None:
     assert ledger.weights()[2] == weights[2] and ledger.board.rating(2) == rating
 
 
-def test_the_ledger_survives_a_restart(world: World, tmp_path: Path) -> None:
-    world.train_and_publish()
-    assert world.validator.round()
-    world.validator.score()
-    path = tmp_path / "copy.json"
-    world.validator.standings.save(path)
-    again = Standings.load(path)
-    assert again.entries == world.validator.standings.entries
-    assert again.board.state() == world.validator.standings.board.state()
-    assert again.weights() == world.validator.standings.weights()
-    assert Standings.load(tmp_path / "none.json").entries == {}
-
-
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"entries": {"1": {"x": 1}}}'])
-def test_a_damaged_ledger_is_an_error(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "ledger.json"
-    path.write_text(text)
-    with pytest.raises(ValueError):
-        Standings.load(path)
-
-
 def test_those_not_judged_for_longest_come_first(tmp_path: Path) -> None:
     world = World(tmp_path, settings(score_uids=2), uids=(3, 17, 42))
     world.start()
@@ -452,9 +366,13 @@ def test_text_that_cannot_be_had_holds_up_neither_the_others_nor_a_round(tmp_pat
         return pages(uid, block)
 
     world.pages = flaky
+    world.validator._miners()
+    board = world.validator.standings.board
+    before = {uid: board.rating(uid) for uid in world.uids}
     assert world.validator.score() == []
     world.chain_ledger.advance(1)
     assert [j.uid for j in world.validator.score()] == [42]
+    assert {uid: board.rating(uid) for uid in world.uids} == before
     asked = []
 
     def slow(uid: int, block: int) -> torch.Tensor:
