@@ -21,20 +21,18 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from distributed_training.common.files import write_json
-from distributed_training.config.settings import SourceSpec
+from distributed_training.config.settings import DataSettings, SourceSpec
 from distributed_training.config.types import ConfigError
-from distributed_training.data.block_builder import check_folder
+from distributed_training.data.block_builder import check_folder, open_rows
 from distributed_training.data.page_source import Counts, PageUnavailable, StdlibSource
-from distributed_training.data.parquet import FolderSource, ParquetSource
+from distributed_training.data.parquet import FolderSource
 from distributed_training.data.shards import SUFFIX, ShardError, open_shard, write_shard
 from distributed_training.data.tokenizer import TextTokenizer
-
-from .line_files import open_lines
 
 MANIFEST = "pretokenize.json"
 _ROWS_AT_ONCE = 256  # tokenized together
@@ -104,13 +102,10 @@ def check_source(spec: SourceSpec) -> None:
 
 def open_rows_of(plan: Plan, counts: Counts) -> StdlibSource | FolderSource:
     """Open a source that :func:`check_source` lets pass. Raises ConfigError."""
-    spec = plan.source
-    if spec.folder is None:
-        return StdlibSource()
+    settings, spec = DataSettings(text_column=plan.text_column), plan.source
     try:
-        if spec.kind == "parquet":
-            return ParquetSource(spec.folder, text_column=plan.text_column, counts=counts)
-        return open_lines(spec, text_key=plan.text_column, index=None, counts=counts)
+        opened = open_rows(settings, spec, cache=None, counts=counts)
+        return cast("StdlibSource | FolderSource", opened)
     except PageUnavailable as error:
         raise ConfigError(
             f"{spec.text}: {error}, so there is nothing to tokenize: correct it"
@@ -190,10 +185,11 @@ class Maker:
             except PageUnavailable as error:
                 self._counts.take()
                 return Made(unit, problem=str(error))
-            pieces += self._tokenizer.encode_fitting(
+            tokens = self._tokenizer.encode_rows(
                 rows, max_length=plan.max_length, vocabulary=plan.vocabulary, counts=self._counts
             )
-        tokens = np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
+            pieces.append(tokens)
+        tokens = np.concatenate(pieces)
         count = len(tokens) // plan.sequence_length
         used = count * plan.sequence_length
         self._counts.add("tokens_after_the_last_sequence", len(tokens) - used)
@@ -279,20 +275,12 @@ def run(plan: Plan, out: Path, *, processes: int, units: list[Unit]) -> Iterator
             pool.shutdown(wait=True, cancel_futures=True)
 
 
-def children_seconds() -> float:
-    """Return the CPU seconds of this process's children that have ended."""
-    import resource
-
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
-
-
 def pretokenize(
     plan: Plan, out: Path, *, processes: int, on_unit: Any, units: list[Unit]
 ) -> Totals:
     """Run to the end; ``on_unit`` gets each :class:`Made`. Raises as :func:`run` does."""
     totals = Totals()
-    began, cpu = time.monotonic(), children_seconds()
+    began, before = time.monotonic(), os.times()
     for made in run(plan, out, processes=processes, units=units):
         on_unit(made)
         if made.problem:
@@ -305,5 +293,8 @@ def pretokenize(
         totals.counts.update(made.counts or {})
     totals.seconds = time.monotonic() - began
     cores = min(processes, len(os.sched_getaffinity(0)))
-    totals.cpu_share = (children_seconds() - cpu) / (totals.seconds * cores)
+    after = os.times()  # its children's: of those that have ended
+    cpu = after.children_user + after.children_system
+    cpu -= before.children_user + before.children_system
+    totals.cpu_share = cpu / (totals.seconds * cores)
     return totals

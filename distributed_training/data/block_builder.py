@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -118,34 +118,17 @@ def open_rows(
     return _pinned(settings, spec, opened)
 
 
-class _Pinned:
-    """A folder that must hold what the network's file pins, or its rows cannot be had."""
-
-    def __init__(self, source: PageSource, pin: Pin, spec: SourceSpec) -> None:
-        self._source = source
-        self._pin = pin
-        self._spec = spec
-        self._checked = False
-
-    def num_rows(self) -> Mapping[str, int]:
-        table = self._source.num_rows()
-        if not self._checked:
-            self._pin.check(
-                f"--data.source {self._spec.text}",
-                # Once for a worker: it reads a note beside each file of the folder.
-                revision=_revision(self._spec, wanted=self._pin.revision),
-                rows=sum(table.values()),
-            )
-        self._checked = True
-        return table
-
-    def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
-        return self._source.rows(config, row, split=split, limit=limit)
-
-
 def _pinned(settings: DataSettings, spec: SourceSpec, source: PageSource) -> PageSource:
+    """Return a folder that holds what the network's file pins. Raises OtherData."""
     pin = Pin(settings.revision, settings.rows)
-    return source if pin == Pin() else _Pinned(source, pin, spec)
+    if pin != Pin():
+        pin.check(
+            f"--data.source {spec.text}",
+            # Once, when it is opened: it reads a note beside each file of the folder.
+            revision=_revision(spec, wanted=pin.revision),
+            rows=sum(source.num_rows().values()),
+        )
+    return source
 
 
 def _revision(spec: SourceSpec, *, wanted: str | None = None) -> str | None:
@@ -227,7 +210,12 @@ class RowsTokens:
                 self._counts.add("pages_missing")
                 missing.append(str(fetched))
                 continue
-            tokens = self._encode(fetched)
+            tokens = self._tokenizer.encode_rows(
+                fetched,
+                max_length=self._spec.settings.max_length,
+                vocabulary=self._spec.vocabulary,
+                counts=self._counts,
+            )
             if not len(tokens):
                 self._counts.add("pages_empty")
                 missing.append(f"page {page[0]} {page[1]} has no text")
@@ -258,15 +246,6 @@ class RowsTokens:
             return self._source.rows(config, row, split=split, limit=limit)
         except PageUnavailable as error:
             return error
-
-    def _encode(self, rows: Sequence[str]) -> np.ndarray[Any, Any]:
-        encoded = self._tokenizer.encode_fitting(
-            rows,
-            max_length=self._spec.settings.max_length,
-            vocabulary=self._spec.vocabulary,
-            counts=self._counts,
-        )
-        return np.concatenate(encoded) if encoded else np.zeros(0, dtype=np.int32)
 
 
 log = logging.getLogger(__name__)

@@ -8,11 +8,9 @@ bounded size that several processes may share.
 from __future__ import annotations
 
 import contextlib
-import email.utils
 import hashlib
 import json
 import logging
-import math
 import os
 import random
 import threading
@@ -24,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from urllib3.exceptions import InvalidHeader
+from urllib3.util import Retry
 
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.files import write_bytes
@@ -404,15 +404,7 @@ def _config_rows(entry: Mapping[str, Any]) -> tuple[str, int]:
 
 def retry_after(value: str | None) -> float | None:
     """Return the seconds that a ``Retry-After`` header asks for: seconds or a date (RFC 9110)."""
-    if not value:
-        return None
     try:
-        seconds = float(value)
-        # To float() "inf" and "nan" are numbers.
-        return max(0.0, seconds) if math.isfinite(seconds) else None
-    except ValueError:
-        pass
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
-    except (ValueError, OverflowError):
+        return float(Retry().parse_retry_after(value)) if value else None
+    except (InvalidHeader, ValueError, OverflowError):
         return None

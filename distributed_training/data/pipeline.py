@@ -378,7 +378,7 @@ class DataPipeline:
         return _LEAST_LEAD + 3.0 * self._prepare_seconds
 
     def _warn_if_slow(self) -> None:
-        per_worker = self._prepare_seconds / len(self._workers)
+        per_worker = self._prepare_seconds / self._settings.workers
         slow = self._timed >= _TIMED_LEAST and per_worker > self._train_seconds
         if slow and self._slow_line():
             log.warning(

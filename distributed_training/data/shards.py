@@ -52,10 +52,6 @@ class ShardHeader:
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
-def dtype_for(vocabulary: int) -> np.dtype[Any]:
-    return np.dtype("<u2" if vocabulary <= 2**16 else "<u4")
-
-
 def write_shard(
     path: Path,
     sequences: np.ndarray[Any, Any],
@@ -70,9 +66,9 @@ def write_shard(
 
     ``durable``: see :func:`~distributed_training.common.files.atomic_file`. Raises OSError.
     """
-    data = np.ascontiguousarray(sequences, dtype=dtype_for(vocabulary))
+    data = np.ascontiguousarray(sequences, dtype="<u2" if vocabulary <= 2**16 else "<u4")
     header = ShardHeader(
-        dtype="uint16" if data.itemsize == 2 else "uint32",
+        dtype=data.dtype.name,
         sequence_length=data.shape[1],
         sequences=data.shape[0],
         tokenizer=tokenizer,

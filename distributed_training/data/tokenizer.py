@@ -49,28 +49,20 @@ class TextTokenizer:
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         self.vocabulary = 1 + max(largest, eos_id)
 
-    def encode_rows(self, rows: Sequence[str], *, max_length: int) -> np.ndarray[Any, Any]:
-        """Cut each row to ``max_length`` tokens, add EOS, join all: int32 (tokens,)."""
-        pieces = self.encode_each(rows, max_length=max_length)
-        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
+    def encode_rows(
+        self,
+        rows: Sequence[str],
+        *,
+        max_length: int,
+        vocabulary: int | None = None,
+        counts: Counts | None = None,
+    ) -> np.ndarray[Any, Any]:
+        """Cut each row to ``max_length`` tokens, add EOS, join all: int32 (tokens,).
 
-    def encode_fitting(
-        self, rows: Sequence[str], *, max_length: int, vocabulary: int | None, counts: Counts
-    ) -> list[np.ndarray[Any, Any]]:
-        """Encode as :meth:`encode_each`, leaving out rows beyond the model's vocabulary.
-
-        A row is left out if it holds an id of ``vocabulary`` or more; both kinds are counted.
+        A row is left out if it holds an id of ``vocabulary`` or more, which the model does not
+        have; ``counts`` counts both kinds. Not for several threads at once.
         """
-        pieces = self.encode_each(rows, max_length=max_length)
-        if vocabulary is not None and vocabulary < self.vocabulary:
-            fitting = [ids for ids in pieces if int(ids.max()) < vocabulary]
-            counts.add("rows_beyond_vocabulary", len(pieces) - len(fitting))
-            pieces = fitting
-        counts.add("rows", len(pieces))
-        return pieces
-
-    def encode_each(self, rows: Sequence[str], *, max_length: int) -> list[np.ndarray[Any, Any]]:
-        """Return int32 (tokens,) for each row, EOS included. Not for several threads at once."""
+        counts = counts or Counts()
         if self._truncated_at != max_length:
             # As transformers does: special tokens that the tokenizer adds count, and stay.
             self._tokenizer.enable_truncation(max_length)
@@ -80,8 +72,12 @@ class TextTokenizer:
             ids = encoding.ids
             # Beyond max_length: validators append it after the cut too.
             ids.append(self.eos_id)
+            if vocabulary is not None and max(ids) >= vocabulary:
+                counts.add("rows_beyond_vocabulary")
+                continue
+            counts.add("rows")
             pieces.append(np.array(ids, dtype=np.int32))
-        return pieces
+        return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
 
 
 def tokenizer_hash(path: Path) -> str:

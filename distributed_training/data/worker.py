@@ -51,10 +51,6 @@ class DataWorker:
         self.blocks: list[int] = []  # under way, in order
         self._connection.send(spec)
 
-    @property
-    def pid(self) -> int:
-        return self._process.pid
-
     def submit(self, block: int) -> None:
         """Send a block to the worker. Raises OSError when the worker is gone."""
         self.blocks.append(block)
@@ -97,13 +93,6 @@ class WorkerPool:
         self._blamed: Counter[int] = Counter()  # block: workers that ended over it
         self._retry_at = 0.0
         self.restarts = 0
-
-    def __len__(self) -> int:
-        return len(self._workers)
-
-    @property
-    def pids(self) -> list[int]:
-        return [worker.pid for worker in self._workers]
 
     def submit(self, block: int) -> None:
         """Give ``block`` to the worker with the least to do."""

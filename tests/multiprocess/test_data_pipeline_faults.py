@@ -10,9 +10,7 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -21,14 +19,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distributed_training.config.settings import DataSettings
 from distributed_training.data import worker
-from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import open_shard
-from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
+from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.protocol.pages import select_pages
-from tests.tools.support_data import DATASET, Fault, RowsServer, tables
+from tests.tools.support_data import (
+    DATASET,
+    Fault,
+    RowsServer,
+    tables,
+    wait_ready,
+    worker_spec,
+)
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(150)
@@ -38,44 +41,18 @@ SIZES = {config: len(rows) for config, rows in TABLES.items()}
 LENGTH = 64
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    return build_tokenizer("bytes", tmp_path_factory.mktemp("tokenizer"))
-
-
 @contextlib.contextmanager
 def pipeline(
-    server: RowsServer, tokenizer: tuple[Path, int], folder: Path | None, **changes: Any
+    server: RowsServer, tokenizer: tuple[Path, int], folder: Path, **changes: Any
 ) -> Iterator[DataPipeline]:
-    own = {"uid": 11, "rank": 0, "world_size": 4}
-    own |= {k: changes.pop(k) for k in tuple(changes) if k in own}
-    micro_batch_size = changes.pop("micro_batch_size", 2)
-    spec = WorkerSpec(
-        settings=DataSettings(
-            **{
-                "source": "hf",
-                "dataset": DATASET,
-                "rows_url": server.url,
-                "request_attempts": 4,
-                **changes,
-            }
-        ),
-        sequence_length=LENGTH,
-        tokenizer_path=tokenizer[0],
-        eos_id=tokenizer[1],
-        folder=folder or Path(tempfile.mkdtemp(dir=tokenizer[0].parent)),
-        **own,
-    )
-    made = DataPipeline(spec, micro_batch_size=micro_batch_size)
+    values = {"pages_per_block": 5, "rows_per_page": 100, "request_attempts": 4, **changes}
+    values |= {"dataset": DATASET, "rows_url": server.url}
+    spec = worker_spec(tokenizer, folder, "hf", uid=11, sequence_length=LENGTH, **values)
+    made = DataPipeline(spec, micro_batch_size=2)
     try:
         yield made
     finally:
         made.close()
-
-
-def wait_ready(made: DataPipeline, block: int) -> int:
-    wait_for(lambda: made.ready(block) is not None, f"block {block}", every=0.005)
-    return made.ready(block) or 0
 
 
 def serve(made: DataPipeline, block: int, sequences: int | None = None) -> np.ndarray:
@@ -85,12 +62,12 @@ def serve(made: DataPipeline, block: int, sequences: int | None = None) -> np.nd
     return np.concatenate([batch.numpy() for batch in batches])
 
 
-def expected(tokenizer: tuple[Path, int], block: int, rank: int = 0) -> np.ndarray:
+def expected(tokenizer: tuple[Path, int], block: int) -> np.ndarray:
     """The block's sequences from the protocol page alone."""
     made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
     ids: list[int] = []
     for config, row, _ in select_pages(
-        uid=11, local_rank=rank, block=block, n_pages=5, num_rows=SIZES
+        uid=11, local_rank=0, block=block, n_pages=5, num_rows=SIZES
     ):
         for text in TABLES[config][row : row + 100]:
             ids += made.encode_rows([text], max_length=1024).tolist()
@@ -130,26 +107,6 @@ def test_the_same_tokens_whatever_happens_on_the_way(
                         made.request(following)
                 counts = made.counters()
         assert counts["sequences_served"] == sum(len(tokens) // 2 * 2 for tokens in whole)
-
-
-def test_a_ranks_tokens_do_not_depend_on_the_world_size(tokenizer: tuple[Path, int]) -> None:
-    """A rank's pages are its own; more ranks only trim all to the poorest."""
-    block = 77
-    alone = {rank: expected(tokenizer, block, rank) for rank in range(2)}
-    with RowsServer(TABLES) as server:
-        for world in (1, 2):
-            with contextlib.ExitStack() as stack:
-                ranks = [
-                    stack.enter_context(pipeline(server, tokenizer, None, rank=rank))
-                    for rank in range(world)
-                ]
-                for made in ranks:
-                    made.request(block)
-                least = min(wait_ready(made, block) for made in ranks)
-                assert least == min(len(alone[rank]) for rank in range(world))
-                for rank, made in enumerate(ranks):
-                    served = serve(made, block, least)
-                    assert np.array_equal(served, alone[rank][: least // 2 * 2])
 
 
 def without(page: tuple[str, int, str]) -> Callable[[Mapping[str, str]], Fault | None]:
@@ -227,7 +184,8 @@ made.begin(40, made.ready(40))
 for _ in range(7):
     made.next()
 made.request(41)
-print(json.dumps({"cursor": made.state_dict(), "workers": made._workers.pids}), flush=True)
+workers = [worker._process.pid for worker in made._workers._workers]
+print(json.dumps({"cursor": made.state_dict(), "workers": workers}), flush=True)
 time.sleep(600)
 """
 
@@ -349,7 +307,7 @@ def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
             made.request(7)
             monkeypatch.setattr(worker, "DataWorker", start)
             monkeypatch.setattr(worker, "_LONGEST_WAIT", timedelta(seconds=0.1))
-            os.kill(made._workers.pids[0], signal.SIGKILL)
+            made._workers._workers[0]._process.kill()
             assert wait_ready(made, 7) > 0
     assert len(failed) == 2
 
@@ -397,30 +355,6 @@ def test_depth_follows_the_source(tokenizer: tuple[Path, int], tmp_path: Path) -
             made._train_seconds = 0.5  # the consumer takes half a second for each block
             assert made.depth >= 4  # five pages of 0.4 s, one after the other
             assert made.depth <= 8
-
-
-def test_ready_does_not_wait_and_batches_cost_little(tokenizer: tuple[Path, int]) -> None:
-    answered = threading.Event()
-
-    def hold(query: Mapping[str, str]) -> None:
-        assert answered.wait(60)
-
-    with RowsServer(TABLES, decide=hold) as server:
-        with pipeline(server, tokenizer, None) as made:
-            made.request(9)
-            assert made.ready(9) is None
-            wait_for(server.row_requests, "the source is asked")
-            assert made.ready(9) is None
-            answered.set()
-            wait_ready(made, 9)
-            made.begin(9, made.ready(9) or 0)
-            times = []
-            while True:
-                began = time.perf_counter()
-                if made.next() is None:
-                    break
-                times.append(time.perf_counter() - began)
-    assert sorted(times)[len(times) // 2] < 0.02
 
 
 def _alive(pid: int) -> bool:

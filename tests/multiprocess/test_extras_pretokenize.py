@@ -9,18 +9,18 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 
-from distributed_training.config.settings import DataSettings
-from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import open_shard
 from distributed_training.data.tokenizer import TextTokenizer
 from tests.tools import forked
+from tests.tools.support_data import wait_ready, worker_spec
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
@@ -99,27 +99,16 @@ def test_every_usable_row_is_in_the_shards_in_order(made: tuple[Path, str], sour
 
 def test_the_miner_trains_from_them(made: tuple[Path, str], tmp_path: Path) -> None:
     out, _ = made
-    spec = WorkerSpec(
-        settings=DataSettings(source=f"shards:{out}", pages_per_block=1, rows_per_page=8),
-        uid=3,
-        rank=0,
-        world_size=4,
-        sequence_length=64,
-        tokenizer_path=out / "tokenizer.json",
-        eos_id=256,
-        folder=tmp_path,
-    )
-    pipeline = DataPipeline(spec, micro_batch_size=2)
-    try:
+    tokenizer, pages = (out / "tokenizer.json", 256), {"pages_per_block": 1, "rows_per_page": 8}
+    spec = worker_spec(tokenizer, tmp_path, f"shards:{out}", sequence_length=64, **pages)
+    with closing(DataPipeline(spec, micro_batch_size=2)) as pipeline:
         pipeline.request(5)
-        assert wait_for(lambda: pipeline.ready(5), "the block") == 8
+        assert wait_ready(pipeline, 5) == 8
         pipeline.begin(5, 8)
         batch = pipeline.next()
         assert batch is not None
         every = np.concatenate([np.array(t).reshape(-1, 64) for t in tokens_of(out).values()])
         assert (every == batch[0].numpy()).all(axis=1).any()
-    finally:
-        pipeline.close()
 
 
 def test_killed_it_goes_on_and_ends_with_the_same_bytes(

@@ -15,6 +15,8 @@ from urllib.parse import parse_qs, urlsplit
 
 from distributed_training.config.settings import DataSettings
 from distributed_training.data.block_builder import WorkerSpec
+from distributed_training.data.pipeline import DataPipeline
+from tests.tools.waiting import wait_for
 
 DATASET = "some/dataset"
 
@@ -54,13 +56,10 @@ class RowsServer:
     revision: str = ""
     decide: Callable[[Mapping[str, str]], Fault | None] | None = None
     requests: list[tuple[float, str, dict[str, str]]] = field(default_factory=list)
-    statuses: list[int] = field(default_factory=list)
-    most_at_once: int = 0
 
     def __enter__(self) -> RowsServer:
         self._lock = threading.Lock()
         self._random = random.Random(self.seed)
-        self._now = 0
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -102,17 +101,12 @@ class RowsServer:
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         with self._lock:
             self.requests.append((time.monotonic(), parts.path, query))
-            self._now += 1
-            self.most_at_once = max(self.most_at_once, self._now)
             fault = self._fault(parts.path, query)
         try:
             time.sleep(self.latency)
             self._send(handler, parts.path, query, fault or Fault())
         except (BrokenPipeError, ConnectionResetError):
             handler.close_connection = True
-        finally:
-            with self._lock:
-                self._now -= 1
 
     def _fault(self, path: str, query: Mapping[str, str]) -> Fault | None:
         script = self.script if path == "/rows" else self.size_script
@@ -134,8 +128,6 @@ class RowsServer:
         if fault.status == 200:
             status, content = self._content(path, query)
         body = fault.body if fault.body is not None else json.dumps(content).encode()
-        with self._lock:
-            self.statuses.append(status)
         handler.send_response(status)
         handler.send_header("Content-Type", "application/json")
         handler.send_header("Content-Length", str(len(body)))
@@ -189,20 +181,28 @@ def tables(configs: int = 3, rows: int = 400, *, words: int = 30) -> dict[str, l
     }
 
 
+_OF_A_RANK = ("uid", "rank", "world_size", "sequence_length", "vocabulary")
+
+
 def worker_spec(
     tokenizer: tuple[Path, int], folder: Path, source: str, **changes: Any
 ) -> WorkerSpec:
     """Of rank 0 of 4, with small pages and sequences of 32 tokens."""
-    own = {k: changes.pop(k) for k in ("uid", "rank", "vocabulary") if k in changes}
+    own = {k: changes.pop(k) for k in _OF_A_RANK if k in changes}
     values: dict[str, Any] = {"pages_per_block": 4, "rows_per_page": 20, **changes}
     return WorkerSpec(
-        **{"uid": 3, "rank": 0, "world_size": 4, **own},
+        **{"uid": 3, "rank": 0, "world_size": 4, "sequence_length": 32, **own},
         settings=DataSettings(source=source, **values),
-        sequence_length=32,
         tokenizer_path=tokenizer[0],
         eos_id=tokenizer[1],
         folder=folder,
     )
+
+
+def wait_ready(made: DataPipeline, block: int) -> int:
+    """Wait for a block's sequences, and count them."""
+    wait_for(lambda: made.ready(block) is not None, f"block {block}", every=0.005)
+    return made.ready(block) or 0
 
 
 def write_jsonl(path: Path, rows: list[str]) -> None:

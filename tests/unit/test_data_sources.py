@@ -29,11 +29,6 @@ pytestmark = pytest.mark.timeout(60)
 ROWS = [f"row {i} " + "x" * (i % 17) for i in range(500)]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    return build_tokenizer("bytes", tmp_path_factory.mktemp("tokenizer"))
-
-
 def test_a_folder_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is no folder"):
         open_source(DataSettings(source=f"text:{tmp_path / 'nowhere'}"))

@@ -22,7 +22,7 @@ from distributed_training.config.types import extra
 from distributed_training.data.block_builder import BlockMaker, open_source
 from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.data.shards import open_shard, write_shard
-from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
+from distributed_training.data.tokenizer import TextTokenizer
 from extras import shard_source
 from extras.line_files import JsonLinesSource, TextSource
 from extras.mixture import interleave, pages_of, schedule
@@ -32,11 +32,6 @@ from tests.tools.support_data import write_jsonl
 pytestmark = pytest.mark.timeout(60)
 
 ROWS = [f"row {i} " + "x" * (i % 17) for i in range(500)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    return build_tokenizer("bytes", tmp_path_factory.mktemp("tokenizer"))
 
 
 def tokens(maker: BlockMaker, block: int) -> np.ndarray:
