@@ -18,7 +18,6 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from pydantic import SecretStr
 
 from distributed_training.chain.base import Neuron
 from distributed_training.chain.identity import create_wallet
@@ -47,15 +46,13 @@ from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.training.model import parameter_schema
-from distributed_training.validator.global_state import (
-    GlobalPublisher,
-    initial_weights,
-    small_llama,
-)
+from distributed_training.validator import program
+from distributed_training.validator.global_state import GlobalPublisher, small_llama
 from distributed_training.validator.scorer import Scorer, Standings
 from tests.tools import forked
 from tests.tools.chain_program import chain_program
 from tests.tools.gradient_file import build_payload
+from tests.tools.support_store import access_to
 from tests.tools.waiting import wait_for
 
 GLOBAL_BUCKET = StoreSettings().global_model_name
@@ -134,16 +131,7 @@ def subnet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subnet]:
 def _publish_all(folder: Path, url: str, server: ObjectStoreServer) -> Subnet:
     config = load_config("validator", ["--preset", "local"], environ={}, dotenv=None, check=False)
     c = server.credentials
-    config = replace(
-        config,
-        store=replace(
-            config.store,
-            endpoint_url=server.endpoint,
-            account_id=c.account_id,
-            write_access_key_id=SecretStr(c.write_key),
-            write_secret_access_key=SecretStr(c.write_secret),
-        ),
-    )
+    config = replace(config, store=replace(config.store, **access_to(server)))
     commitment = build_commitment(BucketCredentials(c.account_id, c.read_key, c.read_secret))
     founder = RegistryChain(url=url, wallet=create_wallet(folder / "wallets", "uid-200"))
     for uid in (200, *UIDS):
@@ -166,16 +154,8 @@ def _publish_all(folder: Path, url: str, server: ObjectStoreServer) -> Subnet:
     path, eos = build_tokenizer("bytes", folder / "tokenizer")
     length = config.training.sequence_length
     model_config = small_llama(vocabulary=2048, sequence_length=length, eos_token=eos)
-    state = GlobalState(
-        model_config=model_config,
-        schema=parameter_schema(model_config),
-        outer_step=0,
-        weights=initial_weights(model_config, seed=1),
-        momentum=None,
-        learning_rate=0.8,
-        mu=0.9,
-        last_allreduce_block=chain.block(),
-    )
+    state = program._initial_state(config, model_config, parameter_schema(model_config))
+    state = replace(state, last_allreduce_block=chain.block())
     store = S3ObjectStore.from_settings(config.store, bucket=GLOBAL_BUCKET, write=True)
     publisher = GlobalPublisher(store=store, folder=folder / "global", run=5)
     assert publisher.publish(state, "").ok

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-from pydantic import SecretStr
 
 from distributed_training.chain.identity import Wallet, create_wallet
 from distributed_training.chain.registry import RegistryChain
@@ -27,6 +26,7 @@ from distributed_training.telemetry import read_events
 from distributed_training.validator import program
 from tests.tools.chain_program import chain_program
 from tests.tools.chain_world import VALIDATOR
+from tests.tools.support_store import access_to
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("own_logging")]
@@ -70,16 +70,7 @@ def _config(
     }
     argv = [word for name, value in words.items() for word in (f"--{name}", value)]
     config = load_config("validator", argv, environ={}, dotenv=None, check=False)
-    c = store.credentials
-    settings = dataclasses.replace(
-        config.store,
-        account_id=c.account_id,
-        read_access_key_id=SecretStr(c.read_key),
-        read_secret_access_key=SecretStr(c.read_secret),
-        write_access_key_id=SecretStr(c.write_key),
-        write_secret_access_key=SecretStr(c.write_secret),
-        endpoint_url=store.endpoint,
-    )
+    settings = dataclasses.replace(config.store, **access_to(store))
     return dataclasses.replace(config, store=settings)
 
 

@@ -38,15 +38,22 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStoreServ
         yield running
 
 
-def settings_for(server: ObjectStoreServer, **changes: Any) -> StoreSettings:
+def access_to(server: ObjectStoreServer) -> dict[str, Any]:
+    """Return the settings by which a neuron reaches its buckets there."""
     c = server.credentials
-    values: dict[str, Any] = {
+    return {
         "account_id": c.account_id,
         "read_access_key_id": SecretStr(c.read_key),
         "read_secret_access_key": SecretStr(c.read_secret),
         "write_access_key_id": SecretStr(c.write_key),
         "write_secret_access_key": SecretStr(c.write_secret),
         "endpoint_url": server.endpoint,
+    }
+
+
+def settings_for(server: ObjectStoreServer, **changes: Any) -> StoreSettings:
+    values: dict[str, Any] = {
+        **access_to(server),
         "part_size": 5 * 1024 * 1024,
         "concurrency": 3,
         "write_interval": timedelta(0),
