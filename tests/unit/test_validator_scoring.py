@@ -339,7 +339,7 @@ def test_a_uid_that_is_hidden_for_a_while_keeps_its_standing() -> None:
     ledger.board.update_round(random={1: (3.0, 2.0), 2: (3.0, 2.5)}, assigned={})
     ledger.judged([], {1: True, 2: True}, block=1)
     weights, rating = ledger.weights(), ledger.board.rating(2)
-    assert set(weights) == {1, 2}
+    assert set(weights) == {1, 2} and ledger.board.rating(1)[0] > rating[0]
     ledger.sync(BOTH[:1])
     assert set(ledger.weights()) == set(ledger.judged([], {1: True}, block=2)) == {1}
     ledger.sync(BOTH)
