@@ -420,6 +420,14 @@ class World:
         return [e["kind"] for e in self.events.all]
 
 
+def trained(folder: Path, *, uids: Sequence[int] = (3, 17), **changes: Any) -> World:
+    """A validator that has started, and miners that trained and published."""
+    world = World(folder, settings(**changes), uids=uids)
+    world.start()
+    world.train_and_publish()
+    return world
+
+
 def config_of(folder: Path, settings: ValidatorSettings, *flags: str) -> Config:
     """A validator's, for the small model above."""
     folder.mkdir(parents=True, exist_ok=True)

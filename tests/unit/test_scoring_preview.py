@@ -44,7 +44,7 @@ from tests.tools.validator_world import (  # noqa: F401
     World,
     one_thread,
     pages,
-    settings,
+    trained,
 )
 
 pytestmark = pytest.mark.timeout(200)
@@ -54,10 +54,7 @@ BLOCKS = (123456,)
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
-    world = World(tmp_path, settings(), uids=(3, 17, 42))
-    world.start()
-    world.train_and_publish()
-    return world
+    return trained(tmp_path, uids=(3, 17, 42))
 
 
 def judged_of(world: World, **changes: Any) -> Judged:

@@ -28,6 +28,7 @@ from tests.tools.validator_world import (  # noqa: F401
     World,
     one_thread,
     settings,
+    trained,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -267,9 +268,7 @@ def test_the_schedule_is_the_networks(world: World, tmp_path: Path) -> None:
 
 
 def test_early_in_a_period_the_next_ones_files_wait(tmp_path: Path) -> None:
-    world = World(tmp_path / "validator", settings(), uids=(3, 17, 42))
-    world.start()
-    world.train_and_publish()
+    world = trained(tmp_path / "validator", uids=(3, 17, 42))
     publish(world.miners[3], tmp_path)
     look(world)
     assert there(world, 0) == SHARDS and not there(world, 1)
@@ -296,9 +295,7 @@ def test_a_killed_validator_goes_on_without_the_donor(
 
 
 def test_it_can_be_left_out(tmp_path: Path) -> None:
-    world = World(tmp_path / "validator", settings(inner_optimizer_budget=timedelta(0)), uids=(3,))
-    world.start()
-    world.train_and_publish()
+    world = trained(tmp_path / "validator", uids=(3,), inner_optimizer_budget=timedelta(0))
     publish(world.miners[3], tmp_path)
     look(world)
     assert not there(world, 0)

@@ -27,7 +27,7 @@ from distributed_training.store.s3 import StoreError
 from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.rounds import WEIGHT_OF_NOTHING
-from tests.tools.validator_world import MODEL_CONFIG, RUN, World, one_thread, settings  # noqa: F401
+from tests.tools.validator_world import MODEL_CONFIG, RUN, World, one_thread, trained  # noqa: F401
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -35,9 +35,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
-    world = World(tmp_path, settings())
-    world.start()
-    return world
+    return trained(tmp_path)
 
 
 def _root(world: World) -> Metadata:
@@ -63,7 +61,6 @@ def test_the_published_outer_optimizer_loads_in_torchs_sgd_and_steps_alike(
 ) -> None:
     """The public miner loads it so, also the one from before the first outer step."""
     for _ in range(rounds):
-        world.train_and_publish()
         assert world.validator.round()
     state = world.validator.state
     path = tmp_path / keys.OUTER_OPTIMIZER
@@ -84,7 +81,6 @@ def test_the_published_outer_optimizer_loads_in_torchs_sgd_and_steps_alike(
 
 
 def test_a_restart_goes_on_from_the_bucket_and_changes_only_the_peer_id(world: World) -> None:
-    world.train_and_publish()
     assert world.validator.round()
     world.validator.score()
     state, standings = world.validator.state, world.validator.standings
@@ -111,7 +107,6 @@ def test_a_kill_around_the_publication_loses_no_standing(
     world: World, published: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The round counts if, and only if, the world has seen its outer step."""
-    world.train_and_publish()
     target, name = (world.validator, "_succeeded") if published else (world.publisher, "publish")
 
     def killed(*_: object, **__: object) -> None:
@@ -138,7 +133,6 @@ def test_a_bucket_that_does_not_answer_is_not_an_empty_one(world: World) -> None
 
 
 def test_rounds_end_with_the_same_weights_everywhere_and_a_lower_loss(world: World) -> None:
-    world.train_and_publish()
     before = world.validator.state
     assert world.validator.round()
     state = world.validator.state
@@ -174,7 +168,6 @@ def test_rounds_end_with_the_same_weights_everywhere_and_a_lower_loss(world: Wor
 
 
 def test_the_validator_contributes_the_checkpoint_of_the_furthest_miner(world: World) -> None:
-    world.train_and_publish()
     ahead = world.miners[17]
     ahead.train(world.chain.block(), steps=5)
     ahead.publish()
@@ -191,16 +184,13 @@ def test_the_validator_contributes_the_checkpoint_of_the_furthest_miner(world: W
 
 
 def test_who_has_published_nothing_is_called_by_the_peer_id_that_it_tells(world: World) -> None:
-    ahead = world.miners[17]
-    ahead.train(world.chain.block())
-    ahead.publish()
+    world.miners[3].bucket.objects.clear()
     assert world.validator.round()
     assert world.client.called == [[17, 3]]
     assert world.miners[3].peer_id in world.swarm.requests[0][0].peers
 
 
 def test_who_publishes_no_peer_id_but_some_text_does_not_spoil_the_call(world: World) -> None:
-    world.train_and_publish()
     world.miners[17].peer_id = ""  # it tells none itself
     world.miners[17].bucket.put(keys.ROOT_METADATA, Metadata(RUN, 0, 99, "abc").to_json())
     world.validator.round()
@@ -210,7 +200,6 @@ def test_who_publishes_no_peer_id_but_some_text_does_not_spoil_the_call(world: W
 
 
 def test_the_next_best_is_taken_when_the_top_checkpoint_does_not_fit(world: World) -> None:
-    world.train_and_publish()
     top = world.miners[3]
     top.train(world.chain.block(), steps=1)
     top.publish()
@@ -228,7 +217,6 @@ def test_a_bad_checkpoint_is_never_contributed(
 ) -> None:
     from safetensors.torch import load, save
 
-    world.train_and_publish()
     for miner in world.miners.values():
         tensors = load(miner.bucket.objects["epoch-0/model.safetensors"][0])
         name = next(iter(tensors))
@@ -255,9 +243,7 @@ def test_a_bad_checkpoint_is_never_contributed(
 
 
 def test_who_does_not_take_part_is_not_punished_and_who_fails_is(tmp_path: Path) -> None:
-    world = World(tmp_path, settings(), uids=(3, 17, 42, 99))
-    world.start()
-    world.train_and_publish()
+    world = trained(tmp_path, uids=(3, 17, 42, 99))
     world.swarm.absent = {17}
     world.swarm.failing = {42}
     world.miners[99].answers = False
@@ -270,7 +256,6 @@ def test_who_does_not_take_part_is_not_punished_and_who_fails_is(tmp_path: Path)
 
 
 def test_miners_of_another_outer_step_are_not_called(world: World) -> None:
-    world.train_and_publish()
     world.miners[17].outer_step = 4
     assert world.validator.round()
     assert world.client.called == [[3]]
@@ -288,9 +273,7 @@ def test_validators_and_neurons_without_an_endpoint_are_not_asked(world: World) 
 def test_rounds_come_by_the_block_clock_and_the_period_grows_after_the_first(
     tmp_path: Path,
 ) -> None:
-    world = World(tmp_path, settings(blocks_per_allreduce_later=100, score_blocks=10**6))
-    world.start()
-    world.train_and_publish()
+    world = trained(tmp_path, blocks_per_allreduce_later=100, score_blocks=10**6)
     world.chain_ledger.advance(59)
     world.validator.tick()
     assert world.validator.state.outer_step == 0
@@ -345,7 +328,6 @@ FAILURES: dict[str, tuple[Callable[[World], None], str]] = {
 @pytest.mark.parametrize("name", FAILURES)
 def test_a_failed_round_keeps_the_epoch(world: World, name: str) -> None:
     fail, fault = FAILURES[name]
-    world.train_and_publish()
     objects = dict(world.bucket.objects)
     world.chain_ledger.advance(70)
     fail(world)
@@ -370,7 +352,6 @@ def test_a_result_that_comes_just_after_a_look_is_taken(world: World) -> None:
 
 
 def test_an_average_that_makes_it_worse_is_refused(world: World) -> None:
-    world.train_and_publish()
     objects = dict(world.bucket.objects)
     world.swarm.distort = lambda t: -30 * t
     assert not world.validator.round()
@@ -386,9 +367,7 @@ def test_an_average_that_makes_it_worse_is_refused(world: World) -> None:
 
 
 def test_miners_that_register_while_a_round_gathers_are_taken_in(tmp_path: Path) -> None:
-    world = World(tmp_path, settings(sweep_patience=timedelta(seconds=20)))
-    world.start()
-    world.train_and_publish()
+    world = trained(tmp_path, sweep_patience=timedelta(seconds=20))
     entries = world.chain_ledger.entries
     late = {uid: entries.pop(uid) for uid in (3, 17)}
     on_sweep = world.validator._on_sweep
@@ -404,7 +383,6 @@ def test_miners_that_register_while_a_round_gathers_are_taken_in(tmp_path: Path)
 
 
 def test_a_client_that_breaks_does_not_leave_the_averager_waiting(world: World) -> None:
-    world.train_and_publish()
 
     def broken(*arguments: Any) -> Any:
         raise OSError("no sockets left")
@@ -426,7 +404,6 @@ def test_a_damaged_ledger_is_said_and_nothing_is_overwritten(world: World) -> No
 
 
 def test_a_dead_swarm_is_started_again_before_the_round(world: World) -> None:
-    world.train_and_publish()
     objects = dict(world.bucket.objects)
     world.swarm.dead = world.swarm.broken = True
     assert not world.validator.round()
@@ -438,7 +415,6 @@ def test_a_dead_swarm_is_started_again_before_the_round(world: World) -> None:
 
 
 def test_a_stop_ends_a_round_soon_and_counts_it_for_nothing(world: World) -> None:
-    world.train_and_publish()
     world.swarm.hang = True
     world.chain_ledger.advance(60)
     runner = threading.Thread(target=world.validator.run)
@@ -460,7 +436,6 @@ def test_a_stop_ends_a_round_soon_and_counts_it_for_nothing(world: World) -> Non
     "key", ["epoch-1/model.safetensors", "epoch-1/metadata.json", "metadata.json"]
 )
 def test_a_publication_that_fails_shows_readers_the_old_state(world: World, key: str) -> None:
-    world.train_and_publish()
     world.bucket.fail = [key]
     assert not world.validator.round()
     assert _root(world).revision == Revision(RUN, 0, 0)
@@ -477,9 +452,7 @@ def test_a_store_and_a_disk_that_fail_for_a_moment_do_not_lose_the_outer_step(
     from distributed_training.validator import validator as module
 
     monkeypatch.setattr(module, "PUBLICATION_RETRY", timedelta(milliseconds=5))
-    world = World(tmp_path, settings(publication_budget=timedelta(seconds=30)))
-    world.start()
-    world.train_and_publish()
+    world = trained(tmp_path, publication_budget=timedelta(seconds=30))
     world.bucket.fail = ["epoch-1/model.safetensors", "metadata.json"]
     full: list[tuple[str, Exception]] = [
         ("write_bytes", OSError(28, "No space left on device")),
@@ -512,7 +485,6 @@ def test_a_store_and_a_disk_that_fail_for_a_moment_do_not_lose_the_outer_step(
 def test_a_publication_whose_answer_was_lost_is_gone_on_from(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.train_and_publish()
     put = world.bucket.put
 
     def silent(key: str, *content: Any, **options: Any) -> Any:

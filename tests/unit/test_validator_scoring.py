@@ -29,7 +29,7 @@ from tests.tools.validator_world import (  # noqa: F401
     one_thread,
     pages,
     sequences,
-    settings,
+    trained,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -37,9 +37,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def world(tmp_path: Path) -> World:
-    world = World(tmp_path, settings(), uids=(3, 17, 42))
-    world.start()
-    return world
+    return trained(tmp_path, uids=(3, 17, 42))
 
 
 def _scored(world: World) -> dict[int, dict[str, Any]]:
@@ -52,7 +50,6 @@ def _scored(world: World) -> dict[int, dict[str, Any]]:
 def test_honest_uploads_lower_the_loss_and_harmful_ones_raise_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.train_and_publish()
     assert world.validator.round()  # around random weights even a wrong direction helps
     world.train_and_publish()
     world.chain_ledger.advance(30)
@@ -78,7 +75,6 @@ def test_the_arithmetic_is_the_protocol_pages(world: World) -> None:
     from transformers import AutoModelForCausalLM
     from transformers.models.llama import LlamaConfig
 
-    world.train_and_publish()
     miner = world.miners[3]
     judgement = next(j for j in world.validator.score() if j.uid == 3)
     raw = torch.load(io.BytesIO(miner.bucket.objects["epoch-0/gradients.pt"][0]), weights_only=True)
@@ -120,7 +116,6 @@ RESETS: dict[str, tuple[Callable[[TwinMiner], object], str]] = {
 @pytest.mark.parametrize("name", RESETS)
 def test_what_is_reset_ranks_last(world: World, name: str) -> None:
     spoil, reason = RESETS[name]
-    world.train_and_publish()
     world.miners[17].publish(factor=-0.01)  # does a little harm
     spoil(world.miners[3])
     judgements = {j.uid: j for j in world.validator.score()}
@@ -135,7 +130,6 @@ def test_what_is_reset_ranks_last(world: World, name: str) -> None:
 
 
 def test_inner_step_0_and_empty_buckets_are_not_judged(world: World) -> None:
-    world.train_and_publish()
     world.miners[3].publish(inner_step=0)
     world.miners[17].bucket.objects.clear()
     assert [j.uid for j in world.validator.score()] == [42]
@@ -148,7 +142,6 @@ def test_inner_step_0_and_empty_buckets_are_not_judged(world: World) -> None:
 def test_the_age_limit_itself_is_too_old(
     world: World, monkeypatch: pytest.MonkeyPatch, age: float, valid: bool
 ) -> None:
-    world.train_and_publish()
     (neuron,) = [n for n in world.chain.neurons() if n.uid == 3]
     bucket = world.open_bucket(neuron)
     info = bucket.head("epoch-0/gradients.pt")
@@ -162,7 +155,6 @@ def test_the_age_limit_itself_is_too_old(
 def test_an_upload_that_drips_for_ever_is_reset_and_the_others_are_judged(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world.train_and_publish()
     monkeypatch.setattr(scorer, "_UPLOAD_PATIENCE", timedelta(seconds=0.5))
     ended = threading.Event()
 
@@ -178,7 +170,6 @@ def test_an_upload_that_drips_for_ever_is_reset_and_the_others_are_judged(
 
 
 def test_an_invalid_repository_takes_the_whole_total(world: World) -> None:
-    world.train_and_publish()
     assert world.validator.round()
     world.train_and_publish()
     del world.chain_ledger.commitments["miner-3"]
@@ -190,7 +181,6 @@ def test_an_invalid_repository_takes_the_whole_total(world: World) -> None:
 
 
 def test_failed_rounds_prolong_the_age_limit(world: World) -> None:
-    world.train_and_publish()
     world.miners[3].bucket.age(5000)
     world.validator.score()
     assert world.validator.standings.entries[3].repo_valid == 0
@@ -200,7 +190,6 @@ def test_failed_rounds_prolong_the_age_limit(world: World) -> None:
 
 
 def test_after_a_round_the_epoch_before_is_judged_for_half_a_period(world: World) -> None:
-    world.train_and_publish()
     assert world.validator.round()
     world.chain_ledger.advance(29)
     judgements = world.validator.score()
@@ -217,7 +206,6 @@ def test_after_a_round_the_epoch_before_is_judged_for_half_a_period(world: World
 def test_weights_of_an_epoch_this_machine_has_no_copy_of_are_fetched(world: World) -> None:
     import shutil
 
-    world.train_and_publish()
     assert world.validator.round()
     shutil.rmtree(world.folder / "global" / "epoch-0")
     assert all(j.ok for j in world.validator.score())
@@ -227,7 +215,6 @@ def test_weights_of_an_epoch_this_machine_has_no_copy_of_are_fetched(world: Worl
 
 
 def test_scores_are_told_and_weights_are_set(world: World) -> None:
-    world.train_and_publish()
     assert world.validator.round()
     world.validator.score()
     scores = world.events.of("scores")[-1]["scores"]
@@ -248,7 +235,6 @@ def test_scores_are_told_and_weights_are_set(world: World) -> None:
 
 @pytest.mark.parametrize("silent", ["a miner's bucket", "the global bucket", "the chain"])
 def test_a_stop_does_not_wait_for_an_answer(world: World, silent: str) -> None:
-    world.train_and_publish()
     assert world.validator.round()
     world.validator.score()
     asked, over = threading.Event(), threading.Event()
@@ -279,7 +265,6 @@ def test_a_stop_does_not_wait_for_an_answer(world: World, silent: str) -> None:
 def test_an_outage_of_the_store_costs_no_miner_its_score(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world.train_and_publish()
     assert world.validator.round() and world.validator.score()
     before = world.validator.standings.weights()
     for bucket in (world.bucket, *(miner.bucket for miner in world.miners.values())):
@@ -299,7 +284,6 @@ def test_a_full_disk_ends_neither_a_round_nor_a_pass(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    world.train_and_publish()
     monkeypatch.setattr(scorer, "write_json", full)
     assert world.validator.round() and world.validator.score()
     assert "No space left" in caplog.text and "free the disk of --neuron.run_folder" in caplog.text
@@ -347,18 +331,14 @@ def test_a_uid_that_is_hidden_for_a_while_keeps_its_standing() -> None:
 
 
 def test_those_not_judged_for_longest_come_first(tmp_path: Path) -> None:
-    world = World(tmp_path, settings(score_uids=2), uids=(3, 17, 42))
-    world.start()
-    world.train_and_publish()
+    world = trained(tmp_path, uids=(3, 17, 42), score_uids=2)
     assert [j.uid for j in world.validator.score()] == [3, 17]
     world.chain_ledger.advance(1)
     assert [j.uid for j in world.validator.score()] == [42, 3]
 
 
 def test_text_that_cannot_be_had_holds_up_neither_the_others_nor_a_round(tmp_path: Path) -> None:
-    world = World(tmp_path, settings(score_uids=2), uids=(3, 17, 42))
-    world.start()
-    world.train_and_publish()
+    world = trained(tmp_path, uids=(3, 17, 42), score_uids=2)
 
     def flaky(uid: int, block: int) -> torch.Tensor:
         if uid != 42:
@@ -385,7 +365,6 @@ def test_text_that_cannot_be_had_holds_up_neither_the_others_nor_a_round(tmp_pat
 
 
 def test_a_round_that_falls_due_ends_a_pass_early(world: World) -> None:
-    world.train_and_publish()
     world.chain_ledger.advance(40)
     for miner in world.miners.values():
         miner.blocks = [world.chain.block()]
