@@ -124,7 +124,7 @@ class LocalSubnet:
         options: SubnetOptions,
         tell: Callable[[str], None] = lambda line: None,
         refresh: Callable[[LocalSubnet], None] = lambda subnet: None,
-        stop_grace: timedelta = timedelta(seconds=20),
+        stop_grace: timedelta = timedelta(seconds=40),
         settle: timedelta = timedelta(seconds=15),
     ) -> None:
         # what it was asked for
