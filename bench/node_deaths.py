@@ -18,6 +18,9 @@ how long until the first inner step of ranks that were started after it. It coun
 for node 0 from its new start. It also tells how many rounds later everybody took one. After it
 the two nodes must have equal weights, to the bit, both miners those that the validator published,
 and the next publication must succeed.
+
+The baseline is two machines under torchrun (``bench.torchrun_nodes``), in the same run: the second
+is killed and started again at once.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import contextlib
 import itertools
 import json
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -40,7 +44,7 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
-from bench import kills
+from bench import kills, torchrun_nodes
 from bench.kill_table import BLOCKS, PHASES, TIMEOUTS, Cell, Watch, each_in_phase, show_table
 from distributed_training.common.ports import free_ports
 from distributed_training.localnet.processes import Child
@@ -236,6 +240,17 @@ def show(deaths: Sequence[Death]) -> None:
     show_table([(death.way, death.phase, _text(death)) for death in deaths])
 
 
+def compare(deaths: Sequence[Death], baseline: float | None) -> None:
+    """Print the median of node 1's deaths beside torchrun's; None: it did not train again."""
+    waits = [d.step_after for d in deaths if d.way == KILLED and d.step_after is not None]
+    longest = torchrun_nodes.LONGEST.total_seconds()
+    text = f"{baseline:.1f} s" if baseline else f"did not train again in {longest:.0f} s"
+    print(f"the baseline, torchrun, node 1 killed: {text}")
+    if waits:
+        ratio = (baseline or longest) / (ours := statistics.median(waits))
+        print(f"baseline/ours {'' if baseline else 'more than '}{ratio:.1f}x (ours {ours:.1f} s)")
+
+
 def _text(death: Death) -> str:
     return f"{death.step_after:.1f} / {death.rounds}"
 
@@ -249,8 +264,10 @@ def main() -> int:
     options = parser.parse_args()
     cells = list(itertools.product(options.ways, options.phases))
     with kills.logs_in(options.folder) as folder:
+        baseline = torchrun_nodes.step_after_death(folder / "torchrun")
         deaths, problems = run(folder, cells, nnodes=options.nnodes)
     show(deaths)
+    compare(deaths, baseline)
     for problem in problems:
         print(f"PROBLEM: {problem}")
     return 1 if problems else 0

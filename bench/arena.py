@@ -1,0 +1,567 @@
+"""A field of miners under the reference validator's evaluation: what each way to mine earns.
+
+    python -m bench.arena                            three seeds, two at a time, 18 minutes
+    python -m bench.arena --seeds 1 2 3 4 --contenders late
+    python -m bench.arena --outer-steps 1 --seeds 1 --miners 2 --blocks 150     a quick look
+
+``--miners`` miners train a small model, each on the pages of its own uid: for each the same number
+of inner steps in the same time, and uploads of the same length. All take the same outer steps, from
+the average of all. What a miner uploads changes nothing in training, so every contender publishes
+each miner's training: by the product's error feedback, line search, codec and upload schedule, or
+by the public miner's, into a bucket of its own. So two ways are compared on the same luck.
+
+A validator looks every ``--look`` blocks, by the product's one evaluator: repository, freshness,
+assigned and random text. It begins half a period after the start: before, nobody could have
+uploaded anything, which on the public network was so once. Two fields are scored for each contender
+and miner. In both this miner mines the contender's way. In one all others mine the public way, in
+the other our way. Plackett-Luce, the moving average and the totals are the product's
+score board.
+
+``share``: of the train score, as a ratio to what the same miner gets when everybody mines the same
+way; it cannot be above the number of miners. Time is simulated: a step takes 60 s, an upload 300 s
+after its files are written and checked. Rounds are called 750 blocks after each other and up to two
+minutes late (``bench.freshness``). Rounds of 300 s outlast a check, so that each upload of ours
+was searched. So nothing here races for this machine's cores, and one
+contender's inner step is as long as another's. The public miner reduces at each micro-batch and so
+steps more slowly; ``bench.inner_step`` measures that, and none of these figures holds it. A
+subnet of real processes is no option here: its miners would share two cores, and whose process ran
+when would decide who trains more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import io
+import itertools
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bench.arena_field import PUBLIC, Look, Looks, results, table
+from bench.freshness import LEAD, STEPS_OF_A_BLOCK, File, World, our_miner, public_miner, sent
+from bench.small_model import EFFECTIVE, MICRO, SEQUENCE, new_trainer, small_config
+from distributed_training.chain.base import Neuron
+from distributed_training.data.page_source import StdlibSource
+from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
+from distributed_training.protocol import keys, schedule
+from distributed_training.protocol.gradients import GradientMetadata
+from distributed_training.protocol.metadata import ConfigExtras, Metadata
+from distributed_training.protocol.types import Revision
+from distributed_training.scoring.evaluator import EvaluationModel, Evaluator
+from distributed_training.scoring.upload import (
+    DataUnavailable,
+    InvalidUpload,
+    PageReader,
+    inspect,
+    read_upload,
+)
+from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.store.s3 import ObjectInfo, S3ObjectStore
+from distributed_training.training.error_feedback import Code, Codec, ErrorFeedback
+from distributed_training.training.local_evaluation import Preview
+from distributed_training.training.trainer import Trainer
+
+UID_SPACING = 11  # uid u's rank 1 reads the pages of uid u + 1's rank 0
+HELD_SEQUENCES = 16  # as many as four ranks hold back by default
+TRAINED = 40  # sequences of a block: 2.4 inner steps, of which validators judge two of five pages
+JUDGED = 16
+FIRST_BLOCK = 1_000_000
+
+Pages = Callable[[int, int], Tensor]  # (uid, block) -> sequences
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to mine. ``schedule``: ``public``, or ours with so many upload steps."""
+
+    name: str
+    says: str
+    feedback: str = "best"
+    search: bool = True
+    schedule: str = "5"
+    curved: bool = True  # its part of `best`
+
+
+CONTENDERS = {
+    each.name: each
+    for each in (
+        Contender(PUBLIC, "the public miner's way", "upload", False, "public"),
+        Contender("ours", "default"),
+        Contender("search", "public way, values times a searched factor", "upload", True, "public"),
+        Contender("schedule", "public way, our upload schedule", "upload", False),
+        Contender("off", "--neuron.error_feedback off", "off"),
+        Contender("upload", "--neuron.error_feedback upload", "upload"),
+        Contender("late", "--neuron.upload_steps 20", schedule="20"),
+        Contender("not curved", "ours, entries chosen by their size alone", curved=False),
+    )
+}
+
+
+# --- one miner ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Upload(File):
+    """``content`` is made when a validator first looks: what nobody looks at needs no line search.
+    ``blocks``: as the chain numbers them."""
+
+    blocks: tuple[int, ...]
+    codes: Mapping[str, Sequence[Code | None]]
+    start: Sequence[Tensor]
+    loss: float
+    content: bytes | None = None
+    said: str = ""
+
+
+class Publisher:
+    """One contender's part of a miner: its error feedback, upload schedule and bucket."""
+
+    def __init__(
+        self, contender: Contender, trainer: Trainer, held: Tensor, *, world: World, topk: int
+    ) -> None:
+        sharded, stream = trainer.sharded, trainer.stream
+        self.contender = contender
+        self._trainer, self._held, self._world = trainer, held, world
+        self._feedback = ErrorFeedback(
+            mode=contender.feedback,
+            decay=0.999,
+            codec=Codec(topk=topk),
+            shards=sharded.shards,
+            stream=stream,
+        )
+        self._preview = Preview(
+            sharded=sharded, stream=stream, feedback=self._feedback, search=contender.search
+        )
+        public = contender.schedule == "public"
+        self.timing = public_miner() if public else our_miner(world, int(contender.schedule))
+        self._since: list[int] = []  # blocks trained since the last upload
+
+    @property
+    def uploads(self) -> list[Upload]:
+        return cast(list[Upload], self.timing.files)
+
+    def inner_step(
+        self,
+        block: int,
+        listed_at: float,
+        now: float,
+        next_round: float,
+        *,
+        loss: float,
+        outer: int,
+    ) -> None:
+        """Upload if it is time. ``listed_at``: when ``block`` was the chain's newest."""
+        self._since.append(block)
+        self.timing.sent(now)
+        inner, busy = self._trainer.inner_step, self.timing.under_way is not None
+        if not self.timing.decide(outer, inner, now, busy, now - listed_at, next_round):
+            return
+        step = self._trainer.outer
+        assert step.epoch_start is not None
+        moment = [v.clone() for v in self._trainer.optimizer.exp_avg_sq]
+        directions = self._feedback.directions(
+            step.epoch_start,
+            step.current(),
+            step.learning_rate,
+            second_moment=moment if self.contender.curved else None,
+        )
+        upload = Upload(
+            outer,
+            inner,
+            listed_at,
+            now + self._before_sending() + self._world.upload,
+            blocks=tuple(dict.fromkeys(self._since)),
+            codes={each.name: each.encode() for each in directions},
+            start=step.epoch_start,
+            loss=loss,
+        )
+        self.timing.under_way = upload
+        self.timing.files.append(upload)
+        self._since = []
+
+    def _before_sending(self) -> float:
+        """Return the seconds in which a snapshot is written and, if it is ours, checked."""
+        return self._world.write + (self._world.check if self.timing.through_rounds else 0.0)
+
+    def round(self, called: float) -> None:
+        """Pause our upload under way, or kill the public miner's."""
+        upload = self.timing.under_way
+        if upload is None or upload.visible_at <= called:
+            return
+        if self.timing.through_rounds:
+            taken = upload.visible_at - self._before_sending() - self._world.upload
+            upload.visible_at = sent(self._world, taken, called, self._world.upload)
+        else:
+            self.timing.files.remove(upload)
+            self.timing.under_way = None
+
+    def bucket(self, outer_step: int, now: float) -> BucketReader:
+        """Return the bucket as it is at ``now``, when outer step ``outer_step`` is judged."""
+        seen = [u for u in self.uploads if u.visible_at <= now]
+        there = [u for u in seen if u.outer_step == outer_step]
+        root, newest = (
+            max(some, key=lambda u: u.visible_at, default=None) for some in (seen, there)
+        )
+        if newest is not None and newest.content is None:
+            newest.content = self._content(newest)
+            newest.codes = {}
+        return BucketReader(cast(S3ObjectStore, Bucket(self.contender.name, root, newest, now)))
+
+    def _content(self, upload: Upload) -> bytes:
+        """Return ``gradients.pt``, of the direction and scale that the preview chooses."""
+        direction, factor = next(iter(upload.codes)), 1.0
+        if self.contender.search:
+            choice = self._preview.choose(
+                epoch_id=str(upload.outer_step),
+                start=upload.start,
+                codes=upload.codes,
+                learning_rate=self._trainer.outer.learning_rate,
+                held=self._held.split(MICRO),
+                count=1.0,
+            )
+            if choice.delta < choice.plain_delta:
+                direction, factor = choice.direction, choice.factor
+        upload.said = f"{direction} x{factor:.2f}"
+        about = GradientMetadata(
+            upload.blocks[-1], upload.inner_step, upload.outer_step, upload.loss
+        )
+        payload: dict[str, Any] = {"metadata": asdict(about)}
+        shards = self._trainer.sharded.shards
+        for shard, code in zip(shards, upload.codes[direction], strict=True):
+            assert code is not None
+            shape = self._feedback.codec.shape(shard.shape)
+            payload[shard.name + "idxs"] = code[0].reshape(shape).clone()
+            payload[shard.name + "vals"] = (code[1] * factor).reshape(shape)
+        file = io.BytesIO()
+        torch.save(payload, file)
+        return file.getvalue()
+
+
+class Bucket:
+    """An object store to read, with what was uploaded until ``now``.
+
+    ``root``: whose ``metadata.json`` lies at the root; ``upload``: what ``epoch-X`` holds.
+    """
+
+    def __init__(self, name: str, root: Upload | None, upload: Upload | None, now: float) -> None:
+        self.bucket = name
+        self._root, self._upload, self._now = root, upload, now
+
+    def head(self, key: str) -> ObjectInfo | None:
+        if self._upload is None or not key.endswith(keys.GRADIENTS):
+            return None
+        assert self._upload.content is not None
+        age = self._now - self._upload.visible_at
+        return ObjectInfo(key, len(self._upload.content), "", 0.0, age)
+
+    def get(self, key: str, *, limit: int) -> bytes | None:
+        if key == keys.ROOT_METADATA and self._root is not None:
+            place = Revision(5, self._root.outer_step, self._root.inner_step)
+            return Metadata.of(place, "").to_json()
+        if key.endswith(keys.CONFIG) and self._upload is not None:
+            return ConfigExtras(self._upload.blocks, self._upload.inner_step).merge_into({})
+        return None
+
+    def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
+        assert self._upload is not None and self._upload.content is not None
+        return self._upload.content[start : start + length]
+
+
+class Miner:
+    """One training run of uid ``uid`` and the ``contenders`` that publish it."""
+
+    def __init__(
+        self,
+        uid: int,
+        contenders: Sequence[Contender],
+        *,
+        world: World,
+        pages: PageReader,
+        topk: int,
+        seed: int,
+    ) -> None:
+        self.uid = uid
+        self.trainer = new_trainer(seed=seed)
+        self._pages = pages
+        held = pages(uid, 10 * FIRST_BLOCK + seed)[:HELD_SEQUENCES]
+        self.publishers = [
+            Publisher(each, self.trainer, held, world=world, topk=topk) for each in contenders
+        ]
+        self._batches: Iterator[Tensor] = iter(())
+        self._left = 0.0  # inner steps of the block
+        self._block = 0
+        self._asked_at = self._listed_at = 0.0
+
+    def begin(self, now: float) -> None:
+        """Begin training, or go on after a round."""
+        self._left = 0.0
+        self._asked_at = now - LEAD
+
+    def inner_step(self, outer: int, now: float, next_round: float) -> None:
+        """``now``: when it ends."""
+        if self._left <= 0:
+            self._begin_block()
+        self._left -= 1
+        for _ in range(EFFECTIVE // MICRO):
+            report = self.trainer.add_micro_batch(next(self._batches))
+        assert report is not None
+        if self._left <= 0:
+            self._asked_at = now - LEAD
+        for each in self.publishers:
+            each.inner_step(
+                self._block, self._listed_at, now, next_round, loss=report.loss, outer=outer
+            )
+
+    def _begin_block(self) -> None:
+        self._left += STEPS_OF_A_BLOCK
+        self._listed_at, self._block = self._asked_at, block_at(self._asked_at)
+        while not has_text(self._pages, self.uid, self._block):
+            self._block -= 1  # as a miner does: another block
+        batches = self._pages(self.uid, self._block).split(MICRO)
+        self._batches = itertools.cycle([each for each in batches if len(each) == MICRO])
+
+    def end_outer_step(self, averaged: Sequence[Tensor]) -> None:
+        """Take the outer step of a round whose average is ``averaged``."""
+        self.pseudo_gradient()
+        self.trainer.prepare_outer_step(averaged)
+        self.trainer.commit_outer_step()
+
+    def pseudo_gradient(self) -> list[Tensor]:
+        buffers = [torch.zeros(shape) for _, shape in self.trainer.schema]
+        self.trainer.write_pseudo_gradient(buffers)
+        return buffers
+
+
+def has_text(pages: Pages, uid: int, block: int) -> bool:
+    """Return False if a rank has no text, to which all are cut."""
+    try:
+        pages(uid, block)
+    except DataUnavailable:
+        return False
+    return True
+
+
+def block_at(now: float) -> int:
+    return FIRST_BLOCK + int(now / schedule.SECONDS_PER_BLOCK)
+
+
+# --- all of them, and the validator -------------------------------------------------------------
+
+
+class RememberingModel(EvaluationModel):
+    """Does not run the same text through the same global weights twice: many contenders' uploads
+    are judged on one text."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            model_config=small_config(), device=torch.device("cpu"), micro_batch=JUDGED
+        )
+        self._seen: dict[tuple[int, bytes], tuple[float, ...]] = {}
+        self._loaded: int | None = None
+
+    def load(self, weights: Sequence[Tensor]) -> None:
+        super().load(weights)
+        self._loaded = id(weights)
+
+    def subtract(self, name: str, delta: Tensor, factor: float) -> None:
+        super().subtract(name, delta, factor)
+        self._loaded = None
+
+    def losses(self, sequences: Tensor) -> tuple[float, ...]:
+        if self._loaded is None:
+            return super().losses(sequences)
+        key = (self._loaded, sequences.numpy().tobytes())
+        if key not in self._seen:
+            self._seen[key] = super().losses(sequences)
+        return self._seen[key]
+
+
+class ShortPages(StdlibSource):
+    """Two rows a page: public pages hold more text than is trained."""
+
+    def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
+        return super().rows(config, row, split=split, limit=min(limit, 2))
+
+
+class Arena:
+    """All miners of one seed, and the validator. ``options``: as :func:`main` has them."""
+
+    def __init__(self, options: argparse.Namespace, *, seed: int) -> None:
+        self.world = World(options.blocks, options.step, options.upload)
+        self.look_every = options.look * schedule.SECONDS_PER_BLOCK
+        self._dice = random.Random(seed)
+        with tempfile.TemporaryDirectory() as folder:
+            path, eos = build_tokenizer("bytes", Path(folder))
+            self._tokenizer = TextTokenizer(path, eos_id=eos)
+        self.miners = [
+            Miner(
+                UID_SPACING * (1 + i + options.miners * seed),
+                [CONTENDERS[name] for name in options.contenders],
+                world=self.world,
+                pages=self._pages(TRAINED),
+                topk=options.topk,
+                seed=seed,
+            )
+            for i in range(options.miners)
+        ]
+        self._judged_pages = functools.cache(self._pages(JUDGED))
+        self._evaluator = Evaluator(model=RememberingModel(), pages=self._judged_pages)
+        self._starts: list[Sequence[Tensor]] = []
+        # contender -> uid -> one entry a look
+        self.looks: dict[str, dict[int, list[Look]]] = {name: {} for name in options.contenders}
+
+    def _pages(self, limit: int) -> PageReader:
+        return PageReader(
+            source=ShortPages(),
+            tokenizer=self._tokenizer,
+            sequence_length=SEQUENCE,
+            ranks=4,
+            pages=1,
+            rows_per_page=100,
+            max_length=1024,
+            limit=limit,
+        )
+
+    def run(self, outer_steps: int) -> None:
+        """Train, upload and judge until half a period after the last round."""
+        called, late = 0.0, random.Random(self._dice.random())
+        for outer in range(outer_steps):
+            ends = called + self.world.period + late.uniform(0.0, self.world.late)
+            self._outer_step(outer, called, ends)
+            print(f"outer step {outer} done", file=sys.stderr, flush=True)
+            called = ends
+        now = called + self.world.pause
+        while (now := now + self.look_every) < called + self.world.half:
+            self._judge(outer_steps, called, now)
+
+    def _outer_step(self, outer: int, called: float, ends: float) -> None:
+        """Train from one call to the next, at ``ends``, and take the outer step."""
+        world = self.world
+        start = self.miners[0].trainer.outer.epoch_start
+        assert start is not None
+        self._starts.append(start)
+        now = next_look = called + world.pause
+        for miner in self.miners:
+            miner.begin(now)
+        while now + world.step <= ends:
+            now += world.step
+            for miner in self.miners:
+                miner.inner_step(outer, now, called + world.period)
+            if now >= next_look + self.look_every and now > self.world.period / 2:
+                self._judge(outer, called, now)
+                next_look = now
+        for publisher in (each for miner in self.miners for each in miner.publishers):
+            publisher.round(ends)
+        of_all = [miner.pseudo_gradient() for miner in self.miners]
+        averaged = [torch.stack(list(parts)).mean(0) for parts in zip(*of_all, strict=True)]
+        for miner in self.miners:
+            miner.end_outer_step(averaged)
+
+    def _judge(self, outer: int, called: float, now: float) -> None:
+        """Pass over all buckets at ``now``. ``outer``: the global state's outer step."""
+        block, bpa = block_at(now), self.world.blocks
+        judged = schedule.scored_epoch(
+            outer_step=outer, block=block, last_allreduce_block=block_at(called), bpa=bpa
+        )
+        uids = [miner.uid for miner in self.miners]
+        draw = functools.partial(self._dice.randrange, *schedule.random_block_range(block))
+        random_block = draw()
+        while not all(has_text(self._judged_pages, uid, random_block) for uid in uids):
+            random_block = draw()
+        for miner in self.miners:
+            for each in miner.publishers:
+                found = self._look(miner, each, judged, now, random_block)
+                self.looks[each.contender.name].setdefault(miner.uid, []).append(found)
+
+    def _look(
+        self, miner: Miner, each: Publisher, judged: int, now: float, random_block: int
+    ) -> Look:
+        bucket = each.bucket(judged, now)
+        repository = inspect(
+            Neuron(miner.uid, hotkey="", port=1),
+            lambda neuron: bucket,  # type: ignore[arg-type, return-value]
+            outer_step=judged,
+            age_limit=schedule.UPLOAD_AGE_LIMIT,
+        )
+        try:
+            upload = read_upload(
+                repository,
+                miner.trainer.schema,
+                outer_step=judged,
+                block=block_at(now),
+                bpa=self.world.blocks,
+                timeout=timedelta(minutes=5),
+            )
+        except InvalidUpload as error:
+            return Look(repository.valid, why=str(error))
+        judgement = self._evaluator.judge(
+            upload,
+            weights=self._starts[judged],
+            outer_step=judged,
+            outer_learning_rate=miner.trainer.outer.learning_rate,
+            random_blocks=(random_block,),
+        )
+        if judgement.random is None or judgement.assigned is None:
+            return Look(repository.valid, why=judgement.reason)
+        return Look(
+            repository.valid,
+            judgement.random.losses,
+            judgement.assigned.losses,
+            inner_step=upload.payload.metadata.inner_step,
+            said=next(u.said for u in reversed(each.uploads) if u.content is not None),
+        )
+
+
+def one_seed(seed: int, options: argparse.Namespace) -> Looks:
+    """In a process of its own, on one thread."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    arena = Arena(options, seed=seed)
+    arena.run(options.outer_steps)
+    dist.destroy_process_group()
+    return arena.looks
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    known = list(CONTENDERS)
+    parser.add_argument("--contenders", nargs="+", default=known[:-1], choices=known)
+    parser.add_argument("--miners", type=int, default=4)
+    parser.add_argument("--outer-steps", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=750, help="between two rounds")
+    parser.add_argument("--step", type=float, default=60.0, help="seconds of an inner step")
+    parser.add_argument("--upload", type=float, default=300.0, help="seconds of an upload")
+    parser.add_argument("--look", type=int, default=75, help="blocks between a validator's looks")
+    parser.add_argument("--topk", type=int, default=2, help="values uploaded of each row")
+    parser.add_argument("--jobs", type=int, default=2, help="seeds at a time")
+    options = parser.parse_args()
+    options.contenders = list(dict.fromkeys([PUBLIC, "ours", *options.contenders]))
+    began = time.monotonic()
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        waiting = {seed: pool.submit(one_seed, seed, options) for seed in options.seeds}
+        found = {seed: each.result() for seed, each in waiting.items()}
+    for name in options.contenders:
+        print(f"{name:12} {CONTENDERS[name].says}")
+    for base in (PUBLIC, "ours"):
+        print(f"\nIn a field of '{base}': ratios to it")
+        print("\n".join(table({seed: results(looks, base) for seed, looks in found.items()}, base)))
+    print(f"\n{time.monotonic() - began:.0f} s, seeds {' '.join(map(str, found))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
