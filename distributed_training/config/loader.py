@@ -146,7 +146,8 @@ class Schema:
         for package, settings_class in self.classes.items():
             if package != "validator" or kind == "validator":
                 defaults = settings_class()
-                for field_name, field in settings_class.__pydantic_fields__.items():
+                for field_name in settings_class.__pydantic_fields__:
+                    field = _declared(settings_class, field_name)
                     if field.json_schema_extra:  # else it has no flag: tests alone give it
                         self._add(package, field_name, field, getattr(defaults, field_name))
         self._spellings = {canonical(setting.name): setting for setting in self}
@@ -210,6 +211,12 @@ class Schema:
         """Yield the settings grouped, in the order of the help."""
         order = list(TITLES)
         return iter(sorted(self.settings.values(), key=lambda s: order.index(s.group)))
+
+
+def _declared(settings_class: Any, name: str) -> FieldInfo:
+    """Return a field as the class that declares it has it: no other has its help."""
+    classes = [c.__pydantic_fields__ for c in settings_class.__mro__[-2::-1]]  # but object
+    return next(fields[name] for fields in classes if name in fields)
 
 
 def canonical(name: str) -> str:
@@ -289,6 +296,18 @@ def ranged(low: float, high: float) -> Callable[[str], Any]:
     return argument(Annotated[type(low), Field(ge=low, le=high)])
 
 
+#: What names a hotkey, also to the commands that sign with it.
+WALLET = ("wallet.path", "wallet.name", "wallet.hotkey")
+
+
+def add_wallet(command: argparse.ArgumentParser) -> None:
+    """Add the flags of a wallet to a command, with a miner's defaults and variables."""
+    for name in WALLET:
+        setting = schema("miner").settings[name]
+        default = os.environ.get(str(setting.env), setting.default)
+        command.add_argument(f"--{name}", default=default)
+
+
 def unprintable(text: str) -> str | None:
     """Return the reason why ``text`` cannot stand in one log line; None if it can."""
     if len(text) > _LONGEST_TEXT:
@@ -313,12 +332,15 @@ _NO_QUANTIZATION = "gradients travel as float32 values and int16 indices; nothin
 
 #: Flags that nobody needed; their values are constants.
 _CONSTANTS = """
+axon.clock_skew axon.legacy_timeout_cap axon.max_connections_per_address axon.read_timeout
+axon.requests_per_address axon.requests_per_hotkey chain.neurons_interval chain.poll_interval
 chain.write_timeout clamp.allreduce_timeout clamp.min_group_size clamp.min_matchmaking_time
 clamp.next_chunk_timeout clamp.request_timeout clamp.timeout data.page_deadline
 data.request_attempts data.request_timeout data.table_age dht.start_timeout
 diagnostics.expected_step_max diagnostics.expected_step_min diagnostics.low_gpu_memory_gb
-neuron.fsdp_wrap neuron.nan_limit neuron.nan_slow_steps neuron.snapshot_timeout profile.start
-r2.checksum_mode r2.connect_timeout r2.part_size r2.write_interval validator.alive_timeout
+neuron.fsdp_wrap neuron.gradient_sync neuron.keep_unsharded neuron.nan_limit neuron.nan_slow_steps
+neuron.snapshot_timeout profile.start r2.checksum_mode r2.connect_timeout r2.part_size
+r2.write_interval validator.alive_timeout validator.evaluation_ranks validator.held_out_sequences
 validator.publication_budget validator.seed validator.sweep_patience validator.tick
 validator.top_candidates
 """

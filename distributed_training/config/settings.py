@@ -24,8 +24,11 @@ from .types import (
     MINUTE,
     SECOND,
     SETTINGS,
+    Age,
     Bytes,
     ConfigError,
+    Count,
+    CountFrom0,
     Duration,
     File,
     FileName,
@@ -34,11 +37,17 @@ from .types import (
     Hotkey,
     IpAddress,
     Ipv4Address,
+    Key,
     NodeUrl,
+    OuterPort,
+    Patience,
     PeerAddress,
+    Port,
     Secret,
+    Span,
     Subtensor,
     Text,
+    Wait,
     WebUrl,
     Words,
     extra,
@@ -98,22 +107,16 @@ class ChainSettings:
         "chain.seconds_per_block", network="round.seconds_per_block", ge=0.01, le=3600
     )
     """seconds from one block of the chain to the next"""
-    max_uids: int = flag("chain.max_uids", network="limits.max_uids", ge=2, le=4096)
-    """uids of the network, from 0 on: a registry gives no other, validators call no other"""
-    poll_interval: Duration = flag("chain.poll_interval", 6 * SECOND, ge=SECOND / 100, le=MINUTE)
-    """time between two looks at the current block"""
-    neurons_interval: Duration = flag(
-        "chain.neurons_interval", 120 * SECOND, ge=SECOND / 100, le=HOUR
-    )
-    """time between two reads of all neurons and commitments of the subnet"""
-    call_timeout: Duration = flag("chain.call_timeout", 45 * SECOND, ge=SECOND / 10, le=HOUR)
+    poll_interval: timedelta = 6 * SECOND  # between two looks at the current block
+    neurons_interval: timedelta = 120 * SECOND  # between two reads of neurons and commitments
+    call_timeout: Wait = flag("chain.call_timeout", 45 * SECOND)
     """deadline of one read from the chain; lower it when a silent node holds things up"""
     write_timeout: timedelta = 120 * SECOND  # of one write, inclusion in a block included
     start_timeout: Duration = flag("chain.start_timeout", 120 * SECOND, ge=SECOND / 10, le=DAY)
     """how long the start waits for a first answer of the chain"""
 
     # signed server
-    axon_port: int = flag("axon.port", 8091, ge=0, le=65535)
+    axon_port: Port = flag("axon.port", 8091)
     """port of the signed HTTP server; 0 takes a free one"""
     # Both versions of IP: the chain may have an address of either.
     axon_ip: IpAddress = flag("axon.ip", "[::]")
@@ -121,7 +124,7 @@ class ChainSettings:
     external_ip: Found[IpAddress] = flag("axon.external_ip", None)
     """address others reach this machine at: written to the chain, and announced to the swarm unless
     --dht.ip gives another (default, or auto: --dht.ip, else asked from public services)"""
-    external_port: int | None = flag("axon.external_port", None, ge=1, le=65535)
+    external_port: OuterPort | None = flag("axon.external_port", None)
     """port validators reach this server at, where a router or a container maps another one to
     --axon.port (default: --axon.port)"""
     auth_schemes: Annotated[Words[Literal["btauth", "legacy"]], Field(min_length=1)] = flag(
@@ -133,21 +136,13 @@ class ChainSettings:
     """how this neuron signs its own calls to others"""
     max_connections: int = flag("axon.max_connections", 256, ge=1, le=65535)
     """open connections of the signed server, all addresses together"""
-    max_connections_per_address: int = flag("axon.max_connections_per_address", 16, ge=1, le=65535)
-    """open connections from one address"""
-    read_timeout: Duration = flag("axon.read_timeout", 5 * SECOND, ge=SECOND / 10, le=MINUTE)
-    """time a client has to send a whole request; slower ones are cut off"""
-    requests_per_hotkey: float = flag("axon.requests_per_hotkey", 5.0, ge=0.1, le=1e6)
-    """verified calls per second of one hotkey (burst: 6 times)"""
-    requests_per_address: float = flag("axon.requests_per_address", 50.0, ge=0.1, le=1e6)
-    """requests per second from one address (burst: 6 times)"""
-    legacy_timeout_cap: Duration = flag(
-        "axon.legacy_timeout_cap", 12 * SECOND, ge=0 * SECOND, le=MINUTE
-    )
-    """largest unsigned timeout header that widens the age at which a legacy call is accepted (4 s
-    plus the timeout)"""
-    clock_skew: Duration = flag("axon.clock_skew", 4 * SECOND, ge=0 * SECOND, le=MINUTE)
-    """how far in the future a caller's clock may be"""
+    max_connections_per_address: int = 16
+    read_timeout: timedelta = 5 * SECOND  # that a client has to send a whole request
+    requests_per_hotkey: float = 5.0  # verified calls a second (burst: 6 times)
+    requests_per_address: float = 50.0  # a second (burst: 6 times)
+    # Of an unsigned timeout header, which widens the age at which a legacy call is accepted.
+    legacy_timeout_cap: timedelta = 12 * SECOND
+    clock_skew: timedelta = 4 * SECOND  # that a caller's clock may be in the future
 
     # who may call
     force_validator_permit: bool = flag("blacklist.force_validator_permit", False)
@@ -302,7 +297,26 @@ class DiagnosticsSettings:
 
 
 @dataclass(frozen=True, config=SETTINGS)
-class MinerSettings:
+class RoundSettings:
+    """The rules of a round: the validator keeps them, and a miner plans its uploads with them."""
+
+    blocks_per_allreduce: Count = flag(
+        "neuron.blocks_per_allreduce", network="round.blocks_per_allreduce"
+    )
+    """blocks between two all-reduce rounds until the first successful one (1 block = 12 s); the
+    miner plans with at least --validator.blocks_per_allreduce_later after that, as validators do"""
+    blocks_per_allreduce_later: CountFrom0 = flag(
+        "validator.blocks_per_allreduce_later", network="round.blocks_per_allreduce_later"
+    )
+    """blocks between two rounds after the first successful one; 0: no change"""
+    epoch_length: Count = flag("neuron.epoch_length", network="round.epoch_length")
+    """read by the validator only: blocks between two times it writes its weights to the chain"""
+    max_uids: int = flag("chain.max_uids", network="limits.max_uids", ge=2, le=4096)
+    """uids of the network, from 0 on: a registry gives no other, validators call no other"""
+
+
+@dataclass(frozen=True, config=SETTINGS)
+class MinerSettings(RoundSettings):
     """Settings of the loop and the launcher that no package owns."""
 
     name: FileName = flag("neuron.name", "miner")
@@ -315,11 +329,11 @@ class MinerSettings:
     """ranks to start, usually one per GPU (default: one per visible GPU, or 1 without a GPU)"""
     device: Literal["auto", "cuda", "cpu"] = flag("neuron.device", "auto")
     """what the ranks train on: auto takes the GPU if there is one"""
-    stop_timeout: Duration = flag("neuron.stop_timeout", 60 * SECOND, ge=SECOND, le=DAY)
+    stop_timeout: Patience = flag("neuron.stop_timeout", 60 * SECOND)
     """how long a stop may take (finish the micro-batch, checkpoint, close) before the ranks are
     ended by force; at least twice what the last checkpoint took, and 20 s. What stops the miner
     (pm2's kill_timeout, systemd's TimeoutStopSec) must wait 25 s longer"""
-    hang_timeout: Duration = flag("neuron.hang_timeout", 1200 * SECOND, ge=SECOND, le=DAY)
+    hang_timeout: Patience = flag("neuron.hang_timeout", 1200 * SECOND)
     """ranks that come to no micro-batch boundary for so long, or no further in their start, hang:
     the stacks of all processes are written to stacks.txt in the run folder, and the ranks start
     again from their last checkpoint. Waiting for data, a round or an upload does not count;
@@ -328,46 +342,24 @@ class MinerSettings:
     """a hotkey that lost its uid ends training and uploads at once; weights and run folder are kept
     and the miner waits so long to be registered again (`btcli subnet register`), then ends with
     status 3. Metric dt_registered is 0 while it waits, 1 while it runs"""
-    epoch_length: int = flag(
-        "neuron.epoch_length", network="round.epoch_length", ge=1, le=1_000_000
-    )
-    """read by the validator only: blocks between two times it writes its weights to the chain"""
-    blocks_per_allreduce: int = flag(
-        "neuron.blocks_per_allreduce", network="round.blocks_per_allreduce", ge=1, le=1_000_000
-    )
-    """blocks between two all-reduce rounds until the first successful one (1 block = 12 s); the
-    miner plans with at least --validator.blocks_per_allreduce_later after that, as validators do"""
-    blocks_per_allreduce_later: int = flag(
-        "validator.blocks_per_allreduce_later",
-        network="round.blocks_per_allreduce_later",
-        ge=0,
-        le=1_000_000,
-    )
-    """blocks between two rounds after the first successful one; 0: no change"""
-    global_model_name: GlobalBucket = flag(
-        "neuron.global_model_name", network="store.global_bucket"
-    )
-    """bucket of the global model; a miner's own bucket is this name and its uid"""
     global_tokenizer_name: str = flag("neuron.global_tokenizer_name", network="tokenizer.name")
     """tokenizer, by its Hugging Face name or as a folder"""
     master_ss58_address: Hotkey = flag("neuron.master_ss58_address", network="chain.master_hotkey")
     """hotkey of the validator that owns the global bucket and calls the rounds"""
-    round_reload_timeout: Duration = flag(
-        "neuron.round_reload_timeout", network="round.reload_timeout", ge=SECOND, le=DAY
+    round_reload_timeout: Patience = flag(
+        "neuron.round_reload_timeout", network="round.reload_timeout"
     )
     """after the start of a round: how long to wait for the validator's new global state before this
     miner compares epochs and loads what the bucket holds"""
     train_in_rounds: bool = flag("neuron.train_in_rounds", False)
     """inner steps go on while the swarm averages, and the outer step keeps what they trained. Takes
     4 bytes of host memory a parameter more in a round"""
-    epoch_check_blocks: int = flag("neuron.epoch_check_blocks", 25, ge=1, le=1_000_000)
+    epoch_check_blocks: Count = flag("neuron.epoch_check_blocks", 25)
     """blocks between two looks at the outer step of the global bucket while training"""
-    checkpoint_steps: int = flag("neuron.checkpoint_steps", 25, ge=1, le=1_000_000)
+    checkpoint_steps: Count = flag("neuron.checkpoint_steps", 25)
     """inner steps between two local checkpoints, at least; one is also written after each outer
     step and at each stop"""
-    checkpoint_interval: Duration = flag(
-        "neuron.checkpoint_interval", 600 * SECOND, ge=0 * SECOND, le=DAY
-    )
+    checkpoint_interval: Span = flag("neuron.checkpoint_interval", 600 * SECOND)
     """time trained between two local checkpoints, at least. A checkpoint of 4 billion parameters is
     58 GB: on fast hardware steps alone would write one each minute"""
     keep_checkpoints: int = flag("neuron.keep_checkpoints", 2, ge=1, le=1000)
@@ -423,11 +415,11 @@ class NodesSettings:
     )
     """HOST:PORT at which node 0 listens for the others; what nodes say to each other goes through
     the network interface with that address and nothing else"""
-    rdzv_timeout: Duration = flag("rdzv_timeout", 600 * SECOND, ge=SECOND, le=DAY)
+    rdzv_timeout: Patience = flag("rdzv_timeout", 600 * SECOND)
     """how long a node tries to reach node 0 for the first time; afterwards it tries without end"""
     node_timeout: Duration = flag("node_timeout", 15 * SECOND, ge=3 * SECOND, le=HOUR)
     """a node not heard of for so long is gone: the others go back to the last checkpoint"""
-    node_wait: Duration = flag("node_wait", 30 * SECOND, ge=0 * SECOND, le=DAY)
+    node_wait: Span = flag("node_wait", 30 * SECOND)
     """with --nnodes MIN:MAX: how long a start waits for all before it goes on with fewer"""
 
     @property
@@ -460,21 +452,15 @@ class StoreSettings:
     # Keys are of type Secret, which no command line may hold; the account's id is none.
     account_id: str | None = flag("r2.account_id", None, env="R2_ACCOUNT_ID")
     """Cloudflare account id, 32 hexadecimal digits"""
-    read_access_key_id: Secret | None = flag(
-        "r2.read_access_key_id", None, env="R2_READ_ACCESS_KEY_ID"
-    )
+    read_access_key_id: Key = flag("r2.read_access_key_id", env="R2_READ_ACCESS_KEY_ID")
     """key that may only read, published on the chain; from the R2 dashboard, Manage API tokens"""
-    read_secret_access_key: Secret | None = flag(
-        "r2.read_secret_access_key", None, env="R2_READ_SECRET_ACCESS_KEY"
-    )
+    read_secret_access_key: Key = flag("r2.read_secret_access_key", env="R2_READ_SECRET_ACCESS_KEY")
     """secret of the reading key, published on the chain; from the R2 dashboard, Manage API
     tokens"""
-    write_access_key_id: Secret | None = flag(
-        "r2.write_access_key_id", None, env="R2_WRITE_ACCESS_KEY_ID"
-    )
+    write_access_key_id: Key = flag("r2.write_access_key_id", env="R2_WRITE_ACCESS_KEY_ID")
     """key that may read and write, never published; from the R2 dashboard, Manage API tokens"""
-    write_secret_access_key: Secret | None = flag(
-        "r2.write_secret_access_key", None, env="R2_WRITE_SECRET_ACCESS_KEY"
+    write_secret_access_key: Key = flag(
+        "r2.write_secret_access_key", env="R2_WRITE_SECRET_ACCESS_KEY"
     )
     """secret of the writing key, never published; from the R2 dashboard, Manage API tokens"""
     endpoint_url: WebUrl | None = flag(
@@ -487,28 +473,23 @@ class StoreSettings:
     """region name that requests are signed for"""
     write_interval: timedelta = 1.1 * SECOND  # between two writes of a key: R2 allows one a second
     connect_timeout: timedelta = 10 * SECOND
-    read_timeout: Duration = flag("r2.read_timeout", 60 * SECOND, ge=SECOND / 10, le=HOUR)
+    read_timeout: Wait = flag("r2.read_timeout", 60 * SECOND)
     """wait for the object store's answer, or for the next bytes of a download"""
     global_model_name: GlobalBucket = flag(
         "neuron.global_model_name", network="store.global_bucket"
     )
     """bucket of the global model; a miner's own bucket is this name and its uid"""
-    run: int = flag("neuron.run_number", network="run", ge=1, le=1_000_000)
+    run: Count = flag("neuron.run_number", network="run")
     """number of the run in the metadata of each upload"""
-    upload_steps: int = flag("neuron.upload_steps", 60, ge=1, le=1_000_000)
+    upload_steps: Count = flag("neuron.upload_steps", 60)
     """upload at most every so many inner steps"""
-    minimum_valid_inner_step: int = flag(
-        "neuron.minimum_valid_inner_step",
-        network="round.minimum_valid_inner_step",
-        ge=0,
-        le=1_000_000,
+    minimum_valid_inner_step: CountFrom0 = flag(
+        "neuron.minimum_valid_inner_step", network="round.minimum_valid_inner_step"
     )
     """first inner step of an outer step to upload; lowered, with a warning, if that is too late"""
-    age_limit: Duration = flag(
-        "neuron.repo_age_limit", network="round.upload_age_limit", ge=SECOND, le=30 * DAY
-    )
+    age_limit: Age = flag("neuron.repo_age_limit", network="round.upload_age_limit")
     """age of gradients.pt from which validators count the bucket as stale"""
-    upload_slack: Duration = flag("neuron.upload_slack", 240 * SECOND, ge=0 * SECOND, le=DAY)
+    upload_slack: Span = flag("neuron.upload_slack", 240 * SECOND)
     """an upload should end at least this long before a round or the age limit"""
     block_on_preview: bool = flag("neuron.block_on_preview", False)
     """do not upload a gradient whose own decode does not lower the loss (default: warn only)"""
@@ -519,7 +500,7 @@ class StoreSettings:
     """parts sent or fetched at the same time"""
     uploader_nice: int = flag("r2.uploader_nice", 15, ge=0, le=19)
     """the uploader's niceness above training's; less where training fills every core"""
-    file_deadline: Duration = flag("r2.file_deadline", 0 * SECOND, ge=0 * SECOND, le=DAY)
+    file_deadline: Span = flag("r2.file_deadline", 0 * SECOND)
     """longest time an upload, or the download of a state, may take: all files and retries, without
     the pauses of a round; 0: as long as --neuron.repo_age_limit"""
     snapshot_timeout: timedelta = 600 * SECOND  # until all ranks have written their files of one
@@ -540,12 +521,12 @@ class StoreSettings:
 class SwarmSettings:
     """Timeouts form one hierarchy: chunk < all-reduce < round < reload (checked at start)."""
 
-    dht_port: int = flag("dht.port", 8009, ge=0, le=65535)
+    dht_port: Port = flag("dht.port", 8009)
     """TCP port of the swarm; must be reachable from outside; 0 takes a free one"""
     dht_ip: Found[Ipv4Address] = flag("dht.ip", None)
     """IPv4 address other peers reach this machine at; it is announced to the swarm (default, or
     auto: --axon.external_ip, or what is found for it)"""
-    dht_external_port: int | None = flag("dht.external_port", None, ge=1, le=65535)
+    dht_external_port: OuterPort | None = flag("dht.external_port", None)
     """port other peers reach the swarm at, where a router or a container maps another one to
     --dht.port (default: --dht.port)"""
     dht_listen_ip: Ipv4Address = flag("dht.listen_ip", "0.0.0.0")
@@ -560,8 +541,8 @@ class SwarmSettings:
         "neuron.min_group_size", network="round.min_group_size", ge=2, le=LARGEST_GROUP
     )
     """fewest peers a round may take place with"""
-    min_matchmaking_time: Duration = flag(
-        "neuron.min_matchmaking_time", network="round.min_matchmaking_time", ge=SECOND / 10, le=HOUR
+    min_matchmaking_time: Wait = flag(
+        "neuron.min_matchmaking_time", network="round.min_matchmaking_time"
     )
     """how long a round gathers peers before the averaging begins"""
     request_timeout: Duration = flag(
@@ -569,9 +550,7 @@ class SwarmSettings:
     )
     """matchmaking: how long one answer of a group's leader is waited for; raise it when groups
     split on slow networks"""
-    next_chunk_timeout: Duration = flag(
-        "neuron.next_chunk_timeout", network="round.next_chunk_timeout", ge=SECOND / 10, le=HOUR
-    )
+    next_chunk_timeout: Wait = flag("neuron.next_chunk_timeout", network="round.next_chunk_timeout")
     """averaging: a peer that sends nothing for this long is left out (as a reducer: twice it)"""
     allreduce_timeout: Duration = flag(
         "neuron.allreduce_timeout", network="round.allreduce_timeout", ge=SECOND / 10, le=6 * HOUR
@@ -618,9 +597,7 @@ class TelemetrySettings:
         "neuron.events_retention_size", Bytes(2 * 1024**3), ge=Bytes(1024), le=Bytes(2**50)
     )
     """bytes of events.jsonl to keep (half is the current file, half the one before), e.g. 2GiB"""
-    page_port: Annotated[int, Field(ge=0, le=65535)] | Literal["off"] = flag(
-        "neuron.page_port", 8010
-    )
+    page_port: Port | Literal["off"] = flag("neuron.page_port", 8010)
     """port of the page that shows this miner in a browser; 0: any free one"""
     page_host: Text = flag("neuron.page_host", "127.0.0.1")
     """address of the page; any other than this machine's own needs DT_PAGE_TOKEN"""
@@ -651,11 +628,8 @@ class TrainingSettings:
     )
     """sequences per micro-batch and rank; 'auto' measures at the first start which size that fits
     is the fastest, up to 32 and on a CPU up to 16. When memory runs out it is lowered by itself"""
-    local_batch_size_train_effective: int = flag(
-        "neuron.local_batch_size_train_effective",
-        network="training.effective_batch",
-        ge=1,
-        le=1_000_000,
+    local_batch_size_train_effective: Count = flag(
+        "neuron.local_batch_size_train_effective", network="training.effective_batch"
     )
     """sequences per inner step over all ranks; rounded up to a multiple of micro-batch x ranks"""
     sequence_length: int = flag(
@@ -733,11 +707,10 @@ class TrainingSettings:
     """torch.compile of each block; 'auto': on with a GPU, off without"""
     compile_mode: Literal["default", "max-autotune"] = flag("neuron.compile_mode", "default")
     """'max-autotune' tries more kernels: minutes at the first start, perhaps a few percent after"""
-    gradient_sync: Literal["auto", "last", "every"] = flag("neuron.gradient_sync", "auto")
-    """when ranks reduce their gradients: 'last' micro-batch of a step (fastest; holds the whole
-    gradient on each GPU) or 'every' micro-batch. 'auto': by memory"""
-    keep_unsharded: Literal["auto", "on", "off"] = flag("neuron.keep_unsharded", "auto")
-    """keep the gathered weights on each GPU through a step: 'on', 'off' or 'auto' by memory"""
+    # When ranks reduce their gradients: at the last micro-batch of a step (fastest; holds the whole
+    # gradient on each GPU) or at every one. auto: by memory, as the next one.
+    gradient_sync: Literal["auto", "last", "every"] = "auto"
+    keep_unsharded: Literal["auto", "on", "off"] = "auto"  # the gathered weights, through a step
     wrap: Literal["auto", "block", "root"] = "auto"  # what FSDP gathers at once; auto: by size
     offload_optimizer: Literal["auto", "on", "off"] = flag("neuron.offload_optimizer", "auto")
     """keep AdamW's state in host memory: 'on', 'off', or 'auto': where it would not fit the GPU"""
@@ -748,27 +721,9 @@ class TrainingSettings:
 
 
 @dataclass(frozen=True, config=SETTINGS)
-class ValidatorSettings:
+class ValidatorSettings(RoundSettings):
     """Settings of the validator's rounds, scores and global state."""
 
-    # The period. The miner has these flags too, under its own settings, and both must have the
-    # same value: it plans its uploads with what the validator does.
-    blocks_per_allreduce: int = flag(
-        "neuron.blocks_per_allreduce", network="round.blocks_per_allreduce", ge=1, le=1_000_000
-    )
-    """blocks between two all-reduce rounds until the first successful one (1 block = 12 s); the
-    miner plans with at least --validator.blocks_per_allreduce_later after that, as validators do"""
-    blocks_per_allreduce_later: int = flag(
-        "validator.blocks_per_allreduce_later",
-        network="round.blocks_per_allreduce_later",
-        ge=0,
-        le=1_000_000,
-    )
-    """blocks between two rounds after the first successful one; 0: no change"""
-    epoch_length: int = flag(
-        "neuron.epoch_length", network="round.epoch_length", ge=1, le=1_000_000
-    )
-    """blocks between two times the weights are written to the chain"""
     tick: timedelta = SECOND  # between two looks at the block clock
 
     # the round
@@ -791,9 +746,7 @@ class ValidatorSettings:
     top_candidates: int = 3  # miners, best first, whose checkpoint is tried as our contribution
 
     publication_budget: timedelta = 1800 * SECOND  # to upload a global state; then it is given up
-    inner_optimizer_budget: Duration = flag(
-        "validator.inner_optimizer_budget", 1800 * SECOND, ge=0 * SECOND, le=DAY
-    )
+    inner_optimizer_budget: Span = flag("validator.inner_optimizer_budget", 1800 * SECOND)
     """how long the upload of a miner's inner optimizer may take, which newcomers take over; 0: none
     is published, and public miners cannot join"""
 
@@ -801,28 +754,20 @@ class ValidatorSettings:
     model_config: File | None = flag("validator.model_config", None)
     """config.json of the model to publish when the global bucket is empty (default: a Llama of
     about 2 million parameters)"""
-    initial_seed: int = flag("neuron.seed", 42, ge=0, le=2**63 - 1)
-    """seed of initial weights where none are loaded"""
 
     # scoring
-    score_blocks: int = flag("validator.score_blocks", 25, ge=1, le=1_000_000)
+    score_blocks: Count = flag("validator.score_blocks", 25)
     """blocks between two scoring passes over the miners' uploads"""
     score_uids: int = flag("validator.score_uids", 25, ge=1, le=4096)
     """miners scored in one pass"""
-    upload_age_limit: Duration = flag(
-        "neuron.repo_age_limit", network="round.upload_age_limit", ge=SECOND, le=30 * DAY
-    )
+    upload_age_limit: Age = flag("neuron.repo_age_limit", network="round.upload_age_limit")
     """age of gradients.pt from which validators count the bucket as stale"""
-    evaluation_ranks: int = flag("validator.evaluation_ranks", 4, ge=1, le=64)
-    """ranks of a miner whose pages are evaluated (2 pages each); the public validators use 4"""
+    evaluation_ranks: int = 4  # of a miner whose pages are evaluated, as the public validators do
     evaluation_pages: int = flag("validator.evaluation_pages", 2, ge=1, le=1000)
     """pages evaluated for each rank: the first of the miner's"""
-    evaluation_sequences: int = flag("validator.evaluation_sequences", 0, ge=0, le=1_000_000)
+    evaluation_sequences: CountFrom0 = flag("validator.evaluation_sequences", 0)
     """at most so many sequences for each evaluation; 0: all of the pages"""
-    held_out_sequences: int = flag("validator.held_out_sequences", 32, ge=1, le=1_000_000)
-    """sequences of held-out text on which each outer step is judged"""
+    held_out_sequences: int = 32  # on which each outer step is judged
     seed: int = 0  # of the random blocks; 0: from the system
     minimum_stake: float = flag("validator.minimum_stake", 40960.0, ge=0, le=1e12)
     """uids with a permit and more stake than this are validators and not called"""
-    max_uids: int = flag("chain.max_uids", network="limits.max_uids", ge=2, le=4096)
-    """uids of the network, from 0 on: a registry gives no other, validators call no other"""

@@ -237,11 +237,20 @@ def _is_file_name(text: str) -> bool:
     return "/" not in text and text.strip() not in ("", ".", "..") and len(text.encode()) <= 200
 
 
+Count = Annotated[int, Field(ge=1, le=1_000_000)]
+CountFrom0 = Annotated[int, Field(ge=0, le=1_000_000)]
+Port = Annotated[int, Field(ge=0, le=65535)]  # of this machine; 0: a free one
+OuterPort = Annotated[int, Field(ge=1, le=65535)]  # what a router makes of it
 Duration = Annotated[timedelta, _from_text(parse_duration)]
+Wait = Annotated[Duration, Field(ge=SECOND / 10, le=HOUR)]  # for one answer
+Patience = Annotated[Duration, Field(ge=SECOND, le=DAY)]
+Span = Annotated[Duration, Field(ge=0 * SECOND, le=DAY)]
+Age = Annotated[Duration, Field(ge=SECOND, le=30 * DAY)]
 Bytes = ByteSize
 File = Annotated[Path, AfterValidator(_expand)]  # or a folder; ~ is the home folder
 # A blank copied with a key would be part of it, and the store would answer 403.
 Secret = Annotated[SecretStr, _from_text(str.strip)]
+Key = Secret | None
 Words = Annotated[tuple[T, ...], _from_text(_split)]
 
 Text = Annotated[str, Field(min_length=0)]  # may be empty

@@ -215,7 +215,7 @@ def bucket_checks(examination: Examination) -> list[Check]:
     if uid is None:
         reason = "its name ends in the uid, which is not known: give --uid N"
         return [Check(name, "skip", reason) for name in ("bucket", "line")]
-    name = miner_bucket(config.miner.global_model_name, uid)
+    name = miner_bucket(config.store.global_model_name, uid)
     bucket = run_probe("bucket", lambda: probe_bucket(config, name), remedy=_KEYS_REMEDY)
     if bucket.status == "fail":
         return [bucket, Check("line", "skip", "not measured: bucket failed")]

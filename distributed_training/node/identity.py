@@ -190,10 +190,10 @@ def join_subnet(
         if absent is None:
             raise problem
         uid = absent(chain, wallet.ss58, problem)
-    if uid >= config.chain.max_uids:
+    if uid >= config.miner.max_uids:
         raise ConfigError(
             f"hotkey {wallet.ss58} has uid {uid} and this network's are below "
-            f"{config.chain.max_uids} (limits.max_uids of its file), {_UNREGISTERED[config.kind]}: "
+            f"{config.miner.max_uids} (limits.max_uids of its file), {_UNREGISTERED[config.kind]}: "
             "ask the founder for a file with a larger number, or for a lower uid"
         )
     return Member(wallet, chain, uid)

@@ -494,7 +494,7 @@ def on_chain(
     peers = PeerBuckets(config.store, chain, large=timeout)
     # Without the global bucket nobody is scored; one miner's costs one row.
     patient = PeerBuckets(config.store, chain, small=timedelta(seconds=30))
-    stake, most = config.validator.minimum_stake, config.chain.max_uids
+    stake, most = config.validator.minimum_stake, config.miner.max_uids
     readers = instead or {}
 
     def miners() -> Sequence[Neuron]:

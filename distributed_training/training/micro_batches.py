@@ -1,7 +1,7 @@
 """The micro-batches of one inner step: forward, backward, and gradients of the whole.
 
 FSDP adds gradients up where they are computed and reduces them over ranks once, with the last
-micro-batch; with ``--neuron.gradient_sync every`` at each. ``--neuron.local_batch_size_train auto``
+micro-batch; where memory is short at each. ``--neuron.local_batch_size_train auto``
 measures the micro-batch size instead of guessing it.
 
 Running out of memory is no reason to lose a day. One rank alone runs the step again in pieces of

@@ -254,7 +254,7 @@ def _initial_state(config: Config, model_config: Mapping[str, Any], schema: Sche
         model_config=model_config,
         schema=schema,
         outer_step=0,
-        weights=initial_weights(model_config, seed=config.validator.initial_seed),
+        weights=initial_weights(model_config, seed=config.training.seed),
         momentum=None,
         learning_rate=config.training.outer_learning_rate,
         mu=config.training.outer_momentum,

@@ -9,6 +9,7 @@ import re
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -523,7 +524,9 @@ def test_an_outage_is_no_other_network(
     shown: str, lost: Lost, monkeypatch: pytest.MonkeyPatch, rank_ends: Callable[..., Any]
 ) -> None:
     now = time.time()
-    lost.config = config_of("--chain.neurons_interval", "0.01", "--chain.call_timeout", "0.1")
+    config = config_of("--chain.call_timeout", "0.1")
+    quick = replace(config.chain, neurons_interval=timedelta(milliseconds=10))
+    lost.config = replace(config, chain=quick)
     assert lost.chain.wait_ready(timedelta(0))
     if shown == "nobody":
         lost.ledger.entries.clear()

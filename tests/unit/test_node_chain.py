@@ -18,7 +18,7 @@ from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.files import read_json_object
 from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
-from distributed_training.config.settings import ChainSettings
+from distributed_training.config.settings import ChainSettings, MinerSettings
 from distributed_training.node import identity as node_chain
 from distributed_training.node.start import HotkeyInUse, NetworkFailure, NotRegistered
 from distributed_training.registry.store import hash_of
@@ -71,7 +71,7 @@ def joined(chain: MemoryChain, monkeypatch: pytest.MonkeyPatch) -> int:
     config: Any = SimpleNamespace(
         chain=settings,
         kind="miner",
-        miner=SimpleNamespace(master_ss58_address=VALIDATOR.ss58),
+        miner=MinerSettings(master_ss58_address=VALIDATOR.ss58),
     )
     with ExitStack() as stack:
         return node_chain.join_subnet(config, stack).uid
