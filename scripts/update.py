@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import chdir, contextmanager
+from contextlib import ExitStack, chdir, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property
@@ -68,7 +68,14 @@ _NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class UpdateError(RuntimeError):
-    """There is no update: nothing has changed, or all is as before. The text is one line."""
+    """There is no update: nothing has changed, or all is as before.
+
+    The text is one line. ``remedy``: what to do, where the version that runs on is named before it.
+    """
+
+    def __init__(self, cause: str, remedy: str = "") -> None:
+        super().__init__(cause)
+        self.remedy = remedy
 
 
 @dataclass(frozen=True)
@@ -153,20 +160,18 @@ def update(options: argparse.Namespace) -> None:
     """Update the miner. Raises UpdateError."""
     pm2 = Pm2(options.pm2)
     old = pm2.app(f"{APP}_{options.name}" if options.name else APP)
-    unchanged = f"{old.version.name} runs on"
     tell(f"{old.name} runs from {old.version}")
-    with only_update(old.home / "versions", unchanged):
-        try:
-            folder = prepare(old, options.target, unchanged)
+    with ExitStack() as stack:
+        with unchanged(old):
+            stack.enter_context(only_update(old.home / "versions"))
+            folder = prepare(old, options.target)
             if not options.no_tests:
-                test(folder, unchanged)
+                test(folder)
             if not options.no_doctor:
-                examine(old, folder, unchanged)
+                examine(old, folder)
             # After the checks: only what has passed them ever has a version's name.
-            folder = keep(old, folder, unchanged)
-            await_no_round(old.state(), options.round_wait.total_seconds(), unchanged)
-        except OSError as error:  # no git, a full disk: of all that has its steps' own words
-            raise UpdateError(f"the update cannot go on ({error}); {unchanged}") from None
+            folder = keep(old, folder)
+            await_no_round(old.state(), options.round_wait.total_seconds())
         switch(pm2, old, folder, options.first_step.total_seconds())
         tell(f"{old.name} runs {options.target} from {folder}; the one before is {old.version}")
         # Last: until the new version trains, each of them may be the one to go back to.
@@ -174,18 +179,27 @@ def update(options: argparse.Namespace) -> None:
 
 
 @contextmanager
-def only_update(versions: Path, unchanged: str) -> Iterator[None]:
-    """Hold the lock of ``versions``: two updates at once would remove each other's folders."""
+def unchanged(old: App) -> Iterator[None]:
+    """Say of each error that the version that runs goes on."""
+    on = f"{old.version.name} runs on"
     try:
-        versions.mkdir(exist_ok=True)
-        lock = os.open(versions, os.O_RDONLY)
-    except OSError as error:
-        raise UpdateError(f"the new version has no room: {error}; {unchanged}") from None
+        yield
+    except UpdateError as error:
+        raise UpdateError(": ".join(filter(None, (f"{error}; {on}", error.remedy)))) from None
+    except OSError as error:  # no git, a full disk: of all that has its steps' own words
+        raise UpdateError(f"the update cannot go on ({error}); {on}") from None
+
+
+@contextmanager
+def only_update(versions: Path) -> Iterator[None]:
+    """Hold the lock of ``versions``: two updates at once would remove each other's folders."""
+    versions.mkdir(exist_ok=True)
+    lock = os.open(versions, os.O_RDONLY)
     try:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
-            raise UpdateError(f"another update is under way in {versions}; {unchanged}") from None
+            raise UpdateError(f"another update is under way in {versions}") from None
         yield
     finally:
         os.close(lock)
@@ -203,7 +217,7 @@ def tell(line: str) -> None:
 # --- the new version, beside the old one ----------------------------------------------------------
 
 
-def prepare(old: App, target: str, unchanged: str) -> Path:
+def prepare(old: App, target: str) -> Path:
     """Fetch the target and set it up. Return its folder.
 
     Setup works in a folder that no miner ever ran from, ``NAME.new``; :func:`keep` renames it.
@@ -211,18 +225,18 @@ def prepare(old: App, target: str, unchanged: str) -> Path:
     before is taken as it is.
     """
     git = ["git", "-C", str(old.version)]
-    commit, name = find_commit(git, target, unchanged)
+    commit, name = find_commit(git, target)
     folder = old.home / "versions" / name
     if folder.exists() and head_of(folder) != commit:  # a tag that was moved
         folder = folder.with_name(f"{name}-{commit[:12]}")
     if folder.exists() and folder.samefile(old.version):
-        raise UpdateError(f"{target} is the version that runs already; {unchanged}")
+        raise UpdateError(f"{target} is the version that runs already")
     if (folder / ".venv" / ".installed").exists():
         tell(f"{target} is set up in {folder}")
         return folder
     # Another miner of this machine may run from it.
     if user := process_in(folder / ".venv"):
-        raise UpdateError(f"{folder} is incomplete, but process {user} runs from it; {unchanged}")
+        raise UpdateError(f"{folder} is incomplete, but process {user} runs from it")
     remove_version(git, folder)  # incomplete, and nothing runs from it
     new = folder.with_name(f"{folder.name}{_NEW}")
     if not whole(new, commit):
@@ -232,32 +246,32 @@ def prepare(old: App, target: str, unchanged: str) -> Path:
         if free < needed:
             raise UpdateError(
                 f"{free / 1e9:.1f} GB are free in {new.parent} and {needed / 1e9:.1f} GB are "
-                f"needed for the new environment; {unchanged}"
+                "needed for the new environment"
             )
         add = [*git, "worktree", "add", "--quiet", "--force", "--detach", str(new), commit]
-        run("git", add, old.home, unchanged)
+        run("git", add, old.home)
     tell(f"setting up {target} in {folder}")
     try:
-        run("its setup", shlex.split(os.environ.get("DT_UPDATE_SETUP", _SETUP)), new, unchanged)
+        run("its setup", shlex.split(os.environ.get("DT_UPDATE_SETUP", _SETUP)), new)
     except UpdateError:
         remove_version(git, new)
         raise
     return new
 
 
-def test(folder: Path, unchanged: str) -> None:
+def test(folder: Path) -> None:
     """Run the unit tests of a version. Raises UpdateError."""
     more = _NO_GPU
     tests = os.environ.get("DT_UPDATE_TESTS")
     if tests is None and (folder / _TOOLS_LIST).exists():  # older versions have them installed
         tell("fetching what its tests need")
-        run("fetching what its tests need", shlex.split(_FETCH_TOOLS), folder, unchanged)
+        run("fetching what its tests need", shlex.split(_FETCH_TOOLS), folder)
         more = {**more, "PYTHONPATH": str(folder / _TOOLS)}
     tell("running its tests")
-    run("its tests", shlex.split(tests or _TESTS), folder, unchanged, more=more)
+    run("its tests", shlex.split(tests or _TESTS), folder, more=more)
 
 
-def keep(old: App, folder: Path, unchanged: str) -> Path:
+def keep(old: App, folder: Path) -> Path:
     """Give a new version, which has passed, its name. Return its folder."""
     if folder.suffix != _NEW:
         return folder
@@ -265,17 +279,17 @@ def keep(old: App, folder: Path, unchanged: str) -> Path:
     # Before the move: a kill between the two leaves a folder that no miner runs from.
     relocate(folder / ".venv", folder, named)
     move = ["git", "-C", str(old.version), "worktree", "move", "--force", str(folder), str(named)]
-    run("git", move, old.home, unchanged)
+    run("git", move, old.home)
     return named
 
 
-def find_commit(git: Sequence[str], target: str, unchanged: str) -> tuple[str, str]:
+def find_commit(git: Sequence[str], target: str) -> tuple[str, str]:
     """Return the target's commit and the name of its folder. Raises UpdateError."""
 
     def commit_of(ref: str) -> str:
         # A target that begins with "-" would be an option of git.
-        words = [*git, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}"]
-        return subprocess.run(words, capture_output=True, text=True).stdout.strip()
+        words = ("rev-parse", "--verify", "--quiet", "--end-of-options", f"{ref}^{{commit}}")
+        return answer(*git, *words).stdout.strip()
 
     failure = fetch(git)
     name = re.sub(r"[^A-Za-z0-9._-]", "-", target)
@@ -288,7 +302,7 @@ def find_commit(git: Sequence[str], target: str, unchanged: str) -> tuple[str, s
         return commit, f"{name}-{commit[:12]}"
     if re.fullmatch("[0-9a-f]{7,40}", target) and (commit := commit_of(target)):
         return commit, commit[:12]
-    raise UpdateError(f"no version {target}: {why}; {unchanged}")
+    raise UpdateError(f"no version {target}: {why}")
 
 
 def fetch(git: Sequence[str]) -> str:
@@ -307,16 +321,14 @@ def fetch(git: Sequence[str]) -> str:
 
 
 def head_of(folder: Path) -> str:
-    words = ["git", "-C", str(folder), "rev-parse", "HEAD"]
-    return subprocess.run(words, capture_output=True, text=True).stdout.strip()
+    return answer("git", "-C", str(folder), "rev-parse", "HEAD").stdout.strip()
 
 
 def whole(folder: Path, commit: str) -> bool:
     """Return whether ``folder`` holds all files of ``commit``; git writes its HEAD before them."""
-    words = ["git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no"]
     if not folder.exists() or head_of(folder) != commit:
         return False
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = answer("git", "-C", str(folder), "status", "--porcelain", "--untracked-files=no")
     return done.returncode == 0 and not done.stdout
 
 
@@ -343,8 +355,7 @@ def relocate(environment: Path, before: Path, after: Path) -> None:
 
 
 def remove_version(git: Sequence[str], folder: Path) -> None:
-    words = [*git, "worktree", "remove", "--force", str(folder)]
-    subprocess.run(words, capture_output=True)
+    answer(*git, "worktree", "remove", "--force", str(folder))
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -354,17 +365,11 @@ def remove_others(old: App, folder: Path) -> None:
     Only folders of this repository, and none that a process runs from.
     """
     git = ["git", "-C", str(folder)]
-    listed = subprocess.run(
-        [*git, "worktree", "list", "--porcelain"], capture_output=True, text=True
-    )
-    worktrees = [
-        Path(line[9:]) for line in listed.stdout.splitlines() if line.startswith("worktree ")
-    ]
-    versions = (old.home / "versions").resolve()
-    for path in worktrees:
-        if path.resolve().parent != versions:
-            continue
-        if path.resolve() in (folder.resolve(), old.version.resolve()):
+    listed = answer(*git, "worktree", "list", "--porcelain").stdout
+    worktrees = re.findall("^worktree (.*)$", listed, re.MULTILINE)
+    kept = (folder.resolve(), old.version.resolve())
+    for path in map(Path, worktrees):
+        if path.resolve().parent != (old.home / "versions").resolve() or path.resolve() in kept:
             continue
         if user := process_in(path / ".venv"):
             tell(f"{path} stays: process {user} runs from it")
@@ -386,7 +391,7 @@ def process_in(environment: Path) -> int | None:
     return None
 
 
-def examine(old: App, folder: Path, unchanged: str) -> None:
+def examine(old: App, folder: Path) -> None:
     """Run the new version's doctor, with the flags that it will be started with."""
     tell("asking its doctor")
     command = [
@@ -394,15 +399,13 @@ def examine(old: App, folder: Path, unchanged: str) -> None:
         str(folder / "scripts" / "diagnose.py"),
         # Not measured: the GPUs are full of the version that trains.
         *("--json", "--diagnostics.measure", "0"),
-        *arguments_of(folder, old, unchanged),
+        *arguments_of(folder, old),
     ]
     try:
-        done = subprocess.run(
-            command, cwd=old.home, env=old.environment, capture_output=True, text=True
-        )
+        done = answer(*command, cwd=old.home, env=old.environment)
     except OSError as error:
         raise UpdateError(
-            f"its environment is incomplete ({error}); {unchanged}: remove {folder}, update again"
+            f"its environment is incomplete ({error})", f"remove {folder}, update again"
         ) from None
     if done.returncode == 0:
         return
@@ -413,30 +416,26 @@ def examine(old: App, folder: Path, unchanged: str) -> None:
         why = ""
     why = why or last_line(done.stderr) or f"status {done.returncode}"
     raise UpdateError(
-        f"its doctor fails ({why}); {unchanged}: correct it, or update with --no-doctor if it is "
-        "not this machine's fault"
+        f"its doctor fails ({why})",
+        "correct it, or update with --no-doctor if it is not this machine's fault",
     )
 
 
-def arguments_of(folder: Path, old: App, unchanged: str) -> list[str]:
+def arguments_of(folder: Path, old: App) -> list[str]:
     """Return the flags that the app.config.js in ``folder`` starts the miner with."""
     code = "console.log(JSON.stringify(require(process.argv[1]).apps[0].args))"
-    done = subprocess.run(
-        # By running it: the file is a program, and its override is one too.
-        ["node", "-e", code, str(folder / "app.config.js")],
-        env=old.environment | {"DT_HOME": str(old.home)},
-        capture_output=True,
-        text=True,
-    )
+    # By running it: the file is a program, and its override is one too.
+    words = ("node", "-e", code, str(folder / "app.config.js"))
+    done = answer(*words, env=old.environment | {"DT_HOME": str(old.home)})
     if done.returncode != 0:
-        raise UpdateError(f"its app.config.js is in error: {reason(done)}; {unchanged}")
+        raise UpdateError(f"its app.config.js is in error: {reason(done)}")
     return [str(word) for word in json.loads(done.stdout)]
 
 
 # --- the switch -----------------------------------------------------------------------------------
 
 
-def await_no_round(miner: NeuronState, patience: float, unchanged: str) -> None:
+def await_no_round(miner: NeuronState, patience: float) -> None:
     """Wait until the miner trains and no round is due soon."""
     deadline, told = time.monotonic() + patience, False
     while (why := round_near(miner)) and time.monotonic() < deadline:
@@ -446,7 +445,7 @@ def await_no_round(miner: NeuronState, patience: float, unchanged: str) -> None:
         time.sleep(_POLL)
         miner.poll()
     if why:
-        raise UpdateError(f"{why}, still after {patience:.0f} s (--round-wait); {unchanged}")
+        raise UpdateError(f"{why}, still after {patience:.0f} s (--round-wait)")
 
 
 def round_near(miner: NeuronState) -> str:
@@ -599,28 +598,25 @@ class Pm2:
 # --- small things ---------------------------------------------------------------------------------
 
 
+def answer(*command: str, **how: Any) -> subprocess.CompletedProcess[str]:
+    """Run a command that asks nothing, and keep what it prints. Raises OSError."""
+    return subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, **how
+    )
+
+
 def run(
-    what: str,
-    command: Sequence[str],
-    folder: Path,
-    unchanged: str,
-    more: Mapping[str, str] | None = None,
+    what: str, command: Sequence[str], folder: Path, more: Mapping[str, str] | None = None
 ) -> None:
     """Run a step of the preparation. ``more``: for its environment. Raises UpdateError."""
     try:
-        done = subprocess.run(
-            ["nice", "-n", "10", *command],  # training goes first
-            cwd=folder,
-            env={**os.environ, **(more or {})},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-        )
+        # Training goes first.
+        done = answer("nice", "-n", "10", *command, cwd=folder, env={**os.environ, **(more or {})})
         why = "" if done.returncode == 0 else reason(done)
     except OSError as error:
         why = str(error)
     if why:
-        raise UpdateError(f"{what} failed ({why}); {unchanged}")
+        raise UpdateError(f"{what} failed ({why})")
 
 
 def reason(done: subprocess.CompletedProcess[str]) -> str:

@@ -188,19 +188,10 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine(tmp_path)
 
 
-def test_the_version_that_runs_survives_an_update_to_itself_whose_setup_fails(
-    machine: Machine,
-) -> None:
-    folder = machine.updated("v2")
-    line = machine.refused("v2", setup="exit 1")
-    assert "v2 is the version that runs already" in line
-    assert (folder / ".venv" / "bin" / "btcli").exists()
-    assert machine.git("rev-parse", "HEAD", at=folder) == machine.commits["v2"]
-
-
 def test_the_version_before_is_gone_back_to_as_it_was(machine: Machine) -> None:
     """Without setup, which could fail half-way in the only folder that is known to train."""
     before = machine.updated("v2")
+    assert "v2 is the version that runs already" in machine.refused("v2", setup="exit 1")
     machine.updated("v3")
     assert machine.updated("v2", setup="rm -rf .venv; exit 1") == before
     assert (before / ".venv" / "bin" / "btcli").exists()
@@ -219,14 +210,11 @@ def test_the_version_before_is_gone_back_to_though_its_files_are_away_by_now(
 
 
 def test_a_version_that_trains_stays_though_pm2_cannot_save(machine: Machine) -> None:
+    assert "No such file or directory: 'git'" in machine.refused("v2", PATH="/nowhere")
     (machine.folder / "no-save").touch()
     done = machine.update("v2")
     assert (done.returncode, machine.runs_from.name) == (0, "v2"), done.stdout + done.stderr
     assert "pm2 save: no space left: a reboot would not start the miner from" in done.stdout
-
-
-def test_a_machine_without_git_is_one_line(machine: Machine) -> None:
-    assert "No such file or directory: 'git'" in machine.refused("v2", PATH="/nowhere")
 
 
 def test_a_failed_setup_leaves_nothing_and_has_a_reason(machine: Machine) -> None:
@@ -240,9 +228,10 @@ def test_a_failed_setup_leaves_nothing_and_has_a_reason(machine: Machine) -> Non
 
 
 def test_a_version_whose_tests_failed_is_tried_again_with_setup(machine: Machine) -> None:
-    """Its setup may have been wrong."""
-    new = frozenset({"v2.new"})
-    assert "its tests failed" in machine.refused("v2", more=new, tests="exit 1")
+    """Its setup may have been wrong. Its tests see no GPU: the miner trains on them."""
+    show, new = 'echo "GPUs: <$CUDA_VISIBLE_DEVICES>"; exit 1', frozenset({"v2.new"})
+    line = machine.refused("v2", more=new, tests=show, CUDA_VISIBLE_DEVICES="0")
+    assert "its tests failed (GPUs: <>)" in line
     folder = machine.updated("v2", setup=f"{SETUP}\ntouch again")
     assert (folder / "again").exists() and machine.versions == {"v2"}
 
@@ -255,13 +244,8 @@ def test_a_setup_that_was_killed_is_begun_again(machine: Machine) -> None:
         (folder / ".venv").mkdir()
         (folder / "version").unlink()  # not reached yet, though git calls it this commit
     folder = machine.updated("v2")
-    assert (folder / ".venv" / ".installed").exists() and machine.versions == {"v2"}
-    assert (folder / "version").read_text() == "v2"
-
-
-def test_the_environment_names_the_folder_that_it_runs_in(machine: Machine) -> None:
-    folder = machine.updated("v2")
-    assert folder == machine.home / "versions" / "v2"
+    assert (folder / "version").read_text() == "v2" and machine.versions == {"v2"}
+    # Its programs name the folder that it runs in.
     assert (folder / ".venv/bin/btcli").read_text() == f"#!{folder}/.venv/bin/python\n"
     (link,) = folder.glob(".venv/lib/*/site-packages/__editable__*")
     assert link.read_text().strip() == str(folder)
@@ -353,13 +337,6 @@ def test_the_lines_of_a_daemon_that_has_to_be_started_are_no_list(machine: Machi
     assert done.returncode == 1 and "Traceback" not in done.stderr
 
 
-def test_the_tests_see_no_gpu(machine: Machine) -> None:
-    show = 'echo "GPUs: <$CUDA_VISIBLE_DEVICES>"; exit 1'
-    left = frozenset({"v2.new"})  # for the next try
-    line = machine.refused("v2", more=left, tests=show, CUDA_VISIBLE_DEVICES="0")
-    assert "its tests failed (GPUs: <>)" in line
-
-
 def test_what_the_tests_need_stays_out_of_the_environment(machine: Machine) -> None:
     """It lies beside, by hash; versions from before the lists have it installed."""
     python = "printf '#!/bin/sh\\necho \"$PYTHONPATH|$*\" >>calls\\n' >.venv/bin/python"
@@ -377,33 +354,30 @@ def test_what_the_tests_need_stays_out_of_the_environment(machine: Machine) -> N
     assert call.startswith(f"{folder}.new/build/tests|-m pytest")
 
 
-def test_without_room_for_another_environment_nothing_is_begun(
+def test_nothing_is_begun_beside_another_update_or_without_room(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    versions = machine.home / "versions"
+    versions.mkdir()
+    lock = os.open(versions, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    assert "another update is under way" in machine.refused("v2")
+    os.close(lock)
     full = SimpleNamespace(free=10**9)
     monkeypatch.setattr(update.shutil, "disk_usage", lambda _: full)
     line = machine.refused("v2")
     assert "1.0 GB are free in" in line and "are needed for the new environment" in line
 
 
-def test_only_one_update_at_a_time(machine: Machine) -> None:
-    versions = machine.home / "versions"
-    versions.mkdir()
-    lock = os.open(versions, os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    began = time.monotonic()
-    assert "another update is under way" in machine.refused("v2")
-    assert time.monotonic() - began < 30
-    os.close(lock)
-    machine.updated("v2")
-
-
-def test_an_environment_without_python_is_one_line(machine: Machine, capfd: Any) -> None:
+def test_an_environment_without_python_is_one_line(machine: Machine) -> None:
     folder = machine.updated("v2")
     (folder / "app.config.js").write_text("module.exports = {apps: [{args: []}]};")
     old = update.App("a", machine.home, machine.home, [], dict(os.environ))
-    with pytest.raises(update.UpdateError, match=r"incomplete .*home runs on: remove .*v2"):
-        update.examine(old, folder, "home runs on")
+    with (
+        pytest.raises(update.UpdateError, match=r"incomplete .*home runs on: remove .*v2"),
+        update.unchanged(old),
+    ):
+        update.examine(old, folder)
 
 
 @pytest.mark.parametrize(
@@ -450,7 +424,7 @@ def test_a_round_that_ends_is_waited_for_no_longer(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl") as log:
         log.write("state", after="averaging")
         miner = NeuronState(tmp_path).catch_up()
-        with pytest.raises(update.UpdateError, match=r"averaging, still after 0 s .* v1 runs on"):
-            update.await_no_round(miner, 0.0, "v1 runs on")
+        with pytest.raises(update.UpdateError, match=r"averaging, still after 0 s"):
+            update.await_no_round(miner, 0.0)
         log.write("state", after="training")
-        update.await_no_round(miner, 20.0, "v1 runs on")
+        update.await_no_round(miner, 20.0)
