@@ -40,7 +40,7 @@ from distributed_training.chain.identity import Wallet
 from distributed_training.chain.registry import KEPT, RegistryChain, State, state_path
 from distributed_training.common.ports import free_ports, listen
 from distributed_training.registry.service import Limits, Service
-from distributed_training.registry.store import Registry, new_charter
+from distributed_training.registry.store import Charter, Registry
 
 INTERVAL = 6.0  # seconds between two polls of one miner, at 12 seconds a block
 WEIGHTS_EVERY = 60  # seconds
@@ -70,7 +70,7 @@ class Measured:
 
 def fill(folder: Path, neurons: int) -> None:
     """Found a registry with ``neurons`` miners that have an endpoint and a commitment."""
-    charter = new_charter(
+    charter = Charter(
         name="bench",
         master=FOUNDER.ss58,
         seconds_per_block=12.0,
@@ -225,9 +225,7 @@ def growth(folder: Path, size: int) -> str:
     with closing(Registry(folder)) as registry:
         service = Service(registry, listen("127.0.0.1", 0), Limits())
         view = registry.view
-        known = Head(
-            "GET", f"/state?since={view.version}&start={registry.start}&scores=1", {}, True, ""
-        )
+        known = Head("GET", f"/state?since={view.version}&start={registry.start}", {}, True, "")
         new = Head("GET", "/state", {}, True, "")
         numbers = itertools.count()
         weights = [{uid: float(uid % (5 + i)) for uid in range(1, size)} for i in range(8)]

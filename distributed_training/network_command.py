@@ -22,6 +22,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import write_bytes
 from distributed_training.config import Config, ConfigError, exit_with, load_config
 from distributed_training.config.checks import KEY_VARIABLES
-from distributed_training.config.loader import Parser, argument, ranged, schema
+from distributed_training.config.loader import WALLET, Parser, add_wallet, argument, ranged, schema
 from distributed_training.config.types import ConfigAway, File, Text
 from distributed_training.network import NetworkFileError, signed
 from distributed_training.network.file import BUILT_IN, flatten, tree_of
@@ -72,13 +73,7 @@ def build_parser() -> Parser:
     sign.add_argument("--wallets", type=path, help="folder of the master's wallet (beside it)")
     join = commands.add_parser("join", help="take a uid with this wallet, and say what is missing")
     join.add_argument("place", type=text)
-    for part, default in (
-        ("path", "~/.bittensor/wallets"),
-        ("name", "default"),
-        ("hotkey", "default"),
-    ):
-        variable = f"BT_WALLET_{part.upper()}"
-        join.add_argument(f"--wallet.{part}", default=os.environ.get(variable, default))
+    add_wallet(join)
     show = commands.add_parser("show", help="verify a network's file and print its rules")
     show.add_argument("place", type=text)
     return parser
@@ -128,11 +123,11 @@ def _init(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"{folder} cannot be made ({error.strerror}), so no network was founded: give another"
         ) from None
-    try:
+    with ExitStack() as stack:
+        # Of what was made just now; Ctrl-C too.
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
         _found(options, folder, rules)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)  # nothing but what was made just now
-        raise
+        stack.pop_all()
     _show(argparse.Namespace(place=str(folder / FILE)), rules=False)
     print(_what_to_run(options, folder))
 
@@ -213,12 +208,15 @@ def _pin(data: dict[str, Any]) -> None:
 def _model(options: argparse.Namespace) -> dict[str, Any]:
     """Return ``[model]``. Raises ConfigError."""
     from distributed_training.common.memory import ModelShape
+    from distributed_training.training.memory_plan import local_llama_config
 
     try:
         if options.model is not None:
             content = json.loads(options.model.read_text(encoding="utf-8"))
         elif options.tokenizer == "bytes":
-            content = dict(_TINY)
+            # 1.9 million parameters on bytes: trains on a laptop. Its token 256 ends a text.
+            ends = {"eos_token_id": 256, "pad_token_id": 256}
+            content = local_llama_config(sequence_length=1024) | ends
         else:
             raise ValueError("the tiny model is for the tokenizer 'bytes'")
         content = {key: value for key, value in content.items() if value is not None}
@@ -228,24 +226,6 @@ def _model(options: argparse.Namespace) -> dict[str, Any]:
             f"there is no model to found a network with ({error}), so nothing was founded: give "
             "--model with the config.json of a Llama-like model"
         ) from None
-
-
-#: 1.9 million parameters on bytes: trains on a laptop.
-_TINY: Mapping[str, Any] = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 264,
-    "hidden_size": 192,
-    "intermediate_size": 512,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "head_dim": 32,
-    "max_position_embeddings": 1024,
-    "eos_token_id": 256,
-    "pad_token_id": 256,
-    "tie_word_embeddings": False,
-}
 
 
 def _assign(rules: dict[str, Any], key: str, value: Any) -> None:
@@ -330,8 +310,7 @@ def _join(options: argparse.Namespace) -> None:
     from distributed_training.health.machine import refuse_model
 
     given = vars(options)
-    names = ("path", "name", "hotkey")
-    wallet_flags = [w for n in names for w in (f"--wallet.{n}", given[f"wallet.{n}"])]
+    wallet_flags = [word for name in WALLET for word in (f"--{name}", given[name])]
     config = load_config("miner", ["--network", options.place, *wallet_flags], check=False)
     assert config.network is not None
     # Before a uid is taken: a machine that cannot hold the model earns nothing by it.

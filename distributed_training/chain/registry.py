@@ -67,7 +67,7 @@ _STATE = TypeAdapter(State)
 
 def state_path(seen: State | None) -> str:
     """Return the path to ask for with that state known."""
-    return f"/state?since={seen.version}&start={seen.start}&scores=1" if seen else "/state"
+    return f"/state?since={seen.version}&start={seen.start}" if seen else "/state"
 
 
 class Unusable(ValueError):

@@ -31,7 +31,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import SecretStr
 
 from distributed_training.common.exits import ExitStatus
-from distributed_training.config.loader import Parser, argument, exit_with, ranged, read_dotenv
+from distributed_training.config.loader import (
+    Parser,
+    add_wallet,
+    argument,
+    exit_with,
+    ranged,
+    read_dotenv,
+)
 from distributed_training.config.types import ConfigError, File, FileName, Hotkey, IpAddress, WebUrl
 from distributed_training.telemetry.logs import LineFormatter
 
@@ -124,12 +131,7 @@ def _add_serve(command: argparse.ArgumentParser) -> None:
 def _client(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=text)
     command.add_argument("--url", type=argument(WebUrl), required=True, help="the registry's")
-    for part, default in (
-        ("name", os.environ.get("BT_WALLET_NAME", "default")),
-        ("hotkey", os.environ.get("BT_WALLET_HOTKEY", "default")),
-        ("path", os.environ.get("BT_WALLET_PATH", "~/.bittensor/wallets/")),
-    ):
-        command.add_argument(f"--wallet.{part}", dest=f"wallet_{part}", default=default)
+    add_wallet(command)
     return command
 
 
@@ -213,7 +215,7 @@ def _registry(given: argparse.Namespace) -> Registry:
             f"--name {given.name!r} is not 1 to 63 lower-case letters, digits, '-' and '.', so "
             "nothing was started: correct --name"
         )
-    charter = store.new_charter(
+    charter = store.Charter(
         name=given.name,
         master=given.master,
         seconds_per_block=given.seconds_per_block or 12.0,
@@ -286,7 +288,8 @@ def _wallet(given: argparse.Namespace) -> Any:
     from distributed_training.chain.identity import load_wallet
     from distributed_training.config.settings import ChainSettings
 
-    names = {name: value for name, value in vars(given).items() if name.startswith("wallet_")}
+    flags = {name: value for name, value in vars(given).items() if name.startswith("wallet.")}
+    names = {name.replace(".", "_"): value for name, value in flags.items()}
     return load_wallet(replace(ChainSettings(), **names)) if names else None
 
 

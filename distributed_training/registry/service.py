@@ -4,7 +4,7 @@ Reads are open and come from an immutable view; a poller that knows the newest v
 bytes. Writes are checked cheapest first: path, size, rates, receiver, freshness, signature; then a
 thread stores them, one after the other, while reads go on.
 
-``GET /state?since=VERSION&start=START&scores=1``, ``/health``, ``/metrics`` and ``/``, the page.
+``GET /state?since=VERSION&start=START``, ``/health``, ``/metrics`` and ``/``, the page.
 ``POST /register``, ``/deregister``, ``/commit``, ``/serve``, ``/weights``; for the founder also
 ``/enroll``, ``/expel``, ``/invite``, ``/allow``, ``/loss``.
 """
@@ -241,7 +241,7 @@ class Service:
         }
         content = json.dumps(fields).encode()
         if full or known < view.version:
-            content = content[:-1] + b", " + view.changes(known, "scores" in query) + b"}"
+            content = content[:-1] + b", " + view.changes(known) + b"}"
         return whole_reply(200, content, "application/json", {"cache-control": "no-store"})
 
     def _health(self, head: Head) -> bytes:

@@ -27,7 +27,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -36,7 +36,7 @@ from pydantic import Field
 from distributed_training.chain.base import ChainError, Neuron, find
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import sync_folder
-from distributed_training.config.types import ConfigError, is_ss58
+from distributed_training.config.types import ConfigError, Hotkey
 
 from .ledger import Amount, Ledger, Losses, Since, Uid
 
@@ -84,8 +84,10 @@ class Charter:
     seconds_per_block: float
     most_uids: int
     admission: Admission
-    genesis: str  # random, so that no two registries are one
-    founded_at: float  # seconds since the epoch; moved by a clock that was set back
+    # Random, so that no two registries are one.
+    genesis: str = field(default_factory=lambda: secrets.token_hex(8))
+    # Seconds since the epoch; moved by a clock that was set back.
+    founded_at: float = field(default_factory=time.time)
 
     @property
     def identity(self) -> str:
@@ -113,27 +115,23 @@ class View:
     version: int
     neurons: tuple[Neuron, ...]  # by uid
     rows: dict[int, Row]  # by uid
-    made: dict[tuple[int, bool], bytes]  # answers, by what they were asked with
+    made: dict[int, bytes]  # answers, by the version that they were asked with
     losses: Losses
 
-    def changes(self, known: int, scores: bool = True) -> bytes:
+    def changes(self, known: int) -> bytes:
         """Return what changed after version ``known`` (-1: all), as JSON: a field ``rows``.
 
-        With ``scores`` also a short one for the uids of which nothing but the incentive did.
+        A field ``scores`` has short ones of the uids of which nothing but the incentive did.
         """
-        answer = self.made.get((known, scores))
+        answer = self.made.get(known)
         if answer is None:
-            rows, short = [], []
-            for row in self.rows.values():
-                if row.changed > known or (row.scored > known and not scores):
-                    rows.append(row.text)
-                elif row.scored > known:
-                    short.append(row.score)
+            rows = [row.text for row in self.rows.values() if row.changed > known]
+            short = [r.score for r in self.rows.values() if r.changed <= known < r.scored]
             # Joined as text: thousands poll, and each row was made JSON when it changed.
             answer = f'"rows": [{",".join(rows)}], "scores": [{",".join(short)}]'.encode()
             # Anybody may name any version: to keep them all would take gigabytes.
             if len(self.made) < _MOST_MADE:
-                self.made[known, scores] = answer
+                self.made[known] = answer
         return answer
 
 
@@ -179,15 +177,6 @@ def _publish(temporary: Path, path: Path) -> None:
         Path(f"{path}{ending}").unlink(missing_ok=True)
     os.replace(temporary, path)
     sync_folder(path.parent)
-
-
-def new_charter(
-    *, name: str, master: str, seconds_per_block: float, most_uids: int, admission: Admission
-) -> Charter:
-    """Make a charter with a genesis of its own, founded now."""
-    return Charter(
-        name, master, seconds_per_block, most_uids, admission, secrets.token_hex(8), time.time()
-    )
 
 
 class Registry(Ledger):
@@ -458,15 +447,13 @@ class Registry(Ledger):
 
     def enroll(
         self,
-        hotkey: str,
+        hotkey: Hotkey,
         *,
         uid: Uid | None = None,
         stake: Amount | None = None,
         validator_permit: bool | None = None,
     ) -> int:
         """Register ``hotkey``, or change the uid, stake or permit that it has. Returns the uid."""
-        if not is_ss58(hotkey):
-            raise ChainError("enroll: this is no hotkey")
         with self._change():
             old = find(list(self.entries.values()), hotkey) or Neuron(uid=0, hotkey=hotkey)
             taken = self.entries.get(uid) if uid is not None else None
@@ -494,10 +481,8 @@ class Registry(Ledger):
                 "INSERT OR REPLACE INTO invitations VALUES (?, ?, ?)", (hashed, uses, expires)
             )
 
-    def allow(self, hotkey: str, allowed: bool) -> None:
+    def allow(self, hotkey: Hotkey, allowed: bool) -> None:
         """Put ``hotkey`` on the list of those who may register, or take it off."""
-        if not is_ss58(hotkey):
-            raise ChainError("allow: this is no hotkey")
         with self._change():
             self._db.execute("DELETE FROM allowed WHERE hotkey = ?", (hotkey,))
             if allowed:

@@ -77,18 +77,6 @@ def sign(
     return http_auth.sign(wallet.hotkey, method="POST", path=path, body=body, **fields)
 
 
-@pytest.mark.slow
-def test_a_stop_is_clean_and_the_start_needs_no_torch() -> None:
-    with chain_program() as (_, process):
-        process.terminate()
-        assert process.wait(40) == 0
-    code = "import sys, distributed_training.registry.service; print('torch' in sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=50
-    )
-    assert loaded.stdout.strip() == "False"
-
-
 def test_only_the_hotkey_writes_for_itself(server: RegistryServer, tmp_path: Path) -> None:
     body = json.dumps({"text": "x"}).encode()
     with chain_of(server.url, PEER) as chain, chain_of(server.url, STRANGER) as other:
@@ -178,9 +166,7 @@ def test_weights_become_incentive(server: RegistryServer, tmp_path: Path) -> Non
 
 
 def test_when_all_uids_are_taken_the_least_earning_goes(tmp_path: Path) -> None:
-    charter = store.new_charter(
-        name="full", master=VALIDATOR.ss58, seconds_per_block=12, most_uids=4, admission="open"
-    )
+    charter = store.Charter("full", VALIDATOR.ss58, 12, most_uids=4, admission="open")
     with closing(Registry.at(tmp_path, charter)) as registry:
         uids = [registry.register(f"hotkey-{i}") for i in range(3)]
         registry.set_weights(VALIDATOR.ss58, {uids[0]: 0.2, uids[1]: 0.1, uids[2]: 0.7})
@@ -344,9 +330,7 @@ class TestKept:
         assert acknowledged >= 15
 
     def test_blocks_never_go_back(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        charter = store.new_charter(
-            name="x", master=PEER.ss58, seconds_per_block=0.1, most_uids=4, admission="open"
-        )
+        charter = store.Charter("x", PEER.ss58, 0.1, most_uids=4, admission="open")
         heights, now = [0], time.time
 
         def start(hours: float) -> None:
@@ -604,9 +588,7 @@ class TestReading:
             assert [row[::2] for row in self.get(server, known).json()["rows"]] == [[1, "x"]]
             between = f"/state?since={server.registry.version}&start={first['start']}"
             server.registry.set_weights(VALIDATOR.ss58, {1: 1.0})
-            whole = self.get(server, between).json()
-            assert [row[0] for row in whole["rows"]][-1] == 1 and not whole["scores"]
-            brief = self.get(server, f"{between}&scores=1").json()
+            brief = self.get(server, between).json()
             assert brief["scores"] == [[1, 1.0]] and 1 not in [row[0] for row in brief["rows"]]
             wait_for(lambda: [n.incentive for n in chain.neurons()] == [0.0, 1.0])
             assert chain.commitment(PEER.ss58) == "x"
@@ -741,16 +723,6 @@ class TestLimits:
                 one.settimeout(60)
                 assert one.recv(1) == b""
                 one.close()
-            where, other = ("127.0.0.1", server.port), ("127.0.0.2", 0)  # the first is blocked now
-            with socket.create_connection(where, 60, other) as dripping:
-                dripping.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-                assert dripping.recv(4096).startswith(b"HTTP/1.1 200")
-                began = time.monotonic()
-                with pytest.raises(OSError):  # also when the connection was kept before
-                    for byte in itertools.cycle(b"GET /health HTTP/1.1\r\nx: "):
-                        dripping.send(bytes([byte]))
-                        assert time.monotonic() - began < 60
-                        time.sleep(0.1)
 
     @pytest.mark.slow
     def test_ten_thousand_connections_keep_nobody_out(self) -> None:

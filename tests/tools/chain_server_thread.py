@@ -7,7 +7,7 @@ from pathlib import Path
 
 from distributed_training.common.ports import free_ports, listen
 from distributed_training.registry.service import Limits, Service
-from distributed_training.registry.store import Admission, Registry, new_charter
+from distributed_training.registry.store import Admission, Charter, Registry
 from tests.tools.chain_world import VALIDATOR
 
 FAST = Limits(requests_per_address=1e5, requests_per_hotkey=1e4, max_connections_per_address=1024)
@@ -30,7 +30,7 @@ class RegistryServer:
         self._temporary = tempfile.TemporaryDirectory() if folder is None else None
         self.folder = folder or Path(self._temporary.name)
         self.limits = limits
-        self.charter = new_charter(
+        self.charter = Charter(
             name=name,
             master=master,
             seconds_per_block=seconds_per_block,
