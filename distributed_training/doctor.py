@@ -33,7 +33,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -56,6 +55,7 @@ from distributed_training.config import (
     load_config,
 )
 from distributed_training.config.loader import Parser, argument, ranged
+from distributed_training.config.settings import StoreSettings
 from distributed_training.health import machine
 from distributed_training.health.machine import Entry, Examination
 from distributed_training.health.reach import probe, probed
@@ -81,7 +81,7 @@ FIRST_UPLOAD_DUE = timedelta(seconds=4500)
 # What an upload is taken to need before one was measured, as in the operator guide.
 UPLOAD_TIME = timedelta(minutes=5)
 #: With one of these failed, no training can be measured.
-_DECISIVE = ("torch", "gpu", "gpu memory", "host memory", "batch")
+_DECISIVE = ("torch", "gpu", "gpu memory", "host memory")
 
 
 def examine(
@@ -257,74 +257,40 @@ def check_step_time(
     except (RuntimeError, OSError) as error:
         remedy = "fix what failed above; --diagnostics.measure 0 leaves the measurement out"
         return [Check("step time", "fail", str(error), remedy)]
-    estimate = StepEstimate(
-        micro_batch_seconds=measured["micro_batch_seconds"],
-        micro_batches=measured["micro_batches"],
-        upload_steps=config.store.upload_steps,
-        minimum_inner_step=config.store.minimum_valid_inner_step,
-    )
-    return check_speed(estimate, slow_step=settings.slow_step)
+    return check_speed(**measured, store=config.store, slow_step=settings.slow_step)
 
 
-@dataclass(frozen=True)
-class StepEstimate:
-    """The expected times of an inner step and the first valid upload, from a short measurement."""
+def check_speed(
+    micro_batch_seconds: float, micro_batches: int, *, store: StoreSettings, slow_step: timedelta
+) -> list[Check]:
+    """Compare the step time with the warning threshold, the uploads with the validators' limits.
 
-    micro_batch_seconds: float
-    micro_batches: int  # per rank and inner step
-    upload_steps: int
-    minimum_inner_step: int
-
-    @property
-    def step_seconds(self) -> float:
-        return self.micro_batch_seconds * self.micro_batches
-
-    @property
-    def first_upload_step(self) -> int:
-        """The first multiple of ``upload_steps`` that the gate lets through.
-
-        Where that is too late for the round, the miner takes the first step the gate lets through.
-        """
-        return -(-max(1, self.minimum_inner_step) // self.upload_steps) * self.upload_steps
-
-    @property
-    def first_upload_seconds(self) -> float:
-        """Seconds from the start of an outer step to the first valid upload's begin."""
-        return self.first_upload_step * self.step_seconds
-
-    @property
-    def earliest_upload(self) -> timedelta:
-        """The time from an outer step's start to the end of the first upload the gate allows."""
-        steps = max(1, self.minimum_inner_step)
-        return timedelta(seconds=steps * self.step_seconds) + UPLOAD_TIME
-
-
-def check_speed(estimate: StepEstimate, *, slow_step: timedelta) -> list[Check]:
-    """Compare the step time with the warning threshold, the uploads with the validators' limits."""
-    step = timedelta(seconds=estimate.step_seconds)
-    regular = timedelta(seconds=estimate.first_upload_seconds)
-    between = timedelta(seconds=estimate.step_seconds * estimate.upload_steps)
+    ``micro_batches``: of each rank, in an inner step.
+    """
+    step = timedelta(seconds=micro_batch_seconds * micro_batches)
+    steps, minimum = store.upload_steps, max(1, store.minimum_valid_inner_step)
     faster = "use a GPU, or lower --neuron.local_batch_size_train_effective"
-    text = f"about {step.total_seconds():.1f} s per inner step ({estimate.micro_batches} x "
-    text += f"{1000 * estimate.micro_batch_seconds:.0f} ms)"
+    text = f"about {step.total_seconds():.1f} s per inner step ({micro_batches} x "
+    text += f"{1000 * micro_batch_seconds:.0f} ms)"
     slow = step > slow_step
     time = Check("step time", "warn" if slow else "ok", text, faster if slow else "")
-    text = f"step {estimate.first_upload_step}, about {_minutes(regular)} after a round"
-    if regular + UPLOAD_TIME > FIRST_UPLOAD_DUE:
-        minimum = max(1, estimate.minimum_inner_step)
-        text = f"step {minimum}, there about {_minutes(estimate.earliest_upload)} after a round"
+    regular = -(-minimum // steps) * steps  # the first upload that the gate lets through
+    earliest = minimum * step + UPLOAD_TIME  # its end, where the regular one would be too late
+    text = f"step {regular}, about {_minutes(regular * step)} after a round"
+    if regular * step + UPLOAD_TIME > FIRST_UPLOAD_DUE:
+        text = f"step {minimum}, there about {_minutes(earliest)} after a round"
     first = Check("first upload", "ok", text)
-    if estimate.earliest_upload > FIRST_UPLOAD_DUE:
+    if earliest > FIRST_UPLOAD_DUE:
         text += f", but validators want it within {_minutes(FIRST_UPLOAD_DUE)}"
         remedy = f"{faster}, or lower --neuron.minimum_valid_inner_step"
         first = Check("first upload", "fail", text, remedy)
+    between = steps * step
     text = f"one every {_minutes(between)}"
     age = Check("upload age", "ok", text)
     if between > 0.8 * UPLOAD_AGE_LIMIT:
         limit = _minutes(UPLOAD_AGE_LIMIT)
         text += f", but validators give 0 from {limit} on, upload time included"
-        steps = max(1, int(0.5 * UPLOAD_AGE_LIMIT.total_seconds() / estimate.step_seconds))
-        remedy = f"give --neuron.upload_steps {steps} or less"
+        remedy = f"give --neuron.upload_steps {max(1, int(0.5 * UPLOAD_AGE_LIMIT / step))} or less"
         age = Check("upload age", "fail" if between > UPLOAD_AGE_LIMIT else "warn", text, remedy)
     return [time, first, age]
 

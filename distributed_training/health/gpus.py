@@ -33,7 +33,7 @@ class GpuSample:
 
 
 class NvmlSampler:
-    """Reads one GPU through NVML. Build it with :meth:`open`; close it, or use ``with``."""
+    """Reads one GPU through NVML. Build it with :meth:`open`; close it."""
 
     def __init__(self, *, nvml: Any, handle: Any, index: int) -> None:
         self._nvml = nvml
@@ -74,9 +74,7 @@ class NvmlSampler:
             name=_text(name),
             memory_total_gb=memory.total / 1e9,
             memory_used_gb=memory.used / 1e9,
-            utilization=self._optional(
-                lambda: nvml.nvmlDeviceGetUtilizationRates(self._handle).gpu
-            ),
+            utilization=self.utilization(),
             temperature=self._optional(
                 lambda: nvml.nvmlDeviceGetTemperature(self._handle, nvml.NVML_TEMPERATURE_GPU)
             ),
@@ -96,11 +94,14 @@ class NvmlSampler:
     def close(self) -> None:
         _stop(self._nvml)
 
-    def __enter__(self) -> NvmlSampler:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+def sample_gpu(device: int = 0) -> GpuSample | None:
+    """Sample a visible GPU once; None without it, or where its driver does not answer."""
+    sampler = NvmlSampler.open(device)
+    if sampler is None:
+        return None
+    with contextlib.closing(sampler):
+        return sampler.sample()
 
 
 #: Held by nobody in particular: an idle card's own, and what a process in another container holds.
@@ -260,11 +261,8 @@ def cuda_state(device: int | None = None) -> CudaState:
 def accumulation_steps(*, effective: int, micro_batch: int, world_size: int) -> int:
     """Return the micro-batches each rank adds up per inner step: 512 / 2 / 4 = 64.
 
-    They are effective / micro-batch / world size, rounded up. Raises ValueError unless all are
-    positive.
+    They are effective / micro-batch / world size, rounded up.
     """
-    if min(effective, micro_batch, world_size) < 1:
-        raise ValueError("effective batch, micro-batch and world size must be positive")
     return -(-effective // (micro_batch * world_size))
 
 

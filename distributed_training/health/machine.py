@@ -35,9 +35,9 @@ from distributed_training.common.memory import (
 )
 from distributed_training.config import Config, ConfigError, problems
 from distributed_training.health.gpus import (
-    NvmlSampler,
     accumulation_steps,
     driver_version,
+    sample_gpu,
     visible_gpu_count,
 )
 from distributed_training.health.reach import check_nodes
@@ -144,17 +144,16 @@ def check_torch(*, gpus: int | None = None) -> Check:
 
 
 def check_batch(*, micro_batch: int | None, effective: int, world_size: int) -> Check:
-    """Check the batch sizes; ``micro_batch`` None: it will be measured at start (``auto``)."""
+    """Check the batch sizes; ``micro_batch`` None: it will be measured at start (``auto``).
+
+    One above the effective batch is refused by the configuration's check.
+    """
     name = "batch"
     if micro_batch is None:
         return Check(name, "ok", f"micro-batch auto, {effective} sequences per inner step")
     steps = accumulation_steps(effective=effective, micro_batch=micro_batch, world_size=world_size)
     actual = steps * micro_batch * world_size
     finding = f"{actual} sequences = {steps} micro-batches of {micro_batch} on {world_size} rank(s)"
-    if micro_batch > effective:
-        finding = f"the micro-batch {micro_batch} is larger than the effective batch {effective}"
-        remedy = f"give --neuron.local_batch_size_train {effective} or less"
-        return Check(name, "fail", finding, remedy)
     if actual != effective:
         remedy = f"give --neuron.local_batch_size_train_effective {actual}"
         return Check(name, "warn", f"{finding}: rounded up from {effective}", remedy)
@@ -196,10 +195,7 @@ def check_gpus(*, wanted: int, device: str) -> list[Check]:
 
 def _check_gpu(index: int) -> Check:
     name = f"gpu {index}"
-    sampler = NvmlSampler.open(index)
-    sample = sampler.sample() if sampler else None
-    if sampler:
-        sampler.close()
+    sample = sample_gpu(index)
     if sample is None:
         return Check(name, "fail", "the driver does not answer for it", "nvidia-smi; then reboot")
     used, total = sample.memory_used_gb, sample.memory_total_gb
@@ -212,11 +208,7 @@ def _check_gpu(index: int) -> Check:
 
 def gpu_bytes(config: Config) -> int | None:
     """Return the memory of the first GPU; None if none is used, or the driver does not say."""
-    sampler = None if config.miner.device == "cpu" else NvmlSampler.open(0)
-    if sampler is None:
-        return None
-    with sampler:
-        sample = sampler.sample()
+    sample = None if config.miner.device == "cpu" else sample_gpu()
     return round(sample.memory_total_gb * 1e9) if sample else None
 
 

@@ -162,13 +162,9 @@ def _default_of(name: str) -> str:
 def _preset_of_this_machine() -> str:
     """Return the preset for the memory of the first GPU; the plain one where there is none."""
     from distributed_training.config.model import CARDS
-    from distributed_training.health.gpus import NvmlSampler
+    from distributed_training.health.gpus import sample_gpu
 
-    sampler = NvmlSampler.open()
-    if sampler is None:
-        return "public"
-    with sampler:
-        sample = sampler.sample()
+    sample = sample_gpu()
     fitting = [size for size in CARDS if sample is not None and size <= sample.memory_total_gb]
     return f"public-{max(fitting)}gb" if fitting else "public"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import socket
 import subprocess
 import sys
@@ -75,17 +74,8 @@ def test_without_keys_network_and_gpu_each_check_says_why(tmp_path: Path) -> Non
     found = {name: check["status"] for name, check in checks.items()}
     for name in ("configuration", "hotkey", "bootstrap", "tokenizer", "data"):
         assert found[name] == "fail", checks[name]
-    for name in (
-        "clock",
-        "network",
-        "global state",
-        "commitment",
-        "endpoint",
-        "bucket",
-        "line",
-        "shared memory",
-        "calls",
-    ):
+    left_out = {"clock", "network", "global state", "commitment", "endpoint", "bucket", "line"}
+    for name in left_out | {"shared memory", "calls"}:
         assert found[name] == "skip", checks[name]
     assert "--probe 8.8.4.4:8091,8009" in checks["address"]["finding"]
     # 4 billion parameters do not fit here, so nothing is built to measure it: the kernel would
@@ -93,16 +83,6 @@ def test_without_keys_network_and_gpu_each_check_says_why(tmp_path: Path) -> Non
     if found["host memory"] == "fail":
         assert found["step time"] == "skip" and "host memory" in checks["step time"]["finding"]
     assert not (tmp_path / "runs").exists()
-
-
-def test_what_does_not_fit_is_not_measured_and_disk_has_one_row(tmp_path: Path) -> None:
-    status, checks, _ = doctor("--offline", "--model", "4b", folder=tmp_path)
-    assert status == 1
-    assert [name for name in checks if "disk" in name] == ["disk", "disk speed"]
-    needed = float(re.search(r"([0-9.]+) GB needed", checks["disk"]["finding"])[1])  # type: ignore[index]
-    assert needed > 300  # checkpoints, snapshots and global states of common.memory, not 10
-    if checks["disk"]["status"] == "fail":
-        assert checks["disk speed"]["status"] == "skip"
 
 
 def test_a_port_that_nobody_listens_on_and_one_of_somebody_else() -> None:
@@ -127,24 +107,11 @@ def test_a_port_that_nobody_listens_on_and_one_of_somebody_else() -> None:
     assert report([check], as_json=False) == 1
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "8091",
-        "host:",
-        "host:0",
-        "host:70000",
-        "host:x",
-        ":80",
-        "host:1,2,3",
-        "host:1,",
-        "host:²",
-    ],
-)
-def test_a_place_that_is_none_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="HOST:PORT"):
-        list(probed(text))
+@pytest.mark.parametrize("port", ["", "0", "70000", "x", "1,2,3", "1,", "²", None])
+def test_a_place_that_is_none_is_refused(port: str | None) -> None:
+    for text in ("", "8091", ":80") if port is None else (f"host:{port}",):
+        with pytest.raises(ConfigError, match="HOST:PORT"):
+            list(probed(text))
 
 
 @pytest.mark.parametrize(

@@ -272,7 +272,7 @@ def the_memory_model_is_not_far_off(device: torch.device, folder: Path) -> None:
 
 
 def the_gauge_and_the_report_see_the_device(device: torch.device, folder: Path) -> None:
-    from distributed_training.health.gpus import NvmlSampler, cuda_state
+    from distributed_training.health.gpus import cuda_state, sample_gpu
 
     made = make(device)
     for part in sequences(0, count=4).split(2):
@@ -281,14 +281,8 @@ def the_gauge_and_the_report_see_the_device(device: torch.device, folder: Path) 
     assert (report.gpu_memory_gb is None) == (device.type == "cpu")
     if device.type == "cuda":
         assert cuda_state(device.index).allocated_gb > 0
-        with NvmlSampler.open(device.index or 0) or _nothing() as sampler:
-            sample = sampler.sample() if sampler else None
+        sample = sample_gpu(device.index or 0)
         assert sample is None or sample.memory_used_gb > 0
-
-
-@contextmanager
-def _nothing() -> Iterator[None]:
-    yield None
 
 
 CHECKS: tuple[Check, ...] = (
