@@ -8,9 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from distributed_training.doctor import build_parser, main
-
-__all__ = ["build_parser", "main"]
+from distributed_training.doctor import main
 
 if __name__ == "__main__":
     sys.exit(main())

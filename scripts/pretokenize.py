@@ -8,9 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from extras.command import build_parser, main
-
-__all__ = ["build_parser", "main"]
+from extras.command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -8,9 +8,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from distributed_training.scoring.command import build_parser, run
-
-__all__ = ["build_parser"]
+from distributed_training.scoring.command import run
 
 if __name__ == "__main__":
     sys.exit(run())

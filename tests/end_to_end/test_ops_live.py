@@ -7,7 +7,6 @@ limits, the signed server's counts; the page serves the file, Prometheus scrapes
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import threading
@@ -48,6 +47,7 @@ from distributed_training.telemetry.page import PageProcess
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER, VALIDATOR
 from tests.tools.waiting import wait_for
+from tests.unit.test_ops import queries
 
 PROMETHEUS = shutil.which("prometheus")
 pytestmark = [
@@ -232,16 +232,10 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
         yield found
 
 
-def panels() -> Iterator[tuple[str, str]]:
-    board = json.loads((OPS / "grafana" / "dashboards" / "miner.json").read_text())
-    for panel in board["panels"]:
-        for target in panel["targets"]:
-            yield panel["title"], target["expr"]
-    for annotation in board["annotations"]["list"]:
-        yield annotation["name"], annotation["expr"]
+PANELS = [row for row in queries() if not row[0].startswith("alert ")]
 
 
-@pytest.mark.parametrize(("title", "query"), list(panels()), ids=lambda value: value[:30])
+@pytest.mark.parametrize(("title", "query"), PANELS, ids=lambda value: value[:30])
 def test_every_panel_has_data(prometheus: Prometheus, title: str, query: str) -> None:
     assert prometheus.query(query), f"{title}: {query}"
 

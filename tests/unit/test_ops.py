@@ -60,18 +60,10 @@ def test_what_is_shipped_keeps_secrets_out_of_images_and_environments() -> None:
     )
     for unit in UNITS:
         assert not re.search("^EnvironmentFile", unit.read_text(), re.M)
-    assert "--env-file" not in (OPS / "Dockerfile").read_text()
-    for text in (MINERS_UNIT.read_text(), (OPS / "Dockerfile").read_text()):
+    docker = (OPS / "Dockerfile").read_text()
+    assert "--env-file" not in docker and "--restart unless-stopped" in docker
+    for text in (MINERS_UNIT.read_text(), docker):
         assert "--neuron.upload_steps 60" in text  # as app.config.js: the default is the network's
-
-
-def test_what_starts_a_miner_starts_it_again_after_an_orderly_end_that_nobody_asked_for() -> None:
-    """As pm2 does with app.config.js: status 0 is what a SIGTERM to rank 0 ends in."""
-    for unit in UNITS:
-        assert {"Restart=always", "RestartPreventExitStatus=2 3"} <= set(
-            unit.read_text().splitlines()
-        )
-    assert "--restart unless-stopped" in (OPS / "Dockerfile").read_text()
 
 
 @pytest.mark.parametrize("path", sorted(OPS.glob("compose*.yml")), ids=lambda path: path.stem)
@@ -293,6 +285,8 @@ SYSTEMD = shutil.which("systemd-analyze")
 @units
 def test_a_unit_survives_the_death_of_a_worker_and_leaves_no_core(path: Path) -> None:
     unit = set(path.read_text().splitlines())
+    # Again after an orderly end that nobody asked for, too, which a SIGTERM to rank 0 is.
+    assert {"Restart=always", "RestartPreventExitStatus=2 3"} <= unit
     assert {"OOMPolicy=continue", "LimitCORE=0", "UMask=0077", "NoNewPrivileges=yes"} <= unit
     assert any(line.startswith("RequiresMountsFor=/") for line in unit)
     assert any(line.startswith("TimeoutStopSec=") for line in unit) and "User=miner" in unit
