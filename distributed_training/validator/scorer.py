@@ -30,6 +30,7 @@ from distributed_training.protocol.scoring import (
 )
 from distributed_training.scoring.evaluator import Evaluator, Judgement, judgement_fields
 from distributed_training.scoring.upload import (
+    Cause,
     DataUnavailable,
     InvalidUpload,
     OpenBucket,
@@ -245,6 +246,10 @@ class Scorer:
         judgements = self._judge_all(
             chosen, state, outer_step, block=block, bpa=bpa, interrupted=interrupted
         )
+        # Our link may have gone away since the pass began.
+        silent = {r.cause for r in repositories} | {j.cause for j in judgements}
+        if silent & {Cause.UNREACHABLE, Cause.TOO_SLOW} and not self.store_answers():
+            return []
         valid = {r.uid: r.valid for r in repositories}
         scores = self.standings.judged(judgements, valid, block=block)
         self.record(
@@ -256,6 +261,23 @@ class Scorer:
         self.judged = outer_step
         self.donors = _donors(repositories, judgements, self.standings)
         return judgements
+
+    def store_answers(self) -> bool:
+        """Return whether the global bucket answers. Raises Stopped.
+
+        If it does not, our link or the store is away: each miner would look as if it were.
+        """
+        try:
+            unless_stopped(self.publisher.outer_step, stop=self.stop)
+        except StoreError as error:
+            log.warning(
+                "No scoring pass, since the global bucket does not answer (%s); no miner loses by "
+                "it, and it is tried again in %d blocks",
+                error,
+                self.settings.score_blocks,
+            )
+            return False
+        return True
 
     def _choose(self, repositories: Sequence[Repository]) -> list[Repository]:
         """Choose those not judged for longest.

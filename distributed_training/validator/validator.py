@@ -332,16 +332,7 @@ class Validator:
         block, state = self._chain.block(), self.state
         # Before anything that raises: a failed pass is not begun again at the next tick.
         self._scored_at = block
-        try:
-            unless_stopped(self._publisher.outer_step, stop=self._stop)
-        except StoreError as error:
-            # Our link or the store is away: each miner would look as if it were.
-            log.warning(
-                "No scoring pass, since the global bucket does not answer (%s); no miner loses by "
-                "it, and it is tried again in %d blocks",
-                error,
-                self._settings.score_blocks,
-            )
+        if not self._scorer.store_answers():
             return []
         # Each time: who registered or left since the pass before counts from now on.
         miners = self._miners()

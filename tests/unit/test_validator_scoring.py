@@ -262,16 +262,30 @@ def test_a_stop_does_not_wait_for_an_answer(world: World, silent: str) -> None:
     over.set()
 
 
+@pytest.mark.parametrize("begins", ["before a pass", "in a pass", "in an upload"])
 def test_an_outage_of_the_store_costs_no_miner_its_score(
-    world: World, caplog: pytest.LogCaptureFixture
+    world: World, caplog: pytest.LogCaptureFixture, begins: str
 ) -> None:
     assert world.validator.round() and world.validator.score()
     before = world.validator.standings.weights()
-    for bucket in (world.bucket, *(miner.bucket for miner in world.miners.values())):
-        bucket.down = True
-    for miner in world.miners.values():
-        miner.answers = False  # the machine's own link
+    buckets = (world.bucket, *(miner.bucket for miner in world.miners.values()))
+    scoring = world.validator._scorer
+
+    def away(*_: Any, **__: Any) -> None:
+        for bucket in buckets:
+            bucket.down = True
+
+    if begins == "before a pass":
+        away()
+        for miner in world.miners.values():
+            miner.answers = False  # the machine's own link
+    elif begins == "in a pass":
+        world.validator._on_sweep = away  # type: ignore[method-assign]
+    else:
+        scoring._tell_if_new = away  # type: ignore[method-assign]
     for _ in range(2 * MAX_MISSED_SWEEPS):
+        for bucket in buckets:
+            bucket.down = begins == "before a pass"
         assert world.validator.score() == []
     assert before and world.validator.standings.weights() == before
     assert all(e.missed_sweeps == 0 for e in world.validator.standings.entries.values())
