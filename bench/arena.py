@@ -71,7 +71,7 @@ from distributed_training.scoring.upload import (
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import ObjectInfo, S3ObjectStore
 from distributed_training.training.error_feedback import Code, Codec, ErrorFeedback
-from distributed_training.training.local_evaluation import Preview
+from distributed_training.training.local_evaluation import GradientCheck
 from distributed_training.training.trainer import Trainer
 
 UID_SPACING = 11  # uid u's rank 1 reads the pages of uid u + 1's rank 0
@@ -142,8 +142,12 @@ class Publisher:
             shards=sharded.shards,
             stream=stream,
         )
-        self._preview = Preview(
-            sharded=sharded, stream=stream, feedback=self._feedback, search=contender.search
+        self._check = GradientCheck(
+            sharded=sharded,
+            stream=stream,
+            feedback=self._feedback,
+            search=contender.search,
+            sequence_length=trainer.settings.sequence_length,
         )
         public = contender.schedule == "public"
         self.timing = public_miner() if public else our_miner(world, int(contender.schedule))
@@ -224,7 +228,7 @@ class Publisher:
         """Return ``gradients.pt``, of the direction and scale that the preview chooses."""
         direction, factor = next(iter(upload.codes)), 1.0
         if self.contender.search:
-            choice = self._preview.choose(
+            choice = self._check.choose(
                 epoch_id=str(upload.outer_step),
                 start=upload.start,
                 codes=upload.codes,

@@ -427,7 +427,9 @@ def _busy(
             bench.wait()
             beside += time.perf_counter() - began - bare
             step += 1
-        handle.wait()
+        handle.join()
+        if handle.error is not None:
+            raise handle.error
         held["preview"].append(bench.seconds(partial(trainer.preview, handle)))
         checkpointer.wait()
         if checkpointer.last_error is not None:

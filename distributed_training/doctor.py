@@ -389,7 +389,7 @@ def measured_rank(argv: list[str]) -> int:
         dist.broadcast(ours, 0, group=dist.group.WORLD)  # all ranks stop at the same micro-batch
     seconds = (time.perf_counter() - start) / done
     if me.rank == 0:
-        found = {"micro_batch_seconds": seconds, "micro_batches": trainer.micro_batches_per_step}
+        found = {"micro_batch_seconds": seconds, "micro_batches": trainer.batch_plan.micro_batches}
         print(json.dumps(found), flush=True)
     dist.destroy_process_group()
     return 0

@@ -61,7 +61,7 @@ def state_files(folder: Path | None) -> tuple[Path | None, Path | None]:
 
 def not_loaded(error: RankFailedError) -> str:
     """Word that a rank failed in a load of all ranks: the state may be sound."""
-    return f"a rank could not load it: {error}; free host memory there"
+    return f"a rank could not load it: {error}"
 
 
 class MinerLoop:
@@ -263,8 +263,6 @@ class MinerLoop:
             )
         except (OSError, RankFailedError) as error:  # raised on all ranks alike
             problem = f"This snapshot is not uploaded, and the next one is tried: {error}"
-            if isinstance(error, RankFailedError):
-                problem += "; free host memory there"
             if self._controller is None:  # rank 0 reports the event
                 log.warning("%s", problem)
             return ev.SnapshotFailed(problem)

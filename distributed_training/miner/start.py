@@ -529,7 +529,8 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
     swarm = services.open_swarm(trainer.schema)
     at_end(swarm.close)
     global_epoch = services.watch_global_bucket(
-        post, lambda: (trainer.outer_step, [Rows(*rows) for rows in trainer.epoch_start_rows()])
+        post,
+        lambda: (trainer.outer_step, [Rows(*rows) for rows in trainer.outer.epoch_start_rows()]),
     )
     at_end(global_epoch.close)
 

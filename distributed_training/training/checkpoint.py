@@ -28,9 +28,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -160,7 +159,7 @@ class Parts:
         )
         # The ranks of a node share out what is lacking elsewhere: to hash a part is to read it
         # whole.
-        for part in lacking[layout.rank % layout.local :: layout.local]:
+        for part in lacking[layout.shard :: layout.shards]:
             if part not in problems:
                 problems[part] = self._problem(part)
         kinds = {_kind(key) for files in self._files.values() for key in files if _kind(key)}
@@ -171,7 +170,7 @@ class Parts:
             if not holders[part]:
                 raise CheckpointError(str(next(f[part] for f, _ in answers if f.get(part))))
         if lacking:
-            node = holders[lacking[0]][0] // layout.local
+            node = holders[lacking[0]][0] // layout.shards
             where = f"node {node}" if node else "the first node"
             why = next(f[lacking[0]] for f in everywhere if f.get(lacking[0]))
             log.info("The state comes from %s, since another has none: %s", where, why)
@@ -300,6 +299,8 @@ def matched(
     return state
 
 
+#: Seconds: covers the wait for the other ranks' files before older checkpoints are deleted.
+_RANKS_TIMEOUT = 600.0
 _HURRIED = 5.0  # seconds that a prune waits for other ranks while training waits for it
 
 
@@ -307,8 +308,7 @@ class Checkpointer:
     """One per rank; all ranks call the same methods in the same order.
 
     ``folder`` is on a file system that the ranks of this node share. ``keep``: complete checkpoints
-    to leave there. ``owner``: the miner whose they are. ``ranks_timeout`` covers the wait for the
-    other ranks' files before older ones are deleted.
+    to leave there. ``owner``: the miner whose they are.
     """
 
     def __init__(
@@ -318,7 +318,6 @@ class Checkpointer:
         folder: Path,
         keep: int = 2,
         owner: str = "",
-        ranks_timeout: timedelta = timedelta(minutes=10),
     ) -> None:
         self.hold_seconds = 0.0  # how long the last save held training
         self.seconds: float | None = None  # what the last one took this rank, held and written
@@ -330,7 +329,7 @@ class Checkpointer:
         self._folder = folder
         self._keep = max(1, keep)
         self._owner = owner
-        self._timeout = ranks_timeout.total_seconds()
+        self._timeout = _RANKS_TIMEOUT
         self._thread: threading.Thread | None = None
         self._skip = 0  # checkpoints that a roll-back leaves out
         self._rolled_back_to: int | None = None  # total inner steps
@@ -348,14 +347,14 @@ class Checkpointer:
         # What is incomplete from here on was given up, so rank 0 may delete it.
         self._trainer.stream.first_error(None)  # no rank writes any more
         # One name for all: the clocks of two nodes would give two.
-        name, first = cast(Any, self._trainer.stream.from_rank_0((self._next_name(), extra)))
+        name, first = self._trainer.stream.from_rank_0((self._next_name(), extra))
         try:
             # A snapshot of this boundary has the same ones: 12 bytes a parameter, once.
             copies = self._trainer.boundary_copies()
         except RankFailedError as error:
-            self._not_written(name, str(error), "free host memory")
+            self._not_written(name, str(error))
             return
-        state = self._trainer.state_dict() | copies.rows()
+        state = self._trainer.state_dict() | vars(copies)  # which has the keys of the state dicts
         by_epoch = self._named(self._trainer.outer.state_dict())
         tensors = self._named(state)
         by_step = {key: tensor for key, tensor in tensors.items() if key not in by_epoch}
@@ -479,8 +478,8 @@ class Checkpointer:
             self._write_files(self._folder / name, held[0], held[1], parsed)
             self.last_error = None
         except Exception as error:  # noqa: BLE001 - in a thread: it would be lost; training goes on
-            why = f"{type(error).__name__}: {error}"
-            self._not_written(name, why, f"check the disk of {self._folder}")
+            why = f"{type(error).__name__}: {error}; check the disk of {self._folder}"
+            self._not_written(name, why)
             with contextlib.suppress(OSError):  # a disk that is away has nothing to delete
                 for path in (self._folder / name).glob(f"rank-{self._layout.shard}.*"):
                     path.unlink(missing_ok=True)  # a full disk needs the room
@@ -498,14 +497,10 @@ class Checkpointer:
             except (OSError, ValueError, KeyError) as error:
                 log.warning("Older checkpoints of %s were not deleted: %s", self._folder, error)
 
-    def _not_written(self, name: str, why: str, fix: str) -> None:
+    def _not_written(self, name: str, why: str) -> None:
         self.last_error = why
-        log.error(
-            "Checkpoint %s was not written (%s); a restart would resume from the one before: %s",
-            name,
-            why,
-            fix,
-        )
+        restart = "a restart would resume from the one before"
+        log.error("Checkpoint %s was not written (%s); %s", name, why, restart)
 
     def _log_written(self, name: str, progress: Mapping[str, Any]) -> None:
         size = sum(path.stat().st_size for path in (self._folder / name).iterdir())

@@ -43,27 +43,18 @@ class Layout:
     local_world_size: int = 0
 
     @property
-    def local(self) -> int:
-        """Ranks of each node."""
+    def shards(self) -> int:
+        """Ranks of each node, which hold one copy of the model together."""
         return self.local_world_size or self.world_size
 
     @property
-    def nodes(self) -> int:
-        return self.world_size // self.local
+    def replicas(self) -> int:
+        """Copies of the model: one on each node."""
+        return self.world_size // self.shards
 
     @property
     def on_node_0(self) -> bool:
-        return self.rank < self.local
-
-    @property
-    def shards(self) -> int:
-        """Ranks that hold one copy of the model together."""
-        return self.local
-
-    @property
-    def replicas(self) -> int:
-        """Copies of the model."""
-        return self.world_size // self.shards
+        return self.rank < self.shards
 
     @property
     def shard(self) -> int:
@@ -102,9 +93,9 @@ class ParameterShard:
         # Detached: autograd refuses a write in place to a leaf.
         return self.dtensor.to_local().detach()
 
-    @property
-    def row_size(self) -> int:
-        return math.prod(self.shape[1:])
+    def empty_rows(self) -> Tensor:
+        """Return a new host tensor for this rank's rows."""
+        return torch.empty((self.stop - self.start, *self.shape[1:]))
 
 
 def shards_of(model: nn.Module, *, world_size: int, rank: int) -> list[ParameterShard]:
@@ -242,13 +233,6 @@ class RowStream:
         dist.all_reduce(tensor, group=self.group)
         return tensor.tolist()
 
-    def sum_of_rows(self, value: float) -> float:
-        """Sum what each rank computed from its rows, as :meth:`sum` does.
-
-        Every row counts once, however many copies of the model there are.
-        """
-        return self.sum([value])[0] / self.layout.replicas
-
     def first_error(self, message: str | None) -> str | None:
         """Vote: return None if no rank has a ``message``, else the lowest rank's, everywhere."""
         # A number first: in the usual case no text has to be pickled and sent.
@@ -258,29 +242,52 @@ class RowStream:
         rank, text = next((r, a) for r, a in enumerate(answers) if a is not None)
         return text if self.world_size == 1 else f"rank {rank}: {text}"
 
+    def agree(self, problem: str | None, fault: Callable[[str], Exception]) -> None:
+        """Raise ``fault`` on all ranks alike, of the lowest rank's ``problem``, if one has any."""
+        # A rank that raised alone would hold up the others until the group's timeout.
+        problem = self.first_error(problem)
+        if problem is not None:
+            raise fault(problem)
+
     def answers(self, value: Result) -> list[Result]:
         """Return every rank's ``value``, on all ranks (pickled; small values only)."""
         found: list[Result] = [value] * self.world_size
         dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def together(self, work: Callable[[], Result]) -> Result:
+    def together(
+        self, work: Callable[[], Result], fault: Callable[[str], Exception] = RankFailedError
+    ) -> Result:
         """Run ``work()``, in which no rank waits for another; all ranks go on, or none.
 
-        Raises RankFailedError on all ranks alike.
+        Raises ``fault`` on all ranks alike.
         """
         problem = None
         try:
             result = work()
         except (RuntimeError, MemoryError) as error:  # out of memory, for one
             problem = f"{type(error).__name__}: {error}"
-        # A rank that raised alone would hold up the others until the group's timeout.
-        problem = self.first_error(problem)
-        if problem is not None:
-            raise RankFailedError(problem)
+            # torch raises a RuntimeError where the host has none left.
+            if isinstance(error, MemoryError) or "t allocate memory" in problem:
+                problem += "; free host memory there"
+        self.agree(problem, fault)
         return result
 
-    def from_rank_0(self, value: object) -> object:
+    def read_on_rank_0(self, read: Callable[[], Result]) -> Result | None:
+        """Run ``read()`` on rank 0, None elsewhere.
+
+        Raises ValueError on all ranks alike where it raised ValueError or OSError.
+        """
+        found, problem = None, None
+        if self.rank == 0:
+            try:
+                found = read()
+            except (ValueError, OSError) as error:
+                problem = str(error)
+        self.agree(problem, ValueError)
+        return found
+
+    def from_rank_0(self, value: Result) -> Result:
         """Rank 0's ``value`` on every rank (pickled; small things only)."""
         box = [value]
         dist.broadcast_object_list(box, group=self.group, group_src=0)

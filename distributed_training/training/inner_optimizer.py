@@ -99,13 +99,12 @@ def published_group(
     *,
     betas: tuple[float, float],
     weight_decay: float,
-    eps: float = EPS,
 ) -> dict[str, Any]:
     """Return ``param_groups[0]`` as the network's files have it (protocol page, section 3)."""
     return {
         "lr": learning_rate,
         "betas": betas,
-        "eps": eps,
+        "eps": EPS,
         "weight_decay": weight_decay,
         "amsgrad": False,
         "maximize": False,
@@ -176,9 +175,8 @@ class InnerOptimizer:
         betas: tuple[float, float],
         weight_decay: float,
         offload: bool,
-        eps: float = EPS,
     ) -> None:
-        self.betas, self.weight_decay, self.eps, self.offload = betas, weight_decay, eps, offload
+        self.betas, self.weight_decay, self.offload = betas, weight_decay, offload
         self._shards = list(shards)
         device = self._shards[0].local.device
         self._device = device
@@ -199,7 +197,7 @@ class InnerOptimizer:
             torch.optim.AdamW(
                 [self._params[i] for i in bucket],
                 betas=betas,
-                eps=eps,
+                eps=EPS,
                 weight_decay=weight_decay,
                 fused=True,
             )
@@ -328,14 +326,3 @@ class InnerOptimizer:
                     host.copy_(place, non_blocking=True)
         # The host copies must be whole before a snapshot or the next step reads them.
         self._leaving.finish()
-
-    def published_group(self, names: Sequence[str], learning_rate: float, peak: float) -> dict:
-        """See :func:`published_group`."""
-        return published_group(
-            names,
-            learning_rate,
-            peak,
-            betas=self.betas,
-            weight_decay=self.weight_decay,
-            eps=self.eps,
-        )

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -160,15 +160,11 @@ def take_over(trainer: Trainer, folder: Path | None) -> InnerFacts | None:
     Returns None if the folder gives none. Raises ValueError on all ranks alike if they are not of
     this model; nothing has changed then.
     """
-    stream, state, problem = trainer.stream, None, None
-    if stream.rank == 0 and folder is not None:
-        try:
-            state = InnerState(folder, trainer.schema)
-        except (ValueError, OSError) as error:
-            problem = str(error)
-    if (problem := stream.first_error(problem)) is not None:
-        raise ValueError(problem)
-    facts = cast("InnerFacts | None", stream.from_rank_0(state and state.facts))
+    stream = trainer.stream
+    state = stream.read_on_rank_0(
+        lambda: None if folder is None else InnerState(folder, trainer.schema)
+    )
+    facts = stream.from_rank_0(None if state is None else state.facts)
     if facts is None:
         return None
     # All of them before the first is loaded: a file that is unsound must change nothing.
@@ -182,16 +178,10 @@ def take_over(trainer: Trainer, folder: Path | None) -> InnerFacts | None:
 
 
 def _own_rows(trainer: Trainer, state: InnerState | None, kind: str, index: int) -> Tensor:
-    shard, stream, whole, problem = trainer.sharded.shards[index], trainer.stream, None, None
-    if state is not None:
-        try:
-            whole = state.moment(kind, index)
-        except (ValueError, OSError) as error:
-            problem = str(error)
+    shard, stream = trainer.sharded.shards[index], trainer.stream
     # A vote for each: rank 0 alone reads, and the others would wait in the scatter.
-    if (problem := stream.first_error(problem)) is not None:
-        raise ValueError(problem)
-    rows = torch.empty((shard.stop - shard.start, *shard.shape[1:]), dtype=torch.float32)
+    whole = stream.read_on_rank_0(lambda: None if state is None else state.moment(kind, index))
+    rows = shard.empty_rows()
     stream.scatter(shard.shape, whole, rows)
     return rows
 

@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import RankFailedError
 
@@ -97,95 +96,6 @@ class Choice:
     evaluations: int
 
 
-class Preview:
-    """One rank's part. ``search``: look for the best length; otherwise only measure factor 1."""
-
-    def __init__(
-        self, *, sharded: ShardedModel, stream: RowStream, feedback: ErrorFeedback, search: bool
-    ) -> None:
-        self._sharded = sharded
-        self._stream = stream
-        self._feedback = feedback
-        self._search = search
-        self._before: tuple[str, float] | None = None  # epoch, loss without a gradient
-        self._last: dict[str, float] = {}  # by direction, the factor found last
-
-    def forget(self) -> None:
-        """Forget the loss without a gradient: it was of other sequences. All ranks call this."""
-        self._before = None
-
-    @torch.no_grad()
-    def choose(
-        self,
-        *,
-        epoch_id: str,
-        start: Sequence[Tensor],
-        codes: Mapping[str, Sequence[Code | None]],
-        learning_rate: float,
-        held: Sequence[Tensor],
-        count: float,
-    ) -> Choice:
-        """Return the best of the directions, equal on all ranks.
-
-        ``codes``: by direction, of this rank's rows, or whole on rank 0; the first one unscaled is
-        always among those tried. ``held``: micro-batches, equally many on all ranks; ``count`` is
-        1.0, or 0.0 for a rank whose own do not count (it has none and runs others in the
-        collectives). NaN if no rank's count. At a micro-batch boundary; the weights, and the
-        gradients of a step under way, are afterwards the same to the bit.
-        """
-        applied = learning_rate * APPLIED_FRACTION
-        with self._sharded.gradients_aside(), self._weights_of(start):
-            if self._before is None or self._before[0] != epoch_id:
-                self._before = (epoch_id, self._mean(held, count))
-            found: dict[str, Found] = {}
-            plain = 0.0
-            for name, parts in codes.items():
-                step = TrialStep(self._sharded, self._stream, self._feedback, start, parts)
-
-                def loss(factor: float, step: TrialStep = step) -> float:
-                    step.apply(factor * applied)
-                    return self._mean(held, count)
-
-                if not found:
-                    # As the snapshot has it on disk: the choice must not be worse than that.
-                    plain = loss(1.0)
-                    found[name] = Found(1.0, plain, 1)
-                if self._search:
-                    best = best_factor(loss, first=self._last.get(name, 1.0))
-                    self._last[name] = best.factor
-                    # Not "<": the loss at scale 1 may be NaN, and a shorter step's is not.
-                    if name not in found or not best.loss >= found[name].loss:
-                        found[name] = best
-                # The next direction writes other entries: these must be the epoch start's again.
-                step.apply(0.0)
-        name = min(found, key=lambda n: found[n].loss)
-        return Choice(
-            direction=name,
-            factor=found[name].factor,
-            delta=found[name].loss - self._before[1],
-            plain_delta=plain - self._before[1],
-            evaluations=sum(f.evaluations for f in found.values()),
-        )
-
-    @contextmanager
-    def _weights_of(self, start: Sequence[Tensor]) -> Iterator[None]:
-        """Let the weights be ``start`` inside, and whatever is written there."""
-        shards = self._sharded.shards
-        # Where a GPU has no room it takes host memory, which may end on one rank alone.
-        current = self._stream.together(lambda: _aside([shard.local for shard in shards]))
-        try:
-            for shard, rows in zip(shards, start, strict=True):
-                shard.local.copy_(rows)
-            yield
-        finally:
-            # After an error too: whatever saves or trains next would take the trial's weights.
-            for shard, rows in zip(shards, current, strict=True):
-                shard.local.copy_(rows)
-
-    def _mean(self, held: Sequence[Tensor], count: float) -> float:
-        return _mean_loss(self._sharded, self._stream, held, count)
-
-
 def _mean_loss(
     sharded: ShardedModel, stream: RowStream, held: Sequence[Tensor], count: float
 ) -> float:
@@ -199,6 +109,12 @@ def _mean_loss(
     # branch would leave the others in a gather.
     summed, counted = stream.sum([float(total) if count else 0.0, count * tokens])
     return summed / counted if counted else float("nan")
+
+
+def _kept(sharded: ShardedModel, stream: RowStream) -> list[Tensor]:
+    """Copy the weights, for after a trial. Raises RankFailedError on all ranks alike."""
+    # Where a GPU has no room it takes host memory, which may end on one rank alone.
+    return stream.together(lambda: _aside([shard.local for shard in sharded.shards]))
 
 
 def _aside(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -260,25 +176,26 @@ class TrialStep:
 class GradientCheck:
     """Checks finished snapshots, on the training thread of every rank, between two micro-batches.
 
-    What is found best takes the place of the gradient that the snapshot wrote.
+    What is found best takes the place of the gradient that the snapshot wrote. ``search``: look for
+    the best length; otherwise only measure factor 1.
     """
 
     def __init__(
         self,
         *,
-        settings: TrainingSettings,
         sharded: ShardedModel,
         stream: RowStream,
         feedback: ErrorFeedback,
+        search: bool,
+        sequence_length: int,
     ) -> None:
-        self._sequence_length = settings.sequence_length
+        self._sharded = sharded
         self._stream = stream
-        self._preview = Preview(
-            sharded=sharded,
-            stream=stream,
-            feedback=feedback,
-            search=settings.step_length == "search",
-        )
+        self._feedback = feedback
+        self._search = search
+        self._sequence_length = sequence_length
+        self._before: tuple[str, float] | None = None  # epoch, loss without a gradient
+        self._last: dict[str, float] = {}  # by direction, the factor found last
         self._held: Tensor | None = None
         self._others_held = False  # since the last preview
 
@@ -308,14 +225,13 @@ class GradientCheck:
             return None
         assert epoch is not None
         if others:  # on any rank; all of them forget, since measuring is collective
-            self._preview.forget()
-            self._others_held = False
+            self._before, self._others_held = None, False
         held = self._held if usable else None
         if held is None:
             # They count for nothing, but this rank must take part in every gather.
             held = torch.zeros((wanted, self._sequence_length), dtype=torch.int64)
         try:
-            choice = self._preview.choose(
+            choice = self.choose(
                 epoch_id=epoch.epoch_id,
                 start=epoch.start,
                 codes=handle.codes,
@@ -324,7 +240,7 @@ class GradientCheck:
                 count=float(usable),
             )
         except RankFailedError as error:  # on all ranks alike; the weights are as before
-            log.warning("The gradient is not checked: %s; free host memory there", error)
+            log.warning("The gradient is not checked: %s", error)
             handle.forget()
             return None
         published = self._stream.rank != 0 or self._publish(handle, choice)
@@ -354,6 +270,73 @@ class GradientCheck:
             log.info("%s", lines.preview(choice.plain_delta, plain))
         return chosen
 
+    @torch.no_grad()
+    def choose(
+        self,
+        *,
+        epoch_id: str,
+        start: Sequence[Tensor],
+        codes: Mapping[str, Sequence[Code | None]],
+        learning_rate: float,
+        held: Sequence[Tensor],
+        count: float,
+    ) -> Choice:
+        """Return the best of the directions, equal on all ranks.
+
+        ``codes``: by direction, of this rank's rows, or whole on rank 0; the first one unscaled is
+        always among those tried. ``held``: micro-batches, equally many on all ranks; ``count`` is
+        1.0, or 0.0 for a rank whose own do not count (it has none and runs others in the
+        collectives). NaN if no rank's count. At a micro-batch boundary; the weights, and the
+        gradients of a step under way, are afterwards the same to the bit.
+        """
+        applied = learning_rate * APPLIED_FRACTION
+        with self._sharded.gradients_aside(), self._weights_of(start):
+            if self._before is None or self._before[0] != epoch_id:
+                self._before = (epoch_id, self._mean(held, count))
+            found: dict[str, Found] = {}
+            plain = 0.0
+            for name, parts in codes.items():
+                step = TrialStep(self._sharded, self._stream, self._feedback, start, parts)
+
+                def loss(factor: float, step: TrialStep = step) -> float:
+                    step.apply(factor * applied)
+                    return self._mean(held, count)
+
+                if not found:
+                    # As the snapshot has it on disk: the choice must not be worse than that.
+                    plain = loss(1.0)
+                    found[name] = Found(1.0, plain, 1)
+                if self._search:
+                    best = best_factor(loss, first=self._last.get(name, 1.0))
+                    self._last[name] = best.factor
+                    # Not "<": the loss at scale 1 may be NaN, and a shorter step's is not.
+                    if name not in found or not best.loss >= found[name].loss:
+                        found[name] = best
+                # The next direction writes other entries: these must be the epoch start's again.
+                step.apply(0.0)
+        name = min(found, key=lambda n: found[n].loss)
+        return Choice(
+            direction=name,
+            factor=found[name].factor,
+            delta=found[name].loss - self._before[1],
+            plain_delta=plain - self._before[1],
+            evaluations=sum(f.evaluations for f in found.values()),
+        )
+
+    @contextmanager
+    def _weights_of(self, start: Sequence[Tensor]) -> Iterator[None]:
+        """Let the weights be ``start`` inside, and whatever is written there."""
+        current = _kept(self._sharded, self._stream)
+        try:
+            self._sharded.load_state_dict({"weights": start})
+            yield
+        finally:
+            # After an error too: whatever saves or trains next would take the trial's weights.
+            self._sharded.load_state_dict({"weights": current})
+
+    def _mean(self, held: Sequence[Tensor], count: float) -> float:
+        return _mean_loss(self._sharded, self._stream, held, count)
+
 
 #: Micro-batches of each rank that the weights of another are measured on.
 MEASURED = 2
@@ -381,11 +364,10 @@ def load_measured(
     ValueErrors of ``load``, and RankFailedError for a rank without memory, on all ranks alike;
     weights and the gradients of a step under way are as they were then.
     """
-    shards, held = sharded.shards, sample.split(micro_batch)
+    held = sample.split(micro_batch)
     config: Any = sharded.model.config
     with sharded.gradients_aside():
-        # Where a GPU has no room it takes host memory, which may end on one rank alone.
-        before = stream.together(lambda: _aside([shard.local for shard in shards]))
+        before = _kept(sharded, stream)
         known = None
         try:
             if own is not None:

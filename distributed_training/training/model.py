@@ -292,8 +292,6 @@ def _head_dim(config: Any) -> int:
 
 # --- loss ----------------------------------------------------------------------------------------
 
-CHUNK_ELEMENTS = LOSS_CHUNK  # of float32 logits alive at once: 64 MiB, and as much for the gradient
-
 #: (rows, words) logits, (rows, 1) labels -> summed float32 loss, and its gradient in their dtype.
 LogitGradient = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -375,7 +373,7 @@ def linear_cross_entropy(
     weight: Tensor,
     labels: Tensor,
     *,
-    chunk: int | None = None,
+    chunk: int = LOSS_CHUNK,
     of_logits: LogitGradient = logit_gradient,
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of ``hidden @ weight.T`` against ``labels``, in nats.
@@ -386,7 +384,7 @@ def linear_cross_entropy(
     once.
     """
     tokens = hidden.shape[0]
-    most = max(1, (chunk or CHUNK_ELEMENTS) // weight.shape[0])
+    most = max(1, chunk // weight.shape[0])
     rows = max(1, math.ceil(tokens / max(1, math.ceil(tokens / most))))  # chunks of equal length
     # A Function's forward runs under no_grad too: an evaluation must not pay for gradients.
     with_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)

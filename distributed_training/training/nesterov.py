@@ -118,9 +118,8 @@ def load_outer_optimizer(
     except (
         OSError,
         RuntimeError,
-        KeyError,
+        LookupError,
         TypeError,
-        IndexError,
         AttributeError,
         ValueError,
         EOFError,

@@ -19,8 +19,9 @@ import math
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,8 +46,8 @@ def _map(path: str, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
 
 
-def _empty(shard: ParameterShard) -> Tensor:
-    return torch.empty((shard.stop - shard.start, *shard.shape[1:]), dtype=torch.float32)
+#: This miner could not build or apply its pseudo-gradient: the text says why.
+_local = partial(AllReduceError, AllReduceFault.LOCAL)
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class OuterStep:
         """
         if self._stream.world_size == 1:
             return
-        shared = cast("str | None", self._stream.from_rank_0(path))
+        shared = self._stream.from_rank_0(path)
         problem, window = None, None
         try:
             if shared is None:
@@ -187,25 +188,18 @@ class OuterStep:
 
     def _load(self, path: Path | None) -> None:
         schema = [(shard.name, shard.shape) for shard in self._shards]
-        error, facts, source = None, None, None
-        if self._stream.rank == 0 and path is not None:
-            try:
-                state = load_outer_optimizer(path, schema)
-                source = state.momentum
-                facts = (state.learning_rate, state.mu, source is not None)
-            except ValueError as problem:
-                error = str(problem)
         # Before any tensor is sent: the others would wait for one that never comes.
-        error = self._stream.first_error(error)
-        if error is not None:
-            raise ValueError(error)
-        answer = cast("tuple[float, float, bool] | None", self._stream.from_rank_0(facts))
-        if answer is None or not answer[2]:
-            self.momentum = None
-        else:
-            self.momentum = self._scatter(source)
-        if answer is not None:
-            self.learning_rate, self.mu = answer[0], answer[1]
+        state = self._stream.read_on_rank_0(
+            lambda: None if path is None else load_outer_optimizer(path, schema)
+        )
+        source, facts = None, None
+        if state is not None:
+            source = state.momentum
+            facts = (state.learning_rate, state.mu, source is not None)
+        facts = self._stream.from_rank_0(facts)
+        self.momentum = self._scatter(source) if facts and facts[2] else None
+        if facts is not None:
+            self.learning_rate, self.mu, _ = facts
 
     @torch.no_grad()
     def write_pseudo_gradient(
@@ -222,14 +216,10 @@ class OuterStep:
         problem = self._buffer_problem(buffers)
         if self.epoch_start is None:
             problem = "no epoch-start weights are kept: begin_epoch was not called"
-        problem = self._stream.first_error(problem)
-        if problem is not None:
-            raise AllReduceError(AllReduceFault.LOCAL, problem)
+        self._stream.agree(problem, _local)
         assert self.epoch_start is not None
-        try:  # memory may run out on one rank alone
-            self._written = self._stream.together(self.current) if trains_on else None
-        except RankFailedError as error:
-            raise AllReduceError(AllReduceFault.LOCAL, str(error)) from None
+        # Memory may run out on one rank alone.
+        self._written = self._stream.together(self.current, _local) if trains_on else None
         square, own = 0.0, self._own_rows(buffers)
         # One parameter at a time: in a round there is no room for the whole model once more.
         for i, (shard, start) in enumerate(zip(self._shards, self.epoch_start, strict=True)):
@@ -240,9 +230,9 @@ class OuterStep:
             elif own is None:
                 self._stream.gather(shard.shape, rows, None if buffers is None else buffers[i])
         # Also: no rank returns before all have written.
-        total = self._stream.sum_of_rows(square)
+        total = self._stream.sum([square])[0] / self._stream.layout.replicas  # each row once
         if not math.isfinite(total):
-            raise AllReduceError(AllReduceFault.LOCAL, "the pseudo-gradient holds NaN or Inf")
+            raise _local("the pseudo-gradient holds NaN or Inf")
         return math.sqrt(total)
 
     @torch.no_grad()
@@ -254,16 +244,15 @@ class OuterStep:
         :meth:`commit`.
         """
         self._prepared = None
-        problem = self._stream.first_error(self._buffer_problem(averaged))
-        if problem is not None:
-            raise AllReduceError(AllReduceFault.SCHEMA, problem)
+        problem = self._buffer_problem(averaged)
+        self._stream.agree(problem, partial(AllReduceError, AllReduceFault.SCHEMA))
         if self.epoch_start is None:
-            raise AllReduceError(AllReduceFault.LOCAL, "begin_epoch was not called")
+            raise _local("begin_epoch was not called")
         average = self._own_rows(averaged)
         if average is None:
             average = self._scatter(averaged, borrow=True)
         elif self._stream.layout.replicas > 1:
-            average = average or [_empty(shard) for shard in self._shards]
+            average = average or [shard.empty_rows() for shard in self._shards]
             for rows in average:
                 self._stream.replicate(rows)
         # One NaN or Inf anywhere makes their sum NaN or Inf, on every rank.
@@ -287,11 +276,8 @@ class OuterStep:
                 rows.neg_().add_(on_host(shard.local)).add_(outer)
             return weights, written, momentum
 
-        try:
-            # It takes two new tensors for each parameter, so memory may run out on one rank alone.
-            new = self._stream.together(moved)
-        except RankFailedError as error:
-            raise AllReduceError(AllReduceFault.LOCAL, str(error)) from None
+        # It takes two new tensors for each parameter, so memory may run out on one rank alone.
+        new = self._stream.together(moved, _local)
         self._prepared = _Prepared(*new, self._new_epoch_id())
 
     @torch.no_grad()
@@ -320,7 +306,7 @@ class OuterStep:
     def _new_epoch_id(self) -> str:
         # Random, not the step's number: after a roll-back the same number has other weights, and a
         # checkpoint must not refer to the wrong ones.
-        return cast(str, self._stream.from_rank_0(secrets.token_hex(8)))
+        return self._stream.from_rank_0(secrets.token_hex(8))
 
     def _scatter(self, source: Sequence[Tensor] | None, *, borrow: bool = False) -> list[Tensor]:
         """Scatter rank 0's ``source``; with ``borrow`` rank 0's rows are views of it."""
@@ -331,7 +317,7 @@ class OuterStep:
                 self._stream.scatter(shard.shape, whole, None)
                 rows = whole[shard.start : shard.stop]
             else:
-                rows = _empty(shard)
+                rows = shard.empty_rows()
                 self._stream.scatter(shard.shape, whole, rows)
             result.append(rows)
         return result

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch._functorch.config as functorch_config
@@ -83,7 +83,20 @@ class ShardedModel:
 
         For when weights were changed under FSDP, or a step is abandoned.
         """
-        _discard_gradients(self.modules)
+        root: Any = self.modules[-1]
+        if root._get_fsdp_state()._is_root is None:
+            return  # no forward yet: FSDP sets itself up in the first one: there is nothing to drop
+        if hasattr(root, "reset_iter_state"):
+            root.reset_iter_state()
+        else:
+            _reset_iter_state(root)
+        for holder, name in _gradient_places(self.modules):
+            if getattr(holder, name) is not None:
+                setattr(holder, name, None)
+        for module in self.modules:
+            module.reshard()
+        for parameter in root.parameters():
+            parameter.grad = None
 
     @contextmanager
     def gradients_aside(self) -> Iterator[None]:
@@ -164,7 +177,7 @@ def build_sharded_model(
     root = CausalLoss(model, kernel)
     mesh = _make_mesh(device, layout)
     modules = _shard(root, model, mesh=mesh, device=device, plan=plan, compute_dtype=dtype)
-    copies = f", a copy on each of {layout.nodes} nodes" if layout.replicas > 1 else ""
+    copies = f", a copy on each of {layout.replicas} nodes" if layout.replicas > 1 else ""
     say(f"FSDP: {len(modules)} group(s) over {layout.shards} rank(s){copies}")
     return ShardedModel(
         model=model,
@@ -353,23 +366,6 @@ def _shard(
     return modules
 
 
-def _discard_gradients(modules: list[FSDPModule]) -> None:
-    root: Any = modules[-1]
-    if root._get_fsdp_state()._is_root is None:
-        return  # no forward yet: FSDP sets itself up in the first one, and there is nothing to drop
-    if hasattr(root, "reset_iter_state"):
-        root.reset_iter_state()
-    else:
-        _reset_iter_state(root)
-    for holder, name in _gradient_places(modules):
-        if getattr(holder, name) is not None:
-            setattr(holder, name, None)
-    for module in modules:
-        module.reshard()
-    for parameter in root.parameters():
-        parameter.grad = None
-
-
 def _gradient_places(modules: list[FSDPModule]) -> Iterator[tuple[Any, str]]:
     """Yield the object and the attribute of each gradient that a backward may leave behind."""
     for module in modules:
@@ -427,7 +423,7 @@ def load(sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: i
     Raises ValueError on all ranks alike, changing nothing.
     """
     shards, tied = sharded.shards, sharded.tied
-    shared = cast("str | None", stream.from_rank_0(None if path is None else str(path)))
+    shared = stream.from_rank_0(None if path is None else str(path))
     if shared is None:
         spread = getattr(sharded.model.config, "initializer_range", INITIAL_SPREAD)
         _initialize(shards, float(spread), seed)  # type: ignore[arg-type]
@@ -443,9 +439,7 @@ def load(sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: i
         error = f"{shared} was not loaded: {problem}. Fetch the global state again"
     # Every shape was compared before the first row is copied: a file of another model changes
     # nothing.
-    error = stream.first_error(error)
-    if error is not None:
-        raise ValueError(error)
+    stream.agree(error, ValueError)
     with safe_open(shared, "pt") if layout.on_node_0 else nullcontext() as opened:
         _copy(sharded, opened, stream)
 
@@ -456,7 +450,7 @@ def _copy(sharded: ShardedModel, file: Any, stream: RowStream) -> None:
     for shard in sharded.shards:
         # safetensors refuses an empty slice at the end, where a rank has no rows.
         if file is None or shard.start == shard.stop:
-            rows = torch.empty((shard.stop - shard.start, *shard.shape[1:]))
+            rows = shard.empty_rows()
         else:
             stored = _stored_name(shard.name, present, sharded.tied)
             rows = file.get_slice(stored)[shard.start : shard.stop].float()

@@ -29,14 +29,13 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from safetensors import safe_open
@@ -51,9 +50,9 @@ from distributed_training.protocol.types import AllReduceError, AllReduceFault, 
 
 from .collectives import ParameterShard, RowStream
 from .error_feedback import BoundaryCopies, Code, Codec, Direction, enter_thread
+from .inner_optimizer import CosineSchedule, InnerOptimizer, published_group
 
 if TYPE_CHECKING:  # the validator writes shards too, and builds no model for it
-    from .inner_optimizer import CosineSchedule, InnerOptimizer
     from .outer_step import OuterStep
     from .sharding import ShardedModel
 
@@ -243,7 +242,7 @@ class SnapshotState:
 
     ``directions``: candidates for the upload; the first is written to ``gradients.pt``. ``rank`` of
     the ``world_size`` that hold one copy of the model; ``writes``: False where another machine
-    writes the same.
+    writes the same. ``inner``: see :func:`shard_content`.
     """
 
     rank: int
@@ -254,10 +253,7 @@ class SnapshotState:
     codec: Codec
     config: Mapping[str, Any]
     gradients_metadata: Mapping[str, Any]
-    mesh: DeviceMesh
-    steps: int
-    param_group: Mapping[str, Any]
-    scheduler_state: Mapping[str, Any]
+    inner: Callable[[], dict[str, Any]]
     writes: bool = True
 
 
@@ -284,38 +280,35 @@ class SnapshotHandle:
         self.codes: dict[str, list[Code | None]] = {}
         # Rank 0: by direction, the content of gradients.pt.
         self.contents: dict[str, dict[str, Any]] = {}
-        self._written: Future[None] | None = None
+        self.error: Exception | None = None  # of the writing, once it is done
+        self._ended = threading.Event()
         self._cancelled = threading.Event()
 
     def start(self, write: Callable[[SnapshotHandle], None]) -> None:
-        pool = ThreadPoolExecutor(1, thread_name_prefix="snapshot")
         try:
-            self._written = pool.submit(write, self)
+            threading.Thread(target=self._run, args=(write,), name="snapshot").start()
         except RuntimeError:
             # The machine has no thread left. Training waits: this rank alone must not end.
-            self._written = Future()
-            try:
-                write(self)
-                self._written.set_result(None)
-            except Exception as error:  # noqa: BLE001 - as in a thread: whoever asks is told
-                self._written.set_exception(error)
-        # The future keeps its error, the error its frames, and they a snapshot's copies.
-        self._written.add_done_callback(_drop_frames)
-        pool.shutdown(wait=False)
+            self._run(write)
+
+    def _run(self, write: Callable[[SnapshotHandle], None]) -> None:
+        try:
+            write(self)
+        except Exception as error:  # noqa: BLE001 - in a thread: whoever asks is told
+            # The handle keeps the error, the error its frames, this one too, and they the copies.
+            del write
+            _drop_frames(error)
+            self.error = error
+        finally:
+            self._ended.set()
 
     def done(self) -> bool:
         """Return True when this rank's files are all there, or writing failed (see ``error``)."""
-        return self._written is not None and self._written.done()
-
-    @property
-    def error(self) -> BaseException | None:
-        """The error of the writing; None if it did not fail, or is not done."""
-        return self._written.exception() if self._written and self._written.done() else None
+        return self._ended.is_set()
 
     def join(self) -> None:
-        """Wait until this rank's part is done."""
-        if self._written is not None:
-            wait([self._written])
+        """Wait until this rank's part is done (rank 0: also the other ranks' parts)."""
+        self._ended.wait()
 
     def cancel(self) -> None:
         """Give it up, unless it is done. Returns when it has ended."""
@@ -331,21 +324,10 @@ class SnapshotHandle:
         """Give the memory of the codes back: what is written stays as it is."""
         self.codes, self.contents, self.epoch = {}, {}, None
 
-    def wait(self, timeout: timedelta | None = None) -> None:
-        """Wait for all writing of this rank (rank 0: also the other ranks' parts).
 
-        Raises what the writing raised, TimeoutError when it goes on longer than ``timeout``.
-        """
-        assert self._written is not None
-        wait([self._written], None if timeout is None else timeout.total_seconds())
-        if not self._written.done():
-            raise TimeoutError(f"snapshot {self.folder} is still being written")
-        self._written.result()
-
-
-def _drop_frames(written: Future[None]) -> None:
+def _drop_frames(failure: Exception) -> None:
     """Free what the frames of a failure hold: its copies, which the next snapshot waits for."""
-    errors, seen = [written.exception()], set[int]()
+    errors, seen = list[BaseException | None]([failure]), set[int]()
     while errors:
         error = errors.pop()
         if error is not None and id(error) not in seen:
@@ -404,19 +386,7 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle, parts_timeout: ti
         files[folder / keys.GRADIENTS] = bad_gradient
     handle.check()
     inner = folder / keys.inner_optimizer(state.rank, state.world_size)
-    write_shard(
-        inner,
-        shard_content(
-            shards=state.shards,
-            mesh=state.mesh,
-            exp_avg=state.copies.exp_avg,
-            exp_avg_sq=state.copies.exp_avg_sq,
-            steps=state.steps,
-            param_group=state.param_group,
-            scheduler_state=state.scheduler_state,
-            outer_step=int(state.gradients_metadata["outer_step"]),
-        ),
-    )
+    write_shard(inner, state.inner())
     files[inner] = _not_finite(
         [*state.shards] * 2, [*state.copies.exp_avg, *state.copies.exp_avg_sq], handle.check
     )
@@ -515,7 +485,7 @@ def _write_model_rows(
             _write_at(handle, memoryview(layout.header), 0)
         for shard, rows in zip(state.shards, state.copies.weights, strict=True):
             check()
-            start = layout.offsets[shard.name] + shard.start * shard.row_size * 4
+            start = layout.offsets[shard.name] + shard.start * math.prod(shard.shape[1:]) * 4
             _write_at(handle, tensor_bytes(rows), start)
         os.fsync(handle)
     finally:
@@ -664,9 +634,7 @@ class Snapshots:
                 prepare_folder(folder)
             except OSError as error:
                 problem = f"{folder} cannot hold a snapshot: {error}"
-        problem = cast("str | None", self._stream.from_rank_0(problem))  # no rank writes before
-        if problem is not None:
-            raise OSError(problem)
+        self._stream.agree(problem, OSError)  # no rank writes before
         metadata = {
             "block": int(block),
             "inner_step": int(progress.inner_step),
@@ -681,35 +649,43 @@ class Snapshots:
             self._outer.learning_rate,
             second_moment=copies.exp_avg_sq,
         )
-        state = self._state(directions, copies, steps, config, metadata)
-        epoch = Epoch(self._outer.epoch_id, start, self._outer.learning_rate)
-        handle = SnapshotHandle(folder, time.perf_counter() - started, epoch)
-        handle.start(partial(write_snapshot, state, parts_timeout=PARTS_TIMEOUT))
-        return handle
-
-    def _state(
-        self,
-        directions: Sequence[Direction],
-        copies: BoundaryCopies,
-        steps: int,
-        config: Mapping[str, Any],
-        metadata: Mapping[str, Any],
-    ) -> SnapshotState:
-        shards, optimizer, layout = self._sharded.shards, self._optimizer, self._stream.layout
-        rate = self._schedule.rate(steps)
-        names = [item.name for item in shards]
-        return SnapshotState(
+        layout = self._stream.layout
+        state = SnapshotState(
             rank=layout.shard,
             world_size=layout.shards,
             writes=layout.rank < layout.shards,
-            shards=shards,
+            shards=self._sharded.shards,
             copies=copies,
             directions=directions,
             codec=self._outer.feedback.codec,
             config=config,
             gradients_metadata=metadata,
+            inner=self._inner(copies, steps, progress.outer_step),
+        )
+        epoch = Epoch(self._outer.epoch_id, start, self._outer.learning_rate)
+        handle = SnapshotHandle(folder, time.perf_counter() - started, epoch)
+        handle.start(partial(write_snapshot, state, parts_timeout=PARTS_TIMEOUT))
+        return handle
+
+    def _inner(
+        self, copies: BoundaryCopies, steps: int, outer_step: int
+    ) -> Callable[[], dict[str, Any]]:
+        shards, optimizer, schedule = self._sharded.shards, self._optimizer, self._schedule
+        group = published_group(
+            [item.name for item in shards],
+            schedule.rate(steps),
+            schedule.peak,
+            betas=optimizer.betas,
+            weight_decay=optimizer.weight_decay,
+        )
+        return partial(
+            shard_content,
+            shards=shards,
             mesh=self._sharded.mesh,
+            exp_avg=copies.exp_avg,
+            exp_avg_sq=copies.exp_avg_sq,
             steps=optimizer.step_count,
-            param_group=optimizer.published_group(names, rate, self._schedule.peak),
-            scheduler_state=self._schedule.published_state(steps),
+            param_group=group,
+            scheduler_state=schedule.published_state(steps),
+            outer_step=outer_step,
         )

@@ -78,8 +78,8 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     return 6.0 * params + 12.0 * config.num_hidden_layers * heads * head_dim * sequence_length
 
 
-def start_profiler(*, steps: int, start: int, rank: int) -> profile:
-    """Record ``steps`` inner steps after the first ``start``; its ``step`` is called after each.
+def start_profiler(*, steps: int, rank: int) -> profile:
+    """Record ``steps`` inner steps after the first three; its ``step`` is called after each.
 
     Writes ``profile-rank-R.json`` (Chrome trace) into the current folder.
     """
@@ -91,10 +91,10 @@ def start_profiler(*, steps: int, start: int, rank: int) -> profile:
         recorded.export_chrome_trace(str(path))
         log.info("Profile of %d inner steps written to %s", steps, path)
 
-    # The step before is recorded and thrown away: in its first one the profiler itself is slow.
-    warm = min(1, start)
+    # The first steps compile and fill the allocator. The one before is recorded and thrown away: in
+    # its first one the profiler itself is slow.
     profiler = profile(
-        schedule=schedule(wait=start - warm, warmup=warm, active=steps, repeat=1),
+        schedule=schedule(wait=2, warmup=1, active=steps, repeat=1),
         on_trace_ready=write,
     )
     profiler.start()

@@ -121,8 +121,6 @@ NAN_LIMIT, SLOW_STEPS = 3, 50
 #: Outer steps that two states may be apart while their losses are alike. A miner that refuses a
 #: state for its own better one takes the network's of a few rounds later: it is not left behind.
 _NEAR = 2
-#: Inner steps before a profile: the first ones compile and fill the allocator.
-_PROFILED_FROM = 3
 
 
 class Trainer:
@@ -177,10 +175,11 @@ class Trainer:
             outer=self.outer,
         )
         self.gradient_check = GradientCheck(
-            settings=settings,
             sharded=self.sharded,
             stream=self.stream,
             feedback=self.outer.feedback,
+            search=settings.step_length == "search",
+            sequence_length=settings.sequence_length,
         )
         # After the optimizer: ``auto`` measures what is left of the device's memory.
         self._build_step(run_folder)
@@ -196,9 +195,7 @@ class Trainer:
         )
         self._profiler = None
         if settings.profile_steps:
-            self._profiler = start_profiler(
-                steps=settings.profile_steps, start=_PROFILED_FROM, rank=self.rank
-            )
+            self._profiler = start_profiler(steps=settings.profile_steps, rank=self.rank)
         if isinstance(wanted, str):
             self.plan_micro_batches(
                 measured_micro_batch(
@@ -255,11 +252,6 @@ class Trainer:
         )
         if self.batch_plan.note:
             self._say(self.batch_plan.note)
-
-    @property
-    def micro_batches_per_step(self) -> int:
-        """Calls of :meth:`add_micro_batch` per inner step, on each rank."""
-        return self.batch_plan.micro_batches
 
     @property
     def pending_micro_batches(self) -> int:
@@ -367,10 +359,6 @@ class Trainer:
         self.inner_step, self._written_at = 0, None
         self.drop_step()
 
-    def epoch_start_rows(self) -> list[tuple[str, int, Tensor]]:
-        """See :meth:`~.outer_step.OuterStep.epoch_start_rows`."""
-        return self.outer.epoch_start_rows()
-
     def drop_step(self) -> None:
         """Forget an inner step that is not finished, and every gathered weight."""
         self.step.drop()
@@ -435,11 +423,11 @@ class Trainer:
         Returns False if they fit no step of these flags.
         """
         shape = (self.micro_batch_size, self.settings.sequence_length)
-        if tuple(pending.shape[1:]) != shape or len(pending) >= self.micro_batches_per_step:
+        if tuple(pending.shape[1:]) != shape or len(pending) >= self.batch_plan.micro_batches:
             self._say(
                 f"{len(pending)} micro-batch(es) of the inner step under way are dropped: they are "
                 f"of {tuple(pending.shape[1:])} tokens, the flags say {shape} and "
-                f"{self.micro_batches_per_step} a step"
+                f"{self.batch_plan.micro_batches} a step"
             )
             return False
         for batch, domain in zip(pending, domains, strict=True):
@@ -463,7 +451,7 @@ class Trainer:
             raise ValueError(f"micro-batch of shape {tuple(batch.shape)}, expected {expected}")
         self._meter.micro_batch(data_wait_seconds)
         self.step.add(batch, domain, self.batch_plan)  # forward and backward
-        if self.pending_micro_batches < self.micro_batches_per_step:
+        if self.pending_micro_batches < self.batch_plan.micro_batches:
             return None
 
         self.step.combine(self.total_inner_steps)

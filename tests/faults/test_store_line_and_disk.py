@@ -263,11 +263,10 @@ def test_a_full_disk_under_the_journal_fails_the_publication_and_not_the_uploade
 
 SNAPSHOT = """
 import sys, json
-from datetime import timedelta
 from pathlib import Path
 import torch, torch.distributed as dist
 sys.path.insert(0, {root!r})
-from tests.tools.training_world import tiny, train, trainer
+from tests.tools.training_world import finished, tiny, train, trainer
 from distributed_training.common.processes import leave
 from distributed_training.protocol.types import Progress
 
@@ -282,7 +281,7 @@ for attempt in range(2):
     handle = made.snapshot(disk / "4.2", progress=Progress(4, 2, 2, [7]), block=9, last_loss=1.0)
     losses += [r.loss for r in train(made, 2 + attempt, 3 + attempt)]
     try:
-        handle.wait(timedelta(seconds=60))
+        finished(handle)
         said.append("written")
     except OSError as error:
         said.append(str(error))

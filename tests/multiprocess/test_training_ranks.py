@@ -12,12 +12,13 @@ from distributed_training.protocol import gradients
 from tests.tools import torch_2_5
 from tests.tools.forked import Ranks
 
+pytestmark = pytest.mark.timeout(120)
+
 # Written by this test on 2026-11-20 with torch 2.13.0 (CPU, float32). A change of more than
 # rounding here is a change of what training does: say why in the commit.
 GOLDEN = json.loads((Path(__file__).parent / "training_golden.json").read_text())
 
 
-@pytest.mark.timeout(120)
 def test_golden_losses_at_world_sizes_1_and_2(tmp_path: Path) -> None:
     runs = [Ranks("losses", world, tmp_path) for world in (1, 2)]
     for run in runs:
@@ -29,7 +30,6 @@ def test_golden_losses_at_world_sizes_1_and_2(tmp_path: Path) -> None:
     assert GOLDEN["losses"][-1] < GOLDEN["losses"][0] - 0.7
 
 
-@pytest.mark.timeout(120)
 def test_nodes_with_a_copy_each_train_alike_in_groups_with_the_miners_timeout(
     tmp_path: Path,
 ) -> None:
@@ -38,7 +38,6 @@ def test_nodes_with_a_copy_each_train_alike_in_groups_with_the_miners_timeout(
     assert content["losses"] == pytest.approx(GOLDEN["losses"], abs=2e-4)
 
 
-@pytest.mark.timeout(120)
 def test_ranks_that_ran_out_of_memory_start_again_and_know(tmp_path: Path) -> None:
     first = Ranks("out_of_memory", 2, tmp_path)
     try:
@@ -52,7 +51,6 @@ def test_ranks_that_ran_out_of_memory_start_again_and_know(tmp_path: Path) -> No
     assert content["losses"] == pytest.approx(GOLDEN["losses"], abs=2e-4)
 
 
-@pytest.mark.timeout(120)
 def test_gradient_surgery_is_the_same_at_world_sizes_1_and_2_and_on_two_nodes(
     tmp_path: Path,
 ) -> None:
@@ -69,18 +67,24 @@ def test_gradient_surgery_is_the_same_at_world_sizes_1_and_2_and_on_two_nodes(
         assert one["notes"] == two["notes"] and any("PCGrad" in note for note in one["notes"])
 
 
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("how", ["outer", "outer_window"])
 def test_an_outer_step_commits_or_leaves_every_bit(how: str, tmp_path: Path) -> None:
     Ranks(how, 2, tmp_path).finish()
 
 
-@pytest.mark.timeout(120)
-def test_a_rank_without_memory_for_copies_or_a_whole_matrix_ends_nobody(tmp_path: Path) -> None:
-    Ranks("no_memory", 2, tmp_path).finish()
+@pytest.mark.parametrize(
+    "scenario",
+    ["no_memory", "rebase", "preview", "inner_optimizer", "unlike_gpus", "disk_of_a_copy"],
+)
+def test_two_ranks(scenario: str, tmp_path: Path) -> None:
+    """Each scenario's docstring says what it shows."""
+    Ranks(scenario, 2, tmp_path).finish()
 
 
-@pytest.mark.timeout(120)
+def test_a_preview_of_one_rank_is_what_the_published_file_does(tmp_path: Path) -> None:
+    Ranks("preview", 1, tmp_path).finish()
+
+
 def test_snapshot_of_two_ranks_is_that_of_the_whole_model(tmp_path: Path) -> None:
     Ranks("snapshot", 2, tmp_path).finish()
     assert not (tmp_path / "no file system in common").exists()
@@ -107,31 +111,6 @@ def test_snapshot_of_two_ranks_is_that_of_the_whole_model(tmp_path: Path) -> Non
         assert not list(folder.glob(".*")), "parts and temporary files are gone"
 
 
-def test_another_epoch_start_keeps_the_pseudo_gradient(tmp_path: Path) -> None:
-    Ranks("rebase", 2, tmp_path).finish()
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_preview_is_what_the_published_file_does(world_size: int, tmp_path: Path) -> None:
-    Ranks("preview", world_size, tmp_path).finish()
-
-
-def test_ranks_take_over_the_inner_optimizer_of_others(tmp_path: Path) -> None:
-    Ranks("inner_optimizer", 2, tmp_path).finish()
-
-
-@pytest.mark.timeout(120)
-def test_ranks_that_know_different_sizes_measure_together(tmp_path: Path) -> None:
-    Ranks("unlike_gpus", 2, tmp_path).finish()
-
-
-@pytest.mark.timeout(120)
-def test_a_new_disk_in_mid_step_drops_the_step_on_all_nodes(tmp_path: Path) -> None:
-    Ranks("disk_of_a_copy", 2, tmp_path).finish()
-
-
-@pytest.mark.timeout(120)
 def test_killed_and_resumed_is_as_if_never_killed(tmp_path: Path) -> None:
     killed = Ranks("until_killed", 2, tmp_path)
     plain = Ranks("straight", 2, tmp_path)

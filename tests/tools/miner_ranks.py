@@ -295,7 +295,7 @@ def stopped(folder: Path) -> None:
             miner.stop()
 
     miner = Miner(folder, on_step=lambda m, step: None, on_micro_batch=on_micro_batch)
-    assert miner.trainer.micro_batches_per_step > 1
+    assert miner.trainer.batch_plan.micro_batches > 1
     miner.run("stopped")
 
 

@@ -50,7 +50,7 @@ class Played:
         ended, trainer = self.rank.run(), self.rank.training.trainer
         layout = trainer.stream.layout
         rows = [shard.local.clone() for shard in trainer.sharded.shards]
-        torch.save(rows, self.context.folder / f"rows-{layout.rank % layout.local}.pt")
+        torch.save(rows, self.context.folder / f"rows-{layout.shard}.pt")
         whole = whole_weights(trainer)
         if whole is not None:
             torch.save(whole, self.context.folder / "whole.pt")

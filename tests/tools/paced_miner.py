@@ -34,7 +34,7 @@ else:  # in the fork server
         try:
             return _add(self, *batch, **more)
         finally:
-            pause = ALONE if self.micro_batches_per_step == 1 else PAUSE
+            pause = ALONE if self.batch_plan.micro_batches == 1 else PAUSE
             time.sleep(pause * (time.thread_time() - began))
 
     Trainer.add_micro_batch = _paced

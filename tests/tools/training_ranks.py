@@ -1,4 +1,4 @@
-"""One rank of a scenario: ``training_ranks.py SCENARIO FOLDER STORE [ARGUMENTS]``."""
+"""One rank of a scenario: ``training_ranks.py SCENARIO FOLDER STORE``."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -38,7 +40,9 @@ from distributed_training.training.snapshot import SnapshotHandle
 from distributed_training.training.trainer import Trainer
 from tests.tools.training_world import (
     evaluate,
+    finished,
     memory_ends,
+    save_checkpoint,
     sequences,
     train,
     trainer,
@@ -48,27 +52,23 @@ from tests.tools.training_world import (
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
-def losses(folder: Path) -> None:
-    made = trainer(rank=RANK, world_size=WORLD)
+def losses(folder: Path, name: str = "losses", **place: int) -> Trainer:
+    made = trainer(rank=RANK, world_size=WORLD, **place)
     reports = train(made, 0, 20)
     evaluated = evaluate(made, sequences(99, count=3))
     if RANK == 0:
         content = {"losses": [r.loss for r in reports], "evaluated": evaluated}
-        (folder / f"losses-{WORLD}.json").write_text(json.dumps(content))
+        (folder / f"{name}-{WORLD}.json").write_text(json.dumps(content))
+    return made
 
 
 def losses_of_nodes(folder: Path) -> None:
     """WORLD nodes of one rank, each with a copy of the model."""
-    made = trainer(rank=RANK, world_size=WORLD, local_ranks=1)
-    reports = train(made, 0, 20)
+    made = losses(folder, "nodes", local_ranks=1)
     state: Any = made.sharded.modules[-1]._get_fsdp_state()  # type: ignore[operator]
     for group in state._fsdp_param_group.mesh_info.mesh.get_all_groups():
         backend: Any = group._get_backend(torch.device("cpu"))
         assert backend.options._timeout == COLLECTIVE_TIMEOUT
-    evaluated = evaluate(made, sequences(99, count=3))
-    if RANK == 0:
-        content = {"losses": [r.loss for r in reports], "evaluated": evaluated}
-        (folder / f"nodes-{WORLD}.json").write_text(json.dumps(content))
 
 
 def out_of_memory(folder: Path) -> None:
@@ -215,17 +215,13 @@ def no_memory(folder: Path) -> None:
     def take(name: str) -> SnapshotHandle:
         progress = Progress(0, made.inner_step, made.inner_step, [])
         handle = made.snapshot(folder / name, progress=progress, block=1, last_loss=1.0)
-        handle.wait(timedelta(seconds=60))
+        finished(handle)
         dist.barrier()
         return handle
 
     def refuses(line: str) -> None:
-        try:
+        with pytest.raises(RankFailedError, match=f"^{line}$"):
             take("refused")
-        except RankFailedError as error:
-            assert str(error) == line, error
-        else:
-            raise AssertionError("a snapshot without memory was taken")
 
     places = [
         (torch, "zeros_like", WORLD - 1),
@@ -238,7 +234,7 @@ def no_memory(folder: Path) -> None:
         train(other, step, step + 1)
         before = feedback.residual
         with memory_ends(owner, name, when=who == RANK):
-            refuses(f"rank {who}: MemoryError: no memory is left")
+            refuses(f"rank {who}: MemoryError: no memory is left; free host memory there")
             keeper.save({}, Progress(0, 1, 1, []))
         keeper.wait()
         assert (keeper.last_error is None) == (name != "take")
@@ -270,7 +266,7 @@ def snapshot(folder: Path) -> None:
                 folder / mode, progress=Progress(0, 2, 2, [7, 9]), block=9, last_loss=1.25
             )
             train(made, 2, 3)  # goes on while files are written
-            handle.wait(timedelta(seconds=60))
+            finished(handle)
             dist.barrier()
             for item, rows in zip(made.sharded.shards, made.outer.current(), strict=True):
                 item.local.copy_(rows)
@@ -303,13 +299,9 @@ def rebase(folder: Path) -> None:
         (RankFailedError, "global", 0),
         (RankFailedError, "global", WORLD - 1),
     ):
-        try:
-            with memory_ends(made.outer, "trained", when=who == RANK):
-                made.rebase(folder / f"{name}.safetensors" if RANK == 0 else None, None, text)
-        except kind:
-            same(now, made.outer.current())
-        else:
-            raise AssertionError("a file of another model was taken, or one without memory")
+        with pytest.raises(kind), memory_ends(made.outer, "trained", when=who == RANK):
+            made.rebase(folder / f"{name}.safetensors" if RANK == 0 else None, None, text)
+        same(now, made.outer.current())
     made.rebase(folder / "global.safetensors" if RANK == 0 else None, None, text)
     after = [torch.zeros(s) for _, s in made.schema] if RANK == 0 else None
     made.write_pseudo_gradient(after)
@@ -322,7 +314,7 @@ def rebase(folder: Path) -> None:
             assert torch.equal(rows, file.get_slice(item.name)[item.start : item.stop])
     assert (made.outer_step, made.inner_step, made.total_inner_steps) == (0, 3, 3)
     assert train(made, 3, 4)[0].inner_step == 4
-    for name, first, rows in made.epoch_start_rows():
+    for name, first, rows in made.outer.epoch_start_rows():
         assert rows.shape[0] + first <= dict(made.schema)[name][0]
 
 
@@ -344,7 +336,7 @@ def preview(folder: Path) -> None:
         handle = made.snapshot(
             folder / "preview", progress=Progress(0, step, step, [7]), block=9, last_loss=1.0
         )
-        handle.wait(timedelta(seconds=60))
+        finished(handle)
         dist.barrier()
         return handle
 
@@ -418,7 +410,7 @@ def inner_optimizer(folder: Path) -> None:
     donor.total_inner_steps = 4000
     progress = Progress(0, 3, 4000, [7])
     handle = donor.snapshot(folder / "shards", progress=progress, block=9, last_loss=1.0)
-    handle.wait(timedelta(seconds=60))
+    finished(handle)
     dist.barrier()
     facts = take_over(made, folder / "shards" if RANK == 0 else None)
     assert facts is not None and (facts.steps, facts.finished_steps) == (3, 4000)
@@ -427,12 +419,8 @@ def inner_optimizer(folder: Path) -> None:
     dist.barrier()
     if RANK == 0:
         (folder / "shards" / "inner_optimizer.rank0002-of-2.pt").unlink()
-    try:
+    with pytest.raises(ValueError, match="one inner optimizer of each rank"):
         take_over(made, folder / "shards" if RANK == 0 else None)
-    except ValueError as error:
-        assert "one inner optimizer of each rank" in str(error)
-    else:
-        raise AssertionError("half of the shards were taken over")
 
 
 def evaluated(made: Trainer, rows: list[torch.Tensor], batches: torch.Tensor) -> float:
@@ -448,8 +436,7 @@ def until_killed(folder: Path) -> None:
     made = trainer(rank=RANK, world_size=WORLD)
     keeper = Checkpointer(trainer=made, folder=folder / "checkpoints", keep=2)
     train(made, 0, 5)
-    keeper.save({"rank": RANK}, Progress(0, 5, 5, [3]))
-    keeper.wait()
+    save_checkpoint(keeper, Progress(0, 5, 5, [3]), {"rank": RANK})
     dist.barrier()
     train(made, 5, 6)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -479,8 +466,7 @@ def disk_of_a_copy(folder: Path) -> None:
     made.add_micro_batch(sequences(RANK, count=made.micro_batch_size))
     assert made.pending_micro_batches == 1
     keeper = Checkpointer(trainer=made, folder=own, owner="me")
-    keeper.save({"rank": RANK}, Progress(0, 1, 1, []))
-    keeper.wait()
+    save_checkpoint(keeper, Progress(0, 1, 1, []), {"rank": RANK})
     dist.barrier()
     for lost in (None, 1):
         if lost == RANK:
@@ -494,14 +480,14 @@ def disk_of_a_copy(folder: Path) -> None:
         dist.barrier()
 
 
-def resume(folder: Path, last: str = "10") -> None:
+def resume(folder: Path) -> None:
     made = trainer(rank=RANK, world_size=WORLD, seed=7)
     keeper = Checkpointer(trainer=made, folder=folder / "checkpoints", keep=2)
     restored = keeper.restore()
     assert restored is not None
     progress, extra = restored
     assert progress == Progress(0, 5, 5, [3]), progress
-    reports = train(made, progress.total_inner_steps, int(last))
+    reports = train(made, progress.total_inner_steps, 10)
     weights = whole_weights(made)
     if RANK == 0:
         content = {"losses": [r.loss for r in reports], "weights": weights, "extra": extra}
@@ -517,13 +503,10 @@ def straight(folder: Path) -> None:
         torch.save(content, folder / "straight.pt")
 
 
-def expect(fault: AllReduceFault, call: object) -> None:
-    try:
-        call()  # type: ignore[operator]
-    except AllReduceError as error:
-        assert error.fault is fault, error
-    else:
-        raise AssertionError(f"{fault} was not raised on rank {RANK}")
+def expect(fault: AllReduceFault, call: Callable[[], object]) -> None:
+    with pytest.raises(AllReduceError) as raised:
+        call()
+    assert raised.value.fault is fault, raised.value
 
 
 def same(one: list[torch.Tensor] | None, two: list[torch.Tensor] | None) -> None:
@@ -532,7 +515,7 @@ def same(one: list[torch.Tensor] | None, two: list[torch.Tensor] | None) -> None
 
 
 if __name__ == "__main__":
-    name, where, store, *rest = sys.argv[1:]
+    name, where, store = sys.argv[1:]
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, WORLD),
@@ -541,6 +524,6 @@ if __name__ == "__main__":
         timeout=timedelta(seconds=60),
     )
     for scenario in name.split("+"):
-        globals()[scenario](Path(where), *rest)
+        globals()[scenario](Path(where))
     dist.destroy_process_group()
     leave(0)

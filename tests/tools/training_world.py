@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +15,7 @@ from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
 from distributed_training.training.memory_plan import llama_config
+from distributed_training.training.snapshot import SnapshotHandle
 from distributed_training.training.trainer import Trainer
 
 SEQUENCE = 32
@@ -47,6 +47,7 @@ def trainer(
     rank: int = 0,
     world_size: int = 1,
     model: dict[str, Any] | None = None,
+    device: torch.device | str = "cpu",
     run_folder: Path | None = None,
     local_ranks: int = 0,
     **changes: Any,
@@ -55,7 +56,7 @@ def trainer(
     made = Trainer(
         settings=dataclasses.replace(SETTINGS, **changes),
         model_config=model or tiny(),
-        device=torch.device("cpu"),
+        device=torch.device(device),
         layout=Layout(rank, world_size, local_ranks),
         run_folder=run_folder,
     )
@@ -76,17 +77,23 @@ def train(made: Trainer, first: int, last: int) -> list[Any]:
     """Inner steps ``first`` up to but not including ``last``; their reports."""
     reports = []
     for step in range(first, last):
-        mine = sequences(step)[made.rank :: made.world_size]
-        for part in mine.split(made.micro_batch_size):
-            report = made.add_micro_batch(part, data_wait_seconds=0.0)
+        whole = sequences(step, count=made.settings.local_batch_size_train_effective)
+        for part in whole[made.rank :: made.world_size].split(made.micro_batch_size):
+            report = made.add_micro_batch(part.to(made.device))
         reports.append(report)
     return reports
 
 
 def take_snapshot(made: Trainer, folder: Path, progress: Progress) -> Any:
     """Return the handle of a snapshot whose files are all written."""
-    handle = made.snapshot(folder, progress=progress, block=1, last_loss=1.0)
-    handle.wait(timedelta(seconds=60))
+    return finished(made.snapshot(folder, progress=progress, block=1, last_loss=1.0))
+
+
+def finished(handle: SnapshotHandle) -> SnapshotHandle:
+    """Wait for its writing. Raises what that raised."""
+    handle.join()
+    if handle.error is not None:
+        raise handle.error
     return handle
 
 

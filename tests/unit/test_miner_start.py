@@ -190,7 +190,7 @@ def test_a_start_goes_on_from_its_checkpoint_where_a_rank_has_no_memory_to_load(
     checkpointer.restore.return_value = Progress(3, 5, 5), {"kept": 1}
     info = StartupInfo(global_outer_step=7)
     assert start.resume(trainer, checkpointer, info, tmp_path) == {"kept": 1}
-    assert "rank 1: none" in caplog.text and "free host memory" in caplog.text
+    assert "rank 1: none" in caplog.text
     assert refusal(tmp_path) is None
     checkpointer.restore.return_value = None
     with pytest.raises(RankFailedError):

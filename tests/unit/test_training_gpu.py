@@ -25,7 +25,7 @@ from distributed_training.training.micro_batches import (
     DeviceBudget,
     KnownSize,
     find_micro_batch,
-    measured_micro_batch,
+    sizes_to_try,
 )
 from distributed_training.training.model import (
     fused_logit_gradient,
@@ -206,10 +206,10 @@ def test_a_snapshot_for_which_the_gpu_has_no_room_is_encoded_on_the_host(
 
 
 class Card(DeviceBudget):
-    """``base`` bytes of weights, ``each`` for a sequence; tries beyond ``limit`` are an error."""
+    """10 bytes of weights, 3 for a sequence; tries beyond ``limit`` are an error."""
 
-    def __init__(self, limit: int, *, base: int = 10, each: int = 3) -> None:
-        self.limit, self._base, self._each, self._sequences = limit, base, each, 0
+    def __init__(self, limit: int) -> None:
+        self.limit, self._sequences = limit, 0
         self.tried: list[int] = []
 
     def run(self, sequences: int) -> float:
@@ -222,24 +222,44 @@ class Card(DeviceBudget):
         self._sequences = 0
 
     def peak(self) -> int:
-        return self._base + self._each * self._sequences
+        return 10 + 3 * self._sequences
+
+
+SEARCH: dict[str, Any] = {"device": GPU, "vote": lambda problem: problem, "say": print}
 
 
 @pytest.mark.parametrize("limit", [13, 16, 21, 22, 33, 34, 58, 59, 1000])
 def test_auto_never_tries_what_it_knows_not_to_fit(limit: int) -> None:
-    card, said = Card(limit), list[str]()
-    found = find_micro_batch(
-        card.run, device=GPU, vote=lambda p: p, say=said.append, largest=64, budget=card
-    )
+    card = Card(limit)
     fits = [n for n in (1, 2, 4, 8, 16, 32, 64) if 10 + 3 * n <= limit]
-    assert found == max(fits)
+    assert find_micro_batch(card.run, largest=64, budget=card, **SEARCH) == max(fits)
+
+
+@pytest.mark.parametrize(
+    ("holds", "fast_up_to", "largest", "found", "why"),
+    [
+        (4, 99, 16, 4, "8 does not fit"),
+        (99, 2, 16, 2, "4 is not faster than 2"),
+        (99, 99, 8, 8, "no larger one is wanted"),
+    ],
+)
+def test_auto_stops_where_memory_ends_or_speed_does(
+    holds: int, fast_up_to: int, largest: int, found: int, why: str
+) -> None:
+    def seconds(sequences: int) -> float:
+        if sequences > holds:
+            raise torch.OutOfMemoryError("no")
+        return 1.0 / min(sequences, fast_up_to)
+
+    said: list[str] = []
+    options = SEARCH | {"say": said.append}
+    assert find_micro_batch(seconds, largest=largest, **options) == found and why in said[0]
 
 
 def test_one_rank_without_room_stops_the_search_of_all() -> None:
     card, answers = Card(1000), iter([None] * 6 + ["rank 3: 4 would take 9.0 of 8.0 GB"])
-    found = find_micro_batch(
-        card.run, device=GPU, vote=lambda p: p or next(answers), say=print, largest=64, budget=card
-    )
+    vote = {"vote": lambda problem: problem or next(answers)}
+    found = find_micro_batch(card.run, largest=64, budget=card, **(SEARCH | vote))
     assert found == 2 and card.tried == [1, 2]
 
 
@@ -289,14 +309,6 @@ def test_a_restart_goes_on_with_the_size_that_fits(
     assert seen == [2] * 8 and reports[0].note == ""
 
 
-def test_three_sequences_are_run_as_two_and_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = trainer(local_batch_size_train=3, local_batch_size_train_effective=6)
-    seen = sizes_seen(made, monkeypatch, out_of_memory_above=2)
-    for part in sequences(0)[:6].split(3):
-        report = made.add_micro_batch(part)
-    assert report is not None and seen == [3, 1, 1, 1, 1, 1, 1]
-
-
 @pytest.mark.parametrize(
     ("effective", "world_size", "length", "largest"),
     [
@@ -313,32 +325,23 @@ def test_three_sequences_are_run_as_two_and_one(monkeypatch: pytest.MonkeyPatch)
 def test_auto_takes_no_size_that_wastes_data_or_changes_the_step(
     effective: int, world_size: int, length: int, largest: int
 ) -> None:
-    known, said = KnownSize(None, {}), list[str]()
-    step: Any = SimpleNamespace(
-        known=known,
-        stream=SimpleNamespace(
-            rank=0,
-            world_size=world_size,
-            layout=SimpleNamespace(local=world_size),
-            first_error=lambda problem: problem,
-        ),
-        sharded=SimpleNamespace(device=torch.device("meta")),
-        seconds_per_sequence=lambda sequences, length, end_step: 1.0 / sequences,
-    )
     settings = TrainingSettings(local_batch_size_train_effective=effective, sequence_length=length)
-    assert measured_micro_batch(step, settings, say=said.append) == largest
-    assert measured_micro_batch(step, settings, say=said.append) == largest
-    assert "as found before" in said[-1]
-    known.fastest = 512  # with another effective batch
-    assert measured_micro_batch(step, settings, say=said.append) == largest
+    sizes, _ = sizes_to_try(settings, world_size)
+    assert sizes[-1] == largest
 
 
-def test_auto_is_measured_once(tmp_path: Path) -> None:
+def test_auto_finds_a_micro_batch_that_trains_and_is_measured_once(tmp_path: Path) -> None:
     first = trainer(local_batch_size_train="auto", run_folder=tmp_path)
+    assert first.micro_batch_size in (1, 2, 4, 8) and first.batch_plan.effective == 8
+    expected = [r.loss for r in train(trainer(), 0, 4)]
+    assert [r.loss for r in train(first, 0, 4)] == pytest.approx(expected, abs=2e-5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(type(first.step), "seconds_per_sequence", None)
         again = trainer(local_batch_size_train="auto", run_folder=tmp_path)
     assert again.micro_batch_size == first.micro_batch_size
+    first.step.known.measured(512)  # with another effective batch
+    other = trainer(local_batch_size_train="auto", run_folder=tmp_path)
+    assert other.micro_batch_size in (1, 2, 4, 8)
 
 
 def sizes_seen(

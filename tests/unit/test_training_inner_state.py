@@ -80,53 +80,28 @@ def test_moments_and_schedule_are_those_of_the_files(
     assert made.schedule.published_state(made.total_inner_steps)["last_epoch"] == 4000
 
 
-def test_what_a_miner_publishes_another_takes_over(donor: Trainer, tmp_path: Path) -> None:
-    """DTensors, as torch 2.5.1 writes them."""
-    progress = Progress(3, 3, 4000, [1])
-    take_snapshot(donor, tmp_path, progress)
-    made = trainer()
-    facts = take_over(made, tmp_path)
-    assert facts is not None and facts.finished_steps == 4000
-    for ours, theirs in zip(made.optimizer.exp_avg_sq, donor.optimizer.exp_avg_sq, strict=True):
-        assert torch.equal(ours, theirs)
-
-
-def first_moments(content: dict[str, Any]) -> dict[str, Any]:
-    state: dict[str, dict[str, Any]] = content["optimizer_state_dict"]["state"]
-    return next(iter(state.values()))
-
-
-def not_finite(content: dict[str, Any]) -> None:
-    first_moments(content)["exp_avg"][0] = float("nan")
-
-
-def below_zero(content: dict[str, Any]) -> None:
-    first_moments(content)["exp_avg_sq"][0] = -1.0
-
-
-def transposed(content: dict[str, Any]) -> None:
-    moments = first_moments(content)
-    moments["exp_avg"] = moments["exp_avg"].t()
-
-
-def of_another_model(content: dict[str, Any]) -> None:
-    moments = first_moments(content)
-    moments["exp_avg"] = moments["exp_avg"][:-1]
-
-
-def without_steps(content: dict[str, Any]) -> None:
-    content["scheduler_state"]["last_epoch"] = -5
-
-
 @pytest.mark.parametrize(
-    "spoil", [not_finite, below_zero, transposed, of_another_model, without_steps]
+    ("kind", "change"),
+    [
+        ("exp_avg", lambda moment: moment * float("nan")),
+        ("exp_avg_sq", lambda moment: moment - 1.0),
+        ("exp_avg", torch.t),
+        ("exp_avg", lambda moment: moment[:-1]),  # of another model
+        ("last_epoch", lambda _: -5),
+    ],
 )
 def test_what_does_not_fit_changes_nothing_and_the_start_says_so(
     donor: Trainer,
-    spoil: Callable[[dict[str, Any]], None],
+    kind: str,
+    change: Callable[[Any], Any],
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    def spoil(content: dict[str, Any]) -> None:
+        first, *_ = content["optimizer_state_dict"]["state"].values()
+        there = first if kind in first else content["scheduler_state"]
+        there[kind] = change(there[kind])
+
     made = trainer(warmup_steps=10)
     global_state.begin_fresh(made, write(donor, tmp_path / "shards", 2, spoil=spoil))
     assert (made.optimizer.step_count, made.total_inner_steps) == (0, 0)

@@ -29,7 +29,6 @@ from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
 from distributed_training.training.inner_optimizer import CosineSchedule
 from distributed_training.training.local_evaluation import AwfulWeights
-from distributed_training.training.micro_batches import find_micro_batch
 from distributed_training.training.model import blocks_of, hf_config
 from distributed_training.training.nesterov import OuterOptimizerState, save_outer_optimizer
 from distributed_training.training.trainer import Trainer
@@ -51,8 +50,39 @@ from tests.tools.training_world import (
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("process_group")]
 
 
+def full_disk(*_: Any) -> Any:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
 def losses(made: Trainer, first: int = 0, last: int = 4) -> list[float]:
     return [r.loss for r in train(made, first, last)]
+
+
+def assert_trains_as(made: Trainer, other: Trainer) -> list[Any]:
+    """Return three reports of ``made``, in which it did what ``other`` does."""
+    reports, expected = train(made, 0, 3), train(other, 0, 3)
+    assert [r.loss for r in reports] == pytest.approx([r.loss for r in expected], abs=2e-5)
+    norms = [r.grad_norm for r in expected]
+    assert [r.grad_norm for r in reports] == pytest.approx(norms, rel=1e-4)
+    return reports
+
+
+def half_a_step(made: Trainer, step: int) -> None:
+    for part in sequences(step)[:4].split(2):
+        made.add_micro_batch(part)
+
+
+def other_half(made: Trainer, step: int) -> Any:
+    """Return the step's report."""
+    for part in sequences(step)[4:].split(2):
+        report = made.add_micro_batch(part)
+    assert report is not None
+    return report
+
+
+def same(one: list[torch.Tensor] | None, two: list[torch.Tensor] | None) -> bool:
+    assert one is not None and two is not None
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 def plain_model(made: Trainer) -> Any:
@@ -127,34 +157,6 @@ def test_one_reduction_per_group_and_step(wrap: str, monkeypatch: pytest.MonkeyP
     assert len(calls) == 4 * groups  # the control: four micro-batches
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"wrap": "block"},
-        {"wrap": "block", "keep_unsharded": "off"},
-        {"gradient_sync": "every"},
-        {"activation_checkpointing": "full", "wrap": "block"},
-        {"activation_checkpointing": "selective"},
-        {"activation_checkpointing": "budget"},  # without a compiler as the one before
-        {"local_batch_size_train": 4},
-    ],
-    ids=str,
-)
-def test_how_a_step_is_carried_out_does_not_change_it(changes: dict[str, Any]) -> None:
-    assert losses(trainer(**changes)) == pytest.approx(losses(trainer()), abs=2e-5)
-
-
-def test_offloaded_optimizer_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distributed_training.training import inner_optimizer
-
-    monkeypatch.setattr(inner_optimizer, "OFFLOAD_BUCKET", 5000)  # several buckets
-    here, there = trainer(), trainer(offload_optimizer="on")
-    assert len(there.optimizer._buckets) > 2
-    assert losses(here) == losses(there)
-    for a, b in zip(here.optimizer.exp_avg_sq, there.optimizer.exp_avg_sq, strict=True):
-        assert torch.equal(a, b)
-
-
 def test_bf16_computation_learns_about_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     from distributed_training.training import memory_plan
 
@@ -184,9 +186,7 @@ def test_nan_steps_are_skipped_counted_and_ask_for_a_roll_back(
     restored = keeper.roll_back()
     assert restored is not None and restored[0].inner_step == 2
     assert not made.wants_roll_back
-    assert all(
-        torch.equal(a, b) for a, b in zip(good or [], whole_weights(made) or [], strict=True)
-    )
+    assert same(good, whole_weights(made))
     report = train(made, 2, 3)[0]
     assert not report.skipped and report.learning_rate == pytest.approx(normal / 2)
     assert "learning rate is halved for 50 inner steps" in caplog.text
@@ -249,10 +249,7 @@ def test_out_of_memory_halves_the_micro_batch_of_the_same_step(
 ) -> None:
     made = trainer(wrap=wrap)
     fail_in_a_backward(made, at, OUT_OF_MEMORY)
-    reports, expected = train(made, 0, 3), train(trainer(wrap=wrap), 0, 3)
-    assert [r.loss for r in reports] == pytest.approx([r.loss for r in expected], abs=2e-5)
-    norms = [r.grad_norm for r in expected]
-    assert [r.grad_norm for r in reports] == pytest.approx(norms, rel=1e-4)
+    reports = assert_trains_as(made, trainer(wrap=wrap))
     assert all(float(v.abs().max()) > 0 for v in made.optimizer.exp_avg_sq)
     assert "retried with 1 instead of 2 sequences" in reports[0].note
     assert reports[0].samples == 8 and reports[1].note == ""
@@ -264,10 +261,7 @@ def test_a_size_of_auto_that_runs_out_in_its_backward_leaves_nothing_behind() ->
     fail_in_a_backward(made, 1, OUT_OF_MEMORY)
     with pytest.raises(torch.OutOfMemoryError):
         made.step.seconds_per_sequence(2, SEQUENCE)
-    reports, expected = train(made, 0, 3), train(trainer(), 0, 3)
-    assert [r.loss for r in reports] == pytest.approx([r.loss for r in expected], abs=2e-5)
-    norms = [r.grad_norm for r in expected]
-    assert [r.grad_norm for r in reports] == pytest.approx(norms, rel=1e-4)
+    assert_trains_as(made, trainer())
 
 
 def test_a_parameter_without_a_gradient_ends_the_miner_instead_of_learning() -> None:
@@ -283,8 +277,7 @@ def test_a_parameter_without_a_gradient_ends_the_miner_instead_of_learning() -> 
     before = whole_weights(made)
     with pytest.raises(RuntimeError, match=f"{dropped.name} has no gradient after the last"):
         train(made, 0, 1)
-    after = whole_weights(made)
-    assert all(torch.equal(a, b) for a, b in zip(before or [], after or [], strict=True))
+    assert same(before, whole_weights(made))
 
 
 def test_out_of_memory_with_one_sequence_ends_with_advice() -> None:
@@ -340,58 +333,23 @@ def test_a_failing_compiler_is_announced_and_training_goes_on(
 
 
 def test_a_compiler_that_fails_without_a_word_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(function: Callable[..., Any]) -> Callable[..., Any]:
-        raise AssertionError
-
-    monkeypatch.setattr(torch, "compile", fails)
+    monkeypatch.setattr(torch, "compile", mock.Mock(side_effect=AssertionError))
     assert sharding._compiler_problem(torch.device("cpu")) == "AssertionError: "
 
 
-def test_auto_finds_a_micro_batch_that_trains() -> None:
-    made = trainer(local_batch_size_train="auto")
-    assert made.micro_batch_size in (1, 2, 4, 8)
-    assert made.batch_plan.effective == 8
-    assert losses(made) == pytest.approx(losses(trainer()), abs=2e-5)
-
-
-def test_auto_stops_where_memory_ends_or_speed_does() -> None:
-    cuda_like = torch.device("meta")  # no memory to ask about
-
-    def measure(limit: int, best: int) -> Any:
-        def seconds(n: int) -> float:
-            if n > limit:
-                raise torch.OutOfMemoryError("no")
-            return 1.0 / min(n, best)
-
-        return seconds
-
-    said: list[str] = []
-    options: dict[str, Any] = {"device": cuda_like, "vote": lambda p: p, "say": said.append}
-    assert find_micro_batch(measure(4, 99), largest=16, **options) == 4
-    assert find_micro_batch(measure(99, 2), largest=16, **options) == 2
-    assert find_micro_batch(measure(99, 99), largest=8, **options) == 8
-    assert "does not fit" in said[0] and "not faster" in said[1]
-
-
 def test_a_round_in_mid_step_drops_only_what_it_must() -> None:
-    made, same = trainer(), trainer()
-    for m in (made, same):
+    made, left_alone = trainer(), trainer()
+    for m in (made, left_alone):
         train(m, 0, 2)
-        for part in sequences(2)[:4].split(2):
-            m.add_micro_batch(part, data_wait_seconds=0.0)
+        half_a_step(m, 2)
     buffers = [torch.zeros(s) for _, s in made.schema]
     made.write_pseudo_gradient(buffers)
     made.prepare_outer_step(buffers)
     made.roll_back_outer_step()
     assert evaluate(made, sequences(9)) > 0  # also leaves the step under way alone
-    ends = []
-    for m in (made, same):
-        for part in sequences(2)[4:].split(2):
-            report = m.add_micro_batch(part, data_wait_seconds=0.0)
-        assert report is not None
-        ends.append((report.loss, report.grad_norm))
-    assert ends[0] == ends[1]
-    made.add_micro_batch(sequences(3)[:2], data_wait_seconds=0.0)
+    ends = [other_half(m, 2) for m in (made, left_alone)]
+    assert (ends[0].loss, ends[0].grad_norm) == (ends[1].loss, ends[1].grad_norm)
+    made.add_micro_batch(sequences(3)[:2])
     made.prepare_outer_step(buffers)
     made.commit_outer_step()
     assert made.pending_micro_batches == 0 and (made.outer_step, made.inner_step) == (1, 0)
@@ -416,37 +374,30 @@ def test_an_outer_step_keeps_what_was_trained_while_the_swarm_averaged() -> None
         torch.testing.assert_close(now, outer + trained, rtol=0, atol=1e-7)
     ours, theirs = made.outer, paused.outer
     for kept in ("epoch_start", "momentum"):
-        for a, b in zip(getattr(ours, kept), getattr(theirs, kept), strict=True):
-            assert torch.equal(a, b), f"{kept} is what it is without inner steps in the round"
+        without = getattr(theirs, kept)  # inner steps in the round
+        assert same(getattr(ours, kept), without), kept
     made.write_pseudo_gradient(buffers)
     for buffer, trained in zip(buffers, since, strict=True):
         torch.testing.assert_close(buffer, -trained, rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("what", ["snapshot", "checkpoint"])
-def test_what_a_failed_round_left_is_gone_when_all_is_copied(tmp_path: Path, what: str) -> None:
+def test_what_a_failed_round_left_is_gone_when_all_is_copied() -> None:
     """Copies of the weights as the pseudo-gradient was written, beside those of the boundary."""
     made = trainer()
     train(made, 0, 1)
     made.write_pseudo_gradient([torch.zeros(s) for _, s in made.schema], trains_on=True)
     assert made.outer._written is not None
-    if what == "snapshot":
-        take_snapshot(made, tmp_path / "s", Progress(0, 1, 1, [7]))
-    else:
-        save_checkpoint(Checkpointer(trainer=made, folder=tmp_path), Progress(0, 1, 1, []))
+    made.boundary_copies()  # for a snapshot or a checkpoint
     assert made.outer._written is None
 
 
 def test_wrong_micro_batch_shape_is_refused() -> None:
     made = trainer()
     with pytest.raises(ValueError, match="expected"):
-        made.add_micro_batch(sequences(0)[:3], data_wait_seconds=0.0)
+        made.add_micro_batch(sequences(0)[:3])
 
 
-def test_snapshot_loads_in_transformers_and_its_optimizer_with_weights_only(tmp_path: Path) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+def test_snapshot_loads_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     made = trainer(model=tiny() | {"last_allreduce_block": 5})
@@ -465,15 +416,6 @@ def test_snapshot_loads_in_transformers_and_its_optimizer_with_weights_only(tmp_
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["block_list"] == [4, 6] and config["inner_step"] == 2
     assert config["last_allreduce_block"] == 5
-    allowed = [DTensorSpec, DTensor, DeviceMesh, Shard, TensorMeta]
-    with torch.serialization.safe_globals(allowed):
-        inner = torch.load(tmp_path / "inner_optimizer.rank0001-of-1.pt", weights_only=True)
-    assert set(inner) == {"optimizer_state_dict", "learning_rate", "scheduler_state", "epoch"}
-    first = made.schema[0][0]
-    entry = inner["optimizer_state_dict"]["state"][first]
-    assert isinstance(entry["exp_avg"], DTensor) and float(entry["step"]) == 2.0
-    assert torch.equal(entry["exp_avg"].to_local(), made.optimizer.exp_avg[0])
-    assert inner["optimizer_state_dict"]["param_groups"][0]["params"] == [n for n, _ in made.schema]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -527,8 +469,7 @@ def test_a_global_state_of_which_one_file_is_anothers_changes_nothing(tmp_path: 
         assert made.outer.momentum is None and made.outer.epoch_start is start
         assert (made.outer.learning_rate, made.outer.mu) == (0.8, 0.9)
         assert (made.outer_step, made.inner_step) == (0, 1)
-        now = whole_weights(made)
-        assert all(torch.equal(a, b) for a, b in zip(before or [], now or [], strict=True))
+        assert same(before, whole_weights(made))
     made.load_global(tmp_path / "good.safetensors", tmp_path / "good.pt", 4)
     assert (made.outer_step, made.inner_step, made.outer.learning_rate) == (4, 0, 0.5)
     assert not any(t.any() for t in whole_weights(made) or [])
@@ -565,7 +506,7 @@ def test_awful_weights_of_another_are_refused(
         with pytest.raises(AwfulWeights, match=why):
             load(how, content, *rest)
         assert made.outer.momentum is momentum and made.pending_micro_batches == pending == 1
-        assert all(torch.equal(x, y) for x, y in zip(before, state(), strict=True))
+        assert same(before, state())
         made.drop_step()
 
     # Without weights of a round of its own, the guess alone counts.
@@ -609,8 +550,7 @@ def test_micro_batches_of_another_step_are_dropped_at_a_restart(
     flag: str, value: int, kept: int, tmp_path: Path
 ) -> None:
     made = trainer()
-    for part in sequences(0)[:4].split(2):
-        made.add_micro_batch(part)
+    half_a_step(made, 0)
     keeper = Checkpointer(trainer=made, folder=tmp_path)
     save_checkpoint(keeper, Progress(0, 0, 0, []))
     other = trainer(**{flag: value})
@@ -628,8 +568,7 @@ def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
     # From here on there is error feedback.
     take_snapshot(made, tmp_path / "snapshot", Progress(1, 0, 2, [8]))
     train(made, 2, 3)
-    for part in sequences(3)[:4].split(2):
-        made.add_micro_batch(part, data_wait_seconds=0.0)
+    half_a_step(made, 3)
     keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
     save_checkpoint(keeper, Progress(1, 1, 3, [8]), {"cursor": 3})
     other = trainer(seed=5)
@@ -639,15 +578,11 @@ def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
     assert other.pending_micro_batches == 2
     ends = []
     for m in (made, other):
-        for part in sequences(3)[4:].split(2):
-            report = m.add_micro_batch(part, data_wait_seconds=0.0)
-        assert report is not None
+        loss = other_half(m, 3).loss
         outer_step(m, buffers)
-        ends.append((report.loss, whole_weights(m), m.outer.feedback.residual, m.outer.momentum))
+        ends.append((loss, [whole_weights(m), m.outer.feedback.residual, m.outer.momentum]))
     assert ends[0][0] == ends[1][0]
-    for kind in (1, 2, 3):
-        for a, b in zip(ends[0][kind], ends[1][kind], strict=True):  # type: ignore[arg-type]
-            assert torch.equal(a, b)
+    assert all(map(same, ends[0][1], ends[1][1]))
 
 
 class Skipping(CosineSchedule):
@@ -666,29 +601,23 @@ class Skipping(CosineSchedule):
 def test_a_scalar_that_a_component_adds_survives_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def later() -> tuple[Trainer, Skipping]:
-        made, added = trainer(), Skipping(1e-3, 2, 8)
-        made.schedule = added  # in a checkpoint under a name of its own
-        return made, added
+    def passed_on(writer: CosineSchedule, reader: CosineSchedule) -> str:
+        """Return the lines about a checkpoint that one version wrote and another reads."""
+        caplog.clear()
+        made, again = trainer(), trainer()
+        made.schedule, again.schedule = writer, reader
+        save_checkpoint(Checkpointer(trainer=made, folder=tmp_path), Progress())
+        Checkpointer(trainer=again, folder=tmp_path).restore()
+        return "".join(r.message for r in caplog.records if "skipped" in r.message)
 
     caplog.set_level(logging.INFO)
-    (made, added), (again, found), earlier = later(), later(), trainer()
+    earlier, added, found = CosineSchedule(1e-3, 2, 8), *(Skipping(1e-3, 2, 8) for _ in range(2))
     added.skipped, added.factor = 7, 0.5
-    keeper = Checkpointer(trainer=made, folder=tmp_path)
-    save_checkpoint(keeper, Progress())
-    Checkpointer(trainer=again, folder=tmp_path).restore()
+    assert passed_on(added, found) == ""
     assert (found.skipped, found.factor) == (7, 0.5)
-    assert not [r for r in caplog.records if "version" in r.message]
-    Checkpointer(trainer=earlier, folder=tmp_path).restore()
-    (line,) = [r.message for r in caplog.records if "this version does not know" in r.message]
-    assert "skipped" in line and earlier.schedule.factor == 0.5
-    caplog.clear()
-    keeper = Checkpointer(trainer=earlier, folder=tmp_path)
-    save_checkpoint(keeper, Progress())
-    again, found = later()
-    Checkpointer(trainer=again, folder=tmp_path).restore()
-    (line,) = [r.message for r in caplog.records if "was written without" in r.message]
-    assert "skipped" in line and found.skipped == 3
+    assert "this version does not know" in passed_on(added, earlier) and earlier.factor == 0.5
+    found = Skipping(1e-3, 2, 8)
+    assert "was written without" in passed_on(earlier, found) and found.skipped == 3
 
 
 def test_no_two_components_have_one_key() -> None:
@@ -752,21 +681,13 @@ def test_a_snapshot_that_failed_holds_no_copies(
     made = trainer()
     train(made, 0, 1)
 
-    def disk(content: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
     def full(path: Path, content: Any) -> None:
-        copies = made.copier.take()  # as a frame below has it
-        assert copies is not None
         try:
-            nested(copies)
+            full_disk(made.copier.take())  # as a frame below has it
         except OSError as error:
             if chained == "as a cause":
                 raise RuntimeError("unexpected pos") from error
             raise RuntimeError("unexpected pos")  # noqa: B904
-
-    def nested(copies: Any) -> None:
-        disk(copies)
 
     monkeypatch.setattr(snapshot, "write_shard", full)
     handle = made.snapshot(tmp_path / "s", progress=Progress(0, 1, 1, [7]), block=1, last_loss=1.0)
@@ -784,8 +705,8 @@ def test_without_a_thread_training_waits_for_what_is_written(
     monkeypatch.setattr(threading.Thread, "start", none_left)
     handle = take_snapshot(made, tmp_path / "snapshot", Progress(0, 1, 1, [7]))
     assert (handle.folder / "gradients.pt").exists()
-    monkeypatch.setattr(snapshot, "write_shard", mock.Mock(side_effect=OSError("no room")))
-    with pytest.raises(OSError, match="no room"):
+    monkeypatch.setattr(snapshot, "write_shard", full_disk)
+    with pytest.raises(OSError, match="No space"):
         take_snapshot(made, tmp_path / "failed", Progress(0, 1, 1, [7]))
     keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
     save_checkpoint(keeper, Progress(0, 1, 1, []))
@@ -803,10 +724,7 @@ def test_a_rank_that_fails_after_its_part_is_named_without_a_wait(
     handle = made.snapshot(tmp_path / "s", progress=Progress(0, 1, 1, [7]), block=1, last_loss=1.0)
     handle.join()
 
-    def full(path: Path, content: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(snapshot, "write_shard", full)
+    monkeypatch.setattr(snapshot, "write_shard", full_disk)
     state = dataclasses.replace(states[0], rank=1, world_size=2)
     with pytest.raises(OSError, match="No space left"):
         write(state, handle, parts_timeout=timedelta(0))
@@ -882,10 +800,7 @@ def test_a_checkpoint_that_could_not_be_written_leaves_nothing_behind(
     save_checkpoint(keeper, Progress(0, 1, 1, []))
     real = checkpoint.write_json
 
-    def full(path: Path, content: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(checkpoint, "write_json", full)
+    monkeypatch.setattr(checkpoint, "write_json", full_disk)
     for _ in range(3):
         save_checkpoint(keeper, Progress(0, 2, 2, []))
         assert keeper.last_error is not None and "No space left" in keeper.last_error
@@ -901,10 +816,8 @@ def test_a_checkpoint_is_kept_when_older_ones_cannot_be_deleted(
     made = trainer()
     keeper = Checkpointer(trainer=made, folder=tmp_path, keep=1)
 
-    def stale(self: Checkpointer, newest: str) -> None:
-        raise OSError(errno.ESTALE, "Stale file handle")
-
-    monkeypatch.setattr(Checkpointer, "_prune", stale)
+    stale = OSError(errno.ESTALE, "Stale file handle")
+    monkeypatch.setattr(Checkpointer, "_prune", mock.Mock(side_effect=stale))
     save_checkpoint(keeper, Progress(0, 1, 1, []))
     assert keeper.last_error is None and "were not deleted" in caplog.text
     restored = keeper.restore()
@@ -951,9 +864,10 @@ def test_unwritable_folder_is_one_line_and_training_goes_on(
     made = trainer()
     (tmp_path / "file").write_text("in the way")
     keeper = Checkpointer(trainer=made, folder=tmp_path / name)
-    keeper.save({}, Progress())
-    keeper.wait()
+    save_checkpoint(keeper, Progress())
     assert keeper.last_error is not None and "check the disk" in caplog.text
+    with pytest.raises(OSError, match="cannot hold a snapshot"):
+        take_snapshot(made, tmp_path / name / "x", Progress())
     assert losses(made, 0, 1)
 
 
@@ -965,10 +879,3 @@ def test_profile_writes_a_trace_and_training_goes_on(
     train(made, 0, 5)
     trace = json.loads((tmp_path / "profile-rank-0.json").read_text())
     assert any("mm" in event.get("name", "") for event in trace["traceEvents"])
-
-
-def test_snapshot_into_an_impossible_folder_is_one_line(tmp_path: Path) -> None:
-    made = trainer()
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(OSError, match="cannot hold a snapshot"):
-        made.snapshot(tmp_path / "file" / "x", progress=Progress(), block=1, last_loss=1.0)
