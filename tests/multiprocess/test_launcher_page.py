@@ -37,7 +37,6 @@ def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     yield start
     for launcher in running:
         launcher.process.kill()
-        launcher.process.wait()
         launcher.mark.end(settle=_NOW, grace=_NOW)
 
 
@@ -60,7 +59,7 @@ def test_it_is_there_while_the_miner_is(launched: Callable[..., Launched]) -> No
     assert page.nice() >= 10
     assert page.memory_info().rss < LARGEST_BYTES, page.memory_info()
     assert "libtorch" not in Path(f"/proc/{page.pid}/maps").read_text()
-    miner.process.send_signal(signal.SIGINT)
+    miner.send(signal.SIGINT)
     assert miner.wait() == 0, miner.output
     assert not page.is_running() and "the page has ended" not in miner.output
 
@@ -70,7 +69,6 @@ def test_it_ends_with_a_killed_launcher(launched: Callable[..., Launched]) -> No
     address(miner)
     page = page_of(miner)
     miner.process.kill()
-    miner.process.wait()
     wait_for(lambda: not page.is_running(), "the page's end")
 
 

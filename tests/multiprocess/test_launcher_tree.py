@@ -6,8 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +19,7 @@ from distributed_training.miner import rank_group
 from distributed_training.miner.rank_group import RankGroup
 from distributed_training.miner.run_folder import listening_ranks, mark_of
 from distributed_training.node.start import StopSignals
+from tests.tools.forked import Program
 from tests.tools.miner_parts import config_of
 from tests.tools.r2_keys import KEYS
 from tests.tools.waiting import wait_for
@@ -28,28 +27,7 @@ from tests.tools.waiting import wait_for
 pytestmark = pytest.mark.timeout(150)
 
 ROOT = Path(__file__).parents[2]
-LAUNCH = (
-    "import os, sys, pathlib, time, types\n"
-    "from datetime import timedelta\n"
-    "from distributed_training.miner import launcher, rank_group, run_folder\n"
-    # Between two looks of the watchdog an hour passes, when a test says so (pass_an_hour).
-    "passed, hour = 0.0, pathlib.Path(os.environ['FAKE_HOUR'])\n"
-    "clock = types.SimpleNamespace(time=time.time, monotonic=lambda: time.monotonic() + passed)\n"
-    "def hangs(dog, look=run_folder.Watchdog.hangs):\n"
-    "    global passed\n"
-    "    look(dog)\n"
-    "    if hour.exists():\n"
-    "        hour.unlink()\n"
-    "        passed += 3600\n"
-    "    return look(dog)\n"
-    "run_folder.time, run_folder.Watchdog.hangs = clock, hangs\n"
-    "launcher.LINGER = timedelta(seconds=2)\n"
-    "launcher.RESTARTS = int(os.environ['FAKE_RESTARTS'])\n"
-    "slow = os.environ['FAKE_MODE'] == 'slow'\n"
-    "rank_group.PRELOAD = ('tests.tools.' + ('slow_import' if slow else 'launcher_fake_rank'),)\n"
-    "from distributed_training.miner.__main__ import main\n"
-    "sys.exit(main(program='tests.tools.launcher_fake_rank'))\n"
-)
+LAUNCH = ROOT / "tests" / "tools" / "launcher_of_fakes.py"
 COMMON = ["--preset", "local", "--axon.port", "0", "--dht.port", "0"]
 
 
@@ -70,25 +48,27 @@ class Launched:
         hotkey.touch()  # the fake rank reads none; the launcher wants one to be there
         wallets = {"BT_WALLET_PATH": str(hotkey.parents[2])}
         self.log = folder.with_suffix(".log")
+        self.log.touch()
         self._hour = folder.with_suffix(".hour")
         where = ["--neuron.run_folder", str(folder), "--nproc_per_node", str(ranks)]
         arguments = [*COMMON, *where, *flags]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", LAUNCH, *arguments],
-                env={
-                    **os.environ,
-                    **KEYS,
-                    **wallets,
-                    "FAKE_MODE": mode,
-                    "FAKE_RESTARTS": str(restarts),
-                    "FAKE_HOUR": str(self._hour),
-                    **(environ or {}),
-                },
-                cwd=ROOT,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
+        self.process = Program(
+            LAUNCH,
+            *arguments,
+            environ={
+                **KEYS,
+                **wallets,
+                "FAKE_MODE": mode,
+                "FAKE_RESTARTS": str(restarts),
+                "FAKE_HOUR": str(self._hour),
+                **(environ or {}),
+            },
+            log=self.log,
+            folder=ROOT,
+        )
+
+    def send(self, number: signal.Signals) -> None:
+        os.kill(self.process.pid, number)
 
     @property
     def output(self) -> str:
@@ -115,12 +95,12 @@ class Launched:
         assert self.process.poll() is None, self.output
 
     def wait(self, seconds: float = 80) -> int:
-        return self.process.wait(timeout=seconds)
+        return self.process.wait(seconds)
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Ask for a stop as an operator does, which ends it well and leaves no process."""
         mark = self.mark  # of the one that takes the folder over there is another afterwards
-        self.process.send_signal(number)
+        self.send(number)
         assert self.wait() == 0, self.output
         assert not mark.processes()
 
@@ -144,7 +124,6 @@ def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     yield start
     for one in running:
         one.process.kill()
-        one.process.wait()
         if mark := mark_of(one.folder):
             mark.end(settle=timedelta(0), grace=timedelta(0))
 
@@ -165,7 +144,7 @@ def test_a_stop_reaches_rank_zero_and_ends_all_ranks(launched: Callable[..., Lau
 def test_a_stuck_rank_is_ended_and_strays_are_reaped(launched: Callable[..., Launched]) -> None:
     run = launched("stuck", flags=("--neuron.stop_timeout", "1"))
     run.wait_ready()
-    run.process.send_signal(signal.SIGTERM)
+    run.send(signal.SIGTERM)
     assert run.wait() == 1
     assert not run.mark.processes()
     assert "ending the ranks by force" in run.output
@@ -196,12 +175,13 @@ def test_a_stray_with_a_session_of_its_own_is_reaped(launched: Callable[..., Lau
 
 
 def test_a_failed_rank_is_a_fault_in_one_line(launched: Callable[..., Launched]) -> None:
-    run = launched("crash", ranks=2)
+    """One that stays is left to pm2."""
+    run = launched("crash", ranks=2, restarts=1)
     assert run.wait() == 1
     assert not run.mark.processes()
     assert "Rank 1 (pid" in run.output and "ended with status 1" in run.output
-    assert run.output.count("Traceback") == 1  # the rank's own
-    assert "giving up" in run.output
+    assert run.output.count("Traceback") == 2  # the rank's own, of both starts
+    assert "The ranks failed 2 times in a row: giving up" in run.output
 
 
 def test_ranks_that_hang_after_rank_zero_are_ended(launched: Callable[..., Launched]) -> None:
@@ -233,7 +213,6 @@ def test_the_start_after_a_killed_launcher_cleans_up(launched: Callable[..., Lau
     first.wait_ready()
     mark = first.mark
     first.process.kill()
-    first.wait()
     wait_for(lambda: (first.folder / "saved").exists(), "the rank's own stop")
     assert mark.processes()  # the stray has nobody left that knows it
     (first.folder / "ready-0").unlink()
@@ -343,6 +322,9 @@ def test_a_stop_while_the_server_imports(launched: Callable[..., Launched]) -> N
     run = launched("slow", ranks=2)
     wait_for(lambda: "Starting 2 ranks" in run.output, "the launcher")
     wait_for(lambda: bool(run.mark.processes()), "the server")
+    run.send(signal.SIGINT)
+    assert run.wait() == 0, run.output  # long before the import ends (slow_import.py)
+    assert not run.mark.processes() and "Traceback" not in run.output
     run.stop(signal.SIGINT)  # long before the import ends (slow_import.py)
     assert "Traceback" not in run.output
 
