@@ -36,7 +36,7 @@ from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page import PageProcess
 from tests.tools import chromium
 from tests.tools.log_reference import LINE, Reference
-from tests.tools.subnet_tools import paced
+from tests.tools.subnet_tools import paced, steps_of
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -96,7 +96,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         miner_flags=("--neuron.stop_timeout", "60", "--neuron.preview_sequences", "2"),
     )
     subnet = LocalSubnet(options=paced(options, samples=4), stop_grace=timedelta(seconds=90))
-    with subnet:
+    with steps_of(2.5), subnet:
         if outer_steps > 1:
             subnet.wait_for_outer_steps(outer_steps - 1, WAIT)
         subnet.wait_until(lambda: all(map(kept, subnet.miners)), WAIT, "a checkpoint of each")

@@ -29,7 +29,7 @@ def _hangs(dog: run_folder.Watchdog) -> bool:
 
 
 def _forget_the_server() -> None:
-    """Whose fork this is, so that ranks are forked from a server of our own."""
+    """Forget whose fork this is, so that ranks are forked from a server of our own."""
     server: Any = forkserver._forkserver
     server.__init__()
     tracker: Any = resource_tracker._resource_tracker

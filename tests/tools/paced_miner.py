@@ -1,4 +1,4 @@
-"""``neurons/miner.py``, whose ranks train a third of the time, or a tenth.
+"""``neurons/miner.py``, whose ranks train a third of the time, or a tenth, or less.
 
 A miner trains on all that a machine has, for as long as it runs. Where a test asks what else
 happens in a subnet, that only takes the cores from what it waits for and from the tests beside it.
@@ -8,6 +8,7 @@ Nothing else differs. The fork server imports this file last, so that its ranks 
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import time
 from pathlib import Path
@@ -27,14 +28,17 @@ else:  # in the fork server
     from distributed_training.training.trainer import Trainer
 
     _add = Trainer.add_micro_batch
+    _least = float(os.environ.get("PACED_STEP", "0"))  # seconds; see subnet_tools.py
 
     @functools.wraps(_add)
     def _paced(self: Trainer, *batch: Any, **more: Any) -> Any:
-        began = time.thread_time()
+        began, worked = time.monotonic(), time.thread_time()
         try:
             return _add(self, *batch, **more)
         finally:
             pause = ALONE if self.batch_plan.micro_batches == 1 else PAUSE
-            time.sleep(pause * (time.thread_time() - began))
+            pause *= time.thread_time() - worked
+            rest = _least / self.batch_plan.micro_batches - (time.monotonic() - began)
+            time.sleep(max(pause, rest))
 
     Trainer.add_micro_batch = _paced

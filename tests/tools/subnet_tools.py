@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+
+import pytest
 
 from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
@@ -33,6 +37,14 @@ def idle(options: SubnetOptions) -> SubnetOptions:
     untried = ("--neuron.preview_sequences", "0", *options.miner_flags)
     calm = replace(options, miner_flags=untried, validator_flags=rarely)
     return paced(calm, samples=2)
+
+
+@contextmanager
+def steps_of(seconds: float) -> Iterator[None]:
+    """Inner steps of paced miners that start meanwhile take about so long, or longer."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PACED_STEP", str(seconds))
+        yield
 
 
 def stop_miner(
