@@ -30,8 +30,7 @@ from distributed_training.config.types import DAY, Bucket, Duration, Text, WebUr
 from distributed_training.protocol.lines import counted
 
 if TYPE_CHECKING:
-    from distributed_training.store.cleanup import StuckUpload
-    from distributed_training.store.s3 import S3ObjectStore
+    from distributed_training.store.s3 import MultipartInfo, S3ObjectStore
 
 
 def build_parser() -> Parser:
@@ -99,7 +98,7 @@ def main() -> int:
     return 1 if done.failed else 0
 
 
-def _show(store: S3ObjectStore, found: list[StuckUpload]) -> None:
+def _show(store: S3ObjectStore, found: list[MultipartInfo]) -> None:
     from distributed_training.store.cleanup import LAPSES_AFTER, OWNER_KEY, upload_sizes
 
     width = max(len(u.key) for u in found)

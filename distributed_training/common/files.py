@@ -108,21 +108,18 @@ def write_json(path: Path, content: Any, *, durable: bool = True) -> None:
     write_bytes(path, text.encode(), durable=durable)
 
 
-def read_json_object(path: Path, *, at_most: int = LARGEST_JSON) -> dict[str, Any] | None:
-    """Read the JSON object in ``path``; None if missing, damaged or over ``at_most`` bytes.
+def read_json_object(path: Path) -> dict[str, Any] | None:
+    """Read the JSON object in ``path``; None if missing, damaged or over ``LARGEST_JSON`` bytes.
 
     Damaged means: anything that is not one JSON object, however deep or oddly encoded.
     """
     try:
         with path.open("rb") as handle:
             # Bounded by what is read and not by a size asked before: the file may grow meanwhile.
-            data = handle.read(at_most + 1)
-        if len(data) > at_most:
-            return None
-        content = json.loads(data)
-    except (OSError, ValueError, RecursionError):
+            data = handle.read(LARGEST_JSON + 1)
+    except OSError:
         return None
-    return content if isinstance(content, dict) else None
+    return json_line(data) if len(data) <= LARGEST_JSON else None
 
 
 def read_state(

@@ -126,7 +126,7 @@ class Publishing:
         if (problem := self._disk_problem()) is not None:
             return [ev.SnapshotFailed(problem, kind="disk")]
         if not self._blocks.blocks():
-            problem = upload_gate(inner_step=report.inner_step, minimum=0, blocks=())
+            problem = upload_gate(blocks=())
             assert problem is not None
             return [ev.SnapshotFailed(problem, kind="blocks")]
         if not self._blocks.list_is_recent():

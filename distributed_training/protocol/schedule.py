@@ -27,11 +27,6 @@ def round_due(*, block: int, last_allreduce_block: int, bpa: int) -> bool:
     return block - last_allreduce_block >= bpa
 
 
-def blocks_until_round(*, block: int, last_allreduce_block: int, bpa: int) -> int:
-    """Return the number of blocks until the next round, 0 when it is due."""
-    return max(0, last_allreduce_block + bpa - block)
-
-
 def scored_epoch(*, outer_step: int, block: int, last_allreduce_block: int, bpa: int) -> int:
     """Return the outer step whose uploads a validator scores at ``block``.
 

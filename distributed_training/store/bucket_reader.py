@@ -537,22 +537,15 @@ def _put_in_place(aside: Path, final: Path) -> None:
 
 def check_file(path: Path) -> None:
     """Form and finite values, by the file's kind. Raises IntegrityError."""
-    bad = None
     if path.suffix == ".safetensors":
-        bad = safetensors_not_finite(path)
+        _check_safetensors(path)
     elif path.suffix == ".pt":
-        bad = pt_not_finite(path)
+        _check_pt(path)
     elif path.name == keys.CONFIG:
         read_config(path)
-    if bad is not None:
-        raise IntegrityError(f"NaN or Inf in {bad}")
 
 
-def safetensors_not_finite(path: Path) -> str | None:
-    """Return the first tensor that holds NaN or Inf, None if all are finite.
-
-    Raises IntegrityError, also when header and file size do not agree.
-    """
+def _check_safetensors(path: Path) -> None:
     with path.open("rb") as handle:
 
         def read(first: int, count: int) -> bytes:
@@ -569,8 +562,7 @@ def safetensors_not_finite(path: Path) -> str | None:
                 continue
             handle.seek(entry.start)
             if not _finite(handle, entry.size, kind):
-                return f"{name!r:.80} of {path.name}"
-    return None
+                raise IntegrityError(f"NaN or Inf in {name!r:.80} of {path.name}")
 
 
 def _finite(handle: IO[bytes], size: int, kind: str) -> bool:
@@ -607,8 +599,7 @@ def pt_content(path: Path | IO[bytes]) -> PtContent:
         raise IntegrityError(f"{name} is not a whole .pt file: {error}") from None
 
 
-def pt_not_finite(path: Path) -> str | None:
-    """Return what holds NaN or Inf, None if nothing does. Raises IntegrityError for damage."""
+def _check_pt(path: Path) -> None:
     found = pt_content(path)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -618,13 +609,12 @@ def pt_not_finite(path: Path) -> str | None:
                     continue
                 with archive.open(member) as handle:
                     if not _finite(handle, member.file_size, kind):
-                        return path.name
+                        raise IntegrityError(f"NaN or Inf in {path.name}")
     except IntegrityError:
         raise
     except (zipfile.BadZipFile, EOFError, ValueError, RuntimeError) as error:
         # RuntimeError: encrypted, or packed in a way Python does not know
         raise IntegrityError(f"{path.name} is not whole: {error}") from None
-    return None
 
 
 # --- what a read key may do ----------------------------------------------------------------------

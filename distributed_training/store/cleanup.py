@@ -31,7 +31,7 @@ from typing import TypeVar
 from distributed_training.common.files import write_bytes
 from distributed_training.protocol import keys
 
-from .s3 import IntegrityError, S3ObjectStore, StoreError, UploadMissingError
+from .s3 import IntegrityError, MultipartInfo, S3ObjectStore, StoreError, UploadMissingError
 from .transfer import deadline_in, patient
 
 OWNER_KEY = ".miner/owner.json"
@@ -125,15 +125,6 @@ _SWEEP_LIMIT = timedelta(minutes=20)  # of one sweep in the daemon; what is left
 
 
 @dataclass(frozen=True)
-class StuckUpload:
-    """A multipart upload that was never completed."""
-
-    key: str
-    upload_id: str
-    age: timedelta
-
-
-@dataclass(frozen=True)
 class Removed:
     """The result of a removal: how many are ``gone``, how many stay, and ``why``.
 
@@ -147,24 +138,20 @@ class Removed:
 
 
 def stuck_uploads(
-    store: S3ObjectStore, *, older_than: timedelta, prefix: str = "", now: float | None = None
-) -> list[StuckUpload]:
+    store: S3ObjectStore, *, older_than: timedelta, prefix: str = ""
+) -> list[MultipartInfo]:
     """List stuck uploads, oldest first. Raises StoreError when the list cannot be had."""
-    now = time.time() if now is None else now
-    found = [
-        StuckUpload(u.key, u.upload_id, timedelta(seconds=max(0.0, now - u.initiated)))
-        for u in patient(store, each=_PATIENCE).list_multiparts(prefix)
-    ]
-    return sorted((u for u in found if u.age >= older_than), key=lambda u: u.age, reverse=True)
+    found = patient(store, each=_PATIENCE).list_multiparts(prefix)
+    return sorted((u for u in found if u.age >= older_than), key=lambda u: u.initiated)
 
 
 def upload_sizes(
-    store: S3ObjectStore, uploads: Sequence[StuckUpload]
+    store: S3ObjectStore, uploads: Sequence[MultipartInfo]
 ) -> Iterator[tuple[int, int] | None]:
     """Yield (parts, bytes) of each; None where the store refuses. One ListParts each, so slow."""
     store = patient(store, each=_PATIENCE)
 
-    def size(upload: StuckUpload) -> tuple[int, int] | None:
+    def size(upload: MultipartInfo) -> tuple[int, int] | None:
         try:
             parts = store.list_parts(upload.key, upload.upload_id)
         except StoreError:
@@ -177,7 +164,7 @@ def upload_sizes(
 
 def abort_uploads(
     store: S3ObjectStore,
-    uploads: Sequence[StuckUpload],
+    uploads: Sequence[MultipartInfo],
     *,
     limit: timedelta | None = None,
     closing: threading.Event | None = None,
@@ -185,7 +172,7 @@ def abort_uploads(
     """Abort ``uploads``; begin no more after ``limit``, nor once ``closing`` is set."""
     store = patient(store, each=_PATIENCE)
 
-    def abort(upload: StuckUpload) -> None:
+    def abort(upload: MultipartInfo) -> None:
         with contextlib.suppress(UploadMissingError):
             store.abort_multipart(upload.key, upload.upload_id)
 

@@ -22,6 +22,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 from pydantic import SecretStr
@@ -292,6 +293,11 @@ class MultipartInfo:
     key: str
     upload_id: str
     initiated: float  # seconds since 1970, the store's clock
+
+    @property
+    def age(self) -> timedelta:
+        """The time since it was begun, by our clock."""
+        return timedelta(seconds=max(0.0, time.time() - self.initiated))
 
 
 @dataclass(frozen=True)

@@ -137,13 +137,12 @@ def prune_snapshots(
     before: Path | None = None,
     unused_for: timedelta | None = None,
     spare: Collection[Path] = (),
-) -> int:
-    """Delete local snapshots (``<outer>.<inner>.<block>``) that nothing will upload; how many.
+) -> None:
+    """Delete local snapshots (``<outer>.<inner>.<block>``) that nothing will upload.
 
     Those taken at an earlier chain block than the snapshot ``before``, and those in which nothing
     was written for ``unused_for``: left by a miner that was killed, or by a disk that was full.
     """
-    count = 0
     newest = None if before is None else _chain_block(before)
     spared = {path.resolve() for path in spare}
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -154,8 +153,6 @@ def prune_snapshots(
         old = newest is not None and block < newest
         if old or (unused_for is not None and _unused(path) > unused_for.total_seconds()):
             shutil.rmtree(path, ignore_errors=True)
-            count += 1
-    return count
 
 
 def _chain_block(snapshot: Path) -> int | None:

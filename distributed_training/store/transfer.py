@@ -373,7 +373,6 @@ class Staged:
     record: UploadRecord | None = None  # None: small, sent in one piece by publish()
     parts: tuple[PartInfo, ...] = ()
     etag: str = ""  # expected of the multipart object
-    visible: bool = False
 
 
 @dataclass
@@ -483,7 +482,7 @@ class Sender:
             if record is None:
                 record = self._begin(key, cut, identity)
             if record.etag:
-                return Staged(key, path, size, record, etag=record.etag, visible=True)
+                return Staged(key, path, size, record)
             parts = self._send_missing(record, cut, kept, until)
         return Staged(key, path, size, record, parts, multipart_etag(parts))
 
@@ -599,11 +598,11 @@ class Sender:
 
     def publish(self, staged: Staged) -> str:
         """Make the file visible; its etag. Publishing again is harmless."""
-        if staged.visible:
-            return staged.etag
-        if staged.record is None:
-            return self._put_small(staged)
         record = staged.record
+        if record is None:
+            return self._put_small(staged)
+        if record.etag:  # an earlier attempt completed it
+            return record.etag
         try:
             etag = self._complete(staged, record)
         except UploadMissingError:

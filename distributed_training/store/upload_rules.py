@@ -11,42 +11,28 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from distributed_training.protocol import lines
-
 DISK_RESERVE = 1_000_000_000  # bytes that stay free whatever is written
-
-
-def upload_due(inner_step: int, *, upload_steps: int, minimum: int) -> bool:
-    """Return whether this step has a regular upload: multiples of ``upload_steps``.
-
-    They begin at ``minimum``.
-    """
-    return inner_step >= max(minimum, 1) and inner_step % upload_steps == 0
 
 
 def upload_gate(
     *,
-    inner_step: int,
-    minimum: int,
-    blocks: Sequence[int] | None = None,
+    blocks: Sequence[int],
     not_finite: str | None = None,
     preview_delta: float | None = None,
     block_on_preview: bool = False,
 ) -> str | None:
     """Return the line that forbids this upload with its reason, or None.
 
-    ``blocks``: the block list to be uploaded, None if not known yet. ``not_finite``: the name of a
-    part that holds NaN or Inf. ``preview_delta``: loss after minus before applying the gradient's
-    own decode to held-out data, in nats; None if not measured.
+    ``blocks``: the block list to be uploaded. ``not_finite``: the name of a part that holds NaN or
+    Inf. ``preview_delta``: loss after minus before applying the gradient's own decode to held-out
+    data, in nats; None if not measured.
     """
-    if inner_step < minimum:
-        return lines.upload_blocked(inner_step, minimum)
     if not_finite:
         return (
             f"⚠️  UPLOAD BLOCKED: NaN or Inf in {not_finite}. Validators will reject this! "
             "If it comes again, lower --neuron.learning_rate or go back to a checkpoint"
         )
-    if blocks is not None and not blocks:
+    if not blocks:
         return (
             "⚠️  UPLOAD BLOCKED: the block list is empty. Validators will reject this! "
             "Waiting until a block was trained since the last upload"
@@ -72,8 +58,8 @@ def preview_warning(preview_delta: float | None) -> str | None:
     )
 
 
-def disk_allows(folder: Path, needed: int, *, reserve: int = DISK_RESERVE) -> str | None:
-    """Return None if ``needed`` bytes fit beside ``reserve``, else a line with the reason.
+def disk_allows(folder: Path, needed: int) -> str | None:
+    """Return None if ``needed`` bytes fit beside ``DISK_RESERVE``, else a line with the reason.
 
     ``folder`` need not exist yet.
     """
@@ -89,11 +75,11 @@ def disk_allows(folder: Path, needed: int, *, reserve: int = DISK_RESERVE) -> st
             "no snapshot can be written. Training goes on without uploads: bring the disk back or "
             "move --neuron.run_folder"
         )
-    if free >= needed + reserve:
+    if free >= needed + DISK_RESERVE:
         return None
     return (
         f"UPLOAD BLOCKED: a snapshot needs {size_text(needed)} in {folder}, only "
-        f"{size_text(free)} are free ({size_text(reserve)} stay in reserve). Training goes on "
+        f"{size_text(free)} are free ({size_text(DISK_RESERVE)} stay in reserve). Training goes on "
         "unpublished: free the disk or move --neuron.run_folder"
     )
 

@@ -32,8 +32,6 @@ from numpy.typing import NDArray
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import PublicationReport, StepReport
 
-from .upload_rules import upload_due, upload_gate
-
 _MOST_MOMENTS = 150  # that are considered
 # Between the last snapshot and the expected call: steps vary, and an earlier call leaves none. Each
 # whole step costs 1 % of the looks that find an upload. The check goes on in the round.
@@ -266,9 +264,8 @@ class UploadSchedule:
         inner, minimum = report.inner_step, self._lowered_minimum(now)
         regular = inner % self._every == 0
         if inner < minimum:
-            blocked = upload_gate(inner_step=inner, minimum=minimum)
-            if regular and blocked:
-                said.append(("warning", blocked))
+            if regular:
+                said.append(("warning", lines.upload_blocked(inner, minimum)))
             return Decision(False, tuple(said))
         if report.skipped:
             return Decision(False, tuple(said))
@@ -276,7 +273,7 @@ class UploadSchedule:
             if regular:
                 said.append(("info", lines.UPLOAD_IN_PROGRESS))
             return Decision(False, tuple(said))
-        due = self._owed or self._wanted(report, minimum, now)
+        due = self._owed or self._wanted(report, minimum, now, regular=regular)
         if due:
             place = (report.outer_step, inner)
             made = now - self._age_of_blocks()
@@ -399,11 +396,9 @@ class UploadSchedule:
 
     # --- what follows -----------------------------------------------------------------------------
 
-    def _wanted(self, report: StepReport, minimum: int, now: float) -> bool:
-        inner = report.inner_step
+    def _wanted(self, report: StepReport, minimum: int, now: float, *, regular: bool) -> bool:
         if self._last is not None and self._steps_since < self._every:
             return False  # upload_steps bounds the frequency, whatever presses
-        regular = upload_due(inner, upload_steps=self._every, minimum=minimum)
         if regular and self.upload_seconds is None:
             return True  # how long sending takes is not known yet
         rounds, step = self._rounds(now), max(self.step_seconds or 0.0, 0.01)
@@ -426,7 +421,7 @@ class UploadSchedule:
         )
         if regular:
             return worth.now >= worth.later
-        return worth.now > worth.later and self._enough_steps(inner)
+        return worth.now > worth.later and self._enough_steps(report.inner_step)
 
     def _enough_steps(self, inner_step: int) -> bool:
         # After a restart: at least those of this outer step.

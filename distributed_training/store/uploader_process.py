@@ -40,7 +40,7 @@ import psutil
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.processes import Parent, write_stacks_on_signal
 from distributed_training.config.settings import StoreSettings
-from distributed_training.protocol import keys
+from distributed_training.protocol import keys, lines
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.types import PublicationReport, Revision
 
@@ -131,7 +131,9 @@ class Publication:
         Return the age of ``gradients.pt`` at the end, seconds by the store's clock.
         """
         revision, settings = submission.revision, self.settings
-        _refuse_with(upload_gate(inner_step=revision.inner_step, minimum=1))
+        # More is the schedule's to ask for: validators refuse inner step 0 only.
+        if revision.inner_step < 1:
+            raise BlockedError(lines.upload_blocked(revision.inner_step, 1))
         files = wait_complete(
             submission.folder,
             submission.world_size,
@@ -140,16 +142,14 @@ class Publication:
             give_up=self.newer,
         )
         extras, not_finite = check_files(submission.folder, files, revision)
-        _refuse_with(
-            upload_gate(
-                inner_step=revision.inner_step,
-                minimum=1,  # more is the schedule's to ask for: validators refuse inner step 0 only
-                blocks=extras.block_list,
-                not_finite=not_finite,
-                preview_delta=submission.preview_delta,
-                block_on_preview=settings.block_on_preview,
-            )
+        blocked = upload_gate(
+            blocks=extras.block_list,
+            not_finite=not_finite,
+            preview_delta=submission.preview_delta,
+            block_on_preview=settings.block_on_preview,
         )
+        if blocked:
+            raise BlockedError(blocked)
         if warning := preview_warning(submission.preview_delta):
             log.warning("%s", warning)
         deadline = self.uplink.clock() + settings.longest_transfer.total_seconds()
@@ -239,11 +239,6 @@ class Publication:
         self._patient.put(keys.ROOT_METADATA, replace(root, peer_id=peer_id).to_json())
 
 
-def _refuse_with(line: str | None) -> None:
-    if line:
-        raise BlockedError(line)
-
-
 class UploadLoop:
     """:meth:`run` works on its thread; :meth:`receive` may be called from another.
 
@@ -325,35 +320,40 @@ class UploadLoop:
             threading.Thread(
                 target=self._until_closed, args=(work,), name=work.__name__, daemon=True
             ).start()
-        while not self._closing.is_set():
-            try:
-                submission = self._next()
-                if self._peer_id != self._peer_id_published:
-                    self._publish_peer_id(self._peer_id)
-                if submission is not None:
-                    self._publish(submission)
-            except StoppedError:
-                break
-            except Exception as error:  # one defect must not end uploads for weeks
-                logging.exception("uploader")
-                if self._current is not None:
-                    with contextlib.suppress(OSError):
-                        self._journal.set_pending(None)
-                    what = f"unexpected error ({type(error).__name__}), see its log line"
-                    self._failed(self._current, what)
-                self._closing.wait(_DEFECT_WAIT)
+        self._until_closed(self._upload, self._give_up)
         with contextlib.suppress(StoreError):
             release_bucket(self._store, self._instance)
 
-    def _until_closed(self, work: Callable[[], None]) -> None:
-        """Run ``work``, and again after an error that it did not expect."""
-        # Ended unseen, it would leave the bucket to another miner after minutes, or to old uploads.
+    def _until_closed(
+        self, work: Callable[[], None], failed: Callable[[Exception], None] = lambda error: None
+    ) -> None:
+        """Run ``work``, and again after an error that it did not expect, which ``failed`` gets."""
+        # Ended unseen, it would leave the bucket to another miner after minutes, or to old uploads,
+        # or end uploads for weeks.
         while not self._closing.is_set():
             try:
                 work()
-            except Exception:  # also RuntimeError, where no thread can be started
+            except StoppedError:
+                return
+            except Exception as error:  # also RuntimeError, where no thread can be started
                 logging.exception("uploader")
+                failed(error)
                 self._closing.wait(_DEFECT_WAIT)
+
+    def _upload(self) -> None:
+        submission = self._next()
+        if self._peer_id != self._peer_id_published:
+            self._publish_peer_id(self._peer_id)
+        if submission is not None:
+            self._publish(submission)
+
+    def _give_up(self, error: Exception) -> None:
+        """Report the upload under way, if there is one, as failed by a defect."""
+        if self._current is not None:
+            with contextlib.suppress(OSError):
+                self._journal.set_pending(None)
+            what = f"unexpected error ({type(error).__name__}), see its log line"
+            self._failed(self._current, what)
 
     def _next(self) -> Submission | None:
         """Return the next snapshot to upload; None: a peer id. Raises StoppedError."""

@@ -47,7 +47,7 @@ class Reader:
 # --- readers --------------------------------------------------------------------------------------
 
 
-def _safetensors(path: Path) -> Any:
+def _state_file(path: Path) -> Any:
     from distributed_training.store.bucket_reader import check_file
 
     return check_file(path)
@@ -68,12 +68,6 @@ def _payload(path: Path) -> Any:
 
     # As if the model were larger: then its size refuses none of what is tried here.
     return load_payload(path, [*SCHEMA, ("more", (4096, 4096))])
-
-
-def _gradients(path: Path) -> Any:
-    from distributed_training.store.bucket_reader import pt_not_finite
-
-    return pt_not_finite(path)
 
 
 def _outer(path: Path) -> Any:
@@ -297,9 +291,9 @@ _STANDINGS = {
 
 #: Of strangers, of a crash, of a bad disk.
 READERS: dict[str, Reader] = {
-    "model": Reader("a.safetensors", _safetensors, honest_safetensors, ("IntegrityError",)),
+    "model": Reader("a.safetensors", _state_file, honest_safetensors, ("IntegrityError",)),
     "drift": Reader("a.safetensors", _drift, honest_safetensors, ("NotComparable",)),
-    "gradients": Reader("gradients.pt", _gradients, honest_gradients, ("IntegrityError",)),
+    "gradients": Reader("gradients.pt", _state_file, honest_gradients, ("IntegrityError",)),
     "payload": Reader("gradients.pt", _payload, honest_gradients, ("PayloadError",)),
     "outer": Reader("outer_optimizer.pt", _outer, honest_outer, ("ValueError",)),
     "config": Reader("config.json", _config, _json(_CONFIG), ("IntegrityError",)),
@@ -384,11 +378,6 @@ def bombs(reader: str) -> Iterator[tuple[str, bytes]]:
         yield from _safetensors_bombs()
     elif kind.endswith(".pt"):
         yield from _pt_bombs(READERS[reader].honest())
-    elif kind.endswith(".npy"):
-        header = b"{'descr': '<u2', 'fortran_order': False, 'shape': (%d, %d), }"
-        for name, text in (("huge", header % (2**40, 2**10)), ("cut", b"{'descr': (")):
-            padded = text.ljust(117) + b"\n"
-            yield name, b"\x93NUMPY\x01\x00" + struct.pack("<H", len(padded)) + padded
     else:
         yield from _json_bombs()
 

@@ -121,8 +121,6 @@ def test_which_epoch_is_scored(outer_step: int, since: int, expected: int) -> No
 def test_rounds_are_due_after_bpa_blocks() -> None:
     assert not schedule.round_due(block=399, last_allreduce_block=0, bpa=400)
     assert schedule.round_due(block=400, last_allreduce_block=0, bpa=400)
-    assert schedule.blocks_until_round(block=390, last_allreduce_block=0, bpa=400) == 10
-    assert schedule.blocks_until_round(block=500, last_allreduce_block=0, bpa=400) == 0
 
 
 def test_block_lists() -> None:

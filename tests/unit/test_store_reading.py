@@ -21,7 +21,6 @@ from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Revision
 from distributed_training.store import bucket_reader, transfer, upload_rules
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
-from distributed_training.store.journal import Journal, Submission
 from distributed_training.store.s3 import (
     DeadlineError,
     IntegrityError,
@@ -30,9 +29,8 @@ from distributed_training.store.s3 import (
     StoreError,
     TransientError,
 )
-from distributed_training.store.uploader_process import Publication
 from tests.tools.memory_store import MemoryObjectStore
-from tests.tools.support_store import PEER_ID, publish_state, write_snapshot
+from tests.tools.support_store import PEER_ID, publish, publish_state, write_snapshot
 
 pytestmark = pytest.mark.timeout(30)
 REVISION = Revision(5, 3, 50)
@@ -41,14 +39,10 @@ MINER_FILES = keys.data_files(1)
 
 @pytest.fixture
 def published(tmp_path: Path) -> MemoryObjectStore:
-    store = MemoryObjectStore()
+    store, settings = MemoryObjectStore(), StoreSettings(write_interval=timedelta(0))
     write_snapshot(tmp_path / "s", REVISION, world_size=1)
-    journal, settings = (
-        Journal(tmp_path / "uploads.json"),
-        StoreSettings(write_interval=timedelta(0)),
-    )
-    publication = Publication(store, journal, settings, "me")
-    assert publication.run(Submission(tmp_path / "s", REVISION, 1, PEER_ID)).ok
+    journal = tmp_path / "uploads.json"
+    assert publish(store, tmp_path / "s", settings=settings, journal=journal, revision=REVISION).ok
     return store
 
 
