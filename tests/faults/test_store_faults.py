@@ -35,12 +35,11 @@ from distributed_training.store.s3 import S3ObjectStore, Uplink
 from distributed_training.store.transfer import MIB, Sender
 from distributed_training.store.uploader import Uploader
 from distributed_training.store.uploader_process import Publication
-from tests.tools.store_shim import DROP, Call, Shim, make_certificate, through
+from tests.tools.store_shim import DROP, STALL, Call, Shim, make_certificate, through
 from tests.tools.support_store import (
     PEER_ID,
-    assert_published,
+    Upload,
     new_bucket,
-    publish,
     server,
     settings_for,
     write_snapshot,
@@ -73,6 +72,10 @@ class FirstPartLast:
             id="connection dropped",
         ),
         pytest.param(
+            lambda call: STALL if call.what == "part" and call.count < 3 else None,
+            id="connection stalled",
+        ),
+        pytest.param(
             lambda call: (
                 (500, 503, 429)[call.count] if call.count < 3 and call.what != "abort" else None
             ),
@@ -84,15 +87,9 @@ class FirstPartLast:
 def test_what_passes_is_survived(
     server: ObjectStoreServer, tmp_path: Path, fault: Callable[[Call], int | None]
 ) -> None:
-    base = settings_for(server)
-    direct = new_bucket(server, base)
-    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=2000)
+    upload = Upload(server, tmp_path)
     with Shim(server.endpoint, fault) as shim:
-        settings, store = through(shim, base, direct.bucket)
-        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
-    assert report.ok, report.reason
-    assert_published(direct, REVISION, files)
-    assert direct.list_multiparts() == []
+        upload.assert_whole(upload.send(shim.endpoint))
 
 
 class WatchedUplink(Uplink):
@@ -116,21 +113,19 @@ class WatchedUplink(Uplink):
 def test_a_pause_in_the_middle_of_parts_frees_the_line(
     server: ObjectStoreServer, tmp_path: Path
 ) -> None:
-    base = settings_for(server)
-    direct = new_bucket(server, base)
-    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=4000)
-    go_on = threading.Event()
+    upload = Upload(server, tmp_path, rows=4000)
+    direct, go_on = upload.bucket, threading.Event()
 
     def hold(call: Call) -> None:
         if call.what == "part":
             assert go_on.wait(100)
 
     with Shim(server.endpoint, hold) as shim:
-        settings, store = through(shim, base, direct.bucket)
+        settings, store = through(shim, upload.settings, direct.bucket)
         s3 = WatchedUplink()
-        publication = Publication(store, Journal(tmp_path / "j.json"), settings, "me", s3)
+        publication = Publication(store, Journal(upload.journal), settings, "me", s3)
         reports: list[PublicationReport] = []
-        submission = Submission(tmp_path / "s", REVISION, 1, PEER_ID)
+        submission = Submission(upload.folder, upload.revision, 1, PEER_ID)
         thread = threading.Thread(
             target=lambda: reports.append(publication.run(submission)), daemon=True
         )
@@ -144,16 +139,14 @@ def test_a_pause_in_the_middle_of_parts_frees_the_line(
         s3.resume()
         thread.join(100)
     assert shim.count("part") > parts
-    assert reports[0].ok, reports[0].reason
-    assert_published(direct, REVISION, files)
+    upload.assert_whole(reports[0])
 
 
 def test_an_outage_longer_than_the_deadline_is_a_report_and_the_next_try_resumes(
     server: ObjectStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = settings_for(server, file_deadline=timedelta(minutes=10))
-    direct = new_bucket(server, base)
-    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=2000)
+    upload = Upload(server, tmp_path, file_deadline=timedelta(minutes=10))
+    direct = upload.bucket
     away: list[Call] = []  # each try takes five minutes
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 300 * len(away))
     monkeypatch.setattr(s3, "time", clock)
@@ -165,8 +158,7 @@ def test_an_outage_longer_than_the_deadline_is_a_report_and_the_next_try_resumes
         return 503
 
     with Shim(server.endpoint, outage) as shim:
-        settings, store = through(shim, base, direct.bucket)
-        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
+        report = upload.send(shim.endpoint)
         assert 2 <= len(away) < 10
         assert not report.ok
         assert "503" in report.reason
@@ -175,10 +167,8 @@ def test_an_outage_longer_than_the_deadline_is_a_report_and_the_next_try_resumes
         assert sent >= 1
         shim.fault = lambda call: None
         before = shim.count("part")
-        again = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
-        assert again.ok, again.reason
+        upload.assert_whole(upload.send(shim.endpoint))
         assert shim.count("part") - before <= 4 + 1 - sent + 1
-    assert_published(direct, REVISION, files)
 
 
 def _only_upload(store: S3ObjectStore) -> tuple[str, str]:
@@ -189,29 +179,17 @@ def _only_upload(store: S3ObjectStore) -> tuple[str, str]:
 def test_a_complete_whose_answer_was_lost_counts_by_the_etag(
     server: ObjectStoreServer, tmp_path: Path
 ) -> None:
-    base = settings_for(server)
-    direct = new_bucket(server, base)
-    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1600)
+    upload = Upload(server, tmp_path, rows=1600)
     with Shim(server.endpoint, lose_complete=True) as shim:
-        settings, store = through(shim, base, direct.bucket)
-        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
-    assert report.ok, report.reason
+        upload.assert_whole(upload.send(shim.endpoint))
     assert shim.refusals == ["complete 404"] * shim.count("complete")
-    assert_published(direct, REVISION, files)
 
 
 def test_bytes_damaged_on_the_way_are_sent_again(server: ObjectStoreServer, tmp_path: Path) -> None:
-    base = settings_for(server)
-    direct = new_bucket(server, base)
-    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=2000)
-    sizes = [path.stat().st_size for path in files.values()]
-    parts = sum(-(-s // base.part_size) for s in sizes if s > base.part_size)
+    upload = Upload(server, tmp_path)
     with Shim(server.endpoint, flip=lambda call: call.what == "part" and call.count == 0) as shim:
-        settings, store = through(shim, base, direct.bucket)
-        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
-        assert shim.count("part") == parts + 1
-    assert report.ok, report.reason
-    assert_published(direct, REVISION, files)
+        upload.assert_whole(upload.send(shim.endpoint))
+        assert shim.count("part") == upload.parts + 1
 
 
 def test_a_part_at_the_store_with_other_bytes_is_not_kept(
@@ -241,24 +219,21 @@ def test_a_part_at_the_store_with_other_bytes_is_not_kept(
 def test_an_upload_aborted_by_someone_else_is_not_success(
     server: ObjectStoreServer, tmp_path: Path
 ) -> None:
-    base = settings_for(server)
-    direct = new_bucket(server, base)
-    write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1600)
+    upload = Upload(server, tmp_path, rows=1600)
+    direct = upload.bucket
 
     def abort(call: Call) -> None:
         if call.what == "complete":
-            for upload in direct.list_multiparts():
-                direct.abort_multipart(upload.key, upload.upload_id)
+            for stuck in direct.list_multiparts():
+                direct.abort_multipart(stuck.key, stuck.upload_id)
 
     with Shim(server.endpoint, abort) as shim:
-        settings, store = through(shim, base, direct.bucket)
-        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
+        report = upload.send(shim.endpoint)
         assert not report.ok
         assert "lost the multipart upload" in report.reason
         assert direct.get(keys.ROOT_METADATA, limit=9999) is None
         shim.fault = lambda call: None
-        again = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
-        assert again.ok, again.reason
+        upload.assert_whole(upload.send(shim.endpoint))
 
 
 @pytest.mark.parametrize(
@@ -268,25 +243,13 @@ def test_an_upload_aborted_by_someone_else_is_not_success(
 def test_a_refusal_ends_at_once_and_names_the_permission(
     server: ObjectStoreServer, tmp_path: Path, status: int, text: str
 ) -> None:
-    base = settings_for(server)
-    direct = new_bucket(server, base)
-    write_snapshot(tmp_path / "s", REVISION, world_size=1)
+    upload = Upload(server, tmp_path, rows=256)
     with Shim(server.endpoint, lambda c: status if c.method == "PUT" else None) as shim:
-        settings, store = through(shim, base, direct.bucket)
-        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
+        report = upload.send(shim.endpoint)
         tried = Counter(call.key for call in shim.log if call.method == "PUT")
     assert not report.ok
     assert text in report.reason
     assert set(tried.values()) == {1}, "nothing is tried again"
-
-
-def test_a_bucket_deleted_meanwhile_is_named(server: ObjectStoreServer, tmp_path: Path) -> None:
-    settings = settings_for(server)
-    store = S3ObjectStore.from_settings(settings, bucket="llama-gone-7", write=True)
-    write_snapshot(tmp_path / "s", REVISION, world_size=1)
-    report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
-    assert not report.ok
-    assert "bucket llama-gone-7 does not exist" in report.reason
 
 
 def test_a_wrong_clock_is_called_a_wrong_clock(
@@ -317,19 +280,14 @@ def test_two_miners_with_one_bucket(server: ObjectStoreServer, tmp_path: Path) -
     claim_bucket(store, first)  # its own restart
     write_snapshot(tmp_path / "s", REVISION, world_size=1)
     journal = Journal(tmp_path / "j.json")
-    report = Publication(store, journal, settings, second).run(
-        Submission(tmp_path / "s", REVISION, 1, PEER_ID)
-    )
+    submission = Submission(tmp_path / "s", REVISION, 1, PEER_ID)
+    report = Publication(store, journal, settings, second).run(submission)
     assert not report.ok
     assert "another miner claimed bucket" in report.reason
     assert "--r2.take_bucket" in report.reason
     assert [o.key for o in store.list_objects()] == [OWNER_KEY]
     claim_bucket(store, second, take=True)
-    assert (
-        not Publication(store, journal, settings, first)
-        .run(Submission(tmp_path / "s", REVISION, 1, PEER_ID))
-        .ok
-    )
+    assert not Publication(store, journal, settings, first).run(submission).ok
     release_bucket(store, first)  # which is not its own any more
     assert store.head(OWNER_KEY) is not None
     release_bucket(store, second)
@@ -340,35 +298,12 @@ def test_over_tls_no_trailers_are_sent(
     server: ObjectStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """botocore's default checksums are trailers, and only over TLS; R2 refuses them."""
-    base = settings_for(server)
-    direct = new_bucket(server, base)
-    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1600)
+    upload = Upload(server, tmp_path, rows=1600)
     certificate = make_certificate(tmp_path)
     monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
     with Shim(server.endpoint, certificate=certificate, write_interval=1.0) as shim:
-        settings, store = through(shim, base, direct.bucket)
-        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
-        assert report.ok, report.reason
-        assert_published(direct, REVISION, files)
+        upload.assert_whole(upload.send(shim.endpoint))
         assert not any("401" in r for r in shim.refusals)
-
-
-def test_a_full_disk_blocks_the_download_and_keeps_what_is_there(
-    server: ObjectStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import shutil
-
-    from distributed_training.store.s3 import NoRoomError
-    from distributed_training.store.transfer import deadline_in, download
-
-    store = new_bucket(server, settings_for(server))
-    store.put("a", b"x" * 1000)
-    (tmp_path / "a").write_bytes(b"old")
-    full = shutil._ntuple_diskusage(10, 10, 500)  # type: ignore[attr-defined]
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
-    with pytest.raises(NoRoomError, match="free the disk"):
-        download(store, "a", tmp_path / "a", limit=9999, deadline=deadline_in(timedelta(seconds=5)))
-    assert (tmp_path / "a").read_bytes() == b"old"
 
 
 def test_cleanup_aborts_what_is_stuck_and_spares_the_journals_own(
@@ -397,9 +332,7 @@ def test_no_secret_in_arguments_logs_or_files(
     caplog.set_level("DEBUG", logger="distributed_training")
     base = settings_for(server)
     store = new_bucket(server, base)
-    secrets = [
-        value.get_secret_value() for value in vars(base).values() if isinstance(value, SecretStr)
-    ]
+    secrets = [v.get_secret_value() for v in vars(base).values() if isinstance(v, SecretStr)]
     assert len(secrets) == 4
     write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1600)
     seen = [repr(base), repr(store)]

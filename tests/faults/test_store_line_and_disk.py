@@ -1,22 +1,17 @@
-"""A bad line under TCP, a bucket that vanishes, and disks that are really full."""
+"""A bucket that vanishes, and disks that are really full."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
-import selectors
-import socket
-import struct
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -24,16 +19,16 @@ from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Revision
 from distributed_training.store import upload_rules
-from distributed_training.store.s3 import NoRoomError, S3ObjectStore
+from distributed_training.store.s3 import NoRoomError
 from distributed_training.store.transfer import deadline_in, download
 from distributed_training.store.uploader import Uploader
 from tests.tools.store_shim import Call, Shim
 from tests.tools.support_store import (
     PEER_ID,
+    Upload,
     assert_published,
     digest,
     new_bucket,
-    publish,
     server,
     settings_for,
     write_snapshot,
@@ -46,108 +41,12 @@ REVISION = Revision(5, 4, 10)
 ROOT = Path(__file__).parents[2]
 
 
-class TcpProxy:
-    """Passes bytes on. ``decide(connection number, bytes sent up)`` may say ``reset`` or ``stall``
-    of a connection, again and again asked as bytes pass."""
-
-    def __init__(self, target: str, decide: Callable[[int, int], str | None]) -> None:
-        parts = urlsplit(target)
-        self._target = (parts.hostname or "127.0.0.1", parts.port or 80)
-        self._decide = decide
-        self._stop = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self._listener.settimeout(0.05)
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self.resets = self.stalls = 0
-        self.connections = 0
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-
-    def __enter__(self) -> TcpProxy:
-        self._threads[0].start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        for thread in self._threads:
-            thread.join(5)
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while not self._stop.is_set():
-            with contextlib.suppress(TimeoutError):
-                client, _ = self._listener.accept()
-                number, self.connections = self.connections, self.connections + 1
-                thread = threading.Thread(target=self._carry, args=(client, number), daemon=True)
-                self._threads.append(thread)
-                thread.start()
-
-    def _carry(self, client: socket.socket, number: int) -> None:
-        upstream = socket.create_connection(self._target)
-        up = 0
-        with client, upstream, selectors.DefaultSelector() as selector:
-            selector.register(client, selectors.EVENT_READ, upstream)
-            selector.register(upstream, selectors.EVENT_READ, client)
-            while not self._stop.is_set():
-                for key, _ in selector.select(0.05):
-                    source, other = key.fileobj, key.data
-                    assert isinstance(source, socket.socket)
-                    with contextlib.suppress(OSError):
-                        data = source.recv(65536)
-                        if data:
-                            other.sendall(data)
-                            up += len(data) if source is client else 0
-                            what = self._decide(number, up)
-                            if what == "reset":
-                                self.resets += 1
-                                # Linger 0: the peer gets RST, not a polite end.
-                                client.setsockopt(
-                                    socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
-                                )
-                                return
-                            if what == "stall":
-                                self.stalls += 1
-                                self._stop.wait(60)
-                                return
-                            continue
-                    return
-
-
-@pytest.mark.parametrize("what", ["reset", "stall"])
-def test_a_connection_that_dies_in_the_middle_of_a_part(
-    server: ObjectStoreServer, tmp_path: Path, what: str
-) -> None:
-    """Three connections carry 2 MB of a 5 MiB part and then no more."""
-    base = settings_for(server, read_timeout=timedelta(seconds=2))
-    direct = new_bucket(server, base)
-    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=2000)
-    chosen: set[int] = set()
-
-    def decide(number: int, up: int) -> str | None:
-        if up > 2_000_000 and number not in chosen and len(chosen) < 3:
-            chosen.add(number)
-            return what
-        return None
-
-    with TcpProxy(server.endpoint, decide) as proxy:
-        settings = dataclasses.replace(base, endpoint_url=proxy.endpoint)
-        store = S3ObjectStore.from_settings(settings, bucket=direct.bucket, write=True)
-        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
-        assert (proxy.resets, proxy.stalls) == ((3, 0) if what == "reset" else (0, 3))
-    assert report.ok, report.reason
-    assert_published(direct, REVISION, files)
-    assert direct.list_multiparts() == []
-
-
 def test_a_bucket_deleted_in_the_middle_of_an_upload(
     server: ObjectStoreServer, tmp_path: Path
 ) -> None:
     """Told apart from a passing fault at once; once the bucket is there again, so is the state."""
-    base = settings_for(server, file_deadline=timedelta(seconds=80))
-    direct = new_bucket(server, base)
-    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=2000)
+    sending = Upload(server, tmp_path, file_deadline=timedelta(seconds=80))
+    direct = sending.bucket
     gone = threading.Event()
 
     def fault(call: Call) -> None:
@@ -159,18 +58,13 @@ def test_a_bucket_deleted_in_the_middle_of_an_upload(
             direct._client.delete_bucket(Bucket=direct.bucket)
 
     with Shim(server.endpoint, fault) as shim:
-        settings = dataclasses.replace(base, endpoint_url=shim.endpoint)
-        store = S3ObjectStore.from_settings(settings, bucket=direct.bucket, write=True)
         began = time.monotonic()
-        report = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
+        report = sending.send(shim.endpoint)
         assert gone.is_set() and not report.ok
         assert time.monotonic() - began < 60, "it did not retry until its deadline of 80 s"
         assert f"bucket {direct.bucket} does not exist" in report.reason
         direct.create_bucket()
-        again = publish(store, tmp_path / "s", settings=settings, journal=tmp_path / "j.json")
-        assert again.ok, again.reason
-    assert_published(direct, REVISION, files)
-    assert direct.list_multiparts() == []
+        sending.assert_whole(sending.send(shim.endpoint))
 
 
 # --- full disks -----------------------------------------------------------------------------------

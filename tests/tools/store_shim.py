@@ -25,6 +25,7 @@ from distributed_training.config.settings import StoreSettings
 from distributed_training.store.s3 import S3ObjectStore
 
 DROP = -1  # a fault: close the connection in the middle of the body
+STALL = -2  # a fault: take a part of the body, and neither more of it nor leave of the client
 CHUNK = 64 * 1024
 
 
@@ -42,7 +43,7 @@ class Call:
 
 @dataclass
 class Shim:
-    """``fault(call)``: None to forward, a status to answer instead, DROP, or it may sleep."""
+    """``fault(call)``: None to forward, a status to answer instead, DROP or STALL. It may sleep."""
 
     upstream: str
     fault: Callable[[Call], int | None] = lambda call: None
@@ -57,6 +58,7 @@ class Shim:
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
+        self.closing = threading.Event()
         self.sizes: dict[str, dict[int, int]] = {}
         self.written: dict[str, float] = {}
         shim = self
@@ -83,6 +85,7 @@ class Shim:
             return sum(call.what == what for call in self.log)
 
     def close(self) -> None:
+        self.closing.set()
         self.server.shutdown()
         self.server.server_close()
 
@@ -161,9 +164,11 @@ class _Handler(BaseHTTPRequestHandler):
         status = 401 if trailer else self._rules(call, length)
         if status is None:
             status = self.owner.fault(call)
-        if status == DROP:
+        if status in (DROP, STALL):
             self.rfile.read(min(length // 2, CHUNK * 8))
             self.close_connection = True
+            if status == STALL:
+                self.owner.closing.wait(60)
             self.connection.shutdown(socket.SHUT_RDWR)
             return
         if status is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import io
 import json
@@ -146,6 +147,34 @@ def publish(
     """Upload ``folder`` as ``revision``, by the instance "me" from a journal at ``journal``."""
     publication = Publication(store, Journal(journal), settings, "me")
     return publication.run(Submission(folder, revision, 1, PEER_ID))
+
+
+class Upload:
+    """A new bucket of ``server`` and a snapshot of one rank, which :meth:`send` uploads to it."""
+
+    revision = Revision(RUN, 4, 10)
+
+    def __init__(
+        self, server: ObjectStoreServer, folder: Path, *, rows: int = 2000, **changes: Any
+    ) -> None:
+        self.settings = settings_for(server, **changes)
+        self.bucket = new_bucket(server, self.settings)
+        self.folder, self.journal = folder / "s", folder / "j.json"
+        self.files = write_snapshot(self.folder, self.revision, world_size=1, rows=rows)
+        size = self.settings.part_size
+        sizes = [path.stat().st_size for path in self.files.values()]
+        self.parts = sum(-(-s // size) for s in sizes if s > size)
+
+    def send(self, endpoint: str) -> PublicationReport:
+        """Upload it by way of ``endpoint``, going on where the journal stands."""
+        settings = dataclasses.replace(self.settings, endpoint_url=endpoint)
+        store = S3ObjectStore.from_settings(settings, bucket=self.bucket.bucket, write=True)
+        return publish(store, self.folder, settings=settings, journal=self.journal)
+
+    def assert_whole(self, report: PublicationReport) -> None:
+        assert report.ok, report.reason
+        assert_published(self.bucket, self.revision, self.files)
+        assert self.bucket.list_multiparts() == []
 
 
 def finish_rank(folder: Path, rank: int, world_size: int, names: list[str] | None = None) -> None:
