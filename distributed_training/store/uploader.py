@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import pickle
 import queue
 import subprocess
 import threading
@@ -73,11 +72,6 @@ log = logging.getLogger(__name__)
 
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=1), timedelta(minutes=1)  # before it is restarted
 _END_SECONDS = 5.0  # for the end of one that hung up
-# What unpickling raises of other bytes, or of classes that are not there or have other fields.
-_NO_MESSAGE: tuple[type[Exception], ...] = (
-    *(pickle.UnpicklingError, AttributeError, ImportError, LookupError),
-    *(MemoryError, SyntaxError, TypeError, ValueError),
-)
 _STEADY = 600.0  # seconds; an uploader that lived so long ended for another reason
 
 
@@ -229,7 +223,7 @@ class Uploader:
                     self._take(self._connection.recv())
             except (EOFError, OSError):
                 pass
-            except _NO_MESSAGE:  # an update put other files under a running miner
+            except Exception:  # an update put other files under a running miner
                 self._process.kill()
                 log.exception("The uploader sent what is no message")
             # Not without limit: it may be ending in the kernel, on a disk that does not answer.
