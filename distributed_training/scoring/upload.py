@@ -320,16 +320,17 @@ def within(timeout: timedelta, task: Callable[[], Result]) -> Result:
 def begun(task: Callable[[], Result]) -> Future[Result]:
     """Run ``task()`` in a thread of its own, which does not keep the program from ending."""
     done: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(task())
-        except BaseException as error:  # noqa: BLE001 - whatever it is, whoever waits gets it
-            done.set_exception(error)
-
     # No pool: Python waits for a pool's threads before it ends.
-    threading.Thread(target=run, name="asking", daemon=True).start()
+    threading.Thread(target=fulfil, args=(done, task), name="asking", daemon=True).start()
     return done
+
+
+def fulfil(promised: Future[Result], task: Callable[[], Result]) -> None:
+    """Run ``task()`` here and give its result, or its error, to ``promised``."""
+    try:
+        promised.set_result(task())
+    except BaseException as error:  # noqa: BLE001 - whatever it is, whoever waits gets it
+        promised.set_exception(error)
 
 
 def read_upload(

@@ -8,6 +8,7 @@ The result is an average; whether it becomes an outer step is decided by the val
 from __future__ import annotations
 
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,7 @@ from distributed_training.protocol.types import (
     Revision,
     RoundRequest,
 )
-from distributed_training.scoring.upload import OpenBucket, Result, begun
+from distributed_training.scoring.upload import OpenBucket, Result, begun, fulfil
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
 from distributed_training.swarm.swarm import HivemindSwarm
@@ -69,16 +70,22 @@ def each(
     For what waits for a store or the chain: each of 256 miners may cost its whole patience. Raises
     Stopped soon after ``stop`` is set, and leaves what is under way behind; else the first error.
     """
-    # A thread for each item: all but a few only wait for their turn.
-    turn = threading.Semaphore(_AT_ONCE)
+    waiting: queue.SimpleQueue[tuple[Item, Future[Result]]] = queue.SimpleQueue()
+    futures: list[Future[Result]] = [Future() for _ in items]
+    for one in zip(items, futures, strict=True):
+        waiting.put(one)
 
-    def work(item: Item) -> Result:
-        with turn:
-            if stop.is_set():
-                raise Stopped
-            return task(item)
+    def work() -> None:
+        while not stop.is_set():
+            try:
+                item, future = waiting.get_nowait()
+            except queue.Empty:
+                return
+            fulfil(future, partial(task, item))
 
-    futures = [begun(partial(work, item)) for item in items]
+    # Not one for each item: a container may have no room for hundreds of threads.
+    for _ in futures[:_AT_ONCE]:
+        begun(work)
     while wait(futures, timeout=_LOOK).not_done:
         if stop.is_set():
             raise Stopped

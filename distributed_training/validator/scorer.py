@@ -240,15 +240,15 @@ class Scorer:
             inspect, open_bucket=self.open_bucket, outer_step=outer_step, age_limit=limit
         )
         repositories = each(look, miners, stop=self.stop)
+        if self._our_link_is_away(repository.cause for repository in repositories):
+            return []
         for repository in repositories:
             self._tell_if_new(repository, outer_step)
         chosen = self._choose(repositories)
         judgements = self._judge_all(
             chosen, state, outer_step, block=block, bpa=bpa, interrupted=interrupted
         )
-        # Our link may have gone away since the pass began.
-        silent = {r.cause for r in repositories} | {j.cause for j in judgements}
-        if silent & {Cause.UNREACHABLE, Cause.TOO_SLOW} and not self.store_answers():
+        if judgements is None:
             return []
         valid = {r.uid: r.valid for r in repositories}
         scores = self.standings.judged(judgements, valid, block=block)
@@ -279,6 +279,11 @@ class Scorer:
             return False
         return True
 
+    def _our_link_is_away(self, causes: Iterable[Cause | None]) -> bool:
+        """Return whether some bucket does not answer, and neither does the global one."""
+        silent = not {Cause.UNREACHABLE, Cause.TOO_SLOW}.isdisjoint(causes)
+        return silent and not self.store_answers()
+
     def _choose(self, repositories: Sequence[Repository]) -> list[Repository]:
         """Choose those not judged for longest.
 
@@ -297,7 +302,8 @@ class Scorer:
         block: int,
         bpa: int,
         interrupted: Callable[[], bool],
-    ) -> list[Judgement]:
+    ) -> list[Judgement] | None:
+        """Judge ``chosen``; None if our link went away meanwhile: nothing of it counts."""
         if not chosen:
             return []
         try:
@@ -331,6 +337,8 @@ class Scorer:
                     random_blocks=(random_block,),
                 )
             except InvalidUpload as error:
+                if self._our_link_is_away([error.cause]):
+                    return None
                 judgement = Judgement.reset(repository.uid, outer_step, error.cause, str(error))
             except DataUnavailable as error:
                 log.warning("uid %d is not scored now: %s", repository.uid, error)
