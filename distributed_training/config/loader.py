@@ -332,8 +332,8 @@ _NO_QUANTIZATION = "gradients travel as float32 values and int16 indices; nothin
 
 #: Flags that nobody needed; their values are constants.
 _CONSTANTS = """
-axon.clock_skew axon.legacy_timeout_cap axon.max_connections_per_address axon.read_timeout
-axon.requests_per_address axon.requests_per_hotkey chain.neurons_interval chain.poll_interval
+axon.clock_skew axon.legacy_timeout_cap axon.read_timeout axon.requests_per_hotkey
+chain.neurons_interval chain.poll_interval
 chain.write_timeout clamp.allreduce_timeout clamp.min_group_size clamp.min_matchmaking_time
 clamp.next_chunk_timeout clamp.request_timeout clamp.timeout data.page_deadline
 data.request_attempts data.request_timeout data.table_age dht.start_timeout

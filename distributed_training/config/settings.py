@@ -136,10 +136,12 @@ class ChainSettings:
     """how this neuron signs its own calls to others"""
     max_connections: int = flag("axon.max_connections", 256, ge=1, le=65535)
     """open connections of the signed server, all addresses together"""
-    max_connections_per_address: int = 16
+    max_connections_per_address: int = flag("axon.max_connections_per_address", 16, ge=1, le=65535)
+    """open connections from one address; raise it where a router gives all callers its own"""
+    requests_per_address: float = flag("axon.requests_per_address", 50.0, ge=0.1, le=1e6)
+    """requests per second from one address (burst: 6 times); raise it with the flag above"""
     read_timeout: timedelta = 5 * SECOND  # that a client has to send a whole request
     requests_per_hotkey: float = 5.0  # verified calls a second (burst: 6 times)
-    requests_per_address: float = 50.0  # a second (burst: 6 times)
     # Of an unsigned timeout header, which widens the age at which a legacy call is accepted.
     legacy_timeout_cap: timedelta = 12 * SECOND
     clock_skew: timedelta = 4 * SECOND  # that a caller's clock may be in the future
