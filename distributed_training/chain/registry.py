@@ -250,6 +250,7 @@ class RegistryChain(Chain):
                 seconds=3 * self._timeout,
                 content=body,
                 headers=headers,
+                compressed=True,  # a thousand rows, and a thousand miners read them
             )
         except (http.TooLong, TimeoutError):
             raise Unusable("its answer does not end") from None

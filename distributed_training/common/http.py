@@ -22,21 +22,23 @@ async def ask(
     seconds: float,
     content: bytes | None = None,
     headers: dict[str, str] | None = None,
+    compressed: bool = False,
 ) -> tuple[httpx.Response, bytes]:
     """Return an answer and its body of at most ``most`` bytes, whatever its status.
 
-    ``seconds`` cover all of it, from the connection to the last byte. Raises TooLong, TimeoutError
-    and httpx's errors, HTTPStatusError only if there are more bytes.
+    ``seconds`` cover all of it, from the connection to the last byte. ``compressed``: take gzip;
+    ``most`` counts what comes out of it. Raises TooLong, TimeoutError and httpx's errors,
+    HTTPStatusError only if there are more bytes.
     """
     body = bytearray()
-    # Not compressed: what is counted below is what is held.
-    headers = {**(headers or {}), "accept-encoding": "identity"}
+    # Of strangers not compressed: 64 KiB that are read at once may become 64 MiB, before any count.
+    headers = {**(headers or {}), "accept-encoding": "gzip" if compressed else "identity"}
     # httpx bounds each read alone: a head or a body that trickles in would never end.
     async with (
         asyncio.timeout(seconds),
         client.stream(method, url, content=content, headers=headers) as reply,
     ):
-        async for part in reply.aiter_raw():
+        async for part in reply.aiter_bytes() if compressed else reply.aiter_raw():
             body += part
             if len(body) > most:
                 reply.raise_for_status()  # of the page of an error, its status says more
