@@ -81,7 +81,7 @@ FIRST_UPLOAD_DUE = timedelta(seconds=4500)
 # What an upload is taken to need before one was measured, as in the operator guide.
 UPLOAD_TIME = timedelta(minutes=5)
 #: With one of these failed, no training can be measured.
-_DECISIVE = ("torch", "gpu", "gpu memory", "host memory")
+_DECISIVE = ("torch", "gpu", "gpu memory", "host memory", "batch")
 
 
 def examine(

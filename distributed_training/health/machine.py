@@ -144,16 +144,17 @@ def check_torch(*, gpus: int | None = None) -> Check:
 
 
 def check_batch(*, micro_batch: int | None, effective: int, world_size: int) -> Check:
-    """Check the batch sizes; ``micro_batch`` None: it will be measured at start (``auto``).
-
-    One above the effective batch is refused by the configuration's check.
-    """
+    """Check the batch sizes; ``micro_batch`` None: it will be measured at start (``auto``)."""
     name = "batch"
     if micro_batch is None:
         return Check(name, "ok", f"micro-batch auto, {effective} sequences per inner step")
     steps = accumulation_steps(effective=effective, micro_batch=micro_batch, world_size=world_size)
     actual = steps * micro_batch * world_size
     finding = f"{actual} sequences = {steps} micro-batches of {micro_batch} on {world_size} rank(s)"
+    if micro_batch > effective:
+        finding = f"the micro-batch {micro_batch} is larger than the effective batch {effective}"
+        remedy = f"give --neuron.local_batch_size_train {effective} or less"
+        return Check(name, "fail", finding, remedy)
     if actual != effective:
         remedy = f"give --neuron.local_batch_size_train_effective {actual}"
         return Check(name, "warn", f"{finding}: rounded up from {effective}", remedy)

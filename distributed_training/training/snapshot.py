@@ -280,7 +280,7 @@ class SnapshotHandle:
         self.codes: dict[str, list[Code | None]] = {}
         # Rank 0: by direction, the content of gradients.pt.
         self.contents: dict[str, dict[str, Any]] = {}
-        self.error: Exception | None = None  # of the writing, once it is done
+        self.error: BaseException | None = None  # of the writing, once it is done
         self._ended = threading.Event()
         self._cancelled = threading.Event()
 
@@ -294,7 +294,7 @@ class SnapshotHandle:
     def _run(self, write: Callable[[SnapshotHandle], None]) -> None:
         try:
             write(self)
-        except Exception as error:  # noqa: BLE001 - in a thread: whoever asks is told
+        except BaseException as error:  # noqa: BLE001 - in a thread: whoever asks is told
             # The handle keeps the error, the error its frames, this one too, and they the copies.
             del write
             _drop_frames(error)
@@ -325,7 +325,7 @@ class SnapshotHandle:
         self.codes, self.contents, self.epoch = {}, {}, None
 
 
-def _drop_frames(failure: Exception) -> None:
+def _drop_frames(failure: BaseException) -> None:
     """Free what the frames of a failure hold: its copies, which the next snapshot waits for."""
     errors, seen = list[BaseException | None]([failure]), set[int]()
     while errors:
