@@ -68,6 +68,7 @@ class Launched:
         )
 
     def send(self, number: signal.Signals) -> None:
+        assert self.process.poll() is None, self.output
         os.kill(self.process.pid, number)
 
     @property
@@ -197,6 +198,7 @@ def test_rank_zero_may_need_longer_than_the_others_to_close(
     run = launched("slow-close", ranks=2)
     assert run.wait() == 3, run.output
     assert "Stopped with status 3: as told" in run.output
+    assert "Rank 0 (pid" not in run.output  # its own line says why
     assert "ending them" not in run.output
 
 

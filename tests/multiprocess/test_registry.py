@@ -43,7 +43,7 @@ from tests.tools import tls_proxy
 from tests.tools.chain_program import chain_program, serve_command, url_of
 from tests.tools.chain_raw import trickle
 from tests.tools.chain_server_thread import FAST, RegistryServer
-from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR
+from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR, answers
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(240)
@@ -667,6 +667,21 @@ class TestConnections:
             wait_for(lambda: chain.counters()["reads"] > before + 20)
             assert not chain.counters().get("failures")
             assert (len(opened) == 1) == kept
+
+    def test_a_later_request_has_a_deadline_too(self, tmp_path: Path) -> None:
+        limits = Limits(read_timeout=timedelta(seconds=2))
+        with RegistryServer(tmp_path, limits=limits) as server:
+            with socket.create_connection(("127.0.0.1", server.port), 60) as line:
+                line.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+                assert line.recv(4096).startswith(b"HTTP/1.1 200")
+                line.sendall(b"GET /hea")
+                assert line.recv(1) == b""
+
+    def test_rows_are_asked_for_compressed(self) -> None:
+        asked: list[str] = []
+        with answers(lambda r: (asked.append(r.headers["accept-encoding"]), (503, b""))[1]) as port:
+            with closing(RegistryChain(url=f"http://127.0.0.1:{port}", wallet=PEER)):
+                wait_for(lambda: "gzip" in asked)
 
     def test_one_stays_while_half_of_them_are_free(self, tmp_path: Path) -> None:
         limits = Limits(idle_timeout=timedelta(seconds=4), max_connections_per_address=4)

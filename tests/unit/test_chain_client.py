@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from contextlib import closing
@@ -13,7 +14,7 @@ import pytest
 
 from distributed_training.chain import auth
 from distributed_training.chain.base import Neuron
-from distributed_training.chain.client import SignedClient
+from distributed_training.chain.client import MAX_REPLY_BYTES, SignedClient
 from distributed_training.protocol.types import RoundRequest
 from tests.tools.chain_raw import trickle
 from tests.tools.chain_world import (
@@ -24,6 +25,7 @@ from tests.tools.chain_world import (
     STRANGER,
     VALIDATOR,
     World,
+    answers,
     public_miner,
     sign,
     world,
@@ -76,6 +78,15 @@ def test_a_stranger_gets_nothing(server: World) -> None:
     assert client.sweep_is_alive([neuron(server)], LONG)[7] is None
     assert client.sweep_all_reduce([neuron(server)], REQUEST) == {7: None}
     assert server.events == []
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_reply_is_read_up_to_a_limit(more: int) -> None:
+    body = json.dumps({"completion": "True"}).encode().ljust(MAX_REPLY_BYTES + more)
+    with answers(lambda _: (200, body)) as port:
+        miner = Neuron(uid=0, hotkey=MINER.ss58, ip="127.0.0.1", port=port)
+        reply = SignedClient(wallet=VALIDATOR).sweep_is_alive([miner], LONG)[0]
+    assert (reply is None) == bool(more)
 
 
 def test_a_sweep_does_not_wait_for_those_who_are_silent(server: World) -> None:

@@ -157,6 +157,7 @@ def test_trusted_addresses_survive_and_the_latest_are_kept(tmp_path: Path) -> No
     assert len(second.callers()) == MOST_VALIDATORS
     assert keys[0] not in second and keys[-1] in second
     assert "2001:db8::/64" in second and "1.2.3.4" in second
+    assert normalize("2001:db8:1:2::4") == "2001:db8:1:2::/64" != normalize("2001:db8:1:3::4")
     second.set_endpoints(["5.6.7.8"])
     assert "5.6.7.8" in second
     second.set_endpoints([])
@@ -164,7 +165,14 @@ def test_trusted_addresses_survive_and_the_latest_are_kept(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b'{"clean": true}', b'{"highest": -5, "clean": true}']
+    "content",
+    [
+        b"",
+        b"{",
+        b'{"clean": true, "validators": ["1.2.3.4"]}',
+        b'{"highest": -5, "clean": true}',
+        b'{"highest": 5, "clean": true, "validators": "1.2.3.4"}',
+    ],
 )
 def test_a_damaged_file_is_told_once_refuses_for_seconds_trusts_nobody_and_heals(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: bytes

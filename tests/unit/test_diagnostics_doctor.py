@@ -27,7 +27,7 @@ from distributed_training.common.memory import (
 from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import StoreSettings
-from distributed_training.doctor import check_speed, model_config
+from distributed_training.doctor import _DECISIVE, check_speed, model_config
 from distributed_training.health import gpus, outside
 from distributed_training.health.machine import (
     Examination,
@@ -264,6 +264,9 @@ def test_batch() -> None:
     odd = check_batch(micro_batch=3, effective=100, world_size=4)
     assert odd.status == "warn" and "effective 108" in odd.remedy
     assert check_batch(micro_batch=None, effective=4, world_size=1).status == "ok"
+    wrong = check_batch(micro_batch=8, effective=4, world_size=1)
+    assert wrong.status == "fail" and "local_batch_size_train 4 or less" in wrong.remedy
+    assert wrong.name in _DECISIVE  # no training is measured with it
 
 
 def test_torch_build_against_the_driver() -> None:

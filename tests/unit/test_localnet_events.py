@@ -233,6 +233,26 @@ class TestView:
         ("event", "of_miner", "of_validator"),
         [
             (
+                {"kind": "publication", "revision": "5.0.4", "ok": True, "bytes_sent": 2e6},
+                *2 * ["published 5.0.4 (2.0 MB)"],
+            ),
+            (
+                {"kind": "round", "ok": False, "fault": "TIMEOUT", "detail": ""},
+                *2 * ["ROUND FAILED: TIMEOUT"],
+            ),
+            (
+                {"kind": "round", "ok": True, "peers": ["a", "b"], "seconds": 3.21},
+                *("", "round worked, 2 peers, 3.2 s"),
+            ),
+            (
+                {"kind": "load", "outer_step": 3},
+                *2 * ["loaded the global state of outer step 3"],
+            ),
+            (
+                {"kind": "held_out", "before": 5.5, "after": 2.25},
+                *2 * ["held-out loss 5.500 -> 2.250"],
+            ),
+            (
                 {"kind": "publication", "revision": "5.0.4", "ok": False, "reason": "no bucket"},
                 *2 * ["publication of 5.0.4 failed: no bucket"],
             ),

@@ -46,6 +46,8 @@ def test_lines_operators_search_for() -> None:
         "Waiting for more training steps..."
     )
     assert lines.saving_state(56) == "💾 Saving model state locally for epoch 56"
+    assert lines.ALL_REDUCE_DONE == "AllReduce Operation Finished Succesfully"
+    assert lines.all_reduce_failed(3) == "All Reduce Failed At Checkpoint 3"
     assert "Behind Global Epoch 9" in lines.epochs_differ(8, 9)
     assert "Ahead Of Global Epoch 8" in lines.epochs_differ(9, 8)
 

@@ -309,6 +309,16 @@ def test_a_restart_goes_on_with_the_size_that_fits(
     assert seen == [2] * 8 and reports[0].note == ""
 
 
+def test_a_micro_batch_is_cut_into_unequal_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"local_batch_size_train": 4, "local_batch_size_train_effective": 8}
+    (expected,) = [r.loss for r in train(trainer(**sizes), 0, 1)]
+    made = trainer(**sizes)
+    seen = sizes_seen(made, monkeypatch, out_of_memory_above=3)
+    made.step.known.most = 3
+    assert [r.loss for r in train(made, 0, 1)] == pytest.approx([expected], abs=2e-5)
+    assert seen == [3, 1, 3, 1]
+
+
 @pytest.mark.parametrize(
     ("effective", "world_size", "length", "largest"),
     [

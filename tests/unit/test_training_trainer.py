@@ -397,7 +397,10 @@ def test_wrong_micro_batch_shape_is_refused() -> None:
         made.add_micro_batch(sequences(0)[:3])
 
 
-def test_snapshot_loads_in_transformers(tmp_path: Path) -> None:
+def test_snapshot_loads_in_transformers_and_its_optimizer_in_torch(tmp_path: Path) -> None:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from transformers import AutoModelForCausalLM
 
     made = trainer(model=tiny() | {"last_allreduce_block": 5})
@@ -416,6 +419,11 @@ def test_snapshot_loads_in_transformers(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["block_list"] == [4, 6] and config["inner_step"] == 2
     assert config["last_allreduce_block"] == 5
+    with torch.serialization.safe_globals([DTensorSpec, DTensor, DeviceMesh, Shard, TensorMeta]):
+        inner = torch.load(tmp_path / "inner_optimizer.rank0001-of-1.pt", weights_only=True)
+    entry = inner["optimizer_state_dict"]["state"][made.schema[0][0]]
+    assert torch.equal(entry["exp_avg"].to_local(), made.optimizer.exp_avg[0])
+    assert float(entry["step"]) == 2.0
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -26,7 +26,7 @@ from distributed_training.protocol.types import AllReduceFault, Revision
 from distributed_training.store.s3 import StoreError
 from distributed_training.training.nesterov import nesterov_sgd
 from distributed_training.validator.global_state import GlobalStateError
-from distributed_training.validator.rounds import WEIGHT_OF_NOTHING
+from distributed_training.validator.rounds import _AT_ONCE, WEIGHT_OF_NOTHING, each
 from tests.tools.validator_world import MODEL_CONFIG, RUN, World, one_thread, trained  # noqa: F401
 from tests.tools.waiting import wait_for
 
@@ -531,3 +531,15 @@ def test_the_initial_model_is_the_same_for_one_seed_and_the_config_is_plain() ->
     count = sum(torch.Size(shape).numel() for _, shape in parameter_schema(config))
     assert 1_000_000 <= count <= 2_000_000
     assert json.loads(json.dumps(config)) == config
+
+
+def test_few_threads_ask_many_miners() -> None:
+    threads: set[int] = set()
+    together = threading.Barrier(_AT_ONCE, timeout=30)
+
+    def ask(_: int) -> None:
+        together.wait()  # so that no thread can do the work of two
+        threads.add(threading.get_ident())
+
+    each(ask, range(4 * _AT_ONCE), stop=threading.Event())
+    assert len(threads) == _AT_ONCE

@@ -289,6 +289,7 @@ def test_an_outage_of_the_store_costs_no_miner_its_score(
         assert world.validator.score() == []
     assert before and world.validator.standings.weights() == before
     assert all(e.missed_sweeps == 0 for e in world.validator.standings.entries.values())
+    assert all(e["ok"] for e in world.events.of("upload_scored"))
     assert "no miner loses by it" in caplog.text
 
 
