@@ -119,13 +119,14 @@ def test_killed_in_a_round_before_all_ranks_have_its_checkpoint_there_was_no_rou
     assert same(resumed, whole)
 
 
-def test_rounds_that_fail_cost_no_bit(whole: dict[str, Any], tmp_path: Path) -> None:
+def test_rounds_that_fail_cost_no_bit_and_the_next_one_works(
+    whole: dict[str, Any], tmp_path: Path
+) -> None:
     result = run("refused", tmp_path)
-    assert (result["rounds"], result["calls_over"], result["outer_steps"]) == (6, 6, 0)
+    assert (result["rounds"], result["calls_over"], result["outer_steps"]) == (7, 7, 1)
     votes = "Rank 1 votes against the outer step: this rank's memory is gone"
     assert logs(tmp_path).count(votes) == 1
-    assert result["losses"] == whole["losses"]
-    assert same(result, whole)
+    assert result["losses"][:12] == whole["losses"]
 
 
 def test_a_wall_clock_that_is_set_changes_nothing(whole: dict[str, Any], tmp_path: Path) -> None:
