@@ -108,12 +108,17 @@ class Host:
             addresses = [str(address) for address in await node.get_visible_maddrs()]
             # Inside: a peer that hears of us at once finds our calls registered.
             self.tell(Ready(str(node.peer_id), addresses))
-            await _first_of(
-                self._obey(averager),
-                self._watch_daemon(node),
-                self._watch_parent(),
-                self._keep_in_touch(node),
-            )
+            try:
+                await _first_of(
+                    self._obey(averager),
+                    self._watch_daemon(node),
+                    self._watch_parent(),
+                    self._keep_in_touch(node),
+                )
+            except HostFailed as error:
+                # Before this context ends: its tasks may wait for answers through a dead p2pd.
+                self.tell(Ended(str(error)))
+                raise
         with contextlib.suppress(OSError, TimeoutError, P2PDaemonError):
             async with asyncio.timeout(_LEAVE_TIMEOUT):
                 await node.shutdown()

@@ -572,6 +572,8 @@ class HostProcess:
             with self._connection.makefile("rb") as lines:
                 for line in lines:
                     self._take(from_line(line))
+                    if self.why:  # it cannot go on; its own end may take seconds
+                        break
         except TimeoutError:
             self.why = f"it hung: no sign of life for {HANG:.0f} s"
         except OSError as error:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
+import queue
 import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -19,7 +21,7 @@ import pytest
 
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, RoundRequest
-from distributed_training.swarm import supervisor, swarm
+from distributed_training.swarm import averager_process, supervisor, swarm
 from distributed_training.swarm.supervisor import (
     HostConfig,
     HostKeeper,
@@ -200,16 +202,24 @@ def test_no_start_keeps_a_descriptor_or_a_folder(
         assert open_in(world.folder) == [] == list(world.folder.glob("swarm-sockets-*"))
 
 
-@pytest.mark.parametrize("line", [b'["News", {}]', b'["Beat", {"met": 3}]', b"{"])
-def test_a_host_whose_words_are_not_understood_counts_as_ended(
-    world: World, monkeypatch: pytest.MonkeyPatch, line: bytes
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'["News", {}]', "cannot be read"),  # its program was updated on the disk
+        (b'["Beat", {"met": 3}]', "cannot be read"),
+        (b"{", "cannot be read"),
+        (b'["Ended", {"detail": "p2pd is gone"}]', "p2pd is gone"),
+    ],
+)
+def test_a_host_that_is_not_understood_or_cannot_go_on_counts_as_ended(
+    world: World, line: bytes, why: str
 ) -> None:
-    """Its program was updated on the disk; unheard, it would count as alive for ever."""
+    """At once, though its socket stays open."""
     program = Program()
     with world.keeper() as made:
         host = HOST_PROCESS(made._config([]), program)
         program._theirs.sendall(line + b"\n")
-        assert host.ended.wait(10) and "cannot be read" in host.why
+        assert host.ended.wait(10) and why in host.why
         host.end()
 
 
@@ -294,3 +304,48 @@ def test_a_call_without_a_timeout_ends_with_the_rounds_of_the_others(
             peer.average(RoundRequest("5V", timeout=timeout))
         assert allowed.pop() == pytest.approx(expected, abs=5)
         peer._memory.close()
+
+
+def test_the_end_of_p2pd_is_told_before_anything_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @contextlib.asynccontextmanager
+    async def serving() -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await asyncio.sleep(60)  # a task that waits for an answer through p2pd
+
+    async def ended() -> int:
+        return -9
+
+    async def gone() -> None:
+        raise EOFError
+
+    async def addresses() -> list[str]:
+        return [MADDR]
+
+    def start_node(_: Any) -> Any:
+        client = SimpleNamespace(identify=gone)
+        p2p = SimpleNamespace(_child=SimpleNamespace(wait=ended), _client=client)
+        node = SimpleNamespace(p2p=p2p, peer_id="peer", get_visible_maddrs=addresses)
+        return asyncio.sleep(0, node)
+
+    averager = SimpleNamespace(serving=serving)
+    monkeypatch.setattr(averager_process, "DTGradAverager", lambda *_: averager)
+    monkeypatch.setattr(averager_process.Host, "_start_node", start_node)
+    shared = SharedTensors([(2,)])
+    config = SimpleNamespace(
+        tensors=os.dup(shared.descriptor), shapes=[(2,)], parent=os.getppid(), initial_peers=[]
+    )
+    said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+
+    async def run() -> None:
+        answers: Any = SimpleNamespace(write=said.put)
+        host = averager_process.Host(config, asyncio.StreamReader(), answers)  # type: ignore[arg-type]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1):
+                await host.run()
+
+    asyncio.run(run())
+    assert b"Ready" in said.get_nowait() and b"SIGKILL" in said.get_nowait()
