@@ -30,6 +30,24 @@ pytestmark = pytest.mark.timeout(200)
 REPORT = StepReport(
     3, 7, 2.5, 1e-3, 256, 8, 2.0, 0.5, 2, grad_norm=1.5, mfu=0.4, total_inner_steps=107
 )
+#: A library in W&B's place that prints more than a pipe holds.
+PRINTING = """
+import json
+class Error(Exception): pass
+class Settings:
+    def __init__(self, **_): pass
+class Run:
+    def define_metric(self, *_, **__): pass
+    def log(self, figures):
+        print("x" * 100_000, flush=True)
+        with open(self.folder + "/figures", "a") as file: file.write(json.dumps(figures) + "\\n")
+    def finish(self): pass
+def init(dir, **_):
+    print("hello", flush=True)
+    run = Run()
+    run.folder = dir
+    return run
+"""
 SECRET = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -169,7 +187,15 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETRC", os.devnull)
 
 
-@pytest.mark.slow
+def test_what_wandb_prints_stops_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "wandb.py").write_text(PRINTING)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    log_steps(TelemetrySettings(wandb="offline"), tmp_path, range(1, 4), first=1)
+    rows = [json.loads(row) for row in (tmp_path / "figures").read_text().splitlines()]
+    assert [row["inner_step_total"] for row in rows] == [1, 2, 3]
+
+
+@pytest.mark.long
 @pytest.mark.usefixtures("wandb")
 def test_wandb_goes_on_with_its_run_over_one_axis_of_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
