@@ -19,6 +19,8 @@ from pathlib import Path
 
 from distributed_training.common.files import read_state, write_state
 
+log = logging.getLogger(__name__)
+
 
 class ChainError(RuntimeError):
     """A read or write that the chain refused or that did not get through. Worth trying again."""
@@ -52,8 +54,6 @@ class Neuron:
 def find(neurons: Sequence[Neuron], hotkey: str) -> Neuron | None:
     return next((n for n in neurons if n.hotkey == hotkey), None)
 
-
-log = logging.getLogger(__name__)
 
 #: A state that was read longer ago is not gone by at a start.
 OLDEST = timedelta(hours=24)

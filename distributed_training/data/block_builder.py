@@ -28,6 +28,8 @@ from .parquet import ParquetSource, folder_revision
 from .shards import SUFFIX, ShardError, open_shard, write_shard
 from .tokenizer import TextTokenizer, tokenizer_hash
 
+log = logging.getLogger(__name__)
+
 #: Of prepared blocks: an older version that an update goes back to must not take these for its own.
 _FORMAT = 2
 
@@ -246,9 +248,6 @@ class RowsTokens:
             return self._source.rows(config, row, split=split, limit=limit)
         except PageUnavailable as error:
             return error
-
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,8 @@ from .shards import SUFFIX, HeldBack, ShardError, open_shard
 from .tokenizer import TextTokenizer
 from .worker import WorkerPool
 
+log = logging.getLogger(__name__)
+
 
 class DeviceBuffer:
     """Double buffer: one batch is computed on while the next one is copied on a stream of its own.
@@ -72,8 +74,6 @@ class DeviceBuffer:
     def clear(self) -> None:
         self._staged = None
 
-
-log = logging.getLogger(__name__)
 
 _KEPT_BLOCKS = 4  # used blocks kept, to train on again should the source die
 _MOST_BLOCKS = 32

@@ -52,6 +52,8 @@ from . import state_machine as ev
 if TYPE_CHECKING:
     from distributed_training.training.trainer import Trainer
 
+log = logging.getLogger(__name__)
+
 #: Of float32 weights that went through the same arithmetic in another order.
 TOLERANCE = 1e-4
 SLICES = 48
@@ -111,8 +113,6 @@ def drift(rows: Sequence[Rows], read: ReadRange, *, size: int, seed: int) -> flo
         largest = max(largest, difference)
     return largest
 
-
-log = logging.getLogger(__name__)
 
 _ANSWER = timedelta(minutes=1)  # of the store to a question, with its retries
 _SAY_AGAIN = 300.0  # seconds between two lines of a start that waits

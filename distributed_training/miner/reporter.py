@@ -43,6 +43,8 @@ from . import state_machine as ev
 from .run_folder import INSTANCE, listening_ranks
 from .state_machine import MinerState, Mode, ignores_calls
 
+log = logging.getLogger(__name__)
+
 _SLOPE_SAMPLES = 240  # a minute apart
 _SLOPE_LEAST = 30  # below, warming up looks like a leak
 
@@ -165,8 +167,6 @@ class Growth:
         moments, values = zip(*self._samples, strict=True)
         return 3600 * statistics.linear_regression(moments, values).slope
 
-
-log = logging.getLogger(__name__)
 
 Record = Callable[..., None]  # (kind, **fields): writes an event
 

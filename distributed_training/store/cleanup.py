@@ -34,6 +34,8 @@ from distributed_training.protocol import keys
 from .s3 import IntegrityError, MultipartInfo, S3ObjectStore, StoreError, UploadMissingError
 from .transfer import deadline_in, patient
 
+log = logging.getLogger(__name__)
+
 OWNER_KEY = ".miner/owner.json"
 RENEW_EVERY = timedelta(minutes=4)
 # Three renewals in a row may fail before another machine may take the bucket.
@@ -115,7 +117,6 @@ def _owner(store: S3ObjectStore) -> str | None:
     return owner if isinstance(owner, str) else None
 
 
-log = logging.getLogger(__name__)
 Item = TypeVar("Item")
 
 STUCK_AGE = timedelta(hours=1)

@@ -25,6 +25,8 @@ from distributed_training.protocol.types import PublicationReport, Revision
 
 from .journal import Submission, last_checked
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Start:
@@ -67,8 +69,6 @@ class Busy:
 
     busy: bool
 
-
-log = logging.getLogger(__name__)
 
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=1), timedelta(minutes=1)  # before it is restarted
 _END_SECONDS = 5.0  # for the end of one that hung up

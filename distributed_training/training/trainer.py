@@ -42,6 +42,8 @@ from .throughput import peak_flops, start_profiler
 if TYPE_CHECKING:  # 80 modules that nothing else here needs
     from torch.distributed.checkpoint.stateful import Stateful
 
+log = logging.getLogger(__name__)
+
 
 class StepMeter:
     """Measures one step after the other on ``device``.
@@ -109,8 +111,6 @@ class StepMeter:
         torch.cuda.reset_peak_memory_stats(self._device)
         return peak
 
-
-log = logging.getLogger(__name__)
 
 #: Covers each collective of the host-memory streams: pseudo-gradient, average, votes.
 STREAM_TIMEOUT = timedelta(minutes=10)

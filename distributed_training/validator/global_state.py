@@ -63,6 +63,8 @@ from distributed_training.training.model import hf_config, schema_of, without_ex
 from distributed_training.training.nesterov import OuterOptimizerState, save_outer_optimizer
 from distributed_training.training.snapshot import RowsOfMesh, shard_content, write_shard
 
+log = logging.getLogger(__name__)
+
 
 def small_llama(*, vocabulary: int, sequence_length: int, eos_token: int) -> dict[str, Any]:
     """Return ``config.json`` of a Llama of 1 to 2 million parameters for up to 4096 words."""
@@ -116,8 +118,6 @@ def initial_weights(model_config: Mapping[str, Any], *, seed: int) -> list[Tenso
     parameters = dict(model.named_parameters())
     return [parameters[name].detach().clone() for name, _ in schema_of(model)]
 
-
-log = logging.getLogger(__name__)
 
 # Local folders of the global state that are kept: the current outer step's and the one before,
 # which is still scored for half a period.

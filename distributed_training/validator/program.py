@@ -66,6 +66,8 @@ from distributed_training.validator.rounds import RoundCaller, Run
 from distributed_training.validator.scorer import Scorer, Standings
 from distributed_training.validator.validator import Validator
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -124,9 +126,6 @@ def _vocabulary(tokenizer_path: Path) -> int:
 
     # Tensor cores want multiples of 8.
     return -(-Tokenizer.from_file(str(tokenizer_path)).get_vocab_size() // 8) * 8
-
-
-log = logging.getLogger(__name__)
 
 
 def run_validator(

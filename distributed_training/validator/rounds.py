@@ -44,6 +44,8 @@ from distributed_training.store.s3 import StoreError
 from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.training.model import loss_limit
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class Run:
@@ -97,8 +99,6 @@ def unless_stopped(task: Callable[[], Result], *, stop: threading.Event) -> Resu
     (result,) = each(lambda _: task(), [None], stop=stop)
     return result
 
-
-log = logging.getLogger(__name__)
 
 _AT_ONCE = 16  # buckets that are asked
 _LOOK = 0.2  # seconds between two looks at a stop

@@ -42,6 +42,8 @@ from distributed_training.store.s3 import StoreError
 from distributed_training.validator.global_state import Donor, GlobalPublisher
 from distributed_training.validator.rounds import each, unless_stopped
 
+log = logging.getLogger(__name__)
+
 
 @dataclass
 class _Entry:
@@ -190,7 +192,6 @@ class Standings:
         }
 
 
-log = logging.getLogger(__name__)
 _UPLOAD_PATIENCE = timedelta(minutes=5)  # with one upload: a store may drip for ever
 
 
