@@ -26,7 +26,7 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -195,12 +195,11 @@ class Registry(Ledger):
         # Blocks are tried every 2 s and writes come from anybody: the log shares the full disk.
         self._may_warn = Throttle(60.0)
         self._seen: dict[int, _Part] = {}  # after the last write
-        try:
+        with ExitStack() as failed:
+            failed.callback(self._lock_file.close)  # Ctrl-C too: it would keep the next start out
             self._db = _open(folder / FILE)
             self._begin()
-        except BaseException:  # Ctrl-C too: the lock would keep the next start out
-            self._lock_file.close()
-            raise
+            failed.pop_all()
 
     def _begin(self) -> None:
         """Go on from the file. Raises StoreFault."""
