@@ -50,7 +50,7 @@ pytestmark = pytest.mark.timeout(120)
 REVISION = Revision(5, 3, 50)
 MINER_FILES = keys.data_files(1)
 SETTINGS = StoreSettings(
-    file_deadline=timedelta(seconds=2),
+    file_deadline=timedelta(seconds=60),
     snapshot_timeout=timedelta(seconds=0.3),
     write_interval=timedelta(0),
 )
@@ -341,7 +341,7 @@ def test_a_crowded_bucket_is_cleaned_and_no_publication_waits_for_it(
         store.create_multipart(f"epoch-1/{number}")
     store._before = before
     files = write_snapshot(tmp_path / "s", REVISION, world_size=1)
-    with uploading(store, tmp_path, file_deadline=timedelta(seconds=60)) as (loop, messages):
+    with uploading(store, tmp_path) as (loop, messages):
         wait_for(lambda: len(held_up) > 1, what="the cleanup under way")
         loop.receive(Submission(tmp_path / "s", REVISION, 1, PEER_ID))
         reports = wait_for(
@@ -380,7 +380,7 @@ def test_a_pause_takes_nothing_from_the_time_of_a_publication(
     monkeypatch.setattr(time, "monotonic", lambda: real() + later)
     store = MemoryObjectStore(before=before)
     files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=4000)
-    publication = publisher(store, tmp_path, file_deadline=timedelta(seconds=20))
+    publication = publisher(store, tmp_path)
     uplink = publication.uplink
     report = publication.run(Submission(tmp_path / "s", REVISION, 1, PEER_ID))
     assert report.ok, report.reason
@@ -434,7 +434,7 @@ def test_a_resumed_upload_survives_what_closes_the_uplink_while_it_is_checked(
     submission = Submission(tmp_path / "s", REVISION, 1, PEER_ID)
 
     def start() -> Publication:
-        return publisher(store, tmp_path, file_deadline=timedelta(seconds=20))
+        return publisher(store, tmp_path)
 
     def killed() -> None:
         first.uplink.stop()
