@@ -337,8 +337,11 @@ def test_the_lines_of_a_daemon_that_has_to_be_started_are_no_list(machine: Machi
     assert done.returncode == 1 and "Traceback" not in done.stderr
 
 
-def test_what_the_tests_need_stays_out_of_the_environment(machine: Machine) -> None:
+def test_what_the_tests_need_stays_out_of_the_environment(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It lies beside, by hash; versions from before the lists have it installed."""
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     python = "printf '#!/bin/sh\\necho \"$PYTHONPATH|$*\" >>calls\\n' >.venv/bin/python"
     setup = f"{SETUP}\n{python}\nchmod +x .venv/bin/python"
     folder = machine.updated("v2", setup=setup, tests=None)
