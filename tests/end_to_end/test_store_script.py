@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.store.cleanup import claim_bucket
+from tests.tools import forked
 from tests.tools.support_store import new_bucket, server, settings_for
 
 __all__ = ["server"]
@@ -19,17 +19,15 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "abort_multipart_uplo
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("R2_", "AWS_"))}
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *words],
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=40,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
+    return forked.run(SCRIPT, *words, environ={}, folder=folder)
+
+
+@pytest.fixture(autouse=True)
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the tests' own away: all comes from the file."""
+    for name in os.environ:
+        if name.startswith(("R2_", "AWS_")):
+            monkeypatch.delenv(name)
 
 
 def test_lists_asks_and_aborts(server: ObjectStoreServer, tmp_path: Path) -> None:

@@ -37,12 +37,13 @@ def command(source: str, out: Path, *more: str) -> list[str]:
 
 
 def run(source: str, out: Path, *more: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(source, out, *more), capture_output=True, text=True, timeout=100)
+    return forked.run(SCRIPT, *command(source, out, *more)[2:], environ={}, folder=out)
 
 
 def refused(source: str, out: Path, *more: str) -> str:
     """Return the error with which it starts nothing."""
-    done = forked.run(SCRIPT, *command(source, out, *more)[2:], environ={}, folder=out.parent)
+    out.mkdir()
+    done = run(source, out, *more)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     return done.stderr
 
