@@ -203,7 +203,7 @@ def test_a_reload_is_a_clean_stop_and_a_start(pm2: FakeMiner) -> None:
 
 
 @needs_pm2
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_an_update_goes_on_where_the_old_version_stopped(pm2: FakeMiner) -> None:
     """scripts/update.sh with real git; versions that fail leave the old one, or bring it back."""

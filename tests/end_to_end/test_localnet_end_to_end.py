@@ -7,6 +7,7 @@ its last round two processes of miners are killed. Each day it has one round; wi
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -28,12 +29,14 @@ from bench import kills
 from distributed_training.config import load_config
 from distributed_training.data.pipeline import held_out_batches
 from distributed_training.data.tokenizer import build_tokenizer
+from distributed_training.doctor import main as run_doctor
 from distributed_training.localnet.services import NeuronPlan, SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, Neuron
 from distributed_training.localnet.summary import Summary
 from distributed_training.protocol import keys
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page import PageProcess
+from tests.end_to_end.test_doctor import doctor
 from tests.tools import chromium
 from tests.tools.log_reference import LINE, Reference
 from tests.tools.subnet_tools import paced, steps_of
@@ -51,6 +54,8 @@ class Run:
     command_lines: list[str]
     secrets: set[str]
     kills: list[kills.Kill]
+    checks: tuple[int, dict[str, dict[str, Any]]]  # the doctor's of the last miner: status, by name
+    probes: list[tuple[int, str]]  # a second machine's: of its ports, then of them exchanged
     summary: Summary
     outer_steps: int
 
@@ -106,12 +111,28 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         subnet.wait_for_figures(timedelta(seconds=30))
         lines = [" ".join(p.cmdline()) for p in subnet.mark.processes()]
         assert subnet.services is not None
+        plan = subnet.miners[-1].plan
+        status, checks, _ = doctor(
+            *subnet.services.flags(plan),
+            "--diagnostics.measure=0",
+            folder=tmp_path_factory.mktemp("doctor"),
+            environ=subnet.services.environment(plan),
+        )
+        ports = (plan.axon_port, plan.dht_port)
+        probes = [probe(*ports), probe(*reversed(ports))]
         secrets = set()
         for neuron in subnet.neurons:
             download(subnet, neuron.plan, buckets)
             given = subnet.services.environment(neuron.plan)
             secrets |= {given["R2_WRITE_SECRET_ACCESS_KEY"], given["R2_READ_SECRET_ACCESS_KEY"]}
-    yield Run(subnet, folder, buckets, lines, secrets, killed, subnet.summary(), outer_steps)
+    seen = (status, checks), probes, subnet.summary()
+    yield Run(subnet, folder, buckets, lines, secrets, killed, *seen, outer_steps)
+
+
+def probe(calls: int, swarm: int) -> tuple[int, str]:
+    told = io.StringIO()
+    with contextlib.redirect_stdout(told):
+        return run_doctor(["--probe", f"127.0.0.1:{calls},{swarm}", "--json"]), told.getvalue()
 
 
 def kept(miner: Neuron) -> bool:
@@ -154,6 +175,26 @@ def test_a_killed_process_is_told_at_once_and_its_miner_trains_on(run: Run) -> N
         kills.follow_up(kill)
         assert kill.told_after is not None and kill.told_after < 20, kill  # at rest one
         assert kill.step_after is not None, kill
+
+
+def test_the_doctor_finds_a_running_miner_in_order(run: Run) -> None:
+    status, checks = run.checks
+    assert status == 0, {n: c for n, c in checks.items() if c["status"] == "fail"}
+    for name in (
+        *("configuration", "hotkey", "commitment", "endpoint", "bucket", "bootstrap", "line"),
+        *("clock", "address", "calls", "port axon.port", "port dht.port"),
+    ):
+        assert checks[name]["status"] == "ok", checks[name]
+    assert "the running miner listens there" in checks["port axon.port"]["finding"]
+    assert f"uid {run.subnet.miners[-1].plan.uid}" in checks["hotkey"]["finding"]
+
+
+def test_a_second_machine_dials_a_miner_back(run: Run) -> None:
+    (status, told), (exchanged, remedy) = run.probes
+    assert status == 0
+    assert "an HTTP server answers" in told and "a libp2p peer answers" in told
+    assert exchanged == 1, "a router's mistake"
+    assert remedy.count("exchange --axon.external_port and") == 2
 
 
 def test_everything_ended_by_itself(run: Run) -> None:

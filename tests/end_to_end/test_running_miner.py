@@ -1,6 +1,6 @@
-"""Around a miner that runs: the doctor; an outage over its restart; then its hotkey is lost.
+"""A miner in trouble: an outage over its restart; then its hotkey is lost.
 
-One subnet for all of it, in this order, without rounds.
+One subnet for both, in this order, without rounds.
 """
 
 from __future__ import annotations
@@ -9,21 +9,18 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 
 from distributed_training.chain.base import find
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.processes import command_of
-from distributed_training.doctor import main
 from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, Neuron
 from distributed_training.telemetry import read_events
-from tests.end_to_end.test_doctor import doctor
 from tests.tools.subnet_tools import idle
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 WAIT = timedelta(seconds=180)
 
 
@@ -35,44 +32,6 @@ def subnet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalSubnet]:
         (miner,) = running.miners
         running.wait_until(lambda: bool(miner.state.losses), WAIT, "a step")
         yield running
-
-
-def test_a_running_miner_is_found_in_order(subnet: LocalSubnet, tmp_path: Path) -> None:
-    (miner,) = subnet.miners
-    assert subnet.services is not None
-    metrics = miner.plan.folder / "metrics.prom"
-    subnet.wait_until(
-        lambda: metrics.exists() and 'kind="IsAlive"' in metrics.read_text(),
-        WAIT,
-        "a call in the metrics",
-    )
-    flags = subnet.services.flags(miner.plan)
-    status, checks, _ = doctor(
-        *flags,
-        "--diagnostics.measure=0",
-        folder=tmp_path,
-        environ=subnet.services.environment(miner.plan),
-    )
-    assert status == 0, {n: c for n, c in checks.items() if c["status"] == "fail"}
-    for name in (
-        *("configuration", "hotkey", "commitment", "endpoint", "bucket", "bootstrap", "line"),
-        *("clock", "address", "calls", "port axon.port", "port dht.port"),
-    ):
-        assert checks[name]["status"] == "ok", checks[name]
-    assert "the running miner listens there" in checks["port axon.port"]["finding"]
-    assert f"uid {miner.plan.uid}" in checks["hotkey"]["finding"]
-
-
-def test_a_second_machine_dials_a_miner_back(
-    subnet: LocalSubnet, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (miner,) = subnet.miners
-    calls, swarm = miner.plan.axon_port, miner.plan.dht_port
-    assert main(["--probe", f"127.0.0.1:{calls},{swarm}", "--json"]) == 0
-    told = capsys.readouterr().out
-    assert "an HTTP server answers" in told and "a libp2p peer answers" in told
-    assert main(["--probe", f"127.0.0.1:{swarm},{calls}", "--json"]) == 1  # a router's mistake
-    assert capsys.readouterr().out.count("exchange --axon.external_port and") == 2
 
 
 def test_a_restart_while_chain_and_store_are_away_trains_from_the_disk(
@@ -155,7 +114,6 @@ def lose_the_uid(subnet: LocalSubnet, chain: RegistryChain) -> None:
     assert stop["exit_status"] == 1 and "no longer registered" in stop["reason"]
 
 
-@pytest.mark.long
 def test_a_miner_that_lost_its_uid_goes_on_when_it_is_registered_again(
     subnet: LocalSubnet,
 ) -> None:

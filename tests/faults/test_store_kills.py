@@ -86,6 +86,7 @@ POINTS = {
     "at the root metadata": lambda call: (call.what, call.key) == ("put", keys.ROOT_METADATA),
 }
 
+EACH_DAY = ("in the middle of the parts", "at the root metadata")
 
 #: An uploader does not handle SIGTERM, so it is a kill like any other: in the long tests.
 HOW = [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
@@ -95,8 +96,8 @@ HOW = [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
 @pytest.mark.parametrize(
     "point",
     [
-        # In the middle shows more, and an upload without its record is a unit test.
-        pytest.param(point, marks=pytest.mark.long) if point == "at the first part" else point
+        # Each day the two that show most: an upload without its record is a unit test.
+        point if point in EACH_DAY else pytest.param(point, marks=pytest.mark.long)
         for point in POINTS
     ],
 )

@@ -143,6 +143,7 @@ class TestCommand:
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
 
+    @pytest.mark.long  # .ci/run runs `make run` each time
     def test_a_good_run_says_so_and_cleans_up(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -24,7 +24,8 @@ MEASURED = {(750, 10, 900): 0.91, (750, 60, 900): 0.91, (400, 10, 900): 0.85}
 MEASURED |= {(400, 30, 900): 0.77, (400, 60, 300): 0.92, (400, 60, 900): 0.86}
 
 
-@pytest.mark.parametrize("pause", [0.0, 840.0])  # seconds that a round takes
+# Seconds that a round takes.
+@pytest.mark.parametrize("pause", [pytest.param(0.0, marks=pytest.mark.long), 840.0])
 @pytest.mark.parametrize("row", ROWS, ids=lambda w: f"{w.blocks}-{w.step:.0f}-{w.upload:.0f}")
 def test_validators_find_an_upload_at_least_as_often_as_the_public_miner_s(
     row: World, pause: float
@@ -40,7 +41,7 @@ def test_validators_find_an_upload_at_least_as_often_as_the_public_miner_s(
 
 
 @pytest.mark.parametrize(("step", "upload"), [(30, 300), (30, 900), (60, 900)])
-@pytest.mark.parametrize("late", [0, 120])
+@pytest.mark.parametrize("late", [pytest.param(0, marks=pytest.mark.long), 120])
 def test_it_comes_near_the_best_that_anybody_can_do_without_foresight(
     step: float, upload: float, late: float
 ) -> None:
