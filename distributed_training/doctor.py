@@ -42,7 +42,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import read_json_object
 from distributed_training.common.memory import ModelShape
 from distributed_training.common.ports import free_ports
@@ -64,7 +63,7 @@ from distributed_training.miner.rank_group import rank_environment_defaults, ran
 from distributed_training.miner.run_folder import mark_of, rank_environment
 from distributed_training.protocol.lines import counted
 from distributed_training.protocol.schedule import UPLOAD_AGE_LIMIT
-from distributed_training.protocol.types import Check
+from distributed_training.protocol.types import Check, ExitStatus
 
 _MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("-", "dim")}
 _WIDTH = 160  # where there is no terminal

@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed_training.chain.base import ChainError
-from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import write_bytes
 from distributed_training.config import Config, ConfigError, exit_with, load_config
 from distributed_training.config.checks import KEY_VARIABLES
@@ -37,6 +36,7 @@ from distributed_training.network import NetworkFileError, signed
 from distributed_training.network.file import BUILT_IN, flatten, tree_of
 from distributed_training.network.source import read_text
 from distributed_training.protocol.keys import miner_bucket
+from distributed_training.protocol.types import ExitStatus
 
 if TYPE_CHECKING:
     from distributed_training.chain.identity import Wallet

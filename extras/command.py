@@ -19,13 +19,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from distributed_training.common.exits import ExitStatus
 from distributed_training.config import ConfigError, exit_with
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.settings import DataSettings, TrainingSettings, parse_sources
 from distributed_training.config.types import File
 from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.data.tokenizer import build_tokenizer
+from distributed_training.protocol.types import ExitStatus
 
 from . import pretokenize as work
 

@@ -23,11 +23,11 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from distributed_training.common.exits import ExitStatus
 from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument
 from distributed_training.config.types import DAY, Bucket, Duration, Text, WebUrl
 from distributed_training.protocol.lines import counted
+from distributed_training.protocol.types import ExitStatus
 
 if TYPE_CHECKING:
     from distributed_training.store.s3 import MultipartInfo, S3ObjectStore

@@ -29,10 +29,10 @@ from urllib.parse import urlsplit
 import base58
 from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr
 
-from distributed_training.common.exits import ExitStatus
 from distributed_training.common.ports import is_port
 from distributed_training.network import public_values
 from distributed_training.protocol.keys import is_peer_id
+from distributed_training.protocol.types import ExitStatus
 
 
 class ConfigError(ValueError):

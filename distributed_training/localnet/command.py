@@ -14,13 +14,13 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from distributed_training.common.exits import ExitStatus
 from distributed_training.config.loader import Parser, argument, exit_with, ranged
 from distributed_training.config.types import ConfigError, File, Text
 from distributed_training.localnet.services import SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.localnet.summary import Summary, View, draw
 from distributed_training.node.start import Stopped, StopSignals
+from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.page import PageProcess
 
 # Ctrl-C: miners get this long, the validator half of it; with services and sweep that is < 15 s.

@@ -28,13 +28,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
-from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import write_json
 from distributed_training.common.processes import Mark
 from distributed_training.config.types import ConfigError
 from distributed_training.localnet.processes import MARK, Child, ChildFailure, stop_together
 from distributed_training.localnet.services import NeuronPlan, Services, SubnetOptions, plan_neurons
 from distributed_training.localnet.summary import Summary, event_line, summarize
+from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.neuron_state import NeuronState
 
 STATE_FILE = "localnet.json"  # also tells that a folder is ours

@@ -6,7 +6,7 @@
 
 Started plainly it is the launcher: it checks the configuration, starts one rank per GPU, restarts
 them when one fails, forwards a stop and cleans up. ``dt-miner`` and ``neurons/miner.py`` are the
-same program. Exit status: :class:`~distributed_training.common.exits.ExitStatus`.
+same program. Exit status: :class:`~distributed_training.protocol.types.ExitStatus`.
 """
 
 from __future__ import annotations

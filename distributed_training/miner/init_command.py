@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import atomic_file, write_bytes
 from distributed_training.config import (
     OPERATORS_FILE,
@@ -38,6 +37,7 @@ from distributed_training.config.checks import (
     check_ports,
 )
 from distributed_training.config.loader import Parser, read_argv, read_dotenv, schema, unprintable
+from distributed_training.protocol.types import ExitStatus
 
 DOTENV = Path(".env")
 _INVITATION = "DT_INVITATION"

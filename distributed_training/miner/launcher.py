@@ -33,7 +33,6 @@ from pathlib import Path
 
 from distributed_training.chain.identity import require_hotkey
 from distributed_training.common.backoff import Backoff, Throttle
-from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import write_bytes
 from distributed_training.common.processes import (
     Mark,
@@ -72,6 +71,7 @@ from distributed_training.node.start import (
     write_settings,
 )
 from distributed_training.protocol.lines import counted
+from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.metrics import Registry
 from distributed_training.telemetry.page import PageProcess
 

@@ -31,9 +31,9 @@ from typing import Annotated, NamedTuple
 
 from pydantic import Field
 
-from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import read_state, write_state
 from distributed_training.common.processes import Mark
+from distributed_training.protocol.types import ExitStatus
 
 #: Of a stop, in seconds, beside its checkpoint: the micro-batch, the swarm, the uploads.
 STOP_SLACK = 20.0

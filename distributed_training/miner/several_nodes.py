@@ -43,7 +43,6 @@ from typing import Any
 
 from distributed_training import __version__
 from distributed_training.common.backoff import Throttle
-from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import json_line
 from distributed_training.common.ports import free_ports, listen
 from distributed_training.config import Config, ConfigError
@@ -52,6 +51,7 @@ from distributed_training.config.settings import NodesSettings
 from distributed_training.config.types import show
 from distributed_training.health.gpus import visible_gpu_count
 from distributed_training.health.reach import VARIABLES, address_of, interface_of
+from distributed_training.protocol.types import ExitStatus
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 
 from distributed_training.chain.server import MinerCallbacks, SignedServer
-from distributed_training.common.exits import ExitStatus
 from distributed_training.common.memory import checkpoint_bytes, snapshot_bytes
 from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, exit_with
@@ -48,7 +47,12 @@ from distributed_training.node.start import (
     start_log,
 )
 from distributed_training.protocol import lines
-from distributed_training.protocol.types import RankFailedError, RoundRequest, StepReport
+from distributed_training.protocol.types import (
+    ExitStatus,
+    RankFailedError,
+    RoundRequest,
+    StepReport,
+)
 from distributed_training.store.bucket_reader import refuse
 from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog, unix_time

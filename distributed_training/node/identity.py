@@ -32,7 +32,6 @@ from distributed_training.chain.registration import (
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.chain.subtensor import minutes_behind
 from distributed_training.common.backoff import doubling
-from distributed_training.common.exits import ExitStatus
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import ChainSettings
 from distributed_training.node.buckets import NoBucket, PeerBuckets
@@ -43,7 +42,7 @@ from distributed_training.node.start import (
     WrongNetwork,
 )
 from distributed_training.protocol import keys, lines
-from distributed_training.protocol.types import Check
+from distributed_training.protocol.types import Check, ExitStatus
 from distributed_training.store.s3 import StoreError
 
 if TYPE_CHECKING:

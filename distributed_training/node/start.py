@@ -30,7 +30,6 @@ from typing import Any
 
 from pydantic import SecretStr
 
-from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import FSTAB, atomic_file, late_mount
 from distributed_training.config import (
     SETTINGS_FILE,
@@ -40,6 +39,7 @@ from distributed_training.config import (
     all_settings,
     describe,
 )
+from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry import setup_logging
 
 log = logging.getLogger(__name__)

@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import SecretStr
 
-from distributed_training.common.exits import ExitStatus
 from distributed_training.config.loader import (
     Parser,
     add_wallet,
@@ -40,6 +39,7 @@ from distributed_training.config.loader import (
     read_dotenv,
 )
 from distributed_training.config.types import ConfigError, File, FileName, Hotkey, IpAddress, WebUrl
+from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.logs import LineFormatter
 
 if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.client import SignedClient
-from distributed_training.common.exits import ExitStatus
 from distributed_training.config import Config, ConfigError
 from distributed_training.data.pipeline import held_out_batches
 from distributed_training.network import keep
@@ -41,6 +40,7 @@ from distributed_training.node.start import (
     write_settings,
 )
 from distributed_training.protocol.gradients import Schema
+from distributed_training.protocol.types import ExitStatus
 from distributed_training.scoring.evaluator import (
     EvaluationModel,
     Evaluator,

@@ -18,13 +18,12 @@ import pytest
 
 from bench import kills
 from distributed_training.chain.registry import RegistryChain
-from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import read_json_object
 from distributed_training.common.processes import command_of, kill_tree
 from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.miner.run_folder import launcher_pid, mark_of
-from distributed_training.protocol.types import Revision
+from distributed_training.protocol.types import ExitStatus, Revision
 from distributed_training.telemetry import read_events
 from tests.tools.pm2 import NAME, Pm2, checkout, needs_pm2, start_update
 from tests.tools.subnet_tools import stop_miner

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.common.exits import ExitStatus
 from distributed_training.miner import rank_group, run_folder
 from distributed_training.miner.launcher import stop_limit
 from distributed_training.miner.rank_group import rank_environment_defaults
 from distributed_training.miner.run_folder import INSTANCE
 from distributed_training.miner.start import COLLECTIVE_TIMEOUT, CONTROL_TIMEOUT
+from distributed_training.protocol.types import ExitStatus
 from tests.tools.miner_parts import config_of
 
 

@@ -19,7 +19,6 @@ import psutil
 import pytest
 
 from distributed_training.chain.identity import create_wallet
-from distributed_training.common.exits import ExitStatus
 from distributed_training.common.files import read_json_object, write_json
 from distributed_training.common.processes import Mark
 from distributed_training.config import ConfigError, load_config
@@ -29,6 +28,7 @@ from distributed_training.miner.__main__ import main as launch
 from distributed_training.miner.rank_group import RankGroup
 from distributed_training.miner.run_folder import remembered_gpus
 from distributed_training.miner.several_nodes import PATIENCE, Refusal
+from distributed_training.protocol.types import ExitStatus
 from tests.tools.miner_parts import config_of
 from tests.tools.r2_keys import KEYS
 

@@ -17,7 +17,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from distributed_training.common.exits import ExitStatus
 from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import NodesSettings, parse_endpoint
@@ -32,6 +31,7 @@ from distributed_training.miner.several_nodes import (
     facts_of,
 )
 from distributed_training.node.start import NetworkFailure
+from distributed_training.protocol.types import ExitStatus
 from tests.tools.miner_parts import config_of
 from tests.tools.waiting import wait_for
 

@@ -20,7 +20,6 @@ import pytest
 import torch
 
 from distributed_training.chain.registration import RegistrationRecord
-from distributed_training.common.exits import ExitStatus
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import StoreSettings
 from distributed_training.miner import global_state, run_folder, services, start
@@ -38,6 +37,7 @@ from distributed_training.node.start import Deregistered, HotkeyInUse, NetworkFa
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import (
+    ExitStatus,
     Progress,
     RankFailedError,
     Revision,

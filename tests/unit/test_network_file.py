@@ -17,7 +17,6 @@ import pytest
 from bittensor_core import Keypair
 
 from distributed_training.chain.registry import RegistryChain
-from distributed_training.common.exits import ExitStatus
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError, describe, load_config
 from distributed_training.config.types import ConfigAway
@@ -25,6 +24,7 @@ from distributed_training.network import NetworkFileError, keep, signed, source
 from distributed_training.network.file import BUILT_IN, digest_of, tree_of
 from distributed_training.network_command import to_toml
 from distributed_training.protocol.keys import averager_prefix
+from distributed_training.protocol.types import ExitStatus
 from tests.tools.chain_raw import trickle
 from tests.tools.r2_keys import KEYS
 

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from distributed_training.chain import registration
-from distributed_training.common.exits import ExitStatus
 from distributed_training.node import identity
 from distributed_training.node.identity import Member
+from distributed_training.protocol.types import ExitStatus
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER, VALIDATOR
 from tests.tools.waiting import wait_for

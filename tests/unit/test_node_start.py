@@ -10,7 +10,6 @@ import pytest
 import transformers
 from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-from distributed_training.common.exits import ExitStatus
 from distributed_training.config import Config, ConfigError, problems
 from distributed_training.node.start import (
     NetworkFailure,
@@ -19,6 +18,7 @@ from distributed_training.node.start import (
     make_run_folder,
     require_data,
 )
+from distributed_training.protocol.types import ExitStatus
 from tests.tools.miner_parts import config_of
 
 pytestmark = pytest.mark.timeout(60)

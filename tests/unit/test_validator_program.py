@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from distributed_training.common.exits import ExitStatus
 from distributed_training.config import Config, ConfigError
 from distributed_training.node.start import WrongNetwork, exit_status_of
 from distributed_training.protocol import keys
+from distributed_training.protocol.types import ExitStatus
 from distributed_training.scoring.evaluator import evaluation_device
 from distributed_training.swarm.supervisor import SwarmUnavailable
 from distributed_training.telemetry import read_events

@@ -37,9 +37,9 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from distributed_training.common.exits import ExitStatus
 from distributed_training.common.ports import listen
 from distributed_training.common.processes import die_with_parent
+from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.neuron_state import NeuronState
 
 log = logging.getLogger(__name__)
