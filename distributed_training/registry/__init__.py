@@ -2,5 +2,5 @@
 
 One service keeps registrations, commitments, endpoints, weights and a block clock, over HTTP
 behind a TLS proxy. :mod:`.ledger` has the rules, :mod:`.store` keeps them in SQLite,
-:mod:`.service` answers, :mod:`.page` shows. Its client is ``distributed_training.chain.registry``.
+:mod:`.service` answers and shows the page. Its client is ``distributed_training.chain.registry``.
 """

@@ -13,13 +13,12 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from copy import copy
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import AfterValidator, Field
 
-from distributed_training.chain.base import ChainError, Neuron, find
+from distributed_training.chain.base import ChainError, Neuron
 
 MAX_UIDS = 256
 MAX_COMMITMENT = 128  # bytes, as on the public chain
@@ -27,7 +26,6 @@ MAX_COMMITMENT = 128  # bytes, as on the public chain
 IMMUNITY = 4096
 MOST_LOSSES = 1000  # outer steps of which the held-out loss is kept
 _DAY = 86400.0
-_PARTS = ("entries", "commitments", "weights", "since", "earned", "losses", "version")
 
 
 def _plain_ip(text: str) -> str:
@@ -58,6 +56,25 @@ class Since:
     at: float
 
 
+class Slot(NamedTuple):
+    """What the chain keeps of one uid. It is never changed in place, but replaced."""
+
+    neuron: Neuron
+    since: Since
+    commitment: str | None = None
+    weights: dict[int, float] | None = None  # that it has given, as a validator
+    earned: tuple[float, float] | None = None  # mean of a day, as of; see earned_by
+
+    def earned_by(self, now: float) -> float:
+        """Return the mean of the neuron's incentive over about a day, until ``now``.
+
+        It decays exponentially.
+        """
+        mean, counted = self.earned or (0.0, now)
+        kept = math.exp(-max(0.0, now - counted) / _DAY)
+        return mean * kept + self.neuron.incentive * (1 - kept)
+
+
 class Ledger:
     """Thread-safe. Writes raise ChainError when the chain does not accept them.
 
@@ -74,11 +91,7 @@ class Ledger:
     ) -> None:
         self.seconds_per_block = seconds_per_block
         self.most_uids = most_uids
-        self.entries: dict[int, Neuron] = {}
-        self.commitments: dict[str, str] = {}  # by hotkey
-        self.weights: dict[int, dict[int, float]] = {}  # of each validator
-        self.since: dict[int, Since] = {}
-        self.earned: dict[int, tuple[float, float]] = {}  # mean of a day, as of; see earned_by
+        self.slots: dict[int, Slot] = {}  # by uid
         self.losses: Losses = {}  # of the global model on held-out data
         self.version = 0  # of the state; each write adds one
         self._lock = threading.RLock()
@@ -107,8 +120,7 @@ class Ledger:
             if self._changing:
                 yield
                 return
-            # Shallow copies suffice, because no entry is changed in place: each is replaced.
-            before = {part: copy(getattr(self, part)) for part in _PARTS}
+            before = {"slots": {**self.slots}, "losses": self.losses, "version": self.version}
             self._changing = True
             try:
                 with self._kept():
@@ -125,11 +137,18 @@ class Ledger:
         """Return the context of a write, which makes it last (:class:`.store.Registry`)."""
         return contextlib.nullcontext()
 
-    def _own(self, kind: str, hotkey: str) -> Neuron:
-        neuron = find(list(self.entries.values()), hotkey)
-        if neuron is None:
+    def _find(self, hotkey: str) -> Slot | None:
+        slots = self.slots.values()
+        return next((slot for slot in slots if slot.neuron.hotkey == hotkey), None)
+
+    def _own(self, kind: str, hotkey: str) -> Slot:
+        slot = self._find(hotkey)
+        if slot is None:
             raise ChainError(f"{kind}: hotkey {hotkey} is not registered")
-        return neuron
+        return slot
+
+    def _put(self, slot: Slot) -> None:
+        self.slots[slot.neuron.uid] = slot
 
     # writes
 
@@ -149,38 +168,39 @@ class Ledger:
         whose owner is thereby deregistered, as on the public chain.
         """
         with self._change():
-            old = find(list(self.entries.values()), hotkey)
+            old = self._find(hotkey)
             if uid is None:
-                uid = old.uid if old is not None else self._next_uid()
+                uid = old.neuron.uid if old is not None else self._next_uid()
             if uid >= self.most_uids:
                 raise ChainError(f"register: uids are 0 to {self.most_uids - 1} here")
-            if old is not None and old.uid != uid:
-                # The commitment is the hotkey's and stays: others read its bucket by it.
-                self._remove(old.uid, commitment=False)
-            taken = self.entries.get(uid)
-            if taken is not None and taken.hotkey != hotkey:
-                self._remove(uid)
-            # A change of stake or permit is no new registration: the immunity goes on.
-            if uid not in self.since:
-                self.since[uid] = Since(self.height, time.time())
-            self.entries[uid] = replace(
-                old or Neuron(uid=uid, hotkey=hotkey),
+            neuron = replace(
+                old.neuron if old is not None else Neuron(uid=uid, hotkey=hotkey),
                 uid=uid,
                 stake=stake,
                 validator_permit=validator_permit,
                 last_update=self.height,
             )
+            if old is not None and old.neuron.uid == uid:
+                # A change of stake or permit is no new registration: the immunity goes on.
+                self._put(old._replace(neuron=neuron))
+                return uid
+            for slot in (old, self.slots.get(uid)):
+                if slot is not None:
+                    self._remove(slot)
+            # The commitment is the hotkey's and stays: others read its bucket by it.
+            commitment = old.commitment if old is not None else None
+            self._put(Slot(neuron, Since(self.height, time.time()), commitment))
             return uid
 
     def _next_uid(self) -> int:
-        free = next((i for i in range(self.most_uids) if i not in self.entries), None)
+        free = next((i for i in range(self.most_uids) if i not in self.slots), None)
         if free is not None:
             return free
         oldest = self.height - IMMUNITY
         candidates = [
-            (n.incentive, self.since[n.uid].block, n.uid)
-            for n in self.entries.values()
-            if not n.validator_permit and self.since[n.uid].block <= oldest
+            (slot.neuron.incentive, slot.since.block, uid)
+            for uid, slot in self.slots.items()
+            if not slot.neuron.validator_permit and slot.since.block <= oldest
         ]
         if not candidates:
             raise ChainError(
@@ -190,46 +210,42 @@ class Ledger:
         # Of those that earn equally little the one that was there longest goes.
         return min(candidates)[2]
 
-    def _remove(self, uid: int, *, commitment: bool = True) -> None:
-        neuron = self.entries.pop(uid)
+    def _remove(self, slot: Slot) -> None:
+        uid = slot.neuron.uid
+        del self.slots[uid]
         # Others' weights of this uid too: who gets it next has earned none of them.
-        self.weights = {
-            voter: {of: weight for of, weight in row.items() if of != uid}
-            for voter, row in self.weights.items()
-            if voter != uid
-        }
-        self.since.pop(uid, None)
-        self.earned.pop(uid, None)
-        if commitment:
-            self.commitments.pop(neuron.hotkey, None)
+        for voter in list(self.slots.values()):
+            if voter.weights and uid in voter.weights:
+                left = {of: weight for of, weight in voter.weights.items() if of != uid}
+                self._put(voter._replace(weights=left))
 
     def deregister(self, hotkey: str) -> None:
         with self._change():
-            self._remove(self._own("deregister", hotkey).uid)
+            self._remove(self._own("deregister", hotkey))
 
     def commit(self, hotkey: str, text: str) -> None:
         with self._change():
-            self._own("commit", hotkey)
+            slot = self._own("commit", hotkey)
             if len(text.encode()) > MAX_COMMITMENT:
                 raise ChainError(f"commit: a commitment has at most {MAX_COMMITMENT} bytes")
-            self.commitments[hotkey] = text
+            self._put(slot._replace(commitment=text))
 
     def serve(self, hotkey: str, ip: Address, port: Port) -> None:
         with self._change():
-            neuron = self._own("serve", hotkey)
-            self.entries[neuron.uid] = replace(neuron, ip=ip, port=port)
+            slot = self._own("serve", hotkey)
+            self._put(slot._replace(neuron=replace(slot.neuron, ip=ip, port=port)))
 
     def set_weights(self, hotkey: str, weights: Mapping[Uid, Amount]) -> None:
         with self._change():
-            neuron = self._own("weights", hotkey)
-            if not neuron.validator_permit:
+            slot = self._own("weights", hotkey)
+            if not slot.neuron.validator_permit:
                 raise ChainError("weights: only a validator with a permit sets weights")
             # Else who gets that uid next would begin with weights it has not earned.
-            unknown = sorted(set(weights) - set(self.entries))
+            unknown = sorted(set(weights) - set(self.slots))
             if unknown:
                 raise ChainError(f"weights: no such uids: {unknown[:10]}")
-            self.weights[neuron.uid] = dict(weights)
-            self.entries[neuron.uid] = replace(neuron, last_update=self.height)
+            neuron = replace(slot.neuron, last_update=self.height)
+            self._put(slot._replace(neuron=neuron, weights=dict(weights)))
 
     def report_loss(self, outer_step: Step, loss: Amount) -> None:
         """Note the global model's held-out loss. Outer steps above this one were taken back."""
@@ -246,26 +262,20 @@ class Ledger:
 
         Simpler than Yuma consensus (no clipping, no bonds), enough to see who is paid.
         """
-        totals = dict.fromkeys(self.entries, 0.0)
-        for voter, row in self.weights.items():
-            total = sum(row.values())
-            for uid, weight in row.items():
-                if voter in self.entries and uid in totals and total > 0:
-                    totals[uid] += self.entries[voter].stake * weight / total
+        totals = dict.fromkeys(self.slots, 0.0)
+        for slot in self.slots.values():
+            weights = slot.weights or {}
+            total = sum(weights.values())
+            for uid, weight in weights.items():
+                if uid in totals and total > 0:
+                    totals[uid] += slot.neuron.stake * weight / total
         everything = sum(totals.values())
-        for uid, neuron in self.entries.items():
-            share = totals[uid] / everything if everything > 0 else 0.0
+        now = time.time()
+        for slot in list(self.slots.values()):
+            neuron = slot.neuron
+            share = totals[neuron.uid] / everything if everything > 0 else 0.0
             if share != neuron.incentive:
-                now = time.time()
                 # The mean up to now is of the old incentive; the new one counts from here.
-                self.earned[uid] = (self.earned_by(neuron, now), now)
-                self.entries[uid] = replace(neuron, incentive=share, consensus=share)
-
-    def earned_by(self, neuron: Neuron, now: float) -> float:
-        """Return the mean of the neuron's incentive over about a day, until ``now``.
-
-        It decays exponentially.
-        """
-        mean, counted = self.earned.get(neuron.uid, (0.0, now))
-        kept = math.exp(-max(0.0, now - counted) / _DAY)
-        return mean * kept + neuron.incentive * (1 - kept)
+                earned = (slot.earned_by(now), now)
+                scored = replace(neuron, incentive=share, consensus=share)
+                self._put(slot._replace(neuron=scored, earned=earned))

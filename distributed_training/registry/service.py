@@ -18,11 +18,12 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from html import escape
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -44,7 +45,7 @@ from distributed_training.chain.http_server import (
     whole_reply,
 )
 
-from . import page
+from .ledger import Losses, Slot
 from .store import Registry, Replayed
 
 log = logging.getLogger(__name__)
@@ -55,6 +56,28 @@ _REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0  # of one address
 _KEEP_INTERVAL = 2.0
 _PAGE_KEPT = 1.0  # seconds; one of 4096 uids takes 50 ms
 _FOUNDERS = frozenset({"/enroll", "/expel", "/invite", "/allow", "/loss"})
+
+_PAGE_TYPE = "text/html; charset=utf-8"
+# Hotkeys and addresses come from others: no script runs, even where an escape were forgotten.
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-store",
+}
+_STYLE = (
+    "body{font:14px system-ui,sans-serif;margin:2em;color-scheme:light dark}"
+    "table{border-collapse:collapse}td,th{padding:.25em .8em;text-align:left;"
+    "border-bottom:1px solid #8884;white-space:nowrap}code{font-size:.9em;overflow-wrap:anywhere}"
+    "div{overflow-x:auto}svg{width:100%;max-width:46em;height:9em}"
+    "polyline{fill:none;stroke:currentColor;stroke-width:2;vector-effect:non-scaling-stroke}"
+    "@media(max-width:50em){td:nth-child(2){max-width:7em;overflow:hidden;text-overflow:ellipsis}}"
+)
+_COLUMNS = (
+    *("uid", "hotkey", "endpoint", "since (UTC)", "role", "incentive", "a day's mean"),
+    "last update",
+)
 
 
 @dataclass(frozen=True)
@@ -251,15 +274,15 @@ class Service:
     def _page(self, head: Head) -> bytes:
         # Whoever reloads it for ever costs no more than one page a second.
         if time.monotonic() - self._made[0] > _PAGE_KEPT:
-            content = page.html(self.registry).encode()
-            self._made = time.monotonic(), whole_reply(200, content, page.TYPE, page.HEADERS)
+            content = page(self.registry).encode()
+            self._made = time.monotonic(), whole_reply(200, content, _PAGE_TYPE, _PAGE_HEADERS)
         return self._made[1]
 
     def _metrics(self, head: Head) -> bytes:
         counts = {**self.counts}
         for reason, count in dict(self._admission.refused).items():
             counts[f"refused.{reason}"] = counts.get(f"refused.{reason}", 0) + count
-        return _text(200, page.metrics(self.registry, counts))
+        return _text(200, metrics(self.registry, counts))
 
     # writes
 
@@ -307,3 +330,96 @@ def _json(status: int, fields: dict[str, Any]) -> bytes:
 
 def _text(status: int, text: str) -> bytes:
     return whole_reply(status, text.encode(), "text/plain; charset=utf-8", {})
+
+
+# --- the page and the figures ---------------------------------------------------------------------
+
+
+def page(registry: Registry) -> str:
+    """Return the page: how the model gets better, who is there, and what each one earned."""
+    charter, slots = registry.charter, registry.view.slots
+    facts = (
+        f"block {registry.height}, one every {charter.seconds_per_block:g} s; "
+        f"{len(slots)} of {registry.most_uids} uids; registration: {charter.admission}; founded "
+        f"by <code>{escape(charter.master)}</code>; version {registry.view.version}"
+    )
+    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
+    rows = "\n".join(_row(slots[uid]) for uid in sorted(slots))
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(charter.name)}'
+        '</title><meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
+        f"<style>{_STYLE}</style><h1>{escape(charter.name)}</h1><p>{facts}</p>"
+        f"{_losses(registry.view.losses)}"
+        f'<div tabindex="0"><table><tr>{head}</tr>\n{rows}</table></div></html>'
+    )
+
+
+def _losses(losses: Losses) -> str:
+    """Show how the held-out loss fell: the newest in words, all of them as a line."""
+    if not losses:
+        return ""
+    first, last = min(losses), max(losses)
+    told = (
+        f"held-out loss {losses[last][0]:.4f} nats per token at outer step {last} "
+        f"({_time(losses[last][1])} UTC); {losses[first][0]:.4f} at outer step {first}"
+    )
+    values = [loss for loss, _ in losses.values()]
+    low, high = min(values), max(values)
+    points = " ".join(
+        f"{100 * (step - first) / max(1, last - first):.2f},"
+        f"{100 * (high - loss) / (high - low or 1):.2f}"
+        for step, (loss, _) in sorted(losses.items())
+    )
+    return (
+        f'<p>{told}</p><svg viewBox="-1 -5 102 110" preserveAspectRatio="none" role="img" '
+        f'aria-label="{told}"><polyline points="{points}"/></svg>'
+    )
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
+
+
+def _row(slot: Slot) -> str:
+    neuron = slot.neuron
+    ip = f"[{neuron.ip}]" if ":" in neuron.ip else neuron.ip
+    cells = (
+        str(neuron.uid),
+        neuron.hotkey,
+        f"{ip}:{neuron.port}" if neuron.port is not None else "-",
+        _time(slot.since.at),
+        f"validator, stake {neuron.stake:g}" if neuron.validator_permit else "miner",
+        f"{neuron.incentive:.4f}",
+        f"{slot.earned_by(time.time()):.4f}",
+        f"block {neuron.last_update}",
+    )
+    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
+
+
+def metrics(registry: Registry, counts: Mapping[str, int]) -> str:
+    """Return the figures in Prometheus' text format.
+
+    ``counts``: by ``kind.what`` or ``kind/what``.
+    """
+    neurons = registry.view.neurons
+    gauges: dict[str, float] = {
+        "block": registry.height,
+        "version": registry.view.version,
+        "neurons": len(neurons),
+        "endpoints": sum(neuron.port is not None for neuron in neurons),
+        "validators": sum(neuron.validator_permit for neuron in neurons),
+    }
+    if losses := registry.view.losses:
+        gauges["outer_step"] = max(losses)
+        gauges["held_out_loss"] = losses[max(losses)][0]
+    lines = []
+    for name, value in gauges.items():
+        lines += [f"# TYPE dt_registry_{name} gauge", f"dt_registry_{name} {value}"]
+    totals = {"store_faults_total": registry.faults}
+    lines += [f"# TYPE dt_registry_{n} counter\ndt_registry_{n} {v}" for n, v in totals.items()]
+    lines.append("# TYPE dt_registry_calls_total counter")
+    for key, count in sorted(counts.items()):
+        kind, what = key.replace("/", ".", 1).split(".", 1)
+        label = f'outcome="{kind}",what="{what or "page"}"'
+        lines.append(f"dt_registry_calls_total{{{label}}} {count}")
+    return "\n".join(lines) + "\n"

@@ -31,14 +31,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
-from distributed_training.chain.base import ChainError, Neuron, find
+from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import sync_folder
 from distributed_training.config.types import ConfigError, Hotkey
 
-from .ledger import Amount, Ledger, Losses, Since, Uid
+from .ledger import Amount, Ledger, Losses, Slot, Uid
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +65,7 @@ _Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _Uses = Annotated[int, Field(ge=1, le=4096)]
 _Expires = Annotated[float, Field(ge=0, le=1e11)]
 Admission = Literal["open", "invited", "listed"]
+_SLOT = TypeAdapter(Slot)
 
 
 class StoreFault(RuntimeError):
@@ -113,10 +114,15 @@ class View:
     """The state that readers see after one write."""
 
     version: int
-    neurons: tuple[Neuron, ...]  # by uid
+    slots: dict[int, Slot]  # by uid
     rows: dict[int, Row]  # by uid
     made: dict[int, bytes]  # answers, by the version that they were asked with
     losses: Losses
+
+    @property
+    def neurons(self) -> list[Neuron]:
+        """All neurons by uid."""
+        return [self.slots[uid].neuron for uid in sorted(self.slots)]
 
     def changes(self, known: int) -> bytes:
         """Return what changed after version ``known`` (-1: all), as JSON: a field ``rows``.
@@ -135,20 +141,11 @@ class View:
         return answer
 
 
-class _Part(NamedTuple):
-    """The facts that the file keeps of a uid."""
-
-    neuron: Neuron
-    since: Since
-    commitment: str | None
-    weights: dict[int, float] | None
-    earned: tuple[float, float] | None
-
-    def is_but_scored(self, old: _Part) -> bool:
-        """Return whether callers see nothing new but the incentive."""
-        share = old.neuron.incentive
-        same = replace(self.neuron, incentive=share, consensus=share) == old.neuron
-        return same and self.commitment == old.commitment
+def _is_but_scored(new: Slot, old: Slot) -> bool:
+    """Return whether callers see nothing new but the incentive."""
+    share = old.neuron.incentive
+    same = replace(new.neuron, incentive=share, consensus=share) == old.neuron
+    return same and new.commitment == old.commitment
 
 
 def found(folder: Path, charter: Charter) -> None:
@@ -194,7 +191,6 @@ class Registry(Ledger):
         self.faults = 0  # writes that could not be stored
         # Blocks are tried every 2 s and writes come from anybody: the log shares the full disk.
         self._may_warn = Throttle(60.0)
-        self._seen: dict[int, _Part] = {}  # after the last write
         with ExitStack() as failed:
             failed.callback(self._lock_file.close)  # Ctrl-C too: it would keep the next start out
             self._db = _open(folder / FILE)
@@ -226,7 +222,7 @@ class Registry(Ledger):
         if charter is not None and not (folder / FILE).exists():
             found(folder, charter)
         registry = cls(folder)
-        if not registry.entries:
+        if not registry.slots:
             registry.enroll(registry.charter.master, stake=FOUNDER_STAKE, validator_permit=True)
         return registry
 
@@ -252,54 +248,27 @@ class Registry(Ledger):
     def _load(self) -> None:
         self.version = self._meta("version")
         for uid, content in self._db.execute("SELECT uid, content FROM slots"):
-            slot = json.loads(content)
-            self.entries[uid] = neuron = Neuron(**{**slot["neuron"], "uid": uid})
-            self.since[uid] = Since(**slot["since"])
-            if slot["commitment"] is not None:
-                self.commitments[neuron.hotkey] = slot["commitment"]
-            if slot["weights"] is not None:
-                self.weights[uid] = {int(k): v for k, v in slot["weights"].items()}
-            if slot.get("earned") is not None:
-                mean, at = slot["earned"]
-                self.earned[uid] = (mean, at)
+            try:
+                self.slots[uid] = _SLOT.validate_json(content)
+            except ValidationError:
+                raise ValueError(f"the content of uid {uid} is damaged") from None
         losses = self._meta("losses") or {}
         self.losses = {int(step): (loss, at) for step, (loss, at) in losses.items()}
-        self.view = View(self.version, (), {}, {}, self.losses)
-        parts = self._parts()
-        self._show(set(), parts)
-        self._seen = parts
-        hotkeys = [neuron.hotkey for neuron in self.entries.values()]
+        self.view = View(self.version, {}, {}, {}, self.losses)
+        self._show()
+        hotkeys = [slot.neuron.hotkey for slot in self.slots.values()]
         oldest = int((time.time() - _NONCES_KEPT) * 1e9)
         marks = ",".join("?" * len(hotkeys))
         self._db.execute(
             f"DELETE FROM nonces WHERE nonce < ? AND hotkey NOT IN ({marks})", (oldest, *hotkeys)
         )
 
-    def _parts(self) -> dict[int, _Part]:
-        """Return, by uid, all that a write may replace.
-
-        It is cheap to compare, since most of it is the same.
-        """
-        return {
-            uid: _Part(
-                neuron,
-                self.since[uid],
-                self.commitments.get(neuron.hotkey),
-                self.weights.get(uid),
-                self.earned.get(uid),
-            )
-            for uid, neuron in self.entries.items()
-        }
-
     @contextmanager
     def _kept(self) -> Iterator[None]:
         try:
             self._db.execute("BEGIN IMMEDIATE")
             yield
-            parts = self._parts()
-            gone = self._seen.keys() - parts.keys()
-            changed = {uid: part for uid, part in parts.items() if part != self._seen.get(uid)}
-            self._store_changes(gone, changed)
+            self._store_changes()
             self._db.execute("COMMIT")
         except BaseException as error:  # Ctrl-C too: no later write may join this transaction
             with contextlib.suppress(sqlite3.Error):
@@ -315,34 +284,40 @@ class Registry(Ledger):
                     )
                 raise ChainError(f"the registry cannot store writes now ({error})") from None
             raise
-        self._show(gone, changed)
-        self._seen = parts
+        self._show()
 
-    def _store_changes(self, gone: set[int], changed: dict[int, _Part]) -> None:
+    def _differences(self) -> tuple[set[int], dict[int, Slot]]:
+        """Return the uids that are free since the view was made, and the slots that changed."""
+        before = self.view.slots
+        changed = {uid: slot for uid, slot in self.slots.items() if slot != before.get(uid)}
+        return before.keys() - self.slots.keys(), changed
+
+    def _store_changes(self) -> None:
+        gone, changed = self._differences()
         self._db.executemany("DELETE FROM slots WHERE uid = ?", [(uid,) for uid in gone])
         self._db.executemany(
             "INSERT OR REPLACE INTO slots VALUES (?, ?)",
-            [(uid, json.dumps(part._asdict(), default=vars)) for uid, part in changed.items()],
+            [(uid, json.dumps(slot._asdict(), default=vars)) for uid, slot in changed.items()],
         )
         self._set_meta("version", self.version)
         if self.losses != self.view.losses:
             self._set_meta("losses", self.losses)
 
-    def _show(self, gone: set[int], changed: dict[int, _Part]) -> None:
+    def _show(self) -> None:
         """Replace the view."""
-        rows = dict(self.view.rows)
+        before, rows = self.view.slots, dict(self.view.rows)
+        gone, changed = self._differences()
         for uid in gone:
             # A row all the same: pollers that know an older version must see that it is free.
             rows[uid] = Row(self.version, self.version, json.dumps([uid, None, None]), "")
-        for uid, part in changed.items():
-            text = json.dumps([uid, vars(part.neuron), part.commitment])
+        for uid, slot in changed.items():
+            text = json.dumps([uid, vars(slot.neuron), slot.commitment])
             if uid in rows and rows[uid].text == text:
                 continue  # only the file has more of it: weights, what was earned
-            score = json.dumps([uid, part.neuron.incentive])
-            known = uid in self._seen and part.is_but_scored(self._seen[uid])
+            score = json.dumps([uid, slot.neuron.incentive])
+            known = uid in before and _is_but_scored(slot, before[uid])
             rows[uid] = Row(rows[uid].changed if known else self.version, self.version, text, score)
-        neurons = tuple(self.entries[uid] for uid in sorted(self.entries))
-        self.view = View(self.version, neurons, rows, {}, self.losses)
+        self.view = View(self.version, dict(self.slots), rows, {}, self.losses)
 
     # the block clock
 
@@ -411,12 +386,12 @@ class Registry(Ledger):
         ``uid``: what it had before an older backup was put back; it gets that if nobody has it.
         """
         with self._change():
-            known = find(list(self.entries.values()), hotkey)
+            known = self._find(hotkey)
             if known is not None:
-                return known.uid
+                return known.neuron.uid
             self._admit(hotkey, invitation)
             # Its own uid again: weights, bucket and pages of data go by it.
-            free = uid is not None and uid < self.most_uids and uid not in self.entries
+            free = uid is not None and uid < self.most_uids and uid not in self.slots
             uid = self.register(hotkey, uid=uid if free else None)
         log.info("Hotkey %s is registered as uid %d", hotkey, uid)
         return uid
@@ -454,9 +429,10 @@ class Registry(Ledger):
     ) -> int:
         """Register ``hotkey``, or change the uid, stake or permit that it has. Returns the uid."""
         with self._change():
-            old = find(list(self.entries.values()), hotkey) or Neuron(uid=0, hotkey=hotkey)
-            taken = self.entries.get(uid) if uid is not None else None
-            if taken is not None and taken.hotkey == self.charter.master != hotkey:
+            known = self._find(hotkey)
+            old = known.neuron if known is not None else Neuron(uid=0, hotkey=hotkey)
+            taken = self.slots.get(uid) if uid is not None else None
+            if taken is not None and taken.neuron.hotkey == self.charter.master != hotkey:
                 raise ChainError(f"enroll: uid {uid} is the founder's")
             permit = old.validator_permit if validator_permit is None else validator_permit
             return self.register(

@@ -33,7 +33,7 @@ class Network:
         self.ledger = MemoryLedger()
         self.ledger.register(MINER.ss58)
         self.ledger.register(VALIDATOR.ss58, stake=1e6, validator_permit=True)
-        self.ledger.commitments[VALIDATOR.ss58] = "where to read"
+        self.ledger.commit(VALIDATOR.ss58, "where to read")
         self.nodes = [Node(self.ledger, SETTINGS.netuid) for _ in range(2)]
         self._chains: list[BittensorChain] = []
 

@@ -450,7 +450,7 @@ class TestKept:
             chain.commit("y")
             process.kill()
         with closing(Registry(folder)) as registry:
-            assert registry.commitments == {PEER.ss58: "y"}
+            assert registry.slots[1].commitment == "y"
 
     def test_a_start_on_a_full_disk_asks_for_room_and_no_backup(
         self, server: RegistryServer

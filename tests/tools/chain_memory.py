@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 
 from distributed_training.chain.base import Chain, ChainError, Neuron
-from distributed_training.registry.ledger import Ledger
+from distributed_training.registry.ledger import Ledger, Slot
 
 
 class MemoryLedger(Ledger):
@@ -17,12 +17,22 @@ class MemoryLedger(Ledger):
         self.up = True
         self.writes: list[tuple[str, str]] = []
 
-    def _own(self, kind: str, hotkey: str) -> Neuron:
+    @property
+    def neurons(self) -> tuple[Neuron, ...]:
+        return tuple(slot.neuron for _, slot in sorted(self.slots.items()))
+
+    @property
+    def commitments(self) -> dict[str, str]:
+        """The texts by hotkey."""
+        slots = list(self.slots.values())
+        return {s.neuron.hotkey: s.commitment for s in slots if s.commitment is not None}
+
+    def _own(self, kind: str, hotkey: str) -> Slot:
         if not self.up:
             raise ChainError(f"{kind}: the chain does not answer")
-        neuron = super()._own(kind, hotkey)
+        slot = super()._own(kind, hotkey)
         self.writes.append((kind, hotkey))
-        return neuron
+        return slot
 
 
 class MemoryChain(Chain):
@@ -37,8 +47,8 @@ class MemoryChain(Chain):
     def _read(self) -> None:
         ledger = self.ledger
         if ledger.up:
-            self._saw_neurons(tuple(ledger.entries[uid] for uid in sorted(ledger.entries)))
-            self._saw_commitments(dict(ledger.commitments))
+            self._saw_neurons(ledger.neurons)
+            self._saw_commitments(ledger.commitments)
             self._saw_block(ledger.height)
 
     def _check(self) -> None:

@@ -90,7 +90,7 @@ class LedgerSubstrate:
         if item == "CommitmentOf":
             return _decoded(self._entries().get(params[1]))
         if item == "Uids":
-            return next((u for u, n in self.ledger.entries.items() if n.hotkey == params[1]), None)
+            return next((n.uid for n in self._neurons() if n.hotkey == params[1]), None)
         defaults = {
             "Now": round(1000 * (time.time() - self.newest_block_age)),
             "ValidatorPermit": [n.validator_permit for n in self._neurons()],
@@ -98,12 +98,12 @@ class LedgerSubstrate:
             "MinAllowedWeights": 0,
             "Tempo": 360,
             "NetworksAdded": True,
-            "SubnetworkN": len(self.ledger.entries),
+            "SubnetworkN": len(self.ledger.slots),
         }
         return defaults.get(item, 0)
 
-    def _neurons(self) -> list[Any]:
-        return [self.ledger.entries[uid] for uid in sorted(self.ledger.entries)]
+    def _neurons(self) -> tuple[Any, ...]:
+        return self.ledger.neurons
 
     def _entries(self) -> dict[str, Any]:
         texts = self.ledger.commitments.items()

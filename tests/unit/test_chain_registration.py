@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -93,7 +92,7 @@ def two_nodes() -> tuple[Watched, Nodes]:
     """A watcher with the product's patience, and the nodes that it looks at."""
     watched = Watched(missing_for=MISSING_FOR)
     other = MemoryLedger()
-    other.entries = dict(watched.ledger.entries)
+    other.slots = dict(watched.ledger.slots)
     chain = Nodes(watched.ledger, other)
     watched.watcher._chain = watched.watcher._missing._chain = chain
     assert watched.looks() == []
@@ -117,7 +116,9 @@ def test_a_list_that_cannot_be_the_subnets_deregisters_nobody(
     some, without the master hotkey. It lasts a day, on both nodes."""
     watched, chain = two_nodes()
     for ledger in chain.nodes.values():
-        ledger.entries = {} if nobody else {5: replace(ledger.entries[0], uid=5, hotkey="5Other")}
+        ledger.slots.clear()
+        if not nobody:
+            ledger.register("5Other", uid=5)
     assert play(watched, timedelta(days=1)) == []
     assert chain.asked > 100, "another node may be sound"
     assert caplog.text.count("its list is not used") == 1
@@ -191,12 +192,12 @@ class Fork:
 
     def __init__(self, ledger: MemoryLedger) -> None:
         self._ledger = ledger
-        self._kept = dict(ledger.entries), dict(ledger.commitments), ledger.height
+        self._kept = dict(ledger.slots), ledger.height
 
     def reorganize(self) -> None:
         """Drop what was written since; other blocks stand in its place."""
-        entries, commitments, height = self._kept
-        self._ledger.entries, self._ledger.commitments = dict(entries), dict(commitments)
+        slots, height = self._kept
+        self._ledger.slots = dict(slots)
         self._ledger.advance(height - 1 - self._ledger.height)
 
 

@@ -75,7 +75,7 @@ def test_weights_are_sealed_where_the_subnet_wants_it(opened: Callable[..., Any]
     opened(node).set_weights({0: 0.25, 1: 0.75})
     ((name, call),) = node.calls
     assert name == "commit_timelocked_mechanism_weights" and node.signers == [
-        node.ledger.entries[0].hotkey
+        node.ledger.neurons[0].hotkey
     ]
     assert (call["netuid"], call["mecid"], call["commit_reveal_version"]) == (NETUID, 0, 4)
     ahead = call["reveal_round"] - timelock.current_round()

@@ -59,7 +59,7 @@ def following(
 
 def test_endpoint_and_commitment_come_back_and_a_second_miner_does_not_pass() -> None:
     ledger, member = registered()
-    chain, before = member.chain, dict(ledger.entries)
+    chain, before = member.chain, dict(ledger.slots)
     identity.commit(member, TEXT)
     wait_for(lambda: ledger.commitments)
     identity.announce(member, *ENDPOINT)
@@ -71,7 +71,7 @@ def test_endpoint_and_commitment_come_back_and_a_second_miner_does_not_pass() ->
             written = len(ledger.writes)
             wait_for(lambda r=chain.reads(): chain.reads() > r + 20)
             assert len(ledger.writes) == written and stops == []  # nothing is written twice
-            ledger.entries, ledger.commitments = dict(before), {}
+            ledger.slots = dict(before)
         wait_for(lambda: chain.neurons()[0].port == 8091 and chain.commitment(MINER.ss58) == TEXT)
         MemoryChain(hotkey=MINER.ss58, ledger=ledger).serve("5.6.7.8", 8091)
         ((reason, status),) = wait_for(lambda: stops)
