@@ -73,7 +73,7 @@ args.push(...(process.env.DT_FLAGS || "").split(/\s+/).filter(Boolean));
 const python = path.join(__dirname, ".venv", "bin", "python");
 function stopSeconds() {
   if (app === "registry") return 10;
-  const words = ["-m", "distributed_training.config", "--stop-seconds", app, ...args];
+  const words = ["-m", "distributed_training", "stop-seconds", app, ...args];
   const asked = spawnSync(python, words, { cwd: home, encoding: "utf8", timeout: 60000 });
   return parseFloat(asked.stdout) || 60;
 }

@@ -1,17 +1,46 @@
-"""``python -m distributed_training doctor [...]``."""
+"""Commands that have no program of their own.
+
+python -m distributed_training doctor ...             check all before a start; see its --help
+python -m distributed_training flags [FILE]           write the table of all flags
+python -m distributed_training stop-seconds KIND ...  how long a stop may take, with these flags
+"""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
+from distributed_training.config.model import Kind
+from distributed_training.config.schema import PUBLIC_DOCUMENT, markdown
 
 
 def main(argv: list[str]) -> int:
-    if argv[:1] == ["doctor"]:
-        from distributed_training.doctor import main as doctor
+    match argv:
+        case ["doctor", *words]:
+            from distributed_training.doctor import main as doctor
 
-        return doctor(argv[1:])
-    print("usage: python -m distributed_training doctor [--help]", file=sys.stderr)
+            return doctor(words)
+        case ["flags", *file] if len(file) <= 1:
+            Path(*file or [PUBLIC_DOCUMENT]).write_text(markdown(), encoding="utf-8")
+            return 0
+        case ["stop-seconds", ("miner" | "validator") as kind, *flags]:
+            return _stop_seconds(kind, flags)
+    print(__doc__, file=sys.stderr)
     return 2
+
+
+def _stop_seconds(kind: Kind, flags: list[str]) -> int:
+    """Print what app.config.js tells pm2."""
+    file = OPERATORS_FILE if kind == "miner" else None
+    try:
+        # Without the checks across settings: pm2 needs the time alone, and the start tells what is
+        # wrong.
+        config = load_config(kind, flags, file=file, check=False)
+    except ConfigError as error:
+        return exit_with(error)
+    print(config.miner.stop_timeout.total_seconds())
+    return 0
 
 
 if __name__ == "__main__":

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 from distributed_training.chain.base import ChainError
 from distributed_training.common.files import write_bytes
 from distributed_training.config import Config, ConfigError, exit_with, load_config
-from distributed_training.config.checks import KEY_VARIABLES
-from distributed_training.config.loader import WALLET, Parser, add_wallet, argument, ranged, schema
+from distributed_training.config.loader import WALLET, Parser, add_wallet, argument, ranged
+from distributed_training.config.model import KEY_VARIABLES
+from distributed_training.config.schema import schema
 from distributed_training.config.types import ConfigAway, File, Text
 from distributed_training.network import NetworkFileError, signed
 from distributed_training.network.file import BUILT_IN, flatten, tree_of

@@ -1,9 +1,8 @@
 """Every setting once: declared by the packages' dataclasses here, loaded and checked at start."""
 
-from .checks import problems
-from .help import SETTINGS_FILE, WARNING, all_settings, describe, markdown
 from .loader import exit_with, load_config
-from .model import OPERATORS_FILE, Config
+from .model import OPERATORS_FILE, Config, problems
+from .schema import SETTINGS_FILE, WARNING, all_settings, describe, markdown
 from .types import ConfigError
 
 __all__ = [

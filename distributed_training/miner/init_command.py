@@ -30,13 +30,14 @@ from distributed_training.config import (
     load_config,
     problems,
 )
-from distributed_training.config.checks import (
+from distributed_training.config.loader import Parser, read_argv, read_dotenv, unprintable
+from distributed_training.config.model import (
     KEY_VARIABLES,
     check_addresses,
     check_network,
     check_ports,
 )
-from distributed_training.config.loader import Parser, read_argv, read_dotenv, schema, unprintable
+from distributed_training.config.schema import schema
 from distributed_training.protocol.types import ExitStatus
 
 DOTENV = Path(".env")

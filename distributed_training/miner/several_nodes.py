@@ -46,7 +46,7 @@ from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import json_line
 from distributed_training.common.ports import free_ports, listen
 from distributed_training.config import Config, ConfigError
-from distributed_training.config.loader import schema
+from distributed_training.config.schema import schema
 from distributed_training.config.settings import NodesSettings
 from distributed_training.config.types import show
 from distributed_training.health.gpus import visible_gpu_count

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from distributed_training.config.loader import schema
 from distributed_training.config.model import PRESETS
+from distributed_training.config.schema import schema
 from distributed_training.config.settings import StoreSettings
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.store.s3 import S3ObjectStore

@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from distributed_training.config import Config, ConfigError, describe, load_config
-from distributed_training.config.loader import Setting, schema
+from distributed_training.config.schema import Setting, schema
 from distributed_training.config.settings import MinerSettings, SwarmSettings
 from distributed_training.node.start import make_run_folder
 from tests.tools.r2_keys import KEYS

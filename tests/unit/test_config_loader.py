@@ -14,10 +14,10 @@ from distributed_training.config import (
     all_settings,
     describe,
     load_config,
-    loader,
 )
-from distributed_training.config.loader import parser_of, schema
+from distributed_training.config.loader import parser_of
 from distributed_training.config.model import CARDS
+from distributed_training.config.schema import FLAGS, NO_EFFECT, SECRETS, schema
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.health.machine import check_configuration
 from distributed_training.training.memory_plan import named_config
@@ -74,7 +74,7 @@ nproc_per_node show_all_rank_logs
 def test_every_flag_of_the_protocol_page_is_known() -> None:
     known = schema("miner")
     unknown = [name for name in SPEC_FLAGS.split() if known.get(name) is None]
-    assert set(unknown) <= loader.FLAGS
+    assert set(unknown) <= FLAGS
 
 
 def test_every_preset_can_be_asked_for() -> None:
@@ -264,7 +264,7 @@ def test_a_start_prints_what_was_given_and_keeps_all(tmp_path: Path) -> None:
     assert "a" * 64 not in all_settings(config) and "********" in all_settings(config)
 
 
-@pytest.mark.parametrize("name", sorted(loader.NO_EFFECT.keys() - loader.SECRETS))
+@pytest.mark.parametrize("name", sorted(NO_EFFECT.keys() - SECRETS))
 def test_a_flag_without_effect_is_taken_in_every_spelling(name: str, tmp_path: Path) -> None:
     toml = tmp_path / "miner.toml"
     toml.write_text(f'"{name}" = 1\n')
@@ -276,7 +276,7 @@ def test_a_flag_without_effect_is_taken_in_every_spelling(name: str, tmp_path: P
         config = load(*spelling, "--neuron.upload_steps", "60")
         assert config.get("neuron.upload_steps") == 60
         (line,) = [x for x in describe(config) if "has no effect" in x]
-        assert name in line and loader.NO_EFFECT[name] in line
+        assert name in line and NO_EFFECT[name] in line
     assert f"--{name}" not in parser_of(schema("miner"), everything=True).format_help()
 
 
@@ -349,7 +349,7 @@ def test_the_user_part_of_a_url_is_never_shown() -> None:
 
 
 def test_the_flags_document_is_up_to_date() -> None:
-    from distributed_training.config.help import PUBLIC_DOCUMENT, markdown
+    from distributed_training.config.schema import PUBLIC_DOCUMENT, markdown
 
     written = (ROOT / PUBLIC_DOCUMENT).read_text(encoding="utf-8")
-    assert written == markdown(), "run: python -m distributed_training.config --markdown"
+    assert written == markdown(), "run: python -m distributed_training flags"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distributed_training.config import load_config
-from distributed_training.config.checks import KEY_VARIABLES
+from distributed_training.config.model import KEY_VARIABLES
 from distributed_training.miner.__main__ import main
 
 pytestmark = pytest.mark.timeout(30)

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from distributed_training.config import load_config
-from distributed_training.config.loader import schema
+from distributed_training.config.schema import schema
 from distributed_training.registry.__main__ import parser as registry_parser
 from distributed_training.telemetry.metrics import METRICS
 
