@@ -2,11 +2,11 @@
 
 A server inside a training process must not let clients choose how much work it does. So bytes are
 counted before they are parsed: a head is collected up to a limit, parsed once (h11) and checked
-(:class:`Handlers`) before any of the body is read. The body is as long as ``Content-Length`` says,
-a few kilobytes at most. ``Transfer-Encoding``, under which every single byte can be made to cost
-100 us, is refused, and so is whatever follows the request (pipelining). After the answer the
-connection is closed, which HTTP/1.1 allows a server at any time; a server that many poll may keep
-it instead (``Handlers.idle``), as long as half of the connections it may have are free.
+(:meth:`BoundedServer.check_head`) before any of the body is read. The body is as long as
+``Content-Length`` says, a few kilobytes at most. ``Transfer-Encoding``, under which every single
+byte can be made to cost 100 us, is refused, and so is whatever follows the request (pipelining).
+After the answer the connection is closed, which HTTP/1.1 allows a server at any time; a server that
+many poll may keep it instead (``idle``), as long as half of the connections it may have are free.
 
 *Trust.* An address becomes trusted when a call of a neuron with a validator permit was verified
 from it. It stays trusted over a restart, since a flood does not end with one. Endpoints that
@@ -26,6 +26,7 @@ that are refused take 4 to 6 % of a core so, and 19 to 21 % through asyncio's ow
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import contextlib
 import functools
@@ -49,9 +50,9 @@ import h11
 from distributed_training.common.backoff import doubling
 from distributed_training.common.ports import listen
 from distributed_training.config.types import ConfigError
-from distributed_training.protocol.synapses import MAX_BODY_BYTES
+from distributed_training.protocol.synapses import MAX_BODY_BYTES, PROBE_HOST
 
-from .auth import MOST_VALIDATORS, Refusal, Refused
+from .auth import MOST_VALIDATORS, Refusal, RefusalLog, Refused, claimed_hotkey
 
 # A dendrite's head has 1.1 KB and 22 lines, a btauth one half of it.
 MAX_HEAD_BYTES = 8 * 1024
@@ -83,25 +84,6 @@ class Head:
 
 
 Reply = dict[str, Any] | bytes
-
-
-@dataclass(frozen=True)
-class Handlers:
-    """The functions that answer requests, in the server's thread.
-
-    ``check_head``: decides what the head alone allows, and returns the named sender; raises
-    Refused. ``answer``: the fields of the reply with status 200, a reply whole in bytes, or one of
-    these later (for an answer that may wait); gets what ``check_head`` returned; raises Refused.
-    ``refused``: called for each refusal with the head (None: it could not be read) and the address.
-    ``max_body`` in bytes. ``idle``: how long an answered connection waits for another request;
-    None: not at all.
-    """
-
-    check_head: Callable[[Head], Any]
-    answer: Callable[[Head, Any, bytes], Reply | Awaitable[Reply]]
-    refused: Callable[[Refusal, Head | None, str], None]
-    max_body: int = MAX_BODY_BYTES
-    idle: timedelta | None = None
 
 
 def parse_head(raw: bytes, address: str) -> Head:
@@ -186,15 +168,11 @@ def whole_reply(status: int, body: bytes, kind: str, headers: Mapping[str, str])
 
 
 class Exchange:
-    """One request from ``address`` and its answer.
+    """One request from ``address`` to ``server``, and its answer."""
 
-    ``may_stay``: whether there is room for the connection afterwards.
-    """
-
-    def __init__(self, handlers: Handlers, address: str, may_stay: Callable[[], bool]) -> None:
-        self._handlers = handlers
+    def __init__(self, server: BoundedServer, address: str) -> None:
+        self._server = server
         self._address = address
-        self._may_stay = may_stay
         self._received = bytearray()  # the head; then what has come of the body
         self._head: Head | None = None
         self._claim: Any = None
@@ -214,17 +192,17 @@ class Exchange:
                 async with asyncio.timeout(read_timeout.total_seconds()):
                     await self._receive(connection)
             assert self._head is not None
-            answer = self._handlers.answer(self._head, self._claim, bytes(self._received))
+            answer = self._server.answer(self._head, self._claim, bytes(self._received))
             reply = await answer if inspect.isawaitable(answer) else answer
             status: int = HTTPStatus.OK
-            stays = self._head.keeps and self._may_stay()
+            stays = self._head.keeps and self._server.may_stay(self._address)
         except Refused as refused:
-            self._handlers.refused(refused.refusal, self._head, self._address)
+            self._server.refused(refused.refusal, self._head, self._address)
             status, reply = refused.refusal.status, refused.fields
         except TimeoutError:
             silent = self._head is None and not self._received
             why = Refusal.SILENT if silent else Refusal.TIMEOUT
-            self._handlers.refused(why, None, self._address)
+            self._server.refused(why, None, self._address)
             return False
         whole = reply if isinstance(reply, bytes) else reply_bytes(status, reply)
         if not stays:
@@ -254,9 +232,9 @@ class Exchange:
                 return False
             end += len(_END_OF_HEAD)
             self._head = parse_head(bytes(self._received[:end]), self._address)
-            self._length = body_length(self._head, self._handlers.max_body)
+            self._length = body_length(self._head, self._server.max_body)
             # What the head alone decides is refused before any of the body is waited for.
-            self._claim = self._handlers.check_head(self._head)
+            self._claim = self._server.check_head(self._head)
             del self._received[:end]
         # Bytes after the body would be a second request, before the first one is answered.
         if len(self._received) > self._length:
@@ -459,6 +437,8 @@ RECEIVE_BUFFER = 16 * 1024
 BATCH = 256  # connections accepted in one go
 FLOOD_PAUSE = 0.02  # seconds, after one of them was refused
 EXHAUSTED_PAUSE = 1.0  # out of file descriptors
+#: A SIGKILL loses the accepted calls of so long: see the module auth.
+KEEP_INTERVAL = 2.0  # seconds
 _RESET = struct.pack("ii", 1, 0)  # struct linger: on, 0 s
 
 
@@ -475,8 +455,6 @@ def bind(*, ip: str, port: int) -> socket.socket:
         except OSError as error:
             problem = error.strerror or str(error)
             continue
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
-        sock.setblocking(False)
         return sock
     raise ConfigError(
         f"cannot listen on {ip} port {port} ({problem}), so no validator could reach this miner: "
@@ -484,35 +462,88 @@ def bind(*, ip: str, port: int) -> socket.socket:
     )
 
 
-class HttpThread:
-    """Serves ``handlers`` on ``sock`` in a daemon thread with its own event loop.
+class BoundedServer(abc.ABC):
+    """Answers HTTP requests on ``sock`` in a daemon thread with its own event loop.
 
-    Connections are accepted here, not by asyncio, so that what :class:`Admission` does not let in
-    is closed before a task is made for it.
+    A subclass decides what is answered. ``read_timeout`` covers all that a client has to send;
+    ``max_body`` in bytes. ``idle``: how long an answered connection waits for another request;
+    None: not at all.
     """
+
+    #: Refusals that are not held against the caller's address.
+    NO_STRIKE: frozenset[Refusal] = frozenset()
 
     def __init__(
         self,
         *,
-        handlers: Handlers,
         sock: socket.socket,
         admission: Admission,
         read_timeout: timedelta,
+        max_body: int = MAX_BODY_BYTES,
+        idle: timedelta | None = None,
     ) -> None:
-        self._handlers = handlers
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
+        sock.setblocking(False)
+        self.port: int = sock.getsockname()[1]
+        self.max_body = max_body
         self._sock = sock
         self._admission = admission
         self._read_timeout = read_timeout
+        self._idle = idle
+        self._counts: Counter[str] = Counter()
+        self._refusals = RefusalLog()
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
         self._open: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="signed-server", daemon=True)
+        self._stopping = threading.Event()
+        self._keeper = threading.Thread(target=self._keep, name="server-files", daemon=True)
+
+    @abc.abstractmethod
+    def check_head(self, head: Head) -> Any:
+        """Decide what the head alone allows, and return the named sender. Raises Refused."""
+
+    @abc.abstractmethod
+    def answer(self, head: Head, claim: Any, body: bytes) -> Reply | Awaitable[Reply]:
+        """Return the fields of the reply with status 200, or a reply whole in bytes.
+
+        An answer that may wait comes later. ``claim``: what :meth:`check_head` returned. Raises
+        Refused.
+        """
+
+    @abc.abstractmethod
+    def keep(self) -> None:
+        """Write files. Called every ``KEEP_INTERVAL`` seconds, in a thread of its own."""
+
+    def refused(self, refusal: Refusal, head: Head | None, address: str) -> None:
+        """Count, remember and (rarely) log a refusal; ``head`` None: it could not be read."""
+        self._counts[f"refused.{refusal.reason}"] += 1
+        if refusal not in self.NO_STRIKE:
+            self._admission.strike(address)
+        headers = head.headers if head is not None else {}
+        if refusal is Refusal.METHOD and headers.get("host") == PROBE_HOST:
+            # The operator's own. Whoever pretends to be one gains a quieter line, no more.
+            self._refusals.add_probe(address)
+        else:
+            self._refusals.add(refusal, claimed_hotkey(headers), address)
+
+    def counters(self) -> dict[str, int]:
+        """Return the counters, which only grow, ``refused.<reason>`` among them."""
+        counts = Counter(dict(self._counts))
+        for reason, count in dict(self._admission.refused).items():
+            counts[f"refused.{reason}"] += count
+        return counts
+
+    def may_stay(self, address: str) -> bool:
+        """Return whether there is room for a connection after its answer."""
+        return self._idle is not None and self._admission.may_stay(address)
 
     def start(self) -> None:
         self._thread.start()
+        self._keeper.start()
 
-    def stop(self) -> None:
-        """Stop; return when the thread has ended. Open connections are cut. Idempotent."""
+    def close(self) -> None:
+        """End the threads; open connections are cut. Idempotent."""
         if self._thread.is_alive():
             # An asyncio.Event may be set in its loop's thread only.
             self._loop.call_soon_threadsafe(self._stopped.set)
@@ -520,6 +551,14 @@ class HttpThread:
         elif not self._loop.is_closed():
             self._loop.close()  # never started
         self._sock.close()
+        self._stopping.set()
+        if self._keeper.ident is not None:
+            self._keeper.join(5)
+
+    def _keep(self) -> None:
+        # Off the event loop: an fsync on a disk that an upload keeps busy takes long.
+        while not self._stopping.wait(KEEP_INTERVAL):
+            self.keep()
 
     def _run(self) -> None:
         try:
@@ -573,14 +612,11 @@ class HttpThread:
             self._pause(FLOOD_PAUSE)
 
     async def _exchange(self, accepted: socket.socket, address: str) -> None:
-        def may_stay() -> bool:
-            return self._handlers.idle is not None and self._admission.may_stay(address)
-
         try:
             with accepted, contextlib.suppress(OSError):  # the client hung up
                 first: bytes | None = b""
                 while first is not None:
-                    exchange = Exchange(self._handlers, address, may_stay)
+                    exchange = Exchange(self, address)
                     stays = await exchange.run(accepted, self._read_timeout, first)
                     first = await self._next(accepted) if stays else None
         finally:
@@ -588,8 +624,8 @@ class HttpThread:
 
     async def _next(self, accepted: socket.socket) -> bytes | None:
         """Return what the next request begins with, None if there is none."""
-        assert self._handlers.idle is not None
+        assert self._idle is not None
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._handlers.idle.total_seconds()):
+            async with asyncio.timeout(self._idle.total_seconds()):
                 return await self._loop.sock_recv(accepted, MOST_AT_ONCE) or None
         return None

@@ -26,14 +26,13 @@ from distributed_training.protocol.synapses import SynapseError
 from distributed_training.protocol.types import RoundRequest
 
 from . import auth
-from .auth import LOG_INTERVAL, Kept, KeptFile, NonceMemory, Refusal, RefusalLog, Refused
+from .auth import LOG_INTERVAL, Kept, KeptFile, NonceMemory, Refusal, Refused
 from .base import Chain, ChainUnavailable, Neuron
 from .http_server import (
     Admission,
+    BoundedServer,
     Buckets,
-    Handlers,
     Head,
-    HttpThread,
     TrustedAddresses,
     bind,
     parse_fields,
@@ -44,12 +43,6 @@ log = logging.getLogger(__name__)
 
 # A round that nobody ends is over after the call's timeout and this.
 ROUND_MARGIN = 30.0
-# A SIGKILL loses the accepted calls of so long: see the module auth.
-_KEEP_INTERVAL = 2.0
-# The refusals of somebody who has proven who they are, or who is merely early: no strikes.
-_NO_STRIKE = frozenset(
-    {Refusal.NO_PERMIT, Refusal.LOW_STAKE, Refusal.RATE, Refusal.NOT_DUE, Refusal.OWN_HOTKEY}
-)
 
 #: What a call may ask for, peers or seconds: the legacy signature does not cover the body.
 ROUND_BOUNDS = {
@@ -78,13 +71,18 @@ class MinerCallbacks:
     peer_id: Callable[[], str] = lambda: ""
 
 
-class SignedServer:
+class SignedServer(BoundedServer):
     """See the module. Binds in the constructor (ConfigError), answers from :meth:`start` on.
 
     ``folder`` holds ``callers.json``, which survives a restart (:mod:`.auth`); None: nothing is
     kept.
     ``clock``: wall clock in ns, for the freshness of calls; ``monotonic`` in seconds, for all else.
     """
+
+    # Of somebody who has proven who they are, or who is merely early.
+    NO_STRIKE = frozenset(
+        {Refusal.NO_PERMIT, Refusal.LOW_STAKE, Refusal.RATE, Refusal.NOT_DUE, Refusal.OWN_HOTKEY}
+    )
 
     def __init__(
         self,
@@ -110,9 +108,7 @@ class SignedServer:
         self._by_hotkey: dict[str, Neuron] = {}
         self._round: tuple[RoundRequest, float] | None = None  # accepted at (monotonic)
         self._round_lock = threading.Lock()
-        self._counts: Counter[str] = Counter()
         self._called_at: float | None = None
-        self._refusals = RefusalLog()
         self._alive_lines = Throttle(LOG_INTERVAL, clock=monotonic)
         self._alive_calls: Counter[int | None] = Counter()  # since the last line
         self._hotkeys = Buckets(rate=settings.requests_per_hotkey)
@@ -126,46 +122,34 @@ class SignedServer:
             monotonic=monotonic,
         )
         self._trusted = TrustedAddresses(kept.validators)
-        self._admission = Admission(
-            trusted=self._trusted,
-            max_connections=settings.max_connections,
-            max_connections_per_address=settings.max_connections_per_address,
-            requests_per_address=settings.requests_per_address,
-        )
-        sock = bind(ip=settings.axon_ip, port=settings.axon_port)
-        self.port: int = sock.getsockname()[1]
-        self._http = HttpThread(
-            handlers=Handlers(self._check_head, self._answer, self._refused),
-            sock=sock,
-            admission=self._admission,
+        super().__init__(
+            sock=bind(ip=settings.axon_ip, port=settings.axon_port),
+            admission=Admission(
+                trusted=self._trusted,
+                max_connections=settings.max_connections,
+                max_connections_per_address=settings.max_connections_per_address,
+                requests_per_address=settings.requests_per_address,
+            ),
             read_timeout=settings.read_timeout,
         )
-        self._stopping = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="server-files", daemon=True)
 
     # life
 
     def start(self) -> None:
         self._save(clean=False)  # before the first call: see the module auth
         self._trust_endpoints()
-        self._http.start()
-        self._keeper.start()
+        super().start()
 
     def close(self) -> None:
         """End the threads and write the file for the next start. Idempotent."""
         # First: a call accepted after the last save would be missing in a file that says clean.
-        self._http.stop()
-        self._stopping.set()
-        if self._keeper.ident is not None:
-            self._keeper.join(5)
-            if not self._keeper.is_alive():  # else a disk hangs
-                self._save(clean=True)
+        super().close()
+        if self._keeper.ident is not None and not self._keeper.is_alive():  # else a disk hangs
+            self._save(clean=True)
 
-    def _keep(self) -> None:
-        # Off the event loop: an fsync on a disk that an upload keeps busy takes long.
-        while not self._stopping.wait(_KEEP_INTERVAL):
-            self._trust_endpoints()
-            self._save(clean=False)
+    def keep(self) -> None:
+        self._trust_endpoints()
+        self._save(clean=False)
 
     def _save(self, *, clean: bool) -> None:
         self._file.save(Kept(self._nonces.highest, clean, self._trusted.callers()))
@@ -186,16 +170,12 @@ class SignedServer:
         with self._round_lock:
             self._round = None
 
-    def counters(self) -> Mapping[str, int]:
+    def counters(self) -> dict[str, int]:
         """Return ``accepted.*``, ``repeated.AllReduce`` and ``refused.<reason>``, which only grow.
 
         ``connections`` are the open ones.
         """
-        counts = dict(self._counts)
-        for reason, count in dict(self._admission.refused).items():
-            counts[f"refused.{reason}"] = counts.get(f"refused.{reason}", 0) + count
-        counts["connections"] = self._admission.connections
-        return counts
+        return {**super().counters(), "connections": self._admission.connections}
 
     def called_at(self) -> float | None:
         """Return when a caller with a validator's permit was last answered; None before."""
@@ -216,7 +196,7 @@ class SignedServer:
 
     # one request
 
-    def _check_head(self, head: Head) -> auth.Claim:
+    def check_head(self, head: Head) -> auth.Claim:
         """Decide what can be decided without the body. Raises Refused."""
         if head.path not in synapses.ROUTES:
             raise Refused(Refusal.ROUTE)
@@ -226,7 +206,7 @@ class SignedServer:
         self._check_claim(claim)
         return claim
 
-    def _answer(self, head: Head, claim: auth.Claim, body: bytes) -> dict[str, Any]:
+    def answer(self, head: Head, claim: auth.Claim, body: bytes) -> dict[str, Any]:
         """Check and carry out a whole request; return the fields of its reply. Raises Refused."""
         auth.proven(claim, head.headers, body, method="POST", path=head.target, own=self._own)
         if claim.hotkey == self._own:
@@ -347,21 +327,6 @@ class SignedServer:
             refused = due is not True
         if refused:
             raise Refused(Refusal.NOT_DUE)
-
-    # refusals
-
-    def _refused(self, refusal: Refusal, head: Head | None, address: str) -> None:
-        """Count, remember and (rarely) log a refused request."""
-        self._counts[f"refused.{refusal.reason}"] += 1
-        if refusal not in _NO_STRIKE:
-            self._admission.strike(address)
-        host = head.headers.get("host") if head is not None else None
-        if refusal is Refusal.METHOD and host == synapses.PROBE_HOST:
-            # The operator's own. Whoever pretends to be one gains a quieter line, no more.
-            self._refusals.add_probe(address)
-            return
-        claimed = auth.claimed_hotkey(head.headers) if head is not None else None
-        self._refusals.add(refusal, claimed, address)
 
 
 def _oldest_call(settings: ChainSettings) -> timedelta:

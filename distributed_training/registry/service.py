@@ -15,10 +15,8 @@ import asyncio
 import json
 import logging
 import socket
-import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,15 +28,14 @@ from urllib.parse import parse_qs
 from pydantic import ValidationError, validate_call
 
 from distributed_training.chain import auth
-from distributed_training.chain.auth import Refusal, RefusalLog, Refused
+from distributed_training.chain.auth import Refusal, Refused
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.http_server import (
-    RECEIVE_BUFFER,
     Admission,
+    BoundedServer,
     Buckets,
-    Handlers,
     Head,
-    HttpThread,
+    Reply,
     TrustedAddresses,
     normalize,
     parse_fields,
@@ -53,7 +50,6 @@ log = logging.getLogger(__name__)
 MAX_BODY = 256 * 1024  # bytes; weights of 4096 uids have 120 thousand
 _SKEW = 4.0  # seconds that a caller's clock may be ahead
 _REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0  # of one address
-_KEEP_INTERVAL = 2.0
 _PAGE_KEPT = 1.0  # seconds; one of 4096 uids takes 50 ms
 _FOUNDERS = frozenset({"/enroll", "/expel", "/invite", "/allow", "/loss"})
 
@@ -97,19 +93,18 @@ class Limits:
     host_names: tuple[str, ...] = ()
 
 
-class Service:
+class Service(BoundedServer):
     """Serve ``registry`` on ``sock``, a listener, from :meth:`start` until :meth:`close`.
 
     The registry stays open.
     """
 
+    NO_STRIKE = frozenset({Refusal.RATE, Refusal.NO_PERMIT})
+
     def __init__(self, registry: Registry, sock: socket.socket, limits: Limits) -> None:
         self.registry = registry
-        self.counts: Counter[str] = Counter()
-        self._limits = limits
         self._names = {"127.0.0.1", "localhost", "[::1]", *map(str.lower, limits.host_names)}
         self._proxy = normalize(limits.proxy) if limits.proxy is not None else None
-        self._refusals = RefusalLog()
         self._addresses = Buckets(rate=limits.requests_per_address, capacity=16384)
         self._hotkeys = Buckets(rate=limits.requests_per_hotkey, capacity=16384)
         self._registrations = Buckets(
@@ -141,7 +136,7 @@ class Service:
         # Or the bad requests of one of its callers would shut out everybody behind the proxy.
         trusted.set_endpoints([limits.proxy] if limits.proxy is not None else [])
         behind = limits.proxy is not None
-        self._admission = Admission(
+        admission = Admission(
             trusted=trusted,
             max_connections=limits.max_connections,
             max_connections_per_address=(
@@ -152,39 +147,26 @@ class Service:
             # All pollers are untrusted clients, and thousands return together after an outage.
             newcomers=(5000.0, 10000),
         )
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, RECEIVE_BUFFER)
-        sock.setblocking(False)
-        self._http = HttpThread(
-            handlers=Handlers(
-                self._check_head, self._answer, self._refused, MAX_BODY, limits.idle_timeout
-            ),
+        super().__init__(
             sock=sock,
-            admission=self._admission,
+            admission=admission,
             read_timeout=limits.read_timeout,
+            max_body=MAX_BODY,
+            idle=limits.idle_timeout,
         )
-        self._stopping = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="registry-blocks", daemon=True)
-
-    def start(self) -> None:
-        self._http.start()
-        self._keeper.start()
 
     def close(self) -> None:
         """Close; accepted writes are stored. Idempotent."""
         # In this order: no new calls, then what was accepted is stored.
-        self._http.stop()
+        super().close()
         self._writer.shutdown()
-        self._stopping.set()
-        if self._keeper.ident is not None:
-            self._keeper.join(5)
 
-    def _keep(self) -> None:
-        while not self._stopping.wait(_KEEP_INTERVAL):
-            self.registry.reserve_blocks()
+    def keep(self) -> None:
+        self.registry.reserve_blocks()
 
     # checks
 
-    def _check_head(self, head: Head) -> auth.Claim | None:
+    def check_head(self, head: Head) -> auth.Claim | None:
         """Check a request's head; return its claim, None for a read. Raises Refused."""
         address = self._caller(head)
         if not self._addresses.take(address):
@@ -213,19 +195,12 @@ class Service:
         # The last: the proxy adds it, and what stands before it any caller may write.
         return normalize(head.headers.get("x-forwarded-for", "").rpartition(",")[2].strip())
 
-    def _refused(self, refusal: Refusal, head: Head | None, address: str) -> None:
-        self.counts[f"refused.{refusal.reason}"] += 1
-        if refusal not in (Refusal.RATE, Refusal.NO_PERMIT):
-            self._admission.strike(address)  # never the proxy, which is trusted
-        claimed = auth.claimed_hotkey(head.headers) if head is not None else None
-        self._refusals.add(refusal, claimed, address)
-
-    def _answer(self, head: Head, claim: auth.Claim | None, body: bytes) -> Any:
+    def answer(self, head: Head, claim: auth.Claim | None, body: bytes) -> Reply | Awaitable[Reply]:
         if claim is not None:
             return self._write(head, claim, body)
         if head.path not in self._reads:
             raise Refused(Refusal.ROUTE, message="there is nothing here")
-        self.counts[f"read{head.path}"] += 1
+        self._counts[f"read{head.path}"] += 1
         if head.path in ("/", "/metrics") and not self._is_own_host(head):
             return _text(403, "this name is not the registry's: see --host-name\n")
         return self._reads[head.path](head)
@@ -279,14 +254,11 @@ class Service:
         return self._made[1]
 
     def _metrics(self, head: Head) -> bytes:
-        counts = {**self.counts}
-        for reason, count in dict(self._admission.refused).items():
-            counts[f"refused.{reason}"] = counts.get(f"refused.{reason}", 0) + count
-        return _text(200, metrics(self.registry, counts))
+        return _text(200, metrics(self.registry, self.counters()))
 
     # writes
 
-    def _write(self, head: Head, claim: auth.Claim, body: bytes) -> Any:
+    def _write(self, head: Head, claim: auth.Claim, body: bytes) -> Awaitable[bytes]:
         """Verify the call and hand it to the writer. Raises Refused."""
         registry = self.registry
         receiver = registry.charter.identity
@@ -305,12 +277,12 @@ class Service:
             try:
                 done = registry.write(claim.hotkey, claim.nonce, action)
             except Replayed:
-                self.counts["refused.replay"] += 1
+                self._counts["refused.replay"] += 1
                 return _json(401, {"message": Refusal.REPLAY.message})
             except (ChainError, ValueError, TypeError) as error:
-                self.counts[f"refused{head.path}"] += 1
+                self._counts[f"refused{head.path}"] += 1
                 return _json(400, {"message": _reason(error)})
-            self.counts[f"written{head.path}"] += 1
+            self._counts[f"written{head.path}"] += 1
             return _json(200, {"result": done})
 
         return loop.run_in_executor(self._writer, store)

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from distributed_training.chain import http_server as admission_module
-from distributed_training.chain import server as server_module
 from distributed_training.chain.http_server import Admission, Buckets, TrustedAddresses
 from tests.tools.chain_memory import MemoryChain
 from tests.tools.chain_raw import connect, request, send, status, still_answers
@@ -92,7 +91,7 @@ def test_a_validator_known_before_is_served_in_a_flood_after_a_restart(tmp_path,
 
 def test_a_validator_that_serves_an_endpoint_is_served_in_a_flood(monkeypatch) -> None:
     few_newcomers(monkeypatch, burst=5)
-    monkeypatch.setattr(server_module, "_KEEP_INTERVAL", 0.02)
+    monkeypatch.setattr(admission_module, "KEEP_INTERVAL", 0.02)
     with world(SETTINGS) as made:
         flood(made)
         assert is_alive_from(made, "127.0.0.79") == 0

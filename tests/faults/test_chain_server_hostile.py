@@ -132,7 +132,7 @@ def test_a_probe_of_the_doctor_is_no_warning(
 
 def server_cpu(made: World) -> float:
     """CPU seconds of the server's thread so far, what the kernel did for it included."""
-    thread = made.server._http._thread.native_id
+    thread = made.server._thread.native_id
     return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0]) / 1e9
 
 

@@ -17,7 +17,6 @@ import httpx
 import pytest
 
 from distributed_training.chain import auth, http_server
-from distributed_training.chain import server as server_module
 from distributed_training.chain.http_server import STRIKES, Admission, TrustedAddresses
 from distributed_training.chain.identity import Wallet
 from distributed_training.common import ports
@@ -239,7 +238,7 @@ def test_is_alive_by_flags() -> None:
 
 
 def test_a_slow_disk_does_not_hold_up_the_calls(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(server_module, "_KEEP_INTERVAL", 0.01)
+    monkeypatch.setattr(http_server, "KEEP_INTERVAL", 0.01)
     syncing, done = threading.Event(), threading.Event()
     made = World(folder=tmp_path)
     with running(made):
