@@ -1,9 +1,9 @@
-"""A local subnet in which any process of a miner is killed at random, and what became of it.
+"""A local subnet in which any process of a miner is killed, and what became of it.
 
     python -m bench.kills                            30 minutes, a kill every 2 minutes
-    python -m bench.kills --minutes 6 --every 15     more in less time
     python -m bench.kills --minutes 1 --every 15 --ranks 1               a quick look
-    python -m bench.kills --kinds "p2pd,data worker" --seed 7
+    python -m bench.kills --phases all --ranks 2,1,1                     each kind in each phase
+    python -m bench.kills --phases upload --kinds p2pd --ranks 1         one of them
 
 Every ``--every`` seconds (give or take half of it) a process of a random kind of a random miner
 gets ``kill -9``: its ranks, launcher, fork server, swarm host, p2pd, uploader, data workers. A
@@ -11,14 +11,25 @@ launcher that ends is started again, as pm2 would. Then the killing stops. The r
 everybody takes the next outer step, all peers hold the same weights after it, and the stop leaves
 nothing. Memory, threads, descriptors and files must be what they were after the first outer step.
 
-The table tells for each kill the phase it came in, how long until the miner's log told it, and how
-long until the next inner step: of a miner whose ranks start again, the first after that start.
+With ``--phases`` each kind is killed once in each of them, one in each miner at a time. Then the
+next round that everybody takes part in is waited for. Phases are seen from outside:
+
+    training      inner steps run, and no publication
+    matchmaking   the round was called; p2pd has not moved anything as large as the weights since
+    transfer      p2pd moves the weights
+    commit        the outer step is taken; its checkpoint is not complete
+    snapshot      a snapshot's files are being written
+    upload        the uploader has them, and has not reported
+
+The table has for each kill the phase it came in, the seconds until the miner's log said so, and
+those until the next inner step: of a miner whose ranks start again, the first after that start.
+``rounds``: outer steps until everybody took one.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -32,15 +43,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timedelta
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import psutil
 import torch
-from rich.console import Console
-from rich.table import Table
 from safetensors.torch import load, load_file
 
+from bench.common import folder_or_temporary, parser, some_of, table
+from distributed_training.common.files import read_json_object
 from distributed_training.common.processes import Mark, send
 from distributed_training.localnet.services import SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
@@ -72,9 +84,19 @@ TOLD = {
 #: Those whose death ends the ranks, so that they start again.
 ENDS_RANKS = ("launcher", "fork server", "rank")
 KINDS = (*ENDS_RANKS, "swarm host", "p2pd", "uploader", "data worker", "page", "resource tracker")
-SEEN = ("start", "step")  # events
+PHASES = ("training", "matchmaking", "transfer", "commit", "snapshot", "upload")
+BLOCKS = 40  # between two rounds, a second each: a start on a busy machine is to come in between
+#: What a killed miner waits for must be over before the next round, its reload
+#: (--neuron.round_reload_timeout) where the validator refused an outer step included.
+TIMEOUTS = (
+    *("--neuron.next_chunk_timeout", "5", "--neuron.allreduce_timeout", "12"),
+    *("--neuron.round_timeout", "18", "--neuron.round_reload_timeout", "20"),
+)
+TURN = timedelta(seconds=240)  # the longest until every miner came to its phase
 ROUND = timedelta(seconds=240)  # the longest that a clean round may take to come
-_TOLERANCE = 1e-5  # between the weights of peers: sums of float32 in another order
+TOLERANCE = 1e-5  # between the weights of peers: sums of float32 in another order
+_MOVED = 300_000  # bytes through p2pd that are no talk of the DHT any more
+_LOOK = 0.02  # seconds
 
 
 def processes_of(miner: Neuron) -> dict[str, list[psutil.Process]]:
@@ -119,6 +141,7 @@ class Kill:
     told: str = ""  # the first line of the log that follows from it
     told_after: float | None = None
     step_after: float | None = None
+    rounds: int | None = None  # that began after it, up to the one that everybody took
 
 
 def kill_one(miner: Neuron, kind: str, chosen: random.Random) -> Kill | None:
@@ -145,10 +168,13 @@ def follow_up(kill: Kill) -> None:
 def first_step(miner: Neuron, since: float, *, restarted: bool) -> float | None:
     """Return when the first inner step after ``since`` ended, None if there is none; with
     ``restarted`` the first after the ranks' next start. Times are those of ``time.time()``."""
-    at = {kind: [e["time"] for e in read_events(miner.plan.events, kind)] for kind in SEEN}
-    if restarted:
-        since = next((time for time in at["start"] if time > since), float("inf"))
-    return next((time for time in at["step"] if time > since), None)
+
+    def first(kind: str, after: float) -> float | None:
+        times = (event["time"] for event in read_events(miner.plan.events, kind))
+        return next((time for time in times if time > after), None)
+
+    start = first("start", since) if restarted else since
+    return None if start is None else first("step", start)
 
 
 def _warnings(log: Path) -> Iterator[tuple[float, str]]:
@@ -161,19 +187,12 @@ def _warnings(log: Path) -> Iterator[tuple[float, str]]:
 
 
 def kill_for(
-    subnet: LocalSubnet,
-    seconds: float,
-    *,
-    every: float,
-    kinds: Sequence[str],
-    seed: int,
-    least: int = 0,
+    subnet: LocalSubnet, seconds: float, *, every: float, kinds: Sequence[str], seed: int
 ) -> list[Kill]:
-    """Kill at random for so long, and until there were ``least`` kills. Raises SubnetFailure if a
-    neuron ends for good."""
+    """Kill at random for so long. Raises SubnetFailure if a neuron ends for good."""
     kills: list[Kill] = []
     chosen, end = random.Random(seed), time.monotonic() + seconds
-    while time.monotonic() < end or len(kills) < least:
+    while time.monotonic() < end:
         pause = timedelta(seconds=chosen.uniform(0.5, 1.5) * every)
         with contextlib.suppress(SubnetFailure):
             subnet.wait_until(lambda: False, pause)
@@ -184,6 +203,117 @@ def kill_for(
             print(f"killed: {kill.kind} of {kill.miner.plan.name} ({kill.phase})", flush=True)
             kills.append(kill)
     return kills
+
+
+def kill_in_phases(
+    subnet: LocalSubnet, cells: Sequence[tuple[str, str]], *, seed: int
+) -> list[Kill]:
+    """Kill once for each of ``cells`` (kind and phase). One that did not come is left out."""
+    kills: list[Kill] = []
+    chosen, waiting = random.Random(seed), list(cells)
+    chosen.shuffle(waiting)
+    while waiting:
+        killed = len(kills)
+        turn = []
+        for miner in subnet.miners[: len(waiting)]:
+            kind, phase = waiting.pop()
+            turn.append(Watch(miner, phase, partial(_kill_into, kills, miner, kind, phase, chosen)))
+        in_phase(subnet, turn)
+        began = subnet.validator.state.outer_step
+        whole = clean_round(subnet)
+        for kill in kills[killed:]:
+            kill.rounds = whole - began
+            print(f"{kill.kind} in {kill.phase}: whole again at {whole}", flush=True)
+    return kills
+
+
+def _kill_into(
+    kills: list[Kill], miner: Neuron, kind: str, phase: str, chosen: random.Random
+) -> bool:
+    kill = kill_one(miner, kind, chosen)
+    if kill is not None:
+        kills.append(replace(kill, phase=phase))
+    return kill is not None
+
+
+# --- phases -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Watch:
+    """Wait for a miner's phase, seen from outside, to call ``act``. True: it did what it was to."""
+
+    miner: Neuron
+    phase: str
+    act: Callable[[], bool] = lambda: True
+    _p2pd: psutil.Process | None = None
+    _moved_before: int = 0
+
+    def there(self) -> bool:
+        """Return whether the miner is in the phase, by the events that were read so far."""
+        state = self.miner.state
+        match self.phase:
+            case "training":
+                return state.mode in ("training", "awaiting_global") and not self._publishing()
+            case "matchmaking":
+                return state.mode == "averaging" and self._moved() < _MOVED
+            case "transfer":
+                if state.mode != "averaging":
+                    self._note_traffic()
+                    return False
+                return self._moved() >= _MOVED
+            case "commit":
+                return bool(state.outer_steps) and not self._checkpointed(state.outer_steps[-1][0])
+            case "snapshot":
+                snapshots = (self.miner.plan.folder / "snapshots").glob("*/")
+                return any(not self._complete(folder, "rank-{}.done.json") for folder in snapshots)
+            case _:
+                return self._publishing()
+
+    def _publishing(self) -> bool:
+        tables = self.miner.state.tables
+        at = {k: tables[k][-1]["time"] for k in ("start", "preview", "publication") if tables[k]}
+        return max(at, key=lambda kind: at[kind], default="") == "preview"
+
+    def _complete(self, folder: Path, name: str) -> bool:
+        ranks = range(self.miner.plan.world_size)
+        return all((folder / name.format(rank)).exists() for rank in ranks)
+
+    def _checkpointed(self, outer_step: int) -> bool:
+        """Return whether a complete checkpoint of that outer step is there."""
+        for folder in (self.miner.plan.folder / "checkpoints").glob("checkpoint-*"):
+            manifest = read_json_object(folder / "rank-0.json")
+            if self._complete(folder, "rank-{}.json") and manifest:
+                if manifest["progress"]["outer_step"] >= outer_step:
+                    return True
+        return False
+
+    def _moved(self) -> int:
+        """Bytes that p2pd read since the last :meth:`_note_traffic`."""
+        if self._p2pd is None:
+            self._note_traffic()
+        return self._traffic() - self._moved_before
+
+    def _note_traffic(self) -> None:
+        if self._p2pd is None or not self._p2pd.is_running():
+            self._p2pd = next(iter(processes_of(self.miner).get("p2pd", ())), None)
+        self._moved_before = self._traffic()
+
+    def _traffic(self) -> int:
+        with contextlib.suppress(psutil.Error):
+            if self._p2pd is not None:
+                return int(self._p2pd.io_counters().read_chars)
+        return 0
+
+
+def in_phase(subnet: LocalSubnet, turn: Sequence[Watch]) -> bool:
+    """Let each watch act in its phase; return False if one did not within :data:`TURN`."""
+    waiting, deadline = list(turn), time.monotonic() + TURN.total_seconds()
+    while waiting and time.monotonic() < deadline:
+        subnet.poll()
+        waiting = [watch for watch in waiting if not (watch.there() and watch.act())]
+        time.sleep(_LOOK)
+    return not waiting
 
 
 # --- what must be true afterwards -----------------------------------------------------------------
@@ -306,13 +436,14 @@ class Outcome:
 def run(
     folder: Path,
     *,
-    killing: Callable[[LocalSubnet], list[Kill]],
+    seed: int,
+    kinds: Sequence[str] = KINDS,
+    seconds: float = 360,
+    every: float = 15,
+    phases: Sequence[str] = (),
     ranks: tuple[int, ...] = (2, 1),
-    blocks: int | None = None,
-    miner_flags: tuple[str, ...] = (),
-    validator_flags: tuple[str, ...] = (),
 ) -> Outcome:
-    """``killing``: as :func:`kill_for`. ``blocks``: between two rounds, a second each."""
+    """Kill at random for so many seconds, or each of ``kinds`` once in each of ``phases``."""
     outcome = Outcome()
     temporary = Path(tempfile.mkdtemp(prefix="kills-"))  # short: sockets are made there
     options = SubnetOptions(
@@ -320,27 +451,27 @@ def run(
         ranks=ranks,
         least_miners=1,
         restart_miners=True,
-        blocks_per_allreduce=blocks,
-        miner_flags=miner_flags,
-        validator_flags=validator_flags,
+        blocks_per_allreduce=BLOCKS if phases else None,
+        miner_flags=("--neuron.page_port", "0", *TIMEOUTS) if phases else (),
+        validator_flags=TIMEOUTS if phases else (),
     )
+    cells = list(itertools.product(kinds, phases))
     subnet = LocalSubnet(options=options, stop_grace=timedelta(seconds=40))
     marks: list[Mark] = []
     with mock.patch.dict(os.environ, TMPDIR=str(temporary)), subnet:
         clean_round(subnet)
         outcome.before = {m.plan.name: usage(m) for m in subnet.miners}
-        outcome.kills = killing(subnet)
+        if phases:
+            outcome.kills = kill_in_phases(subnet, cells, seed=seed)
+        else:
+            outcome.kills = kill_for(subnet, seconds, every=every, kinds=kinds, seed=seed)
         step = clean_round(subnet)
         outcome.after = {m.plan.name: usage(m) for m in subnet.miners}
         expected = global_weights(subnet, step)
         marks += [mark for m in subnet.miners if (mark := mark_of(m.plan.folder))]
         reached = [m.state.outer_step for m in subnet.miners]
-    for kill in outcome.kills:
-        follow_up(kill)
-        if kill.step_after is None:
-            outcome.problems.append(f"no inner step after the kill of {kill.kind}")
-        if kill.kind in TOLD and kill.told_after is None:
-            outcome.problems.append(f"the log does not tell of the kill of {kill.kind}")
+    for kind, phase in set(cells) - {(kill.kind, kill.phase) for kill in outcome.kills}:
+        outcome.problems.append(f"no {kind} could be killed in {phase}")
     if set(reached) != {step}:  # another round came before the stop
         outcome.problems.append(f"the miners stand at outer steps {reached}, not {step}")
     else:
@@ -348,12 +479,7 @@ def run(
             m.plan.name: farthest(epoch_start(m.plan.folder / "checkpoints", step), expected)
             for m in subnet.miners
         }
-    for name, distance in outcome.distance.items():
-        if not distance <= _TOLERANCE:
-            outcome.problems.append(f"{name}: weights differ from the global ones by {distance}")
-    for name, after in outcome.after.items():
-        outcome.problems += [f"{name}: {line}" for line in after.grown(outcome.before[name])]
-    outcome.problems += subnet.problems
+    outcome.problems += [*_unwell(outcome), *subnet.problems]
     outcome.problems += [f"left behind: {p}" for mark in marks for p in mark.processes()]
     caches = "torchinductor_"  # kept on purpose
     left = [path for path in temporary.iterdir() if not path.name.startswith(caches)]
@@ -362,85 +488,72 @@ def run(
     return outcome
 
 
-def show(outcome: Outcome) -> None:
-    console = Console(width=150)
-    table = Table("miner", "killed", "phase", "told s", "next step s", "said")
+def _unwell(outcome: Outcome) -> Iterator[str]:
+    """Follow up each kill; yield what is wrong with it, with weights and with resources."""
     for kill in outcome.kills:
-        table.add_row(
-            kill.miner.plan.name,
-            f"{kill.kind} ({kill.pid})",
-            kill.phase,
-            seconds(kill.told_after),
-            seconds(kill.step_after),
-            kill.told[:80],
+        follow_up(kill)
+        if kill.step_after is None:
+            yield f"no inner step after the kill of {kill.kind}"
+        if kill.told_after is None:
+            yield f"the log does not tell of the kill of {kill.kind}"
+    for name, distance in outcome.distance.items():
+        if not distance <= TOLERANCE:
+            yield f"{name}: weights differ from the global ones by {distance}"
+    for name, after in outcome.after.items():
+        yield from (f"{name}: {line}" for line in after.grown(outcome.before[name]))
+
+
+def show(outcome: Outcome) -> None:
+    """Print each kill, the median of each kind, and what miners held before and after."""
+    titles = ("miner", "killed", "phase", "told s", "next step s", "rounds", "said")
+    rows = [
+        (
+            *(kill.miner.plan.name, f"{kill.kind} ({kill.pid})", kill.phase),
+            *(seconds(kill.told_after), seconds(kill.step_after)),
+            *("" if kill.rounds is None else kill.rounds, kill.told[:80]),
         )
-    console.print(table)
+        for kill in sorted(outcome.kills, key=lambda kill: (kill.kind, kill.phase))
+    ]
+    table(titles, rows)
     for kind in KINDS:
         waits = [k.step_after for k in outcome.kills if k.kind == kind and k.step_after is not None]
         if waits:
-            console.print(
+            print(
                 f"{kind:16} {len(waits)} killed, next inner step after "
                 f"{statistics.median(waits):.1f} s (most {max(waits):.1f} s)"
             )
     for name, after in outcome.after.items():
-        console.print(f"{name} after the first outer step {outcome.before[name]}")
-        console.print(f"{name} after the last             {after}")
-        distance = outcome.distance.get(name)
-        console.print(f"{name} weights from the global ones: {distance}")
+        print(f"{name} after the first outer step {outcome.before[name]}")
+        print(f"{name} after the last             {after}")
+        print(f"{name} weights from the global ones: {outcome.distance.get(name)}")
 
 
 def seconds(value: float | None) -> str:
     return "never" if value is None else f"{value:.1f}"
 
 
-def some_of(known: Sequence[str]) -> Callable[[str], list[str]]:
-    """Return an argparse type: a list with commas between, of ``known`` alone."""
-
-    def parse(text: str) -> list[str]:
-        if unknown := ", ".join(set(text.split(",")) - set(known)):
-            raise argparse.ArgumentTypeError(f"no {unknown}: there are {', '.join(known)}")
-        return text.split(",")
-
-    return parse
-
-
-@contextlib.contextmanager
-def logs_in(folder: Path | None) -> Iterator[Path]:
-    """Make ``folder``; None: one that is removed at the end."""
-    with tempfile.TemporaryDirectory() as temporary:
-        made = folder or Path(temporary)
-        made.mkdir(parents=True, exist_ok=True)
-        yield made
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--minutes", type=float, default=30)
-    parser.add_argument("--every", type=float, default=120, help="seconds between two kills")
-    parser.add_argument("--kinds", type=some_of(KINDS), default=list(KINDS))
-    parser.add_argument("--ranks", default="2,1", help="ranks of each miner")
-    parser.add_argument("--seed", type=int, default=random.randrange(1 << 16))
-    parser.add_argument("--folder", type=Path, help="keep the logs there")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--minutes", type=float, default=30)
+    arguments.add_argument("--every", type=float, default=120, help="seconds between two kills")
+    arguments.add_argument("--kinds", type=some_of(KINDS), default=list(KINDS))
+    arguments.add_argument("--phases", type=some_of((*PHASES, "all")), default=[])
+    arguments.add_argument("--ranks", default="2,1", help="ranks of each miner")
+    arguments.add_argument("--seed", type=int, default=random.randrange(1 << 16))
+    arguments.add_argument("--folder", type=Path, help="keep the logs there")
+    options = arguments.parse_args()
     print(f"seed {options.seed}", flush=True)
-    with logs_in(options.folder) as folder:
+    with folder_or_temporary(options.folder) as folder:
         outcome = run(
             folder,
-            killing=lambda subnet: kill_for(
-                subnet,
-                60 * options.minutes,
-                every=options.every,
-                kinds=options.kinds,
-                seed=options.seed,
-            ),
+            seed=options.seed,
+            kinds=options.kinds,
+            seconds=60 * options.minutes,
+            every=options.every,
+            phases=PHASES if options.phases == ["all"] else options.phases,
             ranks=parse_ranks(options.ranks, None),
         )
     show(outcome)
-    return verdict(outcome)
-
-
-def verdict(outcome: Outcome) -> int:
-    """Print it; the exit status."""
     for problem in outcome.problems:
         print(f"PROBLEM: {problem}")
     print("good" if not outcome.problems else f"{len(outcome.problems)} problems")

@@ -13,19 +13,17 @@ Node 1 is a network namespace of its own, joined by a bridge to the machine of e
 
 With ``--nnodes 1:2`` node 1 comes back only once node 0 trains alone, and is then taken in.
 
-The phases are those of ``bench.kill_table``, as seen on node 0. The table tells for each cell
-how long until the first inner step of ranks that were started after it. It counts from the death,
-for node 0 from its new start. It also tells how many rounds later everybody took one. After it
+The phases are those of ``bench.kills``, as seen on node 0. The table has for each cell the seconds
+until the first inner step of ranks that were started after it. They count from the death, for
+node 0 from its new start. It also has how many rounds later everybody took one. After it
 the two nodes must have equal weights, to the bit, both miners those that the validator published,
 and the next publication must succeed.
 
-The baseline is two machines under torchrun (``bench.torchrun_nodes``), in the same run: the second
-is killed and started again at once.
+The baseline is the subnet's own start in the same run, until the first inner step of this miner.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import json
@@ -44,8 +42,9 @@ from unittest import mock
 import torch
 from safetensors.torch import load_file
 
-from bench import kills, torchrun_nodes
-from bench.kill_table import BLOCKS, PHASES, TIMEOUTS, Cell, Watch, each_in_phase, show_table
+from bench import kills
+from bench.common import folder_or_temporary, parser, some_of, table
+from bench.kills import BLOCKS, PHASES, TIMEOUTS, TOLERANCE, Watch
 from distributed_training.common.ports import free_ports
 from distributed_training.localnet.processes import Child
 from distributed_training.localnet.services import NeuronPlan, Services, SubnetOptions
@@ -56,15 +55,14 @@ KILLED, UNPLUGGED, NODE_0_KILLED = "node 1 killed", "node 1 unplugged", "node 0 
 AGAIN = timedelta(seconds=60)  # the goal, at rest
 _TIMEOUT = 5  # --node_timeout, seconds
 _LONGEST = timedelta(minutes=5)  # until a broken run is given up
-_TOLERANCE = 1e-5  # between miners: sums of float32 in another order
 
 
 @dataclass
 class Death:
     way: str
     phase: str
-    step_after: float | None = None  # seconds; see above
-    rounds: int | None = None
+    step_after: float  # seconds; see above
+    rounds: int
 
 
 class TwoNodes(LocalSubnet):
@@ -114,8 +112,8 @@ WAYS: dict[str, tuple[Callable[[TwoNodes], object], Callable[[TwoNodes], object]
 
 def die(subnet: TwoNodes, way: str, phase: str) -> Death:
     """Wait for the phase, let the node die, and follow the miner until all is well."""
-    death, miner = Death(way, phase), subnet.miners[0]
-    if each_in_phase(subnet, [Watch(miner, Cell(way, phase))], lambda watch: True):
+    miner = subnet.miners[0]
+    if not kills.in_phase(subnet, [Watch(miner, phase)]):
         raise SubnetFailure(f"{phase} did not come")
     published, began = len(miner.state.uploads), subnet.validator.state.outer_step
     log, since = miner.child.log, time.time()
@@ -137,13 +135,13 @@ def die(subnet: TwoNodes, way: str, phase: str) -> Death:
         since = time.time()
     bring_back(subnet)
     subnet.wait_until(lambda: bool(trains()), _LONGEST, f"training after {way} in {phase}")
-    death.step_after = (trains() or since) - since
+    step_after = (trains() or since) - since
     subnet.wait_until(lambda: said("Nodes 0, 1: 2 ranks"), _LONGEST, "both nodes")
-    death.rounds = kills.clean_round(subnet) - began
+    rounds = kills.clean_round(subnet) - began
     subnet.wait_until(
         lambda: len(miner.state.uploads) > published, kills.ROUND, "a publication after it"
     )
-    return death
+    return Death(way, phase, step_after, rounds)
 
 
 def problems_with_weights(subnet: TwoNodes) -> list[str]:
@@ -158,7 +156,7 @@ def problems_with_weights(subnet: TwoNodes) -> list[str]:
         found.append(f"outer step {newest}: the nodes began it with different weights")
     for folder in (here, subnet.miners[1].plan.folder / "checkpoints"):
         distance = kills.farthest(kills.epoch_start(folder, newest), published)
-        if not distance <= _TOLERANCE:
+        if not distance <= TOLERANCE:
             found.append(f"{folder}: {distance} from the published weights of {newest}")
     names = {p.parent.name for p in here.glob("checkpoint-*/rank-0.json")}
     names &= {p.parent.name for p in there.glob("checkpoint-*/rank-0.json")}
@@ -189,9 +187,11 @@ def run(
     cells: Sequence[tuple[str, str]],
     *,
     nnodes: str = "2",
-    say: Callable[[str], None] = print,
 ) -> tuple[list[Death], list[str]]:
-    """The deaths of ``cells`` (way and phase) one after the other, and what was not well."""
+    """Let a node die for each of ``cells`` (way and phase); print and return what came of it.
+
+    Returns the deaths and what was not well.
+    """
     deaths: list[Death] = []
     problems: list[str] = []
     network = f"10.{free_ports(1)[0] % 200 + 20}.7"
@@ -217,57 +217,47 @@ def run(
         )
         with subnet:
             kills.clean_round(subnet)
+            baseline = subnet.miners[0].state.steps[0].time - subnet.started_at
             for way, phase in cells:
                 deaths.append(death := die(subnet, way, phase))
                 wrong = settled(subnet)
                 problems += [f"{way} in {phase}: {line}" for line in wrong]
-                say(f"{way} in {phase}: {_text(death)} {wrong or ''}")
+                print(f"{way} in {phase}: {death.step_after:.1f} s", *wrong, flush=True)
             assert subnet.services is not None
             with contextlib.closing(subnet.services.open_bucket(subnet.miners[0].plan)) as bucket:
                 subnet.wait_until(
                     lambda: not bucket.list_multiparts(), kills.ROUND, "no upload that is stuck"
                 )
         problems += subnet.problems
-    late = AGAIN.total_seconds()
     for death in deaths:
-        if death.step_after is None or death.step_after > late:
+        if death.step_after > AGAIN.total_seconds():
             problems.append(f"{death.way} in {death.phase}: training after {death.step_after} s")
+    show(deaths, baseline)
     return deaths, problems
 
 
-def show(deaths: Sequence[Death]) -> None:
-    print("seconds until the next inner step / rounds until everybody's")
-    show_table([(death.way, death.phase, _text(death)) for death in deaths])
-
-
-def compare(deaths: Sequence[Death], baseline: float | None) -> None:
-    """Print the median of node 1's deaths beside torchrun's; None: it did not train again."""
-    waits = [d.step_after for d in deaths if d.way == KILLED and d.step_after is not None]
-    longest = torchrun_nodes.LONGEST.total_seconds()
-    text = f"{baseline:.1f} s" if baseline else f"did not train again in {longest:.0f} s"
-    print(f"the baseline, torchrun, node 1 killed: {text}")
-    if waits:
-        ratio = (baseline or longest) / (ours := statistics.median(waits))
-        print(f"baseline/ours {'' if baseline else 'more than '}{ratio:.1f}x (ours {ours:.1f} s)")
-
-
-def _text(death: Death) -> str:
-    return f"{death.step_after:.1f} / {death.rounds}"
+def show(deaths: Sequence[Death], baseline: float) -> None:
+    """Print the table; ``baseline``: seconds from a start to the first inner step."""
+    titles = ("died", "phase", "next step s", "of a start", "rounds")
+    rows = [
+        (d.way, d.phase, f"{d.step_after:.1f}", f"{d.step_after / baseline:.2f}x", d.rounds)
+        for d in deaths
+    ]
+    table(titles, rows)
+    ratio = statistics.median(death.step_after for death in deaths) / baseline
+    print(f"a start takes {baseline:.1f} s, the median death {ratio:.2f}x of it")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ways", type=kills.some_of(list(WAYS)), default=list(WAYS))
-    parser.add_argument("--phases", type=kills.some_of(PHASES), default=list(PHASES))
-    parser.add_argument("--nnodes", default="2", help="2, or 1:2")
-    parser.add_argument("--folder", type=Path, help="keep the logs there")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--ways", type=some_of(list(WAYS)), default=list(WAYS))
+    arguments.add_argument("--phases", type=some_of(PHASES), default=list(PHASES))
+    arguments.add_argument("--nnodes", default="2", help="2, or 1:2")
+    arguments.add_argument("--folder", type=Path, help="keep the logs there")
+    options = arguments.parse_args()
     cells = list(itertools.product(options.ways, options.phases))
-    with kills.logs_in(options.folder) as folder:
-        baseline = torchrun_nodes.step_after_death(folder / "torchrun")
-        deaths, problems = run(folder, cells, nnodes=options.nnodes)
-    show(deaths)
-    compare(deaths, baseline)
+    with folder_or_temporary(options.folder) as folder:
+        _, problems = run(folder, cells, nnodes=options.nnodes)
     for problem in problems:
         print(f"PROBLEM: {problem}")
     return 1 if problems else 0

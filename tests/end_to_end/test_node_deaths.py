@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from bench import node_deaths
-from bench.kill_table import PHASES
+from bench.kills import PHASES
 
 pytestmark = [pytest.mark.long]
 
@@ -18,7 +18,6 @@ pytestmark = [pytest.mark.long]
 def test_either_node_dies_at_each_point_and_all_wait_for_it(tmp_path: Path) -> None:
     cells = list(itertools.product(node_deaths.WAYS, PHASES))
     deaths, problems = node_deaths.run(tmp_path, cells)
-    node_deaths.show(deaths)
     assert problems == []
     assert len(deaths) == len(cells)
 
@@ -30,6 +29,5 @@ def test_node_0_goes_on_alone_and_takes_node_1_in_again(tmp_path: Path) -> None:
         (node_deaths.UNPLUGGED, "commit"),
         (node_deaths.KILLED, "upload"),
     ]
-    deaths, problems = node_deaths.run(tmp_path, cells, nnodes="1:2")
-    node_deaths.show(deaths)
+    _, problems = node_deaths.run(tmp_path, cells, nnodes="1:2")
     assert problems == []
