@@ -1,6 +1,6 @@
 """Measure how much of a validator's time finds an upload to score: ours against the public way.
 
-    python -m bench.freshness [--rounds 10] [--pause 300] [--late 0 120 600] [--seed 1]
+    python -m bench.freshness [--rounds 10]
 
 A miner with a steady step time and upload time lives through rounds; the product's upload schedule
 (``store/upload_schedule.py``) and round clock (``miner/round_clock.py``) decide for ours. A
@@ -13,14 +13,12 @@ round. The two differ in their decision and in four facts of the public code. It
 fifth inner step that finds the last upload done. It publishes inner step 0. A round kills an upload
 under way instead of pausing it. It fetches a block when it needs it, not before.
 
-*best*: what no schedule can beat that sends as ours does, found by looking back, with every call
-known. *blind*: the same without that: it knows how late calls may be and how long sending may take,
-and of each only what has happened. Nobody can do better who cannot foresee.
+*blind*: what no schedule can beat that sends as ours does and cannot foresee. It knows how late
+calls may be and how long sending may take, and of each only what has happened.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import math
 import random
@@ -31,6 +29,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.common import parser, table
 from distributed_training.miner.round_clock import RoundClock
 from distributed_training.protocol import schedule
 from distributed_training.protocol.types import PublicationReport, Revision, StepReport
@@ -253,55 +252,6 @@ def _judge(world: World, files: Sequence[File], lived: Sequence[OuterStep]) -> S
     return Score(len(steps) / looks, sum(steps) / max(len(steps), 1))
 
 
-def best_share(world: World, *, rounds: int, seed: int) -> float:
-    """Share of the looks that the best choice of snapshots covers, one upload at a time, each as
-    fast as any; by looking back from the last one. Steps of 10 s are thinned out to 30 s."""
-    lived = life(world, lead=LEAD, rounds=rounds, seed=seed)
-    limit = schedule.UPLOAD_AGE_LIMIT.total_seconds()
-    thin = max(1, round(30 / world.step))
-    taken, listed, called, number = (
-        np.array(column)
-        for column in zip(
-            *((t, b, o.called, o.number) for o in lived for t, b in o.steps[::thin]), strict=True
-        )
-    )
-    visible = np.array(
-        [sent(world, t, c, 0.9 * world.upload) for t, c in zip(taken, called, strict=True)]
-    )
-    until = np.minimum(listed + world.half, visible + limit)
-    # Judged in the second half of its own period, and in the first half of the one that follows.
-    spans = []
-    for outer in lived:
-        following = outer.called + world.pause
-        spans.append(
-            [(outer.began + world.half, outer.called), (following, following + world.half)]
-        )
-    low = np.array([[pair[0] for pair in spans[n]] for n in number])
-    high = np.array([[pair[1] for pair in spans[n]] for n in number])
-    counted = np.array([[n >= WARM_UP, n + 1 >= WARM_UP and n + 1 < rounds] for n in number])
-    origin = np.array([[lived[n].began, spans[n][1][0]] for n in number])
-
-    def looks_before(at: Any, k: int, i: int) -> Any:
-        return np.ceil((at - origin[i, k]) / LOOK_EVERY)
-
-    best = np.zeros(len(taken) + 1)  # with snapshots from here on
-    worth = np.zeros(len(taken))
-    for i in range(len(taken) - 1, -1, -1):
-        after = np.searchsorted(taken, visible[i])
-        others = np.arange(after, min(len(taken), after + 2 * len(lived[0].steps[::thin])))
-        ends = np.where(number[others] == number[i], visible[others], np.inf)
-        ends = np.minimum(np.append(ends, np.inf), until[i])
-        covered = np.zeros(len(ends))
-        for k in (0, 1):
-            if counted[i, k]:
-                first, last = max(visible[i], low[i, k]), np.minimum(ends, high[i, k])
-                covered += np.maximum(0.0, looks_before(last, k, i) - looks_before(first, k, i))
-        worth[i] = float((covered + np.append(worth[others], 0.0)).max())
-        best[i] = max(best[i + 1], worth[i])
-    whole = sum(math.ceil((o.called - o.began) / LOOK_EVERY) for o in lived[WARM_UP:])
-    return float(best[0]) / whole
-
-
 _CALLS = 8  # moments in which a call may come, for the blind one
 _HURRY = (0.933, 1.0, 1.067)  # times that sending may take, all as likely, of the usual one
 
@@ -356,24 +306,23 @@ def compare(world: World, *, rounds: int, seed: int, upload_steps: int = 5) -> t
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--pause", type=float, default=300.0, help="seconds that a round takes")
-    parser.add_argument("--late", type=float, nargs="+", default=[0, 120, 600], help="of calls")
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    print("blocks between rounds, step, upload, late | scored: best  blind  ours  public | step")
-    for row, late in itertools.product(ROWS, options.late):
-        world = replace(row, pause=options.pause, late=late)
-        ours, public = compare(world, rounds=options.rounds, seed=options.seed)
-        best = best_share(world, rounds=options.rounds, seed=options.seed)
-        blind = blind_share(world, rounds=options.rounds, seed=options.seed)
-        print(
-            f"{world.blocks:21} {world.step:3.0f} s {world.upload:6.0f} s {late:3.0f} s |"
-            f"{best:13.1%} {blind:6.1%} {ours.share:6.1%} {public.share:6.1%} |"
-            f"{ours.inner_step:6.0f} {public.inner_step:4.0f}",
-            flush=True,
+    arguments = parser(__doc__)
+    arguments.add_argument("--rounds", type=int, default=10)
+    options = arguments.parse_args()
+    rows = []
+    for row, late in itertools.product(ROWS, (0.0, 120.0, 600.0)):
+        world = replace(row, late=late)
+        ours, public = compare(world, rounds=options.rounds, seed=1)
+        blind = blind_share(world, rounds=options.rounds, seed=1)
+        rows.append(
+            (
+                *(world.blocks, f"{world.step:.0f} s", f"{world.upload:.0f} s", f"{late:.0f} s"),
+                *(f"{share:.1%}" for share in (blind, ours.share, public.share)),
+                *(f"{score.inner_step:.0f}" for score in (ours, public)),
+            )
         )
+    titles = ("blocks", "step", "upload", "late", "blind", "ours", "public", "ours at", "public at")
+    table(titles, rows)
 
 
 if __name__ == "__main__":

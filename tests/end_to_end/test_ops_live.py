@@ -22,7 +22,6 @@ import httpx
 import pytest
 import yaml
 
-from bench.server import SETTINGS, start_server
 from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.common.ports import free_ports
 from distributed_training.config import load_config
@@ -45,7 +44,7 @@ from distributed_training.telemetry import MetricsFile, unix_time
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page import PageProcess
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
-from tests.tools.chain_world import MINER, VALIDATOR
+from tests.tools.chain_world import MINER, VALIDATOR, world
 from tests.tools.waiting import wait_for
 from tests.unit.test_ops import queries
 
@@ -65,7 +64,7 @@ class Miner:
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.step = 0
         write_pid_file(folder, 0)
-        server = stack.enter_context(closing(start_server(SETTINGS)))
+        server = stack.enter_context(world()).server
         httpx.post(f"http://127.0.0.1:{server.port}/IsAlive", content=b"{}")  # unsigned: refused
         self.schedule = UploadSchedule(
             upload_steps=10,

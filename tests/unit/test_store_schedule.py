@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.freshness import ROWS, World, best_share, blind_share, compare
+from bench.freshness import ROWS, World, blind_share, compare
 from distributed_training.protocol.types import PublicationReport, Revision, StepReport
 from distributed_training.store.upload_schedule import Bounds, Pace, Rounds, UploadSchedule, weigh
 
@@ -48,7 +48,6 @@ def test_it_comes_near_the_best_that_anybody_can_do_without_foresight(
     world = World(400, step, upload, late=late)
     ours, _ = compare(world, rounds=10, seed=1)
     blind = blind_share(world, rounds=10, seed=1)
-    assert best_share(world, rounds=10, seed=1) + 0.005 >= blind  # one is of 8 rounds' looks
     assert blind + 0.015 >= ours.share >= blind - 0.02
 
 
