@@ -1,22 +1,20 @@
-"""Measure what a registry costs when many miners poll it, and how that grows.
+"""Measure what a registry costs when many miners poll it.
 
-    python -m bench.registry                              about 3 minutes
+    python -m bench.registry                              about 2 minutes
     python -m bench.registry --pollers 100 --seconds 8    a quick look
 
 A registry serves as a program with its own limits, with as many neurons as pollers. Each poller has
-an address of its own (127.x.y.z) and asks as the real client does, with the bytes of its requests:
-every six seconds (half a block), a little out of step with the others, over a connection that it
-keeps, with the version that it knows. Meanwhile the validator sets weights once a minute, which
-changes every row, and a commitment is written every second. Two baselines: the same pollers with a
-connection for each poll; and without a version, so that each answer is the whole state. Goal: at
-most 10 % of one core, and 99 of 100 answers within 50 ms.
+an address of its own (127.x.y.z) and asks as the real client does, every six seconds (half a
+block), a little out of step with the others, over a connection that it keeps, with the version that
+it knows. Meanwhile the validator sets weights once a minute, which changes every row, and a
+commitment is written every second. Two baselines: the same pollers with a connection for each poll;
+and without a version, so that each answer is the whole state. Goal: at most 10 % of one core, and
+99 of 100 answers within 50 ms.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import itertools
 import json
 import os
 import random
@@ -25,7 +23,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -35,11 +32,10 @@ import httpx
 import psutil
 from bittensor.sp_core import Keypair
 
-from distributed_training.chain.http_server import Head
+from bench.common import parser, table
 from distributed_training.chain.identity import Wallet
 from distributed_training.chain.registry import KEPT, RegistryChain, State, state_path
-from distributed_training.common.ports import free_ports, listen
-from distributed_training.registry.service import Limits, Service
+from distributed_training.common.ports import free_ports
 from distributed_training.registry.store import Charter, Registry
 
 INTERVAL = 6.0  # seconds between two polls of one miner, at 12 seconds a block
@@ -50,9 +46,7 @@ MODES = (  # name, whether a poller keeps its connection, whether it knows a ver
     ("a connection for each poll", False, True),
     ("without the version", True, False),
 )
-SIZES = (16, 64, 256, 1024, 4096)
 FOUNDER = Wallet(Keypair.create_from_uri("//founder"), None)
-COMMITMENT = "0123456789abcdef" * 8
 
 
 @dataclass
@@ -82,76 +76,37 @@ def fill(folder: Path, neurons: int) -> None:
             hotkey = f"5{number:047d}"
             registry.register(hotkey, uid=number)
             registry.serve(hotkey, f"203.0.{number // 256}.{number % 256}", 8091)
-            registry.commit(hotkey, COMMITMENT)
+            registry.commit(hotkey, "0123456789abcdef" * 8)
 
 
-@dataclass
-class Poller:
-    """One miner. ``keeps`` its connection; ``knows`` a version after its first answer."""
+async def poll(
+    number: int, url: str, stop: float, measured: Measured, *, keeps: bool, knows: bool
+) -> None:
+    """Poll as one miner until ``stop`` (``time.monotonic``).
 
-    number: int
-    chain: RegistryChain  # whose requests it sends
-    url: httpx.URL
-    keeps: bool
-    knows: bool
-    streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = field(
-        default=None, init=False
+    ``keeps`` its connection; ``knows`` a version after its first answer.
+    """
+    seen: State | None = None
+    address = f"127.{1 + number // 65536}.{number // 256 % 256}.{number % 256}"
+    kept = httpx.Limits(
+        max_keepalive_connections=int(keeps), keepalive_expiry=KEPT.total_seconds()
     )
-    used: float = field(default=0.0, init=False)
-
-    async def run(self, stop: float, measured: Measured) -> None:
-        """Poll until ``stop`` (``time.monotonic``)."""
-        seen: State | None = None
+    transport = httpx.AsyncHTTPTransport(verify=False, local_address=address, limits=kept)
+    async with httpx.AsyncClient(base_url=url, transport=transport) as client:
         await asyncio.sleep(random.uniform(0, INTERVAL))
         while time.monotonic() < stop:
             began = time.perf_counter()
             try:
-                status, answer = await self._ask(self._request(state_path(seen)))
-            except (OSError, asyncio.IncompleteReadError):
-                self._close()
+                answer = await client.get(state_path(seen))
+            except httpx.HTTPError:
                 measured.failed += 1
             else:
                 measured.answers.append(time.perf_counter() - began)
-                measured.received += len(answer)
-                measured.failed += status != 200
-                if self.knows:
-                    seen = _known(answer)
+                measured.received += len(answer.content)
+                measured.failed += answer.status_code != 200
+                if knows:
+                    seen = _known(answer.content)
             await asyncio.sleep(INTERVAL * random.uniform(0.9, 1.1))
-        self._close()
-
-    def _request(self, path: str) -> bytes:
-        request = self.chain._client.build_request("GET", self.url.join(path))
-        lines = [b"GET " + request.url.raw_path + b" HTTP/1.1"]
-        lines += [name + b": " + value for name, value in request.headers.raw]
-        return b"\r\n".join(lines) + b"\r\n\r\n"
-
-    async def _ask(self, request: bytes) -> tuple[int, bytes]:
-        """Status and body, over the connection that is kept if it is still good."""
-        if self.streams is not None and (
-            self.streams[0].at_eof() or time.monotonic() - self.used > KEPT.total_seconds()
-        ):
-            self._close()
-        if self.streams is None:
-            address = (
-                f"127.{1 + self.number // 65536}.{self.number // 256 % 256}.{self.number % 256}"
-            )
-            self.streams = await asyncio.open_connection(
-                self.url.host, self.url.port, local_addr=(address, 0)
-            )
-        reader, writer = self.streams
-        writer.write(request)
-        head = await reader.readuntil(b"\r\n\r\n")
-        lines = dict(line.split(b": ") for line in head.splitlines()[1:-1])
-        body = await reader.readexactly(int(lines[b"content-length"]))
-        if lines.get(b"connection") == b"close" or not self.keeps:
-            self._close()
-        self.used = time.monotonic()
-        return int(head.split()[1]), body
-
-    def _close(self) -> None:
-        if self.streams is not None:
-            self.streams[1].close()
-        self.streams = None
 
 
 def _known(body: bytes) -> State:
@@ -171,7 +126,7 @@ async def write(chain: RegistryChain, uids: int, stop: float) -> None:
         await asyncio.sleep(1.0)
 
 
-def serve(folder: Path, count: int, seconds: float, **poller: bool) -> tuple[Measured, float]:
+def serve(folder: Path, count: int, seconds: float, **how: bool) -> tuple[Measured, float]:
     """Return what ``count`` pollers measured, and the registry's share of one core."""
     (port,) = free_ports(1)
     flags = ("--port", str(port), "--folder", str(folder))
@@ -186,91 +141,58 @@ def serve(folder: Path, count: int, seconds: float, **poller: bool) -> tuple[Mea
             chain = RegistryChain(url=url, wallet=FOUNDER, poll_interval=timedelta(seconds=6))
             with closing(chain):
                 assert chain.wait_ready(timedelta(seconds=30))
-                pollers = [Poller(i, chain, httpx.URL(url), **poller) for i in range(count)]
-                return asyncio.run(_both(psutil.Process(process.pid), chain, pollers, seconds))
+                server = psutil.Process(process.pid)
+                return asyncio.run(_both(server, chain, url, count, seconds, **how))
         finally:
             process.terminate()
 
 
 async def _both(
-    process: psutil.Process, chain: RegistryChain, pollers: list[Poller], seconds: float
+    process: psutil.Process,
+    chain: RegistryChain,
+    url: str,
+    count: int,
+    seconds: float,
+    **how: bool,
 ) -> tuple[Measured, float]:
     measured = Measured()
     stop = time.monotonic() + WARM + seconds
-    polls = asyncio.gather(*(poller.run(stop, measured) for poller in pollers))
+    polls = asyncio.gather(*(poll(i, url, stop, measured, **how) for i in range(count)))
     await asyncio.sleep(WARM)
     measured.answers.clear()
     measured.received = 0
     began, used = time.monotonic(), sum(process.cpu_times()[:2])
-    writes = asyncio.create_task(write(chain, len(pollers), stop))
+    writes = asyncio.create_task(write(chain, count, stop))
     await asyncio.sleep(seconds)
     share = (sum(process.cpu_times()[:2]) - used) / (time.monotonic() - began)
     await asyncio.gather(polls, writes)
     return measured, share
 
 
-def milliseconds(action: Callable[[], object], times: int) -> float:
-    """The median of ``times`` runs."""
-    spent = []
-    for _ in range(times):
-        began = time.perf_counter()
-        action()
-        spent.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(spent)
-
-
-def growth(folder: Path, size: int) -> str:
-    """One row of the table: work inside the registry, without HTTP."""
-    fill(folder, size - 1)
-    with closing(Registry(folder)) as registry:
-        service = Service(registry, listen("127.0.0.1", 0), Limits())
-        view = registry.view
-        known = Head("GET", f"/state?since={view.version}&start={registry.start}", {}, True, "")
-        new = Head("GET", "/state", {}, True, "")
-        numbers = itertools.count()
-        weights = [{uid: float(uid % (5 + i)) for uid in range(1, size)} for i in range(8)]
-
-        def whole() -> bytes:
-            registry.view.made.clear()
-            return service._state(new)
-
-        columns = (
-            milliseconds(lambda: service._state(known), 200),
-            milliseconds(whole, 20),
-            len(whole()) / 1024,
-            milliseconds(lambda: registry.commit(FOUNDER.ss58, str(next(numbers))), 20),
-            milliseconds(lambda: registry.set_weights(FOUNDER.ss58, weights[next(numbers) % 8]), 8),
-        )
-        service.close()
-    return f"{size:6}" + "".join(f"{value:14.3f}" for value in columns)
-
-
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--pollers", type=int, default=1000)
-    parser.add_argument("--seconds", type=float, default=30.0)
-    given = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        print(f"{given.pollers} pollers, one poll in {INTERVAL:g} s each; {os.cpu_count()} cores")
-        fill(folder / "served", given.pollers)
-        shares = []
+    arguments = parser(__doc__)
+    arguments.add_argument("--pollers", type=int, default=1000)
+    arguments.add_argument("--seconds", type=float, default=30.0)
+    given = arguments.parse_args(argv)
+    print(f"{given.pollers} pollers, one poll in {INTERVAL:g} s each; {os.cpu_count()} cores")
+    rows, first = [], 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        fill(Path(folder), given.pollers)
         for name, keeps, knows in MODES:
             measured, share = serve(
-                folder / "served", given.pollers, given.seconds, keeps=keeps, knows=knows
+                Path(folder), given.pollers, given.seconds, keeps=keeps, knows=knows
             )
-            shares.append(share)
-            print(
-                f"  {name}: {100 * share:.1f} % of one core ({share / shares[0]:.1f} x), "
-                f"p99 {1e3 * measured.p99:.1f} ms, "
-                f"median {1e3 * statistics.median(measured.answers):.1f} ms, "
-                f"{len(measured.answers)} answers, {measured.received / 2**20:.1f} MiB, "
-                f"{measured.failed} failed",
-                flush=True,
+            first = first or share
+            rows.append(
+                (
+                    *(name, f"{100 * share:.1f} %", f"{share / first:.1f}x"),
+                    f"{1e3 * measured.p99:.1f} ms",
+                    f"{1e3 * statistics.median(measured.answers):.1f} ms",
+                    f"{measured.received / 2**20:.1f} MiB",
+                    *(len(measured.answers), measured.failed),
+                )
             )
-        print("neurons   unchanged ms      whole ms     whole KiB     commit ms    weights ms")
-        for size in SIZES:
-            print(growth(folder / str(size), size), flush=True)
+    table(("", "of one core", "ratio", "p99", "median", "received", "answers", "failed"), rows)
     return 0
 
 
