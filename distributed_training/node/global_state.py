@@ -20,7 +20,7 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.metadata import parse_config
 from distributed_training.training.model import parameter_schema, without_extras
-from distributed_training.training.nesterov import load_outer_optimizer
+from distributed_training.training.outer_step import load_outer_optimizer
 
 
 def model_config(folder: Path) -> dict[str, Any]:

@@ -77,7 +77,7 @@ from distributed_training.store.bucket_reader import (
 from distributed_training.store.s3 import NoRoomError, StoreError
 from distributed_training.store.upload_rules import size_text
 from distributed_training.training.model import parameter_schema
-from distributed_training.training.nesterov import OUTER_LEARNING_RATE
+from distributed_training.training.outer_step import OUTER_LEARNING_RATE
 
 log = logging.getLogger(__name__)
 

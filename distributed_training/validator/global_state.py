@@ -60,7 +60,7 @@ from distributed_training.training.collectives import row_range
 from distributed_training.training.inner_optimizer import CosineSchedule, published_group
 from distributed_training.training.inner_state import MOMENTS, InnerState, finished_steps
 from distributed_training.training.model import hf_config, schema_of, without_extras
-from distributed_training.training.nesterov import OuterOptimizerState, save_outer_optimizer
+from distributed_training.training.outer_step import OuterOptimizerState, save_outer_optimizer
 from distributed_training.training.snapshot import RowsOfMesh, shard_content, write_shard
 
 log = logging.getLogger(__name__)

@@ -72,7 +72,7 @@ from distributed_training.protocol import lines, schedule
 from distributed_training.protocol.types import AllReduceFault
 from distributed_training.scoring.evaluator import Judgement
 from distributed_training.store.s3 import StoreError
-from distributed_training.training.nesterov import nesterov_sgd
+from distributed_training.training.outer_step import nesterov_sgd
 from distributed_training.validator.global_state import (
     GlobalPublisher,
     GlobalStateError,

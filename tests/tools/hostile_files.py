@@ -71,7 +71,7 @@ def _payload(path: Path) -> Any:
 
 
 def _outer(path: Path) -> Any:
-    from distributed_training.training.nesterov import load_outer_optimizer
+    from distributed_training.training.outer_step import load_outer_optimizer
 
     return load_outer_optimizer(path, SCHEMA)
 

@@ -35,7 +35,7 @@ from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
 from distributed_training.training.inner_state import take_over
 from distributed_training.training.local_evaluation import AwfulWeights
-from distributed_training.training.nesterov import nesterov_sgd
+from distributed_training.training.outer_step import nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
 from distributed_training.training.trainer import Trainer
 from tests.tools.training_world import (

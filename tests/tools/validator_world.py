@@ -48,7 +48,7 @@ from distributed_training.scoring.evaluator import EvaluationModel
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
 from distributed_training.telemetry import read_events
-from distributed_training.training.nesterov import nesterov_sgd
+from distributed_training.training.outer_step import nesterov_sgd
 from distributed_training.validator.program import Parts, build
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.gradient_file import build_payload

@@ -23,7 +23,7 @@ from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.memory_plan import MARGIN, named_config, plan_memory
 from distributed_training.training.model import parameter_schema
-from distributed_training.training.nesterov import OuterOptimizerState, save_outer_optimizer
+from distributed_training.training.outer_step import OuterOptimizerState, save_outer_optimizer
 from tests.tools.training_world import (
     outer_step,
     save_checkpoint,

@@ -35,7 +35,7 @@ from distributed_training.training.model import (
     parameter_schema,
     tied_names,
 )
-from distributed_training.training.nesterov import (
+from distributed_training.training.outer_step import (
     OuterOptimizerState,
     load_outer_optimizer,
     nesterov_sgd,

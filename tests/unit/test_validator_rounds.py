@@ -24,7 +24,7 @@ from distributed_training.protocol import keys, synapses
 from distributed_training.protocol.metadata import Metadata, parse_config
 from distributed_training.protocol.types import AllReduceFault, Revision
 from distributed_training.store.s3 import StoreError
-from distributed_training.training.nesterov import nesterov_sgd
+from distributed_training.training.outer_step import nesterov_sgd
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.rounds import _AT_ONCE, WEIGHT_OF_NOTHING, each
 from tests.tools.validator_world import MODEL_CONFIG, RUN, World, one_thread, trained  # noqa: F401
