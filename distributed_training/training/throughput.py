@@ -1,4 +1,9 @@
-"""Measure the speed of training: MFU against a known peak, and a profiler trace on request.
+"""Measure the speed of training: a step's time and MFU, and a profiler trace on request.
+
+A step's time is wall time: from the end of the step before to its own end. It includes whatever
+happens between two micro-batches (commands of rank 0, waiting for data, a snapshot's copy, a
+gradient check, a checkpoint): an hour has no more steps than that. Only pauses of a round are left
+out (:meth:`StepMeter.pause`), since then there is nothing to train.
 
 Model FLOPs utilization, as PaLM defines it (Chowdhery et al. 2022, appendix B):
 
@@ -18,9 +23,12 @@ NVIDIA's data sheets (A100, A10, A40, L4, L40S, H100, H200, B200) and architectu
 from __future__ import annotations
 
 import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 if TYPE_CHECKING:
@@ -76,6 +84,73 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     heads = config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return 6.0 * params + 12.0 * config.num_hidden_layers * heads * head_dim * sequence_length
+
+
+class StepMeter:
+    """Measures one step after the other on ``device``.
+
+    ``utilization``: of this rank's GPU in percent, None where it cannot be had.
+    ``flops_per_token``: this rank's share of the model's. Without a known peak there is no MFU.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        utilization: Callable[[], float | None],
+        flops_per_token: float,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._device = device
+        self._utilization = utilization
+        self._flops_per_token = flops_per_token
+        self._clock = clock
+        self.peak = None
+        if device.type == "cuda":
+            self.peak = peak_flops(torch.cuda.get_device_name(device))
+        # When the step before ended, or the first batch was taken.
+        self._began: float | None = None
+        self._paused = 0.0
+        self._waited = 0.0
+
+    def micro_batch(self, data_wait_seconds: float) -> None:
+        """Note that a micro-batch begins, after ``data_wait_seconds`` of waiting for it."""
+        if self._began is None:
+            self._began = self._clock() - data_wait_seconds
+            self._paused = 0.0
+        self._waited += data_wait_seconds
+
+    def pause(self, seconds: float) -> None:
+        """Leave ``seconds``, in which there was nothing to train, out of the step's time."""
+        self._paused += seconds
+
+    def drop(self) -> None:
+        """Give up the step under way; the next one begins with its first micro-batch."""
+        self._began, self._paused, self._waited = None, 0.0, 0.0
+
+    def finish(self, tokens: int) -> dict[str, Any]:
+        """Return what the step that ends now took, as a report has it; the next one begins."""
+        now = self._clock()
+        began = now if self._began is None else self._began
+        seconds = max(now - began - self._paused, 1e-9)
+        waited, self._began, self._paused, self._waited = self._waited, now, 0.0, 0.0
+        speed = tokens * self._flops_per_token / seconds
+        return {
+            "tokens": tokens,
+            "seconds": seconds,
+            "data_wait_seconds": waited,
+            "gpu_memory_gb": self._peak_memory_gb(),
+            "gpu_utilization": self._utilization(),
+            "mfu": None if self.peak is None else speed / self.peak,
+        }
+
+    def _peak_memory_gb(self) -> float | None:
+        """Return the most memory allocated since the last call, GB = 1e9 bytes."""
+        if self._device.type != "cuda":
+            return None
+        peak = torch.cuda.max_memory_allocated(self._device) / 1e9
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
 
 
 def start_profiler(*, steps: int, rank: int) -> profile:

@@ -32,7 +32,7 @@ from distributed_training.training.model import (
     logit_gradient,
 )
 from distributed_training.training.sharding import set_up_gpu
-from distributed_training.training.trainer import StepMeter
+from distributed_training.training.throughput import StepMeter
 from tests.tools.device_stand_in import OnDevice
 from tests.tools.training_world import sequences, take_snapshot, train, trainer
 
