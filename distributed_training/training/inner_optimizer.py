@@ -92,32 +92,6 @@ EPS = 1e-8  # of AdamW
 OFFLOAD_BUCKET = 1 << 26  # elements whose state is on the device at once when offloaded (512 MiB)
 
 
-def published_group(
-    names: Sequence[str],
-    learning_rate: float,
-    peak: float,
-    *,
-    betas: tuple[float, float],
-    weight_decay: float,
-) -> dict[str, Any]:
-    """Return ``param_groups[0]`` as the network's files have it (protocol page, section 3)."""
-    return {
-        "lr": learning_rate,
-        "betas": betas,
-        "eps": EPS,
-        "weight_decay": weight_decay,
-        "amsgrad": False,
-        "maximize": False,
-        "foreach": None,
-        "capturable": False,
-        "differentiable": False,
-        "fused": None,
-        "decoupled_weight_decay": True,
-        "initial_lr": peak,
-        "params": list(names),
-    }
-
-
 class _Lane:
     """A stream whose work is in numbered pieces, for which other lanes may wait.
 

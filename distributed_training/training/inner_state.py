@@ -1,31 +1,176 @@
-"""Another miner's inner optimizer: moments and schedule, from the shards that its ranks uploaded.
+"""The inner optimizer's files: those of this miner as it uploads them, and those of another.
 
-``inner_optimizer.rankRRRR-of-W.pt`` holds the rows that one rank of W had (protocol page, section
-3). Their number and dtype are the writer's; a moment is put together from all files and cut again
-to the rows of the reader. Nothing in a file can run: pickles are read with inert values in place of
-tensors (:mod:`..protocol.pt_file`), and numbers as bytes.
+``inner_optimizer.rankRRRR-of-W.pt`` holds AdamW's moments of the rows that one rank of W had, and
+the place in the schedule (protocol page, section 3).
+
+*Written.* Validators load these shards under torch 2.5.1, with ``weights_only`` and an allow-list
+of five classes: DTensor, DTensorSpec, TensorMeta, DeviceMesh, Shard. A newer torch pickles
+DeviceMesh, DTensorSpec and Shard with other classes inside (``_MeshLayout`` and others), which that
+list does not have. So these three are written as torch 2.5.1 writes them: their class by name, and
+the attributes that its ``__init__`` sets (its sources: ``torch/distributed/device_mesh.py`` and
+``torch/distributed/tensor/{_dtensor_spec,placement_types}.py``).
+
+*Read.* Number and dtype of the files are the writer's. A moment is put together from all files and
+cut again to the rows of the reader. Nothing in a file can run: pickles are read with inert values
+in place of tensors (:mod:`..protocol.pt_file`), and numbers as bytes.
 """
 
 from __future__ import annotations
 
+import copyreg
 import math
+import pickle
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from distributed_training.common.files import atomic_file
 from distributed_training.protocol import keys
 from distributed_training.protocol.pt_file import Made, PtContent, Storage, read_pt
+
+from .inner_optimizer import EPS, CosineSchedule
+from .model import Schema
 
 if TYPE_CHECKING:
     from .trainer import Trainer
 
-_DTYPES = {"FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16}
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def describe_inner(
+    schema: Schema,
+    schedule: CosineSchedule,
+    *,
+    finished_steps: int,
+    outer_step: int,
+    betas: tuple[float, float],
+    weight_decay: float,
+) -> dict[str, Any]:
+    """Return the content of a file as it is now, without the moments."""
+    rate = schedule.rate(finished_steps)
+    group = {
+        "lr": rate,
+        "betas": betas,
+        "eps": EPS,
+        "weight_decay": weight_decay,
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+        "decoupled_weight_decay": True,
+        "initial_lr": schedule.peak,
+        "params": [name for name, _ in schema],
+    }
+    return {
+        "optimizer_state_dict": {"param_groups": [group]},
+        "learning_rate": rate,
+        "scheduler_state": schedule.published_state(finished_steps),
+        "epoch": outer_step,
+    }
+
+
+def write_shard(
+    path: Path,
+    description: Mapping[str, Any],
+    *,
+    schema: Schema,
+    rank: int,
+    ranks: int,
+    steps: int,
+    moments: Mapping[str, Sequence[Tensor]],
+) -> None:
+    """Write the file of ``rank`` durably, in the form torch 2.5.1 loads. Raises OSError.
+
+    ``description``: :func:`describe_inner`. ``steps``: AdamW's. ``moments``: by kind, the rank's
+    rows of every parameter, in host memory.
+    """
+    mesh = _Mesh(ranks, rank)
+
+    def sharded(shape: tuple[int, ...], rows: Tensor) -> Tensor:
+        # Not DTensor.from_local: that wants ranks that run, and would move rows to their device.
+        stride = torch.empty(shape, device="meta").stride()
+        meta = TensorMeta(torch.Size(shape), stride, torch.float32)
+        spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)  # type: ignore[arg-type]
+        return DTensor(rows, spec, requires_grad=False)  # type: ignore[call-arg,abstract]
+
+    entries: dict[str, dict[str, Tensor]] = {}
+    for i, (name, shape) in enumerate(schema):
+        entries[name] = {"step": torch.tensor(float(steps))}
+        for kind in MOMENTS:
+            entries[name][kind] = sharded(shape, moments[kind][i])
+    state = {"state": entries, **description["optimizer_state_dict"]}
+    with atomic_file(path) as file:
+        # With torch's own pickle module validators would refuse it: see the module's docstring.
+        torch.save(
+            {**description, "optimizer_state_dict": state}, file, pickle_module=_AS_TORCH_2_5
+        )
+
+
+class _Mesh:
+    """The mesh of ``ranks`` as ``rank`` sees it: for DTensors of ranks that need not run."""
+
+    ndim = 1
+    device_type = "cpu"
+
+    def __init__(self, ranks: int, rank: int) -> None:
+        self.mesh = torch.arange(ranks, dtype=torch.int)
+        self._rank = rank
+
+    def _class(self) -> type:
+        return DeviceMesh
+
+    __class__ = property(_class)  # type: ignore[assignment]  # pickle compares it with its own
+
+    def get_coordinate(self) -> list[int]:
+        return [self._rank]
+
+
+class _Pickler(pickle.Pickler):
+    """Writes the three classes whose state changed since torch 2.5.1 as that version does."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        state: dict[str, Any]
+        if type(obj) is _Mesh:
+            ranks = obj.mesh.tolist()
+            # Validators compare it with theirs, by ranks, device type and names; theirs is of GPUs.
+            state = {
+                "device_type": "cuda",
+                "mesh": obj.mesh,
+                "mesh_dim_names": None,
+                "_flatten_mesh_list": tuple(ranks),
+                "_thread_id": None,
+                "_dim_group_infos": [("ptd:0", ranks, "0")],  # the default process group
+                "_coordinate_on_dim": obj.get_coordinate(),
+            }
+        elif type(obj) is DTensorSpec:
+            state = {
+                "mesh": obj.mesh,
+                "placements": tuple(obj.placements),
+                "tensor_meta": obj.tensor_meta,
+                "_hash": None,
+            }
+        elif type(obj) is Shard:
+            state = {"dim": obj.dim}
+        else:
+            return NotImplemented
+        return copyreg.__newobj__, (obj.__class__,), state  # type: ignore[attr-defined]
+
+
+_AS_TORCH_2_5 = ModuleType("pickle_as_torch_2_5")  # torch.save wants a module
+_AS_TORCH_2_5.Pickler = _Pickler  # type: ignore[attr-defined]
+
+_DTYPES = {"FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16}
 # PKWARE's APPNOTE.TXT, 4.3.7: bytes of a member's local header, and where in it the lengths are of
 # the name and of the extra field that follow it, and the stored bytes those.
 _LOCAL_HEADER, _LOCAL_LENGTHS = 30, 26
@@ -51,7 +196,7 @@ class InnerState:
     the description is read so far.
     """
 
-    def __init__(self, folder: Path, schema: Sequence[tuple[str, tuple[int, ...]]]) -> None:
+    def __init__(self, folder: Path, schema: Schema) -> None:
         self._paths = _shards_in(folder)
         self._schema = schema
         try:

@@ -102,8 +102,8 @@ class KnownSize:
 _METHOD = 2
 
 
-def facts_of(sharded: ShardedModel, settings: TrainingSettings) -> dict[str, Any]:
-    """Return everything that the size that fits depends on."""
+def facts_of(sharded: ShardedModel, settings: TrainingSettings, ranks: int) -> dict[str, Any]:
+    """Return everything that the size that fits depends on; ``ranks``: of one copy."""
     device, hardware, size = sharded.device, "cpu", 0
     if device.type == "cuda":
         hardware = torch.cuda.get_device_name(device)
@@ -114,7 +114,7 @@ def facts_of(sharded: ShardedModel, settings: TrainingSettings) -> dict[str, Any
         "device_bytes": size,
         "model": [[name, list(shape)] for name, shape in sharded.schema[:12]]
         + [len(sharded.schema)],
-        "ranks": sharded.mesh.size(),
+        "ranks": ranks,
         "sequence_length": settings.sequence_length,
         "activation_checkpointing": settings.activation_checkpointing,
         "offload_optimizer": sharded.plan.offload_optimizer,

@@ -60,7 +60,6 @@ class ShardedModel:
     shards: list[ParameterShard]  # in state-dict order
     schema: Schema
     tied: dict[str, str]  # other names of tied parameters -> the name in the schema
-    mesh: DeviceMesh  # of the ranks that hold one copy
     device: torch.device
     compute_dtype: torch.dtype
     plan: MemoryPlan
@@ -186,7 +185,6 @@ def build_sharded_model(
         shards=shards_of(model, world_size=layout.shards, rank=layout.shard),
         schema=schema,
         tied=tied,
-        mesh=mesh if layout.replicas == 1 else mesh["shard"],
         device=device,
         compute_dtype=dtype,
         plan=plan,

@@ -5,25 +5,15 @@ collective, since training goes on with its own. All ranks of a miner share one 
 writes its rows of ``model.safetensors`` at their place in the one file, so no process holds the
 whole model. Files appear under their names only when complete; ``rank-r.done.json`` of a rank comes
 after its files.
-
-One rank's AdamW state has the public network's form (protocol page, section 3). Validators load
-these shards under torch 2.5.1, with ``weights_only`` and an allow-list of five classes: DTensor,
-DTensorSpec, TensorMeta, DeviceMesh, Shard. A newer torch pickles DeviceMesh, DTensorSpec and Shard
-with other classes inside (``_MeshLayout`` and others), which that list does not have. So these
-three are written as torch 2.5.1 writes them: their class by name, and the attributes that its
-``__init__`` sets (its sources: ``torch/distributed/device_mesh.py`` and
-``torch/distributed/tensor/{_dtensor_spec,placement_types}.py``).
 """
 
 from __future__ import annotations
 
 import contextlib
-import copyreg
 import hashlib
 import json
 import math
 import os
-import pickle
 import shutil
 import threading
 import time
@@ -34,25 +24,22 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from distributed_training.common.files import atomic_file, sync_folder, write_json
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 
-from .collectives import ParameterShard, RowStream
+from .collectives import Layout, ParameterShard, RowStream
 from .error_feedback import BoundaryCopies, Code, Codec, Direction, enter_thread
-from .inner_optimizer import CosineSchedule, InnerOptimizer, published_group
+from .inner_optimizer import CosineSchedule, InnerOptimizer
+from .inner_state import describe_inner, write_shard
 
-if TYPE_CHECKING:  # the validator writes shards too, and builds no model for it
+if TYPE_CHECKING:
     from .outer_step import OuterStep
     from .sharding import ShardedModel
 
@@ -116,119 +103,6 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-class RowsOfMesh:
-    """Stands for the mesh of ``ranks`` as ``rank`` sees it, where no such ranks run."""
-
-    ndim = 1
-    device_type = "cpu"
-
-    def __init__(self, ranks: int, rank: int) -> None:
-        self.mesh = torch.arange(ranks, dtype=torch.int)
-        self._rank = rank
-
-    def _class(self) -> type:
-        return DeviceMesh
-
-    __class__ = property(_class)  # type: ignore[assignment]  # pickle compares it with its own
-
-    def get_coordinate(self) -> list[int]:
-        return [self._rank]
-
-
-class Described(Protocol):
-    """A parameter as :func:`shard_content` needs it; ``shape`` is the whole one."""
-
-    @property
-    def name(self) -> str: ...
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-def shard_content(
-    *,
-    shards: Sequence[Described],
-    mesh: DeviceMesh | RowsOfMesh,
-    exp_avg: Sequence[Tensor],
-    exp_avg_sq: Sequence[Tensor],
-    steps: int,
-    param_group: Mapping[str, Any],
-    scheduler_state: Mapping[str, Any],
-    outer_step: int,
-) -> dict[str, Any]:
-    """Return the content of one ``inner_optimizer.rank000R-of-W.pt``.
-
-    ``exp_avg``, ``exp_avg_sq``: host row blocks like the shards.
-    """
-
-    def sharded(shard: Described, rows: Tensor) -> Tensor:
-        # Not DTensor.from_local: that would move host rows to the mesh's device.
-        stride = torch.empty(shard.shape, device="meta").stride()
-        meta = TensorMeta(torch.Size(shard.shape), stride, torch.float32)
-        spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)  # type: ignore[arg-type]
-        return DTensor(rows, spec, requires_grad=False)  # type: ignore[call-arg,abstract]
-
-    entries = {}
-    for shard, first, second in zip(shards, exp_avg, exp_avg_sq, strict=True):
-        entries[shard.name] = {
-            "step": torch.tensor(float(steps)),
-            "exp_avg": sharded(shard, first),
-            "exp_avg_sq": sharded(shard, second),
-        }
-    return {
-        "optimizer_state_dict": {"state": entries, "param_groups": [dict(param_group)]},
-        "learning_rate": float(param_group["lr"]),
-        "scheduler_state": dict(scheduler_state),
-        "epoch": outer_step,
-    }
-
-
-def write_shard(path: Path, content: Mapping[str, Any]) -> None:
-    """Write ``content`` durably, in the form torch 2.5.1 loads. Raises OSError."""
-    with atomic_file(path) as file:
-        # With torch's own pickle module validators would refuse it: see the module's docstring.
-        torch.save(dict(content), file, pickle_module=_AS_TORCH_2_5)
-
-
-class _Pickler(pickle.Pickler):
-    """Writes the three classes whose state changed since torch 2.5.1 as that version does."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        if type(obj) in (DeviceMesh, RowsOfMesh):
-            state = _mesh_state(obj)
-        elif type(obj) is DTensorSpec:
-            state = {
-                "mesh": obj.mesh,
-                "placements": tuple(obj.placements),
-                "tensor_meta": obj.tensor_meta,
-                "_hash": None,
-            }
-        elif type(obj) is Shard:
-            state = {"dim": obj.dim}
-        else:
-            return NotImplemented
-        return copyreg.__newobj__, (obj.__class__,), state  # type: ignore[attr-defined]
-
-
-def _mesh_state(mesh: DeviceMesh | RowsOfMesh) -> dict[str, Any]:
-    """Return the state of a mesh of one dimension over all ranks.
-
-    Validators compare it with theirs, by ranks, device type and names; theirs is of GPUs.
-    """
-    ranks = mesh.mesh.flatten().tolist()
-    return {
-        "device_type": "cuda",
-        "mesh": mesh.mesh.detach().to("cpu", torch.int),
-        "mesh_dim_names": None,
-        "_flatten_mesh_list": tuple(ranks),
-        "_thread_id": None,
-        "_dim_group_infos": [("ptd:0", ranks, "0")],  # the default process group
-        "_coordinate_on_dim": list(mesh.get_coordinate() or ()),
-    }
-
-
-_AS_TORCH_2_5 = ModuleType("pickle_as_torch_2_5")  # torch.save wants a module
-_AS_TORCH_2_5.Pickler = _Pickler  # type: ignore[attr-defined]
-
 _PARTS = ".parts"
 _PIECE = 1 << 22  # elements that are summed up at once
 _INDICES, _VALUES = "idxs", "vals"  # key endings of gradients.pt (protocol page, section 4)
@@ -240,21 +114,24 @@ class SnapshotState:
 
     Nothing in it changes any more.
 
-    ``directions``: candidates for the upload; the first is written to ``gradients.pt``. ``rank`` of
-    the ``world_size`` that hold one copy of the model; ``writes``: False where another machine
-    writes the same. ``inner``: see :func:`shard_content`.
+    ``directions``: candidates for the upload; the first is written to ``gradients.pt``. Of a rank
+    that is not on node 0 nothing is written: its node 0 peer writes the same. ``write_inner``
+    writes this rank's inner optimizer.
     """
 
-    rank: int
-    world_size: int
+    layout: Layout
     shards: Sequence[ParameterShard]
     copies: BoundaryCopies
     directions: Sequence[Direction]
     codec: Codec
     config: Mapping[str, Any]
     gradients_metadata: Mapping[str, Any]
-    inner: Callable[[], dict[str, Any]]
-    writes: bool = True
+    write_inner: Callable[[Path], None]
+
+    @property
+    def rank(self) -> int:
+        """Of the ranks that hold one copy of the model."""
+        return self.layout.shard
 
 
 @dataclass(frozen=True)
@@ -352,7 +229,8 @@ def write_snapshot(
     RuntimeError (another rank failed).
     """
     enter_thread(state.shards[0].local.device)
-    if not state.writes:  # the error feedback advances here as well, and previews need the codes
+    # The error feedback advances here as well, and previews need the codes.
+    if not state.layout.on_node_0:
         handle.codes = {each.name: each.encode(handle.check) for each in state.directions}
         return
     with ExitStack() as stack:
@@ -373,7 +251,7 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle, parts_timeout: ti
     # After the part: rank 0 reads it as soon as this is there.
     write_json(_ready(parts, state.rank), {"error": None, "not_finite": bad_weights})
     if state.rank == 0:
-        bad_of_ranks = _wait_for_parts(parts, state.world_size, parts_timeout, handle.check)
+        bad_of_ranks = _wait_for_parts(parts, state.layout.shards, parts_timeout, handle.check)
         # Whole and synced by now: each rank synced its rows before it was ready.
         assert (parts / keys.MODEL).stat().st_size == layout.size
         os.replace(parts / keys.MODEL, folder / keys.MODEL)
@@ -385,8 +263,8 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle, parts_timeout: ti
         files[folder / keys.MODEL] = bad_of_ranks
         files[folder / keys.GRADIENTS] = bad_gradient
     handle.check()
-    inner = folder / keys.inner_optimizer(state.rank, state.world_size)
-    write_shard(inner, state.inner())
+    inner = folder / keys.inner_optimizer(state.rank, state.layout.shards)
+    state.write_inner(inner)
     files[inner] = _not_finite(
         [*state.shards] * 2, [*state.copies.exp_avg, *state.copies.exp_avg_sq], handle.check
     )
@@ -395,7 +273,7 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle, parts_timeout: ti
         shutil.rmtree(parts)
     sync_folder(folder)
     # Last: where this is, the uploader takes the rank's files for whole.
-    done = {"rank": state.rank, "world_size": state.world_size, "files": _listed(files)}
+    done = {"rank": state.rank, "world_size": state.layout.shards, "files": _listed(files)}
     write_json(_done_file(folder, state.rank), done)
 
 
@@ -551,7 +429,7 @@ def _contents(
     The bytes of every tensor are those that encoding the whole would give.
     """
     # In the order of ranks, whose rows follow each other in the whole.
-    others = [safe_open(_gradient_part(parts, r), "pt") for r in range(1, state.world_size)]
+    others = [safe_open(_gradient_part(parts, r), "pt") for r in range(1, state.layout.shards)]
     contents: dict[str, dict[str, Any]] = {}
     for direction, made in codes.items():
         content: dict[str, Any] = {}
@@ -649,43 +527,39 @@ class Snapshots:
             self._outer.learning_rate,
             second_moment=copies.exp_avg_sq,
         )
-        layout = self._stream.layout
         state = SnapshotState(
-            rank=layout.shard,
-            world_size=layout.shards,
-            writes=layout.rank < layout.shards,
+            layout=self._stream.layout,
             shards=self._sharded.shards,
             copies=copies,
             directions=directions,
             codec=self._outer.feedback.codec,
             config=config,
             gradients_metadata=metadata,
-            inner=self._inner(copies, steps, progress.outer_step),
+            write_inner=self._inner_writer(copies, steps, progress.outer_step),
         )
         epoch = Epoch(self._outer.epoch_id, start, self._outer.learning_rate)
         handle = SnapshotHandle(folder, time.perf_counter() - started, epoch)
         handle.start(partial(write_snapshot, state, parts_timeout=PARTS_TIMEOUT))
         return handle
 
-    def _inner(
+    def _inner_writer(
         self, copies: BoundaryCopies, steps: int, outer_step: int
-    ) -> Callable[[], dict[str, Any]]:
-        shards, optimizer, schedule = self._sharded.shards, self._optimizer, self._schedule
-        group = published_group(
-            [item.name for item in shards],
-            schedule.rate(steps),
-            schedule.peak,
+    ) -> Callable[[Path], None]:
+        optimizer, layout = self._optimizer, self._stream.layout
+        description = describe_inner(
+            self._sharded.schema,
+            self._schedule,
+            finished_steps=steps,
+            outer_step=outer_step,
             betas=optimizer.betas,
             weight_decay=optimizer.weight_decay,
         )
         return partial(
-            shard_content,
-            shards=shards,
-            mesh=self._sharded.mesh,
-            exp_avg=copies.exp_avg,
-            exp_avg_sq=copies.exp_avg_sq,
+            write_shard,
+            description=description,
+            schema=self._sharded.schema,
+            rank=layout.shard,
+            ranks=layout.shards,
             steps=optimizer.step_count,
-            param_group=group,
-            scheduler_state=schedule.published_state(steps),
-            outer_step=outer_step,
+            moments={"exp_avg": copies.exp_avg, "exp_avg_sq": copies.exp_avg_sq},
         )

@@ -162,7 +162,8 @@ class Trainer:
         if self.settings.pcgrad:
             kind = extra("pcgrad", wanted_by="--train.pcgrad").SurgeryMicroBatches
         path = None if run_folder is None else run_folder / "micro-batch.json"
-        known = KnownSize(path, facts_of(self.sharded, self.settings))
+        ranks = self.stream.layout.shards
+        known = KnownSize(path, facts_of(self.sharded, self.settings, ranks))
         if self.world_size > 1:
             known.agree(self.stream)
         self.step = kind(sharded=self.sharded, stream=self.stream, known=known, say=self._say)

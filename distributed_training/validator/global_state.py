@@ -57,11 +57,16 @@ from distributed_training.store.journal import Journal
 from distributed_training.store.s3 import S3ObjectStore, StoppedError, StoreError, Uplink
 from distributed_training.store.transfer import Sender, Sent, deadline_in, patient
 from distributed_training.training.collectives import row_range
-from distributed_training.training.inner_optimizer import CosineSchedule, published_group
-from distributed_training.training.inner_state import MOMENTS, InnerState, finished_steps
+from distributed_training.training.inner_optimizer import CosineSchedule
+from distributed_training.training.inner_state import (
+    MOMENTS,
+    InnerState,
+    describe_inner,
+    finished_steps,
+    write_shard,
+)
 from distributed_training.training.model import hf_config, schema_of, without_extras
 from distributed_training.training.outer_step import OuterOptimizerState, save_outer_optimizer
-from distributed_training.training.snapshot import RowsOfMesh, shard_content, write_shard
 
 log = logging.getLogger(__name__)
 
@@ -319,12 +324,6 @@ class _Made:
     place: int
 
 
-@dataclass(frozen=True)
-class _Parameter:
-    name: str
-    shape: tuple[int, ...]
-
-
 class InnerPublisher:
     """``folder`` keeps what is under way, so that a validator that was killed goes on with it.
 
@@ -549,29 +548,28 @@ class InnerPublisher:
         self._note.unlink(missing_ok=True)
         self._check(state)
         training = self._training
-        group = published_group(
-            [name for name, _ in self._schema],
-            self._schedule.rate(place),
-            self._schedule.peak,
+        description = describe_inner(
+            self._schema,
+            self._schedule,
+            finished_steps=place,
+            outer_step=outer_step,
             betas=(training.adam_beta1, training.adam_beta2),
             weight_decay=training.weight_decay,
         )
         for rank in range(keys.PUBLIC_RANKS):
-            first, second = (
-                [_rows(state.moment(kind, i), rank) for i in range(len(self._schema))]
+            moments = {
+                kind: [_rows(state.moment(kind, i), rank) for i in range(len(self._schema))]
                 for kind in MOMENTS
-            )
-            content = shard_content(
-                shards=[_Parameter(name, shape) for name, shape in self._schema],
-                mesh=RowsOfMesh(keys.PUBLIC_RANKS, rank),
-                exp_avg=first,
-                exp_avg_sq=second,
+            }
+            write_shard(
+                self._folder / keys.inner_optimizer(rank, keys.PUBLIC_RANKS),
+                description,
+                schema=self._schema,
+                rank=rank,
+                ranks=keys.PUBLIC_RANKS,
                 steps=state.facts.steps,
-                param_group=group,
-                scheduler_state=self._schedule.published_state(place),
-                outer_step=outer_step,
+                moments=moments,
             )
-            write_shard(self._folder / keys.inner_optimizer(rank, keys.PUBLIC_RANKS), content)
             self._uplink.check_stopped()
 
     def _check(self, state: InnerState) -> None:

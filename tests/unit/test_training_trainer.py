@@ -50,7 +50,7 @@ from tests.tools.training_world import (
 pytestmark = [pytest.mark.timeout(90), pytest.mark.usefixtures("process_group")]
 
 
-def full_disk(*_: Any) -> Any:
+def full_disk(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -689,7 +689,7 @@ def test_a_snapshot_that_failed_holds_no_copies(
     made = trainer()
     train(made, 0, 1)
 
-    def full(path: Path, content: Any) -> None:
+    def full(path: Path, **_: Any) -> None:
         try:
             full_disk(made.copier.take())  # as a frame below has it
         except OSError as error:
@@ -732,8 +732,7 @@ def test_a_rank_that_fails_after_its_part_is_named_without_a_wait(
     handle = made.snapshot(tmp_path / "s", progress=Progress(0, 1, 1, [7]), block=1, last_loss=1.0)
     handle.join()
 
-    monkeypatch.setattr(snapshot, "write_shard", full_disk)
-    state = dataclasses.replace(states[0], rank=1, world_size=2)
+    state = dataclasses.replace(states[0], layout=Layout(1, 2), write_inner=full_disk)
     with pytest.raises(OSError, match="No space left"):
         write(state, handle, parts_timeout=timedelta(0))
     (tmp_path / "s" / "rank-0.done.json").write_text('{"files": []}')
