@@ -64,7 +64,7 @@ from distributed_training.node.start import (
 from distributed_training.protocol import keys
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
-from distributed_training.store.upload_rules import disk_allows
+from distributed_training.store.snapshot_folder import disk_allows
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.store.uploader import Uploader
 from distributed_training.swarm.supervisor import HostLaunch, SwarmUnavailable

@@ -75,7 +75,7 @@ from distributed_training.store.bucket_reader import (
     states,
 )
 from distributed_training.store.s3 import NoRoomError, StoreError
-from distributed_training.store.upload_rules import size_text
+from distributed_training.store.snapshot_folder import size_text
 from distributed_training.training.model import parameter_schema
 from distributed_training.training.outer_step import OUTER_LEARNING_RATE
 

@@ -52,7 +52,6 @@ from distributed_training.protocol.pt_file import (
     safetensors_table,
 )
 from distributed_training.protocol.types import Revision
-from distributed_training.store.snapshot_folder import read_config
 
 from .s3 import (
     AccessDeniedError,
@@ -66,8 +65,8 @@ from .s3 import (
     StoreError,
     Uplink,
 )
+from .snapshot_folder import read_config, size_text
 from .transfer import Progress, bytes_missing, check_room, deadline_in, download, patient
-from .upload_rules import size_text
 
 log = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from typing import Any, TypeVar, cast
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.files import is_full, read_state, sync_folder, write_state
 
-from . import upload_rules
+from . import snapshot_folder
 from .journal import Journal, UploadRecord
 from .s3 import (
     DeadlineError,
@@ -47,7 +47,7 @@ from .s3 import (
     Uplink,
     UploadMissingError,
 )
-from .upload_rules import size_text
+from .snapshot_folder import size_text
 
 log = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ def download(
     An interrupted download of the same object goes on where it was, also in another process.
     ``limit``: most bytes; ``deadline`` (time.monotonic()) covers all, and no range is begun after
     it; ``concurrency`` ranges are in memory at once; ``progress`` is of a transfer of several
-    files, else this one has its own. ``upload_rules.DISK_RESERVE`` bytes stay free for the
+    files, else this one has its own. ``snapshot_folder.DISK_RESERVE`` bytes stay free for the
     checkpoints and the journal.
 
     Raises ObjectMissingError, IntegrityError (larger than ``limit``, replaced twice meanwhile),
@@ -316,11 +316,11 @@ def check_room(folder: Path, needed: int, *, what: str, older: int = 0) -> None:
     ``older``: bytes of states there that can be deleted for it.
     """
     free = shutil.disk_usage(folder).free + older
-    if free < needed + upload_rules.DISK_RESERVE:
+    if free < needed + snapshot_folder.DISK_RESERVE:
         raise NoRoomError(
             f"no room to download {what}: {size_text(needed)} more are needed in {folder}, "
             f"{size_text(free)} are free{' without the older states' if older else ''} and "
-            f"{size_text(upload_rules.DISK_RESERVE)} of it stay in reserve; what came of it is "
+            f"{size_text(snapshot_folder.DISK_RESERVE)} of it stay in reserve; what came of it is "
             f"kept: {_MAKE_ROOM}"
         )
 

@@ -56,9 +56,14 @@ from .cleanup import (
 )
 from .journal import JOURNAL, Journal, Submission
 from .s3 import IntegrityError, S3ObjectStore, StoppedError, StoreError, Uplink, disk_problem
-from .snapshot_folder import check_files, prune_snapshots, wait_complete
+from .snapshot_folder import (
+    check_files,
+    preview_warning,
+    prune_snapshots,
+    upload_gate,
+    wait_complete,
+)
 from .transfer import Progress, Sender, Sent, Staged, patient
-from .upload_rules import preview_warning, upload_gate
 from .uploader import Busy, Close, Paused, PeerId, Start
 
 log = logging.getLogger("distributed_training.store.uploader")  # __name__ is __main__ here

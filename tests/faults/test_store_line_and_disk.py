@@ -18,7 +18,7 @@ import pytest
 from distributed_training.localnet.object_store import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Revision
-from distributed_training.store import upload_rules
+from distributed_training.store import snapshot_folder
 from distributed_training.store.s3 import NoRoomError
 from distributed_training.store.transfer import deadline_in, download
 from distributed_training.store.uploader import Uploader
@@ -100,7 +100,7 @@ def test_a_full_disk_ends_a_download_and_the_last_good_file_stays(
     server: ObjectStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """There was room when it began; something else filled the disk meanwhile, reserve and all."""
-    monkeypatch.setattr(upload_rules, "DISK_RESERVE", 0)
+    monkeypatch.setattr(snapshot_folder, "DISK_RESERVE", 0)
     settings = settings_for(server)
     store = new_bucket(server, settings)
     content = os.urandom(12_000_000)

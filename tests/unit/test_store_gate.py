@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from distributed_training.store.snapshot_folder import disk_allows, upload_gate
 from distributed_training.store.transfer import MIB, part_size_for
-from distributed_training.store.upload_rules import disk_allows, upload_gate
 
 pytestmark = pytest.mark.timeout(10)
 

@@ -19,7 +19,7 @@ from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Revision
-from distributed_training.store import bucket_reader, transfer, upload_rules
+from distributed_training.store import bucket_reader, snapshot_folder, transfer
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
 from distributed_training.store.s3 import (
     DeadlineError,
@@ -157,7 +157,7 @@ def small_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SmallDisk:
     disk.folder.mkdir()
     monkeypatch.setattr(shutil, "disk_usage", disk.usage)
     monkeypatch.setattr(transfer, "RANGE", 2**16)
-    monkeypatch.setattr(upload_rules, "DISK_RESERVE", 2**17)
+    monkeypatch.setattr(snapshot_folder, "DISK_RESERVE", 2**17)
     return disk
 
 
