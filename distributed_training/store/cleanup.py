@@ -19,8 +19,6 @@ import logging
 import platform
 import re
 import secrets
-import threading
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -32,7 +30,7 @@ from distributed_training.common.files import write_bytes
 from distributed_training.protocol import keys
 
 from .s3 import IntegrityError, MultipartInfo, S3ObjectStore, StoreError, UploadMissingError
-from .transfer import deadline_in, patient
+from .transfer import patient
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +120,6 @@ Item = TypeVar("Item")
 STUCK_AGE = timedelta(hours=1)
 _THREADS = 8
 _PATIENCE = timedelta(seconds=30)  # with one request, retries included
-_SWEEP_LIMIT = timedelta(minutes=20)  # of one sweep in the daemon; what is left is the next one's
 
 
 @dataclass(frozen=True)
@@ -163,37 +160,21 @@ def upload_sizes(
         yield from pool.map(size, uploads)
 
 
-def abort_uploads(
-    store: S3ObjectStore,
-    uploads: Sequence[MultipartInfo],
-    *,
-    limit: timedelta | None = None,
-    closing: threading.Event | None = None,
-) -> Removed:
-    """Abort ``uploads``; begin no more after ``limit``, nor once ``closing`` is set."""
+def abort_uploads(store: S3ObjectStore, uploads: Sequence[MultipartInfo]) -> Removed:
+    """Abort ``uploads``; one that the store no longer knows is gone."""
     store = patient(store, each=_PATIENCE)
 
     def abort(upload: MultipartInfo) -> None:
         with contextlib.suppress(UploadMissingError):
             store.abort_multipart(upload.key, upload.upload_id)
 
-    return _each(abort, uploads, limit, closing)
+    return _each(abort, uploads)
 
 
-def _each(
-    remove: Callable[[Item], None],
-    items: Sequence[Item],
-    limit: timedelta | None = None,
-    closing: threading.Event | None = None,
-) -> Removed:
+def _each(remove: Callable[[Item], None], items: Sequence[Item]) -> Removed:
     """Remove each item; one that cannot be removed does not keep the others from it."""
-    end = None if limit is None else deadline_in(limit)
 
     def answer(item: Item) -> str:
-        if closing is not None and closing.is_set():
-            return "stopped as asked"
-        if end is not None and time.monotonic() > end:
-            return "no time left"
         try:
             remove(item)
         except StoreError as error:
@@ -212,7 +193,6 @@ def sweep_uploads(
     instance: str,
     spare: Callable[[], Collection[str]],
     older_than: timedelta = STUCK_AGE,
-    closing: threading.Event | None = None,
 ) -> None:
     """Abort stuck uploads in the daemon: never raises, logs the result.
 
@@ -232,7 +212,7 @@ def sweep_uploads(
     stuck = [upload for upload in found if upload.upload_id not in kept]
     if not stuck:
         return
-    done = abort_uploads(store, stuck, limit=_SWEEP_LIMIT, closing=closing)
+    done = abort_uploads(store, stuck)
     if done.gone:
         log.info("Aborted %d stuck multipart uploads in %s", done.gone, store.bucket)
     if done.failed:

@@ -81,8 +81,7 @@ class Uploader:
     ``snapshots``: where local snapshots lie that may be deleted once a newer one is uploaded;
     None: they are the caller's to delete.
 
-    An uploader that dies is started again and goes on where its journal stands. Raises ValueError,
-    naming the variable, if a key is not set.
+    An uploader that dies is started again and goes on where its journal stands.
     """
 
     def __init__(
@@ -93,12 +92,6 @@ class Uploader:
         folder: Path,
         snapshots: Path | None = None,
     ) -> None:
-        for name in ("write_access_key_id", "write_secret_access_key"):
-            if not getattr(settings, name):
-                raise ValueError(
-                    f"R2_{name.upper()} is not set, so nothing could be uploaded: put it into "
-                    ".env (R2 dashboard, Manage API tokens)"
-                )
         self._start = Start(settings, bucket, folder.absolute(), snapshots, miner_began=time.time())
         #: Outer step of the newest upload of runs before, None if its gradient was not checked.
         self.last_checked = last_checked(folder)

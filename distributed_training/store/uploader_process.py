@@ -434,7 +434,6 @@ class UploadLoop:
                     instance=self._instance,
                     spare=self._journal.owned,
                     older_than=max(STUCK_AGE, self._settings.longest_transfer),
-                    closing=self._closing,
                 )
                 self._prune_snapshots(unused_for=2 * self._settings.longest_transfer)
             newest, self._newest_published = self._newest_published, None
