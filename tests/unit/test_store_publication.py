@@ -53,6 +53,7 @@ SETTINGS = StoreSettings(
     file_deadline=timedelta(seconds=60),
     snapshot_timeout=timedelta(seconds=0.3),
     write_interval=timedelta(0),
+    part_size=5 * 2**20,
 )
 
 
@@ -225,7 +226,7 @@ def test_parts_of_an_upload_that_nobody_goes_on_with_are_not_billed(
             raise TransientError("the process is gone")
 
     store = MemoryObjectStore(before=killed)
-    write_snapshot(tmp_path / "a", REVISION, world_size=1, rows=4000)
+    write_snapshot(tmp_path / "a", REVISION, world_size=1, rows=1000)
     publication = publisher(store, tmp_path)
     with pytest.raises(StoppedError):
         publication.run(Submission(tmp_path / "a", REVISION, 1, PEER_ID))
@@ -240,7 +241,7 @@ def test_parts_of_an_upload_that_nobody_goes_on_with_are_not_billed(
         store.abort_multipart(left.key, left.upload_id)
     else:
         weights = torch.full((64,), 0.5)
-        files = write_snapshot(folder, revision, world_size=1, rows=4000, weights=weights)
+        files = write_snapshot(folder, revision, world_size=1, rows=1000, weights=weights)
     assert run(store, folder, revision).ok
     assert store.list_multiparts() == []
     assert_published(store, revision, files)
@@ -314,7 +315,7 @@ def test_a_disk_that_is_away_ends_neither_uploads_nor_the_cleanup(
 def test_a_crowded_bucket_is_cleaned_and_no_publication_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """3,000 stuck uploads at a store that answers one request in 25 with 500 or 503, and three of
+    """800 stuck uploads at a store that answers one request in 25 with 500 or 503, and three of
     the uploads with nothing else."""
     caplog.set_level("INFO")
     monkeypatch.setattr(cleanup, "_PATIENCE", timedelta(seconds=4))
@@ -337,7 +338,7 @@ def test_a_crowded_bucket_is_cleaned_and_no_publication_waits_for_it(
 
     old = time.time() - 2 * 3600
     store = MemoryObjectStore(clock=lambda: old)
-    for number in range(3000):
+    for number in range(800):
         store.create_multipart(f"epoch-1/{number}")
     store._before = before
     files = write_snapshot(tmp_path / "s", REVISION, world_size=1)
@@ -351,7 +352,7 @@ def test_a_crowded_bucket_is_cleaned_and_no_publication_waits_for_it(
         )
         assert reports[0].ok, reports[0].reason
         assert_published(store, REVISION, files)
-        assert len(store._uploads) > 2900, "the cleanup had not gone on"
+        assert len(store._uploads) > 700, "the cleanup had not gone on"
         published.set()
         wait_for(
             lambda: "3 stuck multipart uploads stay" in caplog.text,
@@ -359,8 +360,8 @@ def test_a_crowded_bucket_is_cleaned_and_no_publication_waits_for_it(
             what="the end of the cleanup",
         )
         assert len(store._uploads) == 3
-    assert refused > 100
-    assert "Aborted 2997 stuck multipart uploads" in caplog.text
+    assert refused > 25
+    assert "Aborted 797 stuck multipart uploads" in caplog.text
 
 
 def test_a_pause_takes_nothing_from_the_time_of_a_publication(
@@ -379,7 +380,7 @@ def test_a_pause_takes_nothing_from_the_time_of_a_publication(
 
     monkeypatch.setattr(time, "monotonic", lambda: real() + later)
     store = MemoryObjectStore(before=before)
-    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=4000)
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1000)
     publication = publisher(store, tmp_path)
     uplink = publication.uplink
     report = publication.run(Submission(tmp_path / "s", REVISION, 1, PEER_ID))
@@ -400,17 +401,16 @@ def test_an_upload_over_a_slow_link_ends_at_its_deadline(
 
     monkeypatch.setattr(time, "monotonic", lambda: real() + later)
     store = MemoryObjectStore(before=before)
-    write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=8000)
-    one: dict = {"concurrency": 1, "part_size": 5 * 2**20}
-    report = run(store, tmp_path / "s", file_deadline=timedelta(seconds=20), **one)
-    assert not report.ok and "part 3 of 13 was not sent in the time" in report.reason
+    write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=2400)
+    report = run(store, tmp_path / "s", file_deadline=timedelta(seconds=20), concurrency=1)
+    assert not report.ok and "part 3 of 4 was not sent in the time" in report.reason
     assert parts == 2 and store.list_objects("epoch-") == []
 
 
 def test_an_upload_that_a_kill_left_without_its_record_ends_with_the_next(tmp_path: Path) -> None:
     """Killed between the store's answer to CreateMultipart and the journal's write."""
     store = MemoryObjectStore()
-    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=4000)
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1000)
     key = keys.epoch_key(REVISION.outer_step, keys.MODEL)
     lost = store.create_multipart(key)
     other = store.create_multipart(f"{key}.other")
@@ -430,7 +430,7 @@ def test_a_resumed_upload_survives_what_closes_the_uplink_while_it_is_checked(
         at.pop(operation, lambda: None)()
 
     store = MemoryObjectStore(before=before)
-    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=4000)
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1000)
     submission = Submission(tmp_path / "s", REVISION, 1, PEER_ID)
 
     def start() -> Publication:
@@ -484,14 +484,14 @@ def test_a_disk_that_is_full_once_all_was_sent_fails_no_upload(
     real = files.write_json
     monkeypatch.setattr(files, "write_json", write_json)
     store = MemoryObjectStore(before=before)
-    written = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=4000)
+    written = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1000)
     report = run(store, tmp_path / "s", preview_delta=-0.5)
     assert report.ok, report.reason
     assert full and "uploads.json was not written (No space left on device)" in caplog.text
     assert_published(store, REVISION, written)
     full, at = False, ""
     later = Revision(5, 4, 50)
-    written = write_snapshot(tmp_path / "t", later, world_size=1, rows=4000)
+    written = write_snapshot(tmp_path / "t", later, world_size=1, rows=1000)
     assert run(store, tmp_path / "t", later).ok, "the journal is as the full disk left it"
     assert_published(store, later, written)
     assert store.list_multiparts() == []
