@@ -21,7 +21,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -113,6 +113,7 @@ def _duration_text(seconds: float) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 FIRST_WAIT = timedelta(seconds=0.25)
@@ -171,6 +172,25 @@ def _retrying(attempt: Callable[[], Result], deadline: float, uplink: Uplink) ->
             if uplink.clock() + pause > deadline:
                 raise DeadlineError(f"{error}: no success in the time allowed") from None
         uplink.sleep(pause)
+
+
+def _run_all(
+    pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]
+) -> list[Result]:
+    """Return ``work`` of each item, in order. The first error ends the rest and is raised.
+
+    Call it from a thread outside the pool.
+    """
+    futures = [pool.submit(work, item) for item in items]
+    try:
+        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+            future.result()
+        return [future.result() for future in futures]
+    finally:
+        for future in futures:
+            future.cancel()
+        # Those that run still use the file, which the caller closes next.
+        wait(futures)
 
 
 def deadline_in(duration: timedelta) -> float:
@@ -269,14 +289,7 @@ def _download(
 
         missing = [start for start in range(0, info.size, RANGE) if start not in done]
         with ThreadPoolExecutor(concurrency, thread_name_prefix="download") as pool:
-            futures = [pool.submit(fetch, start) for start in missing]
-            try:
-                for future in futures:
-                    future.result()
-            finally:
-                # Or the pool's end would fetch all other ranges of a download that failed.
-                for future in futures:
-                    future.cancel()
+            _run_all(pool, fetch, missing)
     except OSError as error:
         if not is_full(error):
             raise
@@ -529,7 +542,7 @@ class Sender:
         listed = None if record.etag else self._parts_at_store(record)
         if listed is not None:
             at_store = {p.number: p for p in listed if p.number in cut.numbers}
-            local = self._run([lambda n=n: cut.local(n) for n in at_store])  # type: ignore[misc]
+            local = _run_all(self._pool, cut.local, at_store)
             kept = {p.number: p for p in local if at_store[p.number] == p}
             self._keep(kept.values())
             log.info("Resuming upload of %s: %d of %d parts kept", key, len(kept), len(cut.numbers))
@@ -537,7 +550,7 @@ class Sender:
         info = self._store.head(key)
         # The answer to Complete may have been lost: the etag shows whether this very file is there.
         if info is not None and info.size == record.size and "-" in info.etag:
-            local = self._run([lambda n=n: cut.local(n) for n in cut.numbers])  # type: ignore[misc]
+            local = _run_all(self._pool, cut.local, cut.numbers)
             if info.etag == multipart_etag(local):
                 self._keep(local)
                 done = replace(record, etag=info.etag)
@@ -583,7 +596,7 @@ class Sender:
 
         missing = [n for n in cut.numbers if n not in kept]
         try:
-            sent = self._run([lambda n=n: send(n) for n in missing])  # type: ignore[misc]
+            sent = _run_all(self._pool, send, missing)
         except UploadMissingError:
             self._journal.drop(record.key)
             self._store.list_multiparts()  # raises if the bucket is gone
@@ -637,7 +650,7 @@ class Sender:
         Returns etags by key.
         """
         files = list(staged)
-        etags = self._run([lambda s=s: self.publish(s) for s in files])  # type: ignore[misc]
+        etags = _run_all(self._pool, self.publish, files)
         return {s.key: etag for s, etag in zip(files, etags, strict=True)}
 
     def _put_small(self, staged: Staged) -> str:
@@ -667,24 +680,6 @@ class Sender:
         for record in self._journal.uploads():
             if record.key not in wanted or record.bucket != self._store.bucket:
                 self.abandon(record)
-
-    def _run(self, tasks: list[Callable[[], Result]]) -> list[Result]:
-        """Run all tasks in the pool; the first error ends the rest.
-
-        From a thread outside the pool.
-        """
-        futures: list[Future[Result]] = [self._pool.submit(task) for task in tasks]
-        try:
-            wait(futures, return_when=FIRST_EXCEPTION)
-            failed = next((f for f in futures if f.done() and f.exception()), None)
-            if failed is not None:
-                failed.result()
-            return [f.result() for f in futures]
-        finally:
-            for future in futures:
-                future.cancel()
-            # Those that run still read the file, which the caller closes next.
-            wait(futures)
 
     def _keep(self, parts: Collection[PartInfo]) -> None:
         self.sent.parts_kept += len(parts)
