@@ -34,50 +34,6 @@ def raise_if_it_may_pass(error: Exception, path: Path) -> None:
         raise PageUnavailable(f"{path} cannot be read now: {error.strerror}") from None
 
 
-class _Files:
-    """Files in configs, and which of them holds a row."""
-
-    def __init__(self, folder: Path, suffixes: Sequence[str]) -> None:
-        self.folder = folder
-        self.paths: dict[str, list[Path]] = {}
-        # Sorted: rows must have the same numbers in every process and on every machine.
-        for path in sorted(folder.rglob("*")):
-            # Notes of a download (.cache) and marks of its writer (_SUCCESS) are no rows.
-            hidden = any(p.startswith((".", "_")) for p in path.relative_to(folder).parts)
-            if path.suffix.lower() in suffixes and path.is_file() and not hidden:
-                config = path.parent.relative_to(folder).as_posix()
-                self.paths.setdefault("root" if config == "." else config, []).append(path)
-        if not self.paths:
-            raise PageUnavailable(f"{folder} holds no {' or '.join(suffixes)} files")
-        self.ends: dict[str, list[int]] = {}
-
-    def count(self, rows: Mapping[Path, int]) -> dict[str, int]:
-        """Return the rows of each config; a file without an entry is left out."""
-        self.paths = {c: [p for p in paths if p in rows] for c, paths in self.paths.items()}
-        self.ends = {
-            config: list(itertools.accumulate(rows[path] for path in paths))
-            for config, paths in self.paths.items()
-        }
-        return {config: ends[-1] if ends else 0 for config, ends in self.ends.items()}
-
-    def spans(self, config: str, row: int, limit: int) -> Iterator[tuple[Path, int, int]]:
-        """Yield (file, first row, rows) covering ``limit`` rows from ``row`` on."""
-        ends = self.ends.get(config)
-        if not ends or row >= ends[-1]:
-            raise PageUnavailable(
-                f"{config} of {self.folder} has {ends[-1] if ends else 0} rows, none at {row}"
-            )
-        end = min(row + limit, ends[-1])
-        at = bisect.bisect_right(ends, row)
-        while row < end:
-            first = ends[at - 1] if at else 0
-            rows = min(end, ends[at]) - row
-            if rows > 0:
-                yield self.paths[config][at], row - first, rows
-            row += rows
-            at += 1
-
-
 def folder_revision(folder: Path, *, wanted: str | None = None) -> str | None:
     """Return the commit of which ``folder`` is a Hugging Face download.
 
@@ -95,25 +51,55 @@ def folder_revision(folder: Path, *, wanted: str | None = None) -> str | None:
     return told[0] if told else None
 
 
+def _spans(ends: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int, int]]:
+    """Yield (piece, its first row, rows) that cover the rows from ``first`` to before ``end``.
+
+    ``ends``: the number of rows up to the end of each piece, the last at least ``end``.
+    """
+    at = bisect.bisect_right(ends, first)
+    while first < end:
+        begin = ends[at - 1] if at else 0
+        rows = min(end, ends[at]) - first
+        if rows:  # a piece may be empty
+            yield at, first - begin, rows
+        first, at = first + rows, at + 1
+
+
 class FolderSource:
     """A folder of files of one kind: each is scanned once, damaged ones are left out."""
 
     suffixes: tuple[str, ...]
 
     def __init__(self, folder: Path, *, counts: Counts) -> None:
+        self._folder = folder
         # Listed once: a file that comes later would shift the rows of all behind it.
-        self._files = _Files(folder, self.suffixes)
+        self._paths = self._listed()
         self._counts = counts
         self._lock = threading.Lock()
         self._scanned: dict[Path, int] = {}
+        self._ends: dict[str, list[int]] = {}  # of each file's rows in its config, once known
         self._table: dict[str, int] | None = None
-        self._all: dict[str, int] | None = None
+
+    def _listed(self) -> dict[str, list[Path]]:
+        """Return the files by config. Raises PageUnavailable if there are none."""
+        found: dict[str, list[Path]] = {}
+        # Sorted: rows must have the same numbers in every process and on every machine.
+        for path in sorted(self._folder.rglob("*")):
+            below = path.relative_to(self._folder)
+            # Notes of a download (.cache) and marks of its writer (_SUCCESS) are no rows.
+            hidden = any(part.startswith((".", "_")) for part in below.parts)
+            if path.suffix.lower() in self.suffixes and path.is_file() and not hidden:
+                config = below.parent.as_posix()
+                found.setdefault("root" if config == "." else config, []).append(path)
+        if not found:
+            raise PageUnavailable(f"{self._folder} holds no {' or '.join(self.suffixes)} files")
+        return found
 
     def num_rows(self) -> Mapping[str, int]:
         rows = self.all_rows()
         with self._lock:
             if self._table is None:
-                self._table = large_enough(rows, where=str(self._files.folder), counts=self._counts)
+                self._table = large_enough(rows, where=str(self._folder), counts=self._counts)
             return self._table
 
     def all_rows(self) -> dict[str, int]:
@@ -122,12 +108,15 @@ class FolderSource:
         Raises PageUnavailable while the disk of a file is away.
         """
         with self._lock:
-            if self._all is None:
-                for path in itertools.chain.from_iterable(self._files.paths.values()):
+            if not self._ends:
+                for path in itertools.chain.from_iterable(self._paths.values()):
                     if path not in self._scanned:
                         self._try_to_scan(path)
-                self._all = self._files.count(self._scanned)
-            return self._all
+                for config, paths in self._paths.items():
+                    paths[:] = [path for path in paths if path in self._scanned]
+                    rows = (self._scanned[path] for path in paths)
+                    self._ends[config] = list(itertools.accumulate(rows))
+            return {config: ends[-1] if ends else 0 for config, ends in self._ends.items()}
 
     def _try_to_scan(self, path: Path) -> None:
         try:
@@ -141,11 +130,15 @@ class FolderSource:
 
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
         del split  # a folder has one
-        self.all_rows()
+        count = self.all_rows().get(config, 0)
+        if row >= count:
+            raise PageUnavailable(f"{config} of {self._folder} has {count} rows, none at {row}")
         values: list[object] = []
-        for path, first, count in self._files.spans(config, row, limit):
+        end = min(row + limit, count)
+        for at, first, rows in _spans(self._ends[config], row, end):
+            path = self._paths[config][at]
             try:
-                values += self._read(path, first, count)
+                values += self._read(path, first, rows)
             except (OSError, ValueError) as error:
                 raise PageUnavailable(f"{path}, row {first}: {error}") from error
         return usable_texts(values, self._counts)
@@ -184,14 +177,9 @@ class ParquetSource(FolderSource):
         return int(meta.num_rows)
 
     def _read(self, path: Path, first: int, count: int) -> list[Any]:
-        ends = self._group_ends[path]
         values: list[Any] = []
-        group = bisect.bisect_right(ends, first)
-        while count > 0:
-            begin = ends[group - 1] if group else 0
-            here = min(count, ends[group] - first)
-            values += self._group(path, group)[first - begin : first - begin + here]
-            first, count, group = first + here, count - here, group + 1
+        for group, begin, rows in _spans(self._group_ends[path], first, first + count):
+            values += self._group(path, group)[begin : begin + rows]
         return values
 
     def _group(self, path: Path, group: int) -> list[Any]:
