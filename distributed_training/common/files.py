@@ -228,8 +228,9 @@ def late_mount(folder: Path, fstab: Path | None = None) -> str | None:
     # "#" is one that somebody took out: its disk never comes.
     named = (fields[1] for fields in lines if len(fields) >= 3 and not fields[0].startswith("#"))
     wanted = {os.path.normpath(_OCTAL.sub(lambda m: chr(int(m[1], 8)), path)) for path in named}
-    # all: without it psutil leaves out network disks and bind mounts.
-    mounted = {os.path.normpath(p.mountpoint) for p in psutil.disk_partitions(all=True)}
+    # all: without it psutil leaves out network disks and bind mounts. "/": in a chroot no mount has
+    # that name.
+    mounted = {"/", *(os.path.normpath(p.mountpoint) for p in psutil.disk_partitions(all=True))}
     # Only of what is not mounted: the path of a network disk that does not answer takes for ever.
     late = {os.path.realpath(path) for path in wanted - mounted} - mounted
     place = folder.absolute().resolve()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -145,6 +146,14 @@ def test_a_late_mount_is_seen_again_after_a_refused_try(tmp_path: Path, written:
         (disk / "launcher.prom").write_text("dt_starts_refused_in_a_row 1.0\n")  # the launcher's
     fstab.write_text(f"#{fstab.read_text()}# {disk} was sdb1\n")  # a disk that was taken out
     assert make_run_folder(named(disk), fstab=fstab) == disk
+
+
+def test_in_a_chroot_the_root_is_mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of mounts has no row of that name there."""
+    monkeypatch.setattr(psutil, "disk_partitions", lambda **_kind: [])
+    fstab = tmp_path / "fstab"
+    fstab.write_text("UUID=ab / ext4 defaults 0 1\n")
+    assert make_run_folder(named(tmp_path / "new"), fstab=fstab) == tmp_path / "new"
 
 
 def test_the_default_run_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
