@@ -18,11 +18,18 @@ from distributed_training.config import load_config
 from distributed_training.miner.launcher import SETTLE, TERMINATE_GRACE
 from distributed_training.miner.run_folder import mark_of
 from distributed_training.telemetry import read_events
-from tests.tools.pm2 import FAKE_RANKS, NAME, ROOT, Pm2, checkout, needs_pm2, start_update
+from tests.tools.pm2 import (
+    FAKE_RANKS,
+    NAME,
+    ROOT,
+    Pm2,
+    checkout,
+    needs_node,
+    needs_pm2,
+    start_update,
+)
 from tests.tools.r2_keys import KEYS
 from tests.tools.waiting import wait_for
-
-needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 
 
 def app(folder: Path = ROOT, **environ: str) -> dict[str, Any]:

@@ -33,6 +33,7 @@ VERSIONS = {
     "v4-start": {"neurons/miner.py": "\nraise RuntimeError('no luck')\n"},
 }
 
+needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
 needs_pm2 = pytest.mark.skipif(not PM2.exists(), reason="pm2 is not installed: make pm2")
 
 

@@ -18,6 +18,7 @@ from distributed_training.config import load_config
 from distributed_training.config.schema import schema
 from distributed_training.registry.__main__ import parser as registry_parser
 from distributed_training.telemetry.metrics import METRICS
+from tests.tools.pm2 import needs_node
 
 pytestmark = pytest.mark.timeout(200)
 OPS = Path(__file__).parents[2] / "ops"
@@ -25,7 +26,6 @@ RULES = OPS / "prometheus" / "miner.rules.yml"
 UNITS = sorted((OPS / "systemd").glob("*.service"))
 MINERS_UNIT = OPS / "systemd" / "distributed-training-miner.service"
 units = pytest.mark.parametrize("path", UNITS, ids=lambda path: path.stem)
-NODE = shutil.which("node")
 PROMTOOL = shutil.which("promtool")
 #: Kept by rooms, by kind; see the catalogue's docstring.
 BY_KIND = re.compile(r"(server|chain|data)_[a-z_]+_total")
@@ -97,11 +97,11 @@ def test_flags_of_units_and_containers_exist(file: str, program: str, words: lis
 def pm2_reads(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """The one app of app.config.js in ``folder`` as JSON, or what node says of it."""
     code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
-    command = [str(NODE), "-e", code, str(folder / "app.config.js")]
+    command = ["node", "-e", code, str(folder / "app.config.js")]
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 
 
-@pytest.mark.skipif(NODE is None, reason="needs node")
+@needs_node
 @pytest.mark.parametrize(
     ("words", "toml"),
     [
@@ -127,6 +127,7 @@ def test_pm2_waits_for_as_long_as_the_miner_takes_to_stop(
     assert app["kill_timeout"] == 1000 * (config.miner.stop_timeout.total_seconds() + 25)
 
 
+@needs_node
 @pytest.mark.parametrize(("app", "status"), [("validator", 0), ("registry", 0), ("x", 1)])
 def test_pm2_runs_what_a_founder_needs(app: str, status: int, tmp_path: Path) -> None:
     (tmp_path / f"{app}.override.js").write_text('module.exports = [["--network", "a.toml"]];')
@@ -140,6 +141,7 @@ def test_pm2_runs_what_a_founder_needs(app: str, status: int, tmp_path: Path) ->
     assert found["args"][-2:] == ["--network", "a.toml"] and app in found["script"]
 
 
+@needs_node
 @pytest.mark.parametrize(
     ("name", "override", "refused"),
     [

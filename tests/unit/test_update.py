@@ -27,6 +27,7 @@ import pytest
 from distributed_training.telemetry import EventLog, MetricsFile
 from distributed_training.telemetry.neuron_state import NeuronState
 from scripts import update
+from tests.tools.pm2 import needs_node
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -372,6 +373,7 @@ def test_nothing_is_begun_beside_another_update_or_without_room(
     assert "1.0 GB are free in" in line and "are needed for the new environment" in line
 
 
+@needs_node
 def test_an_environment_without_python_is_one_line(machine: Machine) -> None:
     folder = machine.updated("v2")
     (folder / "app.config.js").write_text("module.exports = {apps: [{args: []}]};")
