@@ -46,8 +46,7 @@ from bench import kills
 from bench.common import folder_or_temporary, parser, some_of, table
 from bench.kills import BLOCKS, PHASES, TIMEOUTS, TOLERANCE, Watch
 from distributed_training.common.ports import free_ports
-from distributed_training.localnet.processes import Child
-from distributed_training.localnet.services import NeuronPlan, Services, SubnetOptions
+from distributed_training.localnet.services import Child, NeuronPlan, Services, SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
 from tests.tools.namespaces import Machine, machines
 

@@ -182,7 +182,7 @@ def main() -> None:
         contestant(options.contestant)
         return
 
-    from distributed_training.localnet.object_store import ObjectStoreServer
+    from distributed_training.localnet.services import ObjectStoreServer
 
     with tempfile.TemporaryDirectory(prefix="bench-upload-") as name:
         work = Path(name)
@@ -190,8 +190,8 @@ def main() -> None:
         with ObjectStoreServer(folder=work / "server") as server:
             spec = {
                 "endpoint": server.endpoint,
-                "key": server.credentials.write_key,
-                "secret": server.credentials.write_secret,
+                "key": server.keys["R2_WRITE_ACCESS_KEY_ID"],
+                "secret": server.keys["R2_WRITE_SECRET_ACCESS_KEY"],
                 "large": str(large),
                 "small": str(small),
                 "work": str(work),

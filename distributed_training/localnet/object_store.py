@@ -2,10 +2,10 @@
 
     python -m distributed_training.localnet.object_store --folder DIR --port 9000
 
-reads the credentials from ``DIR/credentials.json`` (written by :class:`ObjectStoreServer`, mode
-0600) and prints ``READY`` and its pid when it answers. There are two keys of one account: one that
-may do everything and one that may only read. Objects survive a SIGKILL. Linux only: Swift keeps
-metadata in extended attributes.
+reads its keys from ``DIR/credentials.json`` (:func:`store_keys`, mode 0600) and prints ``READY``
+and its pid when it answers. There are two keys of one account: one that may do everything and one
+that may only read. Objects survive a SIGKILL. Linux only: Swift keeps metadata in extended
+attributes.
 """
 
 from __future__ import annotations
@@ -17,87 +17,30 @@ import secrets
 import signal
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from datetime import timedelta
 from pathlib import Path
 
 from distributed_training.common.files import atomic_file
 from distributed_training.common.ports import free_ports
-from distributed_training.localnet.processes import Child, stop_together
 
 
-@dataclass(frozen=True)
-class StoreCredentials:
-    """Lengths are R2's (32, 32, 64 characters), since the commitment on the chain has no other."""
+def store_keys(folder: Path) -> dict[str, str]:
+    """Return the R2 variables of the two keys of the store in ``folder``, made if there are none.
 
-    account_id: str
-    write_key: str
-    write_secret: str
-    read_key: str
-    read_secret: str
-
-    @classmethod
-    def generate(cls) -> StoreCredentials:
-        # Swift's access key is "account:user"; both halves are plain letters and digits.
-        account = "dt" + secrets.token_hex(6)
-        return cls(
-            account_id=secrets.token_hex(16),
-            write_key=f"{account}:w{secrets.token_hex(8)}",
-            write_secret=secrets.token_hex(32),
-            read_key=f"{account}:r{secrets.token_hex(8)}",
-            read_secret=secrets.token_hex(32),
-        )
-
-
-class ObjectStoreServer:
-    """Starts and stops the server; its data lies in ``folder`` and is there at the next start."""
-
-    def __init__(self, *, folder: Path, environment: Mapping[str, str] | None = None) -> None:
-        self.folder = folder
-        (self.port,) = free_ports(1)
-        self.credentials = _credentials(folder)
-        where = ["--folder", str(folder.absolute()), "--port", str(self.port)]
-        inherited = {"PYTHONPATH": os.pathsep.join(sys.path), **os.environ}
-        self.child = Child(
-            name="object store",
-            command=[sys.executable, "-m", __name__, *where],
-            environment=inherited if environment is None else environment,
-            folder=folder,
-        )
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self) -> None:
-        """Start the server. Raises ChildFailure with the log's last lines if it fails."""
-        self.child.start()
-        self.child.wait_ready()
-
-    def stop(self) -> None:
-        """Stop the server. Idempotent."""
-        stop_together([self.child], timedelta(seconds=5))
-
-    def __enter__(self) -> ObjectStoreServer:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
-
-
-def _credentials(folder: Path) -> StoreCredentials:
-    """Return the folder's credentials, made if there are none."""
+    Lengths are R2's (32, 32, 64 characters), since the commitment on the chain has no other.
+    """
     path = folder / "credentials.json"
     if path.exists():
-        return StoreCredentials(**json.loads(path.read_text()))
-    credentials = StoreCredentials.generate()
+        known: dict[str, str] = json.loads(path.read_text())
+        return known
+    # Swift's access key is "account:user"; both halves are plain letters and digits.
+    account, keys = "dt" + secrets.token_hex(6), {"R2_ACCOUNT_ID": secrets.token_hex(16)}
+    for kind in ("READ", "WRITE"):
+        keys[f"R2_{kind}_ACCESS_KEY_ID"] = f"{account}:{kind[0].lower()}{secrets.token_hex(8)}"
+        keys[f"R2_{kind}_SECRET_ACCESS_KEY"] = secrets.token_hex(32)
     with atomic_file(path, private=True) as file:
-        file.write(json.dumps(asdict(credentials)).encode())
-    return credentials
+        file.write(json.dumps(keys).encode())
+    return keys
 
-
-# --- the server process --------------------------------------------------------------------------
 
 _FILTERS = {
     "catch_errors": "",
@@ -160,22 +103,19 @@ def _write_configuration(folder: Path, port: int) -> dict[int, Path]:
     text += "account_autocreate = true\n"
     for name, settings in _FILTERS.items():
         text += f"[filter:{name}]\nuse = egg:swift#{name}\n{settings}"
-    text += f"[filter:tempauth]\nuse = egg:swift#tempauth\n{_users(_credentials(folder))}"
+    text += f"[filter:tempauth]\nuse = egg:swift#tempauth\n{_users(store_keys(folder))}"
     files[port] = folder / "proxy.conf"
     with open(os.open(files[port], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
         handle.write(text)
     return files
 
 
-def _users(credentials: StoreCredentials) -> str:
+def _users(keys: Mapping[str, str]) -> str:
     """Return tempauth's lines for the two keys."""
     lines = ""
-    for key, secret, group in (
-        (credentials.write_key, credentials.write_secret, ".admin"),
-        (credentials.read_key, credentials.read_secret, ".reseller_reader"),
-    ):
-        account, name = key.split(":")
-        lines += f"user_{account}_{name} = {secret} {group}\n"
+    for kind, group in (("WRITE", ".admin"), ("READ", ".reseller_reader")):
+        account, name = keys[f"R2_{kind}_ACCESS_KEY_ID"].split(":")
+        lines += f"user_{account}_{name} = {keys[f'R2_{kind}_SECRET_ACCESS_KEY']} {group}\n"
     return lines
 
 

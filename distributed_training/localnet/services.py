@@ -1,12 +1,21 @@
-"""Plan a local subnet's neurons, and start what is around them: object store, chain, wallets."""
+"""Plan a local subnet's neurons, and start what is around them: object store, chain, wallets.
+
+Children of a subnet are started, watched, stopped in time, and leave nothing behind. Each carries
+a mark (``common.processes``) with the subnet's id, so whatever a neuron started is found again,
+also after its parent is gone.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -14,13 +23,12 @@ from typing import TYPE_CHECKING, Literal
 
 from distributed_training.common.files import write_bytes
 from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import Mark
+from distributed_training.common.processes import Mark, kill_tree
 from distributed_training.common.swarm_identity import make_identity
 from distributed_training.config.model import PRESETS
 from distributed_training.config.settings import StoreSettings
 from distributed_training.config.types import ConfigError
-from distributed_training.localnet.object_store import ObjectStoreServer
-from distributed_training.localnet.processes import Child, stop_together
+from distributed_training.localnet.object_store import store_keys
 from distributed_training.protocol.keys import miner_bucket
 
 if TYPE_CHECKING:
@@ -97,10 +105,6 @@ def parse_ranks(text: str | None, miners: int | None) -> tuple[int, ...]:
         ) from None
     if miners is None:
         miners = len(given) if text else 2
-    if miners < 1:
-        raise ConfigError(
-            f"--miners {miners} leaves nobody to train, so nothing was started: give 1 or more"
-        )
     if len(given) > miners and text:
         raise ConfigError(
             f"--ranks names {len(given)} miners but --miners {miners} are wanted, so nothing was "
@@ -122,32 +126,198 @@ def parse_ranks(text: str | None, miners: int | None) -> tuple[int, ...]:
 
 def plan_neurons(options: SubnetOptions, folder: Path) -> list[NeuronPlan]:
     """Plan the validator first, which uploads the initial model the miners load."""
-    ports = iter(free_ports(2 * (len(options.ranks) + 1)))
-    plans = [
-        NeuronPlan(
-            name="validator",
-            kind="validator",
-            uid=VALIDATOR_UID,
-            world_size=1,
-            folder=folder / "validator",
-            axon_port=next(ports),
-            dht_port=next(ports),
-        )
-    ]
+    wanted: list[tuple[str, Literal["miner", "validator"], int, int]]
+    wanted = [("validator", "validator", VALIDATOR_UID, 1)]
     for i, ranks in enumerate(options.ranks):
-        uid = i * UID_SPACING
-        plans.append(
-            NeuronPlan(
-                name=f"miner-{uid:03d}",
-                kind="miner",
-                uid=uid,
-                world_size=ranks,
-                folder=folder / f"miner-{uid:03d}",
-                axon_port=next(ports),
-                dht_port=next(ports),
+        wanted.append((f"miner-{i * UID_SPACING:03d}", "miner", i * UID_SPACING, ranks))
+    ports = iter(free_ports(2 * len(wanted)))
+    return [
+        NeuronPlan(name, kind, uid, ranks, folder / name, next(ports), next(ports))
+        for name, kind, uid, ranks in wanted
+    ]
+
+
+# --- children -----------------------------------------------------------------------------------
+
+MARK = "DT_LOCAL_SUBNET"  # environment variable; its value is the subnet's id
+# util-linux; the kernel then ends the command when the thread that started it is gone.
+_WITH_STARTER = ("setpriv", "--pdeathsig", "TERM")
+
+
+class ChildFailure(RuntimeError):
+    """A command did not come up. The text is for the operator."""
+
+
+class Child:
+    """One long-running command; what it says goes to ``log.txt`` in its folder.
+
+    It gets a session of its own, so Ctrl-C at the terminal reaches only the orchestrator, which
+    stops its children in order. If the orchestrator itself is killed, the kernel sends SIGTERM.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+    ) -> None:
+        self.name = name
+        self.command = list(command)
+        self.folder = folder
+        self.log = folder / "log.txt"
+        self.environment = dict(environment)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.stopping = False
+
+    def start(self) -> None:
+        """Start it, appending to the log: a restarted neuron's history stays in one file."""
+        if self.running:
+            raise RuntimeError(f"{self.name} is running already")
+        self.stopping = False
+        self.folder.mkdir(parents=True, exist_ok=True)
+        # Not by preexec_fn, which runs Python between fork and exec beside our threads.
+        starter = _WITH_STARTER if shutil.which(_WITH_STARTER[0]) else ()
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*starter, *self.command],
+                cwd=self.folder,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def exit_status(self) -> int | None:
+        """The exit status; None while it runs or before its start; negative: the ending signal."""
+        return self._process.poll() if self._process else None
+
+    def wait_ready(self, timeout: timedelta = timedelta(seconds=60)) -> None:
+        """Wait until it writes ``READY`` and its pid, after its imports.
+
+        Raises ChildFailure; it has ended then.
+        """
+        deadline = time.monotonic() + timeout.total_seconds()
+        # With the pid: the log is appended to and holds the READY of earlier starts.
+        while f"READY {self.pid}" not in self.last_lines():
+            if not self.running or time.monotonic() > deadline:
+                # Before the kill, which would be all that it tells.
+                obituary = self.obituary
+                self.kill_tree()
+                raise ChildFailure(obituary)
+            time.sleep(0.05)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signal the command itself, not its descendants: passing it on is the command's task."""
+        # Its end is no failure from here on.
+        if number in (signal.SIGTERM, signal.SIGINT):
+            self.stopping = True
+        if self._process is not None and self.running:
+            self._process.send_signal(number)
+
+    def kill_tree(self) -> None:
+        """Send SIGKILL to the command and everything that descends from it now."""
+        self.stopping = True
+        if self._process is not None and self.running:
+            kill_tree(self._process.pid)
+            # One that hangs in a disk's system call ends later: the others are still to be stopped.
+            self.wait(timedelta(seconds=10))
+
+    def wait(self, timeout: timedelta) -> int | None:
+        """Return the exit status, or None if it still runs after ``timeout``."""
+        if self._process is None:
+            return None
+        try:
+            return self._process.wait(timeout=timeout.total_seconds())
+        except subprocess.TimeoutExpired:
+            return None
+
+    @property
+    def obituary(self) -> str:
+        """A text on how it ended, with its last lines."""
+        status = self.exit_status
+        if status is None:
+            how = "does not answer"
+        else:
+            how = f"ended with signal {-status}" if status < 0 else f"ended with status {status}"
+        lines = "\n".join(f"    {line}" for line in self.last_lines())
+        return f"{self.name} {how}; its log {self.log} ends:\n{lines}"
+
+    def last_lines(self, count: int = 12) -> list[str]:
+        """Return the end of the log."""
+        try:
+            with self.log.open("rb") as log:
+                log.seek(0, os.SEEK_END)
+                # The end alone: the log of a miner of days has hundreds of megabytes.
+                log.seek(max(0, log.tell() - 64 * 1024))
+                text = log.read().decode("utf-8", errors="replace")
+        except OSError:
+            return []
+        return [line for line in text.splitlines() if line.strip()][-count:]
+
+
+def stop_together(children: Sequence[Child], grace: timedelta) -> list[str]:
+    """Send SIGTERM to ``children``, wait ``grace`` for the slowest, SIGKILL the rest's trees.
+
+    Returns one line for each that had to be killed.
+    """
+    running = [child for child in children if child.running]
+    for child in running:
+        child.signal(signal.SIGTERM)
+    # One for all of them: they stop at the same time.
+    deadline = time.monotonic() + grace.total_seconds()
+    defects = []
+    for child in running:
+        if child.wait(timedelta(seconds=max(0.0, deadline - time.monotonic()))) is None:
+            child.kill_tree()
+            defects.append(f"{child.name} did not stop within {grace.total_seconds():.0f} s")
+    return defects
+
+
+class ObjectStoreServer:
+    """Starts and stops the server; its data lies in ``folder`` and is there at the next start."""
+
+    def __init__(self, *, folder: Path, environment: Mapping[str, str] | None = None) -> None:
+        self.folder = folder
+        (self.port,) = free_ports(1)
+        self.endpoint = f"http://127.0.0.1:{self.port}"
+        #: R2 variables by which a neuron reaches its bucket; all use one account.
+        self.keys = {"R2_ENDPOINT_URL": self.endpoint, **store_keys(folder)}
+        where = ["--folder", str(folder.absolute()), "--port", str(self.port)]
+        inherited = {"PYTHONPATH": os.pathsep.join(sys.path), **os.environ}
+        self.child = Child(
+            name="object store",
+            command=[sys.executable, "-m", "distributed_training.localnet.object_store", *where],
+            environment=inherited if environment is None else environment,
+            folder=folder,
         )
-    return plans
+
+    def start(self) -> None:
+        """Start the server. Raises ChildFailure with the log's last lines if it fails."""
+        self.child.start()
+        self.child.wait_ready()
+
+    def stop(self) -> None:
+        """Stop the server. Idempotent."""
+        stop_together([self.child], timedelta(seconds=5))
+
+    def __enter__(self) -> ObjectStoreServer:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 class Services:
@@ -192,7 +362,7 @@ class Services:
         from distributed_training.config.settings import StoreSettings
         from distributed_training.store.s3 import AccessKeys, S3ObjectStore
 
-        found, kind = self._keys(), "WRITE" if write else "READ"
+        found, kind = self._store.keys, "WRITE" if write else "READ"
         key, secret = (found[f"R2_{kind}_{n}"] for n in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"))
         return S3ObjectStore(
             bucket=self.bucket(plan),
@@ -302,7 +472,7 @@ class Services:
         flags = self._settings(plan).items()
         toml = "".join(f'"{name}" = {json.dumps(value)}\n' for name, value in flags)
         write_bytes(folder / "miner.toml", toml.encode(), durable=False)
-        lines = "".join(f"{name}={value}\n" for name, value in self._keys().items())
+        lines = "".join(f"{name}={value}\n" for name, value in self._store.keys.items())
         write_bytes(folder / ".env", lines.encode(), durable=False)
         (folder / ".env").chmod(0o600)
         return folder
@@ -358,19 +528,7 @@ class Services:
 
     def environment(self, plan: NeuronPlan) -> dict[str, str]:
         """Return the neuron's environment, with the keys of the object store."""
-        return self._clean_environment() | self._keys()
-
-    def _keys(self) -> dict[str, str]:
-        """Return the keys of the one account: the same two for all, one of which may only read."""
-        credentials = self._store.credentials
-        return {
-            "R2_ENDPOINT_URL": self.store_endpoint,
-            "R2_ACCOUNT_ID": credentials.account_id,
-            "R2_READ_ACCESS_KEY_ID": credentials.read_key,
-            "R2_READ_SECRET_ACCESS_KEY": credentials.read_secret,
-            "R2_WRITE_ACCESS_KEY_ID": credentials.write_key,
-            "R2_WRITE_SECRET_ACCESS_KEY": credentials.write_secret,
-        }
+        return self._clean_environment() | self._store.keys
 
     def _clean_environment(self) -> dict[str, str]:
         # By prefix: a miner here must not write into the bucket of its operator's real one.

@@ -31,8 +31,16 @@ from typing import IO, Any
 from distributed_training.common.files import write_json
 from distributed_training.common.processes import Mark
 from distributed_training.config.types import ConfigError
-from distributed_training.localnet.processes import MARK, Child, ChildFailure, stop_together
-from distributed_training.localnet.services import NeuronPlan, Services, SubnetOptions, plan_neurons
+from distributed_training.localnet.services import (
+    MARK,
+    Child,
+    ChildFailure,
+    NeuronPlan,
+    Services,
+    SubnetOptions,
+    plan_neurons,
+    stop_together,
+)
 from distributed_training.localnet.summary import Summary, event_line, summarize
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.neuron_state import NeuronState

@@ -12,7 +12,7 @@ import pytest
 from pydantic import SecretStr
 
 from distributed_training.common.ports import free_ports
-from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.store import bucket_reader
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import (

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import SecretStr
 
-from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.store import s3
 from distributed_training.store.bucket_reader import WritableReadKeyError, check_read_key
 from distributed_training.store.s3 import (

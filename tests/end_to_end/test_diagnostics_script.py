@@ -84,30 +84,24 @@ def test_the_step_time_is_measured(tmp_path: Path) -> None:
 
 def test_the_bucket_is_tried_with_both_keys(tmp_path: Path) -> None:
     pytest.importorskip("swift")
-    from distributed_training.localnet.object_store import ObjectStoreServer
+    from distributed_training.localnet.services import ObjectStoreServer
     from distributed_training.store.s3 import S3ObjectStore
     from tests.tools.support_store import settings_for
 
     server = ObjectStoreServer(folder=tmp_path / "store")
     server.start()
     try:
-        account = server.credentials
         settings = settings_for(server)
         S3ObjectStore.from_settings(
             settings, bucket="llama-4b-ws-4-007", write=True
         ).create_bucket()
         keys = {
-            "R2_ACCOUNT_ID": account.account_id,
-            "R2_READ_ACCESS_KEY_ID": account.read_key,
-            "R2_READ_SECRET_ACCESS_KEY": account.read_secret,
-            "R2_WRITE_ACCESS_KEY_ID": account.write_key,
-            "R2_WRITE_SECRET_ACCESS_KEY": account.write_secret,
-            "R2_ENDPOINT_URL": server.endpoint,
+            **server.keys,
             "BT_WALLET_PATH": str(tmp_path / "wallets"),  # none there: the hotkey's row fails
         }
         too_much = keys | {
-            "R2_READ_ACCESS_KEY_ID": account.write_key,
-            "R2_READ_SECRET_ACCESS_KEY": account.write_secret,
+            "R2_READ_ACCESS_KEY_ID": server.keys["R2_WRITE_ACCESS_KEY_ID"],
+            "R2_READ_SECRET_ACCESS_KEY": server.keys["R2_WRITE_SECRET_ACCESS_KEY"],
         }
         wrong = keys | {"R2_WRITE_SECRET_ACCESS_KEY": "0" * 64}
         cases = [(keys, 7, "ok"), (keys, 8, "fail"), (too_much, 7, "fail"), (wrong, 7, "fail")]
@@ -117,7 +111,7 @@ def test_the_bucket_is_tried_with_both_keys(tmp_path: Path) -> None:
             done = diagnose(*words, folder=tmp_path, environ=environ, offline=no_chain)
             checks = {c["name"]: c for c in json.loads(done.stdout)}
             assert checks["bucket"]["status"] == wanted, checks["bucket"]
-            assert account.write_secret not in done.stdout + done.stderr
+            assert keys["R2_WRITE_SECRET_ACCESS_KEY"] not in done.stdout + done.stderr
             assert checks["data"]["status"] == checks["tokenizer"]["status"] == "ok"
             failing = {name for name, check in checks.items() if check["status"] == "fail"}
             expected = {"hotkey"} | ({"bucket"} if wanted == "fail" else set())

@@ -23,8 +23,13 @@ import pytest
 from distributed_training.chain.identity import create_wallet
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark
-from distributed_training.localnet.processes import MARK
-from distributed_training.localnet.services import NeuronPlan, Services, SubnetOptions, plan_neurons
+from distributed_training.localnet.services import (
+    MARK,
+    NeuronPlan,
+    Services,
+    SubnetOptions,
+    plan_neurons,
+)
 from distributed_training.miner.rank_group import rank_variables
 from tests.tools import forked
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.store.cleanup import claim_bucket
 from tests.tools import forked
 from tests.tools.support_store import new_bucket, server, settings_for
@@ -31,13 +31,8 @@ def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_lists_asks_and_aborts(server: ObjectStoreServer, tmp_path: Path) -> None:
-    c = server.credentials
-    (tmp_path / ".env").write_text(
-        f"export R2_ACCOUNT_ID={c.account_id}\n"
-        f"export R2_WRITE_ACCESS_KEY_ID={c.write_key}\n"
-        f"export R2_WRITE_SECRET_ACCESS_KEY={c.write_secret}\n"
-        f"R2_ENDPOINT_URL={server.endpoint}\n"
-    )
+    keys = {name: value for name, value in server.keys.items() if "READ" not in name}
+    (tmp_path / ".env").write_text("".join(f"export {n}={value}\n" for n, value in keys.items()))
     store = new_bucket(server, settings_for(server))
     for key in ("epoch-3/model.safetensors", "epoch-4/model.safetensors"):
         upload_id = store.create_multipart(key)
@@ -73,7 +68,7 @@ def test_lists_asks_and_aborts(server: ObjectStoreServer, tmp_path: Path) -> Non
     assert missing.returncode == 1
     assert "bucket no-such-bucket-1 does not exist" in missing.stderr
     for done in (young, listed, unasked, one, missing):
-        assert c.write_secret not in done.stdout + done.stderr
+        assert keys["R2_WRITE_SECRET_ACCESS_KEY"] not in done.stdout + done.stderr
         assert "Traceback" not in done.stderr
 
 

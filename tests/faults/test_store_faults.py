@@ -17,7 +17,7 @@ from types import SimpleNamespace
 import pytest
 from pydantic import SecretStr
 
-from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store import s3

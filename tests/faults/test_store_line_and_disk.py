@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Revision
 from distributed_training.store import snapshot_folder

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from distributed_training.common.processes import Mark, command_of
-from distributed_training.localnet.processes import MARK, Child, stop_together
+from distributed_training.localnet.services import MARK, Child, stop_together
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(150)
@@ -94,7 +94,7 @@ def test_children_end_when_the_orchestrator_is_killed(tmp_path: Path, mark: Mark
                 import os, sys, time
                 from pathlib import Path
                 from distributed_training.common.processes import Mark
-                from distributed_training.localnet.processes import Child
+                from distributed_training.localnet.services import Child
                 mark = Mark("{MARK}", "{mark.value}")
                 Child(name="c", command=[sys.executable, "-c", "import time; time.sleep(600)"],
                       environment=dict(os.environ, **mark.environment),

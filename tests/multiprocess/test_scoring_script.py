@@ -26,7 +26,7 @@ from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.config.settings import StoreSettings
 from distributed_training.data.tokenizer import build_tokenizer
-from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.node.buckets import PeerBuckets
 from distributed_training.node.global_state import GlobalState
 from distributed_training.protocol import gradients, keys
@@ -130,9 +130,9 @@ def subnet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subnet]:
 
 def _publish_all(folder: Path, url: str, server: ObjectStoreServer) -> Subnet:
     config = load_config("validator", ["--preset", "local"], environ={}, dotenv=None, check=False)
-    c = server.credentials
     config = replace(config, store=replace(config.store, **access_to(server)))
-    commitment = build_commitment(BucketCredentials(c.account_id, c.read_key, c.read_secret))
+    parts = ("ACCOUNT_ID", "READ_ACCESS_KEY_ID", "READ_SECRET_ACCESS_KEY")
+    commitment = build_commitment(BucketCredentials(*(server.keys[f"R2_{p}"] for p in parts)))
     founder = RegistryChain(url=url, wallet=create_wallet(folder / "wallets", "uid-200"))
     for uid in (200, *UIDS):
         wallet = create_wallet(folder / "wallets", f"uid-{uid}")

@@ -14,7 +14,7 @@ from pydantic import SecretStr
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.processes import start_child
 from distributed_training.config.settings import StoreSettings
-from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import PublicationReport, Revision

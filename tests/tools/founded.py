@@ -21,7 +21,7 @@ from pydantic import SecretStr
 from distributed_training.config.model import PRESETS
 from distributed_training.config.schema import schema
 from distributed_training.config.settings import StoreSettings
-from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry import read_events
 from tests.tools.namespaces import Machine
@@ -114,17 +114,9 @@ class Founded:
         self.more: dict[str, str] = {}  # for every program's environment
         self.join_line = self.mine_line = self.invitation = ""  # once it is founded
         founder = machines.get("founder")
-        c = store.credentials
-        self.keys = {
-            "R2_ENDPOINT_URL": f"http://{founder.address}:{STORE_PORT}"
-            if founder
-            else store.endpoint,
-            "R2_ACCOUNT_ID": c.account_id,
-            "R2_READ_ACCESS_KEY_ID": c.read_key,
-            "R2_READ_SECRET_ACCESS_KEY": c.read_secret,
-            "R2_WRITE_ACCESS_KEY_ID": c.write_key,
-            "R2_WRITE_SECRET_ACCESS_KEY": c.write_secret,
-        }
+        self.keys = dict(store.keys)
+        if founder:
+            self.keys["R2_ENDPOINT_URL"] = f"http://{founder.address}:{STORE_PORT}"
 
     def environ(self, home: Path) -> dict[str, str]:
         home.mkdir(exist_ok=True)

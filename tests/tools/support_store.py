@@ -18,7 +18,7 @@ from pydantic import SecretStr
 from safetensors.torch import save, save_file
 
 from distributed_training.config.settings import StoreSettings
-from distributed_training.localnet.object_store import ObjectStoreServer
+from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import GradientMetadata, encode
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
@@ -41,15 +41,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStoreServ
 
 def access_to(server: ObjectStoreServer) -> dict[str, Any]:
     """Return the settings by which a neuron reaches its buckets there."""
-    c = server.credentials
-    return {
-        "account_id": c.account_id,
-        "read_access_key_id": SecretStr(c.read_key),
-        "read_secret_access_key": SecretStr(c.read_secret),
-        "write_access_key_id": SecretStr(c.write_key),
-        "write_secret_access_key": SecretStr(c.write_secret),
-        "endpoint_url": server.endpoint,
-    }
+    values = {name.removeprefix("R2_").lower(): value for name, value in server.keys.items()}
+    return {n: SecretStr(v) if n.startswith(("read", "write")) else v for n, v in values.items()}
 
 
 def settings_for(server: ObjectStoreServer, **changes: Any) -> StoreSettings:
