@@ -112,16 +112,19 @@ class Chain(abc.ABC):
         self._read_at: float | None = None
         self._ahead_of_monotonic: float | None = None  # the chain's clock
         self._neurons: tuple[Neuron, ...] = ()
-        self._uids: dict[str, int] = {}
+        self._by_hotkey: dict[str, Neuron] = {}
         self._commitments: dict[str, str] | None = None
         self._answered_by = ""
 
     def _saw_neurons(self, neurons: tuple[Neuron, ...]) -> None:
+        self._show_neurons(neurons)
+        self._counts["reads"] += 1
+
+    def _show_neurons(self, neurons: tuple[Neuron, ...]) -> None:
         # Readers take the same object for no news, and keep what they made of it.
         if neurons != self._neurons:
-            self._uids = {n.hotkey: n.uid for n in neurons}
+            self._by_hotkey = {n.hotkey: n for n in neurons}
             self._neurons = neurons
-        self._counts["reads"] += 1
 
     def _saw_commitments(self, commitments: dict[str, str]) -> None:
         """Replace the texts by hotkey."""
@@ -156,8 +159,7 @@ class Chain(abc.ABC):
         self._read_at = self._monotonic() - (time.time() - state.at)
         self._block = max(self._block, state.block)
         if not self._counts["reads"]:
-            self._uids = {n.hotkey: n.uid for n in state.neurons}
-            self._neurons = state.neurons
+            self._show_neurons(state.neurons)
         if self._commitments is None:
             self._commitments = dict(state.commitments)
         self._ready.set()
@@ -192,10 +194,15 @@ class Chain(abc.ABC):
         self._check()
         return self._neurons
 
+    def neuron(self, hotkey: str) -> Neuron | None:
+        """Return the neuron of a hotkey; None: not registered."""
+        self._check()
+        return self._by_hotkey.get(hotkey)
+
     def uid(self, hotkey: str) -> int | None:
         """Return the uid of a hotkey; None: not registered."""
-        self._check()
-        return self._uids.get(hotkey)
+        neuron = self.neuron(hotkey)
+        return neuron.uid if neuron is not None else None
 
     def commitment(self, hotkey: str) -> str | None:
         """Return the text last committed by ``hotkey``.

@@ -356,7 +356,7 @@ class RegistryChain(Chain):
                     and self._written.get("commit", {"text": commitment})["text"] == commitment
                 )
         # Whoever came back before us may have brought the version beyond the one we know.
-        return own not in self._uids
+        return own not in self._by_hotkey
 
     def _write_again(self, state: State) -> None:
         """Bring what a restored registry lost of ours: uid, endpoint, commitment.
@@ -374,9 +374,9 @@ class RegistryChain(Chain):
         own = self._wallet.ss58 if self._wallet is not None else ""
         there = any(n is not None and n.hotkey == own for _, n, _ in state.rows)
         try:
-            if own in self._uids and not there:
+            if own in self._by_hotkey and not there:
                 # Another uid would mean another bucket.
-                self._post("register", {**self._registration(), "uid": self._uids[own]})
+                self._post("register", {**self._registration(), "uid": self._by_hotkey[own].uid})
                 there = True
             for kind, fields in self._written.items() if there else ():
                 self._post(kind, fields)

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -104,8 +104,6 @@ class SignedServer(BoundedServer):
         self._miner = miner
         self._clock = clock
         self._monotonic = monotonic
-        self._neurons: Sequence[Neuron] = ()
-        self._by_hotkey: dict[str, Neuron] = {}
         self._round: tuple[RoundRequest, float] | None = None  # accepted at (monotonic)
         self._round_lock = threading.Lock()
         self._called_at: float | None = None
@@ -239,14 +237,9 @@ class SignedServer(BoundedServer):
 
     def _known(self, hotkey: str) -> Neuron | None:
         try:
-            neurons = self._chain.neurons()
+            return self._chain.neuron(hotkey)
         except ChainUnavailable:
             return None
-        # The chain returns the same object until there is news, so this costs nothing.
-        if neurons is not self._neurons:
-            self._by_hotkey = {n.hotkey: n for n in neurons}
-            self._neurons = neurons
-        return self._by_hotkey.get(hotkey)
 
     def _may_call_rounds(self, hotkey: str, neuron: Neuron | None) -> bool:
         if hotkey == self._master:

@@ -118,24 +118,6 @@ class _PartlyRead(ChainError):
     """Blocks could be read, neurons or commitments could not."""
 
 
-class _Standstill:
-    """The newest block of one connection, and when it came."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._block, self._moved_at = -1, clock()
-
-    def check(self, block: int) -> None:
-        """Raise ChainError if no new block came for long.
-
-        An endpoint that lost its peers answers as if nothing were wrong.
-        """
-        if block > self._block:
-            self._block, self._moved_at = block, self._clock()
-        elif self._clock() - self._moved_at > STANDSTILL:
-            raise ChainError(f"the node's block stands still at {block}")
-
-
 class BittensorChain(Chain):
     """A :class:`~.base.Chain` over a Subtensor.
 
@@ -166,17 +148,12 @@ class BittensorChain(Chain):
         self._endpoint = ""  # of the connection
         self._asked_another = threading.Event()
         self._client: Any = None
-        self._connected: asyncio.Event | None = None
-        self._task: asyncio.Task[None] | None = None
-        self._loop = asyncio.new_event_loop()
+        self._connected = asyncio.Event()
         self._closed = False
-        started = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(started,), name="subtensor", daemon=True
-        )
+        self._loop = asyncio.new_event_loop()
+        self._task = self._loop.create_task(self._main())
+        self._thread = threading.Thread(target=self._run, name="subtensor", daemon=True)
         self._thread.start()
-        # Before the loop runs, a write could not be handed to it.
-        started.wait()
 
     # writes
 
@@ -234,7 +211,6 @@ class BittensorChain(Chain):
     ) -> None:
         try:
             async with asyncio.timeout(seconds):
-                assert self._connected is not None
                 # Inside the deadline: a write waits for a connection no longer than for its block.
                 await self._connected.wait()
                 with _sdk_errors():
@@ -254,12 +230,12 @@ class BittensorChain(Chain):
 
     # the thread
 
-    def _run(self, started: threading.Event) -> None:
+    def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
         self._loop.set_exception_handler(_stray)
         try:
             with suppress(asyncio.CancelledError):
-                self._loop.run_until_complete(self._main(started))
+                self._loop.run_until_complete(self._task)
             # Writes that wait for a connection end with the chain.
             writes = asyncio.all_tasks(self._loop)
             for write in writes:
@@ -268,10 +244,7 @@ class BittensorChain(Chain):
         finally:
             self._loop.close()
 
-    async def _main(self, started: threading.Event) -> None:
-        self._connected = asyncio.Event()
-        self._task = asyncio.current_task()
-        started.set()
+    async def _main(self) -> None:
         rounds = 0  # of all endpoints, in a row, without a whole look
         turn = 0
         while True:
@@ -332,7 +305,6 @@ class BittensorChain(Chain):
         """Connect; inside, writes may go through that client once ``_connected`` is set."""
         import bittensor
 
-        assert self._connected is not None
         client = bittensor.Client(
             endpoint,
             # We go through the endpoints ourselves, with our deadlines.
@@ -359,7 +331,6 @@ class BittensorChain(Chain):
         ``tried_all``: no endpoint could be read whole. Then this one is kept as long as it has
         blocks, until neurons or commitments have failed once more.
         """
-        assert self._connected is not None
         self._newest.asking(endpoint)  # before what may raise
         self._endpoint = endpoint
         self._asked_another.clear()
@@ -367,7 +338,7 @@ class BittensorChain(Chain):
         read_at = float("-inf")
         partly = False  # neurons or commitments failed at this endpoint
         reported = self._ready.is_set()
-        newest = _Standstill(self._monotonic)
+        newest, moved_at = -1, self._monotonic()
         async with self._client_at(endpoint) as client:
             while True:
                 block = int(await self._timed(client.block()))
@@ -375,7 +346,11 @@ class BittensorChain(Chain):
                 if known := self._ready.is_set():
                     # Before all else that may fail: rounds, uploads and block lists go by it.
                     self._saw_block(block)
-                newest.check(block)
+                if block > newest:
+                    newest, moved_at = block, self._monotonic()
+                elif self._monotonic() - moved_at > STANDSTILL:
+                    # An endpoint that lost its peers answers as if nothing were wrong.
+                    raise ChainError(f"the node's block stands still at {block}")
                 if self._monotonic() - read_at >= read_every:
                     try:
                         await self._read_state(client, endpoint, others)
@@ -508,8 +483,7 @@ class BittensorChain(Chain):
         deadline = time.monotonic() + _CLOSE_TIMEOUT + 1
         while self._thread.is_alive() and time.monotonic() < deadline:
             with suppress(RuntimeError):  # the loop has ended by itself
-                if self._task is not None:
-                    self._loop.call_soon_threadsafe(self._task.cancel)
+                self._loop.call_soon_threadsafe(self._task.cancel)
             # The SDK's own cleaning up may have taken the cancellation for its own.
             self._thread.join(1.0)
 
