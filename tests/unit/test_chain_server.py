@@ -6,12 +6,15 @@ import errno
 import json
 import logging
 import math
+import shutil
 import socket
 import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +24,7 @@ from distributed_training.chain.http_server import STRIKES, Admission, TrustedAd
 from distributed_training.chain.identity import Wallet
 from distributed_training.common import ports
 from distributed_training.config.types import ConfigError
+from tests.tools.chain_vectors import FILE
 from tests.tools.chain_world import (
     EPOCH,
     MINER,
@@ -41,6 +45,7 @@ SCHEMES = ("btauth", "legacy")
 ALIVE = b'{"answer": null, "completion": "", "epoch": null}'
 REDUCE = b'{"completion": false, "min_group_size": 32, "allreduce_timeout": 795.0}'
 SECOND_NS = 10**9
+REQUESTS = json.loads(FILE.read_text())
 
 
 @pytest.fixture
@@ -137,7 +142,7 @@ def test_a_timeout_that_nobody_signed_keeps_no_call_fresh(server: World) -> None
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_replay_is_refused_also_after_a_restart(tmp_path, scheme: str) -> None:
+def test_a_replay_is_refused_also_after_a_restart(tmp_path: Path, scheme: str) -> None:
     headers = sign(scheme, VALIDATOR, "/AllReduce", REDUCE, timeout=840.0)
     with world(folder=tmp_path) as first:
         assert post(first, "/AllReduce", REDUCE, headers).status_code == 200
@@ -147,6 +152,25 @@ def test_a_replay_is_refused_also_after_a_restart(tmp_path, scheme: str) -> None
         _refused(second, post(second, "/AllReduce", REDUCE, headers), 401, "replay")
         fresh = sign(scheme, VALIDATOR, "/AllReduce", REDUCE)
         assert post(second, "/AllReduce", REDUCE, fresh).status_code == 200
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_replay_is_refused_also_after_a_kill(tmp_path: Path, scheme: str) -> None:
+    # As far ahead as a caller's clock may be: fresh for as long as possible.
+    nonce = time.time_ns() + 3 * SECOND_NS
+    headers = sign(scheme, VALIDATOR, "/AllReduce", REDUCE, nonce=nonce)
+    with world(folder=tmp_path / "run") as first:
+        assert post(first, "/AllReduce", REDUCE, headers).status_code == 200
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")  # as a SIGKILL leaves it
+    with world(folder=tmp_path / "killed") as second:
+        _refused(second, post(second, "/AllReduce", REDUCE, headers), 401, "replay")
+        # Who signs after the start is heard as soon as the allowed difference of clocks has passed.
+        second.later = SETTINGS.clock_skew.total_seconds() + 1
+        second.offset = round(second.later * SECOND_NS)
+        fresh = sign(scheme, VALIDATOR, "/AllReduce", REDUCE, nonce=time.time_ns() + second.offset)
+        assert post(second, "/AllReduce", REDUCE, fresh).status_code == 200
+        assert post(second, "/AllReduce", REDUCE, headers).status_code == 401
+        assert second.refused("replay") == 2
 
 
 @pytest.mark.parametrize("given, read", [("0", 0.0), ("-1", None), ("nan", None), ("x", None)])
@@ -175,6 +199,30 @@ def test_a_legacy_call_without_a_timeout_header_has_the_bodys(
     assert post(server, "/AllReduce", json.dumps(body).encode(), headers).status_code == 200
     (event,) = server.events
     assert event.timeout == (None if seconds is None else timedelta(seconds=seconds))
+
+
+def send(made: World, recorded: dict[str, Any]) -> httpx.Response:
+    made.offset = recorded["now"] - time.time_ns()
+    return post(made, recorded["path"], recorded["body"].encode(), recorded["headers"])
+
+
+@pytest.mark.parametrize("recorded", REQUESTS, ids=lambda r: f"{r['scheme']}: {r['name']}")
+def test_recorded_requests(server: World, recorded: dict[str, Any]) -> None:
+    reply = send(server, recorded)
+    if recorded["reason"]:
+        _refused(server, reply, recorded["status"], recorded["reason"])
+        return
+    assert reply.status_code == 200, reply.text
+    assert send(server, recorded).status_code == 401 and server.refused("replay") == 1
+    assert len(server.events) == (recorded["path"] == "/AllReduce")
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_recorded_request_of_a_scheme_that_is_off(scheme: str) -> None:
+    recorded = next(r for r in REQUESTS if r["scheme"] == scheme)
+    others = tuple(other for other in SCHEMES if other != scheme)
+    with world(replace(SETTINGS, auth_schemes=others)) as made:
+        _refused(made, send(made, recorded), 401, "unsigned")
 
 
 @pytest.mark.parametrize("request_", VECTORS["requests"], ids=lambda r: r["path"])
