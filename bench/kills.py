@@ -283,9 +283,10 @@ class Watch:
         """Return whether a complete checkpoint of that outer step is there."""
         for folder in (self.miner.plan.folder / "checkpoints").glob("checkpoint-*"):
             manifest = read_json_object(folder / "rank-0.json")
-            if self._complete(folder, "rank-{}.json") and manifest:
-                if manifest["progress"]["outer_step"] >= outer_step:
-                    return True
+            if not manifest or not self._complete(folder, "rank-{}.json"):
+                continue
+            if manifest["progress"]["outer_step"] >= outer_step:
+                return True
         return False
 
     def _moved(self) -> int:

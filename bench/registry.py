@@ -88,9 +88,7 @@ async def poll(
     """
     seen: State | None = None
     address = f"127.{1 + number // 65536}.{number // 256 % 256}.{number % 256}"
-    kept = httpx.Limits(
-        max_keepalive_connections=int(keeps), keepalive_expiry=KEPT.total_seconds()
-    )
+    kept = httpx.Limits(max_keepalive_connections=int(keeps), keepalive_expiry=KEPT.total_seconds())
     transport = httpx.AsyncHTTPTransport(verify=False, local_address=address, limits=kept)
     async with httpx.AsyncClient(base_url=url, transport=transport) as client:
         await asyncio.sleep(random.uniform(0, INTERVAL))

@@ -247,8 +247,6 @@ ATTACKS: dict[str, Callable[[], Flood | Hold]] = {
 }
 
 
-
-
 # --- the processes of senders and validator -------------------------------------------------------
 
 
