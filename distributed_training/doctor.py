@@ -62,7 +62,6 @@ from distributed_training.miner.launcher import ranks_of
 from distributed_training.miner.rank_group import rank_environment_defaults, rank_variables
 from distributed_training.miner.run_folder import mark_of, rank_environment
 from distributed_training.protocol.lines import counted
-from distributed_training.protocol.schedule import UPLOAD_AGE_LIMIT
 from distributed_training.protocol.types import Check, ExitStatus
 
 _MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("-", "dim")}
@@ -286,11 +285,11 @@ def check_speed(
     between = steps * step
     text = f"one every {_minutes(between)}"
     age = Check("upload age", "ok", text)
-    if between > 0.8 * UPLOAD_AGE_LIMIT:
-        limit = _minutes(UPLOAD_AGE_LIMIT)
-        text += f", but validators give 0 from {limit} on, upload time included"
-        remedy = f"give --neuron.upload_steps {max(1, int(0.5 * UPLOAD_AGE_LIMIT / step))} or less"
-        age = Check("upload age", "fail" if between > UPLOAD_AGE_LIMIT else "warn", text, remedy)
+    limit = store.age_limit
+    if between > 0.8 * limit:
+        text += f", but validators give 0 from {_minutes(limit)} on, upload time included"
+        remedy = f"give --neuron.upload_steps {max(1, int(0.5 * limit / step))} or less"
+        age = Check("upload age", "fail" if between > limit else "warn", text, remedy)
     return [time, first, age]
 
 

@@ -28,7 +28,6 @@ from distributed_training.node.identity import (
 )
 from distributed_training.node.start import NetworkFailure
 from distributed_training.protocol.keys import miner_bucket
-from distributed_training.protocol.schedule import UPLOAD_AGE_LIMIT
 from distributed_training.protocol.types import Check
 from distributed_training.store.s3 import S3ObjectStore, StoreError, endpoint_of
 from distributed_training.swarm.supervisor import address_of, any_reachable
@@ -261,7 +260,7 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
     if shape is None:
         return Check("line", "ok", finding)
     seconds = snapshot_bytes(shape.tensors) / speed
-    limit, end = UPLOAD_AGE_LIMIT, "validators refuse it"
+    limit, end = config.store.age_limit, "validators refuse it"
     if config.store.longest_transfer < limit:
         limit, end = config.store.longest_transfer, "--r2.file_deadline gives it up"
     finding += f": an upload takes about {seconds / 60:.0f} min"

@@ -108,7 +108,9 @@ def test_the_network_is_asked_first_and_without_a_wallet(
     ledger.register("5Another")
     if there:
         ledger.register(config.miner.master_ss58_address)
-        ledger.entries = {u: replace(n, validator_permit=True) for u, n in ledger.entries.items()}
+        for uid, slot in ledger.slots.items():
+            permitted = replace(slot.neuron, validator_permit=True)
+            ledger.slots[uid] = slot._replace(neuron=permitted)
 
     def no_wallet(_: object) -> None:
         raise ConfigError("no hotkey at x, so the miner has no identity: create it")
@@ -206,16 +208,17 @@ def test_the_doctor_of_a_miner_that_deletes_folders_meanwhile(
 
 
 @pytest.mark.parametrize(
-    ("deadline", "seconds", "verdict", "said"),
+    ("given", "seconds", "verdict", "said"),
     [
-        (timedelta(0), 2000, "ok", "about 33 min"),
-        (timedelta(0), 3000, "warn", "validators refuse it after 80 min"),
-        (timedelta(minutes=40), 2000, "warn", "--r2.file_deadline gives it up after 40 min"),
-        (timedelta(hours=9), 3000, "warn", "validators refuse it after 80 min"),
+        ({}, 2000, "ok", "about 33 min"),
+        ({}, 3000, "warn", "validators refuse it after 80 min"),
+        ({"file_deadline": "40m"}, 2000, "warn", "--r2.file_deadline gives it up after 40 min"),
+        ({"file_deadline": "9h"}, 3000, "warn", "validators refuse it after 80 min"),
+        ({"age_limit": "60m"}, 2000, "warn", "validators refuse it after 60 min"),
     ],
 )
 def test_a_line_is_judged_by_the_time_an_upload_really_has(
-    deadline: timedelta,
+    given: dict[str, Any],
     seconds: float,
     verdict: str,
     said: str,
@@ -234,7 +237,7 @@ def test_a_line_is_judged_by_the_time_an_upload_really_has(
     clock = SimpleNamespace(perf_counter=lambda: now)
     monkeypatch.setattr(outside, "time", clock)
     monkeypatch.setattr(S3ObjectStore, "from_settings", lambda *given, **fields: SlowStore())
-    config: Any = SimpleNamespace(store=StoreSettings(file_deadline=deadline))
+    config: Any = SimpleNamespace(store=StoreSettings(**given))
     check = outside.check_line(config, "bucket", shape)
     assert check.status == verdict and said in check.finding
 
@@ -442,3 +445,10 @@ def test_the_first_upload_has_the_time_that_the_guide_gives_it(
     found = speed(step, steps, least)
     assert tuple(status([*found.values()]).values()) == verdicts
     assert first in found["first upload"].finding
+
+
+def test_uploads_are_judged_by_the_age_limit_of_the_network() -> None:
+    for limit, verdict in (("80m", "ok"), ("30m", "warn"), ("20m", "fail")):
+        store = StoreSettings(upload_steps=60, age_limit=limit)  # type: ignore[arg-type]
+        *_, age = check_speed(0.4, 64, store=store, slow_step=timedelta(seconds=90))
+        assert (age.name, age.status) == ("upload age", verdict)
