@@ -56,9 +56,15 @@ from bench.small_model import EFFECTIVE, MICRO, SEQUENCE, new_trainer, small_con
 from distributed_training.chain.base import Neuron
 from distributed_training.data.page_source import StdlibSource
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
-from distributed_training.protocol import keys, schedule
+from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import GradientMetadata
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
+from distributed_training.protocol.scoring import (
+    SECONDS_PER_BLOCK,
+    UPLOAD_AGE_LIMIT,
+    random_block_range,
+    scored_epoch,
+)
 from distributed_training.protocol.types import Revision
 from distributed_training.scoring.evaluator import EvaluationModel, Evaluator
 from distributed_training.scoring.upload import (
@@ -359,7 +365,7 @@ def has_text(pages: Pages, uid: int, block: int) -> bool:
 
 
 def block_at(now: float) -> int:
-    return FIRST_BLOCK + int(now / schedule.SECONDS_PER_BLOCK)
+    return FIRST_BLOCK + int(now / SECONDS_PER_BLOCK)
 
 
 # --- all of them, and the validator -------------------------------------------------------------
@@ -405,7 +411,7 @@ class Arena:
 
     def __init__(self, options: argparse.Namespace, *, seed: int) -> None:
         self.world = World(options.blocks, options.step, options.upload)
-        self.look_every = options.look * schedule.SECONDS_PER_BLOCK
+        self.look_every = options.look * SECONDS_PER_BLOCK
         self._dice = random.Random(seed)
         with tempfile.TemporaryDirectory() as folder:
             path, eos = build_tokenizer("bytes", Path(folder))
@@ -477,11 +483,11 @@ class Arena:
     def _judge(self, outer: int, called: float, now: float) -> None:
         """Pass over all buckets at ``now``. ``outer``: the global state's outer step."""
         block, bpa = block_at(now), self.world.blocks
-        judged = schedule.scored_epoch(
+        judged = scored_epoch(
             outer_step=outer, block=block, last_allreduce_block=block_at(called), bpa=bpa
         )
         uids = [miner.uid for miner in self.miners]
-        draw = functools.partial(self._dice.randrange, *schedule.random_block_range(block))
+        draw = functools.partial(self._dice.randrange, *random_block_range(block))
         random_block = draw()
         while not all(has_text(self._judged_pages, uid, random_block) for uid in uids):
             random_block = draw()
@@ -498,7 +504,7 @@ class Arena:
             Neuron(miner.uid, hotkey="", port=1),
             lambda neuron: bucket,  # type: ignore[arg-type, return-value]
             outer_step=judged,
-            age_limit=schedule.UPLOAD_AGE_LIMIT,
+            age_limit=UPLOAD_AGE_LIMIT,
         )
         try:
             upload = read_upload(

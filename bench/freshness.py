@@ -31,7 +31,7 @@ import numpy as np
 
 from bench.common import parser, table
 from distributed_training.miner.round_clock import RoundClock
-from distributed_training.protocol import schedule
+from distributed_training.protocol.scoring import SECONDS_PER_BLOCK, UPLOAD_AGE_LIMIT
 from distributed_training.protocol.types import PublicationReport, Revision, StepReport
 from distributed_training.store.upload_schedule import UploadSchedule
 
@@ -57,7 +57,7 @@ class World:
 
     @property
     def period(self) -> float:
-        return self.blocks * schedule.SECONDS_PER_BLOCK
+        return self.blocks * SECONDS_PER_BLOCK
 
     @property
     def half(self) -> float:
@@ -134,7 +134,7 @@ def our_miner(world: World, upload_steps: int = 5) -> Miner:
     plan = UploadSchedule(
         upload_steps=upload_steps,
         minimum_inner_step=50,
-        age_limit=schedule.UPLOAD_AGE_LIMIT,
+        age_limit=UPLOAD_AGE_LIMIT,
         slack=timedelta(seconds=240),
     )
 
@@ -197,9 +197,9 @@ def live(world: World, miner: Miner, *, rounds: int, seed: int) -> Score:
     lived = life(world, lead=LEAD if miner.through_rounds else 0.0, rounds=rounds, seed=seed)
     now, dice = lived[0].began, random.Random(seed)
     clock = RoundClock(
-        chain_block=lambda: int(now / schedule.SECONDS_PER_BLOCK),
+        chain_block=lambda: int(now / SECONDS_PER_BLOCK),
         blocks_per_allreduce=world.blocks,
-        last_allreduce_block=int(now / schedule.SECONDS_PER_BLOCK),
+        last_allreduce_block=int(now / SECONDS_PER_BLOCK),
         clock=lambda: now,
     )
 
@@ -245,7 +245,7 @@ def _judge(world: World, files: Sequence[File], lived: Sequence[OuterStep]) -> S
             if (
                 newest is not None
                 and now - newest.block_time <= world.half
-                and now - newest.visible_at < schedule.UPLOAD_AGE_LIMIT.total_seconds()
+                and now - newest.visible_at < UPLOAD_AGE_LIMIT.total_seconds()
             ):
                 steps.append(newest.inner_step)
             now += LOOK_EVERY

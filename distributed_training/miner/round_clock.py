@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 
-from distributed_training.protocol import schedule
+from distributed_training.protocol.scoring import SECONDS_PER_BLOCK
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class RoundClock:
         blocks_per_allreduce: int,
         last_allreduce_block: int | None,
         shortest_period: int | None = None,
-        seconds_per_block: float = schedule.SECONDS_PER_BLOCK,
+        seconds_per_block: float = SECONDS_PER_BLOCK,
         chain_age: Callable[[], timedelta] = timedelta,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

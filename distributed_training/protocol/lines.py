@@ -69,7 +69,7 @@ def judged_upload(tag: str, outer_step: int) -> str:
     """Name the upload that a validator judged.
 
     ``tag``: ``run.outer.inner`` of the root metadata, empty if there is none; it may be of another
-    outer step than is judged (:func:`~.schedule.scored_epoch`).
+    outer step than is judged (:func:`~.scoring.scored_epoch`).
     """
     if not tag or tag.split(".")[1:2] == [str(outer_step)]:
         return tag or "?"

@@ -44,9 +44,14 @@ from distributed_training.node.buckets import PeerBuckets
 from distributed_training.node.global_state import load_weights, model_bytes
 from distributed_training.node.identity import follow_chain, miners_of
 from distributed_training.node.start import fetch_tokenizer
-from distributed_training.protocol import keys, schedule
+from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
-from distributed_training.protocol.scoring import RESET, ScoreBoard
+from distributed_training.protocol.scoring import (
+    RESET,
+    ScoreBoard,
+    random_block_range,
+    scored_epoch,
+)
 from distributed_training.scoring.evaluator import (
     Comparison,
     EvaluationModel,
@@ -134,7 +139,7 @@ def read_judged(
             bpa = settings.blocks_per_allreduce_later or bpa
         model_config, extras = bucket.config(root.outer_step)
         if outer_step is None:
-            outer_step = schedule.scored_epoch(
+            outer_step = scored_epoch(
                 outer_step=root.outer_step,
                 block=block,
                 last_allreduce_block=extras.last_allreduce_block or 0,
@@ -445,7 +450,7 @@ def _with_standing(row: Row, standing: Standing | None) -> Row:
 
 def draw_random_blocks(block: int, count: int, generator: random.Random) -> tuple[int, ...]:
     """Draw blocks from the range of which validators draw theirs at ``block``."""
-    return tuple(generator.randrange(*schedule.random_block_range(block)) for _ in range(count))
+    return tuple(generator.randrange(*random_block_range(block)) for _ in range(count))
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from distributed_training.data.block_builder import open_source
 from distributed_training.data.page_source import PageSource, PageUnavailable
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.node.buckets import NoBucket
-from distributed_training.protocol import keys, schedule
+from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import (
     GradientPayload,
     PayloadError,
@@ -43,6 +43,7 @@ from distributed_training.protocol.gradients import (
 )
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.pages import select_pages
+from distributed_training.protocol.scoring import blocks_are_fresh
 from distributed_training.store.bucket_reader import (
     BucketReader,
     StateUnavailable,
@@ -375,7 +376,7 @@ def _read(
         raise InvalidUpload(Cause.NO_BLOCKS, f"block_list cannot be read: {error}") from None
     if not blocks:
         raise InvalidUpload(Cause.NO_BLOCKS, "block_list is empty")
-    if not schedule.blocks_are_fresh(blocks, block=block, bpa=bpa):
+    if not blocks_are_fresh(blocks, block=block, bpa=bpa):
         raise InvalidUpload(
             Cause.OLD_BLOCKS,
             f"newest trained block {max(blocks)} is too old at block {block}: more than "

@@ -21,12 +21,15 @@ from distributed_training.chain.base import Neuron
 from distributed_training.common.files import write_json
 from distributed_training.config.settings import ValidatorSettings
 from distributed_training.node.global_state import GlobalState
-from distributed_training.protocol import lines, schedule
+from distributed_training.protocol import lines
 from distributed_training.protocol.scoring import (
     MAX_MISSED_SWEEPS,
     RESET,
     ScoreBoard,
     moving_average,
+    random_block_range,
+    scored_epoch,
+    upload_age_limit,
 )
 from distributed_training.scoring.evaluator import Evaluator, Judgement, judgement_fields
 from distributed_training.scoring.upload import (
@@ -227,14 +230,14 @@ class Scorer:
         ``interrupted`` is asked between two uploads; the pass then ends with what it has. Raises
         ChainError, Stopped.
         """
-        outer_step = schedule.scored_epoch(
+        outer_step = scored_epoch(
             outer_step=state.outer_step,
             block=block,
             # Of the last good round: a failed one begins no outer step that could be judged.
             last_allreduce_block=state.last_allreduce_block,
             bpa=bpa,
         )
-        limit = schedule.upload_age_limit(
+        limit = upload_age_limit(
             failed_rounds=self.standings.failed_rounds, base=self.settings.upload_age_limit
         )
         look = partial(
@@ -314,7 +317,7 @@ class Scorer:
             log.warning("No scoring: global weights of outer step %d: %s", outer_step, error)
             return []
         # One for all: improvements on the same text can be compared.
-        random_block = self.rng.randrange(*schedule.random_block_range(block))
+        random_block = self.rng.randrange(*random_block_range(block))
         read = partial(
             read_upload,
             schema=state.schema,

@@ -68,7 +68,8 @@ from distributed_training.config.settings import ValidatorSettings
 from distributed_training.node.global_state import GlobalState
 from distributed_training.node.identity import Member, miners_of
 from distributed_training.node.start import Stopped
-from distributed_training.protocol import lines, schedule
+from distributed_training.protocol import lines
+from distributed_training.protocol.scoring import round_due
 from distributed_training.protocol.types import AllReduceFault
 from distributed_training.scoring.evaluator import Judgement
 from distributed_training.store.s3 import StoreError
@@ -394,7 +395,7 @@ class Validator:
             )
 
     def _round_due(self, block: int) -> bool:
-        return schedule.round_due(
+        return round_due(
             block=block,
             last_allreduce_block=self.last_allreduce_block,
             bpa=self.blocks_per_allreduce,

@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import time
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -107,10 +106,7 @@ def test_the_network_is_asked_first_and_without_a_wallet(
     ledger = MemoryLedger()
     ledger.register("5Another")
     if there:
-        ledger.register(config.miner.master_ss58_address)
-        for uid, slot in ledger.slots.items():
-            permitted = replace(slot.neuron, validator_permit=True)
-            ledger.slots[uid] = slot._replace(neuron=permitted)
+        ledger.register(config.miner.master_ss58_address, validator_permit=True)
 
     def no_wallet(_: object) -> None:
         raise ConfigError("no hotkey at x, so the miner has no identity: create it")

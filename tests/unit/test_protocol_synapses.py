@@ -1,4 +1,4 @@
-"""Bodies of IsAlive and AllReduce, the legacy signature's text, and the schedule in blocks."""
+"""Bodies of IsAlive and AllReduce, and the legacy signature's text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed_training.protocol import schedule, synapses
+from distributed_training.protocol import synapses
 from distributed_training.protocol.types import RoundRequest
 
 pytestmark = pytest.mark.timeout(60)
@@ -103,38 +103,3 @@ def test_a_peer_id_is_told_to_who_asks(told: Any, understood: str | None) -> Non
     asked = synapses.answer_is_alive(synapses.build_is_alive(), epoch=4, peer_id=told)
     assert synapses.parse_is_alive_reply(asked).peer_id == understood
     assert "peer_id" not in synapses.answer_is_alive({"answer": None}, epoch=4, peer_id=told)
-
-
-@pytest.mark.parametrize(
-    "outer_step, since, expected",
-    [(7, 0, 6), (7, 374, 6), (7, 375, 7), (0, 0, 0), (7, 900, 7)],
-)
-def test_which_epoch_is_scored(outer_step: int, since: int, expected: int) -> None:
-    assert (
-        schedule.scored_epoch(
-            outer_step=outer_step, block=1000 + since, last_allreduce_block=1000, bpa=750
-        )
-        == expected
-    )
-
-
-def test_rounds_are_due_after_bpa_blocks() -> None:
-    assert not schedule.round_due(block=399, last_allreduce_block=0, bpa=400)
-    assert schedule.round_due(block=400, last_allreduce_block=0, bpa=400)
-
-
-def test_block_lists() -> None:
-    assert not schedule.blocks_are_fresh([], block=10, bpa=400)
-    assert schedule.blocks_are_fresh([5, 100], block=300, bpa=400)
-    assert not schedule.blocks_are_fresh([5, 100], block=301, bpa=400)
-
-
-def test_age_limit_grows_with_failed_rounds() -> None:
-    assert schedule.upload_age_limit(failed_rounds=0) == timedelta(seconds=4800)
-    assert schedule.upload_age_limit(failed_rounds=2) == timedelta(seconds=14400)
-
-
-def test_random_block_lies_ahead() -> None:
-    assert schedule.random_block_range(1000) == (1020, 10000)
-    low, high = schedule.random_block_range(0)
-    assert high > low == 20
