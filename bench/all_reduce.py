@@ -12,7 +12,6 @@ touches of fresh memory) in millions.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import statistics
@@ -26,6 +25,7 @@ from typing import Any
 
 import psutil
 
+from bench.common import parser
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.swarm.swarm import HivemindSwarm
@@ -194,12 +194,14 @@ def measure(millions: int, peers: int, repeats: int) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--peers", type=int, default=2)
-    parser.add_argument("--parameters", type=int, default=10, help="millions")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--suite", action="store_true", help="the sizes with goals, as one table")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--peers", type=int, default=2)
+    arguments.add_argument("--parameters", type=int, default=10, help="millions")
+    arguments.add_argument("--repeats", type=int, default=3)
+    arguments.add_argument(
+        "--suite", action="store_true", help="the sizes with goals, as one table"
+    )
+    options = arguments.parse_args()
     print(
         f"{'M values':>8} {'peers':>5} {'stock':>8} {'ours':>8} {'gain':>7} {'one of ours':>12} "
         f"{'gain':>7} {'CPU':>7} {'faults':>12} {'matchmaking':>15}"

@@ -1,20 +1,18 @@
-"""A field of miners under the reference validator's evaluation: what each way to mine earns.
+"""Miners under the reference validator's evaluation: what our way and the public one earn.
 
-    python -m bench.arena                            three seeds, two at a time, 18 minutes
-    python -m bench.arena --seeds 1 2 3 4 --contenders late
+    python -m bench.arena                            three seeds, two at a time, up to 18 minutes
     python -m bench.arena --outer-steps 1 --seeds 1 --miners 2 --blocks 150     a quick look
 
 ``--miners`` miners train a small model, each on the pages of its own uid: for each the same number
 of inner steps in the same time, and uploads of the same length. All take the same outer steps, from
-the average of all. What a miner uploads changes nothing in training, so every contender publishes
+the average of all. What a miner uploads changes nothing in training, so both ways publish
 each miner's training: by the product's error feedback, line search, codec and upload schedule, or
 by the public miner's, into a bucket of its own. So two ways are compared on the same luck.
 
-A validator looks every ``--look`` blocks, by the product's one evaluator: repository, freshness,
+A validator looks ten times a round, by the product's one evaluator: repository, freshness,
 assigned and random text. It begins half a period after the start: before, nobody could have
-uploaded anything, which on the public network was so once. Two fields are scored for each contender
-and miner. In both this miner mines the contender's way. In one all others mine the public way, in
-the other our way. Plackett-Luce, the moving average and the totals are the product's
+uploaded anything, which on the public network was so once. Each miner in turn mines one way and all
+others the other way. Plackett-Luce, the moving average and the totals are the product's
 score board.
 
 ``share``: of the train score, as a ratio to what the same miner gets when everybody mines the same
@@ -22,7 +20,7 @@ way; it cannot be above the number of miners. Time is simulated: a step takes 60
 after its files are written and checked. Rounds are called 750 blocks after each other and up to two
 minutes late (``bench.freshness``). Rounds of 300 s outlast a check, so that each upload of ours
 was searched. So nothing here races for this machine's cores, and one
-contender's inner step is as long as another's. The public miner reduces at each micro-batch and so
+way's inner step is as long as the other's. The public miner reduces at each micro-batch and so
 steps more slowly; ``bench.inner_step`` measures that, and none of these figures holds it. A
 subnet of real processes is no option here: its miners would share two cores, and whose process ran
 when would decide who trains more.
@@ -37,7 +35,6 @@ import itertools
 import random
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -47,13 +44,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from bench.arena_field import PUBLIC, Look, Looks, results, table
+from bench.arena_field import OURS, PUBLIC, Look, Looks, results, table
+from bench.common import alone, parser
 from bench.freshness import LEAD, STEPS_OF_A_BLOCK, File, World, our_miner, public_miner, sent
-from bench.small_model import EFFECTIVE, MICRO, SEQUENCE, new_trainer, small_config
 from distributed_training.chain.base import Neuron
+from distributed_training.config.settings import TrainingSettings
 from distributed_training.data.page_source import StdlibSource
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.protocol import keys
@@ -78,6 +75,7 @@ from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import ObjectInfo, S3ObjectStore
 from distributed_training.training.error_feedback import Code, Codec, ErrorFeedback
 from distributed_training.training.local_evaluation import GradientCheck
+from distributed_training.training.memory_plan import llama_config
 from distributed_training.training.trainer import Trainer
 
 UID_SPACING = 11  # uid u's rank 1 reads the pages of uid u + 1's rank 0
@@ -86,34 +84,45 @@ TRAINED = 40  # sequences of a block: 2.4 inner steps, of which validators judge
 JUDGED = 16
 FIRST_BLOCK = 1_000_000
 
+STEP = 60.0  # seconds of an inner step
+SEQUENCE, MICRO, EFFECTIVE = 128, 8, 16
+
 Pages = Callable[[int, int], Tensor]  # (uid, block) -> sequences
 
 
-@dataclass(frozen=True)
-class Contender:
-    """One way to mine. ``schedule``: ``public``, or ours with so many upload steps."""
-
-    name: str
-    says: str
-    feedback: str = "best"
-    search: bool = True
-    schedule: str = "5"
-    curved: bool = True  # its part of `best`
-
-
-CONTENDERS = {
-    each.name: each
-    for each in (
-        Contender(PUBLIC, "the public miner's way", "upload", False, "public"),
-        Contender("ours", "default"),
-        Contender("search", "public way, values times a searched factor", "upload", True, "public"),
-        Contender("schedule", "public way, our upload schedule", "upload", False),
-        Contender("off", "--neuron.error_feedback off", "off"),
-        Contender("upload", "--neuron.error_feedback upload", "upload"),
-        Contender("late", "--neuron.upload_steps 20", schedule="20"),
-        Contender("not curved", "ours, entries chosen by their size alone", curved=False),
+def small_config() -> dict[str, Any]:
+    """Return the model: about 0.27 M parameters, rows of 96 and 256 entries."""
+    return llama_config(
+        hidden=96,
+        layers=2,
+        heads=4,
+        kv_heads=4,
+        intermediate=256,
+        vocab=264,
+        max_positions=SEQUENCE,
     )
-}
+
+
+def new_trainer(*, seed: int) -> Trainer:
+    """Return a trainer alone in its process group: weights of ``seed``, outer step 0 begun."""
+    settings = TrainingSettings(
+        local_batch_size_train=MICRO,
+        local_batch_size_train_effective=EFFECTIVE,
+        sequence_length=SEQUENCE,
+        learning_rate=1e-3,
+        warmup_steps=20,
+        total_steps=10_000,
+        seed=seed,
+    )
+    made = Trainer(
+        settings=settings,
+        model_config=small_config(),
+        device=torch.device("cpu"),
+        say=lambda line: None,
+    )
+    made.load_weights(None)
+    made.begin_epoch(0)
+    return made
 
 
 # --- one miner ----------------------------------------------------------------------------------
@@ -133,16 +142,16 @@ class Upload(File):
 
 
 class Publisher:
-    """One contender's part of a miner: its error feedback, upload schedule and bucket."""
+    """One way's part of a miner: its error feedback, upload schedule and bucket."""
 
     def __init__(
-        self, contender: Contender, trainer: Trainer, held: Tensor, *, world: World, topk: int
+        self, way: str, trainer: Trainer, held: Tensor, *, world: World, topk: int
     ) -> None:
         sharded, stream = trainer.sharded, trainer.stream
-        self.contender = contender
+        self.way, self._ours = way, way == OURS
         self._trainer, self._held, self._world = trainer, held, world
         self._feedback = ErrorFeedback(
-            mode=contender.feedback,
+            mode="best" if self._ours else "upload",
             decay=0.999,
             codec=Codec(topk=topk),
             shards=sharded.shards,
@@ -152,11 +161,10 @@ class Publisher:
             sharded=sharded,
             stream=stream,
             feedback=self._feedback,
-            search=contender.search,
+            search=self._ours,
             sequence_length=trainer.settings.sequence_length,
         )
-        public = contender.schedule == "public"
-        self.timing = public_miner() if public else our_miner(world, int(contender.schedule))
+        self.timing = our_miner(world) if self._ours else public_miner()
         self._since: list[int] = []  # blocks trained since the last upload
 
     @property
@@ -186,7 +194,7 @@ class Publisher:
             step.epoch_start,
             step.current(),
             step.learning_rate,
-            second_moment=moment if self.contender.curved else None,
+            second_moment=moment if self._ours else None,
         )
         upload = Upload(
             outer,
@@ -204,14 +212,14 @@ class Publisher:
 
     def _before_sending(self) -> float:
         """Return the seconds in which a snapshot is written and, if it is ours, checked."""
-        return self._world.write + (self._world.check if self.timing.through_rounds else 0.0)
+        return self._world.write + (self._world.check if self._ours else 0.0)
 
     def round(self, called: float) -> None:
         """Pause our upload under way, or kill the public miner's."""
         upload = self.timing.under_way
         if upload is None or upload.visible_at <= called:
             return
-        if self.timing.through_rounds:
+        if self._ours:
             taken = upload.visible_at - self._before_sending() - self._world.upload
             upload.visible_at = sent(self._world, taken, called, self._world.upload)
         else:
@@ -228,12 +236,12 @@ class Publisher:
         if newest is not None and newest.content is None:
             newest.content = self._content(newest)
             newest.codes = {}
-        return BucketReader(cast(S3ObjectStore, Bucket(self.contender.name, root, newest, now)))
+        return BucketReader(cast(S3ObjectStore, Bucket(self.way, root, newest, now)))
 
     def _content(self, upload: Upload) -> bytes:
         """Return ``gradients.pt``, of the direction and scale that the preview chooses."""
         direction, factor = next(iter(upload.codes)), 1.0
-        if self.contender.search:
+        if self._ours:
             choice = self._check.choose(
                 epoch_id=str(upload.outer_step),
                 start=upload.start,
@@ -291,24 +299,15 @@ class Bucket:
 
 
 class Miner:
-    """One training run of uid ``uid`` and the ``contenders`` that publish it."""
+    """One training run of uid ``uid``, published both ways."""
 
-    def __init__(
-        self,
-        uid: int,
-        contenders: Sequence[Contender],
-        *,
-        world: World,
-        pages: PageReader,
-        topk: int,
-        seed: int,
-    ) -> None:
+    def __init__(self, uid: int, *, world: World, pages: PageReader, topk: int, seed: int) -> None:
         self.uid = uid
         self.trainer = new_trainer(seed=seed)
         self._pages = pages
         held = pages(uid, 10 * FIRST_BLOCK + seed)[:HELD_SEQUENCES]
         self.publishers = [
-            Publisher(each, self.trainer, held, world=world, topk=topk) for each in contenders
+            Publisher(way, self.trainer, held, world=world, topk=topk) for way in (PUBLIC, OURS)
         ]
         self._batches: Iterator[Tensor] = iter(())
         self._left = 0.0  # inner steps of the block
@@ -371,34 +370,6 @@ def block_at(now: float) -> int:
 # --- all of them, and the validator -------------------------------------------------------------
 
 
-class RememberingModel(EvaluationModel):
-    """Does not run the same text through the same global weights twice: many contenders' uploads
-    are judged on one text."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            model_config=small_config(), device=torch.device("cpu"), micro_batch=JUDGED
-        )
-        self._seen: dict[tuple[int, bytes], tuple[float, ...]] = {}
-        self._loaded: int | None = None
-
-    def load(self, weights: Sequence[Tensor]) -> None:
-        super().load(weights)
-        self._loaded = id(weights)
-
-    def subtract(self, name: str, delta: Tensor, factor: float) -> None:
-        super().subtract(name, delta, factor)
-        self._loaded = None
-
-    def losses(self, sequences: Tensor) -> tuple[float, ...]:
-        if self._loaded is None:
-            return super().losses(sequences)
-        key = (self._loaded, sequences.numpy().tobytes())
-        if key not in self._seen:
-            self._seen[key] = super().losses(sequences)
-        return self._seen[key]
-
-
 class ShortPages(StdlibSource):
     """Two rows a page: public pages hold more text than is trained."""
 
@@ -410,8 +381,9 @@ class Arena:
     """All miners of one seed, and the validator. ``options``: as :func:`main` has them."""
 
     def __init__(self, options: argparse.Namespace, *, seed: int) -> None:
-        self.world = World(options.blocks, options.step, options.upload)
-        self.look_every = options.look * SECONDS_PER_BLOCK
+        period = options.blocks * SECONDS_PER_BLOCK
+        self.world = World(options.blocks, STEP, upload=period / 30)
+        self.look_every = period / 10
         self._dice = random.Random(seed)
         with tempfile.TemporaryDirectory() as folder:
             path, eos = build_tokenizer("bytes", Path(folder))
@@ -419,7 +391,6 @@ class Arena:
         self.miners = [
             Miner(
                 UID_SPACING * (1 + i + options.miners * seed),
-                [CONTENDERS[name] for name in options.contenders],
                 world=self.world,
                 pages=self._pages(TRAINED),
                 topk=options.topk,
@@ -428,10 +399,15 @@ class Arena:
             for i in range(options.miners)
         ]
         self._judged_pages = functools.cache(self._pages(JUDGED))
-        self._evaluator = Evaluator(model=RememberingModel(), pages=self._judged_pages)
+        self._evaluator = Evaluator(
+            model=EvaluationModel(
+                model_config=small_config(), device=torch.device("cpu"), micro_batch=JUDGED
+            ),
+            pages=self._judged_pages,
+        )
         self._starts: list[Sequence[Tensor]] = []
-        # contender -> uid -> one entry a look
-        self.looks: dict[str, dict[int, list[Look]]] = {name: {} for name in options.contenders}
+        # way -> uid -> one entry a look
+        self.looks: dict[str, dict[int, list[Look]]] = {PUBLIC: {}, OURS: {}}
 
     def _pages(self, limit: int) -> PageReader:
         return PageReader(
@@ -494,7 +470,7 @@ class Arena:
         for miner in self.miners:
             for each in miner.publishers:
                 found = self._look(miner, each, judged, now, random_block)
-                self.looks[each.contender.name].setdefault(miner.uid, []).append(found)
+                self.looks[each.way].setdefault(miner.uid, []).append(found)
 
     def _look(
         self, miner: Miner, each: Publisher, judged: int, now: float, random_block: int
@@ -537,39 +513,26 @@ class Arena:
 
 def one_seed(seed: int, options: argparse.Namespace) -> Looks:
     """In a process of its own, on one thread."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    arena = Arena(options, seed=seed)
-    arena.run(options.outer_steps)
-    dist.destroy_process_group()
+    with alone():
+        arena = Arena(options, seed=seed)
+        arena.run(options.outer_steps)
     return arena.looks
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    known = list(CONTENDERS)
-    parser.add_argument("--contenders", nargs="+", default=known[:-1], choices=known)
-    parser.add_argument("--miners", type=int, default=4)
-    parser.add_argument("--outer-steps", type=int, default=3)
-    parser.add_argument("--blocks", type=int, default=750, help="between two rounds")
-    parser.add_argument("--step", type=float, default=60.0, help="seconds of an inner step")
-    parser.add_argument("--upload", type=float, default=300.0, help="seconds of an upload")
-    parser.add_argument("--look", type=int, default=75, help="blocks between a validator's looks")
-    parser.add_argument("--topk", type=int, default=2, help="values uploaded of each row")
-    parser.add_argument("--jobs", type=int, default=2, help="seeds at a time")
-    options = parser.parse_args()
-    options.contenders = list(dict.fromkeys([PUBLIC, "ours", *options.contenders]))
-    began = time.monotonic()
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+    arguments = parser(__doc__)
+    arguments.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    arguments.add_argument("--miners", type=int, default=4)
+    arguments.add_argument("--outer-steps", type=int, default=3)
+    arguments.add_argument("--blocks", type=int, default=750, help="between two rounds")
+    arguments.add_argument("--topk", type=int, default=2, help="values uploaded of each row")
+    options = arguments.parse_args()
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
         waiting = {seed: pool.submit(one_seed, seed, options) for seed in options.seeds}
         found = {seed: each.result() for seed, each in waiting.items()}
-    for name in options.contenders:
-        print(f"{name:12} {CONTENDERS[name].says}")
-    for base in (PUBLIC, "ours"):
+    for base in (PUBLIC, OURS):
         print(f"\nIn a field of '{base}': ratios to it")
-        print("\n".join(table({seed: results(looks, base) for seed, looks in found.items()}, base)))
-    print(f"\n{time.monotonic() - began:.0f} s, seeds {' '.join(map(str, found))}")
+        table({seed: results(looks, base) for seed, looks in found.items()}, base)
     return 0
 
 

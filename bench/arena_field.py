@@ -1,7 +1,7 @@
 """Compute what a validator's looks come to: fields of miners, their shares and totals, a table.
 
-A field is made for each contender and each miner: this miner mines the contender's way, all others
-the ``base`` way. Ratings need some tens of passes to settle, so the looks are repeated.
+A field is made for each way and each miner: this miner mines that way, all others the ``base``
+way. Ratings need some tens of passes to settle, so the looks are repeated.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import mean
 
+from bench import common
 from distributed_training.protocol.scoring import RESET, ScoreBoard
 
-PUBLIC = "public"
+PUBLIC, OURS = "public", "ours"
 UPDATES = 60  # of the ratings, at least
 
 
@@ -40,7 +41,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Result:
-    """Of one contender in one seed, means over the miners. ``share``, ``total``: in the field in
+    """Of one way in one seed, means over the miners. ``share``, ``total``: in the field in
     which one miner mines this way; ``improvement``: percent, over the looks that scored."""
 
     share: float
@@ -78,11 +79,11 @@ def score_field(looks: Mapping[int, Sequence[Look]]) -> tuple[dict[int, float], 
     )
 
 
-Looks = Mapping[str, Mapping[int, Sequence[Look]]]  # contender -> uid -> one entry a look
+Looks = Mapping[str, Mapping[int, Sequence[Look]]]  # way -> uid -> one entry a look
 
 
 def results(looks: Looks, base: str = PUBLIC) -> dict[str, Result]:
-    """Of each contender: every miner in turn mines its way, all others mine as ``base``."""
+    """Of each way: every miner in turn mines its way, all others mine as ``base``."""
     public = looks[base]
     found = {}
     for name, by_uid in looks.items():
@@ -107,26 +108,26 @@ def results(looks: Looks, base: str = PUBLIC) -> dict[str, Result]:
     return found
 
 
-def table(by_seed: Mapping[int, Mapping[str, Result]], base: str) -> list[str]:
-    """Means over seeds as ratios to ``base``; each seed's share at the right."""
-    lines = [
-        f"{'contender':12} {'share':>6} {'total':>6} {'improved':>8} | "
-        f"{'% better':>8} {'scored':>6} {'a > r':>6} {'step':>5}   share by seed"
-    ]
+def table(by_seed: Mapping[int, Mapping[str, Result]], base: str) -> None:
+    """Print means over seeds as ratios to ``base``; each seed's share at the right."""
+    rows = []
     for name in next(iter(by_seed.values())):
-        ours = [found[name] for found in by_seed.values()]
-        others = [found[base] for found in by_seed.values()]
-        pairs = list(zip(ours, others, strict=True))
-        share = ratio(mean(a.share for a in ours), mean(b.share for b in others))
-        total = ratio(mean(a.total for a in ours), mean(b.total for b in others))
+        pairs = [(found[name], found[base]) for found in by_seed.values()]
+        share = ratio(mean(a.share for a, _ in pairs), mean(b.share for _, b in pairs))
+        total = ratio(mean(a.total for a, _ in pairs), mean(b.total for _, b in pairs))
         improved = mean(ratio(a.improvement, b.improvement) for a, b in pairs)
-        lines.append(
-            f"{name:12} {share:6.2f} {total:6.2f} {improved:8.2f} |"
-            f" {mean(a.improvement for a in ours):8.2f} {mean(a.scored for a in ours):6.0%}"
-            f" {mean(a.assigned for a in ours):6.0%} {mean(a.inner_step for a in ours):5.0f}   "
-            + " ".join(f"{ratio(a.share, b.share):.2f}" for a, b in pairs)
+        rows.append(
+            (
+                *(name, f"{share:.2f}", f"{total:.2f}", f"{improved:.2f}"),
+                f"{mean(a.improvement for a, _ in pairs):.2f}",
+                f"{mean(a.scored for a, _ in pairs):.0%}",
+                f"{mean(a.assigned for a, _ in pairs):.0%}",
+                f"{mean(a.inner_step for a, _ in pairs):.0f}",
+                " ".join(f"{ratio(a.share, b.share):.2f}" for a, b in pairs),
+            )
         )
-    return lines
+    titles = ("way", "share", "total", "improved", "% better", "scored", "a > r", "step")
+    common.table((*titles, "share by seed"), rows)
 
 
 def ratio(ours: float, public: float) -> float:

@@ -11,7 +11,6 @@ into zeros, EF -= sent. Ours is what a snapshot does. They alternate; ratios are
 
 from __future__ import annotations
 
-import argparse
 import math
 import statistics
 import time
@@ -19,6 +18,7 @@ import time
 import torch
 from torch import Tensor
 
+from bench.common import parser
 from distributed_training.protocol import gradients
 from distributed_training.training.memory_plan import llama_config
 
@@ -72,11 +72,11 @@ def shapes(parameters: float) -> list[tuple[int, ...]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--parameters", type=float, default=100e6)
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--device", default="cpu")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--parameters", type=float, default=100e6)
+    arguments.add_argument("--repeat", type=int, default=3)
+    arguments.add_argument("--device", default="cpu")
+    options = arguments.parse_args()
     device = torch.device(options.device)
     wanted = shapes(options.parameters)
     count = sum(math.prod(s) for s in wanted)

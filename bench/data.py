@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from tokenizers import ByteLevelBPETokenizer
 
+from bench.common import parser
 from distributed_training.config.settings import DataSettings, TrainingSettings
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.page_source import StdlibSource
@@ -220,10 +221,10 @@ def compare(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--blocks", type=int, default=6, help="of each repetition")
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--repeat", type=int, default=3)
+    arguments.add_argument("--blocks", type=int, default=6, help="of each repetition")
+    options = arguments.parse_args()
     torch.set_num_threads(1)  # workers and server have the other core, as they would have theirs
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

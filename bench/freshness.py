@@ -129,10 +129,10 @@ def public_miner() -> Miner:
     return Miner(decide, lambda file, now: None, through_rounds=False)
 
 
-def our_miner(world: World, upload_steps: int = 5) -> Miner:
+def our_miner(world: World) -> Miner:
     """The public preset's settings."""
     plan = UploadSchedule(
-        upload_steps=upload_steps,
+        upload_steps=5,
         minimum_inner_step=50,
         age_limit=UPLOAD_AGE_LIMIT,
         slack=timedelta(seconds=240),
@@ -297,10 +297,10 @@ def _blind_outer_step(world: World, steps: Any, calls: Any, after: tuple[Any, An
     return best, taken
 
 
-def compare(world: World, *, rounds: int, seed: int, upload_steps: int = 5) -> tuple[Score, Score]:
+def compare(world: World, *, rounds: int, seed: int) -> tuple[Score, Score]:
     """(ours, the public miner's) under the same dice."""
     return (
-        live(world, our_miner(world, upload_steps), rounds=rounds, seed=seed),
+        live(world, our_miner(world), rounds=rounds, seed=seed),
         live(world, public_miner(), rounds=rounds, seed=seed),
     )
 

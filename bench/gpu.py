@@ -3,12 +3,12 @@
     python bench/gpu.py                          all parts, on the first GPU
     python bench/gpu.py --parts inner_1b,codec   some of them
     python bench/gpu.py --device cpu --quick     every part's code at toy size; no figure counts
-    python bench/gpu.py --table FILE.json        fill the table of docs/performance.md with a report
+    python bench/gpu.py --table FILE.json        put a report into docs/performance.md
 
 Needs Python 3.11 or newer and these packages with what they require: torch (2.11 or newer),
 transformers, numpy, safetensors, pydantic, pydantic-core, annotated-types, typing-inspection,
 typing-extensions, python-dotenv, base58, psutil. No network. What is missing is named before the
-first part, which takes the seconds that importing takes. Each part runs in a process of its own
+first part. Each part runs in a process of its own
 with a time of its own, the most important first; ``report.json`` and ``report.txt`` (``--out``) are
 written after each, so a part that hangs or dies costs no other, and a run that is killed keeps what
 it had. A part gets what the ones before left over.
@@ -39,7 +39,6 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 DOCUMENT = ROOT / "docs" / "performance.md"
-RECORDED = ROOT / "docs" / "gpu.json"  # the report that the document shows, once there is one
 BEGIN, END = "<!-- gpu: begin -->", "<!-- gpu: end -->"
 TOTAL_SECONDS = 525.0  # of all parts; nine minutes less the ends of processes
 
@@ -59,12 +58,6 @@ NEEDS = {
     "base58": "base58",
     "psutil": "psutil",
 }
-#: What the parts import, some of it late.
-MODULES = (
-    "bench.gpu_parts",
-    "tests.tools.cuda_checks",
-    "distributed_training.health.gpus",
-)
 
 
 @dataclass(frozen=True)
@@ -103,9 +96,14 @@ def main(argv: Sequence[str]) -> int:
     if unknown:
         print(f"no such part: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
-    problem = problem_of_imports()
-    if problem is not None:
-        print(problem, file=sys.stderr)
+    # Each part is a process: a package that is missing would fail all of them, one by one.
+    absent = [name for name, module in NEEDS.items() if importlib.util.find_spec(module) is None]
+    if absent:
+        print(
+            f"{sys.executable} lacks {', '.join(absent)}, so nothing was measured: "
+            f"{sys.executable} -m pip install {' '.join(absent)}",
+            file=sys.stderr,
+        )
         return 1
     report = Report(options.out, device=options.device, quick=options.quick)
     parts = [part for part in PARTS if part.name in wanted]
@@ -117,28 +115,6 @@ def main(argv: Sequence[str]) -> int:
         report.add(part, run_part(part, options, seconds=seconds))
     print(report.text.read_text())
     return 1 if report.failed else 0
-
-
-def problem_of_imports() -> str | None:
-    """Import what the parts import, in a process of its own; return why that failed, in a line.
-
-    Each part is a process too: a package that is missing would fail all of them, one by one.
-    """
-    absent = [name for name, module in NEEDS.items() if importlib.util.find_spec(module) is None]
-    if absent:
-        return (
-            f"{sys.executable} lacks {', '.join(absent)}, so nothing was measured: "
-            f"{sys.executable} -m pip install {' '.join(absent)}"
-        )
-    program = f"import {', '.join(MODULES)}"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode == 0:
-        return None
-    why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-    return (
-        f"{sys.executable} cannot import what the parts need, so nothing was measured: {why}. "
-        "The packages are listed at the top of bench/gpu.py"
-    )
 
 
 # --- running ------------------------------------------------------------------------------------
@@ -218,19 +194,16 @@ def run_part(part: Part, options: argparse.Namespace, *, seconds: float) -> dict
 # --- the table ----------------------------------------------------------------------------------
 
 
-def table(report: Mapping[str, Any] | None) -> str:
+def table(report: Mapping[str, Any]) -> str:
     """Markdown, one row for each part; what did not run is said to be not measured."""
     lines = [headline(report), "", "| Part | Measured | Goal |", "|---|---|---|"]
-    parts = (report or {}).get("parts", {})
     for part in PARTS:
-        result = parts.get(part.name)
+        result = report["parts"].get(part.name)
         lines.append(f"| {part.title} | {_cell(result)} | {part.goal} |")
     return "\n".join(lines)
 
 
-def headline(report: Mapping[str, Any] | None) -> str:
-    if report is None:
-        return "Not measured yet: no GPU was at hand. `make gpu` measures all of it."
+def headline(report: Mapping[str, Any]) -> str:
     machine = report.get("machine", {})
     name = machine.get("device", report["device"])
     peak = machine.get("peak_tflops")
@@ -254,23 +227,12 @@ def _cell(result: Mapping[str, Any] | None) -> str:
     return "<br>".join(rows) or "nothing"
 
 
-def section(document: str) -> str:
-    """Return what stands between the marks of docs/performance.md."""
-    return document.split(BEGIN, 1)[1].split(END, 1)[0].strip()
-
-
-def recorded() -> dict[str, Any] | None:
-    return json.loads(RECORDED.read_text()) if RECORDED.exists() else None
-
-
 def fill_document(path: Path) -> str:
-    """Make the report at ``path`` the recorded one; the document's table follows."""
-    text = path.read_text()
-    found = table(json.loads(text))
-    if path.resolve() != RECORDED:
-        write(RECORDED, text)
-    document = DOCUMENT.read_text()
-    write(DOCUMENT, document.replace(section(document), found))
+    """Put the table of the report at ``path`` between the marks of the document."""
+    found = table(json.loads(path.read_text()))
+    before, rest = DOCUMENT.read_text().split(BEGIN, 1)
+    after = rest.split(END, 1)[1]
+    DOCUMENT.write_text(f"{before}{BEGIN}\n{found}\n{END}{after}")
     return found
 
 

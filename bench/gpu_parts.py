@@ -6,7 +6,6 @@ in for where it is said.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import json
@@ -17,23 +16,20 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from bench import codec as codec_bench
-from bench.inner_step import AsThePublicMiner, Ours, set_weights, tokens
+from bench.inner_step import AsThePublicMiner, set_weights, tokens
 from distributed_training.common.memory import Arrangement, ModelShape, device_memory, loss_chunk
 from distributed_training.config.model import CARDS
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress, StepReport
-from distributed_training.training import sharding
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.error_feedback import Codec, ErrorFeedback
 from distributed_training.training.memory_plan import named_config
@@ -137,11 +133,10 @@ class Bench:
 
     def steps(self, trainer: Trainer, first: int, last: int) -> list[float]:
         """Seconds of each inner step."""
-        ours = Ours(trainer)
-        found = []
-        for step in range(first, last):
-            found.append(self.seconds(partial(ours.step, self.batches(trainer, step))))
-        return found
+        return [
+            self.seconds(partial(one_step, trainer, self.batches(trainer, step)))
+            for step in range(first, last)
+        ]
 
     def report_steps(self, name: str, trainer: Trainer, found: list[float], **more: Any) -> float:
         """A row of the median; returns it."""
@@ -160,19 +155,27 @@ class Bench:
         return median
 
 
-def largest_micro_batch(model: dict[str, Any], device_bytes: int, *, share: float = 0.8) -> int:
+def one_step(trainer: Trainer, batches: Sequence[Tensor]) -> StepReport:
+    for batch in batches:
+        report = trainer.add_micro_batch(batch)
+    assert report is not None
+    return report
+
+
+def micro_batch_1b(bench: Bench) -> int:
     """By the memory model, of 1, 2, 4, ... 32, without checkpointing or offload."""
-    shape = ModelShape.from_config(model)
-    fits = 1
+    if bench.quick:
+        return 2
+    shape, fits = ModelShape.from_config(named_config("1b")), 1
     for micro_batch in (2, 4, 8, 16, 32):
         how = Arrangement(
             world_size=1,
             micro_batch=micro_batch,
             sequence_length=1024,
             keep_unsharded=True,
-            loss_chunk=loss_chunk(device_bytes),
+            loss_chunk=loss_chunk(bench.total),
         )
-        if device_memory(shape, how).total <= share * device_bytes:
+        if device_memory(shape, how).total <= 0.6 * bench.total:
             fits = micro_batch
     return fits
 
@@ -208,13 +211,13 @@ def checks(bench: Bench) -> None:
 
 def inner_1b(bench: Bench) -> None:
     """Both beside each other, steps alternating."""
-    micro = 2 if bench.quick else largest_micro_batch(named_config("1b"), bench.total, share=0.6)
+    micro = micro_batch_1b(bench)
     effective = 4 if bench.quick else 128
     trainer = bench.trainer(
         "1b", local_batch_size_train=micro, local_batch_size_train_effective=effective
     )
     bench.steps(trainer, 0, 2)
-    ours = bench.report_steps(f"ours, micro-batch {micro}", trainer, bench.steps(trainer, 2, 6))
+    bench.report_steps(f"ours, micro-batch {micro}", trainer, bench.steps(trainer, 2, 6))
     held = torch.cuda.memory_allocated(bench.device) / 1e9 if bench.cuda else 0.0
     public = AsThePublicMiner(
         bench.model("1b"),
@@ -226,14 +229,13 @@ def inner_1b(bench: Bench) -> None:
     )
     for its in dict.fromkeys((2, micro)):  # 2 is the public miner's own
         compare(bench, trainer, public, its, held_gb=held)
-    bench.row("fresh figure of ours", f"{ours:.3f} s a step of {effective} sequences", seconds=ours)
 
 
 def compare(
     bench: Bench, trainer: Trainer, public: AsThePublicMiner, micro: int, *, held_gb: float
 ) -> None:
     """Steps of both alternate, on the same tokens; ``micro``: the public miner's micro-batch."""
-    ours, mine, theirs = Ours(trainer), list[float](), list[float]()
+    mine, theirs = list[float](), list[float]()
     if bench.cuda:
         torch.cuda.reset_peak_memory_stats(bench.device)
     try:
@@ -242,7 +244,7 @@ def compare(
             batches = bench.batches(trainer, step)
             split = list(torch.cat(batches).split(micro))
             theirs.append(bench.seconds(partial(public.step, split)))
-            mine.append(bench.seconds(partial(ours.step, batches)))
+            mine.append(bench.seconds(partial(one_step, trainer, batches)))
     except torch.OutOfMemoryError:
         bench.row(f"public way, micro-batch {micro}", "out of memory beside ours")
         return
@@ -304,62 +306,28 @@ def inner_4b(bench: Bench) -> None:
 
 def sweep(bench: Bench) -> None:
     """One change at a time, most telling first; each row is kept if the time ends."""
-    micro = 2 if bench.quick else largest_micro_batch(named_config("1b"), bench.total, share=0.6)
-    plain: dict[str, Any] = {"local_batch_size_train": micro}
-    as_is = contextlib.nullcontext
-    variations: list[tuple[str, dict[str, Any], Callable[[], Any]]] = [
-        ("as the miner does it", {}, as_is),
-        ("compile off", {"compile": "off"}, as_is),
-        ("micro-batch halved", {"local_batch_size_train": max(1, micro // 2)}, as_is),
-        ("micro-batch doubled", {"local_batch_size_train": micro * 2}, as_is),
-        ("transformers' own sdpa", {}, _transformers_sdpa),
-        ("flash attention", {}, lambda: _sdpa_backend("FLASH_ATTENTION")),
-        ("cuDNN attention", {}, lambda: _sdpa_backend("CUDNN_ATTENTION")),
-        ("float8 (torchao)", {}, _float8),
-        ("checkpointing budget", {"activation_checkpointing": "budget"}, as_is),
-        ("checkpointing selective", {"activation_checkpointing": "selective"}, as_is),
-        ("checkpointing full", {"activation_checkpointing": "full"}, as_is),
-        ("compile mode max-autotune", {"compile_mode": "max-autotune"}, as_is),
-    ]
-    for name, changes, around in variations:
+    micro = micro_batch_1b(bench)
+    variations: dict[str, dict[str, Any]] = {
+        "as the miner does it": {},
+        "compile off": {"compile": "off"},
+        "micro-batch halved": {"local_batch_size_train": max(1, micro // 2)},
+        "micro-batch doubled": {"local_batch_size_train": micro * 2},
+        "checkpointing budget": {"activation_checkpointing": "budget"},
+        "checkpointing selective": {"activation_checkpointing": "selective"},
+        "checkpointing full": {"activation_checkpointing": "full"},
+        "compile mode max-autotune": {"compile_mode": "max-autotune"},
+    }
+    plain = {"local_batch_size_train": micro, "local_batch_size_train_effective": 4 * micro}
+    for name, changes in variations.items():
         bench.forget()
         try:
-            with around():
-                settings = plain | changes
-                trainer = bench.trainer(
-                    "1b", local_batch_size_train_effective=4 * micro, **settings
-                )
-                bench.steps(trainer, 0, 1)
-                bench.report_steps(name, trainer, bench.steps(trainer, 1, 3))
+            trainer = bench.trainer("1b", **(plain | changes))
+            bench.steps(trainer, 0, 1)
+            bench.report_steps(name, trainer, bench.steps(trainer, 1, 3))
         except Exception as error:  # noqa: BLE001 - a variation that fails is a result
             line = (str(error).splitlines() or [""])[0][:120]
             bench.row(name, f"not possible: {type(error).__name__}: {line}")
         trainer = None  # type: ignore[assignment]
-
-
-def _transformers_sdpa() -> AbstractContextManager[object]:
-    return mock.patch.object(sharding, "attention_implementation", lambda *_: "sdpa")
-
-
-def _sdpa_backend(name: str) -> AbstractContextManager[object]:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    kernel: AbstractContextManager[object] = sdpa_kernel(getattr(SDPBackend, name))
-    return kernel
-
-
-def _float8() -> AbstractContextManager[object]:
-    """Linear layers of the blocks in float8; an experiment, not a setting of the miner."""
-    from torchao.float8 import convert_to_float8_training
-
-    real = sharding.build_meta_model
-
-    def build(*arguments: Any, **named: Any) -> Any:
-        return convert_to_float8_training(
-            real(*arguments, **named), module_filter_fn=lambda module, name: "lm_head" not in name
-        )
-
-    return mock.patch.object(sharding, "build_meta_model", build)
 
 
 # --- (e) ----------------------------------------------------------------------------------------
@@ -422,7 +390,7 @@ def _busy(
         while not handle.done() and step < 40:
             batches = bench.batches(trainer, step)
             began = time.perf_counter()
-            report = _step(trainer, batches)
+            report = one_step(trainer, batches)
             json.dump(dataclasses.asdict(report), events)
             bench.wait()
             beside += time.perf_counter() - began - bare
@@ -530,19 +498,12 @@ def out_of_memory(bench: Bench) -> None:
             bench.forget()
 
 
-def _step(trainer: Trainer, batches: Sequence[Tensor]) -> StepReport:
-    for batch in batches:
-        report = trainer.add_micro_batch(batch)
-    assert report is not None
-    return report
-
-
 def _losses(
     bench: Bench, trainer: Trainer, first: int, last: int, *, notes: list[str] | None = None
 ) -> list[float]:
     found = []
     for step in range(first, last):
-        report = _step(trainer, bench.batches(trainer, step))
+        report = one_step(trainer, bench.batches(trainer, step))
         found.append(report.loss)
         if report.note and notes is not None:
             notes.append(report.note)

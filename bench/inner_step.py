@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from bench.common import parser
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.training.collectives import Layout, ParameterShard
 from distributed_training.training.memory_plan import named_config
@@ -293,18 +294,20 @@ def tokens(vocab: int, step: int, plan: Any, length: int, rank: int, world: int)
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--model", default="tiny", choices=("tiny", "125m", "1b", "4b"))
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu"))
-    parser.add_argument("--sequence-length", type=int, default=256)
-    parser.add_argument("--micro-batch", type=lambda x: x if x == "auto" else int(x), default=2)
-    parser.add_argument("--effective", type=int, default=64, help="sequences per step, all ranks")
-    parser.add_argument("--steps", type=int, default=7)
-    parser.add_argument("--warm-up", type=int, default=2)
-    parser.add_argument("--engineer", action="store_true", help="compiles: a minute more")
-    parser.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp32"))
-    return parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--model", default="tiny", choices=("tiny", "125m", "1b", "4b"))
+    arguments.add_argument("--ranks", type=int, default=1)
+    arguments.add_argument("--device", default="auto", choices=("auto", "cpu"))
+    arguments.add_argument("--sequence-length", type=int, default=256)
+    arguments.add_argument("--micro-batch", type=lambda x: x if x == "auto" else int(x), default=2)
+    arguments.add_argument(
+        "--effective", type=int, default=64, help="sequences per step, all ranks"
+    )
+    arguments.add_argument("--steps", type=int, default=7)
+    arguments.add_argument("--warm-up", type=int, default=2)
+    arguments.add_argument("--engineer", action="store_true", help="compiles: a minute more")
+    arguments.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp32"))
+    return arguments.parse_args()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
     python -m bench.registry --pollers 100 --seconds 8    a quick look
 
 A registry serves as a program with its own limits, with as many neurons as pollers. Each poller has
-an address of its own (127.x.y.z) and asks as the real client does, every six seconds (half a
+an address of its own (127.x.y.z). It asks as the real client does, every six seconds (half a
 block), a little out of step with the others, over a connection that it keeps, with the version that
 it knows. Meanwhile the validator sets weights once a minute, which changes every row, and a
 commitment is written every second. Two baselines: the same pollers with a connection for each poll;

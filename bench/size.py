@@ -9,7 +9,6 @@ fewer files and lines, more comments, and no denser code, which the medians show
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
 import statistics
@@ -19,6 +18,8 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from bench.common import parser
 
 PRODUCT = ("distributed_training", "neurons", "scripts")
 OTHERS = ("extras", "tests", "bench", "examples")
@@ -43,11 +44,8 @@ class Tree:
     code: Counter[str] = field(default_factory=Counter)  # lines of code by package
     files: dict[str, int] = field(default_factory=dict)  # lines of code by file
     comments: int = 0  # lines that hold nothing else
-    docstrings: int = 0
     widths: list[int] = field(default_factory=list)  # characters of each line of code
     others: dict[str, tuple[int, int]] = field(default_factory=dict)  # folder: lines, files
-    users: dict[str, set[str]] = field(default_factory=dict)  # module: those that import it
-    flags: int = 0
     functions: dict[str, int] = field(default_factory=dict)  # all lines, by place
     constructors: dict[str, int] = field(default_factory=dict)  # parameters
     broad: list[str] = field(default_factory=list)
@@ -73,8 +71,8 @@ def docstring_lines(tree: ast.AST) -> set[int]:
     return found
 
 
-def lines_of(source: str, tree: ast.AST) -> tuple[set[int], int, int]:
-    """(line numbers of code, lines of comments alone, lines of docstrings) of one file."""
+def lines_of(source: str, tree: ast.AST) -> tuple[set[int], int]:
+    """(line numbers of code, lines of comments alone) of one file."""
     docstrings = docstring_lines(tree)
     code: set[int] = set()
     comments: set[int] = set()
@@ -83,7 +81,7 @@ def lines_of(source: str, tree: ast.AST) -> tuple[set[int], int, int]:
             comments.add(token.start[0])
         elif token.type not in _SILENT:
             code.update(range(token.start[0], token.end[0] + 1))
-    return code - docstrings, len(comments - code), len(docstrings)
+    return code - docstrings, len(comments - code)
 
 
 def _span(node: ast.AST) -> int:
@@ -134,17 +132,13 @@ def measure(tree: Path) -> Tree:
             place = path.relative_to(tree)
             source = path.read_text()
             parsed = ast.parse(source)
-            code, comments, docstrings = lines_of(source, parsed)
+            code, comments = lines_of(source, parsed)
             found.code[_package(place)] += len(code)
             found.files[str(place)] = len(code)
             found.comments += comments
-            found.docstrings += docstrings
             lines = [line.strip() for line in source.splitlines()]
             found.widths += [n for c in code if (n := len(lines[c - 1])) > _ANY_LINE]
             _scan(found, str(place), parsed)
-            for imported in _imports(parsed, place):
-                found.users.setdefault(imported, set()).add(str(place))
-            found.flags += _flags(parsed) if "config" in place.parts else 0
     for top in OTHERS:
         counts = [
             len(lines_of(source, ast.parse(source))[0])
@@ -152,29 +146,7 @@ def measure(tree: Path) -> Tree:
             if (source := path.read_text())
         ]
         found.others[top] = (sum(counts), len(counts))
-    modules = {name.removesuffix(".py").replace("/", ".") for name in found.files}
-    found.users = {name: found for name, found in found.users.items() if name in modules}
     return found
-
-
-def _imports(tree: ast.AST, place: Path) -> Iterator[str]:
-    """Full names of what a file imports, modules and what is in them."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = place.parts[: -node.level] if node.level else ()
-            base = ".".join((*above, *filter(None, (node.module,))))
-            yield base
-            yield from (f"{base}.{alias.name}" for alias in node.names)
-
-
-def _flags(tree: ast.AST) -> int:
-    """Settings that a file declares with ``flag(...)``."""
-    return sum(
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "flag"
-        for node in ast.walk(tree)
-    )
 
 
 @dataclass(frozen=True)
@@ -206,10 +178,6 @@ def rows(found: Tree) -> Iterator[Row]:
         lines, files = found.others.get(top, (0, 0))
         yield Row(f"lines of {top}", lines, goal, f"{files} files")
     yield Row("comments per 100 lines", round(100 * found.comments / found.total, 1), ">= 5")
-    yield Row("docstrings per 100 lines", round(100 * found.docstrings / found.total, 1))
-    single = [name for name, found in found.users.items() if len(found) == 1]
-    yield Row("modules with one user", len(single))
-    yield Row("flags shown", found.flags)
     longest = max(found.functions, key=lambda name: found.functions[name])
     yield Row("longest function, all lines", found.functions[longest], "<= 70", longest)
     yield Row("median function, all lines", statistics.median(found.functions.values()))
@@ -233,9 +201,9 @@ def show(now: Tree, before: Tree | None) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("before", nargs="?", type=Path, help="another checkout to compare with")
-    given = parser.parse_args(argv)
+    arguments = parser(__doc__)
+    arguments.add_argument("before", nargs="?", type=Path, help="another checkout to compare with")
+    given = arguments.parse_args(argv)
     here = Path(__file__).resolve().parent.parent
     if given.before is not None and not (given.before / PRODUCT[0]).is_dir():
         print(

@@ -15,7 +15,6 @@ Run it on a quiet machine: on two cores everything here waits for imports.
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import subprocess
@@ -27,6 +26,7 @@ from pathlib import Path
 
 import psutil
 
+from bench.common import parser
 from distributed_training.localnet.services import SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, Neuron
 from distributed_training.miner.run_folder import listening_ranks, mark_of
@@ -96,18 +96,18 @@ def doctor_seconds(subnet: LocalSubnet, miner: Neuron) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--ranks", default="2,1", help="ranks of each miner")
-    parser.add_argument("--kills", type=int, default=1, help="of rank 0, and of the whole miner")
-    arguments = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--ranks", default="2,1", help="ranks of each miner")
+    arguments.add_argument("--kills", type=int, default=1, help="of rank 0, and of the whole miner")
+    options = arguments.parse_args()
     before = import_seconds()
     with tempfile.TemporaryDirectory() as folder:
-        options = SubnetOptions(
+        subnet_options = SubnetOptions(
             folder=Path(folder) / "subnet",
-            ranks=parse_ranks(arguments.ranks, None),
+            ranks=parse_ranks(options.ranks, None),
             blocks_per_allreduce=100_000,  # no round: it would be measured with it
         )
-        subnet = LocalSubnet(options=options)
+        subnet = LocalSubnet(options=subnet_options)
         with subnet:
             miner = subnet.miners[0]
             subnet.wait_until(lambda: bool(miner.state.losses), LONGEST, "the first inner step")
@@ -115,8 +115,8 @@ def main() -> int:
             subnet.wait_until(lambda: len(miner.state.losses) >= 5, LONGEST, "five inner steps")
             memory = proportional_bytes(miner)
             doctor = doctor_seconds(subnet, miner)
-            ranks = [kill_rank_zero(subnet, miner) for _ in range(arguments.kills)]
-            miners = [kill_miner(subnet, miner) for _ in range(arguments.kills)]
+            ranks = [kill_rank_zero(subnet, miner) for _ in range(options.kills)]
+            miners = [kill_miner(subnet, miner) for _ in range(options.kills)]
     baseline = statistics.median([before, import_seconds()])  # neither beside the subnet
     first = (first - subnet.started_at) / baseline
     print(f"{baseline:6.1f} s  imports of one process (torch, Llama, hivemind): the baseline")

@@ -5,10 +5,8 @@
 
 Rounds are interleaved, each contestant in a process of its own; the figures are medians and their
 ratio to ``boto3 tuned`` (``upload_file``, 32 MiB parts, 6 threads) of the same rounds. CPU seconds
-and peak resident memory are the contestant's alone, ``base`` being what an interpreter with boto3
-takes before it uploads anything.
-
-Then the same for one file with a SIGKILL in the middle: how much the next process sends again.
+and peak resident memory are the contestant's process's alone, ``base`` being what the imports of
+both take before anything is uploaded.
 """
 
 from __future__ import annotations
@@ -17,7 +15,6 @@ import argparse
 import json
 import os
 import resource
-import signal
 import statistics
 import subprocess
 import sys
@@ -27,7 +24,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+
+import boto3
+from boto3.s3.transfer import TransferConfig
+from botocore.config import Config
+from pydantic import SecretStr
+
+from bench.common import parser, table
+from distributed_training.config.settings import StoreSettings
+from distributed_training.localnet.services import ObjectStoreServer
+from distributed_training.store.journal import Journal
+from distributed_training.store.s3 import S3ObjectStore
+from distributed_training.store.transfer import Sender
 
 MIB = 1024 * 1024
 BUCKET = "bench-upload"
@@ -38,12 +46,7 @@ Spec = dict[str, str]
 Seconds = tuple[float, float]  # of the large file and of the small ones
 
 
-def _store(spec: Spec) -> Any:
-    from pydantic import SecretStr
-
-    from distributed_training.config.settings import StoreSettings
-    from distributed_training.store.s3 import S3ObjectStore
-
+def _store(spec: Spec) -> S3ObjectStore:
     settings = StoreSettings(
         endpoint_url=spec["endpoint"],
         write_access_key_id=SecretStr(spec["key"]),
@@ -53,16 +56,10 @@ def _store(spec: Spec) -> Any:
     return S3ObjectStore.from_settings(settings, bucket=BUCKET, write=True)
 
 
-def _sender(spec: Spec) -> Any:
-    from distributed_training.store.journal import Journal
-    from distributed_training.store.transfer import Sender
-
-    journal = Journal(Path(spec["work"]) / "journal.json")
-    return Sender(store=_store(spec), journal=journal, deadline=time.monotonic() + 600)
-
-
 def _ours(spec: Spec, large: Path, small: list[Path]) -> Seconds:
-    with _sender(spec) as sender:
+    journal = Journal(Path(spec["work"]) / "journal.json")
+    store, deadline = _store(spec), time.monotonic() + 600
+    with Sender(store=store, journal=journal, deadline=deadline) as sender:
         began = time.perf_counter()
         sender.upload_all([(f"{spec['prefix']}/{large.name}", large)])
         middle = time.perf_counter()
@@ -70,29 +67,23 @@ def _ours(spec: Spec, large: Path, small: list[Path]) -> Seconds:
         return middle - began, time.perf_counter() - middle
 
 
-def _boto3(spec: Spec, large: Path, small: list[Path], *, tuned: bool) -> Seconds:
-    import boto3
-    from boto3.s3.transfer import TransferConfig
-    from botocore.config import Config
-
+def _boto3(spec: Spec, large: Path, small: list[Path]) -> Seconds:
     as_needed = {
         f"{way}_checksum_{what}": "when_required"
         for way, what in (("request", "calculation"), ("response", "validation"))
     }
-    changes: dict[str, Any] = {"max_pool_connections": 20, **as_needed} if tuned else {}
     client = boto3.client(
         "s3",
         endpoint_url=spec["endpoint"],
         region_name="auto",
         aws_access_key_id=spec["key"],
         aws_secret_access_key=spec["secret"],
-        config=Config(s3={"addressing_style": "path"}, **changes),
+        config=Config(s3={"addressing_style": "path"}, max_pool_connections=20, **as_needed),
     )
-    size, threads = (32 * MIB, 6) if tuned else (8 * MIB, 10)
     transfer = TransferConfig(
-        multipart_threshold=size,
-        multipart_chunksize=size,
-        max_concurrency=threads,
+        multipart_threshold=32 * MIB,
+        multipart_chunksize=32 * MIB,
+        max_concurrency=6,
         preferred_transfer_client="classic",
     )
 
@@ -102,22 +93,19 @@ def _boto3(spec: Spec, large: Path, small: list[Path], *, tuned: bool) -> Second
     began = time.perf_counter()
     upload(large)
     middle = time.perf_counter()
-    with ThreadPoolExecutor(6 if tuned else 1) as pool:
+    with ThreadPoolExecutor(6) as pool:
         list(pool.map(upload, small))
     return middle - began, time.perf_counter() - middle
 
 
 CONTESTANTS: dict[str, Callable[[Spec, Path, list[Path]], Seconds]] = {
     "ours": _ours,
-    BASELINE: lambda *given: _boto3(*given, tuned=True),
-    "boto3 default": lambda *given: _boto3(*given, tuned=False),
+    BASELINE: _boto3,
 }
 
 
 def contestant(name: str) -> None:
     """In a process of its own: read what to do from stdin, print the figures."""
-    import boto3  # noqa: F401 - part of the base
-
     spec = json.loads(sys.stdin.read())
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     small = sorted(Path(spec["small"]).iterdir())
@@ -142,47 +130,16 @@ def _run(name: str, spec: Spec) -> dict[str, float]:
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
-def _resume(spec: Spec, store: Any) -> str:
-    """SIGKILL when half of the parts are there; what the next process sends."""
-    from distributed_training.store.transfer import part_size_for
-
-    spec = spec | {"prefix": "killed"}
-    large = Path(spec["large"])
-    total = -(-large.stat().st_size // part_size_for(large.stat().st_size))
-    arrived = 0
-    deadline = time.monotonic() + 120
-    with subprocess.Popen(
-        [*COMMAND, "ours"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
-    ) as process:
-        assert process.stdin is not None
-        process.stdin.write(json.dumps(spec))
-        process.stdin.close()
-        while arrived < total // 2 and time.monotonic() < deadline and process.poll() is None:
-            time.sleep(0.02)
-            for upload in store.list_multiparts("killed/"):
-                arrived = len(store.list_parts(upload.key, upload.upload_id))
-        process.send_signal(signal.SIGKILL)
-    with _sender(spec) as sender:
-        sender.upload_all([(f"killed/{large.name}", large)])
-    return (
-        f"SIGKILL with {arrived} of {total} parts at the store: the next process kept "
-        f"{sender.sent.parts_kept}, sent {sender.sent.parts}; stuck uploads left: "
-        f"{len(store.list_multiparts())}"
-    )
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--gigabytes", type=float, default=2.0)
-    parser.add_argument("--small", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--contestant", help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    arguments = parser(__doc__)
+    arguments.add_argument("--gigabytes", type=float, default=2.0)
+    arguments.add_argument("--small", type=int, default=200)
+    arguments.add_argument("--rounds", type=int, default=3)
+    arguments.add_argument("--contestant", help=argparse.SUPPRESS)
+    options = arguments.parse_args()
     if options.contestant:
         contestant(options.contestant)
         return
-
-    from distributed_training.localnet.services import ObjectStoreServer
 
     with tempfile.TemporaryDirectory(prefix="bench-upload-") as name:
         work = Path(name)
@@ -206,7 +163,6 @@ def main() -> None:
                     figures[name].append(_run(name, spec | {"prefix": prefix}))
                     store.delete([o.key for o in store.list_objects(prefix)])
             _table(figures, large.stat().st_size / MIB, options.small)
-            print(_resume(spec, store))
 
 
 def _files(work: Path, options: argparse.Namespace) -> tuple[Path, Path]:
@@ -225,18 +181,19 @@ def _table(figures: dict[str, list[dict[str, float]]], megabytes: float, count: 
     def median(name: str, what: str) -> float:
         return statistics.median(f[what] for f in figures[name])
 
-    def ratio(name: str, what: str) -> float:
+    def ratio(name: str, what: str) -> str:
         pairs = zip(figures[name], figures[BASELINE], strict=True)
-        return statistics.median(b[what] / a[what] for a, b in pairs)
+        return f"{statistics.median(b[what] / a[what] for a, b in pairs):.2f}"
 
-    head = f"{'':14} {'MiB/s':>6} {'ratio':>6} {'small/s':>8} {'ratio':>6} {'CPU s':>6}"
-    print(f"{head} {'RSS MB':>7} {'base':>5}   rounds: {len(figures[BASELINE])}")
-    for name in figures:
-        print(
-            f"{name:14} {megabytes / median(name, 'large'):6.0f} {ratio(name, 'large'):6.2f} "
-            f"{count / median(name, 'small'):8.0f} {ratio(name, 'small'):6.2f} "
-            f"{median(name, 'cpu'):6.1f} {median(name, 'rss'):7.0f} {median(name, 'base'):5.0f}"
+    rows = [
+        (
+            *(name, f"{megabytes / median(name, 'large'):.0f}", ratio(name, "large")),
+            *(f"{count / median(name, 'small'):.0f}", ratio(name, "small")),
+            *(f"{median(name, what):.1f}" for what in ("cpu", "rss", "base")),
         )
+        for name in figures
+    ]
+    table(("", "MiB/s", "ratio", "small/s", "ratio", "CPU s", "RSS MB", "base"), rows)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from bench.arena import Bucket, Upload
-from bench.arena_field import PUBLIC, Look, results, score_field, table
+from bench.arena_field import OURS, PUBLIC, Look, results, score_field, table
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata, parse_config
 
@@ -35,16 +35,17 @@ def test_a_field_of_equals_shares_alike_and_a_better_miner_gets_more() -> None:
     assert worse[23] == 0.0 and totals[23] == pytest.approx(0.25 / 4)
 
 
-def test_each_contender_is_a_ratio_to_the_field_it_mines_in() -> None:
+def test_each_way_is_a_ratio_to_the_field_it_mines_in(capsys: pytest.CaptureFixture[str]) -> None:
     def by_uid(improvement: float) -> dict[int, list[Look]]:
         return {uid: looks(improvement, uid) for uid in (1, 12, 23)}
 
-    found = results({PUBLIC: by_uid(0.1), "ours": by_uid(0.2)})
+    found = results({PUBLIC: by_uid(0.1), OURS: by_uid(0.2)})
     assert found[PUBLIC].share == pytest.approx(1 / 3)
-    assert found["ours"].share > 0.9 and found["ours"].scored == 1.0
-    assert found["ours"].improvement == pytest.approx(20, abs=2)
-    assert results({PUBLIC: by_uid(0.1), "ours": by_uid(0.2)}, "ours")[PUBLIC].share == 0.0
-    lines = table({7: found}, PUBLIC)
+    assert found[OURS].share > 0.9 and found[OURS].scored == 1.0
+    assert found[OURS].improvement == pytest.approx(20, abs=2)
+    assert results({PUBLIC: by_uid(0.1), OURS: by_uid(0.2)}, OURS)[PUBLIC].share == 0.0
+    table({7: found}, PUBLIC)
+    lines = capsys.readouterr().out.splitlines()
     assert lines[1].split()[:2] == [PUBLIC, "1.00"] and len(lines) == 3
 
 

@@ -23,10 +23,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_a_report_fills_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    document, recorded = tmp_path / "performance.md", tmp_path / "gpu.json"
+    document = tmp_path / "performance.md"
     document.write_text(f"before\n{gpu.BEGIN}\nold\n{gpu.END}\nafter\n")
     monkeypatch.setattr(gpu, "DOCUMENT", document)
-    monkeypatch.setattr(gpu, "RECORDED", recorded)
     report = {
         "started": "2027-01-01", "device": "cuda", "quick": False, "python": "3.12.1",
         "machine": {"device": "NVIDIA H200", "memory_gb": 150, "peak_tflops": 989.4, "torch": "2"},
@@ -39,7 +38,7 @@ def test_a_report_fills_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert gpu.main(["--table", str(tmp_path / "r.json")]) == 0
     text = document.read_text()
     assert text.startswith("before") and text.endswith("after\n") and "old" not in text
-    assert gpu.section(text) == gpu.table(gpu.recorded())
+    assert f"{gpu.BEGIN}\n{gpu.table(report)}\n{gpu.END}" in text
     assert "| gradient codec | ours: 31.0x |" in text and "peak 989.4 TFLOP/s" in text
     assert "**ended after its 90 s** a / b" in text
     assert text.count("not measured") == len(gpu.PARTS) - 2
@@ -122,12 +121,6 @@ def test_every_part_runs_at_toy_size_with_the_listed_packages_alone(tmp_path: Pa
     statuses = {name: part["status"] for name, part in report["parts"].items()}
     assert statuses == {part.name: "ok" for part in gpu.PARTS}, done.stdout + done.stderr
     assert done.returncode == 0
-    figures = {
-        row["name"]: row
-        for part in report["parts"].values()
-        for row in part["rows"]
-        if row["text"].startswith("not possible")
-    }
-    # Only what needs a GPU or a package that is not there may be impossible on a CPU.
-    assert set(figures) <= {"float8 (torchao)", "cuDNN attention", "flash attention"}
+    rows = [row for part in report["parts"].values() for row in part["rows"]]
+    assert [row for row in rows if row["text"].startswith("not possible")] == []
     assert (tmp_path / "out" / "report.txt").read_text().startswith("**Toy sizes")
