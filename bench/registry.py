@@ -5,7 +5,7 @@
 
 A registry serves as a program with its own limits, with as many neurons as pollers. Each poller has
 an address of its own (127.x.y.z). It asks as the real client does, every six seconds (half a
-block), a little out of step with the others, over a connection that it keeps, with the version that
+block) and a little out of step with the others. It keeps its connection and sends the version that
 it knows. Meanwhile the validator sets weights once a minute, which changes every row, and a
 commitment is written every second. Two baselines: the same pollers with a connection for each poll;
 and without a version, so that each answer is the whole state. Goal: at most 10 % of one core, and
