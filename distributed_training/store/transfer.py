@@ -183,9 +183,9 @@ def _run_all(
     """
     futures = [pool.submit(work, item) for item in items]
     try:
-        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
-            future.result()
-        return [future.result() for future in futures]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        # If one failed, this raises: of several errors, that of the first item.
+        return [future.result() for future in futures if future.done()]
     finally:
         for future in futures:
             future.cancel()
@@ -617,13 +617,17 @@ class Sender:
         if record.etag:  # an earlier attempt completed it
             return record.etag
         try:
-            etag = self._complete(staged, record)
+            etag = self._store.complete_multipart(record.key, record.upload_id, staged.parts)
         except UploadMissingError:
-            self._journal.drop(staged.key)
-            raise IntegrityError(
-                f"the store lost the multipart upload of {staged.key} and does not hold the "
-                "object: it is sent again with the next upload"
-            ) from None
+            # An earlier Complete whose answer was lost, or somebody's abort: only HEAD tells.
+            info = self._store.head(staged.key)
+            if info is None or info.etag != staged.etag:
+                self._journal.drop(staged.key)
+                raise IntegrityError(
+                    f"the store lost the multipart upload of {staged.key} and does not hold the "
+                    "object: it is sent again with the next upload"
+                ) from None
+            etag = info.etag
         except StoreError as error:
             if not isinstance(error, (StoppedError, DeadlineError)):
                 self.abandon(record)  # refused for good: the parts would only be billed
@@ -633,16 +637,6 @@ class Sender:
             raise IntegrityError(f"{staged.key}: the store put the parts together wrongly")
         self._journal.put(replace(record, etag=etag))
         return etag
-
-    def _complete(self, staged: Staged, record: UploadRecord) -> str:
-        try:
-            return self._store.complete_multipart(record.key, record.upload_id, staged.parts)
-        except UploadMissingError:
-            # An earlier Complete whose answer was lost, or somebody's abort: only HEAD tells.
-            info = self._store.head(record.key)
-            if info is not None and info.etag == staged.etag:
-                return info.etag
-            raise
 
     def publish_all(self, staged: Iterable[Staged]) -> dict[str, str]:
         """Complete all files side by side, so that they appear within moments.
