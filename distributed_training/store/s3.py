@@ -173,10 +173,6 @@ class Uplink:
         self.wait_open()
 
 
-class UplinkClosedError(OSError):
-    """Raised inside a transfer's read when the uplink is paused or stopped."""
-
-
 class Section(io.RawIOBase):
     """A range of a file as a request body, hashed on its way out.
 
@@ -224,7 +220,7 @@ class Section(io.RawIOBase):
         if self._uplink is not None and (self._uplink.paused or self._uplink.stopped):
             # Into urllib3's loop, which then drops the connection: a round gets the network link
             # within one block instead of one part.
-            raise UplinkClosedError("the uplink is closed")
+            raise OSError("the uplink is closed")
         wanted = self._size - self._at
         if size is not None and size >= 0:
             # http.client asks for 16 KiB at a time and sends whatever it gets; larger pieces save a

@@ -63,13 +63,6 @@ class Close:
     """A message to the uploader: end."""
 
 
-@dataclass(frozen=True)
-class Busy:
-    """A report of whether an upload is under way."""
-
-    busy: bool
-
-
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=1), timedelta(minutes=1)  # before it is restarted
 _END_SECONDS = 5.0  # for the end of one that hung up
 _STEADY = 600.0  # seconds; an uploader that lived so long ended for another reason
@@ -103,7 +96,6 @@ class Uploader:
         self._paused = False
         self._peer_id = ""
         self._outstanding: dict[Revision, Submission] = {}
-        self._busy = False
         self._launch()
         self._thread = threading.Thread(target=self._listen, name="publisher", daemon=True)
         self._thread.start()
@@ -160,8 +152,8 @@ class Uploader:
 
     @property
     def busy(self) -> bool:
-        """An upload is under way or waiting (also one gone on with after a restart)."""
-        return self._busy or bool(self._outstanding)
+        """An upload that was submitted has not ended yet."""
+        return bool(self._outstanding)
 
     @property
     def pid(self) -> int | None:
@@ -259,7 +251,5 @@ class Uploader:
                     # Before the report: whoever reads that may submit the same revision again.
                     self._outstanding.pop(message.revision, None)
                 self._reports.put(message)
-            case Busy():
-                self._busy = message.busy
             case Said():
                 log.log(message.level, "%s", message.text)

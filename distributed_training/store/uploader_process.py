@@ -64,7 +64,7 @@ from .snapshot_folder import (
     wait_complete,
 )
 from .transfer import Progress, Sender, Sent, Staged, patient
-from .uploader import Busy, Close, Paused, PeerId, Start
+from .uploader import Close, Paused, PeerId, Start
 
 log = logging.getLogger("distributed_training.store.uploader")  # __name__ is __main__ here
 
@@ -367,7 +367,6 @@ class UploadLoop:
             while self._waiting is None and self._peer_id == self._peer_id_published:
                 if self._closing.is_set():
                     break
-                self._send(Busy(False))
                 self._wake.wait()
             if self._closing.is_set():
                 raise StoppedError("closing")
@@ -375,7 +374,6 @@ class UploadLoop:
             return self._current
 
     def _publish(self, submission: Submission) -> None:
-        self._send(Busy(True))
         # One that the journal kept was submitted before a restart, perhaps with another identity.
         submission = replace(submission, peer_id=self._peer_id or submission.peer_id)
         report = self._publication.run(submission)
@@ -398,7 +396,6 @@ class UploadLoop:
         except StoreError as error:
             log.warning("The peer id is not published yet: %s", error)
             with self._wake:  # there may be something better to do than to wait
-                self._send(Busy(self._current is not None))
                 self._wake.wait_for(
                     lambda: (
                         self._closing.is_set()

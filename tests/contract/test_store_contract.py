@@ -28,7 +28,6 @@ from distributed_training.store.s3 import (
     Section,
     StoreError,
     TransientError,
-    Uplink,
     UploadMissingError,
 )
 from distributed_training.store.transfer import multipart_etag
@@ -229,15 +228,3 @@ def test_writes_of_one_key_keep_their_distance(
         thread.join()
     second, third = sorted(pauses)
     assert 0 < second <= 60 < third <= 120
-
-
-def test_a_closed_line_interrupts_a_body(tmp_path: Path) -> None:
-    path = tmp_path / "f"
-    path.write_bytes(b"x" * 100)
-    uplink = Uplink()
-    with path.open("rb") as handle:
-        body = Section(handle.fileno(), 10, 20, uplink)
-        assert len(body.read()) == 20
-        uplink.pause()
-        with pytest.raises(OSError, match="uplink is closed"):
-            body.read()
