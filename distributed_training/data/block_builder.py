@@ -284,9 +284,12 @@ class BlockMaker:
         self._spec = spec
         self._counts = Counts()
         self._tokenizer = TextTokenizer(spec.tokenizer_path, eos_id=spec.eos_id)
-        self._sources = spec.settings.sources
-        self._tokens: list[TokenSource] = [self._open(source) for source in self._sources]
-        self._pages = self._pages_per_source(spec.settings.pages_per_block)
+        sources = spec.settings.sources
+        pages = [spec.settings.pages_per_block]
+        if len(sources) > 1:
+            mixture = extra("mixture", wanted_by="--data.source with several sources")
+            pages = mixture.pages_of([source.weight for source in sources], *pages)
+        self._shares = [(s, self._open(s), n) for s, n in zip(sources, pages, strict=True)]
         self._folder = spec.blocks
         self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -302,13 +305,6 @@ class BlockMaker:
         )
         return RowsTokens(self._spec, rows, self._tokenizer, self._counts)
 
-    def _pages_per_source(self, pages: int) -> list[int]:
-        if len(self._sources) == 1:
-            return [pages]
-        mixture = extra("mixture", wanted_by="--data.source with several sources")
-        shares: list[int] = mixture.pages_of([source.weight for source in self._sources], pages)
-        return shares
-
     def prepare(self, block: int) -> Prepared:
         """Prepare a block. Raises OSError when it cannot be written."""
         started = time.monotonic()
@@ -318,13 +314,8 @@ class BlockMaker:
             return replace(kept, counts=self._counts.take())
         length = self._spec.sequence_length
         parts, missing, per_source = [], [], []
-        for source, tokens, n in zip(
-            self._sources,
-            self._tokens,
-            self._pages,
-            strict=True,
-        ):
-            had = tokens.block(block, n)
+        for source, tokens, pages in self._shares:
+            had = tokens.block(block, pages)
             count = len(had.tokens) // length
             # Sequences never cross sources: what is left of a block's tokens is dropped.
             parts.append(had.tokens[: count * length].reshape(count, length))

@@ -153,18 +153,16 @@ class RowsApiSource:
         self._url = settings.rows_url.rstrip("/")
         self._dataset = settings.dataset
         self._pages_of = f"{settings.dataset}@{settings.revision or ''}".removesuffix("@")
-        self._text_column = settings.text_column
-        self._timeout = settings.request_timeout.total_seconds()
-        self._attempts = settings.request_attempts
-        self._page_deadline = settings.page_deadline.total_seconds()
-        self._table_age = settings.table_age.total_seconds()
+        self._where = f"{self._dataset} at {self._url}"
+        self._table_key = f"size {self._url} {self._pages_of}"
+        self._settings = settings
         self._pin = Pin(settings.revision, settings.rows)
         self.revision: str | None = None
         self._cache = cache
         self._counts = counts
         self._client = httpx.Client(
             headers={"Authorization": f"Bearer {token}"} if token else {},
-            timeout=self._timeout,
+            timeout=settings.request_timeout.total_seconds(),
             follow_redirects=True,
             limits=httpx.Limits(max_connections=settings.connections),
         )
@@ -185,9 +183,8 @@ class RowsApiSource:
             now = time.time()
             # Kept while a clock was ahead, a table is of the future: that is no young one.
             age = now - self._table_at
-            if self._table and self._whole and 0 <= age < self._table_age:
-                return self._table
-            if self._table and time.monotonic() < self._ask_table_at:
+            young = self._whole and 0 <= age < self._settings.table_age.total_seconds()
+            if self._table and (young or time.monotonic() < self._ask_table_at):
                 return self._table
             try:
                 table, left_out = self._fetch_table()
@@ -200,7 +197,7 @@ class RowsApiSource:
             except PageUnavailable as error:
                 if not self._table:
                     raise
-                self._ask_table_at = time.monotonic() + min(self._table_age, _ASK_AGAIN)
+                self._ask_table_later()
                 log.warning(
                     "The table of %s cannot be refreshed (%s): the one of %.0f hours ago is used",
                     self._dataset,
@@ -237,15 +234,11 @@ class RowsApiSource:
                 self._dataset,
                 counted(left_out, "config"),
             )
-        self._ask_table_at = time.monotonic() + min(self._table_age, _ASK_AGAIN)
+        self._ask_table_later()
 
-    @property
-    def _where(self) -> str:
-        return f"{self._dataset} at {self._url}"
-
-    @property
-    def _table_key(self) -> str:
-        return f"size {self._url} {self._pages_of}"
+    def _ask_table_later(self) -> None:
+        wait = min(self._settings.table_age.total_seconds(), _ASK_AGAIN)
+        self._ask_table_at = time.monotonic() + wait
 
     def _recall_table(self) -> None:
         stored = self._cache.get(self._table_key) if self._cache is not None else None
@@ -285,7 +278,7 @@ class RowsApiSource:
     # --- pages ---------------------------------------------------------------------------------
 
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
-        key = f"rows {self._pages_of} {config} {split} {row} {limit} {self._text_column}"
+        key = f"rows {self._pages_of} {config} {split} {row} {limit} {self._settings.text_column}"
         cached = self._cache.get(key) if self._cache is not None else None
         if isinstance(cached, list):
             self._counts.add("pages_from_cache")
@@ -304,7 +297,7 @@ class RowsApiSource:
             entries = list(reply["rows"])[:limit]
             # A proxy that caches without the query answers each page with the same rows.
             numbered = [entry.get("row_idx", row + i) for i, entry in enumerate(entries)]
-            values = [entry["row"].get(self._text_column) for entry in entries]
+            values = [entry["row"].get(self._settings.text_column) for entry in entries]
             truncated = sum(bool(entry.get("truncated_cells")) for entry in entries)
         except (KeyError, TypeError, AttributeError) as error:
             raise PageUnavailable(f"the reply of /rows is not a page: {error!r}") from error
@@ -328,8 +321,9 @@ class RowsApiSource:
         Raises PageUnavailable when attempts or deadline are used up.
         """
         problem, waits = "not asked", Backoff(first=_FIRST_WAIT, longest=_MAX_WAIT)
-        deadline = time.monotonic() + self._page_deadline
-        for attempt in range(self._attempts):
+        deadline = time.monotonic() + self._settings.page_deadline.total_seconds()
+        attempts = self._settings.request_attempts
+        for attempt in range(attempts):
             if not self._hold(deadline):
                 if not attempt:
                     left = self._hold_until - time.monotonic()
@@ -350,7 +344,7 @@ class RowsApiSource:
             except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:
                 problem = f"{type(error).__name__}: {error}"
                 self._counts.add("http_failures")
-            if attempt + 1 == self._attempts:
+            if attempt + 1 == attempts:
                 break
             # A wait that would end after the deadline is not begun: other pages need the thread.
             pause = max(pause, asked or 0.0)
@@ -370,7 +364,8 @@ class RowsApiSource:
 
     def _request(self, path: str, query: Mapping[str, str]) -> bytes:
         # httpx bounds each read; a body that trickles in is bounded here.
-        end = time.monotonic() + self._timeout
+        timeout = self._settings.request_timeout.total_seconds()
+        end = time.monotonic() + timeout
         body = bytearray()
         with self._client.stream("GET", f"{self._url}/{path}", params=dict(query)) as reply:
             reply.raise_for_status()
@@ -381,7 +376,7 @@ class RowsApiSource:
                 if len(body) > _MAX_REPLY:
                     raise ValueError(f"the reply is larger than {_MAX_REPLY} bytes")
                 if time.monotonic() > end:
-                    raise TimeoutError(f"the reply took longer than {self._timeout:g} s")
+                    raise TimeoutError(f"the reply took longer than {timeout:g} s")
         return bytes(body)
 
 

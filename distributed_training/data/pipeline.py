@@ -167,14 +167,13 @@ class DataPipeline:
         return len(held.order) if held is not None else 0
 
     def _take(self, answer: Prepared | Failure) -> None:
+        self._pending.discard(answer.block)
         if isinstance(answer, Failure):
             log.warning("Block %d could not be prepared: %s", answer.block, answer.line)
             self._counts["blocks_failed"] += 1
-            self._pending.discard(answer.block)
             self._blocks[answer.block] = None
             return
         self._counts.update(answer.counts)
-        self._pending.discard(answer.block)
         for problem in answer.missing:
             log.warning("A page of block %d is left out: %s", answer.block, problem)
         if not answer.kept:
@@ -335,11 +334,7 @@ class DataPipeline:
         The next sequence to serve is number ``offset`` of ``block``, of which ``sequences`` are
         served.
         """
-        return {
-            "block": self._current,
-            "sequences": self._sequences,
-            "offset": self._offset,
-        }
+        return {"block": self._current, "sequences": self._sequences, "offset": self._offset}
 
     def load_state_dict(self, cursor: dict[str, Any]) -> None:
         """Have the block of a checkpoint's :meth:`state_dict` prepared again.

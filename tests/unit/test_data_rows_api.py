@@ -196,8 +196,7 @@ def test_replies_that_are_no_table(entry: str) -> None:
 def test_a_change_of_the_table_is_told(caplog: pytest.LogCaptureFixture) -> None:
     growing: dict[str, list[str]] = dict(TABLES)
     with RowsServer(growing) as server:
-        made, counts = source(server)
-        made._table_age = 0.0
+        made, counts = source(server, table_age=timedelta(0))
         made.num_rows()
         assert made.num_rows() and "changed" not in caplog.text
         growing["CC-MAIN-9"] = ["new"] * 200
@@ -221,8 +220,7 @@ def test_other_data_than_the_pinned_are_refused(
     cache = PageCache(tmp_path, limit_bytes=10**6)
     with RowsServer(TABLES, revision="a" * 40) as server:
         source(server, cache=cache)[0].num_rows()  # of a network that pins nothing
-        made, _ = source(server, cache=cache, **pinned)
-        made._table_age = 0.0
+        made, _ = source(server, cache=cache, table_age=timedelta(0), **pinned)
         if not words:
             assert made.num_rows() and made.rows("CC-MAIN-1", 250, split="train", limit=100)
             return
@@ -238,8 +236,7 @@ def test_pinned_data_that_grow_are_drawn_from_as_they_were(
 ) -> None:
     growing: dict[str, list[str]] = dict(TABLES)
     with RowsServer(growing) as server:
-        made, _ = source(server, rows=1200)
-        made._table_age = 0.0
+        made, _ = source(server, rows=1200, table_age=timedelta(0))
         before = dict(made.num_rows())
         growing["CC-MAIN-9"] = ["new"] * 200
         with caplog.at_level(logging.WARNING):
@@ -254,8 +251,7 @@ def test_an_old_table_is_better_than_none(caplog: pytest.LogCaptureFixture, tmp_
         table = dict(made.num_rows())
         server.size_script = [Fault(status=500)] * 20
         # A new process, a table that is too old, and a server that is down.
-        again, _ = source(server, cache=cache, request_attempts=2)
-        again._table_age = 0.0
+        again, _ = source(server, cache=cache, request_attempts=2, table_age=timedelta(0))
         with caplog.at_level(logging.WARNING):
             assert again.num_rows() == table
         assert "cannot be refreshed (/size some/dataset: HTTP 500)" in caplog.text
