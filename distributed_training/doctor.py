@@ -28,11 +28,12 @@ import logging
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ from rich.text import Text
 
 from distributed_training.common.files import read_json_object
 from distributed_training.common.memory import ModelShape
-from distributed_training.common.ports import free_ports
+from distributed_training.common.ports import free_ports, is_port
 from distributed_training.common.processes import die_with_parent, without_secrets
 from distributed_training.config import (
     OPERATORS_FILE,
@@ -54,14 +55,15 @@ from distributed_training.config import (
     load_config,
 )
 from distributed_training.config.loader import Parser, argument, ranged
-from distributed_training.config.settings import StoreSettings
+from distributed_training.config.settings import ChainSettings, StoreSettings, SwarmSettings
+from distributed_training.config.types import is_ip
 from distributed_training.health import machine
 from distributed_training.health.machine import Entry, Examination
-from distributed_training.health.reach import probe, probed
 from distributed_training.miner.launcher import ranks_of
 from distributed_training.miner.rank_group import rank_environment_defaults, rank_variables
 from distributed_training.miner.run_folder import mark_of, rank_environment
 from distributed_training.protocol.lines import counted
+from distributed_training.protocol.synapses import IS_ALIVE_ROUTE, PROBE_HOST
 from distributed_training.protocol.types import Check, ExitStatus
 
 _MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("-", "dim")}
@@ -213,9 +215,10 @@ def _show(note: str) -> None:
 
 def report(checks: Sequence[Check], *, as_json: bool) -> int:
     """Print them; the exit status."""
+    status = int(any(check.status == "fail" for check in checks))
     if as_json:
         print(json.dumps([dataclasses.asdict(check) for check in checks], indent=2))
-        return int(any(check.status == "fail" for check in checks))
+        return status
     table = Table("", "check", "finding", box=None, pad_edge=False)
     for check in checks:
         mark, style = _MARKS[check.status]
@@ -227,12 +230,118 @@ def report(checks: Sequence[Check], *, as_json: bool) -> int:
     width = shutil.get_terminal_size((_WIDTH, 0)).columns
     console = Console(width=width, highlight=False)
     console.print(table)
-    count = {status: sum(c.status == status for c in checks) for status in _MARKS}
+    count = {kind: sum(c.status == kind for c in checks) for kind in _MARKS}
     console.print(
         f"{count['ok']} ok, {counted(count['warn'], 'warning')}, {count['skip']} skipped, "
         f"{count['fail']} failed"
     )
-    return int(any(check.status == "fail" for check in checks))
+    return status
+
+
+# --- the ports of another machine ---------------------------------------------------------------
+# No machine can find out alone whether its ports are open to others: a router may turn its own
+# address back inside. So a second machine, a peer's or a rented one, dials.
+
+_TIMEOUT = timedelta(seconds=5)  # of the connection, and of an answer
+_P2PD = b"/multistream/1.0.0"  # libp2p's first words, said by whoever is dialled
+_REQUEST = f"GET {IS_ALIVE_ROUTE} HTTP/1.1\r\nHost: {PROBE_HOST}\r\nConnection: close\r\n\r\n"
+
+#: What listens behind a port that a miner opens, by the flag that names the port.
+CALLS, SWARM = "--axon.port", "--dht.port"
+_ANSWERS = {CALLS: "an HTTP server", SWARM: "a libp2p peer"}
+
+
+def probed(text: str) -> Iterator[tuple[str, int, str | None]]:
+    """Yield host, port and what is expected there (None: either) of what ``--probe`` names.
+
+    That is HOST (both ports, at their defaults), HOST:PORT, or HOST:PORT,PORT (of calls, of the
+    swarm). Raises ConfigError.
+    """
+    host, colon, given = text.rpartition(":")
+    if not colon or is_ip(text, versions=(6,)):
+        host, given = text, f"{ChainSettings().axon_port},{SwarmSettings().dht_port}"
+    host, ports = host.strip("[]"), given.split(",")
+    if not host or text.isdigit() or len(ports) > 2 or not all(map(is_port, ports)):
+        raise ConfigError(
+            f"--probe {text!r} is not HOST, HOST:PORT or HOST:PORT,PORT, so nothing was dialled: "
+            "give e.g. 203.0.113.7:8091,8009"
+        )
+    wanted = (CALLS, SWARM) if len(ports) == 2 else (None,)
+    yield from ((host, int(port), what) for port, what in zip(ports, wanted, strict=True))
+
+
+def probe(
+    host: str, port: int, wanted: str | None = None, *, timeout: timedelta = _TIMEOUT
+) -> Check:
+    """Dial a port of another machine.
+
+    ``wanted``: CALLS or SWARM, None: either is right. ``timeout`` covers the connection, and each
+    of two waits for an answer.
+    """
+    name, place = f"probe {host}:{port}", f"{host}:{port}"
+    try:
+        with socket.create_connection((host, port), timeout=timeout.total_seconds()) as connection:
+            return _judge(name, _who(connection), wanted)
+    # Before OSError, which it is: a firewall that drops keeps silent, a closed port refuses.
+    except TimeoutError:
+        finding = (
+            f"{place} does not answer: a firewall drops what is sent there, or no such machine"
+        )
+        remedy = f"open TCP port {port} in the machine's firewall and at its provider, forward it"
+    except ConnectionRefusedError:
+        finding = f"{place} is reached, but nothing listens there"
+        remedy = (
+            "start the miner there; --axon.port and --dht.port name its ports, "
+            "--axon.external_port and --dht.external_port what a router makes of them"
+        )
+    except (OSError, UnicodeError) as error:
+        finding = f"{place} cannot be dialled ({error})"
+        remedy = "check the address, and the network of this machine"
+    return Check(name, "fail", finding, remedy)
+
+
+def _judge(name: str, found: tuple[str, str], wanted: str | None) -> Check:
+    who, detail = found
+    if not who:
+        return Check(
+            name,
+            "warn",
+            "open, but neither a miner's server nor a libp2p peer answers",
+            "check that the port is forwarded to the miner and not to something else",
+        )
+    finding = f"open; {_ANSWERS[who]} answers{detail}, as behind {who}"
+    if wanted in (None, who):
+        return Check(name, "ok", finding)
+    remedy = f"forward it to {wanted}, or exchange --axon.external_port and --dht.external_port"
+    return Check(name, "fail", f"{finding}, not {wanted}", remedy)
+
+
+def _who(connection: socket.socket) -> tuple[str, str]:
+    """Return what answers, CALLS, SWARM or nothing known, and more of its answer."""
+    connection.settimeout(1.0)  # a libp2p daemon speaks first
+    said = _read(connection)
+    if _P2PD in said:
+        return SWARM, ""
+    connection.settimeout(_TIMEOUT.total_seconds())
+    try:
+        connection.sendall(_REQUEST.encode())
+    except OSError:
+        said = b""
+    # What speaks first and is no libp2p peer is no HTTP server either.
+    said = said or _read(connection)
+    if not said.startswith(b"HTTP/"):
+        return "", ""
+    status = said.split(b" ", 2)[1:2]
+    code = status[0][:3].decode("ascii", "replace") if status else "?"
+    return CALLS, f" (status {code})"
+
+
+def _read(connection: socket.socket) -> bytes:
+    try:
+        # The first words tell. Whoever is dialled may send without an end.
+        return connection.recv(256)
+    except OSError:  # nothing was said in time, or it hung up
+        return b""
 
 
 # --- the step time ------------------------------------------------------------------------------

@@ -201,7 +201,8 @@ def _expand(path: Path) -> Path:
         raise ValueError("a path: no user has this name") from None
 
 
-def _is_ip(text: str, *, versions: tuple[int, ...] = (4, 6)) -> bool:
+def is_ip(text: str, *, versions: tuple[int, ...] = (4, 6)) -> bool:
+    """Return whether ``text`` is an IP address, one of version 6 also in brackets."""
     try:
         return ipaddress.ip_address(text.strip("[]")).version in versions
     except ValueError:
@@ -209,7 +210,7 @@ def _is_ip(text: str, *, versions: tuple[int, ...] = (4, 6)) -> bool:
 
 
 def _is_ipv4(text: str) -> bool:
-    return "[" not in text and _is_ip(text, versions=(4,))
+    return "[" not in text and is_ip(text, versions=(4,))
 
 
 def _is_url(*schemes: str, user: bool = False) -> Any:
@@ -264,7 +265,7 @@ GlobalBucket = Annotated[  # a miner's own is this and four characters more
 Hotkey = Annotated[
     str, _holds("a hotkey: an ss58 address whose checksum is right (47 or 48 characters)", is_ss58)
 ]
-IpAddress = Annotated[str, _holds("an IP address such as 203.0.113.7", _is_ip)]
+IpAddress = Annotated[str, _holds("an IP address such as 203.0.113.7", is_ip)]
 Ipv4Address = Annotated[str, _holds("an IP address of version 4 such as 203.0.113.7", _is_ipv4)]
 # For an address that is found out where none is given, which the public miner calls "auto".
 Found = Annotated[

@@ -1,7 +1,7 @@
-"""GPUs: as the driver sees them, as torch does, and what a start and a step tell about them.
+"""GPUs: as the driver sees them, as torch does, and what a start tells about them.
 
 The driver is asked without torch, by NVML; a figure is None where it cannot be had. The block at
-start and the warnings after steps are printed as the operator documents show them.
+start is printed as the operator documents show it.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from distributed_training.config.settings import DiagnosticsSettings
-from distributed_training.protocol.types import StepReport
-
 _RULE = "=" * 80
-_LOW_GPU_MEMORY = 1.0  # GB of 1e9 bytes in use
 
 
 @dataclass(frozen=True)
@@ -310,24 +306,3 @@ def gpu_report_lines(
         f"✓ Gradient accumulation steps: {steps}",
         _RULE,
     ]
-
-
-def step_warnings(
-    report: StepReport, settings: DiagnosticsSettings, *, expect_gpu: bool = False
-) -> list[str]:
-    """Return the warnings that an inner step gives cause for.
-
-    ``expect_gpu``: a GPU is there, so a step that used no GPU memory at all is a warning too.
-    """
-    lines = []
-    if report.seconds > settings.slow_step.total_seconds():
-        lines.append(f"⚠️  SLOW STEP: {report.seconds:.1f}s (expected 10-30s) - Check GPU usage!")
-        if report.data_wait_seconds > report.seconds / 2:
-            lines[-1] += f" {report.data_wait_seconds:.1f}s of it were spent waiting for data"
-    memory = report.gpu_memory_gb
-    # torch counted nothing on the GPU that is there: the model is somewhere else.
-    if memory is None and expect_gpu:
-        memory = 0.0
-    if memory is not None and memory < _LOW_GPU_MEMORY:
-        lines.append("⚠️  LOW GPU MEMORY: Model may be on CPU!")
-    return lines

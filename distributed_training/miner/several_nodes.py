@@ -50,7 +50,7 @@ from distributed_training.config.schema import schema
 from distributed_training.config.settings import NodesSettings
 from distributed_training.config.types import show
 from distributed_training.health.gpus import visible_gpu_count
-from distributed_training.health.reach import VARIABLES, address_of, interface_of
+from distributed_training.health.machine import INTERFACE_VARIABLES, address_of, interface_of
 from distributed_training.protocol.types import ExitStatus
 
 log = logging.getLogger(__name__)
@@ -165,7 +165,7 @@ class Plan:
 
     def variables(self, number: int) -> dict[str, str]:
         """Return what torch.distributed reads for rank ``number`` of this node, beside its own."""
-        interfaces = {name: os.environ.get(name) or self.interface for name in VARIABLES}
+        interfaces = {name: os.environ.get(name) or self.interface for name in INTERFACE_VARIABLES}
         return interfaces | {
             "RANK": str(self.first_rank + number),
             "WORLD_SIZE": str(self.world_size),

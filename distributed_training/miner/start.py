@@ -37,7 +37,6 @@ from distributed_training.health.gpus import (
     NvmlSampler,
     cuda_state,
     gpu_report_lines,
-    step_warnings,
     visible_gpu_count,
 )
 from distributed_training.node.start import (
@@ -123,7 +122,8 @@ def warnings_of(config: Config, device: torch.device) -> Callable[[StepReport], 
     def expects_gpu() -> bool:
         return device.type == "cuda" or (config.miner.device != "cpu" and visible_gpu_count() > 0)
 
-    return lambda report: step_warnings(report, config.diagnostics, expect_gpu=expects_gpu())
+    slow = config.diagnostics.slow_step
+    return lambda step: lines.step_warnings(step, slow_step=slow, expect_gpu=expects_gpu())
 
 
 def utilization_of(device: torch.device) -> Callable[[], float | None]:

@@ -27,6 +27,7 @@ ALL_REDUCE_START = "All Reduce Start"
 ALL_REDUCE_FINISH = "All Reduce Finish"
 ALL_REDUCE_DONE = "AllReduce Operation Finished Succesfully"
 RESUMING = "✅ Resuming continuous training."
+_LOW_GPU_MEMORY = 1.0  # GB of 1e9 bytes in use
 METADATA_LOGGED = "Metadata Dict Succesfully Logged To Chain."
 
 
@@ -107,6 +108,28 @@ def throughput_line(report: StepReport) -> str:
     if report.note:
         parts.append(report.note)
     return " | ".join(parts)
+
+
+def step_warnings(
+    report: StepReport, *, slow_step: timedelta, expect_gpu: bool = False
+) -> list[str]:
+    """Return the warnings that an inner step gives cause for.
+
+    ``slow_step``: a longer one is slow. ``expect_gpu``: a GPU is there, so a step that used no GPU
+    memory at all is a warning too.
+    """
+    lines = []
+    if report.seconds > slow_step.total_seconds():
+        lines.append(f"⚠️  SLOW STEP: {report.seconds:.1f}s (expected 10-30s) - Check GPU usage!")
+        if report.data_wait_seconds > report.seconds / 2:
+            lines[-1] += f" {report.data_wait_seconds:.1f}s of it were spent waiting for data"
+    memory = report.gpu_memory_gb
+    # torch counted nothing on the GPU that is there: the model is somewhere else.
+    if memory is None and expect_gpu:
+        memory = 0.0
+    if memory is not None and memory < _LOW_GPU_MEMORY:
+        lines.append("⚠️  LOW GPU MEMORY: Model may be on CPU!")
+    return lines
 
 
 def saving_state(outer_step: int) -> str:

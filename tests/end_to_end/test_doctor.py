@@ -16,8 +16,7 @@ import pytest
 
 from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError
-from distributed_training.doctor import report
-from distributed_training.health.reach import CALLS, SWARM, probe, probed
+from distributed_training.doctor import CALLS, SWARM, probe, probed, report
 
 pytestmark = pytest.mark.timeout(300)
 

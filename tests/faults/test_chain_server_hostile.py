@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from distributed_training.chain import http_server as http_module
 from distributed_training.chain.server import ROUND_BOUNDS
 from distributed_training.config.settings import ChainSettings
-from distributed_training.health.reach import probe
+from distributed_training.doctor import probe
 from distributed_training.protocol.synapses import MAX_BODY_BYTES
 from tests.tools.chain_raw import connect, request, send, status, still_answers
 from tests.tools.chain_world import (

@@ -20,7 +20,7 @@ from hypothesis import strategies as some
 from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import NodesSettings, parse_endpoint
-from distributed_training.health.reach import check_nodes
+from distributed_training.health.machine import check_nodes
 from distributed_training.miner import several_nodes
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.several_nodes import (
