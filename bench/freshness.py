@@ -3,7 +3,7 @@
     python -m bench.freshness [--rounds 10]
 
 A miner with a steady step time and upload time lives through rounds; the product's upload schedule
-(``store/upload_schedule.py``) and round clock (``miner/round_clock.py``) decide for ours. A
+(``store/upload_schedule.py``) and round clock (``miner/uploads.py``) decide for ours. A
 validator looks once a minute and scores what the protocol page says (sections 3 and 7): an upload
 of the outer step that is judged now, its newest listed block at most half the blocks between two
 rounds old, its file at most 4800 s. No model is trained; an hour takes milliseconds.
@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from bench.common import parser, table
-from distributed_training.miner.round_clock import RoundClock
+from distributed_training.miner.uploads import RoundClock
 from distributed_training.protocol.scoring import SECONDS_PER_BLOCK, UPLOAD_AGE_LIMIT
 from distributed_training.protocol.types import PublicationReport, Revision, StepReport
 from distributed_training.store.upload_schedule import UploadSchedule

@@ -29,9 +29,9 @@ from distributed_training.data.tokenizer import BYTE_VOCABULARY, build_tokenizer
 from distributed_training.miner import start
 from distributed_training.miner import state_machine as ev
 from distributed_training.miner.ranks import join_ranks
-from distributed_training.miner.round_clock import RoundClock
 from distributed_training.miner.services import Published, StartupInfo
 from distributed_training.miner.state_machine import MinerState
+from distributed_training.miner.uploads import RoundClock
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
