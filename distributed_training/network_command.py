@@ -135,8 +135,7 @@ def _init(options: argparse.Namespace) -> None:
 
 def _found(options: argparse.Namespace, folder: Path, rules: dict[str, Any]) -> None:
     """Write keys, swarm identity and the signed file. Raises ConfigError, NetworkFileError."""
-    from distributed_training.chain.identity import create_wallet
-    from distributed_training.common.swarm_identity import make_identity
+    from distributed_training.chain.identity import create_wallet, make_identity
 
     master = create_wallet(folder / "wallets", _MASTER)
     kind = _kind_of(options.host)

@@ -1,4 +1,4 @@
-"""This miner's identity towards the subnet: its hotkey, and the address validators reach it at.
+"""A neuron as others see it: its hotkey, its address, and its identity in the swarm.
 
 Only the hotkey of the bittensor wallet is read, never the coldkey.
 """
@@ -6,6 +6,7 @@ Only the hotkey of the bittensor wallet is read, never the coldkey.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import ipaddress
 import os
 from collections import Counter
@@ -15,9 +16,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import base58
 import httpx
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 
 from distributed_training.common import http
+from distributed_training.common.files import atomic_file
 from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import ConfigError
 
@@ -182,3 +187,49 @@ async def _ask(client: httpx.AsyncClient, service: str, timeout: timedelta) -> s
     except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError):
         return None
     return str(address) if address.is_global else None
+
+
+# --- in the swarm ---------------------------------------------------------------------------------
+
+# The identity file is libp2p's PrivateKey message (key type RSA, the key in PKCS #1 DER); the peer
+# id is the base58 text of the multihash of the matching PublicKey message. Source: libp2p's
+# specification "Peer Ids and Keys".
+_FIELDS = b"\x08\x00\x12"
+_SHA2_256 = bytes([0x12, 32])  # multihash prefix: the function and the length of its digest
+
+
+def identity_file(run_folder: Path) -> Path:
+    """Return the path at which the swarm of a neuron expects its identity."""
+    return run_folder / "swarm" / "identity.key"
+
+
+def make_identity(run_folder: Path) -> str:
+    """Write a new swarm identity before its peer is up, and return its peer id.
+
+    Others then know the peer's address at once.
+    """
+    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
+    der = key.private_bytes(
+        serialization.Encoding.DER,
+        serialization.PrivateFormat.TraditionalOpenSSL,
+        serialization.NoEncryption(),
+    )
+    with atomic_file(identity_file(run_folder), private=True) as file:
+        file.write(_message(der))
+    # Not the private key's form: the peer id is of the PKIX form (SubjectPublicKeyInfo).
+    public = key.public_key().public_bytes(
+        serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+    digest = hashlib.sha256(_message(public)).digest()
+    return base58.b58encode(_SHA2_256 + digest).decode()
+
+
+def _message(data: bytes) -> bytes:
+    """Encode both key messages in Protobuf: field 1 the type (0, RSA), field 2 the bytes."""
+    length = bytearray()
+    rest = len(data)
+    # Protobuf's varint: seven bits a byte, the lowest first; the high bit tells that more follow.
+    while rest > 0x7F:
+        length.append(rest & 0x7F | 0x80)
+        rest >>= 7
+    return _FIELDS + bytes(length) + bytes([rest]) + data

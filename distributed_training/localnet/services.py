@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Literal
 from distributed_training.common.files import write_bytes
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark, kill_tree
-from distributed_training.common.swarm_identity import make_identity
 from distributed_training.config.model import PRESETS
 from distributed_training.config.settings import StoreSettings
 from distributed_training.config.types import ConfigError
@@ -383,7 +382,7 @@ class Services:
         Raises ChildFailure.
         """
         self._store.child.start()  # it imports for a second; meanwhile:
-        from distributed_training.chain.identity import create_wallet
+        from distributed_training.chain.identity import create_wallet, make_identity
 
         validator = self._validator
         for plan in self.plans:

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from distributed_training.chain.auth import Kept, KeptFile
+from distributed_training.chain.identity import identity_file
 from distributed_training.common.ports import free_ports
-from distributed_training.common.swarm_identity import identity_file
 from distributed_training.miner.rank_group import rank_variables
 from distributed_training.store.journal import Journal
 from tests.tools.forked import Program

@@ -254,7 +254,7 @@ def honest_held_back() -> bytes:
 def honest_identity() -> bytes:
     import tempfile
 
-    from distributed_training.common.swarm_identity import identity_file, make_identity
+    from distributed_training.chain.identity import identity_file, make_identity
 
     with tempfile.TemporaryDirectory() as folder:
         make_identity(Path(folder))

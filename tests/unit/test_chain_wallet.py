@@ -1,4 +1,4 @@
-"""Wallets and the settings of the chain room."""
+"""Wallets, and the identity in the swarm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.chain.identity import create_wallet, load_wallet
+from distributed_training.chain.identity import (
+    create_wallet,
+    identity_file,
+    load_wallet,
+    make_identity,
+)
 from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import ConfigError
 
@@ -42,3 +47,12 @@ def test_what_is_wrong_with_a_wallet_is_one_line(tmp_path: Path) -> None:
     fails("encrypted")
     (tmp_path / "miner" / "hotkeys" / "default").write_text("{not a key")
     fails("not a bittensor key file")
+
+
+def test_hivemind_reads_the_identity_and_derives_the_same_peer_id(tmp_path: Path) -> None:
+    from hivemind.p2p import PeerID
+
+    peer_id = make_identity(tmp_path)
+    assert str(PeerID.from_identity(identity_file(tmp_path).read_bytes())) == peer_id
+    assert identity_file(tmp_path).stat().st_mode & 0o777 == 0o600
+    assert make_identity(tmp_path / "other") != peer_id
