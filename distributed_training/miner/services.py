@@ -44,7 +44,6 @@ from distributed_training.miner.income import standing
 from distributed_training.miner.ranks import Ranks
 from distributed_training.miner.uploads import RoundClock
 from distributed_training.node import buckets, identity
-from distributed_training.node.global_state import model_config
 from distributed_training.node.identity import (
     Member,
     check_global_state,
@@ -70,6 +69,7 @@ from distributed_training.store.uploader import Uploader
 from distributed_training.swarm.supervisor import HostLaunch, SwarmUnavailable
 from distributed_training.swarm.swarm import HivemindSwarm, launch_host
 from distributed_training.telemetry import MetricsFile
+from distributed_training.training.outer_step import model_config
 
 log = logging.getLogger(__name__)
 

@@ -2,6 +2,6 @@
 
 ``start`` (run folder, log, tokenizer; errors that end a start, signals that end a node),
 ``identity`` (wallet, chain, uid; the neuron's entries on the chain, and whether they stay there;
-whether the chain is this network's), ``buckets`` (its own bucket, checked, and others'),
-``global_state`` (read from its files). Nothing is imported here.
+whether the chain is this network's), ``buckets`` (its own bucket, checked, and others').
+Nothing is imported here.
 """

@@ -150,10 +150,10 @@ def export_model(
     shape that config.json implies, and is finite. Raises ExportError, StoreError, ConfigError.
     """
     from distributed_training.common.files import write_json
-    from distributed_training.node.global_state import load_weights, model_bytes
     from distributed_training.protocol import keys
     from distributed_training.store.bucket_reader import StateUnavailable
     from distributed_training.training.model import parameter_schema, without_extras
+    from distributed_training.training.outer_step import load_weights, model_bytes
 
     try:
         if outer_step is None:

@@ -41,7 +41,6 @@ from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import MinerSettings
 from distributed_training.health.machine import bytes_under
 from distributed_training.node.buckets import PeerBuckets
-from distributed_training.node.global_state import load_weights, model_bytes
 from distributed_training.node.identity import follow_chain, miners_of
 from distributed_training.node.start import fetch_tokenizer
 from distributed_training.protocol import keys
@@ -82,7 +81,7 @@ from distributed_training.store.bucket_reader import (
 from distributed_training.store.s3 import NoRoomError, StoreError
 from distributed_training.store.snapshot_folder import size_text
 from distributed_training.training.model import parameter_schema
-from distributed_training.training.outer_step import OUTER_LEARNING_RATE
+from distributed_training.training.outer_step import OUTER_LEARNING_RATE, load_weights, model_bytes
 
 log = logging.getLogger(__name__)
 

@@ -39,7 +39,6 @@ from distributed_training.common.files import atomic_file, read_state, write_byt
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 from distributed_training.network import Network
-from distributed_training.node.global_state import GlobalState, load_weights, model_bytes
 from distributed_training.node.start import WrongNetwork
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
@@ -66,7 +65,13 @@ from distributed_training.training.inner_state import (
     write_shard,
 )
 from distributed_training.training.model import hf_config, schema_of, without_extras
-from distributed_training.training.outer_step import OuterOptimizerState, save_outer_optimizer
+from distributed_training.training.outer_step import (
+    GlobalState,
+    OuterOptimizerState,
+    load_weights,
+    model_bytes,
+    save_outer_optimizer,
+)
 
 log = logging.getLogger(__name__)
 

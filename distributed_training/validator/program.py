@@ -25,7 +25,6 @@ from distributed_training.config import Config, ConfigError
 from distributed_training.data.pipeline import held_out_batches
 from distributed_training.network import keep
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
-from distributed_training.node.global_state import GlobalState
 from distributed_training.node.identity import Member, commit, join_subnet
 from distributed_training.node.start import (
     NetworkFailure,
@@ -53,6 +52,7 @@ from distributed_training.swarm.supervisor import SwarmUnavailable
 from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog
 from distributed_training.training.model import parameter_schema
+from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.global_state import (
     GlobalPublisher,
     GlobalStateError,

@@ -25,7 +25,6 @@ from torch import Tensor
 from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.chain.client import SignedClient
 from distributed_training.config.settings import SwarmSettings, ValidatorSettings
-from distributed_training.node.global_state import GlobalState, load_weights, model_bytes
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys
 from distributed_training.protocol.keys import is_peer_id
@@ -43,6 +42,7 @@ from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
 from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.training.model import loss_limit
+from distributed_training.training.outer_step import GlobalState, load_weights, model_bytes
 
 log = logging.getLogger(__name__)
 

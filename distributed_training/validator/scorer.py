@@ -20,7 +20,6 @@ from typing import Any
 from distributed_training.chain.base import Neuron
 from distributed_training.common.files import write_json
 from distributed_training.config.settings import ValidatorSettings
-from distributed_training.node.global_state import GlobalState
 from distributed_training.protocol import lines
 from distributed_training.protocol.scoring import (
     MAX_MISSED_SWEEPS,
@@ -42,6 +41,7 @@ from distributed_training.scoring.upload import (
     read_upload,
 )
 from distributed_training.store.s3 import StoreError
+from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.global_state import Donor, GlobalPublisher
 from distributed_training.validator.rounds import each, unless_stopped
 

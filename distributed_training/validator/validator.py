@@ -65,7 +65,6 @@ from torch import Tensor
 
 from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.config.settings import ValidatorSettings
-from distributed_training.node.global_state import GlobalState
 from distributed_training.node.identity import Member, miners_of
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import lines
@@ -73,7 +72,7 @@ from distributed_training.protocol.scoring import round_due
 from distributed_training.protocol.types import AllReduceFault
 from distributed_training.scoring.evaluator import Judgement
 from distributed_training.store.s3 import StoreError
-from distributed_training.training.outer_step import nesterov_sgd
+from distributed_training.training.outer_step import GlobalState, nesterov_sgd
 from distributed_training.validator.global_state import (
     GlobalPublisher,
     GlobalStateError,

@@ -11,7 +11,6 @@ import pytest
 
 from distributed_training.config import load_config
 from distributed_training.miner.global_state import GlobalBucket, GlobalUnavailableError
-from distributed_training.node.global_state import GlobalState
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Revision
@@ -20,6 +19,7 @@ from distributed_training.store import transfer
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
 from distributed_training.training.model import parameter_schema
+from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.global_state import (
     GlobalPublisher,
     GlobalStateError,

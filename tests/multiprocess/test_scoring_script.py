@@ -28,7 +28,6 @@ from distributed_training.config.settings import StoreSettings
 from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.node.buckets import PeerBuckets
-from distributed_training.node.global_state import GlobalState
 from distributed_training.protocol import gradients, keys
 from distributed_training.protocol.gradients import GradientMetadata
 from distributed_training.protocol.metadata import (
@@ -46,6 +45,7 @@ from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.training.model import parameter_schema
+from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator import program
 from distributed_training.validator.global_state import GlobalPublisher, small_llama
 from distributed_training.validator.scorer import Scorer, Standings

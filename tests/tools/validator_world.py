@@ -23,7 +23,6 @@ from distributed_training.chain.base import Neuron
 from distributed_training.config import Config, load_config
 from distributed_training.config.settings import ValidatorSettings
 from distributed_training.node.buckets import NoBucket
-from distributed_training.node.global_state import GlobalState
 from distributed_training.node.identity import Member
 from distributed_training.protocol import gradients as codec
 from distributed_training.protocol import keys
@@ -48,7 +47,7 @@ from distributed_training.scoring.evaluator import EvaluationModel
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
 from distributed_training.telemetry import read_events
-from distributed_training.training.outer_step import nesterov_sgd
+from distributed_training.training.outer_step import GlobalState, nesterov_sgd
 from distributed_training.validator.program import Parts, build
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.gradient_file import build_payload
