@@ -54,15 +54,6 @@ class RegistrationEvent:
     line: str  # for the operator
 
 
-@dataclass(frozen=True)
-class Suspicion:
-    """The result of one read of the chain."""
-
-    change: Change | None
-    uid: int | None
-    lost: _Written | None = None
-
-
 def believable(neurons: Sequence[Neuron], master: str | None) -> bool:
     """Return whether a list of neurons may be the subnet's: it has some, ``master`` among them."""
     return find(neurons, master) is not None if master else bool(neurons)
@@ -225,6 +216,10 @@ class _Written:
         self._taken_back_at.append(self._clock())
 
 
+#: What one read shows: a change, the uid that we have now, or what a reorganization took back.
+_Suspicion = Change | int | _Written
+
+
 class RegistrationWatcher:
     """Looks at the last known state of the chain and reports each change once.
 
@@ -258,7 +253,7 @@ class RegistrationWatcher:
         self._written = [_Written(name, value, clock) for name, value in ours.items()]
         self._interval = interval.total_seconds()
         self._reported: set[Change] = set()
-        self._suspicion: Suspicion | None = None
+        self._suspicion: _Suspicion | None = None
         self._seen = 0
         self._reads = -1
         self._stop = threading.Event()
@@ -301,7 +296,7 @@ class RegistrationWatcher:
             found = self._look()
         except ChainUnavailable:
             return None
-        if found is None or found.change in self._reported:
+        if found is None or found in self._reported:
             self._suspicion, self._seen = None, 0
             return None
         self._seen = self._seen + 1 if found == self._suspicion else 1
@@ -309,39 +304,34 @@ class RegistrationWatcher:
         if self._seen < CONFIRMATIONS:
             return None
         self._suspicion, self._seen = None, 0
-        if found.lost is not None:
+        if isinstance(found, _Written):
             log.warning(
-                "A reorganization of the chain took back our %s: writing it again",
-                found.lost.name,
+                "A reorganization of the chain took back our %s: writing it again", found.name
             )
-            found.lost.lost()
-            self._callbacks.on_lost(found.lost.name)
+            found.lost()
+            self._callbacks.on_lost(found.name)
             return None
-        change, uid = found.change, found.uid
-        assert change is not None
-        if change is Change.UID_CHANGED:
-            assert uid is not None
-            old, self._uid = self._uid, uid
+        if isinstance(found, int):
+            old, self._uid = self._uid, found
             line = (
-                f"hotkey {self._hotkey} is uid {uid} now, no longer {old}: it uploads to another "
+                f"hotkey {self._hotkey} is uid {found} now, no longer {old}: it uploads to another "
                 "bucket from here on, so the miner starts again"
             )
-        else:
-            self._reported.add(change)
-            line = self._line(change)
-        return RegistrationEvent(change, line)
+            return RegistrationEvent(Change.UID_CHANGED, line)
+        self._reported.add(found)
+        return RegistrationEvent(found, self._line(found))
 
-    def _look(self) -> Suspicion | None:
+    def _look(self) -> _Suspicion | None:
         neurons = self._chain.neurons()
         me = find(neurons, self._hotkey)
         if me is None:
             if not believable(neurons, self._belief.master):
                 self._missing.refuse()
                 return None
-            return Suspicion(Change.DEREGISTERED, None) if self._missing.lost() else None
+            return Change.DEREGISTERED if self._missing.lost() else None
         self._missing.found()
         if me.uid != self._uid:
-            return Suspicion(Change.UID_CHANGED, me.uid)
+            return me.uid
         shown = {
             "endpoint": (me.ip, me.port) if me.port is not None else None,
             "commitment": self._chain.commitment(self._hotkey),
@@ -352,8 +342,8 @@ class RegistrationWatcher:
         # Reversed, so that of two that were lost the first one stays, and is written first.
         verdicts = {w.look(shown[w.name]): w for w in reversed(self._written)}
         if "foreign" in verdicts:
-            return Suspicion(Change.DOUBLE, me.uid)
-        return Suspicion(None, me.uid, verdicts["lost"]) if "lost" in verdicts else None
+            return Change.DOUBLE
+        return verdicts.get("lost")
 
     def _line(self, change: Change) -> str:
         if change is Change.DEREGISTERED:

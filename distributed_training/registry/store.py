@@ -327,25 +327,24 @@ class Registry(Ledger):
 
     def _start_clock(self) -> None:
         self._reserved = self._floor = self._meta("reserved")
-        behind = self._floor - self._scheduled()
+        elapsed = time.time() - self.charter.founded_at
+        behind = (self._floor - _FIRST_BLOCK) * self.seconds_per_block - elapsed
         # Less is no clock's fault: after a kill the file is ahead by what was reserved.
-        if behind * self.seconds_per_block > 2 * _RESERVED_SECONDS + self.seconds_per_block:
+        if behind > 2 * _RESERVED_SECONDS + self.seconds_per_block:
             log.warning(
                 "This machine's clock is %.0f s behind the last block: blocks go on from %d; see "
                 "whether timedatectl says 'synchronized: yes'",
-                behind * self.seconds_per_block,
+                behind,
                 self._floor,
             )
-            moved = time.time() - (self._floor - _FIRST_BLOCK) * self.seconds_per_block
-            self.charter = replace(self.charter, founded_at=moved)
-            self._set_meta("charter", asdict(self.charter))
-        elapsed = time.time() - self.charter.founded_at
+            elapsed += behind
+            self._change_charter(founded_at=time.time() - elapsed)
         self._origin = (_FIRST_BLOCK, time.monotonic() - elapsed)
         self.reserve_blocks()
 
-    def _scheduled(self) -> int:
-        elapsed = time.time() - self.charter.founded_at
-        return _FIRST_BLOCK + math.floor(elapsed / self.seconds_per_block)
+    def _change_charter(self, **changes: Any) -> None:
+        self.charter = replace(self.charter, **changes)
+        self._set_meta("charter", asdict(self.charter))
 
     def reserve_blocks(self) -> None:
         """Keep the file's block ahead of what is shown; to be called every few seconds."""
@@ -464,8 +463,7 @@ class Registry(Ledger):
                 self._db.execute("INSERT INTO allowed VALUES (?)", (hotkey,))
 
     def set_admission(self, admission: Admission) -> None:
-        self.charter = replace(self.charter, admission=admission)
-        self._set_meta("charter", asdict(self.charter))
+        self._change_charter(admission=admission)
 
 
 def hash_of(invitation: str) -> str:
