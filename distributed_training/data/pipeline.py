@@ -24,11 +24,10 @@ import torch
 from distributed_training.common.backoff import Throttle
 from distributed_training.config.types import extra
 
-from .block_builder import Failure, Prepared, WorkerSpec, check_folder
+from .block_builder import Failure, Prepared, WorkerPool, WorkerSpec, check_folder
 from .page_source import StdlibSource
 from .shards import SUFFIX, HeldBack, ShardError, open_shard
 from .tokenizer import TextTokenizer
-from .worker import WorkerPool
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from distributed_training.data import worker
+from distributed_training.data import block_builder
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import open_shard
 from distributed_training.data.tokenizer import TextTokenizer
@@ -293,7 +293,7 @@ def test_what_a_worker_said_before_it_died_is_heard(
 def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
     tokenizer: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = worker.DataWorker
+    real = block_builder.DataWorker
     failed: list[Any] = []
 
     def start(spec: Any) -> Any:
@@ -305,8 +305,8 @@ def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
     with RowsServer(TABLES, latency=0.3) as server:
         with pipeline(server, tokenizer, tmp_path) as made:
             made.request(7)
-            monkeypatch.setattr(worker, "DataWorker", start)
-            monkeypatch.setattr(worker, "_LONGEST_WAIT", timedelta(seconds=0.1))
+            monkeypatch.setattr(block_builder, "DataWorker", start)
+            monkeypatch.setattr(block_builder, "_LONGEST_WAIT", timedelta(seconds=0.1))
             made._workers._workers[0]._process.kill()
             assert wait_ready(made, 7) > 0
     assert len(failed) == 2

@@ -16,7 +16,7 @@ HEAVY = {"torch", "transformers", "hivemind", "bittensor", "botocore", "numpy", 
     ("module", "may"),
     [
         ("distributed_training.store.uploader_process", set()),
-        ("distributed_training.data.worker", {"numpy"}),
+        ("distributed_training.data.block_builder", {"numpy"}),
         ("distributed_training.miner.launcher", set()),
         ("distributed_training.telemetry.page.__main__", set()),
         ("distributed_training.doctor", set()),
