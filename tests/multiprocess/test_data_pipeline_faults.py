@@ -262,10 +262,8 @@ def test_a_worker_that_cannot_work_says_why(
             folder.write_text("in the way")
             made.request(2)
             assert wait_ready(made, 2) == 0
-            made._workers._workers[
-                0
-            ]._process.kill()  # the next one finds it in the way from its start
-            made.request(3)
+            made._workers._workers[0]._process.kill()
+            made.request(3)  # the next worker finds it in the way from its start
             assert wait_ready(made, 3) == 0
             folder.unlink()
             made.request(4)
@@ -302,11 +300,11 @@ def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
         return real(spec)
 
+    monkeypatch.setattr(block_builder, "_LONGEST_WAIT", timedelta(seconds=0.1))
     with RowsServer(TABLES, latency=0.3) as server:
         with pipeline(server, tokenizer, tmp_path) as made:
             made.request(7)
             monkeypatch.setattr(block_builder, "DataWorker", start)
-            monkeypatch.setattr(block_builder, "_LONGEST_WAIT", timedelta(seconds=0.1))
             made._workers._workers[0]._process.kill()
             assert wait_ready(made, 7) > 0
     assert len(failed) == 2
@@ -345,15 +343,15 @@ def test_blocks_that_wait_are_not_forgotten_for_later_ones_that_failed(
 
 
 def test_depth_follows_the_source(tokenizer: tuple[Path, int], tmp_path: Path) -> None:
-    with RowsServer(TABLES, latency=0.4) as server:
+    with RowsServer(TABLES, latency=0.1) as server:
         with pipeline(server, tokenizer, tmp_path, connections=1, prefetch_blocks=1) as made:
             assert made.depth == 1
             for block in (1, 50, 90):
                 made.request(block)
                 wait_ready(made, block)
                 made.begin(block, 2)
-            made._train_seconds = 0.5  # the consumer takes half a second for each block
-            assert made.depth >= 4  # five pages of 0.4 s, one after the other
+            made._train_seconds = 0.125  # the consumer takes an eighth of a second for each block
+            assert made.depth >= 4  # five pages of 0.1 s, one after the other
             assert made.depth <= 8
 
 
