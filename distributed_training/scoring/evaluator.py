@@ -27,7 +27,6 @@ from distributed_training.scoring.upload import Cause, DataUnavailable, Upload
 from distributed_training.training.model import (
     CausalLoss,
     hf_config,
-    linear_cross_entropy,
     schema_of,
 )
 
@@ -79,7 +78,7 @@ class EvaluationModel:
         self._vocabulary = int(model.get_input_embeddings().num_embeddings)
         # Without gradients: torch refuses to change weights in place that record some.
         self._model = model.to(device).eval().requires_grad_(False)
-        self._loss = CausalLoss(self._model, linear_cross_entropy)
+        self._loss = CausalLoss(self._model)
         self._parameters = dict(self._model.named_parameters())
         self._micro_batch = micro_batch
         self._stop = stop if stop is not None else threading.Event()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -375,13 +375,16 @@ class DeviceBudget:
 # micro-batches lose more of its end, leave none to hold back for previews, and one larger than a
 # block would train on nothing.
 AUTO_AT_MOST = 32
+_CPU_AT_MOST = 16
 _BLOCK_LENGTH = 1024  # tokens of a sequence; of longer ones a block has fewer
 
 # Rounding up what an inner step trains on changes the training itself.
 _EXCESS = 0.03
 
 
-def sizes_to_try(settings: TrainingSettings, world_size: int) -> tuple[list[int], str]:
+def sizes_to_try(
+    settings: TrainingSettings, world_size: int, device: torch.device
+) -> tuple[list[int], str]:
     """Return the sizes that ``auto`` may choose, 1, 2, 4, ..., and why there is none larger."""
     effective = settings.local_batch_size_train_effective
     most = min(AUTO_AT_MOST, AUTO_AT_MOST * _BLOCK_LENGTH // settings.sequence_length)
@@ -396,6 +399,8 @@ def sizes_to_try(settings: TrainingSettings, world_size: int) -> tuple[list[int]
         plan = plan_batch(micro_batch=size, effective=effective, world_size=world_size)
         if plan.effective > effective * (1 + _EXCESS):
             return sizes, f"{size} would make the effective batch {plan.effective}"
+        if device.type == "cpu" and size > _CPU_AT_MOST:
+            return sizes, "enough for a CPU"
         sizes.append(size)
 
 
@@ -413,11 +418,11 @@ def measured_micro_batch(
     other ranks went on (they start again then, and it is known).
     """
     known = step.known
-    sizes, why = sizes_to_try(settings, step.stream.world_size)
+    stream, device = step.stream, step.sharded.device
+    sizes, why = sizes_to_try(settings, stream.world_size, device)
     if known.fastest in sizes:  # the effective batch may be another now
         say(f"--neuron.local_batch_size_train auto: {known.fastest}, as found before")
         return known.fastest
-    stream, device = step.stream, step.sharded.device
 
     def seconds(sequences: int) -> float:
         try:
@@ -431,16 +436,15 @@ def measured_micro_batch(
                 ) from error
             raise
 
-    largest = sizes[-1]
-    if known.most is not None and known.most < largest:
-        largest, why = known.most, f"more than {known.most} ran out of memory before"
+    if known.most is not None and known.most < sizes[-1]:
+        sizes = [size for size in sizes if size <= known.most]
+        why = f"more than {known.most} ran out of memory before"
     found = find_micro_batch(
         seconds,
-        device=device,
+        sizes,
+        why=why,
         vote=stream.first_error,
         say=say,
-        largest=largest,
-        why=why,
         budget=DeviceBudget(device) if device.type == "cuda" else None,
     )
     # One rank writes for each node: the ranks of a node share the file.
@@ -451,15 +455,14 @@ def measured_micro_batch(
 
 def find_micro_batch(
     seconds_per_sequence: Callable[[int], float],
+    sizes: Sequence[int],
     *,
-    device: torch.device,
+    why: str,
     vote: Callable[[str | None], str | None],
     say: Callable[[str], None],
-    largest: int,
-    why: str = "no larger one is wanted",
     budget: DeviceBudget | None = None,
 ) -> int:
-    """Return the fastest micro-batch that fits, of 1, 2, 4, ... up to ``largest`` (on a CPU 16).
+    """Return the fastest micro-batch that fits, of ``sizes``: 1, 2, 4, ...
 
     ``seconds_per_sequence(n)`` runs one of ``n`` sequences; ``why``: the reason, for the log, that
     no larger one is tried. All ranks call this; all take the same size. Memory grows by the same
@@ -470,10 +473,8 @@ def find_micro_batch(
     """
     found: dict[int, float] = {}
     peaks: dict[int, int] = {}
-    limit = min(largest, 16) if device.type == "cpu" else largest
-    size, ended = 1, why if limit == largest else "enough for a CPU"
     slower = False
-    while size <= limit:
+    for size in sizes:
         # Before and after each size all ranks vote: one that stopped alone would leave the others
         # in a collective.
         problem = vote(_too_large(size, peaks, budget))
@@ -481,24 +482,22 @@ def find_micro_batch(
             problem, seconds = _try(seconds_per_sequence, size, peaks, budget)
             problem = vote(problem)
         if problem is not None:
-            ended = problem
+            why = problem
             break
         found[size] = seconds
         gain = 1.0 if size == 1 else 1.0 - seconds / found[size // 2]
         if vote("slower" if gain < 0.02 else None) is not None:
-            ended, slower = f"{size} is not faster than {size // 2}", True
+            why, slower = f"{size} is not faster than {size // 2}", True
             break
-        size *= 2
     if not found:
         raise ConfigError(
             f"--neuron.local_batch_size_train auto: not even one sequence fits: "
             f"{OUT_OF_MEMORY_ADVICE}"
         )
-    best = max(1, max(found) // 2 if slower else max(found))
+    best = max(found) // 2 if slower else max(found)
     rates = ", ".join(f"{n}: {1 / s:.2f}" for n, s in found.items())
     say(
-        f"--neuron.local_batch_size_train auto: {best} (sequences/s by micro-batch: "
-        f"{rates}; {ended})"
+        f"--neuron.local_batch_size_train auto: {best} (sequences/s by micro-batch: {rates}; {why})"
     )
     return best
 

@@ -391,45 +391,40 @@ def linear_cross_entropy(
     return _LinearCrossEntropy.apply(hidden, weight, labels, rows, with_grad, of_logits)
 
 
-class ChunkedLoss:
-    """:func:`linear_cross_entropy` as a device runs it. ``chunk``: float32 logits alive at once."""
-
-    def __init__(self, *, chunk: int, compiled: bool) -> None:
-        self._chunk = chunk
-        self._of_logits: LogitGradient = logit_gradient
-        if compiled:
-            self._of_logits = torch.compile(fused_logit_gradient, dynamic=False)
-
-    def __call__(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return linear_cross_entropy(
-            hidden, weight, labels, chunk=self._chunk, of_logits=self._of_logits
-        )
-
-    def uncompile(self) -> None:
-        """Compute eagerly from here on."""
-        self._of_logits = logit_gradient
-
-
 class CausalLoss(nn.Module):
     """A Hugging Face causal model and its loss as one module, so that FSDP's root covers both.
 
     ``forward(ids)``: int64 (sequences, length) -> the summed loss over the (length - 1) predicted
-    tokens of each sequence.
+    tokens of each sequence. ``chunk``: float32 logits alive at once; ``compiled``: the part of the
+    loss between its products.
     """
 
-    def __init__(self, model: nn.Module, kernel: Any) -> None:
+    def __init__(
+        self, model: nn.Module, *, chunk: int = LOSS_CHUNK, compiled: bool = False
+    ) -> None:
         super().__init__()
         self.model = model
-        self.kernel = kernel
+        self._chunk = chunk
+        self._of_logits: LogitGradient = logit_gradient
+        if compiled:
+            self._of_logits = torch.compile(fused_logit_gradient, dynamic=False)
 
     def forward(self, ids: Tensor) -> Tensor:
         decoder: Any = self.model.get_decoder()  # type: ignore[operator]
         # The decoder alone: the model's own forward would compute all logits. A cache is for
         # generation and would hold every block's keys and values.
         hidden = decoder(input_ids=ids, use_cache=False).last_hidden_state
-        weight = self.model.get_output_embeddings().weight  # type: ignore[operator]
-        flat = hidden[:, :-1].reshape(-1, hidden.shape[-1])
-        return self.kernel(flat, weight, ids[:, 1:].reshape(-1))
+        return linear_cross_entropy(
+            hidden[:, :-1].reshape(-1, hidden.shape[-1]),
+            self.model.get_output_embeddings().weight,  # type: ignore[operator]
+            ids[:, 1:].reshape(-1),
+            chunk=self._chunk,
+            of_logits=self._of_logits,
+        )
+
+    def uncompile(self) -> None:
+        """Compute the loss eagerly from here on."""
+        self._of_logits = logit_gradient
 
 
 #: Standard deviation of untrained weights where a config names none, as Llama's.

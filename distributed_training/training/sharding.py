@@ -38,7 +38,6 @@ from .memory_plan import MemoryPlan, check_sequence_length, compute_dtype, plan_
 from .model import (
     INITIAL_SPREAD,
     CausalLoss,
-    ChunkedLoss,
     Schema,
     attention_implementation,
     attention_line,
@@ -55,7 +54,7 @@ class ShardedModel:
     """One rank's part, ready to train once weights are loaded, and what is known about it."""
 
     model: nn.Module  # the Hugging Face model; its parameters are DTensors
-    root: nn.Module  # int64 (sequences, length) -> summed loss; what FSDP calls the root
+    root: CausalLoss  # int64 (sequences, length) -> summed loss; what FSDP calls the root
     modules: list[FSDPModule]  # root last
     shards: list[ParameterShard]  # in state-dict order
     schema: Schema
@@ -121,9 +120,7 @@ class ShardedModel:
         """Run blocks and loss eagerly from here."""
         for block in blocks_of(self.model):
             block._compiled_call_impl = None
-        kernel: Any = self.root.kernel
-        if isinstance(kernel, ChunkedLoss):
-            kernel.uncompile()
+        self.root.uncompile()
 
     @torch.no_grad()
     def loss_of(self, batch: Tensor) -> Tensor:
@@ -172,8 +169,7 @@ def build_sharded_model(
     say(plan.note)
     say(attention_line(config, device, dtype))
     compiled = _recompute_and_compile(model, settings, device, say)
-    kernel = ChunkedLoss(chunk=loss_chunk(memory), compiled=compiled and device.type == "cuda")
-    root = CausalLoss(model, kernel)
+    root = CausalLoss(model, chunk=loss_chunk(memory), compiled=compiled and device.type == "cuda")
     mesh = _make_mesh(device, layout)
     modules = _shard(root, model, mesh=mesh, device=device, plan=plan, compute_dtype=dtype)
     copies = f", a copy on each of {layout.replicas} nodes" if layout.replicas > 1 else ""

@@ -19,7 +19,13 @@ from distributed_training.data.pipeline import DeviceBuffer
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.model import ChunkedLoss, hf_config, sdpa_kernel_name
+from distributed_training.training.model import (
+    fused_logit_gradient,
+    hf_config,
+    linear_cross_entropy,
+    logit_gradient,
+    sdpa_kernel_name,
+)
 from distributed_training.training.trainer import Trainer
 from tests.tools import training_world
 from tests.tools.training_world import (
@@ -204,8 +210,9 @@ def the_compiled_loss_is_the_eager_one(device: torch.device, folder: Path) -> No
     weight = torch.randn(300, 64).to(device, dtype).requires_grad_()
     labels = torch.randint(0, 300, (70,)).to(device)
     found = []
-    for compiled in (False, device.type == "cuda"):
-        loss = ChunkedLoss(chunk=300 * 32, compiled=compiled)(hidden, weight, labels)
+    compiled = torch.compile(fused_logit_gradient, dynamic=False)
+    for form in (logit_gradient, compiled if device.type == "cuda" else logit_gradient):
+        loss = linear_cross_entropy(hidden, weight, labels, chunk=300 * 32, of_logits=form)
         found.append((loss, *torch.autograd.grad(loss, (hidden, weight))))
     for one, two in zip(*found, strict=True):
         assert torch.allclose(one.float(), two.float(), rtol=2e-2, atol=2e-2)

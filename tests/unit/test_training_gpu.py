@@ -225,26 +225,27 @@ class Card(DeviceBudget):
         return 10 + 3 * self._sequences
 
 
-SEARCH: dict[str, Any] = {"device": GPU, "vote": lambda problem: problem, "say": print}
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+SEARCH: dict[str, Any] = {"why": "no more", "vote": lambda problem: problem, "say": print}
 
 
 @pytest.mark.parametrize("limit", [13, 16, 21, 22, 33, 34, 58, 59, 1000])
 def test_auto_never_tries_what_it_knows_not_to_fit(limit: int) -> None:
     card = Card(limit)
-    fits = [n for n in (1, 2, 4, 8, 16, 32, 64) if 10 + 3 * n <= limit]
-    assert find_micro_batch(card.run, largest=64, budget=card, **SEARCH) == max(fits)
+    fits = [n for n in SIZES if 10 + 3 * n <= limit]
+    assert find_micro_batch(card.run, SIZES, budget=card, **SEARCH) == max(fits)
 
 
 @pytest.mark.parametrize(
-    ("holds", "fast_up_to", "largest", "found", "why"),
+    ("holds", "fast_up_to", "found", "why"),
     [
-        (4, 99, 16, 4, "8 does not fit"),
-        (99, 2, 16, 2, "4 is not faster than 2"),
-        (99, 99, 8, 8, "no larger one is wanted"),
+        (4, 99, 4, "8 does not fit"),
+        (99, 2, 2, "4 is not faster than 2"),
+        (99, 99, 64, "no more"),
     ],
 )
 def test_auto_stops_where_memory_ends_or_speed_does(
-    holds: int, fast_up_to: int, largest: int, found: int, why: str
+    holds: int, fast_up_to: int, found: int, why: str
 ) -> None:
     def seconds(sequences: int) -> float:
         if sequences > holds:
@@ -253,13 +254,13 @@ def test_auto_stops_where_memory_ends_or_speed_does(
 
     said: list[str] = []
     options = SEARCH | {"say": said.append}
-    assert find_micro_batch(seconds, largest=largest, **options) == found and why in said[0]
+    assert find_micro_batch(seconds, SIZES, **options) == found and why in said[0]
 
 
 def test_one_rank_without_room_stops_the_search_of_all() -> None:
     card, answers = Card(1000), iter([None] * 6 + ["rank 3: 4 would take 9.0 of 8.0 GB"])
     vote = {"vote": lambda problem: problem or next(answers)}
-    found = find_micro_batch(card.run, largest=64, budget=card, **(SEARCH | vote))
+    found = find_micro_batch(card.run, SIZES, budget=card, **(SEARCH | vote))
     assert found == 2 and card.tried == [1, 2]
 
 
@@ -336,8 +337,9 @@ def test_auto_takes_no_size_that_wastes_data_or_changes_the_step(
     effective: int, world_size: int, length: int, largest: int
 ) -> None:
     settings = TrainingSettings(local_batch_size_train_effective=effective, sequence_length=length)
-    sizes, _ = sizes_to_try(settings, world_size)
+    sizes, _ = sizes_to_try(settings, world_size, GPU)
     assert sizes[-1] == largest
+    assert sizes_to_try(settings, world_size, torch.device("cpu"))[0][-1] == min(largest, 16)
 
 
 def test_auto_finds_a_micro_batch_that_trains_and_is_measured_once(tmp_path: Path) -> None:
