@@ -76,6 +76,7 @@ from distributed_training.store.s3 import ObjectInfo, S3ObjectStore
 from distributed_training.training.error_feedback import Code, Codec, ErrorFeedback
 from distributed_training.training.local_evaluation import GradientCheck
 from distributed_training.training.memory_plan import llama_config
+from distributed_training.training.snapshot import Epoch
 from distributed_training.training.trainer import Trainer
 
 UID_SPACING = 11  # uid u's rank 1 reads the pages of uid u + 1's rank 0
@@ -242,11 +243,10 @@ class Publisher:
         """Return ``gradients.pt``, of the direction and scale that the preview chooses."""
         direction, factor = next(iter(upload.codes)), 1.0
         if self._ours:
+            rate = self._trainer.outer.learning_rate
             choice = self._check.choose(
-                epoch_id=str(upload.outer_step),
-                start=upload.start,
-                codes=upload.codes,
-                learning_rate=self._trainer.outer.learning_rate,
+                Epoch(str(upload.outer_step), upload.start, rate),
+                upload.codes,
                 held=self._held.split(MICRO),
                 count=1.0,
             )

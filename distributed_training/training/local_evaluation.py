@@ -30,7 +30,7 @@ from .collectives import RowStream
 from .error_feedback import Code, ErrorFeedback, to_host
 from .model import loss_limit
 from .sharding import ShardedModel
-from .snapshot import SnapshotHandle, publish_instead
+from .snapshot import Epoch, SnapshotHandle, publish_instead
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,7 @@ def _aside(weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 class TrialStep:
-    """A step from the epoch start along one direction, for this rank's rows, on the device.
+    """A step from the present weights along one direction, for this rank's rows, on the device.
 
     Of a matrix only the entries that were sent are kept and written; of a vector all.
     """
@@ -141,11 +141,11 @@ class TrialStep:
         sharded: ShardedModel,
         stream: RowStream,
         feedback: ErrorFeedback,
-        start: Sequence[Tensor],
         codes: Sequence[Code | None],
     ) -> None:
         self._shards = sharded.shards
-        self._parts: list[tuple[Tensor | None, Tensor, Tensor]] = []  # where, start, what was sent
+        # Where, the weights there at the beginning, what was sent.
+        self._parts: list[tuple[Tensor | None, Tensor, Tensor]] = []
         for i, shard in enumerate(self._shards):
             code, local = codes[i], shard.local
             if feedback.by_rows(i):
@@ -153,7 +153,7 @@ class TrialStep:
                 where, sent = (part.to(local.device) for part in code)
                 self._parts.append((where, local.gather(1, where.long()), sent))
                 continue
-            rows = torch.empty_like(start[i])
+            rows = shard.empty_rows()
 
             def decode(code: Code | None = code, shape: tuple[int, ...] = shard.shape) -> Any:
                 return None if code is None else feedback.codec.decode(code, shape)
@@ -164,7 +164,7 @@ class TrialStep:
             self._parts.append((None, local.clone(), rows.to(local.device)))
 
     def apply(self, factor: float) -> None:
-        """Set the weights to epoch start - ``factor`` * what was sent."""
+        """Set the weights to those of the beginning - ``factor`` * what was sent."""
         for shard, (where, start, sent) in zip(self._shards, self._parts, strict=True):
             value = torch.add(start, sent, alpha=-factor)
             if where is None:
@@ -232,10 +232,8 @@ class GradientCheck:
             held = torch.zeros((wanted, self._sequence_length), dtype=torch.int64)
         try:
             choice = self.choose(
-                epoch_id=epoch.epoch_id,
-                start=epoch.start,
-                codes=handle.codes,
-                learning_rate=epoch.learning_rate,
+                epoch,
+                handle.codes,
                 held=held[:wanted].split(micro_batch),
                 count=float(usable),
             )
@@ -273,11 +271,9 @@ class GradientCheck:
     @torch.no_grad()
     def choose(
         self,
-        *,
-        epoch_id: str,
-        start: Sequence[Tensor],
+        epoch: Epoch,
         codes: Mapping[str, Sequence[Code | None]],
-        learning_rate: float,
+        *,
         held: Sequence[Tensor],
         count: float,
     ) -> Choice:
@@ -289,14 +285,14 @@ class GradientCheck:
         collectives). NaN if no rank's count. At a micro-batch boundary; the weights, and the
         gradients of a step under way, are afterwards the same to the bit.
         """
-        applied = learning_rate * APPLIED_FRACTION
-        with self._sharded.gradients_aside(), self._weights_of(start):
-            if self._before is None or self._before[0] != epoch_id:
-                self._before = (epoch_id, self._mean(held, count))
+        applied = epoch.learning_rate * APPLIED_FRACTION
+        with self._sharded.gradients_aside(), self._weights_of(epoch.start):
+            if self._before is None or self._before[0] != epoch.epoch_id:
+                self._before = (epoch.epoch_id, self._mean(held, count))
             found: dict[str, Found] = {}
             plain = 0.0
             for name, parts in codes.items():
-                step = TrialStep(self._sharded, self._stream, self._feedback, start, parts)
+                step = TrialStep(self._sharded, self._stream, self._feedback, parts)
 
                 def loss(factor: float, step: TrialStep = step) -> float:
                     step.apply(factor * applied)

@@ -440,36 +440,34 @@ def load(sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: i
 
 def _copy(sharded: ShardedModel, file: Any, stream: RowStream) -> None:
     """Copy each shard's rows from ``file``: open on node 0, None elsewhere."""
-    present = set(file.keys()) if file is not None else set()
+    stored = {} if file is None else _stored_names(file, sharded.tied)
     for shard in sharded.shards:
         # safetensors refuses an empty slice at the end, where a rank has no rows.
         if file is None or shard.start == shard.stop:
             rows = shard.empty_rows()
         else:
-            stored = _stored_name(shard.name, present, sharded.tied)
-            rows = file.get_slice(stored)[shard.start : shard.stop].float()
+            rows = file.get_slice(stored[shard.name])[shard.start : shard.stop].float()
         stream.replicate(rows)
         shard.local.copy_(rows)
 
 
-def _stored_name(name: str, present: set[str], tied: Mapping[str, str]) -> str:
-    """Return the name under which a weight is stored: a tied one may have another of its names."""
-    if name in present:
-        return name
-    return next((other for other, first in tied.items() if first == name), name)
+def _stored_names(file: Any, tied: Mapping[str, str]) -> dict[str, str]:
+    """Map names in the schema to those in ``file``: a tied weight may have another of its names."""
+    present = list(file.keys())
+    others = {tied[name]: name for name in present if name in tied}
+    return others | {name: name for name in present if name not in tied}
 
 
 def _mismatch(shards: Sequence[ParameterShard], file: Any, tied: Mapping[str, str]) -> str | None:
-    present = set(file.keys())
+    stored = _stored_names(file, tied)
     for shard in shards:
-        name = _stored_name(shard.name, present, tied)
-        if name not in present:
+        if shard.name not in stored:
             return f"it holds no {shard.name}"
+        name = stored.pop(shard.name)
         shape = tuple(file.get_slice(name).get_shape())
         if shape != shard.shape:
             return f"{name} is {shape}, the model has {shard.shape}"
-    unknown = present - {s.name for s in shards} - set(tied)
-    return f"the model has no {min(unknown)}" if unknown else None
+    return f"the model has no {min(stored)}" if stored else None
 
 
 @torch.no_grad()
