@@ -16,14 +16,13 @@ a reduction for each micro-batch.
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from distributed_training.training.memory_plan import BatchPlan
 from distributed_training.training.micro_batches import MicroBatches
@@ -42,16 +41,13 @@ class SurgeryMicroBatches(MicroBatches):
         domains = [self._by_domain[domain] for domain in sorted(self._by_domain)]
         self._by_domain = {}
         if len(domains) > 1:
-            # pcgrad overwrites the first domain's tensors with the result.
-            _, projections = pcgrad(domains, seed=seed, group=self.stream.group)
+            parts = [[gradient.to_local() for gradient in domain] for domain in domains]
+            projections = pcgrad(parts, seed=seed, add_up=self.stream.sum)
             if projections:
                 self.notes.append(f"PCGrad: {projections} of {len(domains)} domains' conflicts")
+        # Those of the first domain hold the result.
         for shard, gradient in zip(self.sharded.shards, domains[0], strict=True):
             shard.dtensor.grad = gradient
-
-    def forget(self) -> None:
-        super().forget()
-        self._by_domain = {}
 
     def discard(self) -> None:
         super().discard()
@@ -73,45 +69,31 @@ class SurgeryMicroBatches(MicroBatches):
                 total.add_(part)
 
 
-def local_gradient(gradient: Tensor) -> Tensor:
-    """Return this rank's rows of a gradient: what FSDP2 keeps, or the tensor itself."""
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
-@torch.no_grad()
-def products(
-    domains: Sequence[Sequence[Tensor]], *, group: dist.ProcessGroup | None, reduce: bool
-) -> Tensor:
+def products(domains: Sequence[Sequence[Tensor]]) -> Tensor:
     """Return the products of all pairs of gradients: float64 (domains, domains), on the CPU.
 
-    ``domains``: of each domain, this rank's part of every parameter's gradient; all in the same
-    order, each element on exactly one rank. ``reduce`` adds up over ``group`` (gloo, or None for
-    the default group); a parameter without a part here may be an empty tensor.
+    ``domains``: of each domain, this rank's part of every parameter's gradient; a parameter without
+    a part here may be an empty tensor.
     """
     count = len(domains)
-    device = domains[0][0].device if domains and domains[0] else torch.device("cpu")
-    matrix = torch.zeros(count, count, dtype=torch.float64, device=device)
+    matrix = torch.zeros(count, count, dtype=torch.float64, device=domains[0][0].device)
     for parts in zip(*domains, strict=True):
         # One parameter at a time: never a second copy of all gradients.
-        rows = torch.stack([part.detach().reshape(-1) for part in parts]).float()
+        rows = torch.stack([part.reshape(-1) for part in parts]).float()
         # Summed over parameters in float64: the sign of a small product decides.
         matrix += (rows @ rows.T).double()
-    matrix = matrix.cpu()
-    if reduce:
-        dist.all_reduce(matrix, group=group)
-    return matrix
+    return matrix.cpu()
 
 
-def surgery_weights(matrix: Tensor, *, seed: int) -> tuple[list[float], int]:
+def surgery_weights(gram: Sequence[Sequence[float]], *, seed: int) -> tuple[list[float], int]:
     """Return the weight of each domain's gradient in the result, and the number of projections.
 
-    ``matrix``: :func:`products`. ``seed`` fixes the random order; equal on all ranks. A matrix with
+    ``gram``: :func:`products`, of all ranks. ``seed`` fixes the random order; equal on all ranks. A
     NaN or Inf gives weights 1 (the caller's check of the gradient norm finds the problem).
     """
-    count = len(matrix)
-    if not bool(torch.isfinite(matrix).all()):
+    count = len(gram)
+    if not all(math.isfinite(product) for row in gram for product in row):
         return [1.0] * count, 0
-    gram = matrix.tolist()
     order = random.Random(seed)
     total = [0.0] * count
     projections = 0
@@ -134,22 +116,19 @@ def pcgrad(
     domains: Sequence[Sequence[Tensor]],
     *,
     seed: int,
-    group: dist.ProcessGroup | None = None,
-    reduce: bool = True,
-) -> tuple[list[Tensor], int]:
-    """Return the sum of the projected gradients, this rank's part, and the number of projections.
+    add_up: Callable[[Sequence[float]], Sequence[float]],
+) -> int:
+    """Replace the first domain's gradients by the sum of all projected ones.
 
-    Where no two gradients conflict it is their plain sum. The tensors of ``domains[0]`` are
-    overwritten and returned; see :func:`products` for the arguments. Collective when ``reduce``.
-    Raises ValueError for domains of different lengths.
+    Where no two conflict it is their plain sum. ``domains``: see :func:`products`; ``add_up`` sums
+    numbers over ranks, each element of a gradient being on exactly one. Returns the number of
+    projections.
     """
-    parts = [[local_gradient(gradient) for gradient in domain] for domain in domains]
-    if not parts or len({len(domain) for domain in parts}) != 1:
-        raise ValueError("every domain needs a gradient for the same parameters")
-    weights, projections = surgery_weights(products(parts, group=group, reduce=reduce), seed=seed)
-    for tensors in zip(*parts, strict=True):
-        result = tensors[0]
+    flat, count = add_up(products(domains).flatten().tolist()), len(domains)
+    gram = [flat[i * count : (i + 1) * count] for i in range(count)]
+    weights, projections = surgery_weights(gram, seed=seed)
+    for result, *others in zip(*domains, strict=True):
         result.mul_(weights[0])
-        for weight, tensor in zip(weights[1:], tensors[1:], strict=True):
-            result.add_(tensor.to(result.dtype), alpha=weight)
-    return parts[0], projections
+        for weight, tensor in zip(weights[1:], others, strict=True):
+            result.add_(tensor, alpha=weight)
+    return projections
