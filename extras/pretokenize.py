@@ -1,4 +1,14 @@
-"""A source's rows, tokenized once into shards that train at memory speed.
+"""Tokenize a source once into shards that train at memory speed.
+
+    python scripts/pretokenize.py SOURCE OUT [--tokenizer NAME] [--sequence-length 1024]
+    python scripts/pretokenize.py SOURCE OUT --check
+
+SOURCE is as for --data.source: parquet:DIR, jsonl:DIR, text:DIR or stdlib. Then train with
+--data.source shards:OUT. A run that was interrupted is gone on with by the same command; --check
+reads every shard and compares its checksum instead.
+
+Exit status: 0 done, 1 some shards are missing, damaged or could not be made, 2 bad input,
+130 interrupted.
 
 Each config's rows are cut into units of equally many rows; a unit becomes one shard, named by its
 config and first row, whatever process makes it and in whatever order. A run that was killed goes on
@@ -7,16 +17,18 @@ with the units whose shards are not there or not whole.
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import multiprocessing
 import os
 import re
 import signal
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
@@ -26,16 +38,177 @@ from typing import Any, cast
 import numpy as np
 
 from distributed_training.common.files import write_json
-from distributed_training.config.settings import DataSettings, SourceSpec
-from distributed_training.config.types import ConfigError
+from distributed_training.config import ConfigError, exit_with
+from distributed_training.config.loader import Parser, argument, ranged
+from distributed_training.config.settings import (
+    DataSettings,
+    SourceSpec,
+    TrainingSettings,
+    parse_sources,
+)
+from distributed_training.config.types import File
 from distributed_training.data.block_builder import check_folder, open_rows
 from distributed_training.data.page_source import Counts, PageUnavailable, StdlibSource
 from distributed_training.data.parquet import FolderSource
 from distributed_training.data.shards import SUFFIX, ShardError, open_shard, write_shard
-from distributed_training.data.tokenizer import TextTokenizer
+from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
+from distributed_training.protocol.types import ExitStatus
 
 MANIFEST = "pretokenize.json"
 _ROWS_AT_ONCE = 256  # tokenized together
+
+
+def build_parser() -> Parser:
+    parser = Parser(description="Tokenize a source once into shards that train at memory speed.")
+    add, text, data = parser.add_argument, argument(str), DataSettings()
+    add("source", type=text, help="parquet:DIR, jsonl:DIR, text:DIR or stdlib")
+    add("out", type=argument(File), help="folder for the shards; train with shards:OUT")
+    about = "Hugging Face name or folder; 'bytes' as the local subnet (default %(default)s)"
+    add("--tokenizer", type=text, default="dstrbtd/llama-1b", help=about)
+    add("--text-column", type=text, default=data.text_column, metavar="NAME")
+
+    def number(flag: str, low: int, high: int, default: int | None, about: str = "") -> None:
+        add(flag, type=ranged(low, high), default=default, metavar="N", help=about or None)
+
+    number("--sequence-length", 2, 1_000_000, TrainingSettings().sequence_length)
+    about = "tokens of a row; the rest of it is dropped (default %(default)s)"
+    number("--max-length", 1, 10_000_000, data.max_length, about)
+    about = "the model's; rows with ids beyond are left out"
+    number("--vocabulary", 2, 10_000_000, None, about)
+    number("--rows-per-shard", 1, 100_000_000, 20_000)
+    number("--processes", 1, 1024, len(os.sched_getaffinity(0)))
+    add("--check", action="store_true", help="verify what is there, make nothing")
+    return parser
+
+
+def main(argv: list[str]) -> int:
+    args = build_parser().parse_args(argv)
+    try:
+        return _run(args)
+    except ConfigError as error:
+        return exit_with(error)
+    except OSError as error:
+        print(
+            f"error: {error.filename or args.out}: {error.strerror or error}, so not all shards "
+            "were made; those that were stay: make room and run the same command again",
+            file=sys.stderr,
+        )
+        return 1
+    except PageUnavailable as error:
+        print(f"error: {error}, so not all shards were made: run it again", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("interrupted; finished shards stay: run the same command again", file=sys.stderr)
+        return ExitStatus.INTERRUPTED
+
+
+def _run(args: argparse.Namespace) -> int:
+    specs = parse_sources(args.source, "")
+    if len(specs) != 1:
+        raise ConfigError(
+            f"{args.source} names several sources, so nothing was done: pretokenize each by itself"
+        )
+    check_source(specs[0])  # what can be refused at once, before the network is asked
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"out {args.out} cannot be made ({error.strerror}), so nothing was tokenized: give a "
+            "folder of yours"
+        ) from None
+    try:
+        tokenizer, eos_id = build_tokenizer(args.tokenizer, args.out)
+    except (ValueError, OSError) as error:
+        text = str(error).replace("--neuron.global_tokenizer_name", "--tokenizer").splitlines()[0]
+        raise ConfigError(
+            f"the tokenizer {args.tokenizer} cannot be used, so nothing can be tokenized: {text}"
+        ) from error
+    plan = Plan(
+        source=specs[0],
+        text_column=args.text_column,
+        tokenizer_path=tokenizer,
+        eos_id=eos_id,
+        sequence_length=args.sequence_length,
+        max_length=args.max_length,
+        rows_per_shard=args.rows_per_shard,
+        vocabulary=args.vocabulary,
+    )
+    counts = Counts()
+    table = open_rows_of(plan, counts).all_rows()
+    units = units_of(table, plan.rows_per_shard)
+    for name, count in sorted(counts.take().items()):
+        print(f"{name.replace('_', ' ')}: {count}")
+    if not units:
+        raise ConfigError(
+            f"{args.source} holds no rows, so there is nothing to tokenize: give another --source"
+        )
+    if args.check:
+        return _check(args.out, units)
+    # After the source was read: one that is refused must not claim the folder.
+    take_folder(args.out, plan)
+    return _make_shards(plan, args.out, units, args.processes)
+
+
+def _make_shards(plan: Plan, out: Path, units: list[Unit], processes: int) -> int:
+    began, before = time.monotonic(), os.times()
+    counts: Counter[str] = Counter()
+    problems: list[str] = []
+    shards = kept = tokens = new_tokens = 0
+    for made in _shown(make_all(plan, out, units, processes), units):
+        if made.problem:
+            problems.append(made.problem)
+            continue
+        shards += 1
+        kept += made.kept
+        tokens += made.tokens
+        new_tokens += 0 if made.kept else made.tokens
+        counts.update(made.counts)
+    seconds, after = max(time.monotonic() - began, 1e-9), os.times()
+    # Of the processes: they are its children, and have ended.
+    cpu = after.children_user + after.children_system
+    cpu -= before.children_user + before.children_system
+    share = cpu / (seconds * min(processes, len(os.sched_getaffinity(0))))
+    for problem in problems:
+        print(f"left out: {problem}", file=sys.stderr)
+    for name, count in sorted(counts.items()):
+        print(f"{name.replace('_', ' ')}: {count}")
+    print(
+        f"{shards} shards ({kept} were there already), {tokens} tokens in {seconds:.1f} s: "
+        f"{new_tokens / seconds:.0f} new tokens/s, {100 * share:.0f} % of {processes} cores"
+    )
+    print(f"train from them with --data.source shards:{out}")
+    return 1 if problems else 0
+
+
+def _check(out: Path, units: list[Unit]) -> int:
+    bad = tokens = 0
+    for made in _shown((check(out, unit) for unit in units), units):
+        tokens += made.tokens
+        if made.problem:
+            bad += 1
+            print(f"{out / made.unit.name}: {made.problem}", file=sys.stderr)
+    print(f"{len(units) - bad} of {len(units)} shards are whole, {tokens} tokens")
+    if bad:
+        print("the same command without --check makes the others again", file=sys.stderr)
+    return 1 if bad else 0
+
+
+def _shown(made: Iterable[Made], units: list[Unit]) -> Iterator[Made]:
+    """Pass on what is made, and show rows done, tokens a second and the time left.
+
+    Where it is no terminal that is a line now and then.
+    """
+    from tqdm import tqdm
+
+    interval, tokens = 0.5 if sys.stderr.isatty() else 10.0, 0
+    rows = sum(unit.rows for unit in units)
+    with tqdm(total=rows, unit="rows", unit_scale=True, mininterval=interval) as bar:
+        for each in made:
+            tokens += each.tokens
+            speed = tokens / max(bar.format_dict["elapsed"], 1e-9)
+            bar.set_postfix_str(f"{speed / 1e6:.2f} M tokens/s", refresh=False)
+            bar.update(each.unit.rows)
+            yield each
 
 
 @dataclass(frozen=True)
@@ -85,7 +258,7 @@ class Made:
 
     unit: Unit
     tokens: int = 0
-    counts: dict[str, int] | None = None
+    counts: dict[str, int] = field(default_factory=dict)
     kept: bool = False
     problem: str = ""
 
@@ -227,21 +400,7 @@ def _make(unit: Unit) -> Made:
     return _maker.make(unit)
 
 
-@dataclass
-class Totals:
-    """The result of a run. ``cpu_share``: the processes' share of all cores' time."""
-
-    shards: int = 0
-    kept: int = 0  # that were there already
-    tokens: int = 0
-    new_tokens: int = 0
-    seconds: float = 0.0
-    cpu_share: float = 0.0
-    counts: Counter[str] = field(default_factory=Counter)
-    problems: list[str] = field(default_factory=list)
-
-
-def run(plan: Plan, out: Path, *, processes: int, units: list[Unit]) -> Iterator[Made]:
+def make_all(plan: Plan, out: Path, units: list[Unit], processes: int) -> Iterator[Made]:
     """Make what is missing, in ``processes`` processes; yields each unit as it is done.
 
     Raises OSError when shards cannot be written, ConfigError when a process cannot start or is
@@ -273,28 +432,3 @@ def run(plan: Plan, out: Path, *, processes: int, units: list[Unit]) -> Iterator
             ) from error
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
-
-
-def pretokenize(
-    plan: Plan, out: Path, *, processes: int, on_unit: Any, units: list[Unit]
-) -> Totals:
-    """Run to the end; ``on_unit`` gets each :class:`Made`. Raises as :func:`run` does."""
-    totals = Totals()
-    began, before = time.monotonic(), os.times()
-    for made in run(plan, out, processes=processes, units=units):
-        on_unit(made)
-        if made.problem:
-            totals.problems.append(made.problem)
-            continue
-        totals.shards += 1
-        totals.kept += made.kept
-        totals.tokens += made.tokens
-        totals.new_tokens += 0 if made.kept else made.tokens
-        totals.counts.update(made.counts or {})
-    totals.seconds = time.monotonic() - began
-    cores = min(processes, len(os.sched_getaffinity(0)))
-    after = os.times()  # its children's: of those that have ended
-    cpu = after.children_user + after.children_system
-    cpu -= before.children_user + before.children_system
-    totals.cpu_share = cpu / (totals.seconds * cores)
-    return totals

@@ -24,7 +24,7 @@ SCRIPTS = {
     "abort_multipart_uploads": ("scripts.abort_multipart_uploads", ("llama-4b-ws-4-007",)),
     "diagnose": ("distributed_training.doctor", ()),
     "localnet": ("distributed_training.localnet.command", ()),
-    "pretokenize": ("extras.command", ("stdlib", "/tmp/shards")),
+    "pretokenize": ("extras.pretokenize", ("stdlib", "/tmp/shards")),
     "score": ("distributed_training.scoring.command", ()),
     "update": ("scripts.update", ("v1",)),
 }
