@@ -33,9 +33,14 @@ from distributed_training.config.loader import WALLET, Parser, add_wallet, argum
 from distributed_training.config.model import KEY_VARIABLES
 from distributed_training.config.schema import schema
 from distributed_training.config.types import ConfigAway, File, Text
-from distributed_training.network import NetworkFileError, signed
-from distributed_training.network.file import BUILT_IN, flatten, tree_of
-from distributed_training.network.source import read_text
+from distributed_training.network import (
+    NetworkFileError,
+    built_in_rules,
+    flatten,
+    read_text,
+    signed,
+    tree_of,
+)
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.types import ExitStatus
 
@@ -159,7 +164,7 @@ def _kind_of(host: str) -> str:
 
 def _rules(options: argparse.Namespace) -> dict[str, Any]:
     """Return the built-in network's rules, with what the options say in their place."""
-    rules = tomllib.loads(BUILT_IN.read_text(encoding="utf-8"))
+    rules = built_in_rules()
     # The public network's own; the others' follows from the file.
     rules.pop("run_id")
     rules["swarm"].pop("initial_peers")

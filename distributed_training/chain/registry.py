@@ -26,8 +26,7 @@ from pydantic import Field, SecretStr, TypeAdapter
 from distributed_training.common import http
 from distributed_training.common.backoff import Backoff
 from distributed_training.config.types import ConfigError
-from distributed_training.network import NetworkFileError
-from distributed_training.network.source import certificates
+from distributed_training.network import NetworkFileError, certificates
 
 from .base import Chain, ChainError, ChainUnavailable, Neuron
 from .identity import Wallet

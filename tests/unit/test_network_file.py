@@ -16,12 +16,19 @@ import httpx
 import pytest
 from bittensor_core import Keypair
 
+from distributed_training import network
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError, describe, load_config
 from distributed_training.config.types import ConfigAway
-from distributed_training.network import NetworkFileError, keep, signed, source
-from distributed_training.network.file import BUILT_IN, digest_of, tree_of
+from distributed_training.network import (
+    BUILT_IN,
+    NetworkFileError,
+    digest_of,
+    keep,
+    signed,
+    tree_of,
+)
 from distributed_training.network_command import to_toml
 from distributed_training.protocol.keys import averager_prefix
 from distributed_training.protocol.types import ExitStatus
@@ -303,7 +310,7 @@ def test_certificates_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_url_and_the_copy_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(source, "_FIRST_WAIT", 0.0)
+    monkeypatch.setattr(network, "_FIRST_WAIT", 0.0)
     url = f"https://127.0.0.1:{free_ports(1)[0]}/network.toml"
     argv = ("--neuron.run_folder", str(tmp_path / "run"), "--network", url)
 
@@ -314,7 +321,7 @@ def test_a_url_and_the_copy_behind_it(tmp_path: Path, monkeypatch: pytest.Monkey
         configuration()
     assert error.value.status == ExitStatus.FAULT and not (tmp_path / "run").exists()
     with monkeypatch.context() as answered:
-        answered.setattr(source, "_client", by(lambda _: httpx.Response(200, text=EXAMPLE)))
+        answered.setattr(network, "_client", by(lambda _: httpx.Response(200, text=EXAMPLE)))
         config = configuration()
     (tmp_path / "run").mkdir()
     keep(config.network, tmp_path / "run")
@@ -334,7 +341,7 @@ def test_a_url_and_the_copy_behind_it(tmp_path: Path, monkeypatch: pytest.Monkey
     for text, words in answers.items():
         with monkeypatch.context() as answered:
             says = by(lambda _, text=text: httpx.Response(200, text=text))
-            answered.setattr(source, "_client", says)
+            answered.setattr(network, "_client", says)
             again = configuration()
             assert again.network == config.network
             assert [words in line and "the copy" in line for line in again.warnings] == [True]
@@ -348,12 +355,12 @@ def test_a_url_and_the_copy_behind_it(tmp_path: Path, monkeypatch: pytest.Monkey
         return httpx.Response(200, text=EXAMPLE)
 
     with monkeypatch.context() as answered:
-        answered.setattr(source, "_client", by(lead_astray))
+        answered.setattr(network, "_client", by(lead_astray))
         assert "leads to http://" in configuration().warnings[0]
     with monkeypatch.context() as answered, trickle() as port:
-        answered.setattr(source, "_LONGEST", 0.5)
+        answered.setattr(network, "_LONGEST", 0.5)
         answered.setattr(
-            source, "_client", lambda: httpx.AsyncClient(proxy=f"http://127.0.0.1:{port}")
+            network, "_client", lambda: httpx.AsyncClient(proxy=f"http://127.0.0.1:{port}")
         )
         assert "no end of it" in configuration().warnings[0]
     for damaged in (b"\xff\xfe", b"name = ["):

@@ -5,31 +5,46 @@ bootstrap peers (docs/network-file.md). Comments and layout do not count: what c
 of the canonical form (protocol page, section 10). The digest is the run's id, so peers whose files
 differ use other DHT keys and other RPC names and cannot meet.
 
-Here a file is read, digested, signed and verified. Types and ranges of its values are those of the
-settings that they become; :mod:`distributed_training.config` applies them.
+Here a file is found (at a path, or an https URL with the last good copy behind it), digested,
+signed and verified. Types and ranges of its values are those of the settings that they become;
+:mod:`distributed_training.config` applies them.
 """
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import hashlib
 import json
+import os
 import re
+import time
 import tomllib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from urllib.parse import urljoin, urlsplit
 
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from distributed_training.common.files import parse_toml
+from distributed_training.common.files import parse_toml, write_bytes
+from distributed_training.common.http import TooLong, ask
 from distributed_training.common.memory import ModelShape
 
+if TYPE_CHECKING:
+    import ssl
+
+    import httpx
+
 FORMAT = 1
-BUILT_IN = Path(__file__).parents[1] / "networks" / "dstrbtd-sn38.toml"
+BUILT_IN = Path(__file__).parent / "networks" / "dstrbtd-sn38.toml"
 LARGEST_FILE = 1 << 20  # bytes, of the file and of the model's beside it
+KEPT = "network"  # folder of the last good copy, in the run folder
+_FILE = "network.toml"
+_ATTEMPTS, _FIRST_WAIT, _TIMEOUT = 3, 1.0, 10.0  # seconds
+_LONGEST = 30.0  # seconds, of a whole reply
 
 _RUN_ID_DIGITS = 12
 _CHAIN_KEYS = {"bittensor": {"chain.endpoint", "chain.netuid"}, "registry": {"chain.url"}}
@@ -60,6 +75,10 @@ class NetworkFileError(ValueError):
     def __init__(self, cause: str, remedy: str) -> None:
         super().__init__(cause)
         self.remedy = remedy
+
+
+class NetworkAway(RuntimeError):
+    """The URL of a network's file does not give that file. It may pass by itself."""
 
 
 @checked(frozen=True, config=ConfigDict(strict=True))
@@ -130,9 +149,14 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
+def built_in_rules() -> dict[str, Any]:
+    """Return the tables of the built-in network's file."""
+    return tomllib.loads(BUILT_IN.read_text(encoding="utf-8"))
+
+
 def public_values() -> dict[str, Any]:
     """Return what the built-in network gives to flags: the defaults of their settings."""
-    flat = flatten(tomllib.loads(BUILT_IN.read_text(encoding="utf-8")))
+    flat = flatten(built_in_rules())
     return {key: tuple(value) if isinstance(value, list) else value for key, value in flat.items()}
 
 
@@ -155,13 +179,13 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
         )
     # Strictly: a program that ignored a key would train by other rules than its peers.
     _refuse_unknown(flat, {*keys, *HEAD_KEYS})
-    files = {"network.toml": text, **_take_model(flat, beside)}
+    files = {_FILE: text, **_take_model(flat, beside)}
     digest = digest_of(flat)
     head = _head({key: flat[key] for key in HEAD_KEYS & {*flat}})
     _refuse_chain(head.chain, flat)
     _refuse_size(head)
     # The built-in file is part of the program, so whoever trusts the one trusts the other.
-    built_in = "signature" not in flat and digest == _built_in_digest()
+    built_in = "signature" not in flat and digest == digest_of(flatten(built_in_rules()))
     if "run_id" in flat and not built_in:
         raise NetworkFileError(
             "it names a run_id, which is the digest of every file but the public network's",
@@ -220,10 +244,6 @@ def _verify(signature: str | None, digest: str, hotkey: str) -> None:
             "altered after it was signed",
             "fetch it again from the founder",
         )
-
-
-def _built_in_digest() -> str:
-    return digest_of(flatten(tomllib.loads(BUILT_IN.read_text(encoding="utf-8"))))
 
 
 def _refuse_unknown(flat: Mapping[str, Any], known: Collection[str]) -> None:
@@ -296,3 +316,186 @@ def _take_model(flat: dict[str, Any], beside: Callable[[str], str]) -> dict[str,
         )
     flat["model.config"] = content
     return {name: text}
+
+
+# --- where the file is found ----------------------------------------------------------------------
+
+
+def read_network(
+    place: str, *, keys: Collection[str], kept: Path, tell: Callable[[str], None]
+) -> Network:
+    """Return the network of the file at ``place``, a path or an https URL.
+
+    Args:
+        keys: See :func:`parse`.
+        kept: Run folder, which may hold the copy of an earlier start from the same URL.
+        tell: Gets the one line that says that the copy is used.
+
+    A file of another founder than the copy's counts as no answer: whoever can write to that web
+    site must not move miners to a network of their own.
+
+    Raises:
+        NetworkFileError: The file is refused, or cannot be read.
+        NetworkAway: The URL does not answer, or not with such a file, and there is no copy.
+    """
+    if "://" not in place:
+        path = Path(os.path.expanduser(place))
+        return parse(
+            read_text(path),
+            place=place,
+            keys=keys,
+            beside=lambda name: read_text(path.with_name(name)),
+        )
+    try:
+        url = urlsplit(place)
+    except ValueError:  # "[" without "]"
+        url = urlsplit("")
+    if url.scheme != "https" or "@" in url.netloc:
+        raise NetworkFileError(
+            "it is no https:// URL without user and password", "give a path or such a URL"
+        )
+    copy = kept / KEPT
+    # Read before the URL is asked: its founder decides what counts as an answer.
+    known = _kept_copy(copy, place, keys)
+    try:
+        text = _fetch(place)
+        if not _is_one(text):  # a page for maintenance, or of a proxy
+            raise NetworkAway(f"what {place} answers is no network's file")
+        found = parse(
+            text, place=place, keys=keys, beside=lambda name: _fetch(urljoin(place, name))
+        )
+        if known is not None and _founder(found) != _founder(known):
+            raise NetworkAway(
+                f"the network's file at {place} is another founder's ({_founder(found)}) than that "
+                f"of earlier starts ({_founder(known)}); to join that network, delete {copy}"
+            )
+        return found
+    except NetworkAway as away:
+        if known is None:
+            raise
+        tell(f"{away}: the copy of an earlier start in {copy} is used")
+        return known
+
+
+def _kept_copy(copy: Path, place: str, keys: Collection[str]) -> Network | None:
+    """Return the network of the last good start from ``place``.
+
+    None if there is none, or what is left of it is damaged.
+    """
+    try:
+        if (copy / "url").read_text(encoding="utf-8") != place:
+            return None
+        return parse(
+            read_text(copy / _FILE),
+            place=place,
+            keys=keys,
+            beside=lambda name: read_text(copy / name),
+        )
+    except (OSError, ValueError):  # NetworkFileError too
+        return None
+
+
+def _is_one(text: str) -> bool:
+    try:
+        return "format" in tree_of(text)
+    except NetworkFileError:
+        return False
+
+
+def _founder(network: Network) -> str:
+    return str(network.values["chain.master_hotkey"])
+
+
+def keep(network: Network, folder: Path) -> None:
+    """Write the copy for a start while the URL does not answer. ``folder``: the run folder."""
+    if "://" not in network.place:
+        return
+    copy = folder / KEPT
+    copy.mkdir(exist_ok=True)
+    # The URL last: until it is there, the rest counts for no copy.
+    for name, text in {**network.files, "url": network.place}.items():
+        write_bytes(copy / name, text.encode())
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file that belongs to a network. Raises NetworkFileError."""
+    try:
+        # A pipe without a writer would be waited for, for ever.
+        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
+            # None comes from a pipe that nobody writes to.
+            data = file.read(LARGEST_FILE + 1) or b""
+    except OSError as error:
+        raise NetworkFileError(
+            f"{path.name} cannot be read ({error.strerror})", "correct the path or its permissions"
+        ) from None
+    return _text(data)
+
+
+def _text(data: bytes) -> str:
+    if len(data) > LARGEST_FILE:
+        raise NetworkFileError(f"it has more than {LARGEST_FILE} bytes", "correct the path")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise NetworkFileError("it is not UTF-8 text", "save it as UTF-8") from None
+
+
+def _fetch(url: str) -> str:
+    """Return the text at ``url``, asked for three times. Raises NetworkAway, NetworkFileError."""
+    import httpx  # here, since few starts fetch anything
+
+    why = ""
+    for attempt in range(_ATTEMPTS):
+        if attempt:
+            time.sleep(_FIRST_WAIT * 2 ** (attempt - 1))
+        try:
+            data = asyncio.run(_download(url))
+            break
+        except httpx.HTTPStatusError as error:
+            why = f"HTTP {error.response.status_code}"
+        except TimeoutError:
+            why = f"no end of it within {_LONGEST:.0f} s"
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            why = str(error) or type(error).__name__
+    else:
+        raise NetworkAway(f"the network's file at {url} does not answer ({why})")
+    try:
+        return _text(data)
+    except NetworkFileError as error:  # a page of something else
+        raise NetworkAway(f"what {url} answers is no network's file: {error}") from None
+
+
+async def _download(url: str) -> bytes:
+    """Return what is at ``url``. Raises NetworkAway, TimeoutError, httpx's errors."""
+    async with _client() as client:
+        try:
+            reply, data = await ask(client, "GET", url, most=LARGEST_FILE, seconds=_LONGEST)
+        except TooLong as error:  # a page of something else
+            raise NetworkAway(f"what {url} answers is no network's file: {error}") from None
+    reply.raise_for_status()
+    # After redirects: the signature tells who wrote the file, not that it is today's.
+    if reply.url.scheme != "https":
+        raise NetworkAway(f"{url} leads to {reply.url}, which anybody on the way writes")
+    return data
+
+
+def _client() -> httpx.AsyncClient:
+    import httpx  # here, since few starts fetch anything
+
+    return httpx.AsyncClient(verify=certificates(), timeout=_TIMEOUT, follow_redirects=True)
+
+
+def certificates() -> ssl.SSLContext:
+    """Return the authorities that https servers are checked against. Raises NetworkFileError.
+
+    They are httpx's own, or those that SSL_CERT_FILE or SSL_CERT_DIR name.
+    """
+    import httpx
+
+    try:
+        return httpx.create_ssl_context()
+    except OSError as error:  # ssl's errors too
+        raise NetworkFileError(
+            f"the certificates of SSL_CERT_FILE or SSL_CERT_DIR cannot be read ({error.strerror})",
+            "correct that variable, or unset it",
+        ) from None
