@@ -241,6 +241,19 @@ _CODE, _GROUP_ID, _PEER_ID, _TENSOR_PART, _BUFFER = 0x08, 0x12, 0x1A, 0x22, 0x0A
 _HEAD = 64
 #: What a message may be longer than the values in it, uncompressed.
 _MOST_AROUND = 4096
+_FLOATS = ("float32", "float16", "bfloat16", "float64")
+#: Raised by hivemind, numpy and torch for data of a peer that makes no sense. An ImportError: a
+#: compression of hivemind's needs a package that is not here.
+NONSENSE = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
 
 
 class FrameError(ConnectionError):
@@ -367,9 +380,12 @@ async def finish(stream: Stream, arriving: Arriving, values: Tensor) -> averagin
 
 
 def _decompress(part: runtime_pb2.Tensor, values: Tensor) -> None:
+    # numpy makes any type that it is named: of strings of 20 KB each, gigabytes of a small part.
+    if part.dtype not in _FLOATS:
+        raise FrameError(f"a part of type {part.dtype[:20]!r}")
     try:
         whole = deserialize_torch_tensor(part).detach().reshape(-1)
-    except Exception as error:  # noqa: BLE001 - numpy, torch and hivemind each raise their own
+    except NONSENSE as error:
         raise FrameError(f"a part that cannot be read: {error}") from None
     if len(whole) != len(values):
         raise FrameError(f"a part of {len(whole)} values instead of {len(values)}")

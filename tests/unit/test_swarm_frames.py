@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import tracemalloc
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -147,6 +148,11 @@ def framed(body: bytes) -> bytes:
     return b"\x00" + len(body).to_bytes(8, "big") + body
 
 
+def compressed(how: int, dtype: str, buffer: bytes) -> bytes:
+    tensor = runtime_pb2.Tensor(compression=how, dtype=dtype, size=[10], buffer=buffer)
+    return hiveminds(averaging_pb2.AveragingData(tensor_part=tensor))
+
+
 BUFFER = long_field(1, bytes(40))
 SHAPE, DTYPE = long_field(2, b"\x0a"), long_field(4, b"float32")
 
@@ -185,6 +191,8 @@ def test_another_layout_of_the_same_message_is_understood(body: bytes) -> None:
         b"\x01" + (5).to_bytes(8, "big") + b"\xff" * 5,
         hiveminds(part_of(ramp(11))),
         hiveminds(part_of(ramp(9), runtime_pb2.CompressionType.FLOAT16)),
+        compressed(runtime_pb2.CompressionType.BLOCKWISE_8BIT, "float32", bytes(20)),
+        compressed(runtime_pb2.CompressionType.UNIFORM_8BIT, "float32", bytes(18)),
     ],
     ids=[
         "fewer bytes than values",
@@ -204,11 +212,25 @@ def test_another_layout_of_the_same_message_is_understood(body: bytes) -> None:
         "an error message that is none",
         "one value more",
         "one value fewer, compressed",
+        "compressed by a package that is not here",
+        "numbers of an empty table",
     ],
 )
 def test_what_is_no_part_is_refused(data: bytes) -> None:
     with pytest.raises(FrameError):
         received(data, lambda stream: take(stream, 10))
+
+
+def test_no_memory_is_taken_for_values_that_are_no_numbers() -> None:
+    """Of each value of a small part numpy would make a string of 2 MB."""
+    data = compressed(runtime_pb2.CompressionType.FLOAT16, "S2000000", bytes(20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(FrameError):
+            received(data, lambda stream: take(stream, 10))
+        assert tracemalloc.get_traced_memory()[1] < 5_000_000
+    finally:
+        tracemalloc.stop()
 
 
 @settings(max_examples=150, deadline=None)
