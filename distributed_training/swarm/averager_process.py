@@ -5,6 +5,12 @@
 DESCRIPTOR is this process's end of a socket: commands come in and answers leave as lines of JSON
 (:mod:`.supervisor`). Standard output and error are hivemind's log. It leads a process group of
 its own, with p2pd in it, and ends that group when rank 0 is gone or when it cannot go on itself.
+
+The averager is wire-compatible with the public network. hivemind's own is a process beside the
+DHT's process, with pipes and shared-memory futures between them. Here DHT node, matchmaking and
+all-reduce share one event loop: there is one process to watch, and what changes from round to round
+(group size, timeouts) is an argument. Matchmaking is hivemind's; the all-reduce is ours
+(:mod:`.all_reduce`), on the same wire.
 """
 
 from __future__ import annotations
@@ -17,22 +23,36 @@ import shutil
 import signal
 import socket
 import sys
-from collections.abc import Coroutine
-from dataclasses import replace
+import time
+from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, AsyncIterator  # noqa: UP035 - hivemind looks for typing's in annotations
 
 import torch
 from cryptography.exceptions import UnsupportedAlgorithm
 from google.protobuf.message import DecodeError
+from hivemind.averaging.allreduce import AveragingMode
+from hivemind.averaging.averager import compute_schema_hash
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.load_balancing import load_balance_peers
+from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException
+from hivemind.compression import Float16Compression, NoCompression
 from hivemind.dht.node import DHTNode
-from hivemind.p2p import P2P, P2PDaemonError, PeerID
+from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID, ServicerBase
+from hivemind.proto import averaging_pb2
+from hivemind.utils import MSGPackSerializer, get_dht_time
 from hivemind.utils.multiaddr import Multiaddr
+from torch import Tensor
 
+from distributed_training.common.backoff import Backoff
 from distributed_training.common.processes import write_stacks_on_signal
 
-from .averager import DTGradAverager
+from . import wire
+from .all_reduce import FLOAT_BYTES, AllReduce, Group, GroupFailed, Terms
 from .supervisor import (
     Average,
     Beat,
@@ -49,8 +69,290 @@ from .supervisor import (
     map_tensors,
     to_line,
 )
+from .wire import Daemon, Stream
 
 log = logging.getLogger(__name__)
+
+#: By ``--neuron.all_reduce_compression``. hivemind's 8-bit quantizations are not among them: they
+#: fail on parts of few values, which load balancing makes, and such a part is lost for the round.
+COMPRESSIONS = {
+    "none": NoCompression.compression_type,
+    "float16": Float16Compression.compression_type,
+}
+_SEARCH_PAUSE = 0.5  # seconds between two searches, when one failed
+# Between two looks into the DHT for peers.
+_FIRST_LOOKUP_WAIT, _LONGEST_LOOKUP_WAIT = timedelta(seconds=0.1), timedelta(seconds=1)
+_FIRST_PART_TIMEOUT = 45.0  # seconds for the beginning of a stream that a peer opened
+
+_HEARD_BY_FOLLOWER = 5.0  # seconds a follower has to take our last word
+_LAST_AVERAGES = 2.0  # seconds that peers have to take what they are owed, when we end
+
+
+# The name is part of the calls' names on the wire (protocol page, section 1).
+class DTGradAverager(ServicerBase):
+    """A full peer of the swarm: finds groups, averages ``tensors`` with them in place.
+
+    ``node``: of the DHT through which peers find each other. Use it inside :meth:`serving`, for one
+    round at a time.
+    """
+
+    def __init__(self, node: DHTNode, config: HostConfig, tensors: Sequence[Tensor]) -> None:
+        self._node = node
+        self._config = config
+        self._tensors = tensors
+        self._schema_hash = compute_schema_hash(tensors)
+        self._daemon = Daemon(node.p2p.daemon_listen_maddr["unix"])
+        self._parts_protocol = self._get_handle_name(config.prefix, "rpc_aggregate_part")
+        self._matchmaking: _Admitting | None = None  # while a group is looked for
+        self._all_reduce: AllReduce | None = None
+        self._search_over = asyncio.Event()  # and the group's all-reduce is there, if one was found
+        self._search_over.set()
+        self._serving: set[asyncio.Task[Any]] = set()  # what peers send in this round
+
+    @asynccontextmanager
+    async def serving(self) -> AsyncIterator[None]:
+        """Let peers call us inside this context."""
+        await self.add_p2p_handlers(self._node.p2p, namespace=self._config.prefix)
+        path = Path(self._config.sockets) / "parts.sock"
+        async with self._daemon.serve(self._parts_protocol, path, self._serve):
+            yield
+            if self._serving:  # slower peers still take their averages
+                await asyncio.wait(self._serving, timeout=_LAST_AVERAGES)
+
+    # --- a round -------------------------------------------------------------------------------
+
+    async def average(
+        self, order: RoundOrder, on_found: Callable[[], None] = lambda: None
+    ) -> Average | Failed:
+        """Find a group and average with it, by ``order``'s deadlines. Cancel it to end it early.
+
+        ``on_found`` is called once a group is found. From then on, unless Average is answered, what
+        the tensors hold is not defined.
+        """
+        started = time.monotonic()
+        found: float | None = None
+        try:
+            async with asyncio.timeout(order.timeout):
+                group = await self._find_group(order)
+                found = time.monotonic()
+                on_found()
+                async with asyncio.timeout(order.allreduce_timeout):
+                    all_reduce = await self._average_with(group, order)
+        except TimeoutError:
+            return Failed("TIMEOUT" if found else "NO_GROUP")
+        except GroupFailed as error:
+            return Failed("PEER_FAILED", str(error))
+        finally:
+            self._search_over.set()
+            self._all_reduce = None
+        return Average(
+            peers=[str(peer) for peer in group.peer_ids],
+            failed=sorted(str(peer) for peer in all_reduce.reducer.failed),
+            kept_local=all_reduce.kept_local / max(1, sum(t.numel() for t in self._tensors)),
+            matchmaking=found - started,
+            transfer=time.monotonic() - found,
+        )
+
+    async def _find_group(self, order: RoundOrder) -> GroupInfo:
+        """Find a group for the round. Raises TimeoutError."""
+        config = self._config
+        # Whoever sends parts before we know of our group waits for this.
+        self._search_over.clear()
+        about_us = [order.bandwidth, AveragingMode.NODE.value, MSGPackSerializer.dumps(0)]
+        now = get_dht_time()
+        search = _Search(
+            scheduled_time=now + order.min_matchmaking_time,
+            deadline=now + order.timeout,
+            data_for_gather=MSGPackSerializer.dumps(about_us),
+        )
+        self._matchmaking = _Admitting(
+            self._node.p2p,
+            self._schema_hash,
+            _Dht(self._node),
+            servicer_type=type(self),
+            prefix=config.prefix,
+            target_group_size=None,
+            min_group_size=order.min_group_size,
+            min_matchmaking_time=order.min_matchmaking_time,
+            request_timeout=order.request_timeout,
+            client_mode=False,
+        )
+        self._matchmaking.admitted = frozenset(order.peers)
+        try:
+            while True:
+                try:
+                    group = await self._matchmaking.look_for_group(search)
+                except _SEARCH_FAILURES as error:
+                    log.warning("The search for a group failed and is repeated: %r", error)
+                    await asyncio.sleep(_SEARCH_PAUSE)
+                    continue
+                if group is None:
+                    raise TimeoutError
+                # Who follows learns the members only now: the leader chose them.
+                if not self._matchmaking.admits(*group.peer_ids):
+                    raise GroupFailed("its leader let in who was not called")
+                return group
+        finally:
+            self._matchmaking = None
+
+    async def _average_with(self, info: GroupInfo, order: RoundOrder) -> AllReduce:
+        group = await _group_of(info, sum(t.numel() for t in self._tensors))
+        all_reduce = self._all_reduce = AllReduce(
+            group,
+            self._node.peer_id,
+            tensors=self._tensors,
+            terms=Terms(
+                weight=order.weight,
+                part_values=self._config.part_size // FLOAT_BYTES,
+                compression=COMPRESSIONS[self._config.compression],
+                chunk_timeout=order.next_chunk_timeout,
+            ),
+            open_stream=self._open_stream,
+        )
+        serving: set[asyncio.Task[Any]] = set()
+        self._serving = serving
+        self._search_over.set()
+        with contextlib.ExitStack() as undo:
+            undo.callback(_cancel, serving)  # they would go on writing into the tensors
+            await all_reduce.run()
+            undo.pop_all()
+        return all_reduce
+
+    def _open_stream(self, peer: PeerID) -> AbstractAsyncContextManager[Stream]:
+        return self._daemon.open_stream(peer, self._parts_protocol)
+
+    # --- calls of other peers ------------------------------------------------------------------
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        """Answer a peer that asks us to lead its group."""
+        if self._matchmaking is None:
+            yield averaging_pb2.MessageFromLeader(code=averaging_pb2.NOT_LOOKING_FOR_GROUP)
+            return
+        async for message in self._matchmaking.rpc_join_group(request, context):
+            yield message
+        # hivemind closes the stream when we return, p2pd then resets it, and a reset may overtake
+        # the last message: the follower would never hear that its group begins. It closes the
+        # stream itself when it has heard it, which ends this wait.
+        await asyncio.sleep(_HEARD_BY_FOLLOWER)
+
+    async def _serve(self, stream: Stream) -> None:
+        """Serve a stream on which a peer sends its parts of our share."""
+        async with asyncio.timeout(_FIRST_PART_TIMEOUT):
+            first = await wire.begin(stream, part_bytes=self._config.part_size)
+            if first is None:
+                return
+            await self._search_over.wait()  # it may know of our group before we do
+        all_reduce = self._all_reduce
+        if all_reduce is None or first.group_id != all_reduce.group.id:
+            await stream.send(wire.encode_code(averaging_pb2.BAD_GROUP_ID))
+            return
+        task = asyncio.current_task()
+        assert task is not None
+        self._serving.add(task)
+        task.add_done_callback(self._serving.discard)
+        await all_reduce.serve(stream, first)
+
+
+#: What hivemind's matchmaking raises when peers or p2pd misbehave; a new search may succeed.
+_SEARCH_FAILURES = (
+    MatchmakingException,
+    AssertionError,
+    asyncio.InvalidStateError,
+    P2PHandlerError,
+    P2PDaemonError,
+)
+
+
+@dataclass(frozen=True)
+class _Search:
+    """The fields that matchmaking reads of hivemind's ``StepControl``. Times are the DHT's."""
+
+    scheduled_time: float
+    deadline: float
+    data_for_gather: bytes
+
+    def get_timeout(self) -> float:
+        return max(0.0, self.deadline - get_dht_time())
+
+
+class _Admitting(Matchmaking):
+    """Groups of the peers that the call names.
+
+    Whoever knows the network's file finds the others in the DHT; libp2p proves who a peer is, so
+    what is left is to say who may take part.
+    """
+
+    admitted: frozenset[str] = frozenset()  # empty: everybody
+
+    def admits(self, *peers: PeerID) -> bool:
+        """Return whether all of them, or we ourselves, were called."""
+        return not self.admitted or all(
+            str(peer) in self.admitted for peer in peers if peer != self.peer_id
+        )
+
+    async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
+        return await super()._request_join_group(leader) if self.admits(leader) else None
+
+    def _check_reasons_to_reject(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> averaging_pb2.MessageFromLeader | None:
+        if self.admits(context.remote_id):
+            return super()._check_reasons_to_reject(request, context)
+        return averaging_pb2.MessageFromLeader(code=averaging_pb2.NOT_LOOKING_FOR_GROUP)
+
+
+class _Dht:
+    """The methods that matchmaking needs of hivemind's ``DHT``, by the node in this process."""
+
+    def __init__(self, node: DHTNode) -> None:
+        self.peer_id = node.peer_id
+        self._node = node
+        self._next_get = 0.0
+        self._backoff = Backoff(first=_FIRST_LOOKUP_WAIT, longest=_LONGEST_LOOKUP_WAIT)
+
+    async def get(self, key: Any, *, latest: bool, return_future: bool) -> Any:
+        # Matchmaking asks again at once, as fast as it is answered, for as long as it searches.
+        await asyncio.sleep(self._next_get - time.monotonic())
+        self._next_get = time.monotonic() + self._backoff.failed().total_seconds()
+        return await self._node.get(key, latest=latest)
+
+    def store(
+        self, *, key: Any, subkey: Any, value: Any, expiration_time: float, return_future: bool
+    ) -> Any:
+        self._backoff.succeeded()  # matchmaking declares us again
+        return self._node.store(key, value, expiration_time, subkey=subkey)
+
+
+def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+
+
+async def _group_of(info: GroupInfo, values: int) -> Group:
+    """Return the group with each peer's share of the ``values``. Raises GroupFailed."""
+    try:
+        about = [MSGPackSerializer.loads(gathered) for gathered in info.gathered]
+        modes = [AveragingMode(mode) for _, mode, _ in about]
+        bandwidths = [
+            0.0 if mode is AveragingMode.CLIENT else bandwidth
+            for (bandwidth, _, _), mode in zip(about, modes, strict=True)
+        ]
+        # A linear program: tenths of a second for large groups.
+        fractions = await asyncio.to_thread(load_balance_peers, values, bandwidths, 0)
+    except wire.NONSENSE as error:  # peers may have told anything about themselves
+        raise GroupFailed(f"what its peers told cannot be used: {error!r}") from None
+    auxiliary = [m is AveragingMode.AUX for m in modes]
+    return Group(
+        id=info.group_id,
+        peers=info.peer_ids,
+        fractions=fractions,
+        auxiliaries=frozenset(p for p, aux in zip(info.peer_ids, auxiliary, strict=True) if aux),
+    )
+
+
+# --- the process ----------------------------------------------------------------------------------
 
 BEAT = 2.0  # seconds between two signs of life
 _LOOK_AFTER_PARENT = 1.0

@@ -18,7 +18,7 @@ import torch
 from hivemind.dht.node import DHTNode
 from torch import Tensor
 
-from distributed_training.swarm import all_reduce, averager, wire
+from distributed_training.swarm import all_reduce, averager_process, wire
 from distributed_training.swarm.supervisor import HostConfig, RoundOrder
 from distributed_training.swarm.wire import Stream
 
@@ -125,7 +125,7 @@ class BadAllReduce(all_reduce.AllReduce):
 async def main() -> None:
     folder = sys.argv[1]
     shapes, peers, group_size = (json.loads(text) for text in sys.argv[2:])
-    averager.AllReduce = BadAllReduce
+    averager_process.AllReduce = BadAllReduce
     node = await DHTNode.create(initial_peers=peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
     tensors = [torch.ones(shape) for shape in shapes]
     config = HostConfig(
@@ -142,7 +142,7 @@ async def main() -> None:
         part_size=512 * 1024,
         compression="none",
     )
-    peer = averager.DTGradAverager(node, config, tensors)
+    peer = averager_process.DTGradAverager(node, config, tensors)
     loop = asyncio.get_running_loop()
     async with peer.serving():
         print(node.peer_id, flush=True)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distributed_training.swarm import averager
+from distributed_training.swarm import averager_process
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,10 +32,10 @@ def test_a_peer_asks_less_and_less_often_until_it_declares_itself_anew(
         async def store(self, *about: Any, **more: Any) -> bool:
             return True
 
-    monkeypatch.setattr(averager, "time", SimpleNamespace(monotonic=lambda: now))
-    monkeypatch.setattr(averager, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(averager_process, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(averager_process, "asyncio", SimpleNamespace(sleep=sleep))
     node: Any = Node()
-    dht = averager._Dht(node)
+    dht = averager_process._Dht(node)
 
     async def search(lookups: int) -> list[float]:
         """Seconds between the lookups that follow a declaration."""
