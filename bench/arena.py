@@ -67,6 +67,7 @@ from distributed_training.scoring.evaluator import EvaluationModel, Evaluator
 from distributed_training.scoring.upload import (
     DataUnavailable,
     InvalidUpload,
+    Judged,
     PageReader,
     inspect,
     read_upload,
@@ -475,6 +476,14 @@ class Arena:
     def _look(
         self, miner: Miner, each: Publisher, judged: int, now: float, random_block: int
     ) -> Look:
+        state = Judged(
+            block=block_at(now),
+            bpa=self.world.blocks,
+            outer_step=judged,
+            schema=miner.trainer.schema,
+            weights=self._starts[judged],
+            learning_rate=miner.trainer.outer.learning_rate,
+        )
         bucket = each.bucket(judged, now)
         repository = inspect(
             Neuron(miner.uid, hotkey="", port=1),
@@ -483,23 +492,10 @@ class Arena:
             age_limit=UPLOAD_AGE_LIMIT,
         )
         try:
-            upload = read_upload(
-                repository,
-                miner.trainer.schema,
-                outer_step=judged,
-                block=block_at(now),
-                bpa=self.world.blocks,
-                timeout=timedelta(minutes=5),
-            )
+            upload = read_upload(repository, state, timeout=timedelta(minutes=5))
         except InvalidUpload as error:
             return Look(repository.valid, why=str(error))
-        judgement = self._evaluator.judge(
-            upload,
-            weights=self._starts[judged],
-            outer_step=judged,
-            outer_learning_rate=miner.trainer.outer.learning_rate,
-            random_blocks=(random_block,),
-        )
+        judgement = self._evaluator.judge(upload, state, random_blocks=(random_block,))
         if judgement.random is None or judgement.assigned is None:
             return Look(repository.valid, why=judgement.reason)
         return Look(

@@ -23,7 +23,7 @@ from distributed_training.config import ConfigError
 from distributed_training.node.start import Stopped
 from distributed_training.protocol.gradients import GradientPayload, Schema
 from distributed_training.protocol.scoring import relative_improvement
-from distributed_training.scoring.upload import Cause, DataUnavailable, Upload
+from distributed_training.scoring.upload import Cause, DataUnavailable, Judged, Upload
 from distributed_training.training.model import (
     CausalLoss,
     hf_config,
@@ -283,21 +283,13 @@ class Evaluator:
     model: EvaluationModel
     pages: Pages
 
-    def judge(
-        self,
-        upload: Upload,
-        *,
-        weights: Sequence[Tensor],
-        outer_step: int,
-        outer_learning_rate: float,
-        random_blocks: Sequence[int],
-    ) -> Judgement:
+    def judge(self, upload: Upload, judged: Judged, *, random_blocks: Sequence[int]) -> Judgement:
         """Measure an upload on random and assigned text.
 
-        ``weights``: global, of ``outer_step`` (X), in schema order. ``random_blocks``: one, as
-        validators draw it; more make the figures surer. Raises DataUnavailable, Stopped.
+        ``random_blocks``: one, as validators draw it; more make the figures surer. Raises
+        DataUnavailable, Stopped.
         """
-        uid = upload.uid
+        uid, outer_step = upload.uid, judged.outer_step
         assigned = (upload.assigned_block,)
         texts = [
             torch.cat([self.pages(uid, block) for block in blocks])
@@ -305,13 +297,13 @@ class Evaluator:
         ]
         # After the text: without it all that is computed would be thrown away.
         # Anew for each upload: the one before is still subtracted.
-        self.model.load(weights)
+        self.model.load(judged.weights)
         try:
             before = [self.model.losses(text) for text in texts]
         except ConfigError as error:
             # A few tokenizers have words beyond their model's: one text, not the end of the scores.
             raise DataUnavailable(str(error)) from None
-        self._apply(upload.payload, outer_learning_rate)
+        self._apply(upload.payload, judged.learning_rate)
         after = [self.model.losses(text) for text in texts]
         on_random, on_assigned = (
             Comparison(tuple(blocks), self.model.tokens(text), b, a)

@@ -62,6 +62,7 @@ from distributed_training.scoring.upload import (
     Cause,
     DataUnavailable,
     InvalidUpload,
+    Judged,
     OpenBucket,
     PageReader,
     Repository,
@@ -91,21 +92,11 @@ class NotJudgeable(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Judged:
-    """``outer_step``: X, the folder of a miner's bucket that is judged now.
+class PublishedState(Judged):
+    """The same as anybody finds it in the global bucket, whose newest is ``global_outer_step``."""
 
-    After a round it is the one before for half a period. ``weights``: global, of X, in schema
-    order.
-    """
-
-    block: int
-    bpa: int
     global_outer_step: int
-    outer_step: int
     model_config: Mapping[str, Any]
-    schema: Schema
-    weights: list[Tensor]
-    learning_rate: float
 
 
 def read_judged(
@@ -116,7 +107,7 @@ def read_judged(
     block: int,
     outer_step: int | None = None,
     miners: Path | None = None,
-) -> Judged:
+) -> PublishedState:
     """Read the global state that uploads are judged against.
 
     Raises NotJudgeable.
@@ -147,7 +138,7 @@ def read_judged(
         schema = parameter_schema(model_config)
         folder.mkdir(parents=True, exist_ok=True)
         reserved = _kept_for_miners(miners, folder, model_config) if miners else 0
-        return Judged(
+        return PublishedState(
             block=block,
             bpa=bpa,
             global_outer_step=root.outer_step,
@@ -328,7 +319,7 @@ class Previewer:
     One that takes longer costs its own row a reason and nobody else anything.
     """
 
-    judged: Judged
+    judged: PublishedState
     open_bucket: OpenBucket
     evaluator: Evaluator
     age_limit: timedelta
@@ -390,19 +381,12 @@ class Previewer:
         except TimeoutError:
             cause, reason = Cause.TOO_SLOW, f"no answer in {self.timeout.total_seconds():g} s"
             return Repository(uid, False, cause, reason), None
-        if repository.metadata is None or repository.metadata.inner_step == 0:
+        if not repository.trained:
             return repository, None
         # Of one timeout: a bucket that drips may not have it twice.
         left = self.timeout - timedelta(seconds=time.monotonic() - began)
         try:
-            return repository, read_upload(
-                repository,
-                judged.schema,
-                outer_step=judged.outer_step,
-                block=judged.block,
-                bpa=judged.bpa,
-                timeout=left,
-            )
+            return repository, read_upload(repository, judged, timeout=left)
         except InvalidUpload as error:
             reset = Judgement.reset(uid, judged.outer_step, error.cause, str(error))
             return repository, reset
@@ -419,13 +403,7 @@ class Previewer:
         judgement = None if isinstance(upload, Upload) else upload
         if isinstance(upload, Upload):
             try:
-                judgement = self.evaluator.judge(
-                    upload,
-                    weights=self.judged.weights,
-                    outer_step=self.judged.outer_step,
-                    outer_learning_rate=self.judged.learning_rate,
-                    random_blocks=random_blocks,
-                )
+                judgement = self.evaluator.judge(upload, self.judged, random_blocks=random_blocks)
             except DataUnavailable as error:
                 cause, reason = cause or Cause.NO_DATA, reason or str(error)
         if judgement is not None and judgement.cause is not None:
@@ -586,7 +564,7 @@ class Session:
             choose(sources.miners(), wanted), random_blocks=blocks, passes=wanted.passes
         )
 
-    def _judged(self, block: int) -> Judged:
+    def _judged(self, block: int) -> PublishedState:
         try:
             bucket = self._sources.global_bucket()
         except StoreError as error:
@@ -602,7 +580,7 @@ class Session:
             miners=self._miners,
         )
 
-    def _model_of(self, judged: Judged) -> EvaluationModel:
+    def _model_of(self, judged: PublishedState) -> EvaluationModel:
         """Return the model, made once; a network does not change its model."""
         if self._model is None or list(self._model.schema) != list(judged.schema):
             self._model = EvaluationModel(model_config=judged.model_config, device=self._device)

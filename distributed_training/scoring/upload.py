@@ -14,7 +14,7 @@ import enum
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,6 +133,23 @@ class Cause(enum.Enum):
         self.remedy = remedy
 
 
+@dataclass(frozen=True)
+class Judged:
+    """The global state that uploads are judged against, at one block.
+
+    ``outer_step``: X, the folder of a miner's bucket that is judged now. After a round it is the
+    one before for half a period. ``weights``: global, of X, in schema order. ``bpa``: blocks
+    between two rounds.
+    """
+
+    block: int
+    bpa: int
+    outer_step: int
+    schema: Schema
+    weights: Sequence[Tensor]
+    learning_rate: float
+
+
 # A miner's bucket, by its commitment. Raises NoBucket, and ChainError.
 OpenBucket = Callable[[Neuron], BucketReader]
 
@@ -153,6 +170,11 @@ class Repository:
     bucket: BucketReader | None = None
     metadata: Metadata | None = None
     age: timedelta | None = None  # of epoch-X/gradients.pt, by the store's clock
+
+    @property
+    def trained(self) -> bool:
+        """Whether an inner step was uploaded: no other repository is judged."""
+        return self.metadata is not None and self.metadata.inner_step > 0
 
     @property
     def tag(self) -> str:
@@ -334,23 +356,13 @@ def fulfil(promised: Future[Result], task: Callable[[], Result]) -> None:
         promised.set_exception(error)
 
 
-def read_upload(
-    repository: Repository,
-    schema: Schema,
-    *,
-    outer_step: int,
-    block: int,
-    bpa: int,
-    timeout: timedelta,
-) -> Upload:
-    """Read and check an upload of ``outer_step`` (X).
+def read_upload(repository: Repository, judged: Judged, *, timeout: timedelta) -> Upload:
+    """Read and check an upload; ``timeout`` covers all that is read.
 
-    ``block``: now; ``bpa``: blocks between two rounds. ``timeout`` covers all that is read. Raises
-    InvalidUpload, also for a bucket that does not answer.
+    Raises InvalidUpload, also for a bucket that does not answer.
     """
-    read = partial(_read, repository, schema, outer_step=outer_step, block=block, bpa=bpa)
     try:
-        return within(timeout, read)
+        return within(timeout, partial(_read, repository, judged))
     except TimeoutError:
         why = f"gradients.pt was not read in {round(timeout.total_seconds(), 1):g} s"
         raise InvalidUpload(Cause.TOO_SLOW, why) from None
@@ -363,31 +375,29 @@ def read_upload(
         raise InvalidUpload(Cause.UNREACHABLE, str(error)) from None
 
 
-def _read(
-    repository: Repository, schema: Schema, *, outer_step: int, block: int, bpa: int
-) -> Upload:
+def _read(repository: Repository, judged: Judged) -> Upload:
     bucket = repository.bucket
     if repository.cause is not None or bucket is None:
         raise InvalidUpload(repository.cause or Cause.UNREACHABLE, repository.reason)
     try:
         # Before gradients.pt: a stale list saves its download.
-        blocks = bucket.config(outer_step)[1].block_list
+        blocks = bucket.config(judged.outer_step)[1].block_list
     except StateUnavailable as error:
         raise InvalidUpload(Cause.NO_BLOCKS, f"block_list cannot be read: {error}") from None
     if not blocks:
         raise InvalidUpload(Cause.NO_BLOCKS, "block_list is empty")
-    if not blocks_are_fresh(blocks, block=block, bpa=bpa):
+    if not blocks_are_fresh(blocks, block=judged.block, bpa=judged.bpa):
         raise InvalidUpload(
             Cause.OLD_BLOCKS,
-            f"newest trained block {max(blocks)} is too old at block {block}: more than "
-            f"{bpa // 2} blocks",
+            f"newest trained block {max(blocks)} is too old at block {judged.block}: more than "
+            f"{judged.bpa // 2} blocks",
         )
-    key = keys.epoch_key(outer_step, keys.GRADIENTS)
+    key = keys.epoch_key(judged.outer_step, keys.GRADIENTS)
     try:
         # No byte is fetched of a file that is larger than this model's can be.
-        raw = bucket.read(key, limit=max_payload_bytes(schema))
+        raw = bucket.read(key, limit=max_payload_bytes(judged.schema))
         # Checked here, within the timeout: a judgement only uses it.
-        return Upload(repository.uid, tuple(blocks), load_payload(raw, schema))
+        return Upload(repository.uid, tuple(blocks), load_payload(raw, judged.schema))
     except ObjectMissingError:
         raise InvalidUpload(Cause.NOTHING_PUBLISHED, "gradients.pt is gone") from None
     except PayloadError as error:

@@ -35,6 +35,7 @@ from distributed_training.scoring.upload import (
     Cause,
     DataUnavailable,
     InvalidUpload,
+    Judged,
     OpenBucket,
     Repository,
     inspect,
@@ -293,9 +294,9 @@ class Scorer:
 
         A miner that never uploaded an inner step is left out.
         """
-        published = [r for r in repositories if r.metadata is not None and r.metadata.inner_step]
-        published.sort(key=lambda r: self.standings.entries[r.uid].scored_at)
-        return published[: self.settings.score_uids]
+        trained = [repository for repository in repositories if repository.trained]
+        trained.sort(key=lambda r: self.standings.entries[r.uid].scored_at)
+        return trained[: self.settings.score_uids]
 
     def _judge_all(
         self,
@@ -318,13 +319,13 @@ class Scorer:
             return []
         # One for all: improvements on the same text can be compared.
         random_block = self.rng.randrange(*random_block_range(block))
-        read = partial(
-            read_upload,
-            schema=state.schema,
-            outer_step=outer_step,
+        judged = Judged(
             block=block,
             bpa=bpa,
-            timeout=_UPLOAD_PATIENCE,
+            outer_step=outer_step,
+            schema=state.schema,
+            weights=weights,
+            learning_rate=state.learning_rate,
         )
         judgements: list[Judgement] = []
         for tried, repository in enumerate(chosen):
@@ -332,14 +333,9 @@ class Scorer:
                 log.info("A round is due: %d of %d uploads judged", len(judgements), len(chosen))
                 break
             try:
-                upload = unless_stopped(partial(read, repository), stop=self.stop)
-                judgement = self.evaluator.judge(
-                    upload,
-                    weights=weights,
-                    outer_step=outer_step,
-                    outer_learning_rate=state.learning_rate,
-                    random_blocks=(random_block,),
-                )
+                read = partial(read_upload, repository, judged, timeout=_UPLOAD_PATIENCE)
+                upload = unless_stopped(read, stop=self.stop)
+                judgement = self.evaluator.judge(upload, judged, random_blocks=(random_block,))
             except InvalidUpload as error:
                 if self._our_link_is_away([error.cause]):
                     return None

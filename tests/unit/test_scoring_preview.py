@@ -25,10 +25,10 @@ from distributed_training.protocol.metadata import ConfigExtras, Metadata
 from distributed_training.scoring import command, score_preview
 from distributed_training.scoring.evaluator import EvaluationModel, Evaluator
 from distributed_training.scoring.score_preview import (
-    Judged,
     NotJudgeable,
     Preview,
     Previewer,
+    PublishedState,
     Row,
     Wanted,
     choose,
@@ -57,12 +57,14 @@ def world(tmp_path: Path) -> World:
     return trained(tmp_path, uids=(3, 17, 42))
 
 
-def judged_of(world: World, **changes: Any) -> Judged:
+def judged_of(world: World, **changes: Any) -> PublishedState:
     options: dict[str, Any] = {"block": world.chain.block(), **changes}
     return read_judged(BucketReader(world.bucket), world.folder / "score", world.config, **options)
 
 
-def previewer(judged: Judged, open_bucket: Any, text: Any = pages, **more: Any) -> Previewer:
+def previewer(
+    judged: PublishedState, open_bucket: Any, text: Any = pages, **more: Any
+) -> Previewer:
     model = EvaluationModel(model_config=MODEL_CONFIG, device=torch.device("cpu"))
     evaluator = Evaluator(model=model, pages=text)
     return Previewer(judged, open_bucket, evaluator, timedelta(seconds=4800), **more)
