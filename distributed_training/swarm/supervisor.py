@@ -475,6 +475,7 @@ def bound_log(path: Path, most: int = _LOG_BYTES) -> None:
 
 #: Without a sign of life for so long (they come every 2 s) the process is taken for hung.
 HANG = 20.0
+PROGRAM = "distributed_training.swarm.averager_process"
 _CLOSE = 6.0  # seconds to leave the swarm
 _TENSORS = b"T"  # the first byte to the process: with it comes the descriptor of the tensors
 
@@ -482,20 +483,17 @@ _TENSORS = b"T"  # the first byte to the process: with it comes the descriptor o
 class HostLaunch:
     """A swarm process that has no task yet and imports meanwhile.
 
-    A start saves those seconds. ``log``: file for hivemind's output; ``module``: the process's
-    program. Raises OSError.
+    A start saves those seconds. ``log``: file for hivemind's output. Raises OSError.
     """
 
-    def __init__(
-        self, log: Path, module: str = "distributed_training.swarm.averager_process"
-    ) -> None:
+    def __init__(self, log: Path) -> None:
         self._ended = False
         log.parent.mkdir(parents=True, exist_ok=True)
         self.connection, theirs = socket.socketpair()
         # `theirs` is closed here at last: held open, the stream would never end with the process.
         with theirs, log.open("ab") as log_file:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, str(theirs.fileno())],
+                [sys.executable, "-m", PROGRAM, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
