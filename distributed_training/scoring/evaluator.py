@@ -53,10 +53,13 @@ def check_words(sequences: Tensor, vocabulary: int) -> None:
         )
 
 
+_MICRO_BATCH = 2  # sequences at once
+
+
 class EvaluationModel:
     """A Hugging Face causal model whose weights are changed between evaluations.
 
-    ``micro_batch``: sequences at once. Computes in bf16 on CUDA, as the network's validators do,
+    Computes in bf16 on CUDA, as the network's validators do,
     and in float32 on the CPU, where improvements of small models would drown in rounding.
     """
 
@@ -65,7 +68,6 @@ class EvaluationModel:
         *,
         model_config: Mapping[str, Any],
         device: torch.device,
-        micro_batch: int = 2,
         stop: threading.Event | None = None,
     ) -> None:
         from transformers import AutoModelForCausalLM
@@ -80,7 +82,6 @@ class EvaluationModel:
         self._model = model.to(device).eval().requires_grad_(False)
         self._loss = CausalLoss(self._model)
         self._parameters = dict(self._model.named_parameters())
-        self._micro_batch = micro_batch
         self._stop = stop if stop is not None else threading.Event()
 
     def state(self) -> list[Tensor]:
@@ -100,7 +101,7 @@ class EvaluationModel:
     def tokens(self, sequences: Tensor) -> tuple[int, ...]:
         """Count the predicted tokens of each micro-batch."""
         # Nothing comes before the first token of a sequence, so nobody predicts it.
-        return tuple(b.shape[0] * (b.shape[1] - 1) for b in sequences.split(self._micro_batch))
+        return tuple(b.shape[0] * (b.shape[1] - 1) for b in sequences.split(_MICRO_BATCH))
 
     @torch.no_grad()
     def losses(self, sequences: Tensor) -> tuple[float, ...]:
@@ -113,7 +114,7 @@ class EvaluationModel:
             raise ValueError("there is no sequence to evaluate")
         check_words(sequences, self._vocabulary)
         found = []
-        for batch in sequences.split(self._micro_batch):
+        for batch in sequences.split(_MICRO_BATCH):
             # A judgement takes minutes, and a stop must not wait for the whole of it.
             if self._stop.is_set():
                 raise Stopped

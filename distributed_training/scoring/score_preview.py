@@ -233,10 +233,10 @@ class Standing:
 def rank(
     judgements: Sequence[Judgement], *, passes: int = PASSES, seed: int = 0
 ) -> Mapping[int, Standing]:
-    """Return the standings, by uid, after ``passes`` judgements such as these, from fresh ratings.
+    """Return the standings by uid, best first, after ``passes`` judgements such as these.
 
-    Each pass draws every upload's improvement again from the uncertainty of its texts. ``passes=1``
-    takes the figures as they are: one pass of a new validator.
+    Ratings begin fresh. Each pass draws every upload's improvement again from the uncertainty of
+    its texts. ``passes=1`` takes the figures as they are: one pass of a new validator.
     """
     # The same draws at each look, so that only other uploads change a rank.
     generator = random.Random(seed)
@@ -248,11 +248,6 @@ def rank(
             random={j.uid: _draw(j.random, vary) for j in judgements},
             assigned={j.uid: _draw(j.assigned, vary) for j in judgements},
         )
-    return standings(board)
-
-
-def standings(board: ScoreBoard) -> Mapping[int, Standing]:
-    """Return the standings of all on the board, by uid, best first."""
     train = {uid: board.train_score(uid) for uid in board.uids}
     total = sum(train.values())
     ordered = sorted(board.uids, key=lambda uid: -board.random_score(uid))
