@@ -385,13 +385,8 @@ class RoundCaller:
 
         A stop, or ``give_up``, cancels the round and waits for its end.
         """
-        while True:
-            try:
-                return future.result(timeout=_LOOK)
-            except TimeoutError:
-                # The result may have come right after that time: then this is no error of its own.
-                if future.done():
-                    return future.result()
-                if give_up or self._stop.is_set():
-                    # Again and again: the first may come before the round has begun.
-                    self._swarm.cancel()
+        while not wait([future], timeout=_LOOK).done:
+            if give_up or self._stop.is_set():
+                # Again and again: the first may come before the round has begun.
+                self._swarm.cancel()
+        return future.result()

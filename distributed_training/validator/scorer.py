@@ -6,7 +6,6 @@ restarts.
 
 from __future__ import annotations
 
-import json
 import logging
 import random
 import threading
@@ -17,8 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from distributed_training.chain.base import Neuron
-from distributed_training.common.files import write_json
+from distributed_training.common.files import write_state
 from distributed_training.config.settings import ValidatorSettings
 from distributed_training.protocol import lines
 from distributed_training.protocol.scoring import (
@@ -67,6 +68,18 @@ class Reached:
     outer_step: int
     asked: list[int]
     good: list[int]
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """The file of the standings."""
+
+    entries: dict[int, _Entry]
+    board: dict[str, Any]
+    failed_rounds: int
+    successful_rounds: int
+    last_round_block: int | None
+    reached: Reached | None = None  # files of 0.1.0 have none
 
 
 class Standings:
@@ -147,37 +160,34 @@ class Standings:
         return {uid: e for uid, e in self.entries.items() if uid not in self._absent}
 
     def save(self, path: Path) -> None:
-        state = {
-            "entries": {str(uid): vars(entry) for uid, entry in self.entries.items()},
-            "board": {u: s for u, s in self.board.state().items() if int(u) in self.entries},
-            "failed_rounds": self.failed_rounds,
-            "successful_rounds": self.successful_rounds,
-            "last_round_block": self.last_round_block,
-            "reached": None if self.reached is None else vars(self.reached),
-        }
-        write_json(path, state)
+        board = {u: s for u, s in self.board.state().items() if int(u) in self.entries}
+        saved = _Saved(
+            self.entries,
+            board,
+            self.failed_rounds,
+            self.successful_rounds,
+            self.last_round_block,
+            self.reached,
+        )
+        write_state(path, saved)
 
     @classmethod
     def load(cls, path: Path) -> Standings:
         """Load standings, empty ones if there is no file. Raises ValueError for a damaged one."""
         found = cls()
         try:
-            state: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            # No read_state: it would set a damaged file aside, and begin with empty scores.
+            saved = TypeAdapter(_Saved).validate_json(path.read_bytes(), strict=True)
+            found.board.restore(saved.board)
         except FileNotFoundError:
             return found
-        except RecursionError:
-            raise ValueError("not a validator's standings: nested too deeply") from None
-        try:
-            found.entries = {int(uid): _Entry(**e) for uid, e in state["entries"].items()}
-            found.board.restore(state["board"])
-            found.failed_rounds = int(state["failed_rounds"])
-            found.successful_rounds = int(state["successful_rounds"])
-            last = state["last_round_block"]
-            found.last_round_block = None if last is None else int(last)
-            reached = state.get("reached")  # files of 0.1.0 have none
-            found.reached = None if reached is None else Reached(**reached)
-        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"not a validator's standings: {type(error).__name__}") from None
+        found.entries = saved.entries
+        found.failed_rounds = saved.failed_rounds
+        found.successful_rounds = saved.successful_rounds
+        found.last_round_block = saved.last_round_block
+        found.reached = saved.reached
         return found
 
     def _figures(self, uid: int, total: float) -> dict[str, float]:

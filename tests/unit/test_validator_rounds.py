@@ -9,7 +9,6 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -337,18 +336,6 @@ def test_a_failed_round_keeps_the_epoch(world: World, name: str) -> None:
     if world.swarm.fault is None and fault in ("TIMEOUT", "SWARM_DOWN"):
         assert world.validator.round()  # the next one works
         assert world.validator.standings.failed_rounds == 0
-
-
-def test_a_result_that_comes_just_after_a_look_is_taken(world: World) -> None:
-    class Late(Future[str]):
-        def result(self, timeout: float | None = None) -> str:
-            if not self.done():
-                self.set_result("average")
-                raise TimeoutError
-            return super().result(timeout)
-
-    late: Any = Late()
-    assert world.validator._rounds._wait(late, give_up=False) == "average"
 
 
 def test_an_average_that_makes_it_worse_is_refused(world: World) -> None:

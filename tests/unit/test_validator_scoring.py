@@ -299,7 +299,7 @@ def test_a_full_disk_ends_neither_a_round_nor_a_pass(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(scorer, "write_json", full)
+    monkeypatch.setattr(scorer, "write_state", full)
     assert world.validator.round() and world.validator.score()
     assert "No space left" in caplog.text and "free the disk of --neuron.run_folder" in caplog.text
 
