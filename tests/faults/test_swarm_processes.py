@@ -77,7 +77,7 @@ def test_a_killed_process_is_mended_before_the_next_round(
     pair: list[HivemindSwarm], victim: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     swarm, _ = pair
-    tree, peer_id = processes(swarm), swarm.peer_id
+    tree, known_by = processes(swarm), (swarm.peer_id, swarm.visible_maddrs)
     caplog.clear()
     began = time.monotonic()
     tree[victim].kill()
@@ -87,7 +87,7 @@ def test_a_killed_process_is_mended_before_the_next_round(
     wait_for(lambda: mended(swarm, tree), "the host is there again", seconds=60)
     told = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(told) == 1 and "SIGKILL" in told[0].getMessage(), told
-    assert swarm.peer_id == peer_id
+    assert (swarm.peer_id, swarm.visible_maddrs) == known_by
     _, left = psutil.wait_procs(list(tree.values()), timeout=60)
     assert left == []
     assert_good_round(*pair)
@@ -206,7 +206,8 @@ def test_the_host_of_a_closed_swarm_is_gone_with_its_sockets(pair: list[Hivemind
     began = time.monotonic()
     swarm.close()
     assert time.monotonic() - began < 30
+    swarm.close()
     _, left = psutil.wait_procs(list(tree.values()), timeout=60)
-    assert left == [] and not sockets.exists()
+    assert left == [] and not sockets.exists() and not swarm.alive()
     with pytest.raises(AllReduceError):
         swarm.average(REQUEST)

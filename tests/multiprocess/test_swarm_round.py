@@ -147,17 +147,6 @@ def test_a_peer_that_spoils_the_average_is_noticed(
     assert [getattr(outcome, "fault", None) for outcome in together(*pair)] == faults
 
 
-def test_cancel_ends_a_round_early(pair: Pair) -> None:
-    began = time.monotonic()
-    rounds = Rounds(pair[0], request=everybody(pair))
-    wait_for(pair[0]._keeper._in_use.locked, "the round runs")
-    pair[0].cancel()
-    outcome = rounds.join()[pair[0]]
-    assert isinstance(outcome, AllReduceError)
-    assert outcome.fault is AllReduceFault.CANCELLED
-    assert time.monotonic() - began < 30  # of 60 s
-
-
 def test_a_cancel_that_comes_first_is_not_lost_and_is_not_the_next_one_s(pair: Pair) -> None:
     first, _ = pair
     cancelled = threading.Event()
@@ -212,22 +201,6 @@ def test_another_schema_finds_no_group(pair: Pair, tmp_path: Path) -> None:
         assert isinstance(alone.join()[other], AllReduceError)
     finally:
         other.close()
-
-
-def test_a_restarted_peer_is_the_same_and_a_closed_one_starts_no_round(
-    pair: Pair, tmp_path: Path
-) -> None:
-    first, _ = pair
-    second = open_swarm(tmp_path, SMALL, first.visible_maddrs)
-    peer_id, addresses = second.peer_id, second.visible_maddrs
-    second.restart()
-    assert (second.peer_id, second.visible_maddrs) == (peer_id, addresses)
-    assert_good_round(first, second)
-    second.close()
-    second.close()
-    assert not second.alive()
-    with pytest.raises(AllReduceError):
-        second.average(REQUEST)
 
 
 def test_bandwidth_is_what_the_round_before_moved_and_absent_before(
