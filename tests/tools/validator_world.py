@@ -177,23 +177,22 @@ class TwinMiner:
     def pseudo_gradient(self) -> list[Tensor]:
         return [a - b for a, b in zip(self.start, self._model.state(), strict=True)]
 
-    def publish(self, *, factor: float = 1.0, **changes: Any) -> None:
-        """``factor`` scales the gradient sent (-1: harmful). ``changes``: inner_step, blocks."""
-        inner_step = changes.get("inner_step", self.inner_step)
-        blocks = changes.get("blocks", self.blocks)
+    def publish(self, *, factor: float = 1.0, inner_step: int | None = None) -> None:
+        """``factor`` scales the gradient sent (-1: harmful)."""
+        inner_step = self.inner_step if inner_step is None else inner_step
         schema = self._state.schema
         codes = {
             name: codec.encode(0.8 * factor * g)
             for (name, _), g in zip(schema, self.pseudo_gradient(), strict=True)
         }
-        meta = GradientMetadata(max(blocks, default=0), inner_step, self.outer_step, 1.0)
+        meta = GradientMetadata(max(self.blocks, default=0), inner_step, self.outer_step, 1.0)
         buffer = io.BytesIO()
         torch.save(build_payload(codes, meta), buffer)
         tensors = dict(zip((n for n, _ in schema), self._model.state(), strict=True))
         revision = Revision(RUN, self.outer_step, inner_step)
         metadata = Metadata.of(revision, self.peer_id).to_json()
         for name, data in {
-            keys.CONFIG: ConfigExtras(tuple(blocks), inner_step).merge_into(MODEL_CONFIG),
+            keys.CONFIG: ConfigExtras(tuple(self.blocks), inner_step).merge_into(MODEL_CONFIG),
             keys.MODEL: save(tensors, metadata=keys.SAFETENSORS_METADATA),
             keys.GRADIENTS: buffer.getvalue(),
             keys.METADATA: metadata,

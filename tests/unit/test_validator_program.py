@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,8 +30,6 @@ from tests.tools.r2_keys import KEYS
 from tests.tools.validator_world import (  # noqa: F401
     LENGTH,
     VOCABULARY,
-    TwinMiner,
-    TwinSwarm,
     World,
     config_of,
     one_thread,
@@ -41,16 +40,15 @@ from tests.tools.waiting import wait_for
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_logging")]
 
 
-class Outside:
-    """Bring in what ``parts.connect`` would bring in, as twins."""
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    """Nothing is published in it."""
+    return World(tmp_path / "unused", settings())
 
-    def __init__(self, tmp_path: Path) -> None:
-        self.world = World(tmp_path / "unused", settings())
-        self.bucket = self.world.bucket
-        self.bucket.objects.clear()
 
-    def connect(self, config: Config, folder: Path, stack: ExitStack) -> Parts:
-        return self.world.parts()
+def run(world: World, config: Config) -> int:
+    """The program with twins for what it would connect to."""
+    return program.run_validator(config, connect=lambda *_: world.parts())
 
 
 def _config(tmp_path: Path, *flags: str) -> Config:
@@ -74,25 +72,22 @@ def test_a_global_bucket_of_another_founder_is_left_alone() -> None:
     assert store.get(keys.NETWORK, limit=999) == before and "\n" not in str(end.value)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_it_with_status_0(tmp_path: Path, number: int) -> None:
-    outside = Outside(tmp_path)
-    config = _config(tmp_path)
-    before = signal.getsignal(number)
+def test_a_signal_ends_it_with_status_0(world: World, tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
 
     def shoot() -> None:
         events = tmp_path / "run" / "events.jsonl"
         wait_for(lambda: events.exists() and list(read_events(events, "scores")), seconds=80)
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     shooter = threading.Thread(target=shoot)
     shooter.start()
-    assert program.run_validator(config, connect=outside.connect) == 0
+    assert run(world, _config(tmp_path)) == 0
     shooter.join(10)
-    assert signal.getsignal(number) == before
-    assert outside.world.swarm.closed
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert world.swarm.closed
     assert "stop" in [event["kind"] for event in read_events(tmp_path / "run" / "events.jsonl")]
-    assert keys.ROOT_METADATA in outside.bucket.objects
+    assert keys.ROOT_METADATA in world.bucket.objects
 
 
 def test_a_signal_while_it_still_starts(tmp_path: Path) -> None:
@@ -107,17 +102,16 @@ def test_a_signal_while_it_still_starts(tmp_path: Path) -> None:
 
 
 def test_faults_and_bad_configuration_have_their_statuses(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    outside = Outside(tmp_path)
-    outside.bucket.down = True
-    assert program.run_validator(_config(tmp_path), connect=outside.connect) == 1
+    world.bucket.down = True
+    assert run(world, _config(tmp_path)) == 1
     config = _config(tmp_path)
     bad = config.validator.model_config
     assert bad is not None
     bad.write_text('{"model_type": "llama", "vocab_size": 3}')
-    outside.bucket.down = False
-    assert program.run_validator(config, connect=outside.connect) == 1, "the file may be mended"
+    world.bucket.down = False
+    assert run(world, config) == 1, "the file may be mended"
     shown = capfd.readouterr()
     assert "fewer words" in shown.out and "Traceback" not in shown.out + shown.err
 
@@ -133,14 +127,10 @@ def test_a_swarm_or_a_disk_that_is_away_is_one_line_and_status_1(
     assert f"| ERROR | {error}\n" in capfd.readouterr().out
 
 
-def test_the_default_model_fits_the_tokenizer(tmp_path: Path) -> None:
-    import dataclasses
-
+def test_the_default_model_fits_the_tokenizer(world: World, tmp_path: Path) -> None:
     config = _config(tmp_path)
-    plain = dataclasses.replace(
-        config, validator=dataclasses.replace(config.validator, model_config=None)
-    )
-    model = program._new_model(plain, World(tmp_path / "unused", settings()).parts())
+    plain = replace(config, validator=replace(config.validator, model_config=None))
+    model = program._new_model(plain, world.parts())
     assert model["vocab_size"] == VOCABULARY and model["max_position_embeddings"] == LENGTH
     assert model["eos_token_id"] == 0
 

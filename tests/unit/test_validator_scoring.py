@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import random
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -24,7 +23,6 @@ from distributed_training.validator.scorer import Reached, Standings
 from tests.tools.validator_world import (  # noqa: F401
     LENGTH,
     MODEL_CONFIG,
-    TwinMiner,
     World,
     one_thread,
     pages,
@@ -104,22 +102,11 @@ def test_the_arithmetic_is_the_protocol_pages(world: World) -> None:
     assert judgement.assigned.losses == pytest.approx((before[1], loss(on_assigned)), abs=1e-5)
 
 
-RESETS: dict[str, tuple[Callable[[TwinMiner], object], str]] = {
-    "overflow": (
-        lambda m: m.change_payload(lambda p: p["lm_head.weightvals"].fill_(3e38)),
-        "finite",
-    ),
-    "no config": (lambda m: m.bucket.objects.pop("epoch-0/config.json"), "block_list"),
-}
-
-
-@pytest.mark.parametrize("name", RESETS)
-def test_what_is_reset_ranks_last(world: World, name: str) -> None:
-    spoil, reason = RESETS[name]
+def test_what_is_reset_ranks_last(world: World) -> None:
     world.miners[17].publish(factor=-0.01)  # does a little harm
-    spoil(world.miners[3])
+    del world.miners[3].bucket.objects["epoch-0/config.json"]
     judgements = {j.uid: j for j in world.validator.score()}
-    assert not judgements[3].ok and reason in judgements[3].reason
+    assert not judgements[3].ok and "block_list" in judgements[3].reason
     assert judgements[17].ok and judgements[42].ok
     assert _scored(world)[3]["ok"] is False and "random_before" not in _scored(world)[3]
     assert Cause[_scored(world)[3]["cause"]] is judgements[3].cause
