@@ -8,7 +8,6 @@ miner lists as trained.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -53,13 +52,10 @@ def check_words(sequences: Tensor, vocabulary: int) -> None:
         )
 
 
-_MICRO_BATCH = 2  # sequences at once
-
-
 class EvaluationModel:
     """A Hugging Face causal model whose weights are changed between evaluations.
 
-    Computes in bf16 on CUDA, as the network's validators do,
+    ``micro_batch``: sequences at once. Computes in bf16 on CUDA, as the network's validators do,
     and in float32 on the CPU, where improvements of small models would drown in rounding.
     """
 
@@ -68,6 +64,7 @@ class EvaluationModel:
         *,
         model_config: Mapping[str, Any],
         device: torch.device,
+        micro_batch: int = 2,
         stop: threading.Event | None = None,
     ) -> None:
         from transformers import AutoModelForCausalLM
@@ -82,6 +79,7 @@ class EvaluationModel:
         self._model = model.to(device).eval().requires_grad_(False)
         self._loss = CausalLoss(self._model)
         self._parameters = dict(self._model.named_parameters())
+        self._micro_batch = micro_batch
         self._stop = stop if stop is not None else threading.Event()
 
     def state(self) -> list[Tensor]:
@@ -101,7 +99,7 @@ class EvaluationModel:
     def tokens(self, sequences: Tensor) -> tuple[int, ...]:
         """Count the predicted tokens of each micro-batch."""
         # Nothing comes before the first token of a sequence, so nobody predicts it.
-        return tuple(b.shape[0] * (b.shape[1] - 1) for b in sequences.split(_MICRO_BATCH))
+        return tuple(b.shape[0] * (b.shape[1] - 1) for b in sequences.split(self._micro_batch))
 
     @torch.no_grad()
     def losses(self, sequences: Tensor) -> tuple[float, ...]:
@@ -114,11 +112,11 @@ class EvaluationModel:
             raise ValueError("there is no sequence to evaluate")
         check_words(sequences, self._vocabulary)
         found = []
-        for batch in sequences.split(_MICRO_BATCH):
+        for batch in sequences.split(self._micro_batch):
             # A judgement takes minutes, and a stop must not wait for the whole of it.
             if self._stop.is_set():
                 raise Stopped
-            with self._autocast():
+            with torch.autocast("cuda", torch.bfloat16, enabled=self.device.type == "cuda"):
                 total = float(self._loss(batch.to(self.device)))
             found.append(total / (batch.shape[0] * (batch.shape[1] - 1)))
         return tuple(found)
@@ -137,11 +135,6 @@ class EvaluationModel:
         """
         self.load(weights)
         return self.loss(sequences)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        if self.device.type == "cuda":
-            return torch.autocast("cuda", dtype=torch.bfloat16)
-        return contextlib.nullcontext()
 
 
 # Of the decoded gradient times the outer learning rate (protocol page, section 4).
