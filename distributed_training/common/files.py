@@ -200,12 +200,8 @@ def rotated(path: Path) -> Path:
 
 def sha256_of(path: Path) -> str:
     """Return the file's SHA-256 as 64 hexadecimal digits. Raises OSError."""
-    # One buffer for the whole file: it has gigabytes, and training needs the memory.
-    digest, chunk = hashlib.sha256(), memoryview(bytearray(1024 * 1024))
     with path.open("rb", buffering=0) as handle:
-        while count := handle.readinto(chunk):
-            digest.update(chunk[:count])
-    return digest.hexdigest()
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def is_full(error: OSError) -> bool:

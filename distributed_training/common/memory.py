@@ -25,7 +25,7 @@ size h, query width q, key and value width k, MLP width i, vocabulary V:
                  + 6 V h + 2 b s h   gradients of the head (float32 and bf16) and of its input
     overhead       8 % of the sum + 0.8e9 on CUDA (context, NCCL buffers, fragmentation)
 
-*Host*, all ranks of the machine together, see :class:`HostMemory`. *Disk*, see :class:`DiskSpace`.
+*Host*, all ranks of the machine together, see :func:`host_memory`. *Disk*, see :class:`DiskSpace`.
 
 Device figures are estimates that tell "fits", "tight" and "does not fit" apart;
 ``--neuron.local_batch_size_train auto`` measures instead.
@@ -180,52 +180,29 @@ def device_memory(shape: ModelShape, how: Arrangement) -> DeviceMemory:
     return DeviceMemory(weights, gradients, optimizer, activations, loss, overhead)
 
 
-@dataclass(frozen=True)
-class HostMemory:
-    """Bytes of host memory, all ranks of the machine together.
+def host_memory(shape: ModelShape, how: Arrangement) -> int:
+    """Return the most bytes of host memory at once, all ranks of the machine together.
 
     In bytes a parameter:
 
-    ``rest`` 12: epoch start, outer momentum, error feedback; with AdamW offloaded 8 more, 10.6 on
-    a GPU with public shapes: there torch pins each tensor in memory of a power of two.
-    ``averaging`` 4: the buffers that rank 0 shares with the averager.
-    ``snapshot`` 16: copies of the weights and of AdamW's two moments while they are written, and
-    the error feedback that is to be the next one. ``checkpoint`` 12: the same copies without it; of
-    one boundary both have the same ones, and training waits rather than copy another boundary
-    beside them (training/error_feedback.py). A round waits for them too.
-    ``round`` 12: the average's rows, and weights and momentum that wait for the vote. Where inner
-    steps go on in a round, ``rest`` has 4 more: the weights that its pseudo-gradient was made of.
-    ``model``: what would be on the devices, where there are none.
+    *Always* 12: epoch start, outer momentum, error feedback; where inner steps go on in a round, 4
+    more: the weights that its pseudo-gradient was made of. With AdamW offloaded 8 more, 10.6 on a
+    GPU with public shapes: there torch pins each tensor in memory of a power of two.
+    *Averaging* 4: the buffers that rank 0 shares with the averager.
+    *Passing* 16, a snapshot's: copies of the weights and of AdamW's two moments while they are
+    written, and the error feedback that is to be the next one. A checkpoint takes 12, the same
+    copies without it; of one boundary both have the same ones, and training waits rather than copy
+    another boundary beside them (training/error_feedback.py). A round waits for them too and takes
+    12: the average's rows, and weights and momentum that wait for the vote.
+    *Model*: what would be on the devices, where there are none.
     """
-
-    rest: float
-    averaging: float
-    snapshot: float
-    checkpoint: float
-    round: float
-    model: float
-
-    @property
-    def needed(self) -> int:
-        """The most at once: with one of snapshot, checkpoint and round under way."""
-        passing = max(self.snapshot, self.checkpoint, self.round)
-        return round(self.rest + self.averaging + self.model + passing)
-
-
-def host_memory(shape: ModelShape, how: Arrangement) -> HostMemory:
     n = shape.parameters
-    on_device = 0.0 if how.cuda else float(device_memory(shape, how).total * how.world_size)
-    moments = 0.0
+    on_device = 0 if how.cuda else device_memory(shape, how).total * how.world_size
+    moments = 0
     if how.offload_optimizer:
-        moments = 2.0 * sum(_pinned(shape.tensors, how.world_size)) if how.cuda else 8.0 * n
-    return HostMemory(
-        rest=(16 if how.train_in_rounds else 12) * n + moments,
-        averaging=4 * n,
-        snapshot=16 * n,
-        checkpoint=12 * n,
-        round=12 * n,
-        model=on_device,
-    )
+        moments = 2 * sum(_pinned(shape.tensors, how.world_size)) if how.cuda else 8 * n
+    always = (16 if how.train_in_rounds else 12) * n + moments
+    return always + 4 * n + 16 * n + on_device
 
 
 def _pinned(tensors: Iterable[tuple[int, ...]], ranks: int) -> Iterator[int]:

@@ -38,7 +38,7 @@ from pydantic.fields import FieldInfo
 from distributed_training.common.files import parse_toml
 from distributed_training.network import Network, NetworkAway, NetworkFileError, read_network
 
-from .model import OPERATORS_FILE, PRESETS, TASKS, TITLES, Config, Kind, frozen, problems
+from .model import OPERATORS_FILE, PRESETS, TASKS, TITLES, Config, Kind, problems
 from .schema import FLAGS, SECRETS, Given, Schema, Setting, canonical, schema, settle
 from .types import ConfigAway, ConfigError, mask, show
 
@@ -511,8 +511,8 @@ def _build(
     values = {s.name: getattr(packages[s.places[0][0]], s.places[0][1]) for s in known}
     return Config(
         kind=known.kind,
-        values=frozen(values),
-        sources=frozen({name: entry.source for name, entry in given.items()}),
+        values=values,
+        sources={name: entry.source for name, entry in given.items()},
         warnings=warnings,
         network=network,
         **packages,

@@ -8,61 +8,21 @@ launcher gives addresses, ports and keys as flags and environment variables on t
 
 from __future__ import annotations
 
-import copyreg
 import ipaddress
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import SecretStr
 
 from distributed_training.network import Network
 
-from .settings import (
-    ChainSettings,
-    DataSettings,
-    DiagnosticsSettings,
-    GeneralSettings,
-    MinerSettings,
-    NodesSettings,
-    StoreSettings,
-    SwarmSettings,
-    TelemetrySettings,
-    TrainingSettings,
-    ValidatorSettings,
-)
+from .settings import AllSettings, ChainSettings, SwarmSettings
 from .types import ConfigError, show
 
 Kind = Literal["miner", "validator"]
-
-
-def frozen(values: Mapping[str, Any]) -> MappingProxyType[str, Any]:
-    """Return ``values`` as nobody can change them."""
-    return MappingProxyType(dict(values))
-
-
-# A Config is pickled on its way to the ranks, and pickle does not find mappingproxy by its name.
-copyreg.pickle(MappingProxyType, lambda view: (frozen, (dict(view),)))
-
-
-@dataclass(frozen=True)
-class AllSettings:
-    """The settings of all packages, in the order of the help."""
-
-    general: GeneralSettings
-    miner: MinerSettings
-    nodes: NodesSettings
-    training: TrainingSettings
-    data: DataSettings
-    store: StoreSettings
-    swarm: SwarmSettings
-    chain: ChainSettings
-    diagnostics: DiagnosticsSettings
-    telemetry: TelemetrySettings
-    validator: ValidatorSettings
 
 
 #: The operator's settings, in the folder a miner is started in, beside ``.env``. The tools for that

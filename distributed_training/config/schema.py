@@ -24,7 +24,8 @@ from annotated_types import Ge, Le
 from pydantic import ByteSize, SecretStr
 from pydantic.fields import FieldInfo
 
-from .model import PRESETS, TITLES, USUAL, AllSettings, Config, Kind
+from .model import PRESETS, TITLES, USUAL, Config, Kind
+from .settings import AllSettings
 from .types import ConfigError, show
 
 # How an operator calls each type, and what stands for a value in the help.

@@ -773,3 +773,20 @@ class ValidatorSettings(RoundSettings):
     seed: int = 0  # of the random blocks; 0: from the system
     minimum_stake: float = flag("validator.minimum_stake", 40960.0, ge=0, le=1e12)
     """uids with a permit and more stake than this are validators and not called"""
+
+
+@dataclasses.dataclass(frozen=True)
+class AllSettings:
+    """The settings of all packages, in the order of the help."""
+
+    general: GeneralSettings
+    miner: MinerSettings
+    nodes: NodesSettings
+    training: TrainingSettings
+    data: DataSettings
+    store: StoreSettings
+    swarm: SwarmSettings
+    chain: ChainSettings
+    diagnostics: DiagnosticsSettings
+    telemetry: TelemetrySettings
+    validator: ValidatorSettings

@@ -30,7 +30,6 @@ import psutil
 from distributed_training.common.memory import (
     Arrangement,
     DeviceMemory,
-    HostMemory,
     ModelShape,
     device_memory,
     disk_space,
@@ -249,7 +248,7 @@ def memory_checks(examination: Examination) -> list[Check]:
 
 
 def check_memory(
-    device: DeviceMemory, host: HostMemory, *, device_bytes: int | None, host_bytes: int | None
+    device: DeviceMemory, host: int, *, device_bytes: int | None, host_bytes: int | None
 ) -> list[Check]:
     """Compare the estimates with the memory there is; ``device_bytes`` None without a GPU."""
     checks = []
@@ -264,7 +263,7 @@ def check_memory(
             "use a machine with more memory, raise the memory limit of the Slurm job, container or "
             "systemd unit, or give --neuron.offload_optimizer off if it is on"
         )
-        checks.append(_fits("host memory", host.needed, host_bytes, remedy))
+        checks.append(_fits("host memory", host, host_bytes, remedy))
     return checks
 
 
@@ -327,7 +326,7 @@ def _ways(
             cuda=cuda,
             train_in_rounds=config.miner.train_in_rounds,
         )
-        needs: list[tuple[str, float]] = [("host memory", host_memory(shape, how).needed)]
+        needs: list[tuple[str, float]] = [("host memory", host_memory(shape, how))]
         yield needs + ([("GPU memory", device_memory(shape, how).total)] if cuda else [])
 
 

@@ -171,9 +171,8 @@ class Registry(Collector):
     """
 
     def __init__(self) -> None:
-        self._values: dict[str, float] = {}
-        # Those with a label: its name, and the figures by its value ("": without the label).
-        self._labelled: dict[str, tuple[str, dict[str, float]]] = {}
+        # By metric: its label ("": it has none), and the figures by the label's value ("" without).
+        self._figures: dict[str, tuple[str, dict[str, float]]] = {}
         self._lock = threading.Lock()
         self._client = CollectorRegistry(auto_describe=False)
         self._client.register(self)
@@ -184,22 +183,23 @@ class Registry(Collector):
         if not (math.isfinite(amount) and amount >= 0):
             raise ValueError(f"counter {name} cannot grow by {amount}")
         with self._lock:
-            self._values[name] = self._values.get(name, 0.0) + amount
+            _, figures = self._figures.setdefault(name, ("", {}))
+            figures[""] = figures.get("", 0.0) + amount
 
     def set(self, name: str, value: float | None) -> None:
         """Set the latest measurement; None, NaN and Inf mean "could not be measured": absent."""
         _check(name, total=False)
         with self._lock:
             # Removed first: a value that cannot be measured now must not stand there as if it were.
-            self._values.pop(name, None)
+            self._figures.pop(name, None)
             if value is not None and math.isfinite(value):
-                self._values[name] = value
+                self._figures[name] = ("", {"": value})
 
     def labelled(self, name: str, label: str, values: Mapping[str, float]) -> None:
         """Set measurements that differ by ``label`` only (``rank``): the latest of all of them."""
         _check(name, total=False)
         with self._lock:
-            self._labelled[name] = (label, dict(values))
+            self._figures[name] = (label, dict(values))
 
     def totals(self, prefix: str, counts: Mapping[str, float]) -> None:
         """Set counts that another package keeps.
@@ -211,24 +211,18 @@ class Registry(Collector):
             for name, value in counts.items():
                 what, _, kind = name.partition(".")
                 full = f"{prefix}_{_NOT_IN_A_NAME.sub('_', what)}_total"
-                _, kinds = self._labelled.setdefault(full, ("kind", {}))
+                _, kinds = self._figures.setdefault(full, ("kind", {}))
                 kinds[_NOT_IN_A_NAME.sub("_", kind)] = float(value)
 
     def values(self) -> dict[str, float]:
-        """Return the metrics' values by name; those without a value are left out."""
+        """Return the values of the metrics without a label by name; without a value: left out."""
         with self._lock:
-            return dict(self._values)
+            return {name: kinds[""] for name, (label, kinds) in self._figures.items() if not label}
 
     def collect(self) -> Iterator[Metric]:
         """Yield each metric that has a value, for the Prometheus client."""
-        for name, value in self.values().items():
-            yield _family(name, "", {"": value})
         with self._lock:
-            labelled = {
-                name: (label, dict(found)) for name, (label, found) in self._labelled.items()
-            }
-        for name, (label, values) in labelled.items():
-            yield _family(name, label, values)
+            yield from [_family(name, *found) for name, found in self._figures.items()]
 
     def text(self) -> str:
         """Return all metrics that have a value in Prometheus' text format, named ``dt_...``."""

@@ -214,7 +214,7 @@ def plan_memory(
     sync, offload = settings.gradient_sync, settings.offload_optimizer
     ways = list(itertools.product(keeps, _choices(sync, "every"), _choices(offload, "on")))
     offloaded = Arrangement(world_size, 1, settings.sequence_length, offload_optimizer=True)
-    if host_bytes is not None and host_memory(shape, offloaded).needed > host_bytes:
+    if host_bytes is not None and host_memory(shape, offloaded) > host_bytes:
         ways.sort(key=lambda way: way[2])
     chosen: MemoryPlan | None = None
     for keep, sync_every, offloads in ways:

@@ -64,7 +64,7 @@ def test_memory_verdicts() -> None:
         (check,) = check_memory(device, host, device_bytes=bytes_there, host_bytes=None)
         assert check.status == wanted
         assert bool(check.remedy) == (wanted != "ok")
-    there = {"fail": host.needed // 2, "warn": host.needed, "ok": 2 * host.needed}
+    there = {"fail": host // 2, "warn": host, "ok": 2 * host}
     for wanted, bytes_there in there.items():
         (check,) = check_memory(device, host, device_bytes=None, host_bytes=bytes_there)
         assert check.status == wanted
