@@ -71,7 +71,9 @@ class BlockList:
         self._to_hold_back = 0 if self._held and data.holds_back(hold_back) else self._held
         self._refused_from = recent
         self._clock = clock
-        self._pace = _Pace(clock)
+        self._done_at: float | None = None  # the last micro-batch
+        # From one micro-batch to the next; the median leaves rounds and waits for data out.
+        self._seconds: deque[float] = deque(maxlen=33)
         self._last_requested = 0  # the newest block
         self._oldest = 0
         self._gaps: list[tuple[int, int]] = []  # first and last of what lies unused between the two
@@ -163,7 +165,8 @@ class BlockList:
         )
         if micro_batches <= 1:
             return 0.0
-        return (micro_batches - 1) * self._pace.seconds()  # asked again a micro-batch later
+        pace = statistics.median(self._seconds) if self._seconds else math.inf
+        return (micro_batches - 1) * pace  # asked again a micro-batch later
 
     def _past_block(self) -> int:
         """Return an earlier block: the chain has not moved, and its newest block was asked for."""
@@ -255,7 +258,8 @@ class BlockList:
             case ev.BlockUsedUp():
                 self.block_used_up()
             case ev.OuterStepEnded(committed=True) | ev.Loaded():
-                self.step_dropped()
+                # Of the step under way: an outer step or a load has replaced its weights.
+                self._since_step.clear()
                 self._to_hold_back = self._held
             case ev.SnapshotTaken(progress=progress):
                 self.snapshot_taken(progress)
@@ -269,7 +273,10 @@ class BlockList:
                 return
 
     def micro_batch_done(self) -> None:
-        self._pace.micro_batch_done()
+        now = self._clock()
+        if self._done_at is not None:
+            self._seconds.append(now - self._done_at)
+        self._done_at = now
         self._remaining = max(0, self._remaining - 1)
         self._since_step.add(self._current[0])
 
@@ -282,11 +289,6 @@ class BlockList:
         if not skipped:
             # With the step. The public miner lists a block when it is fetched, learned from or not.
             self._trained |= dict.fromkeys(sorted(self._since_step), self._steps)
-        self._since_step.clear()
-
-    def step_dropped(self) -> None:
-        """Forget the micro-batches of the inner step under way."""
-        # Their gradients were of weights that an outer step or a load has replaced.
         self._since_step.clear()
 
     def blocks(self) -> list[int]:
@@ -414,25 +416,3 @@ class BlockList:
             owed = {b: step for b, step in owed.items() if kept.get(b, 0) < step}
         self._trained = owed
         self._since_step = {int(b) for b in state.get("since_step", [])}
-
-
-class _Pace:
-    """The seconds a micro-batch takes: the median of the last ones.
-
-    So rounds, checkpoints and waits for data do not count.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._last: float | None = None
-        self._seconds: deque[float] = deque(maxlen=33)
-
-    def micro_batch_done(self) -> None:
-        now = self._clock()
-        if self._last is not None:
-            self._seconds.append(now - self._last)
-        self._last = now
-
-    def seconds(self) -> float:
-        """Return the median; Inf before the second micro-batch."""
-        return statistics.median(self._seconds) if self._seconds else math.inf

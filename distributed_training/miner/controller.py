@@ -17,10 +17,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 
 from distributed_training.common.backoff import Throttle
-from distributed_training.protocol.types import AllReduceError, AllReduceFault, RoundRequest
+from distributed_training.protocol.types import (
+    AllReduceError,
+    AllReduceFault,
+    AllReduceResult,
+    RoundRequest,
+)
 from distributed_training.swarm.swarm import HivemindSwarm
 
 from . import state_machine as ev
@@ -49,26 +55,29 @@ class Averaging:
         self._swarm = swarm
         self._post = post
         self._cancelled = threading.Event()  # the round of the last start
+        # Several: one that was cancelled may not have ended when the next begins. The end of a
+        # rank (processes.leave) waits for none of them.
+        self._threads = ThreadPoolExecutor(thread_name_prefix="averaging")
 
     def start(self, request: RoundRequest) -> None:
         self._cancelled = threading.Event()
-        arguments = (request, self._cancelled)
-        threading.Thread(target=self._run, args=arguments, name="averaging", daemon=True).start()
+        average = self._threads.submit(self._swarm.average, request, cancelled=self._cancelled)
+        average.add_done_callback(self._answer)
 
     def cancel(self) -> None:
         self._cancelled.set()  # its thread may not have come to the swarm yet
         self._swarm.cancel()
 
-    def _run(self, request: RoundRequest, cancelled: threading.Event) -> None:
-        try:
-            result = self._swarm.average(request, cancelled=cancelled)
-        except AllReduceError as error:
+    def _answer(self, average: Future[AllReduceResult]) -> None:
+        # Whatever it was: without an event the miner would wait for the round's end for ever.
+        error = average.exception()
+        if error is None:
+            self._post(ev.Averaged(average.result()))
+        elif isinstance(error, AllReduceError):
             self._post(ev.RoundFailed(error.fault, error.detail))
-        except Exception as error:  # a round must end whatever happens, or the miner waits for ever
-            log.exception("The swarm failed with an unexpected error; please report it")
-            self._post(ev.RoundFailed(AllReduceFault.SWARM_DOWN, repr(error)))
         else:
-            self._post(ev.Averaged(result))
+            log.error("The swarm failed with an unexpected error; please report it", exc_info=error)
+            self._post(ev.RoundFailed(AllReduceFault.SWARM_DOWN, repr(error)))
 
 
 #: Sees each event with the state it finds; what it returns is handled before anything else.
