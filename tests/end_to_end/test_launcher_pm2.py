@@ -155,22 +155,6 @@ def test_what_pm2_starts_again_and_what_not(pm2: FakeMiner) -> None:
 
 
 @needs_pm2
-@pytest.mark.long  # each day: pm2 starts what failed, and the start after a kill cleans up
-@pytest.mark.timeout(180)
-def test_a_killed_launcher_is_started_again_and_cleans_up(pm2: FakeMiner) -> None:
-    pm2("start", str(pm2.write_app()), FAKE_MODE="stray")
-    ready = pm2.home / "run" / "ready-0"
-    wait_for(ready.exists, "the rank")
-    first = pm2.mark
-    launcher = json.loads((pm2.home / "run" / "instance.json").read_text())["pid"]
-    ready.unlink()
-    os.kill(launcher, 9)
-    wait_for(lambda: pm2.mark != first and not first.processes(), "the clean restart")
-    pm2("stop", NAME)
-    assert not pm2.mark.processes()
-
-
-@needs_pm2
 @pytest.mark.long
 @pytest.mark.timeout(180)
 def test_a_reboot_brings_the_miner_back(pm2: FakeMiner) -> None:

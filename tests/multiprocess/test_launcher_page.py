@@ -64,23 +64,20 @@ def test_it_is_there_while_the_miner_is(launched: Callable[..., Launched]) -> No
     assert not page.is_running() and "the page has ended" not in miner.output
 
 
-def test_it_ends_with_a_killed_launcher(launched: Callable[..., Launched]) -> None:
-    miner = launched("--neuron.page_port", "0")
-    address(miner)
-    page = page_of(miner)
-    miner.process.kill()
-    wait_for(lambda: not page.is_running(), "the page's end")
-
-
-def test_a_page_that_is_killed_costs_a_line(launched: Callable[..., Launched]) -> None:
+def test_a_page_that_is_killed_costs_a_line_and_it_ends_with_a_killed_launcher(
+    launched: Callable[..., Launched],
+) -> None:
     miner = launched("--neuron.page_port", "0")
     address(miner)
     killed = page_of(miner)
     killed.kill()
     wait_for(lambda: "the page has ended" in miner.output, "the line")
     wait_for(lambda: miner.output.count("page: http") == 2, "another page")
-    assert page_of(miner) != killed
+    page = page_of(miner)
+    assert page != killed
     assert miner.listening and miner.process.poll() is None
+    miner.process.kill()
+    wait_for(lambda: not page.is_running(), "the page's end")
 
 
 def test_a_port_that_is_taken_costs_a_line(launched: Callable[..., Launched]) -> None:

@@ -64,9 +64,6 @@ def run_rank(config: Config) -> int:
             write_exit_status(folder, 3, "as told")
             return 3
         return 0
-    if mode == "hang-at-start" and not (folder / "hung").exists():
-        (folder / "hung").touch()
-        time.sleep(600)
     if mode == "crash" and me.rank == me.world_size - 1:
         raise RuntimeError("out of luck")
     ready = folder / f"ready-{me.rank}"

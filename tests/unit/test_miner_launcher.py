@@ -187,14 +187,22 @@ def test_ranks_that_fail_by_themselves_are_given_up_after_six_times(
     assert "failed 6 times in a row: giving up" in error.getMessage()
 
 
+@pytest.mark.parametrize("waits", [False, True])
 def test_a_stop_between_ranks_that_failed_and_their_next_start_is_a_stop(
-    argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
+    waits: bool, argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def sweep(supervisor: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         assert supervisor._signals.stop.wait(20)
 
-    monkeypatch.setattr(launcher._Supervisor, "_sweep", sweep)
+    def failed(backoff: object) -> timedelta:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return timedelta(hours=1)
+
+    if waits:
+        monkeypatch.setattr(launcher.Backoff, "failed", failed)
+    else:
+        monkeypatch.setattr(launcher._Supervisor, "_sweep", sweep)
     ranks.left = [(0, HALF), (0, FAULT)]
     assert launch(argv) == STOPPED and ranks.left == [(0, FAULT)]
 

@@ -202,6 +202,8 @@ def test_a_publication(rig: Rig) -> None:
     assert held == f"{lines.EXTRACTED_STATE}: training was held for 0.25 s"
     preview = ev.Previewed(-0.0123, 0.5)
     begun = [lines.UPLOAD_MODEL_START, lines.uploading("mine")]
+    assert rig.see(ev.SnapshotSubmitted(revision, ev.Previewed(None, 0.0))) == begun
+    assert rig.records == [], "that gradient could not be tried"
     assert rig.see(ev.SnapshotSubmitted(revision, preview)) == begun
     report = PublicationReport(revision, True, 3.0, 2_500_000, "", 1.7e9)
     pushed = f"{lines.pushed(revision, 'mine')} (2.5 MB in 3.0 s)"
@@ -217,11 +219,6 @@ def test_a_publication(rig: Rig) -> None:
     text = rig.file.read_text()
     assert "dt_publications_total 2" in text and "dt_publications_failed_total 1" in text
     assert "dt_uploaded_bytes_total 2.5e+06" in text
-
-
-def test_a_gradient_that_could_not_be_tried_has_no_preview(rig: Rig) -> None:
-    said = rig.see(ev.SnapshotSubmitted(Revision(5, 3, 10), ev.Previewed(None, 0.0)))
-    assert said[0] == lines.UPLOAD_MODEL_START and rig.records == []
 
 
 AWFUL = "loss 14.00, limit 11.82"

@@ -43,7 +43,10 @@ def test_ranks_that_come_to_boundaries_do_not_hang(tmp_path: Path, clock: Clock)
     beats[0]()
     assert dog.hangs()  # rank 1
     forget_ranks(tmp_path)
-    assert not Watchdog(tmp_path, world_size=2, limit=timedelta(seconds=5)).hangs()
+    dog = Watchdog(tmp_path, world_size=2, limit=timedelta(seconds=5))
+    assert not dog.hangs()
+    clock.now += 6  # in the start: no rank came to a boundary
+    assert dog.hangs()
 
 
 def test_a_wall_clock_that_is_set_is_no_hang_and_hides_none(tmp_path: Path, clock: Clock) -> None:

@@ -106,7 +106,7 @@ def test_a_relative_run_folder_is_made_with_its_parents(
 ) -> None:
     """It is below the folder the miner starts in; only a link out of there may be a late disk."""
     monkeypatch.chdir(tmp_path)
-    assert make_run_folder(named(Path("runs/node0"))) == tmp_path / "runs" / "node0"
+    assert make_run_folder(config_of()) == tmp_path / "runs" / "miner-default"
     Path("disk").symlink_to(tmp_path / "not" / "mounted")
     with pytest.raises(ConfigError, match=r"since disk is not there.*mount its disk"):
         make_run_folder(named(Path("disk/node0")))
@@ -154,12 +154,6 @@ def test_in_a_chroot_the_root_is_mounted(tmp_path: Path, monkeypatch: pytest.Mon
     fstab = tmp_path / "fstab"
     fstab.write_text("UUID=ab / ext4 defaults 0 1\n")
     assert make_run_folder(named(tmp_path / "new"), fstab=fstab) == tmp_path / "new"
-
-
-def test_the_default_run_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    config = config_of()
-    assert make_run_folder(config) == tmp_path / "runs" / "miner-default"
 
 
 def test_a_run_folder_whose_variable_is_not_set_is_refused(tmp_path: Path) -> None:
