@@ -18,7 +18,6 @@ so for the first seconds everything is refused that could have been signed befor
 from __future__ import annotations
 
 import enum
-import logging
 import math
 import re
 import threading
@@ -35,7 +34,6 @@ from bittensor import http_auth
 from bittensor.sp_core import verify as verify_signature
 from pydantic import Field
 
-from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import read_state, remove_leftovers, write_state
 from distributed_training.protocol.synapses import (
     LEGACY_ALLOWANCE,
@@ -44,11 +42,6 @@ from distributed_training.protocol.synapses import (
 )
 
 from .identity import Wallet
-
-log = logging.getLogger(__name__)
-
-LOG_INTERVAL = 60.0  # seconds between two lines about one caller
-_LOG_LINES = 20  # per interval, all callers together
 
 
 class Refusal(enum.Enum):
@@ -88,28 +81,6 @@ class Refused(Exception):
         super().__init__(refusal.message)
         self.refusal = refusal
         self.fields = {"message": refusal.message, **more}
-
-
-class RefusalLog:
-    """Log refused calls: at most one line a minute for each caller, and few for all together."""
-
-    def __init__(self) -> None:
-        self._may_log = Throttle(LOG_INTERVAL, most=_LOG_LINES)
-
-    def add_probe(self, address: str) -> None:
-        """Log that somebody tried from ``address`` whether this server is reached."""
-        if self._may_log(address):
-            log.info("doctor --probe reached this server from %s", address)
-
-    def add(self, refusal: Refusal, claimed: str | None, address: str) -> None:
-        """Log that a call from ``address`` was refused. ``claimed``: hotkey that it names."""
-        if not self._may_log(claimed or address):
-            return
-        if refusal is Refusal.OWN_HOTKEY:
-            log.warning("Another miner with this hotkey is starting: it called from %s", address)
-            return
-        caller = f"{claimed} at {address}" if claimed else address
-        log.warning("Refused a call from %s: %s [%s]", caller, refusal.message, refusal.reason)
 
 
 BTAUTH = "btauth"
@@ -196,9 +167,7 @@ def check_fresh(claimed: Claim, now: int, *, oldest: float, skew: float) -> None
         raise Refused(Refusal.FUTURE)
 
 
-def proven(
-    claimed: Claim, headers: Mapping[str, str], body: bytes, *, method: str, path: str, own: str
-) -> None:
+def proven(claimed: Claim, headers: Mapping[str, str], body: bytes, *, path: str, own: str) -> None:
     """Verify the signature of a claim whose freshness and novelty were checked by the caller.
 
     Raises Refused(SIGNATURE, RECEIVER or MALFORMED).
@@ -224,7 +193,7 @@ def proven(
         http_auth.verify(
             headers,
             body,
-            method=method,
+            method="POST",
             path=path,
             self_hotkey_ss58=own,
             nonce_store=_NO_STORE,

@@ -34,6 +34,7 @@ import inspect
 import ipaddress
 import itertools
 import json
+import logging
 import socket
 import struct
 import threading
@@ -47,12 +48,17 @@ from typing import Any
 
 import h11
 
-from distributed_training.common.backoff import doubling
+from distributed_training.common.backoff import Throttle, doubling
 from distributed_training.common.ports import listen
 from distributed_training.config.types import ConfigError
 from distributed_training.protocol.synapses import MAX_BODY_BYTES, PROBE_HOST
 
-from .auth import MOST_VALIDATORS, Refusal, RefusalLog, Refused, claimed_hotkey
+from .auth import MOST_VALIDATORS, Refusal, Refused, claimed_hotkey
+
+log = logging.getLogger(__name__)
+
+LOG_INTERVAL = 60.0  # seconds between two lines about one caller
+_LOG_LINES = 20  # per interval, all callers together
 
 # A dendrite's head has 1.1 KB and 22 lines, a btauth one half of it.
 MAX_HEAD_BYTES = 8 * 1024
@@ -491,7 +497,7 @@ class BoundedServer(abc.ABC):
         self._read_timeout = read_timeout
         self._idle = idle
         self._counts: Counter[str] = Counter()
-        self._refusals = RefusalLog()
+        self._may_log = Throttle(LOG_INTERVAL, most=_LOG_LINES)
         self._loop = asyncio.new_event_loop()
         self._stopped = asyncio.Event()
         self._open: set[asyncio.Task[None]] = set()
@@ -521,11 +527,17 @@ class BoundedServer(abc.ABC):
         if refusal not in self.NO_STRIKE:
             self._admission.strike(address)
         headers = head.headers if head is not None else {}
+        claimed = claimed_hotkey(headers)
+        if not self._may_log(claimed or address):
+            return
+        caller = f"{claimed} at {address}" if claimed else address
         if refusal is Refusal.METHOD and headers.get("host") == PROBE_HOST:
             # The operator's own. Whoever pretends to be one gains a quieter line, no more.
-            self._refusals.add_probe(address)
+            log.info("doctor --probe reached this server from %s", address)
+        elif refusal is Refusal.OWN_HOTKEY:
+            log.warning("Another miner with this hotkey is starting: it called from %s", address)
         else:
-            self._refusals.add(refusal, claimed_hotkey(headers), address)
+            log.warning("Refused a call from %s: %s [%s]", caller, refusal.message, refusal.reason)
 
     def counters(self) -> dict[str, int]:
         """Return the counters, which only grow, ``refused.<reason>`` among them."""

@@ -39,6 +39,8 @@ KEPT = timedelta(seconds=20)  # an idle connection: shorter than the registry ke
 _FIRST_ANSWER = timedelta(seconds=30)  # to one command
 _MOST_BYTES = 16 * 2**20  # of an answer; 4096 neurons have 2 MB
 _CLOCK_APART = 4.0  # seconds, from which a refused write names the clocks
+# RuntimeError: nested too deeply, or no thread is left in which a name is looked up.
+_FAILURES = (httpx.HTTPError, RuntimeError, ValueError, LookupError, TypeError)
 
 
 @dataclass(frozen=True)
@@ -183,8 +185,7 @@ class RegistryChain(Chain):
                 return result
             except ChainError:
                 raise
-            # RuntimeError: nested too deeply, or no thread is left in which a name is looked up.
-            except (httpx.HTTPError, RuntimeError, ValueError, LookupError, TypeError) as error:
+            except _FAILURES as error:
                 raise ChainError(f"{kind}: {_why(error)} at {self._url}") from error
 
     def _registration(self) -> dict[str, Any]:
@@ -279,8 +280,7 @@ class RegistryChain(Chain):
                     log.info("The registry at %s answers again", self._url)
                 self._told = ""
                 backoff.succeeded()
-            # RuntimeError: as in _write. No other thread of this process reads.
-            except (httpx.HTTPError, RuntimeError, ValueError, LookupError, TypeError) as error:
+            except _FAILURES as error:  # no other thread of this process reads
                 self._counts["failures"] += 1
                 self._tell(error)
                 wait = backoff.failed()

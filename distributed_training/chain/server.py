@@ -26,9 +26,10 @@ from distributed_training.protocol.synapses import SynapseError
 from distributed_training.protocol.types import RoundRequest
 
 from . import auth
-from .auth import LOG_INTERVAL, Kept, KeptFile, NonceMemory, Refusal, Refused
+from .auth import Kept, KeptFile, NonceMemory, Refusal, Refused
 from .base import Chain, ChainUnavailable, Neuron
 from .http_server import (
+    LOG_INTERVAL,
     Admission,
     BoundedServer,
     Buckets,
@@ -206,7 +207,7 @@ class SignedServer(BoundedServer):
 
     def answer(self, head: Head, claim: auth.Claim, body: bytes) -> dict[str, Any]:
         """Check and carry out a whole request; return the fields of its reply. Raises Refused."""
-        auth.proven(claim, head.headers, body, method="POST", path=head.target, own=self._own)
+        auth.proven(claim, head.headers, body, path=head.target, own=self._own)
         if claim.hotkey == self._own:
             # A second miner that is being started asks whether this one runs.
             proof = auth.prove_same_key(self._wallet, claim)

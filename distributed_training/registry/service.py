@@ -262,7 +262,7 @@ class Service(BoundedServer):
         """Verify the call and hand it to the writer. Raises Refused."""
         registry = self.registry
         receiver = registry.charter.identity
-        auth.proven(claim, head.headers, body, method="POST", path=head.target, own=receiver)
+        auth.proven(claim, head.headers, body, path=head.target, own=receiver)
         self._hotkeys.take(claim.hotkey)
         # By address: with open admission anybody makes new hotkeys for nothing.
         if head.path == "/register" and not self._registrations.take(self._caller(head)):

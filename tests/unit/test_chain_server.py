@@ -180,10 +180,13 @@ def test_the_timeout_header_of_a_legacy_call(given: str, read: float | None) -> 
         assert auth.claim(headers, SCHEMES).header_timeout == read
 
 
-def test_a_refused_caller_is_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
-    log = auth.RefusalLog()
-    for claimed in (PEER.ss58, None, STRANGER.ss58, PEER.ss58, None):
-        log.add(auth.Refusal.NO_PERMIT, claimed, "192.0.2.1")
+def test_a_refused_caller_is_logged_once_a_minute(
+    server: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    for claimed in (PEER.ss58, "", STRANGER.ss58, PEER.ss58, ""):
+        headers = {"x-bittensor-hotkey": claimed}
+        head = http_server.Head("POST", "/IsAlive", headers, True, "192.0.2.1")
+        server.server.refused(auth.Refusal.NO_PERMIT, head, "192.0.2.1")
     assert caplog.messages == [
         f"Refused a call from {who}192.0.2.1: validator permit is missing [no_permit]"
         for who in (f"{PEER.ss58} at ", "", f"{STRANGER.ss58} at ")
