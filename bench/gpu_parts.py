@@ -175,7 +175,7 @@ def micro_batch_1b(bench: Bench) -> int:
             keep_unsharded=True,
             loss_chunk=loss_chunk(bench.total),
         )
-        if device_memory(shape, how).total <= 0.6 * bench.total:
+        if device_memory(shape, how) <= 0.6 * bench.total:
             fits = micro_batch
     return fits
 

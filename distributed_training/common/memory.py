@@ -135,25 +135,8 @@ class Arrangement:
     train_in_rounds: bool = False
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
-    """Bytes on one rank's device."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    activations: float
-    loss: float
-    overhead: float
-
-    @property
-    def total(self) -> int:
-        parts = (self.weights, self.gradients, self.optimizer, self.activations, self.loss)
-        return round(sum(parts) + self.overhead)
-
-
-def device_memory(shape: ModelShape, how: Arrangement) -> DeviceMemory:
-    """Estimate by the module's formula."""
+def device_memory(shape: ModelShape, how: Arrangement) -> int:
+    """Estimate the bytes on one rank's device by the module's formula."""
     n, w = shape.parameters, how.world_size
     block = (n - shape.embedding_parameters) / shape.layers
     gathered = 2 * n if how.keep_unsharded else 2 * (2 * block + shape.embedding_parameters)
@@ -176,8 +159,7 @@ def device_memory(shape: ModelShape, how: Arrangement) -> DeviceMemory:
     loss = 10 * min(tokens * shape.vocab, how.loss_chunk)
     loss += 6 * shape.vocab * shape.hidden + 2 * tokens * shape.hidden
     parts = weights + gradients + optimizer + activations + loss
-    overhead = 0.08 * parts + (0.8e9 if how.cuda else 0.0)
-    return DeviceMemory(weights, gradients, optimizer, activations, loss, overhead)
+    return round(1.08 * parts + (0.8e9 if how.cuda else 0.0))
 
 
 def host_memory(shape: ModelShape, how: Arrangement) -> int:
@@ -197,7 +179,7 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
     *Model*: what would be on the devices, where there are none.
     """
     n = shape.parameters
-    on_device = 0 if how.cuda else device_memory(shape, how).total * how.world_size
+    on_device = 0 if how.cuda else device_memory(shape, how) * how.world_size
     moments = 0
     if how.offload_optimizer:
         moments = 2 * sum(_pinned(shape.tensors, how.world_size)) if how.cuda else 8 * n

@@ -214,7 +214,7 @@ def die_with_parent(number: signal.Signals = signal.SIGTERM) -> None:
         os.kill(os.getpid(), number)  # it ended before the kernel knew
 
 
-def end_with_starter(number: signal.Signals = signal.SIGTERM) -> None:
+def end_with_starter() -> None:
     """Do as :func:`die_with_parent` for a process that a fork server started.
 
     Its parent is not the process that asked for it. Starts a thread.
@@ -226,7 +226,7 @@ def end_with_starter(number: signal.Signals = signal.SIGTERM) -> None:
 
     def watch() -> None:
         starter.join()
-        os.kill(os.getpid(), number)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     threading.Thread(target=watch, name="starter-watch", daemon=True).start()
 

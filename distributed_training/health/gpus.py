@@ -236,21 +236,20 @@ class CudaState:
     allocated_gb: float = 0.0
 
 
-def cuda_state(device: int | None = None) -> CudaState:
-    """Return the state now; call it after the model was placed. Imports torch."""
+def cuda_state(device: int) -> CudaState:
+    """Return the state of ``device`` now; call it after the model was placed. Imports torch."""
     # Here: the launcher asks NVML alone, and is not to load torch for that.
     import torch
 
     if not torch.cuda.is_available():
         return CudaState(available=False)
-    current = torch.cuda.current_device() if device is None else device
     return CudaState(
         available=True,
         count=torch.cuda.device_count(),
-        current=current,
-        name=torch.cuda.get_device_name(current),
-        total_gb=torch.cuda.get_device_properties(current).total_memory / 1e9,
-        allocated_gb=torch.cuda.memory_allocated(current) / 1e9,
+        current=device,
+        name=torch.cuda.get_device_name(device),
+        total_gb=torch.cuda.get_device_properties(device).total_memory / 1e9,
+        allocated_gb=torch.cuda.memory_allocated(device) / 1e9,
     )
 
 

@@ -29,7 +29,6 @@ import psutil
 
 from distributed_training.common.memory import (
     Arrangement,
-    DeviceMemory,
     ModelShape,
     device_memory,
     disk_space,
@@ -248,7 +247,7 @@ def memory_checks(examination: Examination) -> list[Check]:
 
 
 def check_memory(
-    device: DeviceMemory, host: int, *, device_bytes: int | None, host_bytes: int | None
+    device: int, host: int, *, device_bytes: int | None, host_bytes: int | None
 ) -> list[Check]:
     """Compare the estimates with the memory there is; ``device_bytes`` None without a GPU."""
     checks = []
@@ -257,7 +256,7 @@ def check_memory(
             "give --neuron.local_batch_size_train 1, --neuron.activation_checkpointing full, "
             "--neuron.offload_optimizer on, or more GPUs"
         )
-        checks.append(_fits("gpu memory", device.total, device_bytes, remedy))
+        checks.append(_fits("gpu memory", device, device_bytes, remedy))
     if host_bytes is not None:
         remedy = (
             "use a machine with more memory, raise the memory limit of the Slurm job, container or "
@@ -327,7 +326,7 @@ def _ways(
             train_in_rounds=config.miner.train_in_rounds,
         )
         needs: list[tuple[str, float]] = [("host memory", host_memory(shape, how))]
-        yield needs + ([("GPU memory", device_memory(shape, how).total)] if cuda else [])
+        yield needs + ([("GPU memory", device_memory(shape, how))] if cuda else [])
 
 
 # --- disk ---------------------------------------------------------------------------------------

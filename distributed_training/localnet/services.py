@@ -253,8 +253,8 @@ class Child:
         lines = "\n".join(f"    {line}" for line in self.last_lines())
         return f"{self.name} {how}; its log {self.log} ends:\n{lines}"
 
-    def last_lines(self, count: int = 12) -> list[str]:
-        """Return the end of the log."""
+    def last_lines(self) -> list[str]:
+        """Return the end of the log, 12 lines at most."""
         try:
             with self.log.open("rb") as log:
                 log.seek(0, os.SEEK_END)
@@ -263,7 +263,7 @@ class Child:
                 text = log.read().decode("utf-8", errors="replace")
         except OSError:
             return []
-        return [line for line in text.splitlines() if line.strip()][-count:]
+        return [line for line in text.splitlines() if line.strip()][-12:]
 
 
 def stop_together(children: Sequence[Child], grace: timedelta) -> list[str]:

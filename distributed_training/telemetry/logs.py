@@ -98,10 +98,9 @@ def level_name(record: logging.LogRecord) -> str:
     return _LEVELS.get(record.levelno, record.levelname)
 
 
-def fold(error: BaseException, *, depth: int = 6) -> str:
-    """Fold an exception, its cause and the innermost ``depth`` frames into one line."""
-    # The innermost: a line has room for a few.
-    frames = traceback.extract_tb(error.__traceback__)[-depth:]
+def fold(error: BaseException) -> str:
+    """Fold an exception, its cause and the innermost frames into one line."""
+    frames = traceback.extract_tb(error.__traceback__)[-6:]  # a line has room for a few
     places = " < ".join(
         f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in reversed(list(frames))
     )

@@ -229,7 +229,7 @@ def plan_memory(
             cuda=device_bytes is not None,
             loss_chunk=loss_chunk(device_bytes),
         )
-        need = device_memory(shape, how).total
+        need = device_memory(shape, how)
         fits = device_bytes is None or need <= device_bytes * MARGIN
         note = _memory_note(how, need, per_block, None if fits else device_bytes)
         chosen = MemoryPlan(per_block, keep, sync_every, offloads, need, note)

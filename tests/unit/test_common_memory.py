@@ -49,11 +49,11 @@ def test_the_shape_is_what_transformers_builds(changes: dict[str, Any]) -> None:
 
 def test_the_estimate_tells_cards_apart() -> None:
     plain = device_memory(FOUR, Arrangement(1, micro_batch=2, sequence_length=1024))
-    assert 55e9 < plain.total < 100e9  # 16 bytes a parameter and something: not for 40 GB
+    assert 55e9 < plain < 100e9  # 16 bytes a parameter and something: not for 40 GB
     sharded = device_memory(
         FOUR, Arrangement(4, micro_batch=2, sequence_length=1024, reduce_at_last=False)
     )
-    assert sharded.total < plain.total / 2
+    assert sharded < plain / 2
     small = device_memory(
         ONE,
         Arrangement(
@@ -65,11 +65,14 @@ def test_the_estimate_tells_cards_apart() -> None:
             reduce_at_last=False,
         ),
     )
-    assert small.total < 16e9
+    assert small < 16e9
     # The accumulated gradient and the reduced one are there together, in pools that share nothing.
     for world in (1, 4):
-        how = Arrangement(world, micro_batch=1, sequence_length=1024)
-        assert device_memory(FOUR, how).gradients == 4 * FOUR.parameters * (1 + 1 / world)
+        at_last = Arrangement(world, micro_batch=1, sequence_length=1024)
+        every = dataclasses.replace(at_last, reduce_at_last=False)  # two layers' besides the shard
+        layer = (FOUR.parameters - FOUR.embedding_parameters) / FOUR.layers
+        more = device_memory(FOUR, at_last) - device_memory(FOUR, every)
+        assert more == pytest.approx(1.08 * (4 * FOUR.parameters - 8 * layer))
 
 
 @pytest.mark.parametrize(
@@ -88,8 +91,8 @@ def test_the_estimate_tells_cards_apart() -> None:
 )
 def test_every_measure_against_memory_lowers_the_estimate(change: dict[str, Any]) -> None:
     plain = Arrangement(2, micro_batch=8, sequence_length=1024, keep_unsharded=True)
-    less = device_memory(ONE, dataclasses.replace(plain, **change)).total
-    assert less < device_memory(ONE, plain).total
+    less = device_memory(ONE, dataclasses.replace(plain, **change))
+    assert less < device_memory(ONE, plain)
 
 
 def test_disk_figures_are_what_is_written(tmp_path: Path, process_group: None) -> None:

@@ -59,7 +59,7 @@ def test_memory_verdicts() -> None:
     shape = ModelShape.from_config(named_config("4b"))
     how = Arrangement(world_size=1, micro_batch=2, sequence_length=1024)
     device, host = device_memory(shape, how), host_memory(shape, how)
-    there = {"fail": device.total // 2, "warn": device.total, "ok": 2 * device.total}
+    there = {"fail": device // 2, "warn": device, "ok": 2 * device}
     for wanted, bytes_there in there.items():
         (check,) = check_memory(device, host, device_bytes=bytes_there, host_bytes=None)
         assert check.status == wanted

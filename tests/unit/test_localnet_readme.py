@@ -87,24 +87,14 @@ def test_there_are_pages_with_commands() -> None:
 
 
 @pages
-def test_make_targets_exist(page: Path) -> None:
+def test_make_targets_their_arguments_scripts_and_files_exist(page: Path) -> None:
     for text in [*commands(page), *inline(page)]:
         words = text.split()
         if words[:1] == ["make"] and len(words) > 1:
             assert words[1] in make_targets(), text
-
-
-@pages
-def test_arguments_of_make_run_parse(page: Path) -> None:
-    for text in [*commands(page), *inline(page)]:
         match = re.fullmatch(r'make run ARGS="(.*)"', text)
         if match and match[1] != "--help":
             build_parser().parse_args(shlex.split(match[1]))
-
-
-@pages
-def test_scripts_and_files_exist(page: Path) -> None:
-    for text in [*commands(page), *inline(page)]:
         for word in re.findall(r"[\w./-]+\.(?:py|sh|js)\b|\.ci/run", text):
             if word.startswith(("scripts/", "neurons/", "app.", ".ci/", "bench/")):
                 # The operator's own file; app.config.js reads it where it exists.
