@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol import keys
@@ -115,6 +117,20 @@ def test_a_poisoned_object_is_refused_and_the_last_good_state_stays(
         remote(published).fetch(3, tmp_path / "other", MINER_FILES)
     assert not (tmp_path / "other" / "epoch-3").exists()
     assert {name: (good / name).read_bytes() for name in MINER_FILES} == held
+
+
+@pytest.mark.parametrize(
+    "kind", ["float64", "float32", "float16", "bfloat16", "float8_e5m2", "float8_e4m3fn"]
+)
+def test_nan_and_inf_are_found_in_every_kind_of_float(kind: str, tmp_path: Path) -> None:
+    dtype, path = getattr(torch, kind), tmp_path / "w.safetensors"
+    limits = [torch.finfo(dtype).max, torch.finfo(dtype).min, torch.finfo(dtype).tiny, 0.0]
+    save_file({"w": torch.tensor(limits, dtype=torch.float64).to(dtype), "n": torch.full((4,), -1)}, path)
+    bucket_reader.check_file(path)
+    for value in (math.nan, math.inf, -math.inf)[: 1 if kind.endswith("fn") else 3]:
+        save_file({"w": torch.tensor([0.0, value]).to(dtype)}, path)
+        with pytest.raises(IntegrityError, match="NaN or Inf in 'w'"):
+            bucket_reader.check_file(path)
 
 
 def test_sizes_are_bounded_before_reading(
