@@ -10,6 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -340,7 +341,7 @@ def test_no_secret_in_arguments_logs_or_files(
     with Shim(server.endpoint, lambda c: (500, 403, None)[next(counter) % 3]) as shim:
         settings, _ = through(shim, base, store.bucket)
         publisher = Uploader(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
-        try:
+        with closing(publisher):
             publisher.submit(tmp_path / "s", REVISION, 1, peer_id=PEER_ID)
 
             def look() -> list[PublicationReport]:
@@ -353,8 +354,6 @@ def test_no_secret_in_arguments_logs_or_files(
 
             reports = wait_for(look, what="a report")
             seen.append(Path(f"/proc/{publisher.pid}/environ").read_text())
-        finally:
-            publisher.close()
     seen += [repr(reports), caplog.text]
     seen += [
         path.read_bytes().decode(errors="replace")

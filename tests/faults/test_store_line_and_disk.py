@@ -135,7 +135,7 @@ def test_a_full_disk_under_the_journal_fails_the_publication_and_not_the_uploade
     files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1600)
     with small_disk(tmp_path / "disk", 4) as disk:
         publisher = Uploader(settings=settings, bucket=store.bucket, folder=disk)
-        try:
+        with contextlib.closing(publisher):
             wait_for((disk / "uploads.json").exists, what="the journal")
             pid, filler = publisher.pid, fill(disk, leave=0)
             publisher.submit(tmp_path / "s", REVISION, 1, peer_id=PEER_ID)
@@ -149,8 +149,6 @@ def test_a_full_disk_under_the_journal_fails_the_publication_and_not_the_uploade
             (report,) = wait_for(publisher.reports, what="the second report")
             assert report.ok, report.reason
             assert publisher.pid == pid, "the uploader went on"
-        finally:
-            publisher.close()
     assert_published(store, REVISION, files)
     assert store.list_multiparts() == []
 

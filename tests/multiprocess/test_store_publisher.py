@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from contextlib import closing
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -45,7 +46,7 @@ def test_publishes_a_snapshot_once_the_last_rank_is_done(
     settings = settings_for(server)
     store = new_bucket(server, settings)
     publisher = Uploader(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
-    try:
+    with closing(publisher):
         revision = Revision(5, 3, 10)
         files = write_snapshot(
             tmp_path / "3.10", revision, world_size=2, rows=1600, late=frozenset({1})
@@ -73,8 +74,6 @@ def test_publishes_a_snapshot_once_the_last_rank_is_done(
         status = Path(f"/proc/{publisher.pid}/status").read_text()
         peak_kb = int(status.split("VmHWM:")[1].split()[0])
         assert peak_kb < 300_000, "torch must stay out of the uploader"
-    finally:
-        publisher.close()
     assert not psutil.pid_exists(publisher.pid or 0)
 
 
@@ -112,11 +111,8 @@ def test_an_uploader_that_keeps_dying_is_started_more_and_more_seldom(
     monkeypatch.setattr(uploader, "start_child", start)
     key = SecretStr("key")
     settings = StoreSettings(write_access_key_id=key, write_secret_access_key=key)
-    publisher = Uploader(settings=settings, bucket="bucket", folder=tmp_path)
-    try:
+    with closing(Uploader(settings=settings, bucket="bucket", folder=tmp_path)):
         wait_for(lambda: len(starts) >= 4, what="the fourth start")
-    finally:
-        publisher.close()
     assert starts[:4] == [0, 1, 2, 3], "each end is one failure"
     assert failures[:3] == [1, 2, 3]
 
@@ -144,10 +140,11 @@ def test_an_outage_does_not_fill_the_disk_with_snapshots(
     store = new_bucket(server, settings)
     store._client.delete_bucket(Bucket=store.bucket)
     snapshots = tmp_path / "snapshots"
-    publisher = Uploader(
-        settings=settings, bucket=store.bucket, folder=tmp_path / "store", snapshots=snapshots
-    )
-    try:
+    with closing(
+        Uploader(
+            settings=settings, bucket=store.bucket, folder=tmp_path / "store", snapshots=snapshots
+        )
+    ) as publisher:
         for inner_step in (5, 10):
             revision = Revision(5, 3, inner_step)
             write_snapshot(snapshots / f"3.{inner_step}.7", revision, world_size=1)
@@ -162,8 +159,6 @@ def test_an_outage_does_not_fill_the_disk_with_snapshots(
         report = wait_report(publisher)
         assert report.ok, report.reason
         assert_published(store, revision, files)
-    finally:
-        publisher.close()
 
 
 def test_pause_frees_the_line_and_resume_finishes(
@@ -174,7 +169,7 @@ def test_pause_frees_the_line_and_resume_finishes(
     revision = Revision(5, 4, 10)
     write_snapshot(tmp_path / "4.10", revision, world_size=1, rows=2000)
     publisher = Uploader(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
-    try:
+    with closing(publisher):
         publisher.pause()
         publisher.submit(tmp_path / "4.10", revision, 1, peer_id=PEER_ID)
         newer = Revision(5, 4, 15)
@@ -195,8 +190,6 @@ def test_pause_frees_the_line_and_resume_finishes(
         assert {r.revision for r in reports} == {revision, newer, newest}
         assert reports[-1].revision == newest
         assert reports[-1].ok, reports[-1].reason
-    finally:
-        publisher.close(timedelta(seconds=5))
 
 
 def test_the_same_step_once_more_does_not_touch_what_is_being_sent(
@@ -208,10 +201,11 @@ def test_the_same_step_once_more_does_not_touch_what_is_being_sent(
     revision = Revision(5, 4, 10)
     snapshots = tmp_path / "snapshots"
     write_snapshot(snapshots / "4.5.6", Revision(5, 4, 5), world_size=1)
-    publisher = Uploader(
-        settings=settings, bucket=store.bucket, folder=tmp_path / "store", snapshots=snapshots
-    )
-    try:
+    with closing(
+        Uploader(
+            settings=settings, bucket=store.bucket, folder=tmp_path / "store", snapshots=snapshots
+        )
+    ) as publisher:
         wait_for(
             lambda: list(snapshots.iterdir()) == [], what="the end of what a killed miner left"
         )
@@ -228,5 +222,3 @@ def test_the_same_step_once_more_does_not_touch_what_is_being_sent(
         assert_published(store, revision, files)
         assert publisher.reports() == []
         wait_for(lambda: not publisher.busy)
-    finally:
-        publisher.close()
