@@ -125,7 +125,8 @@ def test_a_poisoned_object_is_refused_and_the_last_good_state_stays(
 def test_nan_and_inf_are_found_in_every_kind_of_float(kind: str, tmp_path: Path) -> None:
     dtype, path = getattr(torch, kind), tmp_path / "w.safetensors"
     limits = [torch.finfo(dtype).max, torch.finfo(dtype).min, torch.finfo(dtype).tiny, 0.0]
-    save_file({"w": torch.tensor(limits, dtype=torch.float64).to(dtype), "n": torch.full((4,), -1)}, path)
+    good = torch.tensor(limits, dtype=torch.float64).to(dtype)
+    save_file({"w": good, "n": torch.full((4,), -1)}, path)
     bucket_reader.check_file(path)
     for value in (math.nan, math.inf, -math.inf)[: 1 if kind.endswith("fn") else 3]:
         save_file({"w": torch.tensor([0.0, value]).to(dtype)}, path)
