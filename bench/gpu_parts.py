@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,11 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from bench import codec as codec_bench
-from bench.inner_step import AsThePublicMiner, set_weights, tokens
+from bench.inner_step import AsThePublicMiner, our_step, set_weights, tokens
 from distributed_training.common.memory import Arrangement, ModelShape, device_memory, loss_chunk
 from distributed_training.config.model import CARDS
 from distributed_training.config.settings import TrainingSettings
-from distributed_training.protocol.types import Progress, StepReport
+from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.error_feedback import Codec, ErrorFeedback
 from distributed_training.training.memory_plan import named_config
@@ -134,7 +134,7 @@ class Bench:
     def steps(self, trainer: Trainer, first: int, last: int) -> list[float]:
         """Seconds of each inner step."""
         return [
-            self.seconds(partial(one_step, trainer, self.batches(trainer, step)))
+            self.seconds(partial(our_step, trainer, self.batches(trainer, step)))
             for step in range(first, last)
         ]
 
@@ -153,13 +153,6 @@ class Bench:
             name, text, seconds=median, micro_batch=trainer.micro_batch_size, **figures, **more
         )
         return median
-
-
-def one_step(trainer: Trainer, batches: Sequence[Tensor]) -> StepReport:
-    for batch in batches:
-        report = trainer.add_micro_batch(batch)
-    assert report is not None
-    return report
 
 
 def micro_batch_1b(bench: Bench) -> int:
@@ -244,7 +237,7 @@ def compare(
             batches = bench.batches(trainer, step)
             split = list(torch.cat(batches).split(micro))
             theirs.append(bench.seconds(partial(public.step, split)))
-            mine.append(bench.seconds(partial(one_step, trainer, batches)))
+            mine.append(bench.seconds(partial(our_step, trainer, batches)))
     except torch.OutOfMemoryError:
         bench.row(f"public way, micro-batch {micro}", "out of memory beside ours")
         return
@@ -390,7 +383,7 @@ def _busy(
         while not handle.done() and step < 40:
             batches = bench.batches(trainer, step)
             began = time.perf_counter()
-            report = one_step(trainer, batches)
+            report = our_step(trainer, batches)
             json.dump(dataclasses.asdict(report), events)
             bench.wait()
             beside += time.perf_counter() - began - bare
@@ -503,7 +496,7 @@ def _losses(
 ) -> list[float]:
     found = []
     for step in range(first, last):
-        report = one_step(trainer, bench.batches(trainer, step))
+        report = our_step(trainer, bench.batches(trainer, step))
         found.append(report.loss)
         if report.note and notes is not None:
             notes.append(report.note)

@@ -20,9 +20,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bench.common import parser
 from distributed_training.config.settings import TrainingSettings
+from distributed_training.protocol.types import StepReport
 from distributed_training.training.collectives import Layout, ParameterShard
 from distributed_training.training.memory_plan import named_config
 from distributed_training.training.model import build_meta_model
@@ -39,19 +40,11 @@ from distributed_training.training.throughput import flops_per_token, peak_flops
 from distributed_training.training.trainer import Trainer
 
 
-class Stepper(Protocol):
-    def step(self, batches: list[Tensor]) -> float: ...
-
-
-class Ours:
-    def __init__(self, trainer: Trainer) -> None:
-        self.trainer = trainer
-
-    def step(self, batches: list[Tensor]) -> float:
-        for batch in batches:
-            report = self.trainer.add_micro_batch(batch, data_wait_seconds=0.0)
-        assert report is not None
-        return report.loss
+def our_step(trainer: Trainer, batches: Sequence[Tensor]) -> StepReport:
+    for batch in batches:
+        report = trainer.add_micro_batch(batch)
+    assert report is not None
+    return report
 
 
 class AsThePublicMiner:
@@ -106,16 +99,17 @@ class AsThePublicMiner:
                 loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
             (loss / len(batches)).backward()
             total += loss.item()
+        self._update()
+        torch.set_float32_matmul_precision(tf32)
+        return mean_over_ranks(total / len(batches))
+
+    def _update(self) -> None:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = self.rate(self.steps)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
-        torch.set_float32_matmul_precision(tf32)
-        mean = torch.tensor([total / len(batches)], dtype=torch.float64)
-        dist.all_reduce(mean)  # on the CPU, by gloo
-        return float(mean) / dist.get_world_size()
 
 
 class AsAGoodEngineer(AsThePublicMiner):
@@ -138,15 +132,14 @@ class AsAGoodEngineer(AsThePublicMiner):
             loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss / len(batches)
             loss.backward()
             total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.rate(self.steps)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.steps += 1
-        mean = total.double().cpu()
-        dist.all_reduce(mean)
-        return float(mean) / dist.get_world_size()
+        self._update()
+        return mean_over_ranks(float(total))
+
+
+def mean_over_ranks(loss: float) -> float:
+    mean = torch.tensor(loss, dtype=torch.float64)
+    dist.all_reduce(mean)  # on the CPU, by gloo
+    return float(mean) / dist.get_world_size()
 
 
 @torch.no_grad()
@@ -210,7 +203,7 @@ def measure(
     ways = {"baseline": AsThePublicMiner}
     if options.engineer:
         ways["engineer"] = AsAGoodEngineer
-    steppers: dict[str, Stepper] = {
+    steps: dict[str, Callable[[list[Tensor]], float]] = {
         name: way(
             named_config(options.model),
             device,
@@ -218,12 +211,12 @@ def measure(
             low=trainer.sharded.compute_dtype,
             shards=trainer.sharded.shards,
             rate=trainer.schedule.rate,
-        )
+        ).step
         for name, way in ways.items()
     }
-    steppers["ours"] = Ours(trainer)
-    seconds: dict[str, list[float]] = {name: [] for name in steppers}
-    losses: dict[str, list[float]] = {name: [] for name in steppers}
+    steps["ours"] = lambda batches: our_step(trainer, batches).loss
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    losses: dict[str, list[float]] = {name: [] for name in steps}
     for step in range(options.warm_up + options.steps):
         batches = tokens(
             named_config(options.model)["vocab_size"],
@@ -233,11 +226,11 @@ def measure(
             rank,
             world,
         )
-        for name, stepper in steppers.items():
+        for name, take in steps.items():
             wait(device)
             dist.barrier()
             started = time.perf_counter()
-            losses[name].append(stepper.step(batches))
+            losses[name].append(take(batches))
             wait(device)
             if step >= options.warm_up:
                 seconds[name].append(time.perf_counter() - started)

@@ -174,57 +174,6 @@ class Flood:
             self._open.popleft()[1].close()
 
 
-@dataclass
-class Hold:
-    """Keeps ``count`` connections open, opening ``per_second`` at most; each sends ``first`` and
-    then one byte whenever it is looked at (``drip``)."""
-
-    count: int
-    per_second: float
-    source: Callable[[int, int], str]
-    first: Callable[[int], bytes]
-    drip: bytes = b""
-
-    def __post_init__(self) -> None:
-        self._open: deque[socket.socket] = deque()
-        self._number = 0
-
-    def work(self, port: int, block: int) -> int:
-        began = time.monotonic()
-        opened = 0
-        for _ in range(int(self.per_second * 0.05)):
-            if len(self._open) >= self.count:
-                break
-            self._number += 1
-            sock = connection(self.source(block, self._number), port)
-            opened += 1
-            if sock is None:
-                continue
-            with suppress(OSError):
-                sock.send(self.first(self._number))
-            self._open.append(sock)
-        # A twentieth of them each time, so every one about once a second.
-        for _ in range(len(self._open) // 20 + 1):
-            if not self._open:
-                break
-            sock = self._open.popleft()
-            try:
-                if not sock.recv(1):
-                    raise ConnectionResetError
-            except BlockingIOError:
-                with suppress(OSError):
-                    sock.send(self.drip)
-                self._open.append(sock)
-            except OSError:
-                sock.close()
-        time.sleep(max(0.0, 0.05 - (time.monotonic() - began)))
-        return opened
-
-    def stop(self) -> None:
-        while self._open:
-            self._open.popleft().close()
-
-
 def slow(number: int) -> bytes:
     """Half of a head, or a head that is right in all that can be seen without the body."""
     return forged(number)[:-1] if number % 2 else b"POST /IsAlive HTTP/1.1\r\nhost: "
@@ -232,15 +181,17 @@ def slow(number: int) -> bytes:
 
 RESTARTED = "junk, any address, 1,000/s, after a restart"
 # Each for one process; two of them run at a time.
-ATTACKS: dict[str, Callable[[], Flood | Hold]] = {
+ATTACKS: dict[str, Callable[[], Flood]] = {
     "1-byte chunks, 8 addresses": lambda: Flood(50, few, chunked, patience=2.0),
     "64 KB bodies of registered hotkeys, 400/s": lambda: Flood(
         200, any_of(50), lambda i: signed(hotkey(i), b" " * 65536)
     ),
     "forged signatures, any address, 1,000/s": lambda: Flood(500, anybody, forged),
-    "slow heads and bodies, 1,000 connections": lambda: Hold(500, 500, any_of(50), slow, b"x"),
+    "slow heads and bodies, 1,000 connections": lambda: Flood(125, any_of(50), slow, patience=4.0),
     "pipelined junk, 8 addresses": lambda: Flood(100, few, lambda i: JUNK * 200),
-    "10,000 connections": lambda: Hold(5000, 1000, any_of(1000), lambda i: b"P" if i % 2 else b""),
+    "10,000 connections": lambda: Flood(
+        1000, any_of(1000), lambda i: b"P" if i % 2 else b"", patience=5.0
+    ),
     RESTARTED: lambda: Flood(500, anybody, lambda i: JUNK),
     "junk, 8 addresses, 2,000/s": lambda: Flood(1000, few, lambda i: JUNK),
     "junk, any address, 2,000/s": lambda: Flood(1000, anybody, lambda i: JUNK),
@@ -261,7 +212,7 @@ def attacker(port: int, attack: Any, block: Any, done: Any, offered: Any) -> Non
     """Carry out the attack of that index while there is one (-1: none)."""
     as_sender()
     makers = list(ATTACKS.values())
-    sender: Flood | Hold | None = None
+    sender: Flood | None = None
     while not done.is_set():
         wanted = attack.value
         if wanted >= 0:
