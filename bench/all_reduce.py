@@ -6,8 +6,7 @@
 Each peer is a process of its own; the ways take turns, medians are printed with their ratio to
 stock hivemind. Transfer is what the peers do after the group was found, matchmaking what they do
 before. ``CPU`` is what the peers' processes used in a round, p2pd (hivemind's libp2p daemon)
-included, ours to stock's for as many bytes; ``faults`` are Python's minor page faults (first
-touches of fresh memory) in millions.
+included, ours to stock's for as many bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from bench.common import parser
+from bench.common import parser, table
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.swarm.swarm import HivemindSwarm
@@ -72,7 +71,7 @@ def main():
 main()
 """
 
-Sample = tuple[float, float, float, float]  # seconds of matchmaking and transfer, of CPU; faults
+Sample = tuple[float, float, float]  # seconds of matchmaking, of transfer, of CPU
 
 
 class Way:
@@ -110,7 +109,7 @@ class Way:
 
     def round(self) -> Sample:
         """Average once; the slowest peer's times."""
-        before = used()
+        before = cpu_seconds()
         with ThreadPoolExecutor(self._group) as pool:
             ours = pool.map(self._average, self._swarms)
             for process in self._stock:
@@ -119,8 +118,7 @@ class Way:
                 process.stdin.flush()
             times = [*map(_answer, self._stock), *ours]
         matchmaking, transfer = (max(each) for each in zip(*times, strict=True))
-        cpu, faults = (max(0.0, b - a) for a, b in zip(before, used(), strict=True))
-        return matchmaking, transfer, cpu, faults
+        return matchmaking, transfer, cpu_seconds() - before
 
     def _average(self, swarm: HivemindSwarm) -> list[float]:
         for number, buffer in enumerate(swarm.buffers):
@@ -155,21 +153,17 @@ def _answer(process: subprocess.Popen[str]) -> Any:
     return json.loads(process.stdout.readline())
 
 
-def used() -> tuple[float, float]:
-    """Return CPU seconds of this process's children and theirs, and Python's minor page faults."""
-    cpu, faults = 0.0, 0.0
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process's children and theirs."""
+    seconds = 0.0
     for child in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess, OSError):
+        with contextlib.suppress(psutil.NoSuchProcess):
             times = child.cpu_times()
-            cpu += times.user + times.system
-            if "p2pd" not in child.name():
-                # Field 10 of proc(5), the first after the name being the third.
-                fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
-                faults += int(fields[7])
-    return cpu, faults
+            seconds += times.user + times.system
+    return seconds
 
 
-def measure(millions: int, peers: int, repeats: int) -> str:
+def measure(millions: int, peers: int, repeats: int) -> tuple[object, ...]:
     """Return the row of the table."""
     size = millions * 1_000_000
     samples: dict[str, list[Sample]] = {STOCK: [], OURS: [], ONE: []}
@@ -187,9 +181,9 @@ def measure(millions: int, peers: int, repeats: int) -> str:
     }
     stock, ours, one = median[STOCK], median[OURS], median[ONE]
     return (
-        f"{millions:8} {peers:5} {stock[1]:6.2f} s {ours[1]:6.2f} s {stock[1] / ours[1]:6.2f}x "
-        f"{one[1]:10.2f} s {stock[1] / one[1]:6.2f}x {ours[2] / stock[2]:6.2f}x "
-        f"{stock[3] / 1e6:5.2f} {ours[3] / 1e6:6.2f} {stock[0]:6.1f} s {ours[0]:5.1f} s"
+        *(millions, peers, f"{stock[1]:.2f} s", f"{ours[1]:.2f} s", f"{stock[1] / ours[1]:.2f}x"),
+        *(f"{one[1]:.2f} s", f"{stock[1] / one[1]:.2f}x", f"{ours[2] / stock[2]:.2f}x"),
+        *(f"{stock[0]:.1f} s", f"{ours[0]:.1f} s"),
     )
 
 
@@ -202,16 +196,11 @@ def main() -> None:
         "--suite", action="store_true", help="the sizes with goals, as one table"
     )
     options = arguments.parse_args()
-    print(
-        f"{'M values':>8} {'peers':>5} {'stock':>8} {'ours':>8} {'gain':>7} {'one of ours':>12} "
-        f"{'gain':>7} {'CPU':>7} {'faults':>12} {'matchmaking':>15}"
-    )
-    for case in SUITE if options.suite else [(options.parameters, options.peers, options.repeats)]:
-        print(measure(*case), flush=True)
-    print(
-        f"{'goal':>8} {'':5} {'':8} {'':8} {'>=1.3x':>7} {'':12} {'>=1.0x':>7} {'<=0.6x':>7}   "
-        "(gain: in transfer, to stock; CPU: ours to stock's; faults, matchmaking: stock and ours)"
-    )
+    cases = SUITE if options.suite else [(options.parameters, options.peers, options.repeats)]
+    titles = ("M values", "peers", "stock", "ours", "gain", "one of ours", "gain", "CPU")
+    goal = ("goal", "", "", "", ">=1.3x", "", ">=1.0x", "<=0.6x", "", "")
+    found = [*(measure(*case) for case in cases), goal]
+    table((*titles, "matchmaking: stock", "ours"), found)
 
 
 if __name__ == "__main__":

@@ -31,7 +31,6 @@ from distributed_training.config.model import CARDS
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.error_feedback import Codec, ErrorFeedback
 from distributed_training.training.memory_plan import named_config
 from distributed_training.training.throughput import peak_flops
 from distributed_training.training.trainer import Trainer
@@ -427,24 +426,6 @@ def codec(bench: Bench) -> None:
             seconds=seconds,
             ratio=public / seconds,
         )
-    seconds = _as_a_snapshot(bench)
-    text = f"{seconds:.2f} s: rows from host memory and codes back to it, beside training"
-    bench.row("in a snapshot of the 125M model", text, seconds=seconds)
-
-
-def _as_a_snapshot(bench: Bench) -> float:
-    trainer = bench.trainer("125m", local_batch_size_train=1, local_batch_size_train_effective=1)
-    feedback = ErrorFeedback(
-        mode="upload",
-        decay=0.999,
-        codec=Codec(),
-        shards=trainer.sharded.shards,
-        stream=trainer.stream,
-    )
-    now = trainer.outer.current()
-    start = [t + 0.01 * torch.randn_like(t) for t in now]
-    (direction,) = feedback.directions(start, now, 0.8)
-    return bench.seconds(direction.encode)
 
 
 # --- (g) ----------------------------------------------------------------------------------------
