@@ -214,7 +214,7 @@ class Founded:
     def open_front(self, registry_port: int) -> tuple[str, Program]:
         """Serve the store, and the registry by TLS, at the founder's address. Returns its URL."""
         founder = self.machines["founder"]
-        certificate = make_certificate(self.folder, founder.address)
+        certificate = make_certificate(self.folder, f"IP:{founder.address}")
         self.more = {"SSL_CERT_FILE": str(certificate)}
         ways = [
             f"{founder.address}:{STORE_PORT}={self.store.port}",

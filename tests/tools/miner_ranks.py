@@ -489,6 +489,22 @@ def release_after_beats(miner: Miner) -> None:
     miner.swarm.release.set()
 
 
+def hold_snapshots(
+    miner: Miner, until: threading.Event, taken: Callable[[], object] = lambda: None
+) -> None:
+    """A snapshot is not written before ``until`` is set; ``taken`` is called when one is taken."""
+    take = miner.trainer.snapshot
+
+    def snapshot(*arguments: Any, **fields: Any) -> Any:
+        handle = take(*arguments, **fields)
+        done = handle.done
+        handle.done = lambda: until.is_set() and done()
+        taken()
+        return handle
+
+    miner.trainer.snapshot = snapshot  # type: ignore[method-assign]
+
+
 def awkward(folder: Path) -> None:
     """Calls at awkward moments: before the first step, twice, and while a snapshot is written.
 
@@ -514,16 +530,8 @@ def awkward(folder: Path) -> None:
             miner.stop()
 
     miner = Miner(folder, on_step=on_step)
-    take = miner.trainer.snapshot
-
-    def snapshot(*arguments: Any, **fields: Any) -> Any:
-        handle = take(*arguments, **fields)
-        done = handle.done
-        handle.done = lambda: written.is_set() and done()
-        return handle
-
     if RANK == 0:
-        miner.trainer.snapshot = snapshot  # type: ignore[method-assign]
+        hold_snapshots(miner, written)
         miner.call()
     miner.run("awkward")
 
@@ -543,14 +551,6 @@ def overtaken(folder: Path) -> None:
 
     search = {"neuron.step_length": "search"}
     miner = Miner(folder, on_step=on_step, on_micro_batch=on_micro_batch, flags=search)
-    take = miner.trainer.snapshot
-
-    def snapshot(*arguments: Any, **fields: Any) -> Any:
-        handle = take(*arguments, **fields)
-        done = handle.done
-        handle.done = lambda: in_round.is_set() and done()
-        taken.set()
-        return handle
 
     def average(request: RoundRequest, *, cancelled: threading.Event) -> AllReduceResult:
         assert miner.trainer.pending_micro_batches
@@ -561,7 +561,7 @@ def overtaken(folder: Path) -> None:
         raise AllReduceError(AllReduceFault.PEER_FAILED)
 
     if RANK == 0:
-        miner.trainer.snapshot = snapshot  # type: ignore[method-assign]
+        hold_snapshots(miner, in_round, taken.set)
         miner.swarm.average = average  # type: ignore[method-assign]
     miner.run("overtaken")
 

@@ -104,13 +104,13 @@ def through(
     return changed, S3ObjectStore.from_settings(changed, bucket=bucket, write=True)
 
 
-def make_certificate(folder: Path, address: str = "127.0.0.1") -> Path:
-    """Self-signed, for an address; the key beside it."""
+def make_certificate(folder: Path, subject: str = "IP:127.0.0.1") -> Path:
+    """Self-signed, for an address or a name; the key beside it."""
     path = folder / "shim.pem"
     subprocess.run(
         [
             *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"),
-            *("-subj", f"/CN={address}", "-addext", f"subjectAltName=IP:{address}"),
+            *("-subj", f"/CN={subject.partition(':')[2]}", "-addext", f"subjectAltName={subject}"),
             *("-keyout", str(path.with_suffix(".key")), "-out", str(path)),
         ],
         check=True,

@@ -10,16 +10,11 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
-
 from distributed_training.common.ports import free_ports
+from tests.tools.store_shim import make_certificate
 from tests.tools.waiting import wait_for
 
 CADDYFILE = Path(__file__).parents[2] / "ops/Caddyfile"
@@ -83,8 +78,8 @@ def python(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    authority = _certificate(folder / "localhost.pem")
-    context.load_cert_chain(authority)
+    authority = make_certificate(folder, "DNS:localhost")
+    context.load_cert_chain(authority, authority.with_suffix(".key"))
     server.socket = context.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     try:
@@ -101,26 +96,3 @@ def _shakes_hands(port: int, authority: Path) -> bool:
         context.wrap_socket(raw, server_hostname="localhost").close()
         return True
     return False
-
-
-def _certificate(path: Path) -> Path:
-    """A key and a certificate for ``localhost`` that it signs itself, in one file."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
-    now = datetime.now(UTC)
-    certificate = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(days=1))
-        .not_valid_after(now + timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    encoding = serialization.Encoding.PEM
-    form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    path.write_bytes(key.private_bytes(encoding, form, plain) + certificate.public_bytes(encoding))
-    return path
