@@ -39,6 +39,9 @@ from distributed_training.training.model import build_meta_model
 from distributed_training.training.throughput import flops_per_token, peak_flops
 from distributed_training.training.trainer import Trainer
 
+LENGTH = 256  # tokens of a sequence
+WARM_UP = 2  # steps that do not count
+
 
 def our_step(trainer: Trainer, batches: Sequence[Tensor]) -> StepReport:
     for batch in batches:
@@ -161,7 +164,7 @@ def main() -> None:
 def run(rank: int, folder: str, options: argparse.Namespace) -> None:
     """One of ``options.ranks`` processes."""
     world = options.ranks
-    cuda = torch.cuda.is_available() and options.device != "cpu"
+    cuda = torch.cuda.is_available()
     device = torch.device("cuda", rank) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -179,7 +182,7 @@ def run(rank: int, folder: str, options: argparse.Namespace) -> None:
         settings=TrainingSettings(
             local_batch_size_train=options.micro_batch,
             local_batch_size_train_effective=options.effective,
-            sequence_length=options.sequence_length,
+            sequence_length=LENGTH,
             precision=options.precision,
             warmup_steps=4,
         ),
@@ -217,12 +220,12 @@ def measure(
     steps["ours"] = lambda batches: our_step(trainer, batches).loss
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     losses: dict[str, list[float]] = {name: [] for name in steps}
-    for step in range(options.warm_up + options.steps):
+    for step in range(WARM_UP + options.steps):
         batches = tokens(
             named_config(options.model)["vocab_size"],
             step,
             trainer.batch_plan,
-            options.sequence_length,
+            LENGTH,
             rank,
             world,
         )
@@ -232,7 +235,7 @@ def measure(
             started = time.perf_counter()
             losses[name].append(take(batches))
             wait(device)
-            if step >= options.warm_up:
+            if step >= WARM_UP:
                 seconds[name].append(time.perf_counter() - started)
     return seconds, losses
 
@@ -246,21 +249,18 @@ def report(
 ) -> None:
     cuda, world = trainer.device.type == "cuda", options.ranks
     name = torch.cuda.get_device_name() if cuda else "CPU"
-    flops = flops_per_token(trainer.sharded.model, options.sequence_length)
+    flops = flops_per_token(trainer.sharded.model, LENGTH)
     ceiling, plan = peak_flops(name) if cuda else None, trainer.batch_plan
-    count = plan.effective * options.sequence_length
+    count = plan.effective * LENGTH
     say(
         f"torch {torch.__version__}, {world} rank(s), {name}, {torch.get_num_threads()} thread(s) "
-        f"each\n{options.model}: {plan.micro_batch} x {options.sequence_length} tokens, "
+        f"each\n{options.model}: {plan.micro_batch} x {LENGTH} tokens, "
         f"{plan.micro_batches} micro-batches, {options.steps} steps each, alternating"
     )
     for way, values in seconds.items():
-        median = statistics.median(values)
-        mfu = f"  MFU {count * flops / median / ceiling / world:.1%}" if ceiling else ""
-        say(
-            f"{way:9} {median:8.3f} s/step (of {min(values):.3f}..{max(values):.3f})  "
-            f"{count / median:10.0f} tokens/s{mfu}"
-        )
+        rate = count / statistics.median(values)
+        mfu = f"  MFU {rate * flops / ceiling / world:.1%}" if ceiling else ""
+        say(f"{way:9} {statistics.median(values):8.3f} s/step  {rate:10.0f} tokens/s{mfu}")
     ours, loss = seconds.pop("ours"), losses.pop("ours")
     say(f"losses {loss[0]:.4f} -> {loss[-1]:.4f}")
     for way, values in seconds.items():
@@ -290,14 +290,11 @@ def parse() -> argparse.Namespace:
     arguments = parser(__doc__)
     arguments.add_argument("--model", default="tiny", choices=("tiny", "125m", "1b", "4b"))
     arguments.add_argument("--ranks", type=int, default=1)
-    arguments.add_argument("--device", default="auto", choices=("auto", "cpu"))
-    arguments.add_argument("--sequence-length", type=int, default=256)
     arguments.add_argument("--micro-batch", type=lambda x: x if x == "auto" else int(x), default=2)
     arguments.add_argument(
         "--effective", type=int, default=64, help="sequences per step, all ranks"
     )
     arguments.add_argument("--steps", type=int, default=7)
-    arguments.add_argument("--warm-up", type=int, default=2)
     arguments.add_argument("--engineer", action="store_true", help="compiles: a minute more")
     arguments.add_argument("--precision", default="auto", choices=("auto", "bf16", "fp32"))
     return arguments.parse_args()
