@@ -28,10 +28,9 @@ from typing import Any
 import httpx
 import numpy as np
 import torch
-import torch.distributed as dist
 from tokenizers import ByteLevelBPETokenizer
 
-from bench.common import parser
+from bench.common import alone, parser
 from distributed_training.config.settings import DataSettings, TrainingSettings
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.page_source import StdlibSource
@@ -225,15 +224,13 @@ def main() -> int:
     arguments.add_argument("--repeat", type=int, default=3)
     arguments.add_argument("--blocks", type=int, default=6, help="of each repetition")
     options = arguments.parse_args()
-    torch.set_num_threads(1)  # workers and server have the other core, as they would have theirs
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    with tempfile.TemporaryDirectory() as folder:
+    # On one thread: workers and server have the other core, as they would have theirs.
+    with alone(), tempfile.TemporaryDirectory() as folder:
         rows = [row for table in corpus().values() for row in table]
         tokenizer = make_tokenizer(Path(folder) / "tokenizer.json", rows[:4000])
         compare(Path(folder), tokenizer, options, rows=5, workers=1)
         compare(Path(folder), tokenizer, options, rows=2, workers=3)
-    dist.destroy_process_group()
     return 0
 
 

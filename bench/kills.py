@@ -320,43 +320,27 @@ def in_phase(subnet: LocalSubnet, turn: Sequence[Watch]) -> bool:
 # --- what must be true afterwards -----------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Usage:
-    """Of one miner: its processes together, and the files it has."""
-
-    processes: int = 0
-    threads: int = 0
-    descriptors: int = 0
-    files: int = 0
-    megabytes: float = 0  # a page that n processes share counts 1/n in each
-
-    def grown(self, before: Usage) -> list[str]:
-        """Return what grew since the first outer step, beyond what two moments differ by."""
-        allowed = {
-            "processes": before.processes,
-            "threads": before.threads + 8,  # those of a publication or a fetch come and go
-            "descriptors": before.descriptors + 30,
-            "files": 1.3 * before.files + 40,  # blocks kept, snapshots, checkpoints
-            "megabytes": 1.25 * before.megabytes + 100,
-        }
-        return [
-            f"{name} {getattr(before, name):.0f} -> {getattr(self, name):.0f}"
-            for name, most in allowed.items()
-            if getattr(self, name) > most
-        ]
+#: What a miner's processes and files may have grown to since the first outer step, beyond
+#: what two moments differ by: so many times and so many more.
+GROWTH = {
+    "processes": (1, 0),
+    "threads": (1, 8),  # those of a publication or a fetch come and go
+    "descriptors": (1, 30),
+    "files": (1.3, 40),  # blocks kept, snapshots, checkpoints
+    "megabytes": (1.25, 100),  # a page that n processes share counts 1/n in each
+}
 
 
-def usage(miner: Neuron) -> Usage:
-    found = Usage(files=sum(path.is_file() for path in miner.plan.folder.rglob("*")))
+def usage(miner: Neuron) -> dict[str, float]:
+    """Return what a miner has now of what :data:`GROWTH` names."""
+    found = dict.fromkeys(GROWTH, 0.0)
+    found["files"] = sum(path.is_file() for path in miner.plan.folder.rglob("*"))
     for process in (p for of_kind in processes_of(miner).values() for p in of_kind):
         with contextlib.suppress(psutil.Error):
-            found = replace(
-                found,
-                processes=found.processes + 1,
-                threads=found.threads + process.num_threads(),
-                descriptors=found.descriptors + process.num_fds(),
-                megabytes=found.megabytes + process.memory_full_info().pss / 1e6,
-            )
+            found["megabytes"] += process.memory_full_info().pss / 1e6
+            found["threads"] += process.num_threads()
+            found["descriptors"] += process.num_fds()
+            found["processes"] += 1
     return found
 
 
@@ -428,8 +412,8 @@ def farthest(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> 
 @dataclass
 class Outcome:
     kills: list[Kill] = field(default_factory=list)
-    before: dict[str, Usage] = field(default_factory=dict)
-    after: dict[str, Usage] = field(default_factory=dict)
+    before: dict[str, dict[str, float]] = field(default_factory=dict)
+    after: dict[str, dict[str, float]] = field(default_factory=dict)
     distance: dict[str, float] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
@@ -501,7 +485,10 @@ def _unwell(outcome: Outcome) -> Iterator[str]:
         if not distance <= TOLERANCE:
             yield f"{name}: weights differ from the global ones by {distance}"
     for name, after in outcome.after.items():
-        yield from (f"{name}: {line}" for line in after.grown(outcome.before[name]))
+        before = outcome.before[name]
+        for what, (times, more) in GROWTH.items():
+            if after[what] > times * before[what] + more:
+                yield f"{name}: {what} {before[what]:.0f} -> {after[what]:.0f}"
 
 
 def show(outcome: Outcome) -> None:
@@ -523,10 +510,13 @@ def show(outcome: Outcome) -> None:
                 f"{kind:16} {len(waits)} killed, next inner step after "
                 f"{statistics.median(waits):.1f} s (most {max(waits):.1f} s)"
             )
-    for name, after in outcome.after.items():
-        print(f"{name} after the first outer step {outcome.before[name]}")
-        print(f"{name} after the last             {after}")
-        print(f"{name} weights from the global ones: {outcome.distance.get(name)}")
+    moments = {"after the first outer step": outcome.before, "after the last": outcome.after}
+    rows_of_usage = [
+        (name, moment, *(f"{value:.0f}" for value in found.values()), outcome.distance.get(name))
+        for moment, all_found in moments.items()
+        for name, found in all_found.items()
+    ]
+    table(("miner", "", *GROWTH, "weights from the global ones"), rows_of_usage)
 
 
 def seconds(value: float | None) -> str:
