@@ -356,9 +356,14 @@ class World:
         self.chain = MemoryChain(hotkey=self.hotkeys[200], ledger=ledger)
         for uid in self.uids:
             ledger.register(self.hotkeys[uid], uid=uid)
-            ledger.entries[uid] = replace(ledger.entries[uid], ip="127.0.0.1", port=1)
+            ledger.serve(self.hotkeys[uid], "127.0.0.1", 1)
             credentials = BucketCredentials(f"{uid:032d}", "k" * 32, "s" * 64)
-            ledger.commitments[self.hotkeys[uid]] = build_commitment(credentials)
+            ledger.commit(self.hotkeys[uid], build_commitment(credentials))
+
+    def uncommit(self, uid: int) -> None:
+        """Take a miner's commitment from the chain."""
+        slots = self.chain_ledger.slots
+        slots[uid] = slots[uid]._replace(commitment=None)
 
     def parts(self) -> Parts:
         wallet: Any = SimpleNamespace(ss58=self.hotkeys[200])
@@ -385,7 +390,7 @@ class World:
         self.events.path.unlink(missing_ok=True)
         self.pages: Callable[[int, int], Tensor] = pages
         with ExitStack() as stack:
-            self.validator, self.found, self.initial = build(
+            self.validator, self.state, self.found = build(
                 self.config, self.parts(), folder=self.folder, stop=self.stop, stack=stack
             )
             self.closing = stack.pop_all()
@@ -404,7 +409,7 @@ class World:
 
     def start(self) -> None:
         """The validator, then the miners as they load its state."""
-        self.validator.start(self.found, self.initial)
+        self.validator.start(self.state, found=self.found)
         for uid in self.uids:
             self.miners.setdefault(uid, TwinMiner(uid, self.validator.state))
 

@@ -146,7 +146,7 @@ def _runs_code(world: World, miner: TwinMiner) -> None:
 
 SPOILED: dict[str, tuple[Callable[[World, TwinMiner], Any], Cause]] = {
     "no commitment": (
-        lambda world, miner: world.chain_ledger.commitments.pop(miner.hotkey),
+        lambda world, miner: world.uncommit(miner.uid),
         Cause.NO_COMMITMENT,
     ),
     "down": (_down, Cause.UNREACHABLE),

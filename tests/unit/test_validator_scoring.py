@@ -159,7 +159,7 @@ def test_an_upload_that_drips_for_ever_is_reset_and_the_others_are_judged(
 def test_an_invalid_repository_takes_the_whole_total(world: World) -> None:
     assert world.validator.round()
     world.train_and_publish()
-    del world.chain_ledger.commitments["miner-3"]
+    world.uncommit(3)
     world.chain_ledger.advance(40)
     world.validator.score()
     scores = world.events.of("scores")[-1]["scores"]
@@ -216,7 +216,9 @@ def test_scores_are_told_and_weights_are_set(world: World) -> None:
     world.chain_ledger.up = True
     world.chain_ledger.advance(10)
     world.validator.tick()
-    assert world.chain_ledger.weights[200] == pytest.approx(world.validator.standings.weights())
+    assert world.chain_ledger.slots[200].weights == pytest.approx(
+        world.validator.standings.weights()
+    )
     assert world.events.of("weights")
 
 
@@ -286,7 +288,7 @@ def test_a_full_disk_ends_neither_a_round_nor_a_pass(
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(scorer, "write_state", full)
+    monkeypatch.setattr(scorer, "write_json", full)
     assert world.validator.round() and world.validator.score()
     assert "No space left" in caplog.text and "free the disk of --neuron.run_folder" in caplog.text
 
