@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -116,9 +116,12 @@ class Attendance:
     peer_ids: Mapping[int, str] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass
 class RoundOutcome:
-    """``averaged``: copies of the buffers after a good round, None after a failed one."""
+    """What is known of a round, filled in as it goes on.
+
+    ``averaged``: copies of the buffers after a good round, None after a failed one.
+    """
 
     attendance: Attendance
     called: tuple[int, ...] = ()
@@ -199,46 +202,46 @@ class RoundCaller:
         Never raises for what a peer does, only Stopped and what ``miners`` and ``on_sweep`` raise.
         """
         neurons, attendance = self._gather(miners, state.outer_step, on_sweep)
-        problem = self._revive()
-        if problem:
-            return RoundOutcome(attendance, fault=AllReduceFault.SWARM_DOWN, detail=problem)
-        if self._stop.is_set():
-            return RoundOutcome(
-                attendance, fault=AllReduceFault.CANCELLED, detail="the validator stops"
-            )
-        if len(attendance.alive) < self._least(neurons):
-            detail = f"{len(attendance.alive)} of {len(neurons)} miners are alive at outer step "
-            detail += str(state.outer_step)
-            return RoundOutcome(attendance, fault=AllReduceFault.NO_GROUP, detail=detail)
-        candidates = self._rank([n for n in neurons if n.uid in attendance.alive])
+        outcome = RoundOutcome(attendance)
+        try:
+            self._revive()
+            if self._stop.is_set():
+                raise AllReduceError(AllReduceFault.CANCELLED, "the validator stops")
+            if len(attendance.alive) < self._least(neurons):
+                raise AllReduceError(
+                    AllReduceFault.NO_GROUP,
+                    f"{len(attendance.alive)} of {len(neurons)} miners are alive at outer step "
+                    f"{state.outer_step}",
+                )
+            self._hold(outcome, state, [n for n in neurons if n.uid in attendance.alive])
+        except AllReduceError as error:
+            outcome.fault, outcome.detail = error.fault, error.detail
+        return outcome
+
+    def _hold(self, outcome: RoundOutcome, state: GlobalState, alive: Sequence[Neuron]) -> None:
+        """Call the miners that are alive and average with them. Raises AllReduceError, Stopped."""
+        candidates = self._rank(alive)
         ranked = {c.neuron.uid for c in candidates}
-        unranked = [n for n in neurons if n.uid in attendance.alive and n.uid not in ranked]
         # What a running miner says of itself is newer than what it has published.
         published = {c.neuron.uid: c.metadata.peer_id for c in candidates}
-        peer_ids = {**published, **attendance.peer_ids}
-        # All ids go to every miner, which refuses the whole call for one that is none.
-        wanted = [
-            n
-            for n in [*(c.neuron for c in candidates), *unranked]
-            if is_peer_id(peer_ids.get(n.uid))
-        ]
+        peer_ids = {**published, **outcome.attendance.peer_ids}
         # The furthest come first: of too many those who trained least are left out.
-        called = wanted[:MOST_CALLED]
-        top = self._contribute(state, candidates)
-        uids_of = {peer_ids[n.uid]: n.uid for n in called}
-        base = RoundOutcome(attendance, called=tuple(n.uid for n in called), top_uid=top)
-        return self._average(base, called, uids_of)
+        ordered = [*(c.neuron for c in candidates), *(n for n in alive if n.uid not in ranked)]
+        # All ids go to every miner, which refuses the whole call for one that is none.
+        called = [n for n in ordered if is_peer_id(peer_ids.get(n.uid))][:MOST_CALLED]
+        outcome.top_uid = self._contribute(state, candidates)
+        outcome.called = tuple(n.uid for n in called)
+        self._average(outcome, called, {peer_ids[n.uid]: n.uid for n in called})
 
-    def _revive(self) -> str:
-        """Start a dead swarm again before it is needed; empty, or the reason of a failure."""
+    def _revive(self) -> None:
+        """Start a dead swarm again before it is needed. Raises AllReduceError."""
         if self._swarm.alive():
-            return ""
+            return
         log.warning("The swarm's process is not running. Starting it again.")
         try:
             self._swarm.restart()
         except RuntimeError as error:  # its text is for the operator; the round fails with it
-            return str(error)
-        return ""
+            raise AllReduceError(AllReduceFault.SWARM_DOWN, str(error)) from None
 
     # --- steps of a round -----------------------------------------------------------------------
 
@@ -334,8 +337,9 @@ class RoundCaller:
             path.unlink(missing_ok=True)
 
     def _average(
-        self, base: RoundOutcome, called: Sequence[Neuron], uids_of: Mapping[str, int]
-    ) -> RoundOutcome:
+        self, outcome: RoundOutcome, called: Sequence[Neuron], uids_of: Mapping[str, int]
+    ) -> None:
+        """Average with whom was ``called``. Raises AllReduceError."""
         began = time.monotonic()
         request = RoundRequest(
             caller=self._caller,
@@ -344,7 +348,7 @@ class RoundCaller:
             # Nobody else: the swarm is open to all who know the network's file.
             peers=(self._swarm.peer_id, *uids_of),
         )
-        weight = 1.0 if base.top_uid is not None else WEIGHT_OF_NOTHING
+        weight = 1.0 if outcome.top_uid is not None else WEIGHT_OF_NOTHING
         with ThreadPoolExecutor(1, thread_name_prefix="average") as pool:
             # Before the miners are called: they look for our group at once.
             future = pool.submit(self._swarm.average, request, weight=weight)
@@ -359,26 +363,22 @@ class RoundCaller:
             try:
                 result = self._wait(future, give_up=not acknowledged)
             except AllReduceError as error:
-                detail = error.detail
-                if not acknowledged:
-                    detail = "no miner acknowledged the call"
-                seconds = time.monotonic() - began
-                return replace(base, fault=error.fault, detail=detail, seconds=seconds)
-        participants = tuple(sorted(uids_of[p] for p in result.peers if p in uids_of))
-        failed = tuple(sorted(uids_of[p] for p in result.failed_peers if p in uids_of))
-        outcome = replace(
-            base,
-            participants=participants,
-            failed=failed,
-            result=result,
-            seconds=time.monotonic() - began,
-        )
+                if acknowledged:
+                    raise
+                raise AllReduceError(error.fault, "no miner acknowledged the call") from None
+            finally:
+                outcome.seconds = time.monotonic() - began
+        outcome.result = result
+        outcome.participants = tuple(sorted(uids_of[p] for p in result.peers if p in uids_of))
+        outcome.failed = tuple(sorted(uids_of[p] for p in result.failed_peers if p in uids_of))
         # Banned senders stay in the group's list.
         good = result.group_size - len(set(result.failed_peers) & set(result.peers))
         if good < self._settings.minimum_peers:
-            detail = f"{good} good peers, {self._settings.minimum_peers} are needed"
-            return replace(outcome, fault=AllReduceFault.PEER_FAILED, detail=detail)
-        return replace(outcome, averaged=[buffer.clone() for buffer in self._swarm.buffers])
+            raise AllReduceError(
+                AllReduceFault.PEER_FAILED,
+                f"{good} good peers, {self._settings.minimum_peers} are needed",
+            )
+        outcome.averaged = [buffer.clone() for buffer in self._swarm.buffers]
 
     def _wait(self, future: Future[AllReduceResult], *, give_up: bool) -> AllReduceResult:
         """Return the result, or raise the error.
