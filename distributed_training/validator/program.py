@@ -146,10 +146,10 @@ def run_validator(
         # Until the validator runs a signal raises Stopped: no download looks at an event.
         with StopSignals(interrupts=True) as signals, ExitStack() as stack:
             parts = connect(config, folder, stack)
-            validator, found, initial = build(
+            validator, state, found = build(
                 config, parts, folder=folder, stop=signals.stop, stack=stack
             )
-            validator.start(found, initial)
+            validator.start(state, found=found)
             # From here on it sets an event: a publication must not end anywhere in the middle.
             signals.interrupts = False
             validator.run()
@@ -171,11 +171,10 @@ def run_validator(
 
 def build(
     config: Config, parts: Parts, *, folder: Path, stop: threading.Event, stack: ExitStack
-) -> tuple[Validator, GlobalState | None, Callable[[], GlobalState]]:
-    """Return the validator, the global bucket's state (None if it is empty), and its maker.
+) -> tuple[Validator, GlobalState, bool]:
+    """Return the validator, the state that it begins with, and whether the bucket held that.
 
-    The maker makes the first state; ``stack`` closes what must be closed. Raises ConfigError,
-    GlobalStateError, StoreError.
+    ``stack`` closes what must be closed. Raises ConfigError, GlobalStateError, StoreError.
     """
     settings = config.validator
     run = _new_run(config, folder, stop)
@@ -187,17 +186,16 @@ def build(
     )
     # First: model, swarm and files are all made for the schema that is found.
     found = publisher.load()
-    model_config = found.model_config if found else _new_model(config, parts)
-    schema = parameter_schema(model_config)
-    swarm = parts.swarm(schema)
+    state = found or _initial_state(config, _new_model(config, parts))
+    swarm = parts.swarm(state.schema)
     stack.callback(swarm.close)
     model = EvaluationModel(
-        model_config=model_config, device=evaluation_device(config.miner.device), stop=stop
+        model_config=state.model_config, device=evaluation_device(config.miner.device), stop=stop
     )
     inner_optimizer = InnerPublisher(
         store=parts.store,
         folder=folder / "inner-optimizer",
-        schema=schema,
+        schema=state.schema,
         training=config.training,
         budget=settings.inner_optimizer_budget,
         record=run.record,
@@ -235,9 +233,7 @@ def build(
         held_out_loss=held_out_loss,
         run=run,
     )
-
-    initial = partial(_initial_state, config, model_config, schema)
-    return validator, found, initial
+    return validator, state, found is not None
 
 
 def _new_run(config: Config, folder: Path, stop: threading.Event) -> Run:
@@ -247,11 +243,11 @@ def _new_run(config: Config, folder: Path, stop: threading.Event) -> Run:
     return Run(folder, record, stop, config.store.run)
 
 
-def _initial_state(config: Config, model_config: Mapping[str, Any], schema: Schema) -> GlobalState:
+def _initial_state(config: Config, model_config: Mapping[str, Any]) -> GlobalState:
     """Return the state that a network begins with: random weights, no momentum."""
     return GlobalState(
         model_config=model_config,
-        schema=schema,
+        schema=parameter_schema(model_config),
         outer_step=0,
         weights=initial_weights(model_config, seed=config.training.seed),
         momentum=None,

@@ -6,20 +6,20 @@ restarts.
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 
 from distributed_training.chain.base import Neuron
-from distributed_training.common.files import write_state
+from distributed_training.common.files import write_json
 from distributed_training.config.settings import ValidatorSettings
 from distributed_training.protocol import lines
 from distributed_training.protocol.scoring import (
@@ -70,30 +70,21 @@ class Reached:
     good: list[int]
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """The file of the standings."""
-
-    entries: dict[int, _Entry]
-    board: dict[str, Any]
-    failed_rounds: int
-    successful_rounds: int
-    last_round_block: int | None
-    reached: Reached | None = None  # files of 0.1.0 have none
-
-
+@dataclass
 class Standings:
     """Scores and attendance by uid. A uid that changes its hotkey starts afresh."""
 
-    def __init__(self) -> None:
+    # These fields and ``board`` are the file.
+    entries: dict[int, _Entry] = field(default_factory=dict)
+    failed_rounds: int = 0  # since the last success
+    successful_rounds: int = 0
+    last_round_block: int | None = None  # when the period was last restarted
+    # Saved before the publication: a kill after it must not lose the round.
+    reached: Reached | None = None
+
+    def __post_init__(self) -> None:
         self.board = ScoreBoard(())
-        self.entries: dict[int, _Entry] = {}
         self._absent: set[int] = set()  # of the entries: not registered when that was last seen
-        self.failed_rounds = 0  # since the last success
-        self.successful_rounds = 0
-        self.last_round_block: int | None = None  # when the period was last restarted
-        # Saved before the publication: a kill after it must not lose the round.
-        self.reached: Reached | None = None
 
     def sync(self, neurons: Iterable[Neuron]) -> None:
         """Take in who is registered now. Who is not keeps its standing for its return."""
@@ -161,33 +152,20 @@ class Standings:
 
     def save(self, path: Path) -> None:
         board = {u: s for u, s in self.board.state().items() if int(u) in self.entries}
-        saved = _Saved(
-            self.entries,
-            board,
-            self.failed_rounds,
-            self.successful_rounds,
-            self.last_round_block,
-            self.reached,
-        )
-        write_state(path, saved)
+        write_json(path, asdict(self) | {"board": board})
 
     @classmethod
     def load(cls, path: Path) -> Standings:
         """Load standings, empty ones if there is no file. Raises ValueError for a damaged one."""
-        found = cls()
         try:
             # No read_state: it would set a damaged file aside, and begin with empty scores.
-            saved = TypeAdapter(_Saved).validate_json(path.read_bytes(), strict=True)
-            found.board.restore(saved.board)
+            data = path.read_bytes()
+            found = TypeAdapter(cls).validate_json(data, strict=True)
+            found.board.restore(json.loads(data)["board"])
         except FileNotFoundError:
-            return found
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            return cls()
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a validator's standings: {type(error).__name__}") from None
-        found.entries = saved.entries
-        found.failed_rounds = saved.failed_rounds
-        found.successful_rounds = saved.successful_rounds
-        found.last_round_block = saved.last_round_block
-        found.reached = saved.reached
         return found
 
     def _figures(self, uid: int, total: float) -> dict[str, float]:

@@ -147,25 +147,24 @@ class Validator:
 
     # --- life -----------------------------------------------------------------------------------
 
-    def start(self, found: GlobalState | None, initial: Callable[[], GlobalState]) -> None:
-        """Go on from what was found in the global bucket; publish ``initial()`` if it was empty.
+    def start(self, state: GlobalState, *, found: bool) -> None:
+        """Go on from the ``state`` that was found in the global bucket, or else publish it.
 
         Raises GlobalStateError, StoreError when the bucket cannot be written.
         """
         block = self._chain.block()
-        if found is None:
-            self.state = replace(initial(), last_allreduce_block=block)
-            if not self._published(self.state):
+        if not found:
+            state = replace(state, last_allreduce_block=block)
+            if not self._published(state):
                 raise GlobalStateError(
                     "the initial model could not be published, so there is nothing to train: check "
                     "the write keys and the bucket of --neuron.global_model_name"
                 )
         else:
-            self.state = found
             # If the last process was killed while it published, the bucket tells whether it had.
-            self.standings.published(found.outer_step)
-            self._publisher.announce(found.outer_step, self._rounds.peer_id)
-        state = self.state
+            self.standings.published(state.outer_step)
+            self._publisher.announce(state.outer_step, self._rounds.peer_id)
+        self.state = state
         self._loss = self._held_out_loss(state.weights)
         # Miners need time to load and to train: a period never starts before the validator does.
         self.standings.last_round_block = max(block, self.standings.last_round_block or 0)
@@ -176,7 +175,7 @@ class Validator:
             peer_id=self._rounds.peer_id,
             maddrs=list(self._rounds.maddrs),
             outer_step=state.outer_step,
-            resumed=found is not None,
+            resumed=found,
         )
         self._record("held_out", outer_step=state.outer_step, before=self._loss, after=self._loss)
         log.info(

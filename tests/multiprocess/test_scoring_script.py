@@ -44,7 +44,6 @@ from distributed_training.scoring.upload import PageReader
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import NeuronState
-from distributed_training.training.model import parameter_schema
 from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator import program
 from distributed_training.validator.global_state import GlobalPublisher, small_llama
@@ -154,7 +153,7 @@ def _publish_all(folder: Path, url: str, server: ObjectStoreServer) -> Subnet:
     path, eos = build_tokenizer("bytes", folder / "tokenizer")
     length = config.training.sequence_length
     model_config = small_llama(vocabulary=2048, sequence_length=length, eos_token=eos)
-    state = program._initial_state(config, model_config, parameter_schema(model_config))
+    state = program._initial_state(config, model_config)
     state = replace(state, last_allreduce_block=chain.block())
     store = S3ObjectStore.from_settings(config.store, bucket=GLOBAL_BUCKET, write=True)
     publisher = GlobalPublisher(store=store, folder=folder / "global", run=5)

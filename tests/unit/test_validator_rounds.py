@@ -86,7 +86,7 @@ def test_a_restart_goes_on_from_the_bucket_and_changes_only_the_peer_id(world: W
     objects = dict(world.bucket.objects)
     world.restart()
     world.swarm.peer_id = "12D3KooWNew"
-    world.validator.start(world.found, lambda: pytest.fail("the bucket is not empty"))
+    world.start()
     again = world.validator.state
     assert again.outer_step == 1 and again.last_allreduce_block == state.last_allreduce_block
     assert all(map(torch.equal, again.weights, state.weights))
@@ -116,7 +116,7 @@ def test_a_kill_around_the_publication_loses_no_standing(
         world.validator.round()
     for _ in range(2):  # and not twice, whenever the next kill comes
         world.restart()
-        world.validator.start(world.found, lambda: pytest.fail("the bucket is not empty"))
+        world.start()
         standings = world.validator.standings
         assert standings.successful_rounds == int(published)
         assert {e.all_reduce for e in standings.entries.values()} == {int(published)}
@@ -355,14 +355,14 @@ def test_an_average_that_makes_it_worse_is_refused(world: World) -> None:
 
 def test_miners_that_register_while_a_round_gathers_are_taken_in(tmp_path: Path) -> None:
     world = trained(tmp_path, sweep_patience=timedelta(seconds=20))
-    entries = world.chain_ledger.entries
-    late = {uid: entries.pop(uid) for uid in (3, 17)}
+    slots = world.chain_ledger.slots
+    late = {uid: slots.pop(uid) for uid in (3, 17)}
     on_sweep = world.validator._on_sweep
 
     def registering(attendance: Any) -> None:
         on_sweep(attendance)
         if len(world.events.of("sweep")) == 3:
-            entries.update(late)
+            slots.update(late)
 
     world.validator._on_sweep = registering  # type: ignore[method-assign]
     assert world.validator.round()
