@@ -161,7 +161,8 @@ def main() -> None:
                 for name in names[number % len(names) :] + names[: number % len(names)]:
                     prefix = f"{name.replace(' ', '-')}-{number}"
                     figures[name].append(_run(name, spec | {"prefix": prefix}))
-                    store.delete([o.key for o in store.list_objects(prefix)])
+                    for found in store.list_objects(prefix):
+                        store.delete(found.key)
             _table(figures, large.stat().st_size / MIB, options.small)
 
 

@@ -240,7 +240,7 @@ def probe_bucket(config: Config, bucket: str) -> str:
                 raise StoreError(f"{bucket}: R2_READ does not see what R2_WRITE wrote")
         finally:
             # Also where the reader failed: nobody else would ever delete it.
-            writer.delete([key])
+            writer.delete(key)
     return f"{bucket}: R2_WRITE writes, R2_READ only reads"
 
 
@@ -253,7 +253,7 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
         began = time.perf_counter()
         writer.put(key, content)
         speed = _LINE_BYTES / (time.perf_counter() - began)
-        writer.delete([key])
+        writer.delete(key)
     except (StoreError, ValueError) as error:
         return Check("line", "fail", f"8 MiB could not be sent ({error})", _KEYS_REMEDY)
     finding = f"{8 * speed / 1e6:.0f} Mbit/s up, on one connection"

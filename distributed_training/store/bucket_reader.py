@@ -631,7 +631,7 @@ def check_read_key(reader: S3ObjectStore, *, timeout: timedelta) -> None:
     except AccessDeniedError:
         return
     with contextlib.suppress(StoreError):
-        reader.delete([PROBE_KEY])
+        reader.delete(PROBE_KEY)
     raise WritableReadKeyError(
         f"the key in R2_READ_ACCESS_KEY_ID can write to bucket {reader.bucket}; it is published on "
         "the chain, so anyone could replace or delete the uploads: nothing was committed. Make a "

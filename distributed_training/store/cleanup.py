@@ -103,7 +103,7 @@ def release_bucket(store: S3ObjectStore, instance: str) -> None:
     """Give the claim up at a clean stop, so that the next machine need not wait."""
     if _owner(store) == instance:
         # A claim that another made since is deleted too; its next renewal writes it again.
-        store.delete([OWNER_KEY])
+        store.delete(OWNER_KEY)
 
 
 def _owner(store: S3ObjectStore) -> str | None:
@@ -240,14 +240,11 @@ def prune_epochs(store: S3ObjectStore, *, newest: int, keep: int) -> Removed:
         if step <= newest - max(keep, 1)
     ]
 
-    def delete(key: str) -> None:
-        store.delete([key])
-
-    metadata = _each(delete, [key for name, key in old if name == keys.METADATA])
+    metadata = _each(store.delete, [key for name, key in old if name == keys.METADATA])
     # Files without metadata are read by nobody; metadata without files leads readers into a hole.
     if metadata.failed:
         return metadata
-    data = _each(delete, [key for name, key in old if name != keys.METADATA])
+    data = _each(store.delete, [key for name, key in old if name != keys.METADATA])
     return replace(data, gone=metadata.gone + data.gone)
 
 

@@ -494,15 +494,10 @@ class S3ObjectStore:
             answer = call(self._client.put_object, Key=key, Body=data)
             return _confirm(f"{self._bucket}/{key}", data, answer)
 
-    def delete(self, keys: Sequence[str]) -> None:
-        """Delete ``keys``; missing ones are fine."""
-        for key in keys:
-            # One by one: bulk deletion needs a checksum that not every store accepts.
-            try:
-                with self._errors("delete", key) as call:
-                    call(self._client.delete_object, Key=key)
-            except ObjectMissingError:
-                continue
+    def delete(self, key: str) -> None:
+        """Delete an object; a missing one is fine."""
+        with contextlib.suppress(ObjectMissingError), self._errors("delete", key) as call:
+            call(self._client.delete_object, Key=key)
 
     def list_objects(self, prefix: str = "") -> list[ObjectInfo]:
         with self._errors("list", ""):

@@ -42,7 +42,7 @@ from distributed_training.common.processes import Parent, write_stacks_on_signal
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
-from distributed_training.protocol.types import PublicationReport, Revision
+from distributed_training.protocol.types import PublicationReport
 
 from .cleanup import (
     RENEW_EVERY,
@@ -181,28 +181,20 @@ class Publication:
                 for key, record in sorted(named.items(), key=lambda item: -item[1].size)
             ]
             # Nothing was visible so far. What fails from here on leaves an outer step without
-            # metadata: better none than one that vouches for other files.
-            self._withdraw(revision)
+            # metadata: better none than one that vouches for other files. Also one of the same
+            # revision: a miner that went back to a checkpoint comes there with other weights.
+            epoch_metadata = keys.epoch_key(revision.outer_step, keys.METADATA)
+            self._patient.delete(epoch_metadata)
             etags = sender.publish_all(staged)
         age = self._verify(staged, etags)
         seen = time.monotonic()
         metadata = Metadata.of(revision, submission.peer_id).to_json()
-        epoch = keys.epoch_key(revision.outer_step, keys.METADATA)
         # The root last: it leads readers to the outer step, whose metadata must be there.
-        for key in (epoch, keys.ROOT_METADATA):
+        for key in (epoch_metadata, keys.ROOT_METADATA):
             self._patient.put(key, metadata)
         # Only now: a kill before the metadata is written must go on with this upload.
         self.journal.drop(*named)
         return None if age is None else age + time.monotonic() - seen
-
-    def _withdraw(self, revision: Revision) -> None:
-        """Delete the metadata of this outer step, also when it is of the same revision.
-
-        A miner that went back to a checkpoint comes to the same inner step with other weights.
-        """
-        key = keys.epoch_key(revision.outer_step, keys.METADATA)
-        if self._patient.head(key) is not None:
-            self._patient.delete([key])
 
     def _verify(self, staged: list[Staged], etags: Mapping[str, str]) -> float | None:
         """Compare what the store holds with what was sent; return the age of ``gradients.pt``.

@@ -107,7 +107,7 @@ def test_a_damaged_state_is_one_line_and_nothing_is_written(
     tmp_path: Path,
 ) -> None:
     if data is None:
-        store.delete([key])
+        store.delete(key)
     else:
         store.put(key, data)
     before = dict(store._objects)

@@ -54,7 +54,8 @@ def test_a_bucket_deleted_in_the_middle_of_an_upload(
             gone.set()
             for upload in direct.list_multiparts():
                 direct.abort_multipart(upload.key, upload.upload_id)
-            direct.delete([item.key for item in direct.list_objects()])
+            for item in direct.list_objects():
+                direct.delete(item.key)
             direct._client.delete_bucket(Bucket=direct.bucket)
 
     with Shim(server.endpoint, fault) as shim:

@@ -106,11 +106,10 @@ class MemoryObjectStore:
             self._objects[key] = (content, etag, self._clock())
         return etag
 
-    def delete(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._enter("delete", key)
-            with self._lock:
-                self._objects.pop(key, None)
+    def delete(self, key: str) -> None:
+        self._enter("delete", key)
+        with self._lock:
+            self._objects.pop(key, None)
 
     def list_objects(self, prefix: str = "") -> list[ObjectInfo]:
         self._enter("list", prefix)

@@ -300,7 +300,7 @@ def test_a_state_published_again_while_it_is_fetched_is_not_taken(
         if what == "another revision":
             store.put(metadata, Metadata.of(Revision(5, 4, 1), PEER_ID).to_json())
         elif what == "withdrawn":
-            store.delete([metadata])
+            store.delete(metadata)
         elif what == "other files":
             publish_state(store, 4, text="again")
         else:  # its last file, read already
