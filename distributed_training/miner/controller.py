@@ -48,38 +48,6 @@ from .state_machine import (
 log = logging.getLogger(__name__)
 
 
-class Averaging:
-    """Each :meth:`start` is answered by exactly one ``Averaged`` or ``RoundFailed``."""
-
-    def __init__(self, *, swarm: HivemindSwarm, post: Callable[[ev.Event], None]) -> None:
-        self._swarm = swarm
-        self._post = post
-        self._cancelled = threading.Event()  # the round of the last start
-        # Several: one that was cancelled may not have ended when the next begins. The end of a
-        # rank (processes.leave) waits for none of them.
-        self._threads = ThreadPoolExecutor(thread_name_prefix="averaging")
-
-    def start(self, request: RoundRequest) -> None:
-        self._cancelled = threading.Event()
-        average = self._threads.submit(self._swarm.average, request, cancelled=self._cancelled)
-        average.add_done_callback(self._answer)
-
-    def cancel(self) -> None:
-        self._cancelled.set()  # its thread may not have come to the swarm yet
-        self._swarm.cancel()
-
-    def _answer(self, average: Future[AllReduceResult]) -> None:
-        # Whatever it was: without an event the miner would wait for the round's end for ever.
-        error = average.exception()
-        if error is None:
-            self._post(ev.Averaged(average.result()))
-        elif isinstance(error, AllReduceError):
-            self._post(ev.RoundFailed(error.fault, error.detail))
-        else:
-            log.error("The swarm failed with an unexpected error; please report it", exc_info=error)
-            self._post(ev.RoundFailed(AllReduceFault.SWARM_DOWN, repr(error)))
-
-
 #: Sees each event with the state it finds; what it returns is handled before anything else.
 Subscriber = Callable[[ev.Event, MinerState], Iterable[ev.Event] | None]
 
@@ -98,7 +66,7 @@ class Controller:
         rules: Rules,
         events: queue.SimpleQueue[ev.Event],
         blocks: BlockList,
-        averaging: Averaging,
+        swarm: HivemindSwarm,
         global_epoch: GlobalEpoch,
         clock: Callable[[], float] = time.monotonic,
         tick: timedelta = timedelta(seconds=1),
@@ -107,7 +75,11 @@ class Controller:
         self._rules = rules
         self._events = events
         self._blocks = blocks
-        self._averaging = averaging
+        self._swarm = swarm
+        self._cancelled = threading.Event()  # the last round
+        # Several: a round that was cancelled may not have ended when the next begins. The end of a
+        # rank (processes.leave) waits for none of them.
+        self._averages = ThreadPoolExecutor(thread_name_prefix="averaging")
         self._global_epoch = global_epoch
         self._clock = clock
         self._tick_due = Throttle(tick.total_seconds(), clock=clock)
@@ -178,9 +150,10 @@ class Controller:
         match task:
             case Task.AVERAGE:
                 assert state.round is not None
-                self._averaging.start(state.round)
+                self._average(state.round)
             case Task.CANCEL_AVERAGE:
-                self._averaging.cancel()
+                self._cancelled.set()  # its thread may not have come to the swarm yet
+                self._swarm.cancel()
             case Task.COMPARE_EPOCHS:
                 self._global_epoch.compare_soon()
             case Task.COMPARE_WEIGHTS:
@@ -190,6 +163,23 @@ class Controller:
                 self._global_epoch.fetch(state.fetch_target)
             case Task.REFUSE_GLOBAL:
                 self._global_epoch.refuse_fetched(state.problem)
+
+    def _average(self, request: RoundRequest) -> None:
+        """Begin a round; exactly one ``Averaged`` or ``RoundFailed`` answers."""
+        self._cancelled = threading.Event()
+        average = self._averages.submit(self._swarm.average, request, cancelled=self._cancelled)
+        average.add_done_callback(self._answer)
+
+    def _answer(self, average: Future[AllReduceResult]) -> None:
+        # Whatever it was: without an event the miner would wait for the round's end for ever.
+        error = average.exception()
+        if error is None:
+            self.post(ev.Averaged(average.result()))
+        elif isinstance(error, AllReduceError):
+            self.post(ev.RoundFailed(error.fault, error.detail))
+        else:
+            log.error("The swarm failed with an unexpected error; please report it", exc_info=error)
+            self.post(ev.RoundFailed(AllReduceFault.SWARM_DOWN, repr(error)))
 
     def _command(self, order: Order, data: DataOrder) -> Command:
         """Return ``order`` with its number and rank 0's local data, as they are at its turn."""

@@ -22,13 +22,11 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 
 from distributed_training.chain.base import Chain, ChainError
 from distributed_training.common.backoff import Throttle, doubling
@@ -46,6 +44,7 @@ from distributed_training.store.bucket_reader import (
     states,
 )
 from distributed_training.store.s3 import DeadlineError, StoppedError, StoreError
+from distributed_training.training.outer_step import Rows
 
 from . import state_machine as ev
 
@@ -61,15 +60,6 @@ SLICE_ROWS_BYTES = 256 * 1024
 
 #: (first byte, bytes) of the object -> its content.
 ReadRange = Callable[[int, int], bytes]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a parameter, as this rank holds them: float32, ``first`` is the first one's index."""
-
-    name: str
-    first: int
-    values: Tensor
 
 
 class NotComparable(ValueError):

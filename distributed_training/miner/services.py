@@ -34,7 +34,6 @@ from distributed_training.miner import state_machine as ev
 from distributed_training.miner.global_state import (
     GlobalBucket,
     GlobalEpoch,
-    Rows,
     fetch_inner_optimizer,
     first_global_state,
     open_global_bucket,
@@ -69,7 +68,7 @@ from distributed_training.store.uploader import Uploader
 from distributed_training.swarm.supervisor import HostLaunch, SwarmUnavailable
 from distributed_training.swarm.swarm import HivemindSwarm, launch_host
 from distributed_training.telemetry import MetricsFile
-from distributed_training.training.outer_step import model_config
+from distributed_training.training.outer_step import Rows, model_config
 
 log = logging.getLogger(__name__)
 

@@ -64,8 +64,8 @@ from distributed_training.training.trainer import Trainer
 from . import services
 from . import state_machine as ev
 from .block_list import BlockList
-from .controller import Averaging, Controller, Subscriber
-from .global_state import GlobalEpoch, Rows, StopBeforeStart, begin_fresh
+from .controller import Controller, Subscriber
+from .global_state import GlobalEpoch, StopBeforeStart, begin_fresh
 from .income import Income
 from .loop import MinerLoop, not_loaded, state_files
 from .ranks import Ranks, join_ranks
@@ -533,8 +533,7 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
     swarm = services.open_swarm(trainer.schema)
     at_end(swarm.close)
     global_epoch = services.watch_global_bucket(
-        post,
-        lambda: (trainer.outer_step, [Rows(*rows) for rows in trainer.outer.epoch_start_rows()]),
+        post, lambda: (trainer.outer_step, trainer.outer.epoch_start_rows())
     )
     at_end(global_epoch.close)
 
@@ -559,7 +558,7 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
         ),
         events=context.events,
         blocks=blocks,
-        averaging=Averaging(swarm=swarm, post=post),
+        swarm=swarm,
         global_epoch=global_epoch,
         tick=context.tick,
     )

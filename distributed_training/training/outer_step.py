@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -192,6 +192,14 @@ class _Prepared:
     epoch_id: str
 
 
+class Rows(NamedTuple):
+    """Rows of a parameter, as this rank holds them: float32, ``first`` is the first one's index."""
+
+    name: str
+    first: int
+    values: Tensor
+
+
 class OuterStep:
     """Owns epoch-start weights, outer momentum and error feedback of one rank (host row blocks)."""
 
@@ -290,13 +298,13 @@ class OuterStep:
         self._prepared = self._written = None
         self.epoch_id = self._new_epoch_id()
 
-    def epoch_start_rows(self) -> list[tuple[str, int, Tensor]]:
-        """Name, first row and this rank's rows of the weights the epoch began with.
+    def epoch_start_rows(self) -> list[Rows]:
+        """Return this rank's rows of the weights the epoch began with.
 
         Host memory, never changed in place.
         """
         start = self.epoch_start or []
-        return [(s.name, s.start, rows) for s, rows in zip(self._shards, start, strict=False)]
+        return [Rows(s.name, s.start, rows) for s, rows in zip(self._shards, start, strict=False)]
 
     def trained(self) -> list[Tensor]:
         """Return what was trained in this outer step: current - epoch start, host rows."""

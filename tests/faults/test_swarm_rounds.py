@@ -21,11 +21,11 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from distributed_training.miner.global_state import TOLERANCE, Rows, drift
+from distributed_training.miner.global_state import TOLERANCE, drift
 from distributed_training.miner.state_machine import Mode, Order
 from distributed_training.protocol.types import AllReduceResult, RoundRequest
 from distributed_training.swarm.swarm import HivemindSwarm
-from distributed_training.training.outer_step import nesterov_sgd
+from distributed_training.training.outer_step import Rows, nesterov_sgd
 from tests.tools.decided_miner import DecidedMiner, Published
 from tests.tools.swarm_world import REQUEST, everybody, open_swarms, signal_host
 

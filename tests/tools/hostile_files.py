@@ -56,7 +56,8 @@ def _state_file(path: Path) -> Any:
 def _drift(path: Path) -> Any:
     import torch
 
-    from distributed_training.miner.global_state import Rows, drift
+    from distributed_training.miner.global_state import drift
+    from distributed_training.training.outer_step import Rows
 
     data = path.read_bytes()
     rows = [Rows(name, 0, torch.ones(shape)) for name, shape in SCHEMA]

@@ -20,14 +20,17 @@ from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import torch
 
 from distributed_training.chain.base import Neuron
+from distributed_training.chain.server import SignedServer
 from distributed_training.common.processes import leave
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, build_tokenizer
 from distributed_training.miner import start
 from distributed_training.miner import state_machine as ev
+from distributed_training.miner.global_state import GlobalEpoch
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.services import Published, StartupInfo
 from distributed_training.miner.state_machine import MinerState
@@ -78,38 +81,6 @@ class Alone:
     def close(self) -> None: ...
 
 
-class Server:
-    port = 0
-
-    def __init__(self) -> None:
-        self.calls_over = 0
-
-    def round_ended(self) -> None:
-        self.calls_over += 1
-
-    def counters(self) -> dict[str, int]:
-        return {"connections": 0}
-
-    def called_at(self) -> float | None:
-        return None
-
-    def start(self) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class GlobalEpoch:
-    """The global bucket never changes."""
-
-    def start(self) -> None: ...
-
-    def compare_soon(self) -> None: ...
-
-    def compare_weights(self, outer_step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
 class Network:
     """In the place of ``services.Services``, and of the chain in it."""
 
@@ -118,7 +89,9 @@ class Network:
 
     def __init__(self, folder: Path, info: StartupInfo) -> None:
         self.chain, self.info = self, info
-        self.uploader, self.server = KeptUploads(succeeds=True), Server()
+        self.uploader, self.server = KeptUploads(succeeds=True), Mock(SignedServer, port=0)
+        self.server.counters.return_value = {"connections": 0}
+        self.server.called_at.return_value = None
         self.metrics = MetricsFile(folder / "metrics.prom", every=0.0)
         self.no_room: str | None = None
         self.last_requested: Callable[[], int] = lambda: 0
@@ -146,11 +119,11 @@ class Network:
         self.swarm = Alone(schema)
         return self.swarm
 
-    def open_server(self, callbacks: Any) -> Server:
+    def open_server(self, callbacks: Any) -> Mock:
         return self.server
 
-    def watch_global_bucket(self, *called: Any) -> GlobalEpoch:
-        return GlobalEpoch()
+    def watch_global_bucket(self, *called: Any) -> Mock:
+        return Mock(GlobalEpoch)  # the global bucket never changes
 
     def announce(self, port: int, *called: Any) -> None: ...
 
@@ -235,7 +208,7 @@ class Miner:
                 "losses": self.losses,
                 "rounds": self.count("round"),
                 "outer_steps": self.count("outer_step"),
-                "calls_over": self.server.calls_over,
+                "calls_over": self.server.round_ended.call_count,
                 "submitted": self.publisher.submitted,
                 "waits": self.waits,
                 "blocks": self.blocks.blocks(),

@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 
 from distributed_training.miner import state_machine as ev
-from distributed_training.miner.controller import Averaging, Controller
+from distributed_training.miner.controller import Controller
 from distributed_training.miner.global_state import GlobalEpoch
 from distributed_training.miner.state_machine import (
     Command,
@@ -92,7 +92,7 @@ class Rig:
             rules=Rules(reload_seconds=60, checkpoint_steps=10),
             events=events,
             blocks=self.blocks,
-            averaging=Averaging(swarm=self.swarm, post=events.put),
+            swarm=self.swarm,
             global_epoch=self.global_epoch,
             clock=lambda: self.now,
         )

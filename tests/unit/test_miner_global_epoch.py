@@ -26,7 +26,6 @@ from distributed_training.miner.global_state import (
     GlobalEpoch,
     GlobalUnavailableError,
     NotComparable,
-    Rows,
     drift,
 )
 from distributed_training.node import buckets
@@ -36,6 +35,7 @@ from distributed_training.protocol.metadata import BucketCredentials, Metadata, 
 from distributed_training.protocol.types import Revision
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import AccessDeniedError, S3ObjectStore, TransientError
+from distributed_training.training.outer_step import Rows
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.miner_parts import config_of
 from tests.tools.support_store import publish_state
