@@ -1,4 +1,4 @@
-"""The files that ranks and launcher share."""
+"""The files that ranks and launcher share, and what else the two agree on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from distributed_training.miner import rank_group, run_folder
 from distributed_training.miner.launcher import stop_limit
 from distributed_training.miner.rank_group import rank_environment_defaults
-from distributed_training.miner.run_folder import INSTANCE
+from distributed_training.miner.run_folder import INSTANCE, Heartbeat, Watchdog, forget_ranks
 from distributed_training.miner.start import COLLECTIVE_TIMEOUT, CONTROL_TIMEOUT
 from distributed_training.protocol.types import ExitStatus
 from tests.tools.miner_parts import config_of
@@ -32,7 +32,7 @@ def test_what_an_earlier_instance_wrote_does_not_count(
     assert written == (ExitStatus.DEREGISTERED, "deregistered", False)
     assert run_folder.listening_ranks(tmp_path, instance="two") == {}
     assert run_folder.read_exit_status(tmp_path, instance="two") is None
-    run_folder.forget_ranks(tmp_path)
+    forget_ranks(tmp_path)
     assert run_folder.listening_ranks(tmp_path, instance="one") == {}
     assert run_folder.read_exit_status(tmp_path, instance="one") is None
     assert not list(tmp_path.rglob("*.json*"))
@@ -115,3 +115,63 @@ def test_the_ranks_meet_where_there_are_locks_and_room(
     with pytest.raises(OSError, match="No such file"):
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "no disk"))
         rank_group.scratch_base(str(tmp_path / "no memory"))
+
+
+# --- whether ranks hang ---------------------------------------------------------------------------
+
+
+class Clock:
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(run_folder, "time", clock)
+    return clock
+
+
+def test_ranks_that_come_to_boundaries_do_not_hang(tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / "pids").mkdir()
+    beats = [Heartbeat(tmp_path, rank) for rank in (0, 1)]
+    dog = Watchdog(tmp_path, world_size=2, limit=timedelta(seconds=5))
+    clock.now += 3600  # a start takes as long as it takes
+    assert not dog.hangs()
+    for _ in range(200):  # boundaries every 0.2 s, as while a round or an upload is waited for
+        clock.now += 0.2
+        for beat in beats:
+            beat()
+        assert not dog.hangs()
+    for _ in range(24):
+        clock.now += 0.2
+        beats[0]()
+        assert not dog.hangs()
+    clock.now += 1.5
+    beats[0]()
+    assert dog.hangs()  # rank 1
+    forget_ranks(tmp_path)
+    dog = Watchdog(tmp_path, world_size=2, limit=timedelta(seconds=5))
+    assert not dog.hangs()
+    clock.now += 6  # in the start: no rank came to a boundary
+    assert dog.hangs()
+
+
+def test_a_wall_clock_that_is_set_is_no_hang_and_hides_none(tmp_path: Path, clock: Clock) -> None:
+    (tmp_path / "pids").mkdir()
+    Heartbeat(tmp_path, 0)()
+    file = tmp_path / "pids" / "rank-0.beat"
+    dog = Watchdog(tmp_path, world_size=1, limit=timedelta(seconds=5))
+    for wall in (0, 2_000_000_000, 1_000_000_000):
+        os.utime(file, (wall, wall))
+        clock.now += 4
+        assert not dog.hangs()
+    clock.now += 6
+    assert dog.hangs()
+
+
+def test_a_rank_without_a_launcher_does_not_mind(tmp_path: Path) -> None:
+    Heartbeat(tmp_path / "nowhere", 0)()
+    assert not (tmp_path / "nowhere").exists()
