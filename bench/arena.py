@@ -75,7 +75,7 @@ from distributed_training.scoring.upload import (
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import ObjectInfo, S3ObjectStore
 from distributed_training.training.error_feedback import Code, Codec, ErrorFeedback
-from distributed_training.training.local_evaluation import GradientCheck
+from distributed_training.training.local_evaluation import GradientCheck, Text
 from distributed_training.training.memory_plan import llama_config
 from distributed_training.training.snapshot import Epoch
 from distributed_training.training.trainer import Trainer
@@ -248,8 +248,7 @@ class Publisher:
             choice = self._check.choose(
                 Epoch(str(upload.outer_step), upload.start, rate),
                 upload.codes,
-                held=self._held.split(MICRO),
-                count=1.0,
+                Text(self._held.split(MICRO), counts=True),
             )
             if choice.delta < choice.plain_delta:
                 direction, factor = choice.direction, choice.factor

@@ -96,18 +96,38 @@ class Choice:
     evaluations: int
 
 
-def _mean_loss(
-    sharded: ShardedModel, stream: RowStream, held: Sequence[Tensor], count: float
-) -> float:
+@dataclass(frozen=True)
+class Text:
+    """Micro-batches of this rank's own to measure a loss on, equally many on all ranks.
+
+    ``counts``: False where it has too few now. It then runs others, for which nothing is counted:
+    each gather of weights needs all ranks.
+    """
+
+    batches: Sequence[Tensor]  # int64 (sequences, length)
+    counts: bool
+
+    @classmethod
+    def of(cls, sequences: Tensor | None, *, batches: int, micro_batch: int, length: int) -> Text:
+        """Take ``batches`` of ``micro_batch`` sequences, if there are so many."""
+        wanted = batches * micro_batch
+        counts = sequences is not None and len(sequences) >= wanted > 0
+        if sequences is None or not counts:
+            sequences = torch.zeros((wanted, length), dtype=torch.int64)
+        return cls(sequences[:wanted].split(micro_batch), counts)
+
+
+def _mean_loss(sharded: ShardedModel, stream: RowStream, text: Text) -> float:
+    """Return the mean loss of the present weights, in nats per token; NaN if no rank's counts."""
     # FSDP would compute with the weights that it gathered for the trial before.
     sharded.discard_gradients()
     total = torch.zeros((), dtype=torch.float64, device=sharded.device)
-    for batch in held:
+    for batch in text.batches:
         total += sharded.loss_of(batch)
-    tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in held)
+    tokens = sum(batch.shape[0] * (batch.shape[1] - 1) for batch in text.batches)
     # The same bits on every rank: the search branches on them, and a rank that took another
     # branch would leave the others in a gather.
-    summed, counted = stream.sum([float(total) if count else 0.0, count * tokens])
+    summed, counted = stream.sum([float(total), tokens] if text.counts else [0.0, 0.0])
     return summed / counted if counted else float("nan")
 
 
@@ -214,29 +234,21 @@ class GradientCheck:
         """
         if not self._stream.layout.on_node_0:  # rank 0 knows when its node's codes are made
             handle.join()
-        wanted = batches * micro_batch
-        usable = self._held is not None and len(self._held) >= wanted > 0
+        held = Text.of(
+            self._held, batches=batches, micro_batch=micro_batch, length=self._sequence_length
+        )
         epoch = handle.epoch
         # What one rank lacks is all ranks' problem, since each trial gathers weights.
         problem = float(not handle.codes or epoch is None)
-        there, problems, others = self._stream.sum([float(usable), problem, self._others_held])
+        there, problems, others = self._stream.sum([held.counts, problem, self._others_held])
         if not there or problems:
             handle.forget()
             return None
         assert epoch is not None
         if others:  # on any rank; all of them forget, since measuring is collective
             self._before, self._others_held = None, False
-        held = self._held if usable else None
-        if held is None:
-            # They count for nothing, but this rank must take part in every gather.
-            held = torch.zeros((wanted, self._sequence_length), dtype=torch.int64)
         try:
-            choice = self.choose(
-                epoch,
-                handle.codes,
-                held=held[:wanted].split(micro_batch),
-                count=float(usable),
-            )
+            choice = self.choose(epoch, handle.codes, held)
         except RankFailedError as error:  # on all ranks alike; the weights are as before
             log.warning("The gradient is not checked: %s", error)
             handle.forget()
@@ -270,25 +282,18 @@ class GradientCheck:
 
     @torch.no_grad()
     def choose(
-        self,
-        epoch: Epoch,
-        codes: Mapping[str, Sequence[Code | None]],
-        *,
-        held: Sequence[Tensor],
-        count: float,
+        self, epoch: Epoch, codes: Mapping[str, Sequence[Code | None]], held: Text
     ) -> Choice:
         """Return the best of the directions, equal on all ranks.
 
         ``codes``: by direction, of this rank's rows, or whole on rank 0; the first one unscaled is
-        always among those tried. ``held``: micro-batches, equally many on all ranks; ``count`` is
-        1.0, or 0.0 for a rank whose own do not count (it has none and runs others in the
-        collectives). NaN if no rank's count. At a micro-batch boundary; the weights, and the
-        gradients of a step under way, are afterwards the same to the bit.
+        always among those tried. At a micro-batch boundary; the weights, and the gradients of a
+        step under way, are afterwards the same to the bit.
         """
         applied = epoch.learning_rate * APPLIED_FRACTION
         with self._sharded.gradients_aside(), self._weights_of(epoch.start):
             if self._before is None or self._before[0] != epoch.epoch_id:
-                self._before = (epoch.epoch_id, self._mean(held, count))
+                self._before = (epoch.epoch_id, self._mean(held))
             found: dict[str, Found] = {}
             plain = 0.0
             for name, parts in codes.items():
@@ -296,7 +301,7 @@ class GradientCheck:
 
                 def loss(factor: float, step: TrialStep = step) -> float:
                     step.apply(factor * applied)
-                    return self._mean(held, count)
+                    return self._mean(held)
 
                 if not found:
                     # As the snapshot has it on disk: the choice must not be worse than that.
@@ -330,8 +335,8 @@ class GradientCheck:
             # After an error too: whatever saves or trains next would take the trial's weights.
             self._sharded.load_state_dict({"weights": current})
 
-    def _mean(self, held: Sequence[Tensor], count: float) -> float:
-        return _mean_loss(self._sharded, self._stream, held, count)
+    def _mean(self, held: Text) -> float:
+        return _mean_loss(self._sharded, self._stream, held)
 
 
 #: Micro-batches of each rank that the weights of another are measured on.
@@ -347,20 +352,16 @@ def load_measured(
     sharded: ShardedModel,
     stream: RowStream,
     load: Callable[[], None],
+    text: Text,
     *,
-    sample: Tensor,
-    counts: bool,
-    micro_batch: int,
     own: Sequence[Tensor] | None,
 ) -> None:
-    """Call ``load``, which replaces the weights, and measure what it loaded on ``sample``.
+    """Call ``load``, which replaces the weights, and measure what it loaded on ``text``.
 
-    Collective. ``sample``: int64 (n, sequence), equally many on all ranks; a rank whose own does
-    not count passes ``counts`` False. ``own``: see :func:`loss_limit`. Raises AwfulWeights, the
-    ValueErrors of ``load``, and RankFailedError for a rank without memory, on all ranks alike;
-    weights and the gradients of a step under way are as they were then.
+    Collective. ``own``: weights of about the same outer step, see :func:`loss_limit`. Raises
+    AwfulWeights, the ValueErrors of ``load``, and RankFailedError for a rank without memory, on all
+    ranks alike; weights and the gradients of a step under way are as they were then.
     """
-    held = sample.split(micro_batch)
     config: Any = sharded.model.config
     with sharded.gradients_aside():
         before = _kept(sharded, stream)
@@ -368,9 +369,9 @@ def load_measured(
         try:
             if own is not None:
                 sharded.load_state_dict({"weights": own})
-                known = _mean_loss(sharded, stream, held, float(counts))
+                known = _mean_loss(sharded, stream, text)
             load()
-            loss = _mean_loss(sharded, stream, held, float(counts))
+            loss = _mean_loss(sharded, stream, text)
             limit = loss_limit(config.to_dict(), known)
             # NaN too: finite weights may overflow in the first layer.
             if not loss <= limit:

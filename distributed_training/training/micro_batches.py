@@ -409,7 +409,7 @@ def measured_micro_batch(
     settings: TrainingSettings,
     *,
     say: Callable[[str], None],
-    end_step: Callable[[], None] = lambda: None,
+    end_step: Callable[[], None],
 ) -> int:
     """Return what an earlier start found for ``auto``, or the result of trying.
 

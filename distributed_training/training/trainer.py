@@ -24,7 +24,7 @@ from . import sharding
 from .collectives import Layout, open_stream
 from .error_feedback import BoundaryCopier, BoundaryCopies, Codec, ErrorFeedback
 from .inner_optimizer import CosineSchedule, InnerOptimizer
-from .local_evaluation import MEASURED, GradientCheck, load_measured
+from .local_evaluation import MEASURED, GradientCheck, Text, load_measured
 from .memory_plan import plan_batch
 from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
 from .model import Schema
@@ -208,9 +208,13 @@ class Trainer:
         ``sample``: int64 (sequences, length) of this rank's text, None if it has none now. Weights
         far worse than the epoch start of about the same outer step are refused too.
         """
-        wanted = self.measured_sequences
-        usable = sample is not None and len(sample) >= wanted
-        there, others = self.stream.sum([float(usable), float(path is not None)])
+        text = Text.of(
+            sample,
+            batches=MEASURED,
+            micro_batch=self.micro_batch_size,
+            length=self.settings.sequence_length,
+        )
+        there, others = self.stream.sum([text.counts, path is not None])
         if not there or not others:
             if others:
                 self._say(
@@ -218,17 +222,13 @@ class Trainer:
                     "without a look at their loss"
                 )
             return self.load_weights(path)
-        if sample is None or not usable:  # it counts for nothing, but all take part in each gather
-            sample = torch.zeros((wanted, self.settings.sequence_length), dtype=torch.int64)
         # A network's first weights are no measure, and those of long ago were of other losses.
         near = self.outer_step > 0 and abs(outer_step - self.outer_step) <= _NEAR
         load_measured(
             self.sharded,
             self.stream,
             lambda: sharding.load(self.sharded, path, self.stream, seed=self.settings.seed),
-            sample=sample[:wanted],
-            counts=usable,
-            micro_batch=self.micro_batch_size,
+            text,
             own=self.outer.epoch_start if near else None,
         )
         self.drop_step()
