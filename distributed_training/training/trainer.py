@@ -10,6 +10,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -215,22 +216,19 @@ class Trainer:
             length=self.settings.sequence_length,
         )
         there, others = self.stream.sum([text.counts, path is not None])
-        if not there or not others:
+        load = partial(sharding.load, self.sharded, path, self.stream, seed=self.settings.seed)
+        if there and others:
+            # A network's first weights are no measure, those of long ago were of other losses.
+            near = self.outer_step > 0 and abs(outer_step - self.outer_step) <= _NEAR
+            own = self.outer.epoch_start if near else None
+            load_measured(self.sharded, self.stream, load, text, own=own)
+        else:
             if others:
                 self._say(
                     "No text of this miner can be read now: the weights of another are taken over "
                     "without a look at their loss"
                 )
-            return self.load_weights(path)
-        # A network's first weights are no measure, and those of long ago were of other losses.
-        near = self.outer_step > 0 and abs(outer_step - self.outer_step) <= _NEAR
-        load_measured(
-            self.sharded,
-            self.stream,
-            lambda: sharding.load(self.sharded, path, self.stream, seed=self.settings.seed),
-            text,
-            own=self.outer.epoch_start if near else None,
-        )
+            load()
         self.drop_step()
 
     @property
