@@ -37,11 +37,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distributed_training.common.files import read_json_object, sha256_of, sync_folder, write_json
+from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.types import Progress, RankFailedError
 
 from .collectives import RowStream, row_range
 from .error_feedback import enter_thread
-from .model import Schema
 from .snapshot import write_safetensors
 from .trainer import SLOW_STEPS, Trainer
 

@@ -35,10 +35,10 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from distributed_training.common.files import atomic_file
 from distributed_training.protocol import keys
+from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.pt_file import Made, PtContent, Storage, read_pt
 
 from .inner_optimizer import EPS, CosineSchedule
-from .model import Schema
 
 if TYPE_CHECKING:
     from .trainer import Trainer

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 
 from distributed_training.common.memory import LOSS_CHUNK
 from distributed_training.config.types import ConfigError
-
-Schema = list[tuple[str, tuple[int, ...]]]
+from distributed_training.protocol.gradients import Schema
 
 # Keys of the published config.json that are not the model's (protocol page, section 3).
 CONFIG_EXTRAS = ("block_list", "inner_step", "outer_step", "last_allreduce_block")

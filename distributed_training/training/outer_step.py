@@ -37,17 +37,17 @@ from torch import Tensor
 
 from distributed_training.common.files import atomic_file
 from distributed_training.network import public_values
-from distributed_training.protocol import gradients, keys
+from distributed_training.protocol import keys
+from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.metadata import parse_config
 from distributed_training.protocol.pt_file import read_pt, refuse_calls
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, RankFailedError
 
 from .collectives import ParameterShard, RowStream
 from .error_feedback import ErrorFeedback, on_host, to_host
-from .model import Schema, parameter_schema, without_extras
+from .model import parameter_schema, without_extras
 
 log = logging.getLogger(__name__)
-
 
 _PUBLIC = public_values()
 OUTER_LEARNING_RATE = float(_PUBLIC["training.outer_learning_rate"])
@@ -487,13 +487,13 @@ def model_config(folder: Path) -> dict[str, Any]:
     return parse_config((folder / keys.CONFIG).read_bytes())[0]
 
 
-def model_bytes(schema: gradients.Schema) -> int:
+def model_bytes(schema: Schema) -> int:
     """Return the most bytes of a float32 ``model.safetensors`` (it may hold tied weights twice)."""
     tensors = sum(4 * math.prod(shape) + 256 + len(name) for name, shape in schema)
     return 2 * tensors + 1024 * 1024
 
 
-def load_weights(path: Path, schema: gradients.Schema) -> list[Tensor]:
+def load_weights(path: Path, schema: Schema) -> list[Tensor]:
     """Load float32 tensors in the order of ``schema``; names outside it are left out.
 
     Raises ValueError for a missing name, another shape, NaN or Inf, or an unreadable file.
@@ -525,7 +525,7 @@ class GlobalState:
     """
 
     model_config: Mapping[str, Any]
-    schema: gradients.Schema
+    schema: Schema
     outer_step: int
     weights: list[Tensor]
     momentum: list[Tensor] | None

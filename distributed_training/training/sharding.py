@@ -32,13 +32,13 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from distributed_training.common.memory import ACTIVATION_BUDGET, host_bytes, loss_chunk
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
+from distributed_training.protocol.gradients import Schema
 
 from .collectives import COLLECTIVE_TIMEOUT, Layout, ParameterShard, RowStream, shards_of
 from .memory_plan import MemoryPlan, check_sequence_length, compute_dtype, plan_memory
 from .model import (
     INITIAL_SPREAD,
     CausalLoss,
-    Schema,
     attention_implementation,
     attention_line,
     blocks_of,

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import extra
+from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.types import Progress, StepReport
 
 from . import sharding
@@ -28,7 +29,6 @@ from .inner_optimizer import CosineSchedule, InnerOptimizer
 from .local_evaluation import MEASURED, GradientCheck, Text, load_measured
 from .memory_plan import plan_batch
 from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
-from .model import Schema
 from .outer_step import OuterStep
 from .sharding import build_sharded_model
 from .snapshot import SnapshotHandle, Snapshots

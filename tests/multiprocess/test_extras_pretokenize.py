@@ -182,11 +182,8 @@ def test_rows_beyond_the_models_vocabulary_are_left_out(source: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("jsonl:/nowhere", "/nowhere is no folder"),
-        ("hf", "can be downloaded as Parquet files"),
         ("jsonl:{empty}", "holds no .jsonl or .ndjson files"),
         ("a=stdlib,b=stdlib", "pretokenize each by itself"),
-        ("tape", "is unknown"),
     ],
 )
 def test_sources_that_are_none(source: str, said: str, tmp_path: Path) -> None:

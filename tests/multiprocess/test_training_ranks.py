@@ -81,10 +81,6 @@ def test_two_ranks(scenario: str, tmp_path: Path) -> None:
     Ranks(scenario, 2, tmp_path).finish()
 
 
-def test_a_preview_of_one_rank_is_what_the_published_file_does(tmp_path: Path) -> None:
-    Ranks("preview", 1, tmp_path).finish()
-
-
 def test_snapshot_of_two_ranks_is_that_of_the_whole_model(tmp_path: Path) -> None:
     Ranks("snapshot", 2, tmp_path).finish()
     assert not (tmp_path / "no file system in common").exists()

@@ -319,8 +319,10 @@ def rebase(folder: Path) -> None:
 
 
 def preview(folder: Path) -> None:
-    """Check that the best try is uploaded, and that its figures are those of applying the uploaded
-    file gives, and it leaves no trace in training."""
+    """The best try is uploaded, with the figures that applying the uploaded file gives.
+
+    Nothing of it is left in training.
+    """
     made, other = (
         trainer(rank=RANK, world_size=WORLD, preview_sequences=4 * WORLD - 1) for _ in range(2)
     )
