@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -24,13 +24,6 @@ from distributed_training.telemetry.neuron_state import Judged, NeuronState
 
 def clock(seconds: float) -> str:
     return f"{int(seconds) // 60:02d}:{int(seconds) % 60:02d}"
-
-
-def plain_text(renderable: RenderableType) -> str:
-    """Render without colours for a terminal of 160 columns."""
-    text = io.StringIO()
-    Console(file=text, width=160, color_system=None, highlight=False).print(renderable)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def held_out(event: Mapping[str, Any]) -> str:
@@ -247,13 +240,15 @@ class Summary:
 
 
 def _table(rows: Iterator[Sequence[object]]) -> str:
-    """Render a table; the first row is its head. Names stand left, figures right."""
+    """Render a table, its head first, without colours. Names stand left, figures right."""
     table = Table(box=None, pad_edge=False)
     for name in next(rows):
         table.add_column(str(name), justify="left" if name in ("miner", "took part") else "right")
     for row in rows:
         table.add_row(*map(str, row))
-    return plain_text(table)
+    text = io.StringIO()
+    Console(file=text, width=160, color_system=None, highlight=False).print(table)
+    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def summarize(

@@ -322,10 +322,11 @@ class TestSummary:
 
     def test_a_reset_names_the_outer_step_that_was_judged(self) -> None:
         validator = a_validator(1)
-        for revision, named in (("5.2.10", " (judged for outer step 1)"), ("5.1.10", "")):
+        other = "5.2.10 (judged for outer step 1)"  # not taken for the newest
+        for revision, named in (("5.2.10", other), ("5.1.10", "5.1.10"), ("", "?")):
             event = scored(0, "too old") | {"revision": revision, "outer_step": 1}
             said = event_line(validator.apply(event), of_validator=True)
-            assert said == f"uid 0: {revision}{named} not scored: too old"
+            assert said == f"uid 0: {named} not scored: too old"
 
     def test_a_machine_too_slow_for_the_blocks_is_told_what_to_do(self) -> None:
         def problem_of(cause: Cause) -> str:

@@ -50,17 +50,3 @@ def test_lines_operators_search_for() -> None:
     assert lines.all_reduce_failed(3) == "All Reduce Failed At Checkpoint 3"
     assert "Behind Global Epoch 9" in lines.epochs_differ(8, 9)
     assert "Ahead Of Global Epoch 8" in lines.epochs_differ(9, 8)
-
-
-@pytest.mark.parametrize(
-    ("tag", "judged", "text"),
-    [
-        ("5.2.10", 2, "5.2.10"),
-        ("5.2.10", 1, "5.2.10 (judged for outer step 1)"),
-        ("", 1, "?"),
-    ],
-)
-def test_an_upload_of_the_outer_step_before_is_not_taken_for_the_newest(
-    tag: str, judged: int, text: str
-) -> None:
-    assert lines.judged_upload(tag, judged) == text
