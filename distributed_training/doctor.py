@@ -76,10 +76,9 @@ _START = timedelta(minutes=3)
 WARM_UP_STEPS = 2  # micro-batches: the first ones compile kernels and fill caches
 
 
-# After a successful round the first upload of the new outer step must be there by then.
-FIRST_UPLOAD_DUE = timedelta(seconds=4500)
-# What an upload is taken to need before one was measured, as in the operator guide.
-UPLOAD_TIME = timedelta(minutes=5)
+# What an upload is taken to need, before one was measured, of the time until the first one is due:
+# 5 of 75 minutes, as in the operator guide.
+_UPLOAD_SHARE = 1 / 15
 #: With one of these failed, no training can be measured.
 _DECISIVE = ("torch", "gpu", "gpu memory", "host memory", "batch")
 
@@ -364,15 +363,25 @@ def check_step_time(
     except (RuntimeError, OSError) as error:
         remedy = "fix what failed above; --diagnostics.measure 0 leaves the measurement out"
         return [Check("step time", "fail", str(error), remedy)]
-    return check_speed(**measured, store=config.store, slow_step=settings.slow_step)
+    rounds = config.miner
+    blocks = max(rounds.blocks_per_allreduce, rounds.blocks_per_allreduce_later)
+    # Then validators judge uploads of the new outer step (protocol.scoring.scored_epoch).
+    due = timedelta(seconds=blocks / 2 * config.chain.seconds_per_block)
+    return check_speed(**measured, store=config.store, slow_step=settings.slow_step, due=due)
 
 
 def check_speed(
-    micro_batch_seconds: float, micro_batches: int, *, store: StoreSettings, slow_step: timedelta
+    micro_batch_seconds: float,
+    micro_batches: int,
+    *,
+    store: StoreSettings,
+    slow_step: timedelta,
+    due: timedelta,
 ) -> list[Check]:
     """Compare the step time with the warning threshold, the uploads with the validators' limits.
 
-    ``micro_batches``: of each rank, in an inner step.
+    ``micro_batches``: of each rank, in an inner step. ``due``: from a successful round until the
+    first upload of the new outer step must be there.
     """
     step = timedelta(seconds=micro_batch_seconds * micro_batches)
     steps, minimum = store.upload_steps, max(1, store.minimum_valid_inner_step)
@@ -382,13 +391,14 @@ def check_speed(
     slow = step > slow_step
     time = Check("step time", "warn" if slow else "ok", text, faster if slow else "")
     regular = -(-minimum // steps) * steps  # the first upload that the gate lets through
-    earliest = minimum * step + UPLOAD_TIME  # its end, where the regular one would be too late
+    upload = due * _UPLOAD_SHARE
+    earliest = minimum * step + upload  # its end, where the regular one would be too late
     text = f"step {regular}, about {_minutes(regular * step)} after a round"
-    if regular * step + UPLOAD_TIME > FIRST_UPLOAD_DUE:
+    if regular * step + upload > due:
         text = f"step {minimum}, there about {_minutes(earliest)} after a round"
     first = Check("first upload", "ok", text)
-    if earliest > FIRST_UPLOAD_DUE:
-        text += f", but validators want it within {_minutes(FIRST_UPLOAD_DUE)}"
+    if earliest > due:
+        text += f", but validators want it within {_minutes(due)}"
         remedy = f"{faster}, or lower --neuron.minimum_valid_inner_step"
         first = Check("first upload", "fail", text, remedy)
     between = steps * step

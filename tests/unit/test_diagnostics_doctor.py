@@ -6,7 +6,6 @@ import os
 import shutil
 import socket
 import time
-from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -15,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from distributed_training import doctor
 from distributed_training.common.memory import (
     Arrangement,
     ModelShape,
@@ -26,7 +26,7 @@ from distributed_training.common.memory import (
 from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import StoreSettings
-from distributed_training.doctor import _DECISIVE, check_speed, model_config
+from distributed_training.doctor import _DECISIVE, model_config
 from distributed_training.health import gpus, outside
 from distributed_training.health.machine import (
     Examination,
@@ -414,10 +414,13 @@ def test_a_store_that_tells_no_time_is_no_fault_of_the_clock(
     assert outside.check_clock(load_config("miner", flags, check=False)).status == "skip"
 
 
-def speed(step: float, steps: int = 60, least: int = 50) -> dict[str, Check]:
+def speed(monkeypatch: pytest.MonkeyPatch, step: float, *flags: str) -> dict[str, Check]:
     """Judge inner steps of ``step`` seconds."""
-    store = StoreSettings(upload_steps=steps, minimum_valid_inner_step=least)
-    checks = check_speed(step / 64, 64, store=store, slow_step=timedelta(seconds=90))
+    measured = {"micro_batch_seconds": step / 64, "micro_batches": 64}
+    monkeypatch.setattr(doctor, "measure", lambda *_, **__: measured)
+    words = ["--diagnostics.slow_step", "90", *flags]
+    asked = Examination(load_config("miner", words, environ={}, dotenv=None, check=False), 1)
+    checks = doctor.check_step_time(asked, words, show=lambda line: None)
     return {check.name: check for check in checks}
 
 
@@ -436,15 +439,26 @@ def speed(step: float, steps: int = 60, least: int = 50) -> dict[str, Check]:
     ],
 )
 def test_the_first_upload_has_the_time_that_the_guide_gives_it(
-    step: float, steps: int, least: int, verdicts: tuple[str, ...], first: str
+    step: float,
+    steps: int,
+    least: int,
+    verdicts: tuple[str, ...],
+    first: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    found = speed(step, steps, least)
+    uploads = ("--neuron.upload_steps", str(steps))
+    uploads += ("--neuron.minimum_valid_inner_step", str(least))
+    found = speed(monkeypatch, step, *uploads)
     assert tuple(status([*found.values()]).values()) == verdicts
     assert first in found["first upload"].finding
 
 
-def test_uploads_are_judged_by_the_age_limit_of_the_network() -> None:
+def test_uploads_are_judged_by_the_rules_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, verdict in (("80m", "ok"), ("30m", "warn"), ("20m", "fail")):
-        store = StoreSettings(upload_steps=60, age_limit=limit)  # type: ignore[arg-type]
-        *_, age = check_speed(0.4, 64, store=store, slow_step=timedelta(seconds=90))
-        assert (age.name, age.status) == ("upload age", verdict)
+        found = speed(monkeypatch, 25.6, "--neuron.repo_age_limit", limit)
+        assert found["upload age"].status == verdict
+    for blocks, verdict in ((400, "ok"), (200, "fail")):  # of 12 seconds, half of them
+        rounds = ("--validator.blocks_per_allreduce_later", str(blocks))
+        found = speed(monkeypatch, 30.0, *rounds, "--neuron.blocks_per_allreduce", str(blocks))
+        assert found["first upload"].status == verdict
+    assert "within 20 min" in found["first upload"].finding
