@@ -108,17 +108,14 @@ class Uploader:
         revision: Revision,
         world_size: int,
         *,
-        peer_id: str = "",
         preview_delta: float | None = None,
     ) -> None:
         """Upload the snapshot in ``folder`` once all ranks' files are there.
 
-        A newer one supersedes one that waits; each ends in exactly one report. ``peer_id``: empty
-        means the last one given.
+        A newer one supersedes one that waits; each ends in exactly one report.
         """
-        submission = Submission(
-            folder.absolute(), revision, world_size, peer_id or self._peer_id, preview_delta
-        )
+        place = folder.absolute()
+        submission = Submission(place, revision, world_size, self._peer_id, preview_delta)
         with self._lock:
             # Noted first: if the process has just died, the next one gets it from here.
             self._outstanding[revision] = submission

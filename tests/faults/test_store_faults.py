@@ -342,7 +342,7 @@ def test_no_secret_in_arguments_logs_or_files(
         settings, _ = through(shim, base, store.bucket)
         publisher = Uploader(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
         with closing(publisher):
-            publisher.submit(tmp_path / "s", REVISION, 1, peer_id=PEER_ID)
+            publisher.submit(tmp_path / "s", REVISION, 1)
 
             def look() -> list[PublicationReport]:
                 for path in Path("/proc").glob("[0-9]*/cmdline"):

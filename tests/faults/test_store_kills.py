@@ -18,7 +18,6 @@ from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.uploader import Uploader
 from tests.tools.store_shim import DROP, Call, Shim, through
 from tests.tools.support_store import (
-    PEER_ID,
     assert_published,
     digest,
     new_bucket,
@@ -133,7 +132,7 @@ def test_killed_at_a_point_the_next_process_goes_on(
             assert publisher.pid
             pids.append(publisher.pid)
             reader.start()
-            publisher.submit(tmp_path / REVISION.tag, REVISION, 1, peer_id=PEER_ID)
+            publisher.submit(tmp_path / REVISION.tag, REVISION, 1)
             (report,) = wait_for(publisher.reports, seconds=150, what="the report")
             assert killed.is_set()
             assert publisher.pid != pids[0]

@@ -24,7 +24,6 @@ from distributed_training.store.transfer import deadline_in, download
 from distributed_training.store.uploader import Uploader
 from tests.tools.store_shim import Call, Shim
 from tests.tools.support_store import (
-    PEER_ID,
     Upload,
     assert_published,
     digest,
@@ -139,14 +138,14 @@ def test_a_full_disk_under_the_journal_fails_the_publication_and_not_the_uploade
         with contextlib.closing(publisher):
             wait_for((disk / "uploads.json").exists, what="the journal")
             pid, filler = publisher.pid, fill(disk, leave=0)
-            publisher.submit(tmp_path / "s", REVISION, 1, peer_id=PEER_ID)
+            publisher.submit(tmp_path / "s", REVISION, 1)
             (report,) = wait_for(publisher.reports, what="the report")
             assert not report.ok
             assert "No space left on device" in report.reason and str(disk) in report.reason
             assert "free the disk" in report.reason
             assert store.get(keys.ROOT_METADATA, limit=9999) is None
             filler.unlink()
-            publisher.submit(tmp_path / "s", REVISION, 1, peer_id=PEER_ID)
+            publisher.submit(tmp_path / "s", REVISION, 1)
             (report,) = wait_for(publisher.reports, what="the second report")
             assert report.ok, report.reason
             assert publisher.pid == pid, "the uploader went on"

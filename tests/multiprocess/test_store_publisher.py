@@ -22,7 +22,6 @@ from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store import uploader
 from distributed_training.store.uploader import Uploader
 from tests.tools.support_store import (
-    PEER_ID,
     assert_published,
     finish_rank,
     new_bucket,
@@ -51,7 +50,7 @@ def test_publishes_a_snapshot_once_the_last_rank_is_done(
         files = write_snapshot(
             tmp_path / "3.10", revision, world_size=2, rows=1600, late=frozenset({1})
         )
-        publisher.submit(tmp_path / "3.10", revision, 2, peer_id=PEER_ID)
+        publisher.submit(tmp_path / "3.10", revision, 2)
         wait_for(lambda: publisher.busy)
         assert store.get(keys.ROOT_METADATA, limit=10_000) is None
         finish_rank(tmp_path / "3.10", 1, 2)
@@ -148,14 +147,14 @@ def test_an_outage_does_not_fill_the_disk_with_snapshots(
         for inner_step in (5, 10):
             revision = Revision(5, 3, inner_step)
             write_snapshot(snapshots / f"3.{inner_step}.7", revision, world_size=1)
-            publisher.submit(snapshots / f"3.{inner_step}.7", revision, 1, peer_id=PEER_ID)
+            publisher.submit(snapshots / f"3.{inner_step}.7", revision, 1)
             report = wait_report(publisher)
             assert not report.ok and "does not exist" in report.reason
             assert list(snapshots.iterdir()) == []
         store.create_bucket()
         revision = Revision(5, 3, 15)
         files = write_snapshot(snapshots / "3.15.7", revision, world_size=1)
-        publisher.submit(snapshots / "3.15.7", revision, 1, peer_id=PEER_ID)
+        publisher.submit(snapshots / "3.15.7", revision, 1)
         report = wait_report(publisher)
         assert report.ok, report.reason
         assert_published(store, revision, files)
@@ -171,11 +170,11 @@ def test_pause_frees_the_line_and_resume_finishes(
     publisher = Uploader(settings=settings, bucket=store.bucket, folder=tmp_path / "store")
     with closing(publisher):
         publisher.pause()
-        publisher.submit(tmp_path / "4.10", revision, 1, peer_id=PEER_ID)
+        publisher.submit(tmp_path / "4.10", revision, 1)
         newer = Revision(5, 4, 15)
-        publisher.submit(tmp_path / "4.15", newer, 1, peer_id=PEER_ID)
+        publisher.submit(tmp_path / "4.15", newer, 1)
         newest = Revision(5, 4, 20)
-        publisher.submit(tmp_path / "4.20", newest, 1, peer_id=PEER_ID)
+        publisher.submit(tmp_path / "4.20", newest, 1)
         # The first waits before its upload or is under way; the second is superseded in any case.
         reports = list(wait_for(publisher.reports, what="a report"))
         wait_for(
@@ -210,11 +209,11 @@ def test_the_same_step_once_more_does_not_touch_what_is_being_sent(
             lambda: list(snapshots.iterdir()) == [], what="the end of what a killed miner left"
         )
         files = write_snapshot(snapshots / "4.10.7", revision, world_size=1, rows=2000)
-        publisher.submit(snapshots / "4.10.7", revision, 1, peer_id=PEER_ID)
+        publisher.submit(snapshots / "4.10.7", revision, 1)
         wait_for(store.list_multiparts, what="the start of the upload")
         publisher.pause()
         write_snapshot(snapshots / "4.10.9", revision, world_size=1, rows=3)
-        publisher.submit(snapshots / "4.10.9", revision, 1, peer_id=PEER_ID)
+        publisher.submit(snapshots / "4.10.9", revision, 1)
         wait_for(lambda: not (snapshots / "4.10.9").exists(), what="the end of the second snapshot")
         publisher.resume()
         report = wait_report(publisher)
