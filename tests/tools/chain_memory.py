@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from datetime import timedelta
+from types import MappingProxyType
 
 from distributed_training.chain.base import Chain, ChainError, Neuron
 from distributed_training.registry.ledger import Ledger, Slot
@@ -22,10 +23,11 @@ class MemoryLedger(Ledger):
         return tuple(slot.neuron for _, slot in sorted(self.slots.items()))
 
     @property
-    def commitments(self) -> dict[str, str]:
-        """The texts by hotkey."""
+    def commitments(self) -> Mapping[str, str]:
+        """The texts by hotkey, which nobody changes here."""
         slots = list(self.slots.values())
-        return {s.neuron.hotkey: s.commitment for s in slots if s.commitment is not None}
+        texts = {s.neuron.hotkey: s.commitment for s in slots if s.commitment is not None}
+        return MappingProxyType(texts)
 
     def _own(self, kind: str, hotkey: str) -> Slot:
         if not self.up:
@@ -48,7 +50,7 @@ class MemoryChain(Chain):
         ledger = self.ledger
         if ledger.up:
             self._saw_neurons(ledger.neurons)
-            self._saw_commitments(ledger.commitments)
+            self._saw_commitments(dict(ledger.commitments))
             self._saw_block(ledger.height)
 
     def _check(self) -> None:
