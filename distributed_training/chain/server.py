@@ -196,30 +196,15 @@ class SignedServer(BoundedServer):
     # one request
 
     def check_head(self, head: Head) -> auth.Claim:
-        """Decide what can be decided without the body. Raises Refused."""
+        """Check what the head claims, of which nothing is proven yet; record nothing.
+
+        Raises Refused.
+        """
         if head.path not in synapses.ROUTES:
             raise Refused(Refusal.ROUTE)
         if head.method != "POST":
             raise Refused(Refusal.METHOD)
         claim = auth.claim(head.headers, self._settings.auth_schemes)
-        self._check_claim(claim)
-        return claim
-
-    def answer(self, head: Head, claim: auth.Claim, body: bytes) -> dict[str, Any]:
-        """Check and carry out a whole request; return the fields of its reply. Raises Refused."""
-        auth.proven(claim, head.headers, body, path=head.target, own=self._own)
-        if claim.hotkey == self._own:
-            # A second miner that is being started asks whether this one runs.
-            proof = auth.prove_same_key(self._wallet, claim)
-            raise Refused(Refusal.OWN_HOTKEY, proof=proof)
-        # After the proof: an unproven call must not spend a validator's nonce.
-        if not self._nonces.use(claim.hotkey, claim.nonce, claim.salt):
-            raise Refused(Refusal.REPLAY)
-        self._hotkeys.take(claim.hotkey)
-        return self._act(head, claim, body)
-
-    def _check_claim(self, claim: auth.Claim) -> None:
-        """Check unproven claims. Nothing is recorded, since nothing is proven yet."""
         if claim.receiver != self._own:
             raise Refused(Refusal.RECEIVER)
         ours = claim.hotkey in (self._own, self._master)
@@ -235,6 +220,20 @@ class SignedServer(BoundedServer):
         auth.check_fresh(claim, self._clock(), oldest=oldest, skew=skew.total_seconds())
         if self._nonces.used(claim.hotkey, claim.nonce, claim.salt):
             raise Refused(Refusal.REPLAY)
+        return claim
+
+    def answer(self, head: Head, claim: auth.Claim, body: bytes) -> dict[str, Any]:
+        """Check and carry out a whole request; return the fields of its reply. Raises Refused."""
+        auth.proven(claim, head.headers, body, path=head.target, own=self._own)
+        if claim.hotkey == self._own:
+            # A second miner that is being started asks whether this one runs.
+            proof = auth.prove_same_key(self._wallet, claim)
+            raise Refused(Refusal.OWN_HOTKEY, proof=proof)
+        # After the proof: an unproven call must not spend a validator's nonce.
+        if not self._nonces.use(claim.hotkey, claim.nonce, claim.salt):
+            raise Refused(Refusal.REPLAY)
+        self._hotkeys.take(claim.hotkey)
+        return self._act(head, claim, body)
 
     def _known(self, hotkey: str) -> Neuron | None:
         try:
