@@ -18,34 +18,13 @@ from distributed_training.doctor import build_parser as doctor_parser
 from distributed_training.localnet.command import build_parser
 from distributed_training.miner import init_command
 from distributed_training.registry.__main__ import parser as registry_parser
-from distributed_training.scoring import export
+from distributed_training.scoring import command, export
 
 pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = sorted(
-    path
-    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
-    if path.name in ("README.md", "CONTRIBUTING.md")
-    or path.stem
-    in (
-        "operator-guide",
-        "found-a-network",
-        "network-file",
-        "registry",
-        "model",
-        "several-machines",
-        "index",
-        "requirements",
-        "migrating",
-        "monitoring",
-        "reference",
-        "faq",
-        "troubleshooting",
-        "log-messages",
-        "protocol",
-        "architecture",
-    )
-)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+#: Written from the flags; with those of experiments.
+NO_FLAGS = ("flags", "experiments", "performance")
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
@@ -82,7 +61,6 @@ def help_of(script: str) -> str:
 
 
 def test_there_are_pages_with_commands() -> None:
-    assert len(PAGES) == 18
     assert sum(len(commands(page)) for page in PAGES) > 15
 
 
@@ -112,18 +90,29 @@ def options_of(parser: argparse.ArgumentParser) -> set[str]:
 
 @pages
 def test_flags_exist(page: Path) -> None:
+    if page.stem in NO_FLAGS:
+        return
     known = schema("validator")  # and all of a miner's
     ours = set(build_parser()._option_string_actions)
     doctors = set(doctor_parser()._option_string_actions)
     for program in (
-        *(module.build_parser() for module in (export, init_command, network_command)),
+        *(module.build_parser() for module in (export, init_command, network_command, command)),
         registry_parser(),
     ):
         ours |= options_of(program)
     for text in [*commands(page), *inline(page)]:
         for flag in re.findall(r"(?<![\w-])--([a-z][\w.-]*)", text):
             if flag in ("help", "help-all", "version") or text.startswith(
-                ("npm ", "git ", "btcli ", "lm_eval ", "pm2 logs ", "hf ")
+                (
+                    "npm ",
+                    "git ",
+                    "btcli ",
+                    "lm_eval ",
+                    "pm2 logs ",
+                    "hf ",
+                    "bench.",
+                    "python -m bench.",
+                )
             ):
                 continue
             script = re.search(r"(?:scripts|neurons)/\w+(?=\.(?:py|sh))", text)
