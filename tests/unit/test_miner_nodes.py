@@ -27,6 +27,7 @@ from distributed_training.miner.several_nodes import (
     PATIENCE,
     Guest,
     Host,
+    WrongNode,
     difference,
     facts_of,
 )
@@ -198,25 +199,33 @@ def test_a_launcher_that_is_back_at_once_starts_no_ranks_of_the_plan_that_ends(
 
 
 @pytest.mark.parametrize(
-    ("node", "changes", "line", "kind"),
+    ("changes", "line", "kind"),
     [
-        (1, {"version": "2", "--neuron.seed": "8"}, "version is 2 on node 1 and 1 on", "version"),
-        (1, {"--neuron.seed": "8"}, "--neuron.seed is 8 on node 1 and 7 on node 0", "flags"),
-        (1, {"--neuron.new": "4"}, "--neuron.new is 4 on node 1 and None on node 0", "version"),
-        (1, {"--nproc_per_node": "4"}, "--nproc_per_node is 4 on node 1 and 2 on", "machine"),
-        (1, {PINNED: "4"}, f"{PINNED} is 4 on node 1 and 3 on node 0", "machine"),
-        (2, {}, "--node_rank 2 is node 0's or beyond --nnodes 2", "flags"),
+        ({"version": "2", "--neuron.seed": "8"}, "version is 2 on node 1 and 1 on", "version"),
+        ({"--neuron.seed": "8"}, "--neuron.seed is 8 on node 1 and 7 on node 0", "flags"),
+        ({"--neuron.new": "4"}, "--neuron.new is 4 on node 1 and None on node 0", "version"),
+        ({"--nproc_per_node": "4"}, "--nproc_per_node is 4 on node 1 and 2 on", "machine"),
+        ({PINNED: "4"}, f"{PINNED} is 4 on node 1 and 3 on node 0", "machine"),
     ],
 )
-def test_a_node_that_is_wrong_is_told_what_and_for_how_long(
-    world: Callable[..., World], node: int, changes: dict[str, str], line: str, kind: str
+def test_the_first_difference_is_named_and_its_kind_says_how_long_it_may_last(
+    changes: dict[str, str], line: str, kind: str
 ) -> None:
+    refusal = difference(FACTS, FACTS | changes, 1)
+    assert refusal is not None and refusal.line.startswith(line) and "\n" not in refusal.line
+    assert getattr(refusal.error, "patience", None) == PATIENCE.get(kind)
+
+
+def test_a_node_that_is_wrong_is_told_what_and_for_how_long(world: Callable[..., World]) -> None:
     here = world("2")
     waiting = here.meet(here.host)
-    with pytest.raises(ConfigError, match=line) as error:
-        here.meet(here.guest(node, FACTS | changes)).result(50)
-    assert "\n" not in str(error.value)
-    assert getattr(error.value, "patience", None) == PATIENCE.get(kind)
+    for node, changes, line in (
+        (1, {"--neuron.seed": "8"}, "--neuron.seed is 8 on node 1 and 7 on node 0"),
+        (2, {}, "--node_rank 2 is node 0's or beyond --nnodes 2"),
+    ):
+        with pytest.raises(WrongNode, match=line) as error:
+            here.meet(here.guest(node, FACTS | changes)).result(50)
+        assert error.value.patience == PATIENCE["flags"]
     here.meet(here.guest(1)).result(50)
     assert waiting.result(50).nodes == (0, 1), "the others go on"
 
