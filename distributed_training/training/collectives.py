@@ -178,25 +178,17 @@ class RowStream:
             if stop > start:
                 dist.recv(destination[start:stop], group=self.group, group_src=rank)
 
-    def whole(self, vectors: Sequence[tuple[int, Tensor]]) -> list[Tensor]:
-        """Gather whole vectors on every rank, from their sizes and this rank's rows in host memory.
+    def whole(self, rows: Sequence[Tensor]) -> list[Tensor]:
+        """Gather whole vectors on every rank, from this rank's ``rows`` of each in host memory.
 
         One message carries all, between the ranks of a copy: use it only for small vectors.
         """
-        if not vectors:
+        if not rows:
             return []
-        sizes, rows = zip(*vectors, strict=True)
-        shards, mine = self.layout.shards, torch.cat(rows)
-        counts = [
-            [stop - start for start, stop in (row_range(n, shards, r) for n in sizes)]
-            for r in range(shards)
-        ]
-        most = max(map(sum, counts))
-        found = [torch.empty(most) for _ in range(shards)]
-        # all_gather wants equal lengths, and ranks have unequal numbers of rows.
-        padded = torch.nn.functional.pad(mine, (0, most - len(mine)))
-        dist.all_gather(found, padded, group=self._copy)
-        parts = [f[: sum(c)].split(c) for f, c in zip(found, counts, strict=True)]
+        mine = torch.cat(list(rows)), [len(each) for each in rows]
+        found = [mine] * self.layout.shards
+        dist.all_gather_object(found, mine, group=self._copy)
+        parts = [flat.split(counts) for flat, counts in found]
         return [torch.cat(each) for each in zip(*parts, strict=True)]
 
     def scatter(self, shape: Sequence[int], source: Tensor | None, rows: Tensor | None) -> None:

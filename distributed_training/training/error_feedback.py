@@ -478,7 +478,7 @@ class ErrorFeedback:
         matrices = [i for i in indices if i not in vectors]
         # In one message, and encoded by every rank: a model has hundreds of vectors, all of them
         # small.
-        wholes = self._stream.whole([(self._shards[i].shape[0], make(i)) for i in vectors])
+        wholes = self._stream.whole([make(i) for i in vectors])
         for i, whole in zip(vectors, wholes, strict=True):
             code = self.codec.encode(whole)
             if remains is not None:

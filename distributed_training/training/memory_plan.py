@@ -67,7 +67,7 @@ def llama_config(
 
 
 def local_llama_config(*, vocab_size: int = 264, sequence_length: int = 256) -> dict[str, Any]:
-    """Return the model of the local subnet: about 1.9 M parameters, byte-level vocabulary."""
+    """Return a model of about 1.9 M parameters, for bytes: of a network founded without another."""
     return llama_config(
         hidden=192,
         layers=4,

@@ -86,16 +86,14 @@ class OuterOptimizerState:
     outer_step: int
 
 
-def save_outer_optimizer(
-    path: Path, state: OuterOptimizerState, *, parameters: int | None = None
-) -> None:
+def save_outer_optimizer(path: Path, state: OuterOptimizerState, *, parameters: int = 0) -> None:
     """Write ``outer_optimizer.pt`` in the public network's form (protocol page, section 3).
 
     ``state.momentum`` are whole float32 tensors in state-dict order. ``parameters``: of the model,
     needed before the first outer step, when there is no momentum: torch's SGD refuses a parameter
     group that does not list them all. Written to a temporary name, synced, renamed.
     """
-    count = len(state.momentum) if state.momentum is not None else parameters or 0
+    count = parameters if state.momentum is None else len(state.momentum)
     content = {
         "optimizer_state_dict": {
             "state": {i: {"momentum_buffer": t} for i, t in enumerate(state.momentum or ())},
