@@ -18,6 +18,7 @@ import resource
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -26,11 +27,40 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from hypothesis import strategies as st
+import numpy as np
+import torch
+from hivemind.p2p import PeerID
+from safetensors.torch import save
+
+from distributed_training.chain.auth import KeptFile
+from distributed_training.chain.base import ChainState
+from distributed_training.chain.identity import identity_file, make_identity
+from distributed_training.chain.registration import RegistrationRecord
+from distributed_training.config.settings import StoreSettings
+from distributed_training.data.shards import HeldBack
+from distributed_training.miner import run_folder
+from distributed_training.miner.global_state import drift
+from distributed_training.protocol.gradients import GradientMetadata, encode, load_payload
+from distributed_training.protocol.metadata import Metadata
+from distributed_training.store.bucket_reader import check_file
+from distributed_training.store.cleanup import OWNER_KEY, check_claim, instance_of
+from distributed_training.store.s3 import Uplink
+from distributed_training.store.snapshot_folder import read_config, wait_complete
+from distributed_training.store.transfer import deadline_in, download
+from distributed_training.store.uploader import Start
+from distributed_training.store.uploader_process import UploadLoop
+from distributed_training.swarm.averager_process import set_aside_damaged
+from distributed_training.swarm.swarm import Judge
+from distributed_training.telemetry.events import EventFollower, read_events
+from distributed_training.training.outer_step import Rows, load_outer_optimizer
+from distributed_training.validator.scorer import Standings
+from tests.tools.gradient_file import build_payload
+from tests.tools.memory_store import MemoryObjectStore
 
 MEBI = 1024 * 1024
 SHAPES = {"layer.weight": (64, 64), "norm.weight": (64,)}
 SCHEMA = list(SHAPES.items())
+CHAIN = "finney, netuid 38"
 
 
 @dataclass(frozen=True)
@@ -47,75 +77,28 @@ class Reader:
 # --- readers --------------------------------------------------------------------------------------
 
 
-def _state_file(path: Path) -> Any:
-    from distributed_training.store.bucket_reader import check_file
-
-    return check_file(path)
-
-
 def _drift(path: Path) -> Any:
-    import torch
-
-    from distributed_training.miner.global_state import drift
-    from distributed_training.training.outer_step import Rows
-
     data = path.read_bytes()
     rows = [Rows(name, 0, torch.ones(shape)) for name, shape in SCHEMA]
     return drift(rows, lambda first, n: data[first : first + n], size=len(data), seed=1)
 
 
 def _payload(path: Path) -> Any:
-    from distributed_training.protocol.gradients import load_payload
-
     # As if the model were larger: then its size refuses none of what is tried here.
     return load_payload(path, [*SCHEMA, ("more", (4096, 4096))])
 
 
-def _outer(path: Path) -> Any:
-    from distributed_training.training.outer_step import load_outer_optimizer
-
-    return load_outer_optimizer(path, SCHEMA)
-
-
-def _config(path: Path) -> Any:
-    from distributed_training.store.snapshot_folder import read_config
-
-    return read_config(path)
-
-
-def _metadata(path: Path) -> Any:
-    from distributed_training.protocol.metadata import Metadata
-
-    return Metadata.parse(path.read_bytes())
-
-
 def _done(path: Path) -> Any:
-    from distributed_training.store.s3 import Uplink
-    from distributed_training.store.snapshot_folder import wait_complete
-
     return wait_complete(path.parent, 1, timeout=timedelta(0), uplink=Uplink())
 
 
 def _journal(path: Path) -> Any:
     """Return what a start of the uploader does with it."""
-    from distributed_training.config.settings import StoreSettings
-    from distributed_training.store.uploader import Start
-    from distributed_training.store.uploader_process import UploadLoop
-    from tests.tools.memory_store import MemoryObjectStore
-
     start = Start(StoreSettings(), "bucket", path.parent, path.parent / "snapshots")
     return UploadLoop(start, MemoryObjectStore(), lambda message: None)
 
 
-def _kept(path: Path) -> Any:
-    from distributed_training.chain.auth import KeptFile
-
-    return KeptFile(path).load()
-
-
 def _lines(path: Path) -> Any:
-    from distributed_training.telemetry.events import EventFollower, read_events
-
     follower = EventFollower(path)
     history = list(follower.history(at_most=MEBI))
     follower.close()
@@ -123,44 +106,25 @@ def _lines(path: Path) -> Any:
     return [dict(line) for line in read_events(path)]
 
 
-def _norms(path: Path) -> Any:
-    from distributed_training.swarm.swarm import Judge
-
-    return Judge(path, run_id="run", max_ratio=20.0).norms
-
-
 def _instance(path: Path) -> Any:
-    from distributed_training.miner import run_folder
-
     pid = run_folder.launcher_pid(path.parent)
     assert pid is None or pid > 0
     return run_folder.mark_of(path.parent), run_folder.read_exit_status(path.parent, instance="x")
 
 
 def _registration(path: Path) -> Any:
-    from distributed_training.chain.registration import RegistrationRecord
-
     record = RegistrationRecord.load(path)
     assert record.waited >= 0
     return record
 
 
-def _chain_state(path: Path) -> Any:
-    from distributed_training.chain.base import ChainState
-
-    return ChainState.load(path, chain="finney, netuid 38", hotkey="5F")
-
-
 def _honest_chain_state() -> bytes:
     neuron = {"uid": 3, "hotkey": "5F", "ip": "1.2.3.4", "port": 8091}
-    state = {"chain": "finney, netuid 38", "at": time.time(), "block": 5, "neurons": [neuron]}
+    state = {"chain": CHAIN, "at": time.time(), "block": 5, "neurons": [neuron]}
     return json.dumps({**state, "commitments": {"5F": "x"}}).encode()
 
 
 def _claim(path: Path) -> Any:
-    from distributed_training.store.cleanup import OWNER_KEY, check_claim, instance_of
-    from tests.tools.memory_store import MemoryObjectStore
-
     store = MemoryObjectStore()
     store.put(OWNER_KEY, path.read_bytes()[:4096])
     try:
@@ -171,9 +135,6 @@ def _claim(path: Path) -> Any:
 
 
 def _download_notes(path: Path) -> Any:
-    from distributed_training.store.transfer import deadline_in, download
-    from tests.tools.memory_store import MemoryObjectStore
-
     store = MemoryObjectStore()
     store.put("a", b"content")
     target = path.parent / "a"
@@ -183,69 +144,35 @@ def _download_notes(path: Path) -> Any:
 
 
 def _identity(path: Path) -> Any:
-    from hivemind.p2p import PeerID
-
-    from distributed_training.swarm.averager_process import set_aside_damaged
-
     set_aside_damaged(path)  # after which hivemind can read it, or make another
     return PeerID.from_identity(path.read_bytes()) if path.exists() else None
-
-
-def _held_back(path: Path) -> Any:
-    from distributed_training.data.shards import HeldBack
-
-    return HeldBack(path).load(2)
-
-
-def _standings(path: Path) -> Any:
-    from distributed_training.validator.scorer import Standings
-
-    return Standings.load(path)
 
 
 # --- whole files ----------------------------------------------------------------------------------
 
 
 def honest_safetensors() -> bytes:
-    import torch
-    from safetensors.torch import save
-
     return save({name: torch.ones(shape) for name, shape in SCHEMA}, metadata={"format": "pt"})
 
 
 def torch_bytes(content: Any) -> bytes:
-    import torch
-
     buffer = io.BytesIO()
     torch.save(content, buffer)
     return buffer.getvalue()
 
 
 def honest_gradients() -> bytes:
-    import torch
-
-    from distributed_training.protocol.gradients import GradientMetadata, encode
-    from tests.tools.gradient_file import build_payload
-
     codes = {name: encode(torch.randn(shape)) for name, shape in SCHEMA}
     return torch_bytes(build_payload(codes, GradientMetadata(9, 5, 3, 2.5)))
 
 
 def honest_outer() -> bytes:
-    import torch
-
     state = {i: {"momentum_buffer": torch.ones(s)} for i, (_, s) in enumerate(SCHEMA)}
     optimizer = {"state": state, "param_groups": [{"lr": 0.8, "momentum": 0.9}]}
     return torch_bytes({"optimizer_state_dict": optimizer, "learning_rate": 0.8, "epoch": 3})
 
 
 def honest_held_back() -> bytes:
-    import tempfile
-
-    import numpy as np
-
-    from distributed_training.data.shards import HeldBack
-
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "held-back")
         HeldBack(path).keep(np.ones((4, 8), dtype=np.uint16))
@@ -253,10 +180,6 @@ def honest_held_back() -> bytes:
 
 
 def honest_identity() -> bytes:
-    import tempfile
-
-    from distributed_training.chain.identity import identity_file, make_identity
-
     with tempfile.TemporaryDirectory() as folder:
         make_identity(Path(folder))
         return identity_file(Path(folder)).read_bytes()
@@ -292,83 +215,48 @@ _STANDINGS = {
 
 #: Of strangers, of a crash, of a bad disk.
 READERS: dict[str, Reader] = {
-    "model": Reader("a.safetensors", _state_file, honest_safetensors, ("IntegrityError",)),
+    "model": Reader("a.safetensors", check_file, honest_safetensors, ("IntegrityError",)),
     "drift": Reader("a.safetensors", _drift, honest_safetensors, ("NotComparable",)),
-    "gradients": Reader("gradients.pt", _state_file, honest_gradients, ("IntegrityError",)),
+    "gradients": Reader("gradients.pt", check_file, honest_gradients, ("IntegrityError",)),
     "payload": Reader("gradients.pt", _payload, honest_gradients, ("PayloadError",)),
-    "outer": Reader("outer_optimizer.pt", _outer, honest_outer, ("ValueError",)),
-    "config": Reader("config.json", _config, _json(_CONFIG), ("IntegrityError",)),
-    "metadata": Reader("metadata.json", _metadata, _json(_METADATA), ("MetadataError",)),
+    "outer": Reader(
+        "outer_optimizer.pt",
+        lambda path: load_outer_optimizer(path, SCHEMA),
+        honest_outer,
+        ("ValueError",),
+    ),
+    "config": Reader("config.json", read_config, _json(_CONFIG), ("IntegrityError",)),
+    "metadata": Reader(
+        "metadata.json",
+        lambda path: Metadata.parse(path.read_bytes()),
+        _json(_METADATA),
+        ("MetadataError",),
+    ),
     "done": Reader("rank-0.done.json", _done, _json(_DONE), ("IntegrityError",)),
     "journal": Reader("uploads.json", _journal, _honest_journal),
-    "kept": Reader("kept.json", _kept, _json(_KEPT)),
+    "kept": Reader("kept.json", lambda path: KeptFile(path).load(), _json(_KEPT)),
     "lines": Reader("events.jsonl", _lines, lambda: _LINE * 9),
-    "norms": Reader("norms.json", _norms, _json({"run_id": "run", "norms": [1.5, 2]})),
+    "norms": Reader(
+        "norms.json",
+        lambda path: Judge(path, run_id="run", max_ratio=20.0).norms,
+        _json({"run_id": "run", "norms": [1.5, 2]}),
+    ),
     "instance": Reader("instance.json", _instance, _json(_STATUS)),
     "exit": Reader("exit_status.json", _instance, _json(_STATUS)),
     "registration": Reader(
         "registration.json", _registration, _json({"hotkey": "5F", "uid": 3, "waited": 9.5})
     ),
-    "chain": Reader("chain.json", _chain_state, _honest_chain_state),
+    "chain": Reader(
+        "chain.json",
+        lambda path: ChainState.load(path, chain=CHAIN, hotkey="5F"),
+        _honest_chain_state,
+    ),
     "claim": Reader("instance", _claim, _json({"instance": "me"}), ("ForeignBucketError",)),
     "notes": Reader(".a.part.json", _download_notes, _json(_NOTES)),
     "identity": Reader("identity.key", _identity, honest_identity),
-    "held-back": Reader("held-back", _held_back, honest_held_back),
-    "standings": Reader("standings.json", _standings, _json(_STANDINGS), ("ValueError",)),
+    "held-back": Reader("held-back", lambda path: HeldBack(path).load(2), honest_held_back),
+    "standings": Reader("standings.json", Standings.load, _json(_STANDINGS), ("ValueError",)),
 }
-
-# --- damage ---------------------------------------------------------------------------------------
-
-values: st.SearchStrategy[Any] = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(max_size=20)
-    | st.sampled_from(["/", "../..", "x" * 5000, "x\x00", 2**53, -1, 10**400, "9" * 400]),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=6,
-)
-
-
-@st.composite
-def damage(draw: st.DrawFn, honest: bytes) -> bytes:
-    """An honest file cut, with bytes changed, or with a stretch of it somewhere else."""
-    data = bytearray(honest)
-    for _ in range(draw(st.integers(1, 3))):
-        at = draw(st.integers(0, len(data)))
-        match draw(st.sampled_from(["cut", "change", "insert", "copy"])):
-            case "cut":
-                del data[at : at + draw(st.integers(1, len(data) + 1))]
-            case "change":
-                new = draw(st.binary(min_size=1, max_size=8))
-                data[at : at + len(new)] = new
-            case "insert":
-                data[at:at] = draw(st.binary(min_size=1, max_size=8))
-            case "copy":
-                first = draw(st.integers(0, len(data)))
-                data[at:at] = data[first : first + draw(st.integers(1, 200))]
-    return bytes(data)
-
-
-@st.composite
-def other_values(draw: st.DrawFn, honest: bytes) -> bytes:
-    """An honest JSON file in which some fields, however deep, hold other values."""
-    content = json.loads(honest)
-    for _ in range(draw(st.integers(1, 3))):
-        place: Any = content
-        while True:
-            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
-            if not keys:
-                break
-            key = draw(st.sampled_from(keys))
-            if isinstance(place[key], (dict, list)) and draw(st.booleans()):
-                place = place[key]
-                continue
-            place[key] = draw(values)
-            break
-    return json.dumps(content).encode()
-
 
 # --- bombs: small files that ask for much work ----------------------------------------------------
 

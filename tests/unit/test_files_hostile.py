@@ -10,17 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.tools.hostile_files import (
-    MEBI,
-    READERS,
-    Reader,
-    bombs,
-    bounded,
-    damage,
-    other_values,
-    outcome,
-    values,
-)
+from tests.tools.damage import damage, other_values, values
+from tests.tools.hostile_files import MEBI, READERS, Reader, bombs, bounded, outcome
 
 pytestmark = pytest.mark.timeout(300)
 

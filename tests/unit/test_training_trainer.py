@@ -32,8 +32,8 @@ from distributed_training.training.local_evaluation import AwfulWeights
 from distributed_training.training.model import blocks_of, hf_config
 from distributed_training.training.outer_step import OuterOptimizerState, save_outer_optimizer
 from distributed_training.training.trainer import Trainer
+from tests.tools.damage import damage, other_values
 from tests.tools.device_stand_in import OnDevice
-from tests.tools.hostile_files import damage, other_values
 from tests.tools.training_world import (
     SEQUENCE,
     evaluate,
