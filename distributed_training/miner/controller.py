@@ -186,7 +186,7 @@ class Controller:
         state, blocks, request = self.state, self._blocks, DataOrder(data.request)
         match order:
             case Order.LOAD | Order.REBASE:
-                # A roll-back to another epoch may have come between: then it is a load.
+                # A roll-back to another outer step may have come between: then it is a load.
                 order = Order.REBASE if state.rebase else Order.LOAD
                 target = state.fetch_target or 0
                 return Command(order, target, request, Given(folder=state.fetched))

@@ -198,12 +198,12 @@ class GlobalBucket:
         return folder
 
     def fetch_inner_optimizer(self, outer_step: int, destination: Path) -> Path | None:
-        """Return the folder of that epoch's inner optimizer shards, None if it has none."""
+        """Return the folder of that outer step's inner optimizer shards, None if it has none."""
         with _unavailable():
             return self.follow().fetch_inner_optimizer(outer_step, destination)
 
     def drift(self, outer_step: int, rows: Sequence[Rows]) -> float:
-        """See :func:`drift`; of the bucket's ``model.safetensors`` of that epoch."""
+        """See :func:`drift`; of the bucket's ``model.safetensors`` of that outer step."""
         with _unavailable():
             model = self.follow().open(keys.epoch_key(outer_step, keys.MODEL))
             return drift(rows, model.read_at, size=model.size, seed=outer_step)
@@ -367,7 +367,10 @@ class GlobalEpoch:
         self._wake.set()
 
     def fetch(self, outer_step: int) -> None:
-        """Fetch that epoch in the background; answered by GlobalFetched or GlobalFetchFailed."""
+        """Fetch that global state in the background.
+
+        GlobalFetched or GlobalFetchFailed answers.
+        """
         self._target = outer_step
         self._wake.set()
 

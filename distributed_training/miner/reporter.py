@@ -174,10 +174,10 @@ _T = TypeVar("_T")
 
 
 class Metrics:
-    """The metrics file with what other rooms count and measure; written now and then.
+    """The metrics file, with what other packages count and measure; written now and then.
 
-    ``counts``: totals by the name of the room; ``gauges``, ``by_rank``: measured when the file is
-    written; ``trackers``: handed all figures after each step.
+    ``counts``: totals by the name of the package; ``gauges``, ``by_rank``: measured when the file
+    is written; ``trackers``: handed all figures after each step.
     """
 
     def __init__(
@@ -263,11 +263,11 @@ class Metrics:
             registry.labelled(name, "rank", {str(rank): value for rank, value in values.items()})
         refused = {f"refused.{kind}": count for kind, count in self._refused.items()}
         registry.totals("snapshots", refused)
-        for room, counts in self._counts.items():
+        for package, counts in self._counts.items():
             counted = dict(counts())
             if "connections" in counted:  # the one that may fall
-                registry.set(f"{room}_connections", counted.pop("connections"))
-            registry.totals(room, counted)
+                registry.set(f"{package}_connections", counted.pop("connections"))
+            registry.totals(package, counted)
 
 
 def _unless_it_fails(measure: Callable[[], _T]) -> _T | None:

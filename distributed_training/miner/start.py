@@ -529,7 +529,7 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
     config, trainer, info = context.config.miner, training.trainer, services.info
     post, at_end = context.events.put, context.stack.callback
 
-    # who posts events, besides the loop itself and the signals
+    # who posts events, beside the loop itself and the signals
     swarm = services.open_swarm(trainer.schema)
     at_end(swarm.close)
     global_epoch = services.watch_global_bucket(

@@ -56,7 +56,7 @@ class Order(enum.IntEnum):
     WRITE_PSEUDO_GRADIENT = 3  # into the swarm's buffers; arg: 1 if inner steps go on after it
     OUTER_STEP = 4  # prepare, vote, commit everywhere or nowhere
     LOAD = 5  # the fetched global state; arg: its outer step
-    REBASE = 6  # the same, keeping what was trained since the epoch began; arg: outer step
+    REBASE = 6  # the same, keeping what was trained in this outer step; arg: outer step
     SNAPSHOT = 7  # of everything an upload needs; arg: the chain's block
     PREVIEW = 8  # try the snapshot's gradient as a validator would; arg: 1 in a round's pause
     CHECKPOINT = 9
@@ -69,8 +69,8 @@ class Task(enum.Enum):
 
     AVERAGE = "let the swarm average in its own thread"
     CANCEL_AVERAGE = "the round is over: free the swarm"
-    COMPARE_EPOCHS = "read the global epoch soon"
-    COMPARE_WEIGHTS = "compare a sample of the global weights with our epoch start"
+    COMPARE_EPOCHS = "read the global outer step soon"
+    COMPARE_WEIGHTS = "compare a sample of the global weights with those our outer step began with"
     FETCH_GLOBAL = "download the global state"
     REFUSE_GLOBAL = "refuse the fetched global state: it could not be loaded"
 
@@ -163,7 +163,7 @@ class OuterStepEnded(Event):
 
 @dataclass(frozen=True)
 class Loaded(Event):
-    """Weights, or after a rebase the epoch's start, are those of the global state."""
+    """Weights, or after a rebase those the outer step began with, are the global state's."""
 
     outer_step: int
 
@@ -248,7 +248,7 @@ class GlobalEpochSeen(Event):
 
 @dataclass(frozen=True)
 class WeightsCompared(Event):
-    """The result of comparing the global weights of ``outer_step`` with our epoch start."""
+    """The result of comparing the global weights of ``outer_step`` with ours."""
 
     outer_step: int
     same: bool
@@ -344,7 +344,7 @@ _FETCH_AGAIN_LONGEST = timedelta(hours=1)
 
 @dataclass(frozen=True)
 class MinerState:
-    """``outer_step`` is the local epoch. Times are ``time.monotonic()``."""
+    """``outer_step`` is this miner's. Times are ``time.monotonic()``."""
 
     mode: Mode
     outer_step: int
@@ -357,13 +357,13 @@ class MinerState:
     unpublished: bool = False  # the bucket was not seen at our last outer step yet
     # the global state
     global_due: float = 0.0  # when AWAITING_GLOBAL ends
-    fetch_target: int | None = None  # the epoch being fetched
+    fetch_target: int | None = None  # the outer step being fetched
     fetched: Path | None = None  # its files
     problem: str = ""  # why the state that was fetched last was not loaded
-    rebase: bool = False  # the epoch is ours, only its start is not
+    rebase: bool = False  # the outer step is ours, its first weights are not
     fetch_failures: int = 0  # in a row, of failed_target
     failed_target: int | None = None
-    unseen: bool = False  # the bucket, since a start from the disk: the epoch may be an old one
+    unseen: bool = False  # the bucket, since a start from the disk: that state may be old
     # trained since the last checkpoint
     unsaved_steps: int = 0
     unsaved_seconds: float = 0.0
@@ -446,7 +446,7 @@ def decide(state: MinerState, event: Event, rules: Rules) -> Decision:
         case SnapshotComplete() if may_check(state):
             return state, (Order.PREVIEW,)
         case RolledBack(progress=Progress(outer_step=outer)) if outer != state.outer_step:
-            # A rebase would keep what was trained in an epoch that is not ours any more.
+            # A rebase would keep what was trained in an outer step that is not ours any more.
             after = replace(state, outer_step=outer, rebase=False, unpublished=False)
             return after, (Task.COMPARE_EPOCHS,)
         case AllReduceCalled() if ignores_calls(state):
@@ -552,8 +552,8 @@ def _epoch_seen(state: MinerState, seen: int, at: float) -> Decision:
                 return _fetch(state, seen, rebase=True)
             after = replace(state, mode=Mode.TRAINING, unpublished=False)
             return after, (Task.COMPARE_WEIGHTS,)
-        # Before its time is up the validator may still be publishing the epoch we already have.
-        # An epoch ahead of ours is never on its way: it is there.
+        # Before its time is up the validator may still be publishing the one we already have.
+        # An outer step ahead of ours is never on its way: it is there.
         # One that could not be fetched is not asked for again before its time.
         if at < state.global_due and (seen <= state.outer_step or seen == state.failed_target):
             return state, ()
