@@ -25,7 +25,7 @@ import httpx
 from urllib3.exceptions import InvalidHeader
 from urllib3.util import Retry
 
-from distributed_training.common.backoff import Backoff
+from distributed_training.common.backoff import Backoff, Throttle
 from distributed_training.common.files import write_bytes
 from distributed_training.config.settings import DataSettings
 from distributed_training.protocol.lines import counted
@@ -35,7 +35,7 @@ from .page_source import Counts, PageUnavailable, Pin, usable_texts
 
 log = logging.getLogger(__name__)
 
-_SWEEP_EVERY = 32  # writes between two looks at the folder's size
+_SWEEP_EVERY = 10.0  # seconds between two looks at the folder's size
 _WRITE_AGAIN = 600.0  # seconds after a write that failed
 
 
@@ -49,8 +49,7 @@ class PageCache:
     def __init__(self, folder: Path, *, limit_bytes: int) -> None:
         self._folder = folder
         self._limit = limit_bytes
-        self._lock = threading.Lock()
-        self._writes = 0
+        self._sweep_due = Throttle(_SWEEP_EVERY)
         self._write_at = 0.0  # time.monotonic(): not before; after a failure
 
     def get(self, key: str) -> Any | None:
@@ -94,11 +93,8 @@ class PageCache:
                 error.strerror,
             )
             return
-        with self._lock:
-            self._writes += 1
-            # The first write too: an earlier process may have had a larger bound.
-            due = self._writes % _SWEEP_EVERY == 1
-        if due:
+        # After the first write too: an earlier process may have had a larger bound.
+        if self._sweep_due():
             self.sweep()
 
     def sweep(self) -> None:
