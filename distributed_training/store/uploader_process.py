@@ -75,10 +75,6 @@ _DEFECT_WAIT = 30.0  # seconds after an unexpected error: each is a line with it
 _PEER_ID_RETRY = timedelta(seconds=30)
 
 
-class BlockedError(StoreError):
-    """The gate's line."""
-
-
 @dataclass
 class Publication:
     """``newer()``: a newer snapshot waits, so one that is not even complete need not be waited for.
@@ -138,7 +134,7 @@ class Publication:
         revision, settings = submission.revision, self.settings
         # More is the schedule's to ask for: validators refuse inner step 0 only.
         if revision.inner_step < 1:
-            raise BlockedError(lines.upload_blocked(revision.inner_step, 1))
+            raise StoreError(lines.upload_blocked(revision.inner_step, 1))
         files = wait_complete(
             submission.folder,
             submission.world_size,
@@ -154,7 +150,7 @@ class Publication:
             block_on_preview=settings.block_on_preview,
         )
         if blocked:
-            raise BlockedError(blocked)
+            raise StoreError(blocked)
         if warning := preview_warning(submission.preview_delta):
             log.warning("%s", warning)
         deadline = self.uplink.clock() + settings.longest_transfer.total_seconds()
