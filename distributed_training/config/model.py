@@ -162,9 +162,9 @@ class Config(AllSettings):
     warnings: tuple[str, ...] = ()  # what was noticed while the files were read
     network: Network | None = None  # that --network names; None: the public one, or a preset's
 
-    def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of a flag by its name (``neuron.upload_steps``)."""
-        return self.values.get(name, default)
+    def get(self, name: str) -> Any:
+        """Return the value of a flag by its name (``neuron.upload_steps``); None if unknown."""
+        return self.values.get(name)
 
     @property
     def preset(self) -> str:

@@ -242,7 +242,8 @@ def _family(name: str, label: str, values: Mapping[str, float]) -> Metric:
     ``values``: figures by the label's value, "" without one.
     """
     kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-    about = {**METRICS, **CHAIN_COUNTS}.get(name, name.removesuffix("_total").replace("_", " "))
+    about = METRICS.get(name) or CHAIN_COUNTS.get(name)
+    about = about or name.removesuffix("_total").replace("_", " ")
     family = kind(_PREFIX + name, about, labels=[label] if any(values) else [])
     for key, value in sorted(values.items()):
         family.add_metric([key] if any(values) else [], value)
