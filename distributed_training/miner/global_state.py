@@ -537,7 +537,7 @@ def begin_fresh(trainer: Trainer, folder: Path | None) -> None:
 
     All ranks, at a start without a checkpoint.
     """
-    from distributed_training.training.inner_state import take_over
+    from distributed_training.training.trainer import take_over
 
     facts, why, schedule = None, "", trainer.schedule
     info, warning = (log.info, log.warning) if trainer.rank == 0 else (log.debug, log.debug)

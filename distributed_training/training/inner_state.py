@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,9 +39,6 @@ from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.pt_file import Made, PtContent, Storage, read_pt
 
 from .inner_optimizer import EPS, CosineSchedule
-
-if TYPE_CHECKING:
-    from .trainer import Trainer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -295,40 +292,6 @@ def _check_count(count: Any) -> None:
     # Not isinstance(): True is an int. NaN fails both comparisons.
     if type(count) not in (int, float) or not 0 <= count <= _MOST_STEPS:
         raise TypeError(f"{count!r:.40} is no number of inner steps")
-
-
-def take_over(trainer: Trainer, folder: Path | None) -> InnerFacts | None:
-    """Take moments and place in the schedule from the shards in rank 0's ``folder``.
-
-    Collective.
-
-    Returns None if the folder gives none. Raises ValueError on all ranks alike if they are not of
-    this model; nothing has changed then.
-    """
-    stream = trainer.stream
-    state = stream.read_on_rank_0(
-        lambda: None if folder is None else InnerState(folder, trainer.schema)
-    )
-    facts = stream.from_rank_0(None if state is None else state.facts)
-    if facts is None:
-        return None
-    # All of them before the first is loaded: a file that is unsound must change nothing.
-    moments = {
-        kind: [_own_rows(trainer, state, kind, index) for index in range(len(trainer.schema))]
-        for kind in MOMENTS
-    }
-    trainer.optimizer.load_state_dict({"steps": facts.steps, **moments})
-    trainer.total_inner_steps = facts.finished_steps
-    return facts
-
-
-def _own_rows(trainer: Trainer, state: InnerState | None, kind: str, index: int) -> Tensor:
-    shard, stream = trainer.sharded.shards[index], trainer.stream
-    # A vote for each: rank 0 alone reads, and the others would wait in the scatter.
-    whole = stream.read_on_rank_0(lambda: None if state is None else state.moment(kind, index))
-    rows = shard.empty_rows()
-    stream.scatter(shard.shape, whole, rows)
-    return rows
 
 
 def _shards_in(folder: Path) -> list[Path]:

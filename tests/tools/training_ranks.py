@@ -33,11 +33,10 @@ from distributed_training.training import error_feedback, local_evaluation, oute
 from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
-from distributed_training.training.inner_state import take_over
 from distributed_training.training.local_evaluation import AwfulWeights
 from distributed_training.training.outer_step import nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
-from distributed_training.training.trainer import Trainer
+from distributed_training.training.trainer import Trainer, take_over
 from tests.tools.training_world import (
     evaluate,
     finished,

@@ -18,8 +18,7 @@ from distributed_training.miner import global_state
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Progress
 from distributed_training.training.collectives import row_range
-from distributed_training.training.inner_state import take_over
-from distributed_training.training.trainer import Trainer
+from distributed_training.training.trainer import Trainer, take_over
 from tests.tools import torch_2_5
 from tests.tools.training_world import take_snapshot, train, trainer
 
