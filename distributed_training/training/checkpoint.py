@@ -40,8 +40,7 @@ from distributed_training.common.files import read_json_object, sha256_of, sync_
 from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.types import Progress, RankFailedError
 
-from .collectives import RowStream, row_range
-from .error_feedback import enter_thread
+from .collectives import RowStream, enter_thread, row_range
 from .snapshot import write_safetensors
 from .trainer import SLOW_STEPS, Trainer
 

@@ -1,4 +1,4 @@
-"""Row shards of every parameter, and the collectives over them.
+"""Row shards of every parameter, the collectives over them, and their copies in host memory.
 
 FSDP2 splits every parameter along its first dimension as ``torch.chunk`` does: ``ceil(rows / W)``
 rows to each of W ranks, fewer or none to the last. Optimizer, epoch-start weights, momentum, error
@@ -9,12 +9,17 @@ On several machines ranks are numbered machine by machine. Each machine holds on
 model, sharded over its own ranks (HSDP): weights are gathered inside a machine, and only gradients
 travel between machines, each rank's with its peers of the same shard. All copies go through the
 same steps, so a snapshot or a checkpoint of one machine is one of all.
+
+Copies from a GPU use two pinned buffers in turn: the bus fills one on a stream of its own while all
+cores empty the other. A plain ``.to("cpu")`` goes through a small buffer of the driver's, and one
+core empties it into memory that was never touched before.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -284,3 +289,121 @@ class RowStream:
         box = [value]
         dist.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
+
+
+STAGE = 1 << 25  # elements of float32 in each of the two buffers: 128 MiB
+
+#: A flat part of a tensor, and where it goes.
+Piece = tuple[Tensor, Tensor]
+
+
+class HostCopies:
+    """Copies from one device to host memory, for one thread.
+
+    ``stage``: float32 elements that a buffer holds.
+    """
+
+    def __init__(self, device: torch.device, *, stage: int = STAGE) -> None:
+        cuda = device.type == "cuda"
+        self._device, self._stage = device, stage
+        self._stream = torch.cuda.Stream(device) if cuda else None
+        self._copied = [torch.cuda.Event(), torch.cuda.Event()] if cuda else []
+        self._buffers = [torch.empty(stage, pin_memory=cuda) for _ in range(2)]
+
+    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Copy float32 ``tensors`` to new host tensors, once the current stream's queue is done.
+
+        Returns when the values are there.
+        """
+        taken = [torch.empty(t.shape) for t in tensors]
+        if self._stream is not None:
+            # Only the side stream waits for what training queued. The host does not.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        under_way: tuple[int, list[Piece]] | None = None
+        # One turn behind: while the bus fills one buffer, the cores empty the other.
+        for turn, load in enumerate(self._loads(tensors, taken)):
+            self._fill(turn % 2, load)
+            if under_way is not None:
+                self._empty(*under_way)
+            under_way = turn % 2, load
+        if under_way is not None:
+            self._empty(*under_way)
+        return taken
+
+    def _loads(self, tensors: Sequence[Tensor], taken: Sequence[Tensor]) -> Iterator[list[Piece]]:
+        """Yield as many pieces at a time as a buffer holds."""
+        load: list[Piece] = []
+        room = self._stage
+        for source, target in zip(tensors, taken, strict=True):
+            flat, into = source.detach().reshape(-1), target.view(-1)
+            start = 0
+            while start < flat.numel():
+                size = min(room, flat.numel() - start)
+                load.append((flat[start : start + size], into[start : start + size]))
+                start, room = start + size, room - size
+                if room == 0:
+                    yield load
+                    load, room = [], self._stage
+        if load:
+            yield load
+
+    def _fill(self, turn: int, load: Sequence[Piece]) -> None:
+        with torch.cuda.stream(self._stream):  # without one: nothing
+            for part, (source, _) in self._parts(turn, load):
+                # The host goes on only because the buffer is pinned.
+                part.copy_(source, non_blocking=True)
+            if self._stream is not None:
+                self._copied[turn].record(self._stream)
+
+    def _empty(self, turn: int, load: Sequence[Piece]) -> None:
+        if self._stream is not None:
+            # The one wait of the host: before it the buffer holds the values of two turns ago.
+            self._copied[turn].synchronize()
+        for part, (_, target) in self._parts(turn, load):
+            target.copy_(part)
+
+    def _parts(self, turn: int, load: Sequence[Piece]) -> Iterator[tuple[Tensor, Piece]]:
+        start = 0
+        for piece in load:
+            size = piece[0].numel()
+            yield self._buffers[turn][start : start + size], piece
+            start += size
+
+
+@functools.cache
+def _copies(device: torch.device) -> HostCopies:
+    return HostCopies(device)
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Copy to host memory, which later steps do not change. For the training thread."""
+    if not tensors or tensors[0].device.type != "cuda":
+        # copy: without it a tensor of the host would be itself, and the next step would change it.
+        return [t.detach().to("cpu", copy=True) for t in tensors]
+    return _copies(tensors[0].device).take(tensors)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Return the values in host memory: ``tensor`` itself if it lies there.
+
+    For the training thread.
+    """
+    return tensor if tensor.device.type == "cpu" else to_host([tensor])[0]
+
+
+def enter_thread(device: torch.device) -> None:
+    """Make ``device`` the calling thread's own; first line of a thread that may touch a GPU."""
+    if device.type == "cuda":
+        # A thread starts on GPU 0. Leaving a stream of another GPU returns to the stream before,
+        # which is GPU 0's, and with that makes a CUDA context there: half a gigabyte of rank 0's
+        # memory for every other rank, from the first snapshot on.
+        torch.cuda.set_device(device)
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Make a stream for another thread's work beside training, None without a GPU.
+
+    With it neither waits for the other.
+    """
+    return torch.cuda.Stream(device) if device.type == "cuda" else None

@@ -26,8 +26,8 @@ from torch import Tensor
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import RankFailedError
 
-from .collectives import RowStream
-from .error_feedback import Code, ErrorFeedback, to_host
+from .collectives import RowStream, to_host
+from .error_feedback import Code, ErrorFeedback
 from .model import loss_limit
 from .sharding import ShardedModel
 from .snapshot import Epoch, SnapshotHandle, publish_instead

@@ -43,8 +43,8 @@ from distributed_training.protocol.metadata import parse_config
 from distributed_training.protocol.pt_file import read_pt, refuse_calls
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, RankFailedError
 
-from .collectives import ParameterShard, RowStream
-from .error_feedback import ErrorFeedback, on_host, to_host
+from .collectives import ParameterShard, RowStream, on_host, to_host
+from .error_feedback import ErrorFeedback
 from .model import parameter_schema, without_extras
 
 log = logging.getLogger(__name__)

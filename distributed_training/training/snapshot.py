@@ -12,12 +12,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import math
 import os
 import shutil
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,14 +36,16 @@ from distributed_training.common.files import atomic_file, sync_folder, write_js
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 
-from .collectives import Layout, ParameterShard, RowStream
-from .error_feedback import BoundaryCopies, Code, Codec, Direction, enter_thread
+from .collectives import Layout, ParameterShard, RowStream, enter_thread, to_host
+from .error_feedback import Code, Codec, Direction
 from .inner_optimizer import CosineSchedule, InnerOptimizer
 from .inner_state import describe_inner, write_shard
 
 if TYPE_CHECKING:
     from .outer_step import OuterStep
     from .sharding import ShardedModel
+
+log = logging.getLogger(__name__)
 
 _NAMES = {torch.float32: "F32", torch.int64: "I64", torch.int16: "I16", torch.uint8: "U8"}
 
@@ -101,6 +105,80 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
             digest.update(data)
             handle.write(data)
     return digest.hexdigest()
+
+
+@dataclass(frozen=True, eq=False)
+class BoundaryCopies:
+    """Rows of weights and of AdamW's moments at one step boundary, in host memory.
+
+    They take 12 bytes a parameter. Nobody changes them. Their names are the keys in the state dicts
+    of model and optimizer.
+    """
+
+    weights: list[Tensor]
+    exp_avg: list[Tensor]
+    exp_avg_sq: list[Tensor]
+
+
+class BoundaryCopier:
+    """Takes :class:`BoundaryCopies`; of one boundary at a time, or host memory would hold several.
+
+    A snapshot and a checkpoint of the same boundary get the same ones. While those of an earlier
+    boundary are still being written, training waits up to ``patience`` seconds for them. Who writes
+    keeps the object until he is done. For the training thread.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[ParameterShard],
+        optimizer: InnerOptimizer,
+        *,
+        patience: float = 120.0,
+    ) -> None:
+        self._shards, self._optimizer, self._patience = shards, optimizer, patience
+        self._last: weakref.ref[BoundaryCopies] | None = None
+        self._boundary: tuple[int, ...] = ()
+        self._released = threading.Event()
+        self._released.set()
+
+    def take(self) -> BoundaryCopies:
+        boundary = self._now()
+        last = None if self._last is None else self._last()
+        if last is not None and boundary == self._boundary:
+            return last
+        # This very reference would keep alive what is waited for.
+        del last
+        self.wait()
+        made = BoundaryCopies(
+            to_host([shard.local for shard in self._shards]),
+            to_host(self._optimizer.exp_avg),
+            to_host(self._optimizer.exp_avg_sq),
+        )
+        self._released = released = threading.Event()
+        # Who writes holds the object. When the last one lets go of it, the next copies may be made.
+        self._last = weakref.ref(made, lambda _: released.set())
+        self._boundary = boundary
+        return made
+
+    def wait(self) -> None:
+        """Wait until no thread writes earlier copies any more. A round needs the same memory."""
+        if not self._released.wait(self._patience):
+            log.warning(
+                "A snapshot or checkpoint is still being written after %.0f s, so training goes on "
+                "with copies of two boundaries in host memory: use a faster disk for "
+                "--neuron.run_folder",
+                self._patience,
+            )
+            self._released.set()  # once for each
+
+    def _now(self) -> tuple[int, ...]:
+        """Return counters that change with the values.
+
+        torch counts the writes to a tensor, except those of fused AdamW.
+        """
+        moments = (*self._optimizer.exp_avg, *self._optimizer.exp_avg_sq)
+        tensors = (*(shard.local for shard in self._shards), *moments)
+        return (self._optimizer.step_count, *(tensor._version for tensor in tensors))
 
 
 _PARTS = ".parts"

@@ -24,7 +24,7 @@ from distributed_training.protocol.types import Progress, StepReport
 
 from . import sharding
 from .collectives import Layout, open_stream
-from .error_feedback import BoundaryCopier, BoundaryCopies, Codec, ErrorFeedback
+from .error_feedback import Codec, ErrorFeedback
 from .inner_optimizer import CosineSchedule, InnerOptimizer
 from .inner_state import MOMENTS, InnerFacts, InnerState
 from .local_evaluation import MEASURED, GradientCheck, Text, load_measured
@@ -32,7 +32,7 @@ from .memory_plan import plan_batch
 from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
 from .outer_step import OuterStep
 from .sharding import build_sharded_model
-from .snapshot import SnapshotHandle, Snapshots
+from .snapshot import BoundaryCopier, BoundaryCopies, SnapshotHandle, Snapshots
 from .throughput import StepMeter, start_profiler
 
 if TYPE_CHECKING:  # 80 modules that nothing else here needs

@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress
 from distributed_training.training import error_feedback, sharding
-from distributed_training.training.collectives import ParameterShard
-from distributed_training.training.error_feedback import HostCopies
+from distributed_training.training.collectives import HostCopies, ParameterShard
 from distributed_training.training.micro_batches import (
     DeviceBudget,
     KnownSize,
