@@ -253,22 +253,6 @@ def test_a_refusal_ends_at_once_and_names_the_permission(
     assert set(tried.values()) == {1}, "nothing is tried again"
 
 
-def test_a_wrong_clock_is_called_a_wrong_clock(
-    server: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import botocore.auth
-
-    from distributed_training.store.s3 import ClockSkewError
-
-    store = new_bucket(server, settings_for(server))
-    real = botocore.auth.get_current_datetime
-    monkeypatch.setattr(
-        botocore.auth, "get_current_datetime", lambda *a, **k: real(*a, **k) + timedelta(hours=2)
-    )
-    with pytest.raises(ClockSkewError, match="set the clock"):
-        store.put("a", b"x")
-
-
 def test_two_miners_with_one_bucket(server: ObjectStoreServer, tmp_path: Path) -> None:
     settings = settings_for(server)
     store = new_bucket(server, settings)

@@ -98,7 +98,11 @@ def store_at(handler: type[Page]) -> Iterator[S3ObjectStore]:
         server.shutdown()
 
 
-@pytest.fixture(params=[b"<html>maintenance</html>", LISTED], ids=["page", "empty entries"])
+@pytest.fixture(
+    scope="module",
+    params=[b"<html>maintenance</html>", LISTED],
+    ids=["page", "empty entries"],
+)
 def store(request: pytest.FixtureRequest) -> Iterator[S3ObjectStore]:
     with store_at(type("Odd", (Page,), {"body": request.param})) as store:
         yield store
@@ -151,7 +155,6 @@ def test_headers_and_bodies_that_botocore_cannot_read_are_tried_again(
             OPERATIONS[name](store)
 
 
-@pytest.mark.parametrize("name", ["head", "put"])
 @pytest.mark.parametrize(
     ("status", "code", "text"),
     [
@@ -163,17 +166,17 @@ def test_headers_and_bodies_that_botocore_cannot_read_are_tried_again(
         (307, "TemporaryRedirect", "redirects elsewhere"),
     ],
 )
-def test_a_refusal_is_called_by_its_cause(name: str, status: int, code: str, text: str) -> None:
+def test_a_refusal_is_called_by_its_cause(status: int, code: str, text: str) -> None:
     """An answer to HEAD has no body, so it does not say why."""
     body = f"<Error><Code>{code}</Code><Message>m</Message></Error>".encode()
 
-    class Refuses(Page):
-        requests = 0
-
-    Refuses.status, Refuses.body = status, body
-    with store_at(Refuses) as store, pytest.raises(StoreError, match=text):
-        OPERATIONS[name](store)
-    assert Refuses.requests <= 4, "a redirect was asked about again and again"
+    refuses: type[Page] = type("Refuses", (Page,), {"status": status, "body": body})
+    with store_at(refuses) as store:
+        for name in ("head", "put"):
+            refuses.requests = 0
+            with pytest.raises(StoreError, match=text):
+                OPERATIONS[name](store)
+            assert refuses.requests <= 4, "a redirect was asked about again and again"
 
 
 def test_a_bucket_whose_etags_are_no_md5_is_named_at_once() -> None:
