@@ -66,7 +66,7 @@ WORDS = {
     "distributed_training.swarm.averager_process": "swarm host",
     "p2pd": "p2pd",
     "distributed_training.store.uploader_process": "uploader",
-    "distributed_training.data.worker": "data worker",
+    "distributed_training.data.block_builder": "data worker",
     "distributed_training.telemetry.page": "page",
 }
 #: What the miner's log says of the death of one.
