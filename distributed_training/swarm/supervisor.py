@@ -378,19 +378,16 @@ class HostKeeper:
             if attempt:
                 self._closing.wait(backoff.failed().total_seconds())
             problem = self._start_once(list(self._settings.initial_peers))
-            if not problem:
-                self.joined = True
-                return
+            self.joined = not problem
             if _NO_BOOTSTRAP in problem:
                 log.warning(
                     "None of the initial peers can be reached, so this miner joins no round yet; "
                     "training goes on and they are tried again (--neuron.initial_peers)"
                 )
-                self.joined = False
                 # Alone, with the same identity and port: who knows this peer finds it again.
                 problem = self._start_once([])
-                if not problem:
-                    return
+            if not problem:
+                return
             log.warning("The swarm process did not start (attempt %d): %s", attempt + 1, problem)
         raise SwarmUnavailable(
             f"the swarm could not be joined ({problem}), so this miner joins no round: check "
