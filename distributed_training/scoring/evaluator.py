@@ -40,18 +40,6 @@ def evaluation_device(wanted: str) -> torch.device:
     return torch.device(auto if wanted == "auto" else wanted)
 
 
-def check_words(sequences: Tensor, vocabulary: int) -> None:
-    """Raise ConfigError for a token that a model of so many words does not have.
-
-    Its embedding ends the program, and on a GPU all that the process does there.
-    """
-    if sequences.numel() and (most := int(sequences.max())) >= vocabulary:
-        raise ConfigError(
-            f"the text holds token {most} and the model has {vocabulary} words, so its loss cannot "
-            "be measured: give the model's own tokenizer with --neuron.global_tokenizer_name"
-        )
-
-
 class EvaluationModel:
     """A Hugging Face causal model whose weights are changed between evaluations.
 
@@ -110,7 +98,13 @@ class EvaluationModel:
         """
         if sequences.shape[0] == 0:
             raise ValueError("there is no sequence to evaluate")
-        check_words(sequences, self._vocabulary)
+        # Its embedding would end the program, and on a GPU all that the process does there.
+        if (most := int(sequences.max())) >= self._vocabulary:
+            raise ConfigError(
+                f"the text holds token {most} and the model has {self._vocabulary} words, so its "
+                "loss cannot be measured: give the model's own tokenizer with "
+                "--neuron.global_tokenizer_name"
+            )
         found = []
         for batch in sequences.split(self._micro_batch):
             # A judgement takes minutes, and a stop must not wait for the whole of it.

@@ -245,24 +245,25 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> float:
     """
     import torch
 
+    from distributed_training.common.files import read_json_object
     from distributed_training.node.start import fetch_tokenizer
-    from distributed_training.scoring.evaluator import check_words
+    from distributed_training.protocol import keys
+    from distributed_training.scoring.evaluator import EvaluationModel
     from distributed_training.scoring.score_preview import draw_random_blocks
     from distributed_training.scoring.upload import PageReader
+    from distributed_training.training.outer_step import load_weights
 
-    model, total, count = _load(folder), 0.0, 0
+    content = read_json_object(folder / keys.CONFIG) or {}
+    model = EvaluationModel(model_config=content, device=torch.device("cpu"))
+    model.load(load_weights(folder / keys.MODEL, model.schema))
     with tempfile.TemporaryDirectory() as scratch:
         read = PageReader.from_settings(config, *fetch_tokenizer(config, Path(scratch)))
         # The same blocks at each call, so that two exports can be compared.
         generator = random.Random(0)
-        while count < sequences:
-            (block,) = draw_random_blocks(10**6, 1, generator)
-            for batch in read(0, block)[: sequences - count].split(2):
-                check_words(batch, model.config.vocab_size)
-                with torch.no_grad():
-                    total += float(model(batch, labels=batch).loss) * len(batch)
-                count += len(batch)
-    return total / count
+        texts: list[torch.Tensor] = []
+        while sum(map(len, texts)) < sequences:
+            texts.append(read(0, *draw_random_blocks(10**6, 1, generator)))
+    return model.loss(torch.cat(texts)[:sequences])
 
 
 if __name__ == "__main__":
