@@ -62,6 +62,7 @@ def test_transformers_loads_the_newest_state(state: Path, tmp_path: Path, capsys
     ("damage", "words"),
     [
         ("nan", "not finite"),
+        ("beyond float32", "not finite"),
         ("shape", "has shape"),
         ("missing", "lacks"),
         ("config", "cannot be exported"),
@@ -77,6 +78,8 @@ def test_a_damaged_state_leaves_no_folder(
     tensors = load_file(folder / "model.safetensors")
     if damage == "nan":
         tensors[NAME][0] = float("nan")
+    elif damage == "beyond float32":
+        tensors[NAME] = tensors[NAME].double().fill_(1e300)
     elif damage == "shape":
         tensors[NAME] = tensors[NAME][1:].clone()
     elif damage == "missing":
