@@ -173,7 +173,7 @@ class Repository:
 
     @property
     def trained(self) -> bool:
-        """Whether an inner step was uploaded: no other repository is judged."""
+        """True if an inner step was uploaded: no other repository is judged."""
         return self.metadata is not None and self.metadata.inner_step > 0
 
     @property

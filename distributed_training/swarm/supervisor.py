@@ -399,7 +399,6 @@ class HostKeeper:
 
         Raises SwarmUnavailable when closing.
         """
-        bound_log(self._log)
         try:
             config = self._config(initial_peers)
         except OSError as error:  # no room, or no descriptor

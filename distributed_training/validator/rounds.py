@@ -118,7 +118,7 @@ class Attendance:
 
 @dataclass
 class RoundOutcome:
-    """What is known of a round, filled in as it goes on.
+    """The course of a round, filled in as it goes on.
 
     ``averaged``: copies of the buffers after a good round, None after a failed one.
     """
@@ -339,7 +339,7 @@ class RoundCaller:
     def _average(
         self, outcome: RoundOutcome, called: Sequence[Neuron], uids_of: Mapping[str, int]
     ) -> None:
-        """Average with whom was ``called``. Raises AllReduceError."""
+        """Average with the miners that were ``called``. Raises AllReduceError."""
         began = time.monotonic()
         request = RoundRequest(
             caller=self._caller,
