@@ -128,7 +128,6 @@ def test_a_peer_that_stays_alone_tries_to_join_less_and_less_often(world: World)
 @pytest.mark.parametrize(
     ("where", "error"),
     [
-        ("the process", OSError(12, "Cannot allocate memory")),
         ("the process", OSError(24, "Too many open files")),
         ("the process", RuntimeError("can't start new thread")),
         ("the sockets' folder", OSError(28, "No space left on device")),
