@@ -63,12 +63,13 @@ class MachineGauges:
         self._cards = [card for i in range(gpus) if (card := NvmlSampler.open(i)) is not None]
 
     def single(self) -> Mapping[str, Callable[[], float | None]]:
+        total = host_bytes()  # as the start found it: the step is to read no files for it
         return {
             "disk_free_bytes": lambda: shutil.disk_usage(self._folder).free,
             "disk_needed_bytes": lambda: self._needed,
             "memory_bytes": self._resident,
             "memory_growth_bytes_per_hour": self._growth.per_hour,
-            "memory_total_bytes": host_bytes,
+            "memory_total_bytes": lambda: total,
         }
 
     def by_rank(self) -> dict[str, dict[int, float]]:
