@@ -131,7 +131,7 @@ def _parse(raw: bytes) -> tuple[str, str, dict[str, str], bool]:
 _parse_again = functools.lru_cache(maxsize=512)(_parse)
 
 
-def body_length(head: Head, most: int = MAX_BODY_BYTES) -> int:
+def body_length(head: Head, most: int) -> int:
     """Return a body's length. Raises Refused if it is not given, or too large."""
     if "transfer-encoding" in head.headers:
         raise Refused(Refusal.LENGTH)

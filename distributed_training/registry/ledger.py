@@ -57,7 +57,7 @@ class Since:
 
 
 class Slot(NamedTuple):
-    """What the chain keeps of one uid. It is never changed in place, but replaced."""
+    """The facts that the chain keeps of one uid; a change replaces the slot."""
 
     neuron: Neuron
     since: Since
