@@ -151,17 +151,16 @@ class InnerOptimizer:
         offload: bool,
     ) -> None:
         self.betas, self.weight_decay, self.offload = betas, weight_decay, offload
-        self._shards = list(shards)
-        device = self._shards[0].local.device
+        device = shards[0].local.device
         self._device = device
         # Plain tensors over the shards' memory, not DTensors: those would be dispatched one by one
         # in each step.
-        self._params = [nn.Parameter(s.local) for s in self._shards]
+        self._params = [nn.Parameter(shard.local) for shard in shards]
         # Only a copy from or to pinned memory lets the host go on.
         pinned = offload and device.type == "cuda"
         home = torch.device("cpu") if offload else device
-        # On the host: to read the count for a report must not wait for the device.
-        self._step = torch.zeros((), dtype=torch.float32)
+        # Of its own: to read AdamW's count for a report would wait for the device.
+        self.step_count = 0
         self.exp_avg = [torch.zeros(p.shape, device=home, pin_memory=pinned) for p in self._params]
         self.exp_avg_sq = [torch.zeros_like(t, pin_memory=pinned) for t in self.exp_avg]
         self._buckets = self._make_buckets()
@@ -205,10 +204,6 @@ class InnerOptimizer:
         where = "host memory, copied beside the arithmetic" if self.offload else "device memory"
         return f"✓ Using fused AdamW, its state in {where}"
 
-    @property
-    def step_count(self) -> int:
-        return int(self._step.item())
-
     def state_dict(self) -> dict[str, Any]:
         return {
             "steps": self.step_count,
@@ -221,13 +216,15 @@ class InnerOptimizer:
         for kind, moments in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
             for mine, theirs in zip(moments, state[kind], strict=True):
                 mine.copy_(theirs)
-        for step in (self._step, *self._steps):
-            step.fill_(int(state["steps"]))
+        self.step_count = int(state["steps"])
+        for step in self._steps:
+            step.fill_(self.step_count)
 
     @torch.no_grad()
     def reset(self) -> None:
         """Forget all steps."""
-        for moment in (*self.exp_avg, *self.exp_avg_sq, self._step, *self._steps):
+        self.step_count = 0
+        for moment in (*self.exp_avg, *self.exp_avg_sq, *self._steps):
             moment.zero_()
 
     @torch.no_grad()
@@ -244,7 +241,7 @@ class InnerOptimizer:
         else:
             for adamw in self._adamw:
                 adamw.step()
-        self._step += 1
+        self.step_count += 1
         # A reference kept here would hold the gradients' memory through the next forward.
         for param in self._params:
             param.grad = None

@@ -408,7 +408,6 @@ def measured_micro_batch(
     step: MicroBatches,
     settings: TrainingSettings,
     *,
-    say: Callable[[str], None],
     end_step: Callable[[], None],
 ) -> int:
     """Return what an earlier start found for ``auto``, or the result of trying.
@@ -421,7 +420,7 @@ def measured_micro_batch(
     stream, device = step.stream, step.sharded.device
     sizes, why = sizes_to_try(settings, stream.world_size, device)
     if known.fastest in sizes:  # the effective batch may be another now
-        say(f"--neuron.local_batch_size_train auto: {known.fastest}, as found before")
+        step.say(f"--neuron.local_batch_size_train auto: {known.fastest}, as found before")
         return known.fastest
 
     def seconds(sequences: int) -> float:
@@ -444,7 +443,7 @@ def measured_micro_batch(
         sizes,
         why=why,
         vote=stream.first_error,
-        say=say,
+        say=step.say,
         budget=DeviceBudget(device) if device.type == "cuda" else None,
     )
     # One rank writes for each node: the ranks of a node share the file.

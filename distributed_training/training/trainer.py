@@ -126,11 +126,8 @@ class Trainer:
         if settings.profile_steps:
             self._profiler = start_profiler(steps=settings.profile_steps, rank=self.rank)
         if isinstance(wanted, str):
-            self.plan_micro_batches(
-                measured_micro_batch(
-                    self.step, settings, say=self._say, end_step=self._try_end_of_step
-                )
-            )
+            size = measured_micro_batch(self.step, settings, end_step=self._try_end_of_step)
+            self.plan_micro_batches(size)
 
     def _build_optimizers(self) -> None:
         settings, shards = self.settings, self.sharded.shards
