@@ -1,7 +1,9 @@
 """A miner of two machines: network namespaces with run folders of their own, the real launcher.
 
+What the doctor finds between two machines comes last.
+
 Either machine's death at each point of a round and of an upload, and a node 0 that goes on alone,
-are in tests/end_to_end/test_node_deaths.py.
+are in tests/end_to_end/test_kills.py.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,7 @@ pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "tests" / "tools" / "node_launch.py"
+PAGE = (ROOT / "docs" / "several-machines.md").read_text()
 FLAGS = small_miner.FLAGS | {
     "neuron.global_tokenizer_name": "bytes",
     "diagnostics.start_check": "false",
@@ -158,8 +162,7 @@ def two(nodes: Nodes) -> Iterator[Callable[..., list[Node]]]:
 
 def _flags_of_the_guide() -> list[dict[str, str]]:
     """Return what docs/several-machines.md has people type on each node."""
-    page = (ROOT / "docs" / "several-machines.md").read_text()
-    found = [line.split() for line in page.splitlines() if line.startswith("python neurons/miner")]
+    found = [line.split() for line in PAGE.splitlines() if line.startswith("python neurons/miner")]
     return [
         {name.removeprefix("--"): value for name, value in zip(w[2::2], w[3::2], strict=True)}
         for w in found
@@ -350,3 +353,57 @@ def _blocks(folder: Path) -> set[int]:
         (max(folder.glob("checkpoints/checkpoint-*")) / "rank-0.json").read_text()
     )
     return {block for block, _ in manifest["extra"]["rank_zero"]["blocks"]["blocks"]}
+
+
+# --- the doctor's command of the guide ------------------------------------------------------------
+
+(DOCTOR,) = [line for line in PAGE.splitlines() if line.startswith("python -m ")]
+SHOWN = [line for line in PAGE.splitlines() if line.startswith("✓")]
+
+
+def _doctor(machine: Machine, command: str, *more: str) -> str:
+    python, *words = command.split()
+    assert python == "python"
+    done = subprocess.run(
+        [*machine.prefix, sys.executable, *words, *more],
+        cwd=ROOT, capture_output=True, text=True, timeout=200, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def listening(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Machine]]:
+    """The first one's launcher listens, as the guide starts it.
+
+    Last in this module: other machines made by this process would have the same names.
+    """
+    with machines(2) as found, closing(Nodes(tmp_path_factory.mktemp("nodes"))) as nodes:
+        endpoint = f"{found[0].address}:29400"
+        node_0 = nodes("node0", found[0], nnodes="2", rdzv_endpoint=endpoint, nproc_per_node="1")
+        node_0.start()
+        wait_for(lambda: "Waiting for node 1" in node_0.output, "node 0", seconds=120)
+        yield found
+
+
+@pytest.mark.slow
+def test_the_guides_command_prints_what_the_guide_shows(listening: list[Machine]) -> None:
+    printed = [line.rstrip() for line in _doctor(listening[1], DOCTOR).splitlines()]
+    assert SHOWN and set(SHOWN) <= set(printed), "\n".join(printed)
+
+
+@pytest.mark.slow
+def test_a_firewall_between_nodes_and_a_public_address_are_told(listening: list[Machine]) -> None:
+    quick = "--diagnostics.measure", "0"
+    listening[0].close_ports_but(29400)
+    printed = " ".join(_doctor(listening[1], DOCTOR, *quick).split())
+    listening[0].open_ports()
+    assert "✗ fail nodes node 0 answers at 10.0.0.1:29400, but not at port" in printed
+    assert "let all TCP ports through from 10.0.0.2 in the firewall of node 0" in printed
+    public = ["ip", "-n", listening[1].name, "addr", "add", "44.0.0.1/24", "dev", "eth0"]
+    subprocess.run(public, check=True)
+    command = "python -m distributed_training doctor --nnodes 2 --rdzv_endpoint 44.0.0.1:29400"
+    printed = " ".join(_doctor(listening[1], command, "--offline", *quick).split())
+    assert "! warn nodes' firewall 44.0.0.1 is a public address" in printed
+    assert "→ let only the nodes reach interface eth0: docs/several-machines.md" in printed

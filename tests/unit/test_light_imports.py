@@ -1,12 +1,15 @@
-"""Processes that must stay small, or answer at once, import nothing heavy."""
+"""Imports: nothing heavy in processes that must stay small, no thread or socket before a fork."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from distributed_training.miner.rank_group import PRELOAD, rank_environment_defaults
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "transformers", "hivemind", "bittensor", "botocore", "numpy", "pyarrow"}
@@ -32,3 +35,31 @@ def test_a_light_process_imports_nothing_heavy(module: str, may: set[str]) -> No
     words = [sys.executable, "-c", code]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert not (HEAVY - may) & set(done.stdout.split())
+
+
+LOOK = """
+import importlib, os, sys, threading
+for name in sys.argv[1:]:
+    importlib.import_module(name)
+import torch
+assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
+tasks = os.listdir("/proc/self/task")
+assert len(tasks) == 1, [open(f"/proc/self/task/{t}/comm").read() for t in tasks]
+open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
+              if os.path.exists(f"/proc/self/fd/{fd}")]
+assert not [f for f in open_files if "socket" in f or "nvidia" in f], open_files
+assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+def test_what_the_fork_server_imports_leaves_it_fit_to_be_forked() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK, *PRELOAD],
+        env=os.environ | rank_environment_defaults(ranks=1) | {"OMP_NUM_THREADS": "4"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr
