@@ -126,16 +126,17 @@ def warnings_of(config: Config, device: torch.device) -> Callable[[StepReport], 
     return lambda step: lines.step_warnings(step, slow_step=slow, expect_gpu=expects_gpu())
 
 
-def utilization_of(device: torch.device) -> Callable[[], float | None]:
-    """Return a function for the device's utilization in percent; None if not measured."""
-    sampler = NvmlSampler.open(device.index) if device.type == "cuda" else None
+def utilization_of(device: torch.device) -> Callable[[], float | None] | None:
+    """Return what measures the device's utilization in percent; None if nothing does."""
+    if device.type != "cuda":
+        return None
+    sampler = NvmlSampler.open(device.index)
     if sampler is not None:
         return sampler.utilization
-    if device.type == "cuda":
-        log.warning(
-            "GPU utilization is not reported: NVML is not usable (`python scripts/diagnose.py`)"
-        )
-    return lambda: None
+    log.warning(
+        "GPU utilization is not reported: NVML is not usable (`python scripts/diagnose.py`)"
+    )
+    return None
 
 
 def report_device(

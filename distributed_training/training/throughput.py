@@ -89,7 +89,7 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
 class StepMeter:
     """Measures one step after the other on ``device``.
 
-    ``utilization``: of this rank's GPU in percent, None where it cannot be had.
+    ``utilization``: of this rank's GPU in percent; None where nothing measures it.
     ``flops_per_token``: this rank's share of the model's. Without a known peak there is no MFU.
     """
 
@@ -97,7 +97,7 @@ class StepMeter:
         self,
         device: torch.device,
         *,
-        utilization: Callable[[], float | None],
+        utilization: Callable[[], float | None] | None,
         flops_per_token: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -140,7 +140,7 @@ class StepMeter:
             "seconds": seconds,
             "data_wait_seconds": waited,
             "gpu_memory_gb": self._peak_memory_gb(),
-            "gpu_utilization": self._utilization(),
+            "gpu_utilization": self._utilization() if self._utilization else None,
             "mfu": None if self.peak is None else speed / self.peak,
         }
 

@@ -69,7 +69,7 @@ class Trainer:
         model_config: Mapping[str, Any],
         device: torch.device,
         layout: Layout | None = None,
-        utilization: Callable[[], float | None] = lambda: None,
+        utilization: Callable[[], float | None] | None = None,
         say: Callable[[str], None] = log.info,
         run_folder: Path | None = None,
     ) -> None:

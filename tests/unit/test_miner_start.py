@@ -67,8 +67,7 @@ def test_a_gpu_whose_utilization_nobody_measures_is_told_once(
     device: str, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(start.NvmlSampler, "open", lambda index: None)
-    utilization = start.utilization_of(torch.device(device))
-    assert utilization() is None and utilization() is None
+    assert start.utilization_of(torch.device(device)) is None
     assert caplog.text.count("GPU utilization is not reported: NVML is not usable") == told
 
 

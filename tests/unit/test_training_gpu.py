@@ -427,9 +427,7 @@ class Clock:
 
 def test_step_time_is_wall_time_without_the_rounds_pauses() -> None:
     clock = Clock()
-    meter = StepMeter(
-        torch.device("cpu"), utilization=lambda: None, flops_per_token=50.0, clock=clock
-    )
+    meter = StepMeter(torch.device("cpu"), utilization=None, flops_per_token=50.0, clock=clock)
     meter.peak = 1e6
 
     def step(*, between: float, pause: float = 0.0) -> Any:
