@@ -110,13 +110,6 @@ def test_what_does_not_fit_changes_nothing_and_the_start_says_so(
     assert "the learning rate rises for 10 inner steps; --neuron.begin_at_peak" in line
 
 
-def test_a_missing_file_is_refused(donor: Trainer, tmp_path: Path) -> None:
-    folder = write(donor, tmp_path, 3)
-    (folder / keys.inner_optimizer(1, 3)).unlink()
-    with pytest.raises(ValueError, match="one inner optimizer of each rank"):
-        take_over(trainer(), folder)
-
-
 def test_a_storage_said_to_lie_at_the_very_end_is_refused(donor: Trainer, tmp_path: Path) -> None:
     """A hostile table of contents: there is not even a header at the place that it names."""
     path = write(donor, tmp_path, 1) / keys.inner_optimizer(0, 1)
