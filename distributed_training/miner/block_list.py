@@ -23,7 +23,7 @@ from distributed_training.protocol.types import Progress, Revision
 
 from . import state_machine as ev
 from .ranks import Ranks
-from .state_machine import DataOrder, MinerState
+from .state_machine import DataPart, MinerState
 
 if TYPE_CHECKING:
     from distributed_training.data.pipeline import DataPipeline
@@ -103,18 +103,18 @@ class BlockList:
         """True while micro-batches are left of the block in training."""
         return self._remaining > 0
 
-    def on_boundary(self, *, may_begin: bool) -> DataOrder:
+    def on_boundary(self, *, may_begin: bool) -> DataPart:
         """Return the block to prefetch and, if ``may_begin``, the one to train on from here."""
         self._harvest()
         request = self._next_request()
         if not may_begin or self._remaining:
-            return DataOrder(request)
+            return DataPart(request)
         block, sequences, start = self._next_block()
         if block:
             self._current = (block, sequences)
             self._newest = max(self._newest, self._current)
             self._remaining = (sequences - start) // self._micro_batch_size
-        return DataOrder(request, block, sequences, start)
+        return DataPart(request, block, sequences, start)
 
     def _harvest(self) -> None:
         for block in tuple(self._requested):

@@ -33,12 +33,12 @@ from . import state_machine as ev
 from .block_list import BlockList
 from .global_state import GlobalEpoch
 from .state_machine import (
+    Action,
     Command,
-    DataOrder,
-    Given,
+    DataPart,
+    LocalPart,
     MinerState,
     Mode,
-    Order,
     Rules,
     Task,
     decide,
@@ -83,7 +83,7 @@ class Controller:
         self._global_epoch = global_epoch
         self._clock = clock
         self._tick_due = Throttle(tick.total_seconds(), clock=clock)
-        self._pending: deque[Order] = deque()
+        self._pending: deque[Action] = deque()
         # First: whoever decides on an upload reads the list as it is after the event.
         self._subscribers: list[Subscriber] = [blocks.see]
 
@@ -106,11 +106,11 @@ class Controller:
         if self._pending:
             return self._command(self._pending.popleft(), data)
         if may_train and (data.begin or self._blocks.available):
-            return Command(Order.TRAIN, 0, data)
+            return Command(Action.TRAIN, 0, data)
         # With a request at hand there is no wait: ranks begin to fetch only with the command.
         if not data.request:
             self._take(_IDLE_WAIT)
-        return Command(Order.WAIT_FOR_DATA if may_train else Order.IDLE, 0, data)
+        return Command(Action.WAIT_FOR_DATA if may_train else Action.IDLE, 0, data)
 
     def drain(self) -> None:
         """Handle every event that was posted until now."""
@@ -133,17 +133,17 @@ class Controller:
             for follows in subscriber(event, self.state) or ():
                 self._handle(follows)
         before = self.state.mode
-        self.state, orders = decide(self.state, event, self._rules)
+        self.state, actions = decide(self.state, event, self._rules)
         if self.state.mode is not before:
             # Before the tasks: uploads give way to a round before the swarm begins to send.
             self._handle(ev.ModeChanged(before, self.state.mode))
-        for order in orders:
-            if isinstance(order, Task):
-                self._start(order)
+        for action in actions:
+            if isinstance(action, Task):
+                self._start(action)
                 continue
-            if order is Order.STOP:
+            if action is Action.STOP:
                 self._pending.clear()  # nothing that was wanted before matters now
-            self._pending.append(order)
+            self._pending.append(action)
 
     def _start(self, task: Task) -> None:
         state = self.state
@@ -181,29 +181,31 @@ class Controller:
             log.error("The swarm failed with an unexpected error; please report it", exc_info=error)
             self.post(ev.RoundFailed(AllReduceFault.SWARM_DOWN, repr(error)))
 
-    def _command(self, order: Order, data: DataOrder) -> Command:
+    def _command(self, action: Action, data: DataPart) -> Command:
         """Return ``order`` with its number and rank 0's local data, as they are at its turn."""
-        state, blocks, request = self.state, self._blocks, DataOrder(data.request)
-        match order:
-            case Order.LOAD | Order.REBASE:
+        state, blocks, request = self.state, self._blocks, DataPart(data.request)
+        match action:
+            case Action.LOAD | Action.REBASE:
                 # A roll-back to another outer step may have come between: then it is a load.
-                order = Order.REBASE if state.rebase else Order.LOAD
+                action = Action.REBASE if state.rebase else Action.LOAD
                 target = state.fetch_target or 0
-                return Command(order, target, request, Given(folder=state.fetched))
-            case Order.SNAPSHOT:
-                return Command(order, blocks.chain_block(), request, Given(blocks=blocks.blocks()))
-            case Order.WRITE_PSEUDO_GRADIENT:
-                return Command(order, int(self._rules.train_in_rounds), request)
-            case Order.PREVIEW:
+                return Command(action, target, request, LocalPart(folder=state.fetched))
+            case Action.SNAPSHOT:
+                return Command(
+                    action, blocks.chain_block(), request, LocalPart(blocks=blocks.blocks())
+                )
+            case Action.WRITE_PSEUDO_GRADIENT:
+                return Command(action, int(self._rules.train_in_rounds), request)
+            case Action.CHECK_GRADIENT:
                 pause = state.mode is Mode.AVERAGING and not state.trains_on
-                return Command(order, int(pause), request)
-            case Order.CHECKPOINT:
-                return Command(order, 0, request, self._kept())
-            case Order.STOP:
-                return Command(order, state.exit_status, request, self._kept())
+                return Command(action, int(pause), request)
+            case Action.CHECKPOINT:
+                return Command(action, 0, request, self._kept())
+            case Action.STOP:
+                return Command(action, state.exit_status, request, self._kept())
             case _:
-                return Command(order, 0, request)
+                return Command(action, 0, request)
 
-    def _kept(self) -> Given:
+    def _kept(self) -> LocalPart:
         kept = {"rank_zero": {"blocks": self._blocks.state_dict()}}
-        return Given(blocks=self._blocks.blocks(), kept=kept)
+        return LocalPart(blocks=self._blocks.blocks(), kept=kept)

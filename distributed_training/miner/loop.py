@@ -1,4 +1,4 @@
-"""The loop every rank runs: take the boundary's command, carry it out, tell what it came to.
+"""The loop every rank runs: take the boundary's command, carry it out, report its result.
 
 One iteration is one micro-batch boundary. All ranks construct the loop alike, but for what rank 0
 alone has: the controller, which gives commands and takes events, and the swarm's buffers. No
@@ -28,7 +28,7 @@ from distributed_training.training.local_evaluation import AwfulWeights
 from . import state_machine as ev
 from .controller import Controller
 from .ranks import Ranks
-from .state_machine import Command, DataOrder, Given, Order
+from .state_machine import Action, Command, DataPart, LocalPart
 
 if TYPE_CHECKING:  # heavy; a start that cannot succeed must say so before
     from distributed_training.data.pipeline import DataPipeline
@@ -42,12 +42,12 @@ log = logging.getLogger(__name__)
 #: a snapshot, a gradient check outside of a round, a checkpoint and a wait for data are.
 PAUSES = frozenset(
     {
-        Order.IDLE,
-        Order.WRITE_PSEUDO_GRADIENT,
-        Order.OUTER_STEP,
-        Order.LOAD,
-        Order.REBASE,
-        Order.ROLL_BACK,
+        Action.IDLE,
+        Action.WRITE_PSEUDO_GRADIENT,
+        Action.OUTER_STEP,
+        Action.LOAD,
+        Action.REBASE,
+        Action.ROLL_BACK,
     }
 )
 
@@ -109,11 +109,12 @@ class MinerLoop:
             # First: a block begins with the micro-batch of the same boundary.
             self._follow_data(command.data)
             event = self._carry_out(command, began)
-            if command.order in PAUSES or (command.order is Order.PREVIEW and command.arg):
+            in_a_round = command.action is Action.CHECK_GRADIENT and command.arg
+            if command.action in PAUSES or in_a_round:
                 self._trainer.pause(time.perf_counter() - began)
             if self._controller is not None and event is not None:
                 self._controller.post(event)
-            if command.order is Order.STOP:
+            if command.action is Action.STOP:
                 return command.arg
 
     def _carry_out(self, command: Command, began: float) -> ev.Event | None:
@@ -121,40 +122,40 @@ class MinerLoop:
 
         Returns None where nothing follows from what it came to.
         """
-        match command.order:
-            case Order.TRAIN:
+        match command.action:
+            case Action.TRAIN:
                 return self._micro_batch()
-            case Order.IDLE:
+            case Action.IDLE:
                 pass
-            case Order.WAIT_FOR_DATA:
+            case Action.WAIT_FOR_DATA:
                 self._data.missed(time.perf_counter() - began)
-            case Order.WRITE_PSEUDO_GRADIENT:
+            case Action.WRITE_PSEUDO_GRADIENT:
                 return self._write_pseudo_gradient(trains_on=bool(command.arg))
-            case Order.OUTER_STEP:
+            case Action.OUTER_STEP:
                 return self._outer_step()
-            case Order.LOAD | Order.REBASE:
+            case Action.LOAD | Action.REBASE:
                 return self._load(command)
-            case Order.SNAPSHOT:
+            case Action.SNAPSHOT:
                 return self._take_snapshot(command)
-            case Order.PREVIEW:
-                return self._preview()
-            case Order.CHECKPOINT:
-                self._checkpoint(command.given)
-            case Order.ROLL_BACK:
+            case Action.CHECK_GRADIENT:
+                return self._check_gradient()
+            case Action.CHECKPOINT:
+                self._checkpoint(command.local)
+            case Action.ROLL_BACK:
                 return ev.RolledBack(*(self._checkpointer.roll_back() or (None,)))
-            case Order.STOP:
+            case Action.STOP:
                 return self._stop(command)
         return None
 
     # --- inner steps ---------------------------------------------------------------------------
 
-    def _follow_data(self, order: DataOrder) -> None:
+    def _follow_data(self, part: DataPart) -> None:
         """Prefetch, begin a block, and tell rank 0 which of those requested are ready here."""
-        if order.request:
-            self._data.request(order.request)
-            self._requested.add(order.request)
-        if order.begin:
-            self._data.begin(order.begin, order.sequences, order.start)
+        if part.request:
+            self._data.request(part.request)
+            self._requested.add(part.request)
+        if part.begin:
+            self._data.begin(part.begin, part.sequences, part.start)
             self._hold_back()
         # At each boundary: a worker that died idle would be missed only when its block is due.
         self._data.look_after_workers()
@@ -221,10 +222,10 @@ class MinerLoop:
 
     def _load(self, command: Command) -> ev.Event:
         # On rank 0 alone: the others get their rows from it.
-        weights, outer_optimizer = state_files(command.given.folder)
+        weights, outer_optimizer = state_files(command.local.folder)
         sample = self._data.sample(self._trainer.measured_sequences)
         try:
-            if command.order is Order.REBASE:
+            if command.action is Action.REBASE:
                 self._trainer.rebase(weights, outer_optimizer, sample)
             else:
                 self._trainer.load_global(weights, outer_optimizer, command.arg, sample)
@@ -238,17 +239,17 @@ class MinerLoop:
 
     # --- snapshots and checkpoints -------------------------------------------------------------
 
-    def _progress(self, given: Given) -> Progress:
+    def _progress(self, local: LocalPart) -> Progress:
         return Progress(
             outer_step=self._trainer.outer_step,
             inner_step=self._trainer.inner_step,
             total_inner_steps=self._trainer.total_inner_steps,
-            blocks=list(given.blocks),
+            blocks=list(local.blocks),
         )
 
     def _take_snapshot(self, command: Command) -> ev.Event:
         # Of this boundary: the public miner names the inner step at which an upload ends.
-        progress = self._progress(command.given)
+        progress = self._progress(command.local)
         if self._snapshot is not None and self._snapshot.error is not None:
             self._snapshot = None  # nobody previews it, and its error may hold memory
         # The block tells it from one of the same step that an uploader may still read: a miner that
@@ -268,22 +269,22 @@ class MinerLoop:
             return ev.SnapshotFailed(problem)
         return ev.SnapshotTaken(self._snapshot, progress)
 
-    def _preview(self) -> ev.Event:
+    def _check_gradient(self) -> ev.Event:
         assert self._snapshot is not None
         began = time.perf_counter()
-        delta = self._trainer.preview(self._snapshot)
-        return ev.Previewed(delta, time.perf_counter() - began)
+        delta = self._trainer.check_gradient(self._snapshot)
+        return ev.GradientChecked(delta, time.perf_counter() - began)
 
-    def _checkpoint(self, given: Given) -> None:
-        extra = {"data": self._data.state_dict(), **given.kept}
-        self._checkpointer.save(extra, self._progress(given))
+    def _checkpoint(self, local: LocalPart) -> None:
+        extra = {"data": self._data.state_dict(), **local.kept}
+        self._checkpointer.save(extra, self._progress(local))
 
     def _stop(self, command: Command) -> ev.Event:
         if self._snapshot is not None:
             self._snapshot.cancel()  # first: the checkpoint waits for the copies it holds
         skipped = self._trainer.skipped_in_a_row
         if skipped < 2:
-            self._checkpoint(command.given)
+            self._checkpoint(command.local)
         else:
             log.warning(
                 "No checkpoint of this stop: the last %d inner steps gave NaN or Inf, so these "

@@ -2,7 +2,7 @@
 
 The vector is int64 and always of the same length, so a boundary costs one gloo broadcast of 48
 bytes whatever the command. Data beyond integers (a folder, a round's request) stays on rank 0
-(:class:`~.state_machine.Given`) or is derived from the integers.
+(:class:`~.state_machine.LocalPart`) or is derived from the integers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from distributed_training.common.ports import listen
 from distributed_training.node.start import NetworkFailure
 
 from .run_folder import RANK_STORE
-from .state_machine import Command, DataOrder, Order
+from .state_machine import Action, Command, DataPart
 
 _SHARE_POLL = 0.1  # seconds
 _INTEGERS = 6  # of a command
@@ -47,11 +47,11 @@ class Ranks:
     def agree(self, command: Command | None) -> Command:
         """Rank 0 passes its command, the others None; all return the same, what is given apart."""
         if self.world_size > 1:
-            integers = [command.order, command.arg, *command.data] if command else [0] * _INTEGERS
+            integers = [command.action, command.arg, *command.data] if command else [0] * _INTEGERS
             vector = torch.tensor(integers, dtype=torch.int64)
             dist.broadcast(vector, src=0, group=self._group)
-            order, arg, *data = vector.tolist()
-            command = command or Command(Order(order), arg, DataOrder(*data))
+            action, arg, *data = vector.tolist()
+            command = command or Command(Action(action), arg, DataPart(*data))
         assert command is not None
         return command
 

@@ -500,7 +500,7 @@ class Reporter:
 
     # --- uploads -------------------------------------------------------------------------------
 
-    def _submitted(self, revision: Revision, preview: ev.Previewed) -> None:
+    def _submitted(self, revision: Revision, preview: ev.GradientChecked) -> None:
         delta, seconds = preview.delta, preview.seconds
         if delta is not None:
             self._record("preview", revision=revision.tag, delta=delta, seconds=seconds)

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from distributed_training.training.snapshot import SnapshotHandle
 
 
-class Order(enum.IntEnum):
-    """The command that every rank carries out next. ``Command.arg`` is 0 unless noted."""
+class Action(enum.IntEnum):
+    """The action that every rank carries out next. ``Command.arg`` is 0 unless noted."""
 
     TRAIN = 0  # one micro-batch
     IDLE = 1  # nothing: rank 0 waits for something
@@ -58,7 +58,7 @@ class Order(enum.IntEnum):
     LOAD = 5  # the fetched global state; arg: its outer step
     REBASE = 6  # the same, keeping what was trained in this outer step; arg: outer step
     SNAPSHOT = 7  # of everything an upload needs; arg: the chain's block
-    PREVIEW = 8  # try the snapshot's gradient as a validator would; arg: 1 in a round's pause
+    CHECK_GRADIENT = 8  # on held-out data, as a validator would; arg: 1 in a round's pause
     CHECKPOINT = 9
     ROLL_BACK = 10  # to the last good checkpoint
     STOP = 11  # checkpoint and leave the loop; arg: exit status
@@ -75,7 +75,7 @@ class Task(enum.Enum):
     REFUSE_GLOBAL = "refuse the fetched global state: it could not be loaded"
 
 
-class DataOrder(NamedTuple):
+class DataPart(NamedTuple):
     """A boundary's part about data; 0 where there is none.
 
     ``request``: a block to prefetch. ``begin``: the block to train on from here, cut to
@@ -88,7 +88,7 @@ class DataOrder(NamedTuple):
     start: int = 0
 
 
-class Given(NamedTuple):
+class LocalPart(NamedTuple):
     """Rank 0's local data of a command; it is never broadcast."""
 
     folder: Path | None = None  # LOAD, REBASE: the fetched global state
@@ -98,12 +98,12 @@ class Given(NamedTuple):
 
 @dataclass(frozen=True)
 class Command:
-    """One boundary: the command, its number, what it says about data, and what rank 0 adds."""
+    """One boundary: the action and its number, the part about data, and rank 0's own part."""
 
-    order: Order
+    action: Action
     arg: int = 0
-    data: DataOrder = field(default=DataOrder())
-    given: Given = field(default=Given(), compare=False)
+    data: DataPart = field(default=DataPart())
+    local: LocalPart = field(default=LocalPart(), compare=False)
 
 
 class Mode(enum.Enum):
@@ -124,7 +124,7 @@ class Event:
     """One of the dataclasses below; none is derived from another."""
 
 
-# --- what a command came to ----------------------------------------------------------------------
+# --- results of commands -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -189,7 +189,7 @@ class SnapshotTaken(Event):
 
 
 @dataclass(frozen=True)
-class Previewed(Event):
+class GradientChecked(Event):
     """``delta``: loss with minus without the snapshot's gradient, nats per token; None: unknown."""
 
     delta: float | None
@@ -327,7 +327,7 @@ class SnapshotSubmitted(Event):
     """The uploader has it, ``seconds`` after the snapshot was taken."""
 
     revision: Revision
-    preview: Previewed
+    preview: GradientChecked
     seconds: float = 0.0
 
 
@@ -388,7 +388,7 @@ class Rules:
     train_in_rounds: bool = False
 
 
-Decision = tuple[MinerState, tuple[Order | Task, ...]]
+Decision = tuple[MinerState, tuple[Action | Task, ...]]
 
 
 def trains(mode: Mode) -> bool:
@@ -434,17 +434,17 @@ def decide(state: MinerState, event: Event, rules: Rules) -> Decision:
                 state, mode=Mode.STOPPING, round=None, exit_status=status, stop_reason=reason
             )
             if state.mode is Mode.AVERAGING:
-                return after, (Task.CANCEL_AVERAGE, Order.STOP)
-            return after, (Order.STOP,)
+                return after, (Task.CANCEL_AVERAGE, Action.STOP)
+            return after, (Action.STOP,)
         case InnerStepDone() if trains_now(state):
             return _after_step(state, event, rules)
         case SnapshotWanted() if trains(state.mode):
             # A checkpoint of the same boundary shares the snapshot's copies in host memory.
             if 0 < rules.checkpoint_seconds <= 2 * state.unsaved_seconds:
-                return _saved(state), (Order.SNAPSHOT, Order.CHECKPOINT)
-            return state, (Order.SNAPSHOT,)
+                return _saved(state), (Action.SNAPSHOT, Action.CHECKPOINT)
+            return state, (Action.SNAPSHOT,)
         case SnapshotComplete() if may_check(state):
-            return state, (Order.PREVIEW,)
+            return state, (Action.CHECK_GRADIENT,)
         case RolledBack(progress=Progress(outer_step=outer)) if outer != state.outer_step:
             # A rebase would keep what was trained in an outer step that is not ours any more.
             after = replace(state, outer_step=outer, rebase=False, unpublished=False)
@@ -455,7 +455,7 @@ def decide(state: MinerState, event: Event, rules: Rules) -> Decision:
             return _in_round(state, event, rules)
         case AllReduceCalled(request=request, at=at):
             after = replace(state, mode=Mode.AVERAGING, round=request, called_at=at)
-            return after, (Order.WRITE_PSEUDO_GRADIENT,)
+            return after, (Action.WRITE_PSEUDO_GRADIENT,)
         case _:
             return _global_state(state, event)
 
@@ -467,7 +467,7 @@ def _after_step(state: MinerState, event: InnerStepDone, rules: Rules) -> Decisi
             # No roll-back: its checkpoint may be of the outer step before, and the average is of
             # this one. Skipped steps changed no weights.
             return replace(state, trains_on=False), ()
-        return _saved(state), (Order.ROLL_BACK,)
+        return _saved(state), (Action.ROLL_BACK,)
     report = event.report
     if report.skipped:
         return state, ()
@@ -477,7 +477,7 @@ def _after_step(state: MinerState, event: InnerStepDone, rules: Rules) -> Decisi
     due = steps >= rules.checkpoint_steps and seconds >= rules.checkpoint_seconds
     if averaging or not due:  # in a round its copies would be in host memory beside the round's
         return replace(state, unsaved_steps=steps, unsaved_seconds=seconds), ()
-    return _saved(state), (Order.CHECKPOINT,)
+    return _saved(state), (Action.CHECKPOINT,)
 
 
 def _saved(state: MinerState) -> MinerState:
@@ -490,7 +490,7 @@ def _in_round(state: MinerState, event: Event, rules: Rules) -> Decision:
         case PseudoGradientWritten():
             return replace(state, trains_on=rules.train_in_rounds), (Task.AVERAGE,)
         case Averaged(result=result):
-            return replace(state, averaged=result, trains_on=False), (Order.OUTER_STEP,)
+            return replace(state, averaged=result, trains_on=False), (Action.OUTER_STEP,)
         case RoundFailed():
             return _round_over(state, rules), ()
         case OuterStepEnded(committed=committed, outer_step=outer):
@@ -500,7 +500,7 @@ def _in_round(state: MinerState, event: Event, rules: Rules) -> Decision:
             partial = state.averaged is not None and state.averaged.partial
             # Commit and checkpoint belong together: after a SIGKILL the checkpoint decides.
             after = replace(after, partial=partial, unpublished=True)
-            return _saved(after), (Order.CHECKPOINT,)
+            return _saved(after), (Action.CHECKPOINT,)
         case _:
             return state, ()
 
@@ -531,13 +531,13 @@ def _global_state(state: MinerState, event: Event) -> Decision:
             return _fetch(state, outer, rebase=True)
         case GlobalFetched(folder=folder) if state.mode is Mode.FETCHING:
             after = replace(state, mode=Mode.LOADING, fetched=folder)
-            return after, (Order.REBASE if state.rebase else Order.LOAD,)
+            return after, (Action.REBASE if state.rebase else Action.LOAD,)
         case GlobalFetchFailed(at=at) if state.mode in (Mode.FETCHING, Mode.LOADING):
             return _fetch_failed(state, at), ()
         case LoadFailed(problem=problem, at=at) if state.mode is Mode.LOADING:
             return replace(_fetch_failed(state, at), problem=problem), (Task.REFUSE_GLOBAL,)
         case Loaded(outer_step=outer) if state.mode is Mode.LOADING:
-            return MinerState(mode=Mode.TRAINING, outer_step=outer), (Order.CHECKPOINT,)
+            return MinerState(mode=Mode.TRAINING, outer_step=outer), (Action.CHECKPOINT,)
         case _:
             return state, ()
 

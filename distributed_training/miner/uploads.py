@@ -6,7 +6,7 @@ each other, and this subscriber answers the first three:
     InnerStepDone      schedule, disk and block list allow it               -> SnapshotWanted
     (the loop takes the snapshot: SnapshotTaken; its files are written beside training)
     Tick               the files of this rank are complete                  -> SnapshotComplete
-    Previewed          the gradient was checked; the uploader gets it       -> SnapshotSubmitted
+    GradientChecked    the gradient was checked; the uploader gets it       -> SnapshotSubmitted
     Tick               the uploader has answered                            -> PublicationEnded
 
 Uploads pause while a round needs the network link. The gradient check does not: an upload whose
@@ -94,7 +94,7 @@ class Publishing:
                 self._taken, self._taken_at, self._check_wanted = event, self._clock(), False
             case ev.SnapshotFailed():
                 self._schedule.cancelled()
-            case ev.Previewed():
+            case ev.GradientChecked():
                 return [self._submit(event)]
             case ev.Tick():
                 ended = [ev.PublicationEnded(report) for report in self._publisher.reports()]
@@ -161,7 +161,7 @@ class Publishing:
         shutil.rmtree(folder, ignore_errors=True)  # a full disk needs the room
         return ev.SnapshotFailed(problem, revision, kind)
 
-    def _submit(self, preview: ev.Previewed) -> ev.Event:
+    def _submit(self, preview: ev.GradientChecked) -> ev.Event:
         assert self._taken is not None
         folder, revision = self._taken.handle.folder, self._taken.progress.revision(self._run)
         now = self._clock()

@@ -545,7 +545,7 @@ class Trainer:
         at_once = self.micro_batch_size * self.world_size
         return -(-self.settings.preview_sequences // at_once)
 
-    def preview(self, handle: SnapshotHandle) -> float | None:
+    def check_gradient(self, handle: SnapshotHandle) -> float | None:
         """See :meth:`~.local_evaluation.GradientCheck.run`."""
         return self.gradient_check.run(
             handle, micro_batch=self.micro_batch_size, batches=self.preview_micro_batches

@@ -151,7 +151,7 @@ class Miner:
         see(ev.PseudoGradientWritten(0.5), averaging)
         see(ev.OuterStepEnded(True, 5), averaging)
         revision = Revision(5, 3, 40)
-        see(ev.SnapshotSubmitted(revision, ev.Previewed(-0.1, 1.0)), TRAINING)
+        see(ev.SnapshotSubmitted(revision, ev.GradientChecked(-0.1, 1.0)), TRAINING)
         published = PublicationReport(
             revision=revision,
             ok=True,

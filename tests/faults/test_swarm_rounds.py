@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import save
 
 from distributed_training.miner.global_state import TOLERANCE, drift
-from distributed_training.miner.state_machine import Mode, Order
+from distributed_training.miner.state_machine import Action, Mode
 from distributed_training.protocol.types import AllReduceResult, RoundRequest
 from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.training.outer_step import Rows, nesterov_sgd
@@ -182,7 +182,7 @@ def test_rounds_with_faults_leave_all_survivors_equal(
             # A validator takes nothing over: its part is played by what decides for a miner, which
             # takes the published state where its own average lacked parts. It is what it holds.
             lacked = isinstance(validator.outcome, AllReduceResult) and validator.outcome.partial
-            assert validator.loads == [Order.REBASE] * lacked, "it holds what it published"
+            assert validator.loads == [Action.REBASE] * lacked, "it holds what it published"
             did = [peer.loads[0].name if peer.loads else "agreed" for peer in peers[1:]]
             seen.update(did)
             history.append(f"{number}: {kind}, {outcomes}, {did}")

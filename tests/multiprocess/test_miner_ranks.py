@@ -18,16 +18,16 @@ from distributed_training.common.processes import process_folder
 from distributed_training.miner.rank_group import rank_variables
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.run_folder import RANK_STORE
-from distributed_training.miner.state_machine import Command, DataOrder, Order
+from distributed_training.miner.state_machine import Action, Command, DataPart
 from tests.tools import forked
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(120)
 
 SCRIPT = [
-    Command(Order.TRAIN, 0, DataOrder(11, 10, 64, 24)),
-    Command(Order.SNAPSHOT, 2**40),
-    Command(Order.STOP, 3),
+    Command(Action.TRAIN, 0, DataPart(11, 10, 64, 24)),
+    Command(Action.SNAPSHOT, 2**40),
+    Command(Action.STOP, 3),
 ]
 
 

@@ -171,7 +171,7 @@ def a_preview_changes_no_bit(device: torch.device, folder: Path) -> None:
     made.hold_back(sequences(99, count=4))
     train(made, 0, 3)
     before = weights(made)
-    change = made.preview(take_snapshot(made, folder / "s", Progress(0, 3, 3, [1])))
+    change = made.check_gradient(take_snapshot(made, folder / "s", Progress(0, 3, 3, [1])))
     assert change is not None and change < 0, change
     assert all(torch.equal(a, b) for a, b in zip(before, weights(made), strict=True))
     train(made, 3, 4)

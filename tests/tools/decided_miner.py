@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training.miner import state_machine as ev
-from distributed_training.miner.state_machine import MinerState, Mode, Order, Rules, Task, decide
+from distributed_training.miner.state_machine import Action, MinerState, Mode, Rules, Task, decide
 from distributed_training.protocol.types import AllReduceError, AllReduceResult, RoundRequest
 
 RULES = Rules(reload_seconds=2640.0, checkpoint_steps=10)
@@ -35,7 +35,7 @@ class DecidedMiner(ABC):
         self.weights = weights
         self.state = MinerState(mode=Mode.TRAINING, outer_step=0)
         self.outcome: AllReduceResult | AllReduceError | None = None
-        self.loads: list[Order] = []
+        self.loads: list[Action] = []
         self.now = 0.0
         self._published = Published(0, copy.copy(weights))
 
@@ -64,16 +64,16 @@ class DecidedMiner(ABC):
         self.see(ev.Tick(self.now))
 
     def see(self, event: ev.Event) -> None:
-        self.state, orders = decide(self.state, event, RULES)
-        for order in orders:
-            answer = self._carry_out(order)
+        self.state, actions = decide(self.state, event, RULES)
+        for action in actions:
+            answer = self._carry_out(action)
             if answer is not None:
                 self.see(answer)
 
-    def _carry_out(self, order: Order | Task) -> ev.Event | None:
+    def _carry_out(self, action: Action | Task) -> ev.Event | None:
         published = self._published
-        match order:
-            case Order.WRITE_PSEUDO_GRADIENT:
+        match action:
+            case Action.WRITE_PSEUDO_GRADIENT:
                 return ev.PseudoGradientWritten(1.0)
             case Task.AVERAGE:
                 try:
@@ -82,7 +82,7 @@ class DecidedMiner(ABC):
                     self.outcome = error
                     return ev.RoundFailed(error.fault, error.detail)
                 return ev.Averaged(result)
-            case Order.OUTER_STEP:
+            case Action.OUTER_STEP:
                 try:
                     self.weights = self.outer_step()
                 except RuntimeError as error:
@@ -95,10 +95,10 @@ class DecidedMiner(ABC):
             case Task.FETCH_GLOBAL:
                 assert self.state.fetch_target == published.outer_step
                 return ev.GlobalFetched(Path("global"))
-            case Order.LOAD | Order.REBASE:
-                self.loads.append(order)
+            case Action.LOAD | Action.REBASE:
+                self.loads.append(action)
                 self.weights = copy.copy(published.weights)
                 return ev.Loaded(published.outer_step)
             case _:
-                assert order is Order.CHECKPOINT, order
+                assert action is Action.CHECKPOINT, action
                 return None

@@ -246,7 +246,7 @@ def no_memory(folder: Path) -> None:
     ):
         handle = take("checked")
         with memory_ends(owner, name, when=who == RANK):
-            assert made.preview(handle) is None
+            assert made.check_gradient(handle) is None
     before = feedback.residual
     with mock.patch.object(feedback, "_off", side_effect=RankFailedError("later")):
         refuses("later")
@@ -355,7 +355,7 @@ def preview(folder: Path) -> None:
 
     handle = snapshot_of(3)
     plain = by_hand()  # no preview yet: the public miner's way
-    delta = made.preview(handle)
+    delta = made.check_gradient(handle)
     assert delta is not None and delta < plain < 0
     assert not handle.codes and not handle.contents, "their memory is given back"
     same(now, made.outer.current())
@@ -372,23 +372,23 @@ def preview(folder: Path) -> None:
     handle = snapshot_of(5)
     for name, codes in handle.codes.items():
         handle.codes[name] = [None if c is None else (c[0], -c[1]) for c in codes]
-    assert made.preview(handle) > 0
+    assert made.check_gradient(handle) > 0
     # a rank that holds nothing back runs along and does not count
     handle = snapshot_of(5)
     if RANK == 1:
         made.hold_back(None)
-    partial = made.preview(handle)
+    partial = made.check_gradient(handle)
     assert partial is not None and partial < 0
     made.hold_back(None)
-    assert made.preview(snapshot_of(5)) is None
+    assert made.check_gradient(snapshot_of(5)) is None
     made.hold_back(held)
-    assert made.preview(handle) is None, "its codes were used"
+    assert made.check_gradient(handle) is None, "its codes were used"
     # in the middle of a step, and after the round that ended the outer step of the snapshot
     handle = snapshot_of(5)
     first, *others = sequences(6)[RANK::WORLD].split(made.micro_batch_size)
     for each in (made, other):
         assert each.add_micro_batch(first) is None
-    delta = made.preview(handle)
+    delta = made.check_gradient(handle)
     assert delta is not None and delta < 0
     for each in (made, other):
         for batch in others:
@@ -398,7 +398,7 @@ def preview(folder: Path) -> None:
     handle = snapshot_of(6)
     made.begin_epoch(1)
     now = made.outer.current()
-    after = made.preview(handle)
+    after = made.check_gradient(handle)
     assert after is not None and after < 0
     assert abs(after - by_hand()) < 1e-5, "measured from where its own outer step began"
     same(now, made.outer.current())

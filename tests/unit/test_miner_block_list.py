@@ -11,7 +11,7 @@ import pytest
 
 from distributed_training.miner import state_machine as ev
 from distributed_training.miner.block_list import BlockList
-from distributed_training.miner.state_machine import DataOrder, MinerState, Mode
+from distributed_training.miner.state_machine import DataPart, MinerState, Mode
 from distributed_training.protocol.types import Progress, PublicationReport, Revision
 from tests.tools.miner_parts import step_report
 
@@ -72,9 +72,9 @@ def test_sequences_are_left_out_once_for_each_outer_step() -> None:
         found: list[int] = []
         while len(found) < blocks:
             world.chain += 1
-            order = feed.on_boundary(may_begin=True)
-            if order.begin:
-                found.append(order.sequences)
+            part = feed.on_boundary(may_begin=True)
+            if part.begin:
+                found.append(part.sequences)
                 feed.block_used_up()
         return found
 
@@ -96,11 +96,11 @@ def test_sequences_are_left_out_once_for_each_outer_step() -> None:
 def saved(world: World) -> tuple[dict[str, Any], dict[str, int]]:
     """Block 100 is in training, three of its five micro-batches done; 101 and 102 are ahead."""
     feed = world.feed()
-    assert feed.on_boundary(may_begin=True) == DataOrder(request=100)
+    assert feed.on_boundary(may_begin=True) == DataPart(request=100)
     world.chain = 101
-    assert feed.on_boundary(may_begin=True) == DataOrder(101, 100, 10)
+    assert feed.on_boundary(may_begin=True) == DataPart(101, 100, 10)
     world.chain, world.sequences[101] = 102, None
-    assert feed.on_boundary(may_begin=True) == DataOrder(request=102)
+    assert feed.on_boundary(may_begin=True) == DataPart(request=102)
     for _ in range(3):
         feed.micro_batch_done()
     return feed.state_dict(), {"block": 100, "sequences": 10, "offset": 6}
@@ -111,9 +111,9 @@ def test_a_fresh_start_begins_with_what_was_prepared_meanwhile() -> None:
     feed = world.feed()
     feed.load_state_dict({}, {})
     feed.begin_with(90)  # the chain has moved on since
-    assert feed.on_boundary(may_begin=True) == DataOrder(request=90)
-    order = feed.on_boundary(may_begin=True)
-    assert (order.request, order.begin) == (100, 90)
+    assert feed.on_boundary(may_begin=True) == DataPart(request=90)
+    part = feed.on_boundary(may_begin=True)
+    assert (part.request, part.begin) == (100, 90)
     assert feed.state_dict()["gaps"] == [(91, 99)]
 
 
@@ -148,11 +148,11 @@ def test_what_is_cut_differently_begins_anew(
         return
     (line,) = caplog.messages
     assert line.startswith("Data goes on with a new block: ") and why in line
-    assert feed.on_boundary(may_begin=True) == DataOrder(request=100)
+    assert feed.on_boundary(may_begin=True) == DataPart(request=100)
     feed.step_done()
     assert feed.blocks() == before, "the micro-batches of the step under way were dropped"
-    order = feed.on_boundary(may_begin=True)
-    assert (order.request, order.begin, order.start) == (101, 100, 0), "no page of it is lost"
+    part = feed.on_boundary(may_begin=True)
+    assert (part.request, part.begin, part.start) == (101, 100, 0), "no page of it is lost"
 
 
 @pytest.mark.parametrize(("have", "served"), [(0, 0), (7, 0), (8, 1)])
@@ -163,11 +163,11 @@ def test_a_block_that_came_back_shorter_is_served_as_far_as_it_goes(have: int, s
     feed = world.feed()
     feed.load_state_dict(state, cursor)
     feed.on_boundary(may_begin=True)
-    order = feed.on_boundary(may_begin=True)
+    part = feed.on_boundary(may_begin=True)
     if served:
-        assert (order.begin, order.sequences, order.start) == (100, have, 6)
+        assert (part.begin, part.sequences, part.start) == (100, have, 6)
     else:
-        assert order.begin in (0, 102)
+        assert part.begin in (0, 102)
 
 
 def test_without_new_data_the_last_block_is_trained_on_again_after_a_while(
@@ -182,7 +182,7 @@ def test_without_new_data_the_last_block_is_trained_on_again_after_a_while(
     assert feed.on_boundary(may_begin=True).begin == 0
     assert "No new data" not in caplog.text
     world.now = 61.0
-    assert feed.on_boundary(may_begin=True) == DataOrder(0, 100, 10)
+    assert feed.on_boundary(may_begin=True) == DataPart(0, 100, 10)
     assert "No new data for 61 s: block 100 is trained on again" in caplog.text
     for _ in range(2):  # the second list is as old as the first, so it does no harm either
         feed.micro_batch_done()
@@ -224,11 +224,11 @@ def hour(
             feed.publication_ended(Revision(5, 1, published), ok=True)
             assert feed.newest_published == listed
             due = world.now + publish_every
-        order = feed.on_boundary(may_begin=True)
-        if order.request:
-            prepared[order.request] = world.now + 3
-        if order.begin:
-            begun.append(order.begin)
+        part = feed.on_boundary(may_begin=True)
+        if part.request:
+            prepared[part.request] = world.now + 3
+        if part.begin:
+            begun.append(part.begin)
             busy_until = world.now + block_seconds
         elif world.now >= busy_until:
             idle += 0.1
@@ -333,11 +333,11 @@ def test_the_newest_trained_block_is_young_and_training_never_waits(
     waited, ages = 0.0, []
     while world.now < 4000:
         world.chain = 100 + int(world.now / 12)
-        order = feed.on_boundary(may_begin=True)
-        if order.request:
-            asked.setdefault(order.request, world.now)
-        if order.begin and world.now > 1000:
-            ages.append(100 + int(world.now / 12) - order.begin)
+        part = feed.on_boundary(may_begin=True)
+        if part.request:
+            asked.setdefault(part.request, world.now)
+        if part.begin and world.now > 1000:
+            ages.append(100 + int(world.now / 12) - part.begin)
         if feed.available:
             world.now += step / 8
             feed.micro_batch_done()

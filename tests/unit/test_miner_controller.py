@@ -15,11 +15,11 @@ from distributed_training.miner import state_machine as ev
 from distributed_training.miner.controller import Controller
 from distributed_training.miner.global_state import GlobalEpoch
 from distributed_training.miner.state_machine import (
+    Action,
     Command,
-    DataOrder,
+    DataPart,
     MinerState,
     Mode,
-    Order,
     Rules,
 )
 from distributed_training.protocol.types import (
@@ -71,12 +71,12 @@ class Blocks:
     def state_dict(self) -> dict[str, Any]:
         return {"blocks": [[554, 3]]}
 
-    def on_boundary(self, *, may_begin: bool) -> DataOrder:
+    def on_boundary(self, *, may_begin: bool) -> DataPart:
         begin = self.begin if may_begin else (0, 0)
         if may_begin:
             self.begin = (0, 0)
         request, self.request = self.request, 0
-        return DataOrder(request, *begin)
+        return DataPart(request, *begin)
 
 
 class Rig:
@@ -104,14 +104,14 @@ class Rig:
             self.controller.post(event)
         return self.controller.next_command()
 
-    def order(self, *events: ev.Event) -> Order:
-        return self.command(*events).order
+    def action(self, *events: ev.Event) -> Action:
+        return self.command(*events).action
 
-    def order_other_than_idle(self) -> Order:
+    def action_other_than_idle(self) -> Action:
         for _ in range(500):
-            order = self.order()
-            if order is not Order.IDLE:
-                return order
+            action = self.action()
+            if action is not Action.IDLE:
+                return action
         raise AssertionError("only IDLE")
 
 
@@ -127,28 +127,28 @@ def test_it_waits_without_data_and_begins_when_a_block_is_ready() -> None:
     rig = Rig()
     rig.blocks.available = False
     rig.blocks.request = 555
-    assert rig.command() == Command(Order.WAIT_FOR_DATA, 0, DataOrder(555))
+    assert rig.command() == Command(Action.WAIT_FOR_DATA, 0, DataPart(555))
     rig.blocks.begin = (555, 64)
-    assert rig.command() == Command(Order.TRAIN, 0, DataOrder(0, 555, 64))
+    assert rig.command() == Command(Action.TRAIN, 0, DataPart(0, 555, 64))
 
 
 def test_a_ready_block_is_kept_while_an_order_goes_first() -> None:
     rig = Rig(unsaved_steps=9)
     rig.blocks.begin = (555, 64)
-    assert rig.order(step(10)) is Order.CHECKPOINT
-    assert rig.command() == Command(Order.TRAIN, 0, DataOrder(0, 555, 64))
+    assert rig.action(step(10)) is Action.CHECKPOINT
+    assert rig.command() == Command(Action.TRAIN, 0, DataPart(0, 555, 64))
 
 
 def test_a_whole_round() -> None:
     rig = Rig()
-    assert rig.order(call()) is Order.WRITE_PSEUDO_GRADIENT
+    assert rig.action(call()) is Action.WRITE_PSEUDO_GRADIENT
     assert rig.controller.state.mode is Mode.AVERAGING
-    assert rig.order(ev.PseudoGradientWritten(0.5)) is Order.IDLE  # the swarm has its own thread
+    assert rig.action(ev.PseudoGradientWritten(0.5)) is Action.IDLE  # the swarm has its own thread
     rig.swarm.release.set()
-    assert rig.order_other_than_idle() is Order.OUTER_STEP
+    assert rig.action_other_than_idle() is Action.OUTER_STEP
     assert rig.controller.state.averaged is RESULT
-    assert rig.order(ev.OuterStepEnded(True, 5)) is Order.CHECKPOINT
-    assert rig.order() is Order.TRAIN
+    assert rig.action(ev.OuterStepEnded(True, 5)) is Action.CHECKPOINT
+    assert rig.action() is Action.TRAIN
     assert rig.controller.state.outer_step == 5
 
 
@@ -164,9 +164,9 @@ def test_a_failed_round_costs_time_only(error: Exception, fault: AllReduceFault)
     rig = Rig()
     rig.swarm.outcome = error
     rig.swarm.release.set()
-    rig.order(call())
+    rig.action(call())
     rig.controller.post(ev.PseudoGradientWritten(0.5))
-    assert rig.order_other_than_idle() is Order.TRAIN
+    assert rig.action_other_than_idle() is Action.TRAIN
     failed = [event for event in rig.seen if isinstance(event, ev.RoundFailed)]
     assert [event.fault for event in failed] == [fault], "whoever keeps the books is told, once"
     assert rig.controller.state.outer_step == 4
@@ -175,44 +175,44 @@ def test_a_failed_round_costs_time_only(error: Exception, fault: AllReduceFault)
 def test_stop_in_a_round_cancels_it_and_drops_what_was_pending() -> None:
     rig = Rig()
     command = rig.command(call(), ev.StopRequested("deregistered", 3))
-    assert (command.order, command.arg) == (Order.STOP, 3)
-    assert command.given.kept == {"rank_zero": {"blocks": {"blocks": [[554, 3]]}}}
+    assert (command.action, command.arg) == (Action.STOP, 3)
+    assert command.local.kept == {"rank_zero": {"blocks": {"blocks": [[554, 3]]}}}
     assert rig.swarm.cancelled
-    assert rig.order() is Order.IDLE, "nothing follows"
+    assert rig.action() is Action.IDLE, "nothing follows"
     rig.swarm.release.set()
 
 
 def test_the_fetched_state_comes_with_the_order_to_load_it() -> None:
     rig = Rig()
-    assert rig.order(ev.GlobalEpochSeen(6, 1000.0)) is Order.TRAIN  # also while it is fetched
+    assert rig.action(ev.GlobalEpochSeen(6, 1000.0)) is Action.TRAIN  # also while it is fetched
     rig.global_epoch.fetch.assert_called_once_with(6)
     command = rig.command(ev.GlobalFetched(Path("epoch-6")))
-    assert command == Command(Order.LOAD, 6)
-    assert command.given.folder == Path("epoch-6")
-    rig.order(ev.LoadFailed("another shape", 1001.0))
+    assert command == Command(Action.LOAD, 6)
+    assert command.local.folder == Path("epoch-6")
+    rig.action(ev.LoadFailed("another shape", 1001.0))
     rig.global_epoch.refuse_fetched.assert_called_once_with("another shape")
 
 
 def test_a_rebase_after_a_roll_back_to_another_epoch_is_a_load() -> None:
     rig = Rig()
-    rig.order(ev.WeightsCompared(4, same=False))
+    rig.action(ev.WeightsCompared(4, same=False))
     rig.controller.post(ev.GlobalFetched(Path("epoch-4")))
-    assert rig.command(ev.RolledBack(Progress(outer_step=3))) == Command(Order.LOAD, 4)
+    assert rig.command(ev.RolledBack(Progress(outer_step=3))) == Command(Action.LOAD, 4)
 
 
 def test_deadlines_are_looked_at_once_per_tick() -> None:
     rig = Rig(Mode.AWAITING_GLOBAL)
-    rig.order()
+    rig.action()
     assert rig.controller.state.mode is Mode.TRAINING
     rig.global_epoch.compare_soon.assert_called_once_with()
     for _ in range(3):
-        rig.order()
+        rig.action()
     assert rig.seen == [
         ev.Tick(1000.0),
         ev.ModeChanged(Mode.AWAITING_GLOBAL, Mode.TRAINING),
     ]
     rig.now += 1
-    rig.order()
+    rig.action()
     assert rig.seen[2:] == [ev.Tick(1001.0)]
 
 
@@ -224,5 +224,5 @@ def test_what_follows_from_an_event_is_decided_on_before_the_event_and_before_ot
         return [ev.SnapshotWanted()] if isinstance(event, ev.InnerStepDone) else []
 
     rig.controller.subscribe(wants_snapshots)
-    orders = [rig.order(step(50), call()), rig.order(), rig.order()]
-    assert orders == [Order.SNAPSHOT, Order.CHECKPOINT, Order.WRITE_PSEUDO_GRADIENT]
+    actions = [rig.action(step(50), call()), rig.action(), rig.action()]
+    assert actions == [Action.SNAPSHOT, Action.CHECKPOINT, Action.WRITE_PSEUDO_GRADIENT]

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from distributed_training.miner import state_machine as ev
 from distributed_training.miner.state_machine import (
+    Action,
     MinerState,
     Mode,
-    Order,
     Rules,
     Task,
     decide,
@@ -60,16 +60,16 @@ def test_inner_steps_go_on_in_a_round_until_its_average_is_there() -> None:
     now, tasks = decide(state(Mode.AVERAGING), ev.PseudoGradientWritten(1.0), OVERLAP)
     assert trains_now(now) and not trains(now.mode) and tasks == (Task.AVERAGE,)
     for inner_step in range(30):
-        now, orders = decide(now, step(inner_step), OVERLAP)
-        assert orders == (), "no checkpoint beside the round's memory"
-    after, orders = decide(now, diverged(31), OVERLAP)
-    assert not trains_now(after) and orders == (), "its checkpoint may be of the outer step before"
+        now, actions = decide(now, step(inner_step), OVERLAP)
+        assert actions == (), "no checkpoint beside the round's memory"
+    after, actions = decide(now, diverged(31), OVERLAP)
+    assert not trains_now(after) and actions == (), "its checkpoint may be of the outer step before"
     assert decide(now, ev.SnapshotWanted(), OVERLAP)[1] == ()
     for ending in (ev.Averaged(RESULT), ev.RoundFailed(AllReduceFault.NO_GROUP)):
         after, _ = decide(now, ending, OVERLAP)
         assert trains_now(after) == trains(after.mode)
-    now, orders = decide(replace(now, mode=Mode.AWAITING_GLOBAL), step(31), OVERLAP)
-    assert orders == (Order.CHECKPOINT,), "the steps of a round that failed count"
+    now, actions = decide(replace(now, mode=Mode.AWAITING_GLOBAL), step(31), OVERLAP)
+    assert actions == (Action.CHECKPOINT,), "the steps of a round that failed count"
 
 
 def diverged(inner_step: int) -> ev.InnerStepDone:
@@ -78,35 +78,35 @@ def diverged(inner_step: int) -> ev.InnerStepDone:
 
 WANTED = ev.SnapshotWanted()
 NINE: Any = {"unsaved_steps": 9}
-CHECKPOINT, ROLL_BACK = (Order.CHECKPOINT,), (Order.ROLL_BACK,)
+CHECKPOINT, ROLL_BACK = (Action.CHECKPOINT,), (Action.ROLL_BACK,)
 
 TRAINING, AVERAGING, AWAITING_GLOBAL = Mode.TRAINING, Mode.AVERAGING, Mode.AWAITING_GLOBAL
 FETCHING, LOADING, STOPPING = Mode.FETCHING, Mode.LOADING, Mode.STOPPING
 CALLED, seen = ev.AllReduceCalled(CALL, 1000.0), ev.GlobalEpochSeen
-Row = tuple[str, MinerState, ev.Event, Mode, tuple[Order | Task, ...]]
+Row = tuple[str, MinerState, ev.Event, Mode, tuple[Action | Task, ...]]
 
 
-def row(text: str, before: Any, event: ev.Event, after: Mode, *orders: Order | Task) -> Row:
+def row(text: str, before: Any, event: ev.Event, after: Mode, *actions: Action | Task) -> Row:
     """``before``: a state, or the mode of an ordinary one."""
-    return text, state(before) if isinstance(before, Mode) else before, event, after, orders
+    return text, state(before) if isinstance(before, Mode) else before, event, after, actions
 
 
 # fmt: off
 TABLE = [
     # --- a call from the validator
     row("a call while training starts a round",
-        TRAINING, CALLED, AVERAGING, Order.WRITE_PSEUDO_GRADIENT),
+        TRAINING, CALLED, AVERAGING, Action.WRITE_PSEUDO_GRADIENT),
     row("a second round may follow before the global state was seen",
-        AWAITING_GLOBAL, CALLED, AVERAGING, Order.WRITE_PSEUDO_GRADIENT),
+        AWAITING_GLOBAL, CALLED, AVERAGING, Action.WRITE_PSEUDO_GRADIENT),
     row("a call in a round", AVERAGING, CALLED, AVERAGING),
     row("a call in a load", LOADING, CALLED, LOADING),
     row("a call in a fetch", FETCHING, CALLED, FETCHING),
     row("inner steps go on while the global state is fetched, without snapshots",
-        state(FETCHING, **NINE), step(50), FETCHING, Order.CHECKPOINT),
+        state(FETCHING, **NINE), step(50), FETCHING, Action.CHECKPOINT),
     row("a snapshot while the next epoch is fetched: this one is judged for a while",
-        FETCHING, WANTED, FETCHING, Order.SNAPSHOT),
+        FETCHING, WANTED, FETCHING, Action.SNAPSHOT),
     row("but the one that was taken is previewed",
-        FETCHING, ev.SnapshotComplete(), FETCHING, Order.PREVIEW),
+        FETCHING, ev.SnapshotComplete(), FETCHING, Action.CHECK_GRADIENT),
     row("fetched, but it does not fit this model: as a fetch that failed",
         LOADING, ev.LoadFailed("another shape", 5000.0), AWAITING_GLOBAL, Task.REFUSE_GLOBAL),
     row("fetched, but a rank has no memory for it: tried again, since it may be sound",
@@ -121,14 +121,14 @@ TABLE = [
     row("buffers written too late",
         AWAITING_GLOBAL, ev.PseudoGradientWritten(1.0), AWAITING_GLOBAL),
     row("an average is there: all ranks prepare and vote",
-        AVERAGING, ev.Averaged(RESULT), AVERAGING, Order.OUTER_STEP),
+        AVERAGING, ev.Averaged(RESULT), AVERAGING, Action.OUTER_STEP),
     row("no average: training goes on",
         AVERAGING, ev.RoundFailed(AllReduceFault.NO_GROUP), AWAITING_GLOBAL),
     row("a round that failed after it was given up",
         TRAINING, ev.RoundFailed(AllReduceFault.TIMEOUT), TRAINING),
     row("an average that was given up", TRAINING, ev.Averaged(RESULT), TRAINING),
     row("committed: the checkpoint decides after a kill",
-        AVERAGING, ev.OuterStepEnded(True, 13), AWAITING_GLOBAL, Order.CHECKPOINT),
+        AVERAGING, ev.OuterStepEnded(True, 13), AWAITING_GLOBAL, Action.CHECKPOINT),
     row("rolled back", AVERAGING, ev.OuterStepEnded(False, 12), AWAITING_GLOBAL),
     # --- inner steps
     row("an ordinary step", TRAINING, step(3), TRAINING),
@@ -136,12 +136,12 @@ TABLE = [
     row("not of a skipped step", state(TRAINING, **NINE), skipped(20), TRAINING),
     row("losses are not finite", TRAINING, diverged(20), TRAINING, *ROLL_BACK),
     row("a step that ended when a call had come", AVERAGING, step(20), AVERAGING),
-    row("a snapshot", TRAINING, WANTED, TRAINING, Order.SNAPSHOT),
-    row("after a round", AWAITING_GLOBAL, WANTED, AWAITING_GLOBAL, Order.SNAPSHOT),
+    row("a snapshot", TRAINING, WANTED, TRAINING, Action.SNAPSHOT),
+    row("after a round", AWAITING_GLOBAL, WANTED, AWAITING_GLOBAL, Action.SNAPSHOT),
     row("a round overtook it", AVERAGING, WANTED, AVERAGING),
-    row("its files are there", TRAINING, ev.SnapshotComplete(), TRAINING, Order.PREVIEW),
+    row("its files are there", TRAINING, ev.SnapshotComplete(), TRAINING, Action.CHECK_GRADIENT),
     row("in a round, while the devices stand still",
-        AVERAGING, ev.SnapshotComplete(), AVERAGING, Order.PREVIEW),
+        AVERAGING, ev.SnapshotComplete(), AVERAGING, Action.CHECK_GRADIENT),
     row("in a round that has its average: after it",
         state(AVERAGING, averaged=RESULT), ev.SnapshotComplete(), AVERAGING),
     row("nothing to roll back to", TRAINING, ev.RolledBack(None), TRAINING),
@@ -169,21 +169,21 @@ TABLE = [
     row("a comparison of an epoch that is over", TRAINING, ev.WeightsCompared(11, False), TRAINING),
     row("a comparison that ends in a round", AVERAGING, ev.WeightsCompared(12, False), AVERAGING),
     row("fetched because our weights differed: what was trained is kept",
-        state(FETCHING, rebase=True), ev.GlobalFetched(Path("epoch-12")), LOADING, Order.REBASE),
+        state(FETCHING, rebase=True), ev.GlobalFetched(Path("epoch-12")), LOADING, Action.REBASE),
     row("disagreed after it", AWAITING_GLOBAL, seen(11, 3641.0), FETCHING, Task.FETCH_GLOBAL),
     row("an epoch seen in a round does not end it", AVERAGING, seen(13, 2000.0), AVERAGING),
     row("not yet", AWAITING_GLOBAL, ev.Tick(3639.0), AWAITING_GLOBAL),
     row("the time is up: compare",
         AWAITING_GLOBAL, ev.Tick(3640.0), TRAINING, Task.COMPARE_EPOCHS, Task.COMPARE_WEIGHTS),
     row("ticks mean nothing else", TRAINING, ev.Tick(9e9), TRAINING),
-    row("fetched", FETCHING, ev.GlobalFetched(Path("epoch-13")), LOADING, Order.LOAD),
+    row("fetched", FETCHING, ev.GlobalFetched(Path("epoch-13")), LOADING, Action.LOAD),
     row("fetch failed: stale weights beat no training",
         FETCHING, ev.GlobalFetchFailed("404", 5000.0), AWAITING_GLOBAL),
-    row("loaded", LOADING, ev.Loaded(13), TRAINING, Order.CHECKPOINT),
+    row("loaded", LOADING, ev.Loaded(13), TRAINING, Action.CHECKPOINT),
     # --- the end
-    row("stop while training", TRAINING, ev.StopRequested("SIGTERM"), STOPPING, Order.STOP),
+    row("stop while training", TRAINING, ev.StopRequested("SIGTERM"), STOPPING, Action.STOP),
     row("stop in a round frees the swarm first",
-        AVERAGING, ev.StopRequested("SIGTERM"), STOPPING, Task.CANCEL_AVERAGE, Order.STOP),
+        AVERAGING, ev.StopRequested("SIGTERM"), STOPPING, Task.CANCEL_AVERAGE, Action.STOP),
     row("one stop is enough", STOPPING, ev.StopRequested("SIGTERM"), STOPPING),
 ]
 # fmt: on
@@ -194,11 +194,11 @@ def test_checkpoints_are_steps_and_time_apart(seconds: float, expected: int) -> 
     """At least 25 steps and 10 minutes, whatever an inner step takes."""
     rules = Rules(reload_seconds=2640, checkpoint_steps=25, checkpoint_seconds=600)
     now, at = state(Mode.TRAINING, unsaved_steps=20, unsaved_seconds=599.0), list[int]()
-    now, orders = decide(now, diverged(1), rules)  # a roll-back: nothing is left to save
-    assert orders == ROLL_BACK
+    now, actions = decide(now, diverged(1), rules)  # a roll-back: nothing is left to save
+    assert actions == ROLL_BACK
     for number in range(1, 2 * expected + 1):
-        now, orders = decide(now, step(number, seconds=seconds), rules)
-        at += [number] if orders == CHECKPOINT else []
+        now, actions = decide(now, step(number, seconds=seconds), rules)
+        at += [number] if actions == CHECKPOINT else []
     assert at == [expected, 2 * expected]
     now = replace(now, unsaved_steps=24, unsaved_seconds=599.0)
     now, _ = decide(
@@ -209,27 +209,27 @@ def test_checkpoints_are_steps_and_time_apart(seconds: float, expected: int) -> 
 
 @pytest.mark.parametrize(("trained", "orders"), [(299.0, 1), (300.0, 2)])
 def test_a_snapshot_takes_a_checkpoint_that_is_half_due_with_it(
-    trained: float, orders: int
+    trained: float, actions: int
 ) -> None:
     """Both then share their copies in host memory."""
     rules = Rules(reload_seconds=2640, checkpoint_steps=25, checkpoint_seconds=600)
     before = state(Mode.TRAINING, unsaved_seconds=trained)
     after, found = decide(before, WANTED, rules)
-    assert found == (Order.SNAPSHOT, Order.CHECKPOINT)[:orders]
-    assert after.unsaved_seconds == (0.0 if orders == 2 else trained)
-    assert decide(before, WANTED, RULES)[1] == (Order.SNAPSHOT,)
+    assert found == (Action.SNAPSHOT, Action.CHECKPOINT)[:actions]
+    assert after.unsaved_seconds == (0.0 if actions == 2 else trained)
+    assert decide(before, WANTED, RULES)[1] == (Action.SNAPSHOT,)
 
 
 @pytest.mark.parametrize(
     ("before", "event", "mode", "orders"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
 )
 def test_table(
-    before: MinerState, event: ev.Event, mode: Mode, orders: tuple[Order | Task, ...]
+    before: MinerState, event: ev.Event, mode: Mode, actions: tuple[Action | Task, ...]
 ) -> None:
     after, given_orders = decide(before, event, RULES)
     assert after.mode is mode
-    assert given_orders == orders
-    if Task.FETCH_GLOBAL in orders:  # what was trained is kept if the outer step is ours
+    assert given_orders == actions
+    if Task.FETCH_GLOBAL in actions:  # what was trained is kept if the outer step is ours
         assert after.rebase == (after.fetch_target == after.outer_step)
 
 
@@ -237,8 +237,8 @@ def test_fetches_that_fail_are_tried_more_and_more_seldom() -> None:
     now, waits = state(Mode.TRAINING), []
     at = 5000.0
     for _ in range(9):
-        now, orders = decide(now, ev.GlobalEpochSeen(13, at), RULES)
-        assert (now.mode, orders) == (Mode.FETCHING, (Task.FETCH_GLOBAL,))
+        now, actions = decide(now, ev.GlobalEpochSeen(13, at), RULES)
+        assert (now.mode, actions) == (Mode.FETCHING, (Task.FETCH_GLOBAL,))
         now, _ = decide(now, ev.GlobalFetchFailed("NaN", at), RULES)
         waits.append(now.global_due - at)
         at = now.global_due
@@ -256,8 +256,8 @@ def test_a_newer_epoch_is_not_held_back_by_one_that_failed() -> None:
         assert decide(now, ev.GlobalEpochSeen(13, 5001.0), RULES)[1] == ()
         now, _ = decide(now, ev.GlobalEpochSeen(13, now.global_due), RULES)
     now, _ = decide(now, ev.GlobalFetchFailed("NaN", 5000.0), RULES)
-    now, orders = decide(now, ev.GlobalEpochSeen(14, 5001.0), RULES)
-    assert (now.fetch_target, orders) == (14, (Task.FETCH_GLOBAL,))
+    now, actions = decide(now, ev.GlobalEpochSeen(14, 5001.0), RULES)
+    assert (now.fetch_target, actions) == (14, (Task.FETCH_GLOBAL,))
     now, _ = decide(now, ev.GlobalFetchFailed("NaN", 5002.0), RULES)
     assert now.global_due == 5062.0, "another epoch, another count"
 
@@ -267,8 +267,8 @@ def test_a_failed_fetch_does_not_forget_that_weights_differ() -> None:
     assert loading.rebase and loading.fetch_target == 12
     waiting, _ = decide(loading, ev.GlobalFetchFailed("404", 5000.0), RULES)
     assert waiting.partial and not waiting.rebase
-    again, orders = decide(waiting, ev.GlobalEpochSeen(12, 5060.0), RULES)
-    assert again.rebase and Task.FETCH_GLOBAL in orders
+    again, actions = decide(waiting, ev.GlobalEpochSeen(12, 5060.0), RULES)
+    assert again.rebase and Task.FETCH_GLOBAL in actions
     loading, _ = decide(again, ev.GlobalFetched(Path("epoch-12")), RULES)
     done, _ = decide(loading, ev.Loaded(12), RULES)
     assert (done.mode, done.partial, done.rebase) == (Mode.TRAINING, False, False)
@@ -291,8 +291,8 @@ def test_a_start_from_the_disk_joins_no_round_before_the_bucket_was_seen(
     assert decide(disk, call, RULES) == (disk, ())
     late, _ = decide(disk, ev.Tick(4000.0), RULES)
     assert late.mode is Mode.TRAINING and decide(late, call, RULES) == (late, ())
-    after, orders = decide(disk, ev.GlobalEpochSeen(seen, 100.0), RULES)
-    assert (after.mode, orders) == (mode, follows) and not after.unseen
+    after, actions = decide(disk, ev.GlobalEpochSeen(seen, 100.0), RULES)
+    assert (after.mode, actions) == (mode, follows) and not after.unseen
     called, _ = decide(after, call, RULES)
     assert (called.mode is Mode.AVERAGING) == (mode is not Mode.FETCHING)
 
@@ -305,21 +305,21 @@ def test_invariants_over_any_sequence_of_events(events: list[ev.Event]) -> None:
     current = MinerState(mode=Mode.TRAINING, outer_step=12)
     for event in events:
         before = current
-        current, orders = decide(before, event, RULES)
+        current, actions = decide(before, event, RULES)
         # A round is remembered exactly as long as it runs, and so is its average.
         assert (current.round is not None) == (current.mode is Mode.AVERAGING)
         assert current.averaged is None or current.mode in (Mode.AVERAGING, Mode.STOPPING)
         # STOP is ordered once, and nothing after it.
         if before.mode is Mode.STOPPING:
-            assert orders == ()
+            assert actions == ()
         # A fetch is asked for exactly when the mode says that one is under way.
         began = before.mode is not Mode.FETCHING and current.mode is Mode.FETCHING
-        assert began == (Task.FETCH_GLOBAL in orders)
+        assert began == (Task.FETCH_GLOBAL in actions)
         # Training goes on in every mode in which no order of a round or a load is under way.
         if trains(current.mode) and trains(before.mode):
-            assert not {Order.WRITE_PSEUDO_GRADIENT, Order.OUTER_STEP, Order.LOAD} & set(orders)
+            assert not {Action.WRITE_PSEUDO_GRADIENT, Action.OUTER_STEP, Action.LOAD} & set(actions)
         # A snapshot is of weights that train, never of ones that are being replaced.
-        if Order.SNAPSHOT in orders:
+        if Action.SNAPSHOT in actions:
             assert trains(current.mode)
         # What makes a difference to others' weights is not forgotten before it is mended.
         if before.partial and not current.partial:
@@ -349,11 +349,11 @@ class Counted(DecidedMiner):
 #: What becomes of a round here -> what is taken over of the global state that follows.
 TAKEN = {
     "none": [],
-    "partial": [Order.REBASE],  # known here
-    "another group": [Order.REBASE],  # seen in the weights alone
-    "failed": [Order.LOAD],
-    "vote": [Order.LOAD],
-    "not called": [Order.LOAD],
+    "partial": [Action.REBASE],  # known here
+    "another group": [Action.REBASE],  # seen in the weights alone
+    "failed": [Action.LOAD],
+    "vote": [Action.LOAD],
+    "not called": [Action.LOAD],
 }
 
 
@@ -380,4 +380,4 @@ def test_whatever_becomes_of_rounds_each_global_state_is_followed(
         if validator:
             assert miner.loads == TAKEN[fault]
         else:
-            assert miner.loads == ([Order.LOAD] if stepped else [])
+            assert miner.loads == ([Action.LOAD] if stepped else [])

@@ -108,7 +108,7 @@ def test_a_publication_from_step_to_report(tmp_path: Path) -> None:
     assert rig.steps([11, 12]) == [], "its files are being written"
     handle.complete = True
     assert rig.steps([13, 14]) == [ev.SnapshotComplete()], "told once"
-    preview = ev.Previewed(-0.1, 0.5)
+    preview = ev.GradientChecked(-0.1, 0.5)
     revision = Revision(5, 3, 10)
     assert rig.see(preview) == [ev.SnapshotSubmitted(revision, preview, 40.0)]
     given = {"tag": "5.3.10", "delta": -0.1, "paused": False}
@@ -159,7 +159,7 @@ def test_an_unchecked_gradient_replaces_no_checked_one_that_counts(
         handle = rig.take(10 * number + 10)
         handle.complete = True
         assert ev.SnapshotComplete() in rig.see(ev.Tick(rig.now)), "each of them"
-        rig.see(ev.Previewed(delta, 0.5))
+        rig.see(ev.GradientChecked(delta, 0.5))
         revision = Revision(5, 3, 10 * number + 10)
         checked = delta is not None
         report = PublicationReport(revision, ok, 3.0, 1, "", finished_at=1.7e9, checked=checked)
@@ -167,7 +167,7 @@ def test_an_unchecked_gradient_replaces_no_checked_one_that_counts(
     rig.now += later
     handle = Handle(tmp_path / "last")
     rig.see(ev.SnapshotTaken(handle, Progress(outer_step, 90)))
-    (came,) = rig.see(ev.Previewed(None, 0.0))
+    (came,) = rig.see(ev.GradientChecked(None, 0.0))
     assert isinstance(came, ev.SnapshotFailed) == withheld
     assert len(rig.publisher.submitted) == len(before) + 1 - withheld
     assert handle.folder.exists() != withheld
@@ -182,7 +182,7 @@ def test_a_restart_knows_whether_the_upload_before_was_checked(
 ) -> None:
     rig = Rig(tmp_path, last)
     rig.take(20)
-    (came,) = rig.see(ev.Previewed(None, 0.0))
+    (came,) = rig.see(ev.GradientChecked(None, 0.0))
     assert isinstance(came, ev.SnapshotFailed) == withheld
 
 
@@ -238,7 +238,7 @@ def test_uploads_go_on_while_the_global_state_is_fetched(tmp_path: Path) -> None
     fetching = MinerState(mode=Mode.FETCHING, outer_step=3, fetch_target=3, rebase=True)
     assert rig.steps(range(1, 11), fetching) == [ev.SnapshotWanted()]
     rig.take(10)
-    preview = ev.Previewed(-0.1, 1.0)
+    preview = ev.GradientChecked(-0.1, 1.0)
     assert rig.see(preview, fetching) == [ev.SnapshotSubmitted(Revision(5, 3, 10), preview, 0.0)]
     assert len(rig.publisher.submitted) == 1
 
@@ -263,7 +263,7 @@ def test_time_in_which_uploads_give_way_is_no_upload_time(tmp_path: Path) -> Non
     def publish(first: int, pause: float) -> None:
         rig.steps(range(first, first + 10))
         rig.take(first + 9).complete = True
-        rig.see(ev.Previewed(-0.1, 0.5))
+        rig.see(ev.GradientChecked(-0.1, 0.5))
         rig.now += 100
         if pause:
             rig.see(ev.ModeChanged(Mode.TRAINING, Mode.AVERAGING))

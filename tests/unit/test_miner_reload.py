@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed_training.miner import state_machine as ev
-from distributed_training.miner.state_machine import MinerState, Mode, Order, Rules, Task, decide
+from distributed_training.miner.state_machine import Action, MinerState, Mode, Rules, Task, decide
 from distributed_training.protocol.types import AllReduceResult, RoundRequest
 
 CALL = RoundRequest(caller="5Validator")
@@ -38,11 +38,11 @@ class Subnet:
     state: MinerState = field(default_factory=lambda: MinerState(Mode.TRAINING, outer_step=0))
     published: int = 0
     now: float = 0.0
-    looked: list[Order | Task] = field(default_factory=list)  # since the last call
+    looked: list[Action | Task] = field(default_factory=list)  # since the last call
     _later: list[tuple[float, int, object]] = field(default_factory=list)
     _number: Iterator[int] = field(default_factory=count)
 
-    def run(self, rounds: int) -> Iterator[tuple[MinerState, list[Order | Task]]]:
+    def run(self, rounds: int) -> Iterator[tuple[MinerState, list[Action | Task]]]:
         """State and what was ordered since the call before, at each call of a round."""
         for number in range(1, rounds + 2):
             self._at(number * self.period, "call")
@@ -67,21 +67,21 @@ class Subnet:
         heapq.heappush(self._later, (time, next(self._number), what))
 
     def _happens(self, event: ev.Event) -> None:
-        self.state, orders = decide(self.state, event, Rules(self.reload, checkpoint_steps=10))
-        for order in orders:
-            self.looked.append(order)
-            self._answer(order)
+        self.state, actions = decide(self.state, event, Rules(self.reload, checkpoint_steps=10))
+        for action in actions:
+            self.looked.append(action)
+            self._answer(action)
 
-    def _answer(self, order: Order | Task) -> None:
+    def _answer(self, action: Action | Task) -> None:
         outer, now = self.state.outer_step, self.now
-        match order:
-            case Order.WRITE_PSEUDO_GRADIENT:
+        match action:
+            case Action.WRITE_PSEUDO_GRADIENT:
                 self._happens(ev.PseudoGradientWritten(0.0))
             case Task.AVERAGE:
                 failed = ("b",) if self.lost else ()
                 result = AllReduceResult(("a", "b", "c"), failed, 0.1, 0.9, self.averaging)
                 self._at(now + self.averaging, ev.Averaged(result))
-            case Order.OUTER_STEP:
+            case Action.OUTER_STEP:
                 self._at(now + self.publishing, outer + 1)
                 self._happens(ev.OuterStepEnded(True, outer + 1))
             case Task.COMPARE_EPOCHS:
@@ -91,7 +91,7 @@ class Subnet:
             case Task.FETCH_GLOBAL:
                 fetched = ev.GlobalFetched(Path(f"epoch-{self.state.fetch_target}"))
                 self._at(now + self.fetching, fetched)
-            case Order.LOAD | Order.REBASE:
+            case Action.LOAD | Action.REBASE:
                 self._happens(ev.Loaded(self.state.fetch_target or 0))
 
 
@@ -123,6 +123,6 @@ def test_the_next_round_begins_from_what_was_published_if_there_was_time_to_fetc
         assert at_call.mode in (Mode.TRAINING, Mode.AWAITING_GLOBAL)
         if number:
             assert not at_call.partial
-            assert Task.COMPARE_WEIGHTS in since or Order.REBASE in since
-            assert (Order.REBASE in since) == lost
+            assert Task.COMPARE_WEIGHTS in since or Action.REBASE in since
+            assert (Action.REBASE in since) == lost
             assert since.count(Task.FETCH_GLOBAL) == int(lost), "what is as big as the model"

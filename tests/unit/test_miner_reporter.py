@@ -211,9 +211,9 @@ def test_a_publication(rig: Rig) -> None:
     saved, full, held = rig.see(ev.SnapshotTaken(handle, Progress(3, 10)))
     assert (saved, full) == (lines.saving_state(3), lines.FULL_STATE)
     assert held == f"{lines.EXTRACTED_STATE}: training was held for 0.25 s"
-    preview = ev.Previewed(-0.0123, 0.5)
+    preview = ev.GradientChecked(-0.0123, 0.5)
     begun = [lines.UPLOAD_MODEL_START, lines.uploading("mine")]
-    assert rig.see(ev.SnapshotSubmitted(revision, ev.Previewed(None, 0.0))) == begun
+    assert rig.see(ev.SnapshotSubmitted(revision, ev.GradientChecked(None, 0.0))) == begun
     assert rig.records == [], "that gradient could not be tried"
     assert rig.see(ev.SnapshotSubmitted(revision, preview)) == begun
     report = PublicationReport(revision, True, 3.0, 2_500_000, "", 1.7e9)

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("process_group")]
 
 def publish(made: Trainer, folder: Path, step: int) -> dict[str, Tensor]:
     handle = take_snapshot(made, folder, Progress(0, step, step, [1]))
-    made.preview(handle)
+    made.check_gradient(handle)
     return torch.load(folder / "gradients.pt", weights_only=True)
 
 
@@ -94,7 +94,7 @@ def test_best_publishes_what_lowers_the_loss_most_of_all_directions(tmp_path: Pa
             each.hold_back(sequences(99, count=4))
             train(each, step, step + 1)
             handle = take_snapshot(each, tmp_path / f"{mode}-{step}", Progress(0, step, step, [1]))
-            delta = each.preview(handle)
+            delta = each.check_gradient(handle)
             assert delta is not None
             deltas[mode].append(delta)
     for best, upload, off, as_it_is in zip(*(deltas[m] for m in deltas), strict=True):
@@ -165,7 +165,7 @@ def test_a_gradient_that_was_half_replaced_is_not_published(
 
     monkeypatch.setattr(snapshot, "write_json", json_or_full)
     monkeypatch.setattr(snapshot, "_write_gradients", gradients_or_full)
-    delta = made.preview(handle)
+    delta = made.check_gradient(handle)
     assert delta is not None and delta < 0
     assert "No space left" in caplog.text or "Input/output" in caplog.text
     now = gradient.read_bytes(), json.loads(done.read_text())
@@ -217,7 +217,7 @@ def test_a_preview_chooses_a_shorter_step_where_the_plain_one_gives_no_number(
     handle = take_snapshot(made, tmp_path, Progress(0, 1, 1, [1]))
     losses = iter([3.0, math.nan, math.nan, math.nan, 2.5, *[2.75] * 20])
     monkeypatch.setattr(made.gradient_check, "_mean", lambda *_: next(losses))
-    assert made.preview(handle) == -0.5
+    assert made.check_gradient(handle) == -0.5
 
 
 def test_a_preview_measures_on_what_is_held_back_now(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_a_preview_measures_on_what_is_held_back_now(tmp_path: Path) -> None:
     def delta(made: Trainer, held: int, folder: str) -> float:
         made.hold_back(sequences(held, count=4))
         handle = take_snapshot(made, tmp_path / folder, Progress(0, 1, 1, [1]))
-        found = made.preview(handle)
+        found = made.check_gradient(handle)
         assert found is not None
         return found
 
