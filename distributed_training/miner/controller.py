@@ -182,7 +182,7 @@ class Controller:
             self.post(ev.RoundFailed(AllReduceFault.SWARM_DOWN, repr(error)))
 
     def _command(self, action: Action, data: DataPart) -> Command:
-        """Return ``order`` with its number and rank 0's local data, as they are at its turn."""
+        """Return ``action`` with its number and rank 0's own part, as they are at its turn."""
         state, blocks, request = self.state, self._blocks, DataPart(data.request)
         match action:
             case Action.LOAD | Action.REBASE:

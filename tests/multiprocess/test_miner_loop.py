@@ -214,13 +214,18 @@ def test_a_gradient_is_checked_in_a_round_that_is_called_in_mid_step_and_costs_n
     assert same(result, whole)
 
 
-def test_an_inner_step_runs_through_no_more_files_than_it_did(tmp_path: Path) -> None:
-    """21 files when the trace was written; the goal is 15."""
+def test_the_ways_through_the_code_are_those_of_the_documents(tmp_path: Path) -> None:
+    """And an inner step runs through no more files than it did."""
     script = SCRIPT.with_name("trace_step.py")
     program = Program(script, environ={}, log=tmp_path / "trace.log")
     try:
         assert program.wait(SECONDS) == 0, (tmp_path / "trace.log").read_text()
     finally:
         program.kill()
-    (line,) = re.findall(r"^the step: (\d+) files", (tmp_path / "trace.log").read_text(), re.M)
-    assert 10 < int(line) <= 22
+    printed = (tmp_path / "trace.log").read_text()
+    counts = dict(re.findall(r"^(\w+ \w+): (\d+) files", printed, re.M))
+    assert set(counts) == {"the step", "an upload", "an AllReduce", "subscribers alone"}
+    assert 10 < int(counts["the step"]) <= 15
+    pages = (SCRIPT.parents[2] / "docs" / "architecture.md").read_text()
+    files = set(re.findall(r"^  ([\w/]+\.py): ", printed, re.M))
+    assert {name for name in files if name not in pages} == set()
