@@ -390,7 +390,7 @@ def _busy(
         handle.join()
         if handle.error is not None:
             raise handle.error
-        held["preview"].append(bench.seconds(partial(trainer.preview, handle)))
+        held["preview"].append(bench.seconds(partial(trainer.check_gradient, handle)))
         checkpointer.wait()
         if checkpointer.last_error is not None:
             raise RuntimeError(checkpointer.last_error)
