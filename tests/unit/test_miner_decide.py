@@ -207,7 +207,7 @@ def test_checkpoints_are_steps_and_time_apart(seconds: float, expected: int) -> 
     assert (now.unsaved_steps, now.unsaved_seconds) == (0, 0.0)  # a commit has its checkpoint
 
 
-@pytest.mark.parametrize(("trained", "orders"), [(299.0, 1), (300.0, 2)])
+@pytest.mark.parametrize(("trained", "actions"), [(299.0, 1), (300.0, 2)])
 def test_a_snapshot_takes_a_checkpoint_that_is_half_due_with_it(
     trained: float, actions: int
 ) -> None:
@@ -221,14 +221,14 @@ def test_a_snapshot_takes_a_checkpoint_that_is_half_due_with_it(
 
 
 @pytest.mark.parametrize(
-    ("before", "event", "mode", "orders"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
+    ("before", "event", "mode", "actions"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
 )
 def test_table(
     before: MinerState, event: ev.Event, mode: Mode, actions: tuple[Action | Task, ...]
 ) -> None:
-    after, given_orders = decide(before, event, RULES)
+    after, decided = decide(before, event, RULES)
     assert after.mode is mode
-    assert given_orders == actions
+    assert decided == actions
     if Task.FETCH_GLOBAL in actions:  # what was trained is kept if the outer step is ours
         assert after.rebase == (after.fetch_target == after.outer_step)
 
