@@ -221,7 +221,9 @@ def test_a_snapshot_takes_a_checkpoint_that_is_half_due_with_it(
 
 
 @pytest.mark.parametrize(
-    ("before", "event", "mode", "actions"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
+    ("before", "event", "mode", "actions"),
+    [row[1:] for row in TABLE],
+    ids=[row[0] for row in TABLE],
 )
 def test_table(
     before: MinerState, event: ev.Event, mode: Mode, actions: tuple[Action | Task, ...]
