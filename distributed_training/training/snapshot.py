@@ -326,8 +326,9 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle, parts_timeout: ti
     handle.codes = codes
     if state.rank != 0:
         write_safetensors(_gradient_part(parts, state.rank), _part_tensors(state, codes))
-    # After the part: rank 0 reads it as soon as this is there.
-    write_json(_ready(parts, state.rank), {"error": None, "not_finite": bad_weights})
+    # After the part: rank 0 reads it as soon as this is there. Without a sync: nothing reads it
+    # after a crash, and rank 0 may have removed the folder before that began.
+    write_json(_ready(parts, state.rank), {"error": None, "not_finite": bad_weights}, durable=False)
     if state.rank == 0:
         bad_of_ranks = _wait_for_parts(parts, state.layout.shards, parts_timeout, handle.check)
         # Whole and synced by now: each rank synced its rows before it was ready.

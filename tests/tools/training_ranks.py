@@ -21,6 +21,7 @@ import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from distributed_training.common import files
 from distributed_training.common.processes import leave
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import (
@@ -30,6 +31,7 @@ from distributed_training.protocol.types import (
     RankFailedError,
 )
 from distributed_training.training import error_feedback, local_evaluation, outer_step
+from distributed_training.training import snapshot as snapshots
 from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
@@ -47,6 +49,7 @@ from tests.tools.training_world import (
     trainer,
     whole_weights,
 )
+from tests.tools.waiting import wait_for
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
@@ -254,7 +257,19 @@ def no_memory(folder: Path) -> None:
     same(whole_weights(other), whole_weights(made))
 
 
+_sync_folder = files.sync_folder
+
+
+def _sync_late(folder: Path) -> None:
+    """Sync ``folder`` as a slow rank would that has just become ready: once rank 0 is done."""
+    if folder.name == snapshots._PARTS and snapshots._ready(folder, RANK).exists():
+        wait_for(lambda: not folder.exists(), "the end of rank 0's snapshot", 20)
+    _sync_folder(folder)
+
+
 def snapshot(folder: Path) -> None:
+    if RANK:
+        files.sync_folder = _sync_late
     for mode in ("upload", "off", "best"):
         made = trainer(rank=RANK, world_size=WORLD, error_feedback=mode)
         start = whole_weights(made)
