@@ -208,7 +208,7 @@ class SnapshotState:
 
     @property
     def rank(self) -> int:
-        """Of the ranks that hold one copy of the model."""
+        """Return this rank's number among those that hold one copy of the model."""
         return self.layout.shard
 
 

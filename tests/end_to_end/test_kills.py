@@ -21,6 +21,9 @@ from tests.tools.subnet_tools import paced
 
 pytestmark = pytest.mark.long
 
+# Seconds until a line tells of a killed process: about 1 at rest; two subnets may share two cores.
+TOLD_WITHIN = 10
+
 
 @pytest.mark.timeout(600)
 def test_a_rank_that_is_stopped_is_replaced(tmp_path: Path) -> None:
@@ -66,7 +69,7 @@ def test_six_minutes_of_kills_of_every_kind(tmp_path: Path) -> None:
     assert len(killed) >= 5, killed
     for kill in outcome.kills:
         if kill.kind not in kills.ENDS_RANKS and kill.told_after is not None:
-            assert kill.told_after < 5, (kill.kind, kill.told_after)
+            assert kill.told_after < TOLD_WITHIN, (kill.kind, kill.told_after)
 
 
 @pytest.mark.timeout(3600)
@@ -78,7 +81,7 @@ def test_every_kind_of_process_in_every_phase(tmp_path: Path) -> None:
     for kill in outcome.kills:
         assert kill.step_after is not None and kill.rounds is not None and kill.rounds >= 1
         if kill.kind != "launcher":  # which logs it when it is started again
-            assert kill.told_after is not None and kill.told_after < 5, kill
+            assert kill.told_after is not None and kill.told_after < TOLD_WITHIN, kill
 
 
 @pytest.mark.timeout(4800)

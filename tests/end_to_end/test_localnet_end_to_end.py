@@ -297,30 +297,13 @@ def test_a_browser_shows_the_run(run: Run, tmp_path: Path) -> None:
         assert [e for e in browser.get_log("browser") if e["level"] == "SEVERE"] == []
 
 
-def epoch_start(checkpoints: Path, world_size: int, outer_step: int) -> dict[str, torch.Tensor]:
-    """The weights a miner began ``outer_step`` with, put together from all ranks' rows."""
-    manifests = [json.loads(p.read_text()) for p in checkpoints.glob("checkpoint-*/rank-0.json")]
-    epochs = {
-        m["state"]["epoch_id"] for m in manifests if m["progress"]["outer_step"] == outer_step
-    }
-    assert len(epochs) == 1, f"no checkpoint of outer step {outer_step} in {checkpoints}"
-    folder = checkpoints / f"epoch-{epochs.pop()}-of-{world_size}"
-    parts = [load_file(folder / f"rank-{rank}.safetensors") for rank in range(world_size)]
-    names = [key for key in parts[0] if key.startswith("epoch_start/")]
-    return {
-        key.removeprefix("epoch_start/"): torch.cat([p[key] for p in parts if key in p])
-        for key in names
-    }
-
-
 def test_after_a_round_validator_and_miners_hold_the_same_weights(run: Run) -> None:
     reached = run.subnet.validator.state.outer_step
     assert reached >= run.outer_steps
     (global_bucket,) = [b for b in run.buckets.iterdir() if b not in miner_buckets(run)]
     expected = load_file(global_bucket / f"epoch-{reached}" / "model.safetensors")
     for neuron in run.subnet.miners:
-        plan = neuron.plan
-        ours = epoch_start(plan.folder / "checkpoints", plan.world_size, reached)
+        ours = kills.epoch_start(neuron.plan.folder / "checkpoints", reached)
         assert set(ours) == set(expected)
         for name, tensor in expected.items():
             torch.testing.assert_close(ours[name], tensor, atol=1e-5, rtol=0, msg=name)
