@@ -93,7 +93,8 @@ def test_a_kill_loses_no_sequence_and_changes_no_bit(whole: dict[str, Any], tmp_
 def test_a_run_folder_of_version_0_1_0_is_taken_over(whole: dict[str, Any], tmp_path: Path) -> None:
     """Scenario ``killed`` wrote the checkpoint at commit e85288f; its own code the other files."""
     with tarfile.open(OLD_FOLDER) as old:
-        old.extractall(tmp_path, filter="data")
+        old.extraction_filter = getattr(tarfile, "data_filter", None)  # none before Python 3.11.4
+        old.extractall(tmp_path)
     resumed = run("resumed", tmp_path)
     # Its first five steps were taken on another machine.
     assert resumed["losses"] == pytest.approx(whole["losses"][5:], rel=1e-4)

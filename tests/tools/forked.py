@@ -14,6 +14,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -251,6 +252,7 @@ def _lead_session(log: str, errors: str) -> None:
     gc.freeze()  # or a full collection looks at all that the server holds: a third of a second
     gc.enable()
     os.setsid()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
     for number, path in enumerate((log, errors), start=1):
         with open(path, "ab", buffering=0) as file:
             os.dup2(file.fileno(), number)
