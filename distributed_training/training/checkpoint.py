@@ -20,6 +20,7 @@ folder named by the outer step's identity, which checkpoints refer to.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import logging
@@ -486,6 +487,8 @@ class Checkpointer:
         finally:
             # The next copies wait until nobody holds these, and the thread's arguments do.
             held.clear()
+            if self.last_error is not None:
+                gc.collect()  # as in snapshot.py: the error's frames hold the tensors too
         self.seconds = self.hold_seconds + time.perf_counter() - started
         if self._lead:
             try:

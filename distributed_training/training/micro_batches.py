@@ -12,6 +12,8 @@ them. Both train on the same micro-batches as before, each in pieces, so nothing
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import logging
 import statistics
 import time
@@ -188,8 +190,7 @@ class MicroBatches:
         self.discard()
         # The pieces are of another size: what the allocator keeps in the old one would not fit
         # them.
-        if self.sharded.device.type == "cuda":
-            torch.cuda.empty_cache()
+        _free_memory()
         again = list(zip(self.batches, self.domains, strict=True))
         self.batches, self.domains = [], []
         for each, where in again:
@@ -519,11 +520,11 @@ def _try(
 ) -> tuple[str | None, float]:
     if budget is not None:
         budget.forget_peak()
-    try:
+    seconds = None
+    with contextlib.suppress(torch.OutOfMemoryError):
         seconds = seconds_per_sequence(size)
-    except torch.OutOfMemoryError:
-        if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+    if seconds is None:  # and the error is gone, whose frames hold the activations
+        _free_memory()
         return f"{size} does not fit the GPU's memory", 0.0
     if budget is not None:
         peaks[size] = budget.peak()
@@ -531,3 +532,9 @@ def _try(
             share = peaks[size] / budget.limit
             return f"{size} would fill {share:.0%} of what may be filled", 0.0
     return None, seconds
+
+
+def _free_memory() -> None:
+    gc.collect()  # Python 3.11.2 makes a cycle of an error that passes a @contextmanager
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()

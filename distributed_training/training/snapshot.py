@@ -10,6 +10,7 @@ after its files.
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import logging
@@ -253,6 +254,7 @@ class SnapshotHandle:
             # The handle keeps the error, the error its frames, this one too, and they the copies.
             del write
             _drop_frames(error)
+            gc.collect()  # Python 3.11.2 makes a cycle of an error that passes a @contextmanager
             self.error = error
         finally:
             self._ended.set()

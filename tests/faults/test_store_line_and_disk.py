@@ -196,6 +196,8 @@ def test_a_full_disk_under_a_snapshot_is_its_error_and_training_goes_on(tmp_path
             timeout=180,
         )
         assert done.returncode == 0, done.stderr
+        # The second one did not wait for the copies of the first, which failed.
+        assert "still being written" not in done.stderr
         said, losses = json.loads(done.stdout.splitlines()[-1])
         assert "No space left on device" in said[0] and said[1] == "written"
         assert len(losses) == 4 and losses[-1] < losses[0]
