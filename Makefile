@@ -39,7 +39,7 @@ test-quick: dev
 	$(PY) -m pytest $(WORKERS) -n 3 -m "not slow and not long" tests/unit tests/contract $(ARGS)
 
 test-long: dev build/torch-$(OLDEST_TORCH)/.made
-	$(PY) -m pytest -n 2 --dist load -m long $(ARGS)
+	$(PY) -m pytest -n 2 --dist worksteal -m long $(ARGS)
 
 mutate: dev
 	$(PY) -m tests.tools.mutate $(ARGS)
