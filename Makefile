@@ -3,6 +3,7 @@
 # make dev, make test               and what tests and linters need; then runs the tests
 # make test-quick, make test-long   only the fast ones; only those of each night
 # make mutate                     makes small mistakes in the product: tests must notice 95 %
+# make coverage                   lines and branches that the fast tests run, by file
 # make gpu    measures everything that is claimed of a GPU on this machine's; no set-up needed
 # make clean  removes the environment and what was built; no miner's run folder
 # make lint, make size              linters and types; the size of the code beside its goals
@@ -17,7 +18,7 @@ OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 # Hundreds of programs are started: what one has compiled the next one reads, wherever that is off.
 test test-quick test-long: export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help setup dev run test test-quick test-long mutate gpu lint lint-ruff lint-mypy lint-imports lint-prose docs size pm2 release clean
+.PHONY: help setup dev run test test-quick test-long mutate coverage gpu lint lint-ruff lint-mypy lint-imports lint-prose docs size pm2 release clean
 
 help:
 	@sed -n 's/^# //p' Makefile
@@ -44,12 +45,26 @@ test-long: dev build/torch-$(OLDEST_TORCH)/.made
 mutate: dev
 	$(PY) -m tests.tools.mutate $(ARGS)
 
+# In the processes of pytest alone: what a test forks or starts counts as not run.
+coverage: dev build/coverage/.made
+	COVERAGE_FILE=build/coverage/data build/coverage/bin/python -m pytest $(WORKERS) -n 3 \
+		-m "not slow and not long" --cov=distributed_training --cov-branch --cov-report=term \
+		--cov-fail-under=83 tests/unit tests/contract $(ARGS)
+
+build/coverage/.made: | dev
+	$(in-front-of-venv)
+	$(PY) -m pip --python $(@D)/bin/python install --quiet pytest-cov==7.1.0
+	touch $@
+
 # An environment like .venv with another torch in front, for test_oldest_torch.py. PyPI's build of
 # torch for Linux has CUDA; where PyTorch's own index can be reached it is the small one for the CPU.
 PURELIB := import sysconfig; print(sysconfig.get_path("purelib"))
-build/torch-%/.made: | dev
+define in-front-of-venv
 	$(PY) -m venv --clear --without-pip $(@D)
 	$(PY) -c '$(PURELIB)' > "$$($(@D)/bin/python -c '$(PURELIB)')/project.pth"
+endef
+build/torch-%/.made: | dev
+	$(in-front-of-venv)
 	$(PY) -m pip --python $(@D)/bin/python install --quiet "torch==$*.0+cpu" 2>/dev/null || \
 	$(PY) -m pip --python $(@D)/bin/python install --quiet "torch==$*.0+cpu" \
 		--extra-index-url https://download.pytorch.org/whl/cpu 2>/dev/null || \
