@@ -13,6 +13,7 @@ PY := .venv/bin/python
 # Half of a test is waiting. A file's tests stay together: what they share is started once. Long files
 # come first (conftest.py).
 WORKERS := -n 5 --dist loadfile --no-loadscope-reorder
+QUICK := $(WORKERS) -n 3 -m "not slow and not long" tests/unit tests/contract
 # The oldest that the project allows; `make test-long` runs the tests of training with it too.
 OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 # Hundreds of programs are started: what one has compiled the next one reads, wherever that is off.
@@ -37,7 +38,7 @@ test: dev
 	$(PY) -m pytest $(WORKERS) -m "not long" $(ARGS)
 
 test-quick: dev
-	$(PY) -m pytest $(WORKERS) -n 3 -m "not slow and not long" tests/unit tests/contract $(ARGS)
+	$(PY) -m pytest $(QUICK) $(ARGS)
 
 test-long: dev build/torch-$(OLDEST_TORCH)/.made
 	$(PY) -m pytest -n 2 --dist worksteal -m long $(ARGS)
@@ -47,9 +48,8 @@ mutate: dev
 
 # In the processes of pytest alone: what a test forks or starts counts as not run.
 coverage: dev build/coverage/.made
-	COVERAGE_FILE=build/coverage/data build/coverage/bin/python -m pytest $(WORKERS) -n 3 \
-		-m "not slow and not long" --cov=distributed_training --cov-branch --cov-report=term \
-		--cov-fail-under=83 tests/unit tests/contract $(ARGS)
+	COVERAGE_FILE=build/coverage/data build/coverage/bin/python -m pytest $(QUICK) \
+		--cov=distributed_training --cov-branch --cov-report=term --cov-fail-under=83 $(ARGS)
 
 build/coverage/.made: | dev
 	$(in-front-of-venv)
