@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import functools
 import hashlib
 import io
 import os
@@ -242,6 +243,24 @@ _LONGEST_READ = 600.0  # seconds for the body of one answer: the read timeout ne
 _BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 
+@functools.cache
+def _session() -> Any:
+    """Make the process's session: a client of a new one parses S3's description for 0.1 s."""
+    import boto3
+    import botocore.session
+
+    # Clients give all settings. Without this a profile or a file in ~/.aws, meant for another
+    # program, would be read: AWS_PROFILE may name one that this machine lacks.
+    session = botocore.session.Session(
+        session_vars={
+            "profile": (None, None, None, None),
+            "config_file": (None, None, os.devnull, None),
+            "credentials_file": (None, None, os.devnull, None),
+        }
+    )
+    return boto3.session.Session(botocore_session=session)
+
+
 def endpoint_of(settings: StoreSettings, account_id: str | None = None) -> str:
     """Return the endpoint of our account or of another's, whose id stands in its commitment.
 
@@ -325,8 +344,6 @@ class S3ObjectStore:
         keys: AccessKeys,
         settings: StoreSettings,
     ) -> None:
-        import boto3
-        import botocore.session
         from botocore.config import Config
 
         if not _BUCKET_NAME.fullmatch(bucket):
@@ -341,16 +358,7 @@ class S3ObjectStore:
         self._last_write: dict[str, float] = {}
         self._write_lock = threading.Lock()
         with _CLIENTS:
-            # All settings are given here. Without this a profile or a file in ~/.aws, meant for
-            # another program, would be read: AWS_PROFILE may name one that this machine lacks.
-            session = botocore.session.Session(
-                session_vars={
-                    "profile": (None, None, None, None),
-                    "config_file": (None, None, os.devnull, None),
-                    "credentials_file": (None, None, os.devnull, None),
-                }
-            )
-            self._client: Any = boto3.session.Session(botocore_session=session).client(
+            self._client: Any = _session().client(
                 "s3",
                 endpoint_url=endpoint_url,
                 region_name=settings.region,

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 
+import botocore.loaders
 import pytest
 from pydantic import SecretStr
 
@@ -179,6 +180,7 @@ def test_a_refusal_is_called_by_its_cause(status: int, code: str, text: str) -> 
             assert refuses.requests <= 4, "a redirect was asked about again and again"
 
 
+@pytest.mark.slow
 def test_a_bucket_whose_etags_are_no_md5_is_named_at_once() -> None:
     more = {"ETag": f'"{"0" * 32}"', "x-amz-server-side-encryption": "aws:kms"}
     with store_at(type("Kms", (Page,), {"more": more})) as store:
@@ -221,5 +223,14 @@ def test_settings_of_other_programs_for_aws_are_not_read(
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         (tmp_path / name).write_text("[default]\nregion = nowhere\n[broken")
         monkeypatch.setenv(name, str(tmp_path / name))
+    s3._session.cache_clear()
     with store_at(type("Whole", (Cut,), {"length": "40"})) as store:
         assert store.get("k", limit=100) == b"x" * 40
+
+
+def test_what_s3_is_is_read_once_for_all_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a validator of 250 miners parses a megabyte of JSON 250 times."""
+    with store_at(Page):
+        monkeypatch.delattr(botocore.loaders.JSONFileLoader, "load_file")
+        with store_at(Page):
+            pass
