@@ -129,6 +129,8 @@ class Schema:
                     field = _declared(settings_class, field_name)
                     if field.json_schema_extra:  # else it has no flag: tests alone give it
                         self._add(package, field_name, field, getattr(defaults, field_name))
+        order = list(TITLES)
+        self._grouped = sorted(self.settings.values(), key=lambda s: order.index(s.group))
         self._spellings = {canonical(setting.name): setting for setting in self}
 
     def _add(self, package: str, field_name: str, field: FieldInfo, default: Any) -> None:
@@ -188,8 +190,7 @@ class Schema:
 
     def __iter__(self) -> Iterator[Setting]:
         """Yield the settings grouped, in the order of the help."""
-        order = list(TITLES)
-        return iter(sorted(self.settings.values(), key=lambda s: order.index(s.group)))
+        return iter(self._grouped)
 
 
 def _declared(settings_class: Any, name: str) -> FieldInfo:
