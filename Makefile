@@ -3,7 +3,7 @@
 # make dev, make test               and what tests and linters need; then runs the tests
 # make test-quick, make test-long   only the fast ones; only those of each night
 # make mutate                     makes small mistakes in the product: tests must notice 95 %
-# make coverage                   lines and branches that the fast tests run, by file
+# make coverage                   lines and branches that the unit tests run, by file
 # make gpu    measures everything that is claimed of a GPU on this machine's; no set-up needed
 # make clean  removes the environment and what was built; no miner's run folder
 # make lint, make size              linters and types; the size of the code beside its goals
@@ -13,7 +13,8 @@ PY := .venv/bin/python
 # Half of a test is waiting. A file's tests stay together: what they share is started once. Long files
 # come first (conftest.py).
 WORKERS := -n 5 --dist loadfile --no-loadscope-reorder
-QUICK := $(WORKERS) -n 3 -m "not slow and not long" tests/unit tests/contract
+# No test of these needs what another of its file has set up, and half of their time is waiting.
+UNIT := -n 4 --dist worksteal tests/unit tests/contract
 # The oldest that the project allows; `make test-long` runs the tests of training with it too.
 OLDEST_TORCH := $(shell sed -n 's/.*"torch>=\([0-9.]*\)".*/\1/p' pyproject.toml)
 # Hundreds of programs are started: what one has compiled the next one reads, wherever that is off.
@@ -38,7 +39,7 @@ test: dev
 	$(PY) -m pytest $(WORKERS) -m "not long" $(ARGS)
 
 test-quick: dev
-	$(PY) -m pytest $(QUICK) $(ARGS)
+	$(PY) -m pytest $(UNIT) -m "not slow and not long" $(ARGS)
 
 test-long: dev build/torch-$(OLDEST_TORCH)/.made
 	$(PY) -m pytest -n 2 --dist worksteal -m long $(ARGS)
@@ -48,7 +49,7 @@ mutate: dev
 
 # In the processes of pytest alone: what a test forks or starts counts as not run.
 coverage: dev build/coverage/.made
-	COVERAGE_FILE=build/coverage/data build/coverage/bin/python -m pytest $(QUICK) \
+	COVERAGE_FILE=build/coverage/data build/coverage/bin/python -m pytest $(UNIT) -m "not long" \
 		--cov=distributed_training --cov-branch --cov-report=term --cov-fail-under=83 $(ARGS)
 
 build/coverage/.made: | dev

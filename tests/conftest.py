@@ -41,13 +41,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
     """Without the garbage collector, which finds nothing here and looks at millions of objects: a
-    quarter of the time, in each worker. They stay until the end and are not looked at again."""
+    quarter of the time, in each worker. They stay until the end and are not looked at again.
+
+    Torch's loggers pass on to the root's: for each test pytest gives a handler to all that do not.
+    """
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+        for logger in logging.root.manager.loggerDict.values():
+            if isinstance(logger, logging.Logger):
+                logger.propagate = True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -204,6 +204,7 @@ def test_a_wrong_secret_is_told_apart_and_not_shown(server: ObjectStoreServer) -
     assert caught.value.__cause__ is None
 
 
+@pytest.mark.slow
 def test_writes_of_one_key_keep_their_distance(
     server: ObjectStoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""Small wrong changes of the product, each of which fast tests must notice. Run by `make mutate`.
+"""Small wrong changes of the product, each of which tests must notice. Run by `make mutate`.
 
     python -m tests.tools.mutate                   # all of tests/mutations.toml
     python -m tests.tools.mutate journal decide    # of the files whose path has one of these words
@@ -113,7 +113,7 @@ def run_tests(tests: tuple[str, ...]) -> int:
 
         # A test named before its file runs before it.
         options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--keep-duplicates"]
-        os._exit(int(pytest.main([*options, "-m", "not slow and not long", *tests])))
+        os._exit(int(pytest.main([*options, "-m", "not long", *tests])))
     until = time.monotonic() + SECONDS
     while (ended := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < until:
         time.sleep(0.05)

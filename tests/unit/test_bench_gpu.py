@@ -44,6 +44,7 @@ def test_a_report_fills_the_document(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert text.count("not measured") == len(gpu.PARTS) - 2
 
 
+@pytest.mark.slow
 def test_a_part_that_hangs_or_dies_keeps_what_it_had(tmp_path: Path) -> None:
     """And costs no other: the process that runs them takes no part in them."""
     part = gpu.Part("checks", "", "", 10.0)

@@ -89,6 +89,7 @@ def test_a_reply_is_read_up_to_a_limit(more: int) -> None:
     assert (reply is None) == bool(more)
 
 
+@pytest.mark.slow
 def test_a_sweep_does_not_wait_for_those_who_are_silent(server: World) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as silent, trickle() as endless:
         asked = [

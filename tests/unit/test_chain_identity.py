@@ -42,6 +42,7 @@ def test_a_hotkey_without_a_coldkey_is_enough(tmp_path: Path, capfd) -> None:
     assert "Keypair" not in repr(loaded)
 
 
+@pytest.mark.slow
 def test_what_is_wrong_with_a_wallet_is_one_line(tmp_path: Path) -> None:
     def fails(pattern: str) -> None:
         with pytest.raises(ConfigError, match=pattern) as caught:
@@ -87,6 +88,7 @@ def test_a_private_listening_address_is_only_a_local_subnets() -> None:
         assert external_ip(private, services=[good]) == "8.8.4.4"
 
 
+@pytest.mark.slow
 def test_two_answers_have_to_agree() -> None:
     with (
         service("<html>") as odd,
@@ -117,6 +119,7 @@ def test_the_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPat
         assert external_ip(ChainSettings(), services=[good]) == "8.8.4.4"
 
 
+@pytest.mark.slow
 def test_an_answer_is_bounded_in_size_and_time() -> None:
     with (
         service("8.8.4.4" + " " * 10**6) as large,

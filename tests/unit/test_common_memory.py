@@ -40,6 +40,7 @@ FOUR = ModelShape.from_config(named_config("4b"))
 ONE = ModelShape.from_config(named_config("1b"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}, {"head_dim": 8}], ids=str)
 def test_the_shape_is_what_transformers_builds(changes: dict[str, Any]) -> None:
     config = tiny() | changes
@@ -95,6 +96,7 @@ def test_every_measure_against_memory_lowers_the_estimate(change: dict[str, Any]
     assert less < device_memory(ONE, plain)
 
 
+@pytest.mark.slow
 def test_disk_figures_are_what_is_written(tmp_path: Path, process_group: None) -> None:
     """Three checkpoints of three epochs, a snapshot and a global state of a model that is large
     enough for headers not to count."""

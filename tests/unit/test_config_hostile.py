@@ -113,6 +113,7 @@ def kind_of(setting: Setting) -> str:
 FIRST = {kind_of(setting): setting for setting in reversed(FLAGS)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", FLAGS, ids=lambda setting: setting.name)
 def test_every_flag_with_every_hostile_value(setting: Setting) -> None:
     for text in HOSTILE if FIRST[kind_of(setting)] is setting else BEYOND:
@@ -144,6 +145,7 @@ values = st.recursive(
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @settings(
     max_examples=400,
     deadline=None,

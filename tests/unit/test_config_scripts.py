@@ -96,6 +96,7 @@ def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
                 refused_in_one_line(result, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "name"),
     [

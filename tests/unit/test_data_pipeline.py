@@ -61,6 +61,7 @@ def test_bytes_survive_the_tokenizer(tokenizer: tuple[Path, int]) -> None:
     assert made._tokenizer.decode(ids[:-1].tolist()) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_small_miner_trains_on_every_page_that_is_judged(
     tokenizer: tuple[Path, int], world_size: int

@@ -81,6 +81,7 @@ def test_answers_that_asking_again_does_not_change(status: int) -> None:
         assert counts.take()[f"http_{status}"] == 1
 
 
+@pytest.mark.slow
 def test_retry_after_is_waited_for_by_all_connections() -> None:
     with RowsServer(TABLES, script=[Fault(status=429, retry_after="1")]) as server:
         made, _ = source(server)
@@ -94,6 +95,7 @@ def test_retry_after_is_waited_for_by_all_connections() -> None:
         assert time.monotonic() - began >= 0.6
 
 
+@pytest.mark.slow
 def test_a_body_that_trickles_in_ends_with_the_timeout() -> None:
     with RowsServer(TABLES, script=[Fault(drip=80.0)]) as server:
         made, counts = source(server, request_timeout=timedelta(seconds=2))

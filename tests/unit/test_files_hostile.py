@@ -33,6 +33,7 @@ def test_a_whole_file_is_read(name: str, tmp_path: Path) -> None:
     assert outcome(READERS[name], path) == "read"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_whatever_damage_is_refused_or_harmless(name: str, tmp_path: Path) -> None:
     reader = READERS[name]

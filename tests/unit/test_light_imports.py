@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "transformers", "hivemind", "bittensor", "botocore", "numpy", "pyarrow"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "may"),
     [
@@ -53,6 +54,7 @@ assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
+@pytest.mark.slow
 def test_what_the_fork_server_imports_leaves_it_fit_to_be_forked() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOOK, *PRELOAD],

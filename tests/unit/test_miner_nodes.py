@@ -36,6 +36,7 @@ from distributed_training.protocol.types import ExitStatus
 from tests.tools.miner_parts import config_of
 from tests.tools.waiting import wait_for
 
+pytestmark = pytest.mark.slow
 GO = threading.Event()  # never set
 
 PINNED = "--neuron.learning_rate of the network's file"

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.tools.mutate import ROOT, listed
 
 
+@pytest.mark.slow
 def test_each_mutation_fits_the_source_and_names_tests_that_exist() -> None:
     for mutation in listed([]):
         assert mutation.tests

@@ -228,6 +228,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "bad"),
     # A registry holds no model.
@@ -309,6 +310,7 @@ def test_certificates_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPa
             start()
 
 
+@pytest.mark.slow
 def test_a_url_and_the_copy_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network, "_FIRST_WAIT", 0.0)
     url = f"https://127.0.0.1:{free_ports(1)[0]}/network.toml"

@@ -98,6 +98,7 @@ def _ok(row: Row) -> bool:
     return row.judgement is not None and row.judgement.ok
 
 
+@pytest.mark.slow
 def test_its_figures_are_the_validators_for_the_same_blocks(world: World) -> None:
     """Also after a round, when outer step and period differ, and with one upload that is reset."""
     for advance in (0, 40):
@@ -197,6 +198,7 @@ SPOILED: dict[str, tuple[Callable[[World, TwinMiner], Any], Cause]] = {
 }
 
 
+@pytest.mark.slow
 def test_a_bad_bucket_costs_its_own_row_a_reason(tmp_path: Path) -> None:
     """Each bucket is bad in another way, and two are good."""
     uids = range(1, len(SPOILED) + 3)
@@ -218,6 +220,7 @@ def test_a_bad_bucket_costs_its_own_row_a_reason(tmp_path: Path) -> None:
     assert not (world.folder / "trace").exists(), "a stranger's code was run"
 
 
+@pytest.mark.slow
 def test_buckets_that_hang_cost_one_named_timeout(world: World) -> None:
     """Not an error, no end: a store that accepts the connection and says nothing."""
     before, hang = rows_of(preview(world)), threading.Event()

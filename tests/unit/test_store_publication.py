@@ -311,6 +311,7 @@ def test_a_disk_that_is_away_ends_neither_uploads_nor_the_cleanup(
         assert_published(store, REVISION, files)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(200)
 def test_a_crowded_bucket_is_cleaned_and_no_publication_waits_for_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -104,6 +104,7 @@ def test_upload_steps_bounds_the_frequency(every: int, first: int) -> None:
     assert all(b - a >= every for a, b in itertools.pairwise(chosen))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [5, 20, 60])
 @pytest.mark.parametrize("step", [10.0, 30.0, 60.0, 80.0])
 @pytest.mark.parametrize("upload", [50.0, 300.0, 900.0])

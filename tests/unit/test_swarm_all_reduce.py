@@ -79,6 +79,7 @@ answers = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(answers)
 def test_whatever_a_reducer_answers_the_round_goes_on(answer: bytes) -> None:
@@ -137,6 +138,7 @@ def test_why_a_reducer_refuses_is_told_also_if_nobody_knows_its_code(
     assert f"it answered {'CANCELLED' if code != 99 else 99}" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_reducer_that_answers_all_and_reads_nothing_does_not_hold_the_round() -> None:
     parts = 400  # more than fits into the sockets between
 

@@ -85,6 +85,7 @@ def test_curved_sends_the_entries_whose_change_weighs_most(tmp_path: Path) -> No
     assert others > 100, "entries that the largest values leave out"
 
 
+@pytest.mark.slow
 def test_best_publishes_what_lowers_the_loss_most_of_all_directions(tmp_path: Path) -> None:
     made = {mode: trainer(error_feedback=mode) for mode in ("best", "upload", "off")}
     plain = trainer(error_feedback="upload", step_length="plain")

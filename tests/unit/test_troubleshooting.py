@@ -11,6 +11,8 @@ import ast
 import re
 from collections.abc import Iterator
 
+import pytest
+
 from tests.tools.log_reference import DOCS
 
 PACKAGE = DOCS.parent / "distributed_training"
@@ -78,6 +80,7 @@ def missing(found: list[tuple[str, str]]) -> list[str]:
     return [f"{p}: {w}" for p, w in wanted.items() if w and not any(part in pages for part in w)]
 
 
+@pytest.mark.slow
 def test_formats_are_found() -> None:
     assert sum(warns for *_, warns in formats()) > 60 and len(list(formats())) > 110
     assert to_search_for("Block %d is left out: %s") == ["is left out"]

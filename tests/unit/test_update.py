@@ -30,7 +30,7 @@ from distributed_training.telemetry.neuron_state import NeuronState
 from scripts import update
 from tests.tools.pm2 import needs_node
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
 ROOT = Path(__file__).parents[2]
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "core.hooksPath="]

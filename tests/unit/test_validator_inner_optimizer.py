@@ -130,6 +130,7 @@ def join(bucket: dict[str, Any], folder: Path) -> tuple[dict[str, Any], list[dic
     return weights, shards
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [3, 4])
 def test_a_public_miner_joins_after_a_round(world: World, ranks: int, tmp_path: Path) -> None:
     best = publish(world.miners[17], tmp_path, place=410, ranks=ranks)
@@ -171,6 +172,7 @@ def test_a_public_miner_joins_after_a_round(world: World, ranks: int, tmp_path: 
     assert not torch.equal(before, next(iter(parameters.values())))
 
 
+@pytest.mark.slow
 def test_ours_takes_over_from_it(world: World, tmp_path: Path) -> None:
     best = publish(world.miners[3], tmp_path, place=700)
     look(world)
@@ -201,6 +203,7 @@ def of_another_model(state: State) -> None:
     next(iter(state.values()))["exp_avg"] = torch.zeros(1000, 1000)
 
 
+@pytest.mark.slow
 def test_what_is_hostile_is_not_handed_on(world: World, tmp_path: Path, caplog: Any) -> None:
     hostile: list[tuple[dict[str, Any], str]] = [
         ({"spoil": not_finite}, "NaN or Inf"),
@@ -251,6 +254,7 @@ def test_a_stop_waits_for_one_donors_answer_at_most(
     assert len(asked) == 1
 
 
+@pytest.mark.slow
 def test_the_schedule_is_the_networks(world: World, tmp_path: Path) -> None:
     """Neither a beginner's place nor a liar's; it never goes back."""
     for uid, place in ((3, 5), (17, 600), (42, 690)):

@@ -488,6 +488,7 @@ def test_a_publication_whose_answer_was_lost_is_gone_on_from(
     assert {e.all_reduce for e in standings.entries.values()} == {1}
 
 
+@pytest.mark.slow
 def test_old_epochs_are_removed(world: World) -> None:
     for _ in range(3):
         world.train_and_publish()

@@ -45,6 +45,7 @@ def _scored(world: World) -> dict[int, dict[str, Any]]:
 # --- judging ---
 
 
+@pytest.mark.slow
 def test_honest_uploads_lower_the_loss_and_harmful_ones_raise_it(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
