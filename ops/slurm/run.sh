@@ -35,7 +35,9 @@ while :; do
     ended
     [ -z "$asked" ] || exit 0
 done
-# The other nodes would wait for this one until the time limit.
+# The other nodes would wait for this one until the time limit. The signal comes here too, to scancel
+# before it has told them all, unless that ignores it.
+trap "" TERM
 [ "$SLURM_NNODES" = 1 ] || scancel --signal=TERM "$SLURM_JOB_ID.$SLURM_STEP_ID"
 exit "$status"
 '

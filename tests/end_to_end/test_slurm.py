@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -142,15 +144,16 @@ def test_an_array_runs_a_miner_for_each_hotkey(cluster: Slurm) -> None:
         _finish(cluster, f"{job}_{index}", cluster.folder / "runs" / f"miner-h{index}", 4)
 
 
-def _submit_launchers(cluster: Slurm, *, node0: str = "", node1: str = "") -> str:
+def _submit_launchers(cluster: Slurm, *, node1: str, **more: str) -> str:
     """Two nodes, whose launchers end as said, in turn: with a status or by a signal."""
     (cluster.folder / "launcher").write_text(LAUNCHER)
     environment = {
         "DT_MINER": f"bash {cluster.folder / 'launcher'}",
         "NOTES": str(cluster.folder / "notes"),
         "DT_PAUSE": "0.2",
-        "ENDS0": node0,
+        "ENDS0": "",
         "ENDS1": node1,
+        **more,
     }
     script = ("--cpus-per-task=1", "ops/slurm/several-nodes.sbatch")
     return cluster.run("sbatch", "--parsable", *script, **environment)
@@ -180,7 +183,13 @@ def test_every_node_starts_its_own_launcher_again_whatever_ended_it(cluster: Slu
 @pytest.mark.slow
 @pytest.mark.parametrize("status", [2, 3])
 def test_what_a_start_cannot_help_ends_the_job_on_all_nodes(cluster: Slurm, status: int) -> None:
-    job = _submit_launchers(cluster, node1=f"KILL {status}")
+    """Also when the signal for the nodes reaches the program that sends it before it is through."""
+    scancel = cluster.folder / "bin" / "scancel"
+    scancel.parent.mkdir()
+    scancel.write_text(f'#!/bin/sh\nkill -TERM $$\nexec {shutil.which("scancel")} "$@"\n')
+    scancel.chmod(0o755)
+    path = f"{scancel.parent}:{os.environ['PATH']}"
+    job = _submit_launchers(cluster, node1=f"KILL {status}", PATH=path)
     wait_for(lambda: cluster.job(job)["JobState"] == "FAILED", "the job's end", every=0.5)
     assert cluster.job(job)["ExitCode"] == f"{status}:0"
     assert _notes(cluster, 0) == ["started", "stopped"]
