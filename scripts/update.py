@@ -56,7 +56,7 @@ _KILL_SECONDS = 25.0  # that app.config.js gives a stop beyond its time
 _NEW = ".new"  # ends the name of a version's folder until the version has passed
 #: DT_UPDATE_SETUP and DT_UPDATE_TESTS replace these where they cannot be run, as in tests.
 _SETUP = "scripts/setup.sh"
-_TESTS = '.venv/bin/python -m pytest -q -x -n 2 -m "not slow and not long and not cuda" tests/unit'
+_TESTS = '.venv/bin/python -m pytest -q -x -n 2 -m "not long and not cuda" tests/unit'
 #: What they need besides, fetched for them alone: the miner's environment gets none of it.
 _TOOLS, _TOOLS_LIST = "build/tests", "requirements/test.txt"
 _FETCH_TOOLS = (
