@@ -43,7 +43,8 @@ def pytest_collection() -> Generator[None, object, object]:
     """Without the garbage collector, which finds nothing here and looks at millions of objects: a
     quarter of the time, in each worker. They stay until the end and are not looked at again.
 
-    Torch's loggers pass on to the root's: for each test pytest gives a handler to all that do not.
+    All loggers pass on to the root's: for each test pytest gives a handler to each that does not,
+    and torch has 44 of those.
     """
     gc.disable()
     try:

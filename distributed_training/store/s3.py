@@ -245,7 +245,7 @@ _BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 
 @functools.cache
 def _session() -> Any:
-    """Make the process's session: a client of a new one parses S3's description for 0.1 s."""
+    """Return the process's session: a client of a new one parses S3's description for 0.1 s."""
     import boto3
     import botocore.session
 

@@ -35,8 +35,8 @@ while :; do
     ended
     [ -z "$asked" ] || exit 0
 done
-# The other nodes would wait for this one until the time limit. The signal comes here too, to scancel
-# before it has told them all, unless that ignores it.
+# The other nodes would wait for this one until the time limit. The signal reaches this node
+# too, and would end scancel before it has told the others: it is ignored.
 trap "" TERM
 [ "$SLURM_NNODES" = 1 ] || scancel --signal=TERM "$SLURM_JOB_ID.$SLURM_STEP_ID"
 exit "$status"
