@@ -344,6 +344,7 @@ def test_the_number_of_gpus_is_remembered_while_the_driver_is_away(
     argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     argv[argv.index("cpu")] = "auto"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr(launcher, "start_checks", lambda *_, **named: [])
     started: list[int] = []
     played = ranks.group
