@@ -1,4 +1,4 @@
-"""What tests/unit/test_update.py replaces in scripts/update.sh: setup and tests of a version."""
+"""Setup and tests of a version, which tests/unit/test_update.py replaces in scripts/update.sh."""
 
 from __future__ import annotations
 
