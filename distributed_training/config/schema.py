@@ -130,7 +130,8 @@ class Schema:
                     if field.json_schema_extra:  # else it has no flag: tests alone give it
                         self._add(package, field_name, field, getattr(defaults, field_name))
         order = list(TITLES)
-        self._grouped = sorted(self.settings.values(), key=lambda s: order.index(s.group))
+        grouped = sorted(self.settings.items(), key=lambda item: order.index(item[1].group))
+        self.settings = dict(grouped)
         self._spellings = {canonical(setting.name): setting for setting in self}
 
     def _add(self, package: str, field_name: str, field: FieldInfo, default: Any) -> None:
@@ -190,7 +191,7 @@ class Schema:
 
     def __iter__(self) -> Iterator[Setting]:
         """Yield the settings grouped, in the order of the help."""
-        return iter(self._grouped)
+        return iter(self.settings.values())
 
 
 def _declared(settings_class: Any, name: str) -> FieldInfo:
