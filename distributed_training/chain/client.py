@@ -50,13 +50,14 @@ class SignedClient:
         self._scheme = scheme
 
     def sweep_is_alive(
-        self, neurons: Sequence[Neuron], timeout: timedelta
+        self, neurons: Sequence[Neuron], timeout: timedelta, *, epoch: int | None = None
     ) -> dict[int, IsAliveReply | None]:
         """Call all neurons; return replies by uid, None: no valid one.
 
-        ``timeout`` covers each call, not the sweep.
+        ``timeout`` covers each call, not the sweep. ``epoch``: our outer step, of which they are
+        told.
         """
-        calls = self._sweep(neurons, synapses.IS_ALIVE, synapses.build_is_alive(), timeout)
+        calls = self._sweep(neurons, synapses.IS_ALIVE, synapses.build_is_alive(epoch), timeout)
         return {uid: _is_alive(call.reply) for uid, call in calls.items()}
 
     def sweep_all_reduce(

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -62,7 +62,9 @@ class MinerCallbacks:
 
     ``epoch``: the local outer step. ``on_all_reduce``: gets each accepted call (put it into a
     queue). ``round_phase``: a word for the running round, or None. ``round_due``: whether the
-    validator may call a round now; None if that is not known. ``peer_id``: in the swarm.
+    validator may call a round now; None if that is not known. ``peer_id`` and ``addresses``: in the
+    swarm. ``run_id``: of the miner's network. ``on_validator_epoch``: gets the outer step at which
+    the master says that it is, with each IsAlive.
     """
 
     epoch: Callable[[], int]
@@ -70,6 +72,9 @@ class MinerCallbacks:
     round_phase: Callable[[], str | None] = lambda: None
     round_due: Callable[[], bool | None] = lambda: None
     peer_id: Callable[[], str] = lambda: ""
+    addresses: Callable[[], Sequence[str]] = lambda: ()
+    run_id: str = ""
+    on_validator_epoch: Callable[[int], None] = lambda epoch: None
 
 
 class SignedServer(BoundedServer):
@@ -258,8 +263,17 @@ class SignedServer(BoundedServer):
         if head.path == synapses.IS_ALIVE_ROUTE:
             if self._settings.force_validator_permit and not permit:
                 raise Refused(Refusal.NO_PERMIT)
-            epoch, peer_id = self._miner.epoch(), self._miner.peer_id()
-            reply = synapses.answer_is_alive(fields, epoch=epoch, peer_id=peer_id)
+            reply = synapses.answer_is_alive(
+                fields,
+                epoch=self._miner.epoch(),
+                peer_id=self._miner.peer_id(),
+                addresses=self._miner.addresses(),
+                run_id=self._miner.run_id,
+            )
+            said = synapses.caller_epoch(fields)
+            # The older signature does not cover the body.
+            if said is not None and claim.hotkey == self._master and claim.scheme == auth.BTAUTH:
+                self._miner.on_validator_epoch(said)
             self._counts["accepted.IsAlive"] += 1
             self._log_alive(neuron.uid if neuron is not None else None)
         else:

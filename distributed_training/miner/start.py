@@ -574,7 +574,15 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
 
     due = services.round_clock.due
     server = services.open_server(
-        MinerCallbacks(lambda: trainer.outer_step, called, phase, due, lambda: swarm.peer_id)
+        MinerCallbacks(
+            epoch=lambda: trainer.outer_step,
+            on_all_reduce=called,
+            round_phase=phase,
+            round_due=due,
+            peer_id=lambda: swarm.peer_id,
+            addresses=lambda: swarm.visible_maddrs,
+            run_id=context.config.swarm.run_id,
+        )
     )
     # Closed first, since it was opened last: no call comes into a swarm that ends.
     at_end(server.close)

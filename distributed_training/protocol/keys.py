@@ -6,6 +6,7 @@ being the writer's own outer step.
 
 from __future__ import annotations
 
+import ipaddress
 import re
 
 import base58
@@ -63,6 +64,43 @@ def is_peer_id(value: object) -> bool:
         return False
     data = base58.b58decode(value)
     return data[0] in (_SHA2_256, _IDENTITY) and data[1] == len(data) - 2
+
+
+LONGEST_ADDRESS = 200  # characters of a full address; without peer id and port a name has 131
+_HOST = r"ip4/[0-9.]+|ip6/[0-9A-Fa-f:.]+|dns[46]?/[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?"
+_ADDRESS = re.compile(rf"/(?P<host>{_HOST})/tcp/(?P<port>[1-9][0-9]{{0,4}})/p2p/(?P<peer>\w+)")
+
+
+def addressed_peer(value: object) -> str | None:
+    """Return the peer id at the end of a full address of the swarm; None if it is none.
+
+    Such is ``/ip4|ip6|dns|dns4|dns6/<host>/tcp/<port>/p2p/<peer id>``: the swarm's peers listen on
+    TCP. The format: https://github.com/multiformats/multiaddr
+    """
+    if not isinstance(value, str) or len(value) > LONGEST_ADDRESS:
+        return None
+    match = _ADDRESS.fullmatch(value)
+    if match is None or int(match["port"]) > 65535 or not is_peer_id(match["peer"]):
+        return None
+    kind, host = match["host"].split("/")
+    try:
+        if kind in ("ip4", "ip6") and ipaddress.ip_address(host).version != int(kind[-1]):
+            return None
+    except ValueError:
+        return None
+    return match["peer"]
+
+
+def distance(address: str) -> int:
+    """Return from how far a full address can be reached: 0 everywhere, 2 on its own machine only.
+
+    1 is a private network's. Names count as public.
+    """
+    _, kind, host, *_ = address.split("/")
+    if kind.startswith("dns"):
+        return 0
+    ip = ipaddress.ip_address(host)
+    return 0 if ip.is_global else 2 if ip.is_loopback else 1
 
 
 def averager_prefix(run_id: str) -> str:

@@ -11,12 +11,12 @@ from __future__ import annotations
 import hashlib
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
-from .keys import LONGEST_PEER_ID, is_peer_id
+from .keys import LONGEST_ADDRESS, LONGEST_PEER_ID, addressed_peer, distance, is_peer_id
 from .types import RoundRequest
 
 IS_ALIVE = "IsAlive"
@@ -29,10 +29,13 @@ PROBE_HOST = "dt-doctor-probe"  # the Host header by which a miner knows `doctor
 ALL_REDUCE_TIMEOUT = timedelta(seconds=840)  # of the round, sent as the call's timeout
 MOST_CALLED = 64  # miners, to one round
 LARGEST_GROUP = MOST_CALLED + 1  # the validator too
-# Real dendrites (8.5.2 to 10.5.0) and btauth callers send at most 1 KB, always with a length; the
-# ids of a round's peers come on top, each with quotes, comma and blank. Twice that: a body that is
-# too large by one byte ends all rounds of a full network.
-MAX_BODY_BYTES = 2 * (1024 + LARGEST_GROUP * (LONGEST_PEER_ID + 4))
+ADDRESSES_EACH = 2  # of one peer, in a call or an answer: a public one, and that of its own network
+# Real dendrites (8.5.2 to 10.5.0) and btauth callers send at most 1 KB, always with a length; ids
+# and addresses of a round's peers come on top, each with quotes, comma and blank. Half as much
+# again: a body that is too large by one byte ends all rounds of a full network.
+_OF_EACH = LONGEST_PEER_ID + 4 + ADDRESSES_EACH * (LONGEST_ADDRESS + 4)
+MAX_BODY_BYTES = 3 * (1024 + LARGEST_GROUP * _OF_EACH) // 2
+_LONGEST_RUN_ID = 64
 
 # Legacy freshness: a nonce is nanoseconds since the epoch; the first nonce of a (hotkey, uuid) must
 # be newer than now - LEGACY_ALLOWANCE - timeout. The timeout header is not signed, so it is capped.
@@ -61,36 +64,80 @@ def legacy_signed_text(
 
 @dataclass(frozen=True)
 class IsAliveReply:
-    """``epoch``: the miner's outer step; ``peer_id``: its averager's. None: it did not say."""
+    """``epoch``: the miner's outer step; ``peer_id``: its averager's. None: it did not say.
+
+    ``addresses``: where that peer is reached. ``run_id``: of the miner's network.
+    """
 
     alive: bool
     epoch: int | None
     peer_id: str | None = None
+    addresses: tuple[str, ...] = ()
+    run_id: str | None = None
 
 
-def build_is_alive() -> dict[str, Any]:
-    return {"answer": None, "completion": "", "epoch": None, "peer_id": None}
+def build_is_alive(epoch: int | None = None) -> dict[str, Any]:
+    """Build the body of a call. ``epoch``: the caller's own outer step, of which it tells."""
+    asked = dict.fromkeys(("peer_id", "addresses", "run_id"))
+    return {"answer": None, "completion": "", "epoch": epoch, **asked}
 
 
-def answer_is_alive(body: Mapping[str, Any], *, epoch: int, peer_id: str = "") -> dict[str, Any]:
+def caller_epoch(body: Mapping[str, Any]) -> int | None:
+    """Return the outer step at which the caller of IsAlive says that it is; None: it does not."""
+    epoch = body.get("epoch")
+    return epoch if _is_epoch(epoch) else None
+
+
+def answer_is_alive(
+    body: Mapping[str, Any],
+    *,
+    epoch: int,
+    peer_id: str = "",
+    addresses: Sequence[str] = (),
+    run_id: str = "",
+) -> dict[str, Any]:
     """Reply to ``body``: the same fields with completion "True" and the local outer step.
 
-    The public network's callers do not ask for the peer id, and get none.
+    The public network's callers do not ask for peer id, addresses and run id, and get none.
     """
     reply = {"answer": _text(body, "answer"), "completion": "True", "epoch": epoch}
-    return {**reply, "peer_id": peer_id or None} if "peer_id" in body else reply
+    known = {
+        "peer_id": peer_id or None,
+        "addresses": list(_addresses_of(peer_id, addresses)),
+        "run_id": run_id or None,
+    }
+    return reply | {name: value for name, value in known.items() if name in body}
 
 
 def parse_is_alive_reply(body: Mapping[str, Any]) -> IsAliveReply:
     """Read a reply to IsAlive.
 
-    Raises SynapseError if ``epoch`` is neither absent nor a non-negative integer.
+    Raises SynapseError if ``epoch`` is neither absent nor a non-negative integer. Whatever else is
+    not of its form counts as not said.
     """
     epoch = body.get("epoch")
-    if epoch is not None and (isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0):
+    if epoch is not None and not _is_epoch(epoch):
         raise SynapseError(f"IsAlive: epoch {reprlib.repr(epoch)} is not a non-negative integer")
-    alive, peer_id = body.get("completion") == "True", body.get("peer_id")
-    return IsAliveReply(alive, epoch, peer_id if is_peer_id(peer_id) else None)
+    peer_id, addresses, run_id = (body.get(name) for name in ("peer_id", "addresses", "run_id"))
+    peer_id = peer_id if is_peer_id(peer_id) else None
+    known = isinstance(run_id, str) and 0 < len(run_id) <= _LONGEST_RUN_ID
+    return IsAliveReply(
+        alive=body.get("completion") == "True",
+        epoch=epoch,
+        peer_id=peer_id,
+        addresses=_addresses_of(peer_id, addresses) if isinstance(addresses, list) else (),
+        run_id=run_id if known else None,
+    )
+
+
+def _is_epoch(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _addresses_of(peer_id: str | None, addresses: Iterable[Any]) -> tuple[str, ...]:
+    """Return the best of ``addresses`` that are of ``peer_id``: who is far needs the public one."""
+    own = [a for a in addresses if peer_id and addressed_peer(a) == peer_id]
+    return tuple(sorted(own, key=distance)[:ADDRESSES_EACH])
 
 
 # --- AllReduce ----------------------------------------------------------------------------------
@@ -108,6 +155,8 @@ def build_all_reduce(request: RoundRequest) -> dict[str, Any]:
     body["timeout"] = (request.timeout or ALL_REDUCE_TIMEOUT).total_seconds()
     if request.peers:
         body["peers"] = list(request.peers)
+    if request.addresses:
+        body["addresses"] = list(request.addresses)
     return body
 
 
@@ -140,7 +189,7 @@ def parse_all_reduce(
     ``bounds``: least and most of each field by name, durations in seconds. ``timeout``: seconds,
     from the call's header if there is one; else the body's field is used. Absent or null fields
     become None (use the configured value). Raises SynapseError for a value that is not a finite
-    number, and for ``peers`` that are no peer ids.
+    number, for ``peers`` that are no peer ids, and for ``addresses`` that are not of ``peers``.
     """
     header = None if timeout is None else _number("timeout", timeout)
     from_body = _optional_number(body, "timeout")
@@ -151,12 +200,17 @@ def parse_all_reduce(
     peers = body.get("peers") or []
     if not isinstance(peers, list) or not all(map(is_peer_id, peers)):
         raise SynapseError(f"AllReduce: peers {reprlib.repr(peers)} are not peer ids")
+    addresses = body.get("addresses") or []
+    many = not isinstance(addresses, list) or len(addresses) > ADDRESSES_EACH * LARGEST_GROUP
+    if many or not {addressed_peer(a) for a in addresses} <= set(peers):
+        raise SynapseError(f"AllReduce: addresses {reprlib.repr(addresses)} are not of its peers")
     low, high = map(int, bounds["min_group_size"])
     return RoundRequest(
         caller=caller,
         timeout=_clamp(header if header is not None else from_body, bounds["timeout"]),
         min_group_size=None if size is None else min(max(int(size), low), high),
         peers=tuple(peers),
+        addresses=tuple(addresses),
         **durations,
     )
 

@@ -101,6 +101,8 @@ class RoundRequest:
     next_chunk_timeout: timedelta | None = None
     min_matchmaking_time: timedelta | None = None
     peers: tuple[str, ...] = ()  # peer ids that may be averaged with; empty: whoever is found
+    # Where some of ``peers`` are reached: multiaddrs, each with /p2p/ and the peer id at its end.
+    addresses: tuple[str, ...] = ()
 
 
 class AllReduceFault(enum.Enum):

@@ -183,7 +183,8 @@ class RoundCaller:
 
     def sweep(self, neurons: Sequence[Neuron], outer_step: int) -> Attendance:
         """Make one IsAlive sweep; alive are those that answered with our outer step."""
-        ask = partial(self._client.sweep_is_alive, neurons, timeout=self._settings.alive_timeout)
+        timeout = self._settings.alive_timeout
+        ask = partial(self._client.sweep_is_alive, neurons, timeout, epoch=outer_step)
         replies = unless_stopped(ask, stop=self._stop)
         alive = tuple(
             uid for uid, r in replies.items() if r is not None and r.alive and r.epoch == outer_step

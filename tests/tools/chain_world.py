@@ -62,6 +62,7 @@ class World:
         self.ledger.register(PEER.ss58, stake=1e6)
         self.chain = MemoryChain(hotkey=MINER.ss58, ledger=self.ledger)
         self.events: list[RoundRequest] = []
+        self.told: list[int] = []  # outer steps at which the master says that it is
         self.offset = 0
         self.later = 0.0
         self.due: bool | Callable[[], bool] | None = True
@@ -74,6 +75,7 @@ class World:
                 epoch=lambda: EPOCH,
                 on_all_reduce=self.events.append,
                 round_due=lambda: self.due() if callable(self.due) else self.due,
+                on_validator_epoch=self.told.append,
             ),
             folder=folder,
             clock=lambda: time.time_ns() + self.offset,

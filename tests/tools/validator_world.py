@@ -299,7 +299,7 @@ class TwinClient:
         self.called: list[list[int]] = []
 
     def sweep_is_alive(
-        self, neurons: Sequence[Neuron], timeout: timedelta
+        self, neurons: Sequence[Neuron], timeout: timedelta, *, epoch: int | None = None
     ) -> dict[int, IsAliveReply | None]:
         found = {n.uid: self.miners.get(n.uid) for n in neurons}
         return {

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from datetime import timedelta
+from typing import Any
 
 import httpx
 import pytest
@@ -15,12 +16,14 @@ import pytest
 from distributed_training.chain import auth
 from distributed_training.chain.base import Neuron
 from distributed_training.chain.client import MAX_REPLY_BYTES, SignedClient
+from distributed_training.chain.identity import Wallet
 from distributed_training.protocol.types import RoundRequest
 from tests.tools.chain_raw import trickle
 from tests.tools.chain_world import (
     EPOCH,
     MINER,
     PEER,
+    SECOND,
     SETTINGS,
     STRANGER,
     VALIDATOR,
@@ -71,6 +74,24 @@ def test_a_round_called_by_a_validator(scheme) -> None:
         again = client.sweep_all_reduce([neuron(server)], REQUEST)[7]
         assert again and again.startswith("round running")
         assert len(server.events) == 1
+
+
+@pytest.mark.parametrize(
+    ("caller", "scheme", "heard"),
+    [
+        (VALIDATOR, "btauth", [3]),
+        (SECOND, "btauth", []),
+        (PEER, "btauth", []),
+        (VALIDATOR, "legacy", []),  # which does not sign the body
+    ],
+)
+def test_the_masters_word_alone_tells_its_outer_step(
+    server: World, caller: Wallet, scheme: Any, heard: list[int]
+) -> None:
+    client = SignedClient(wallet=caller, scheme=scheme)
+    assert client.sweep_is_alive([neuron(server)], LONG, epoch=3)[7] is not None
+    assert client.sweep_is_alive([neuron(server)], LONG)[7] is not None
+    assert server.told == heard
 
 
 def test_a_stranger_gets_nothing(server: World) -> None:

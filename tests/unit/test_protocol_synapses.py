@@ -11,12 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed_training.protocol import synapses
+from distributed_training.protocol.keys import LONGEST_ADDRESS
 from distributed_training.protocol.types import RoundRequest
 
 pytestmark = pytest.mark.timeout(60)
 
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+OTHER = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
+ADDRESS = f"/ip4/203.0.113.7/tcp/8009/p2p/{PEER}"
 BOUNDS = {
     "timeout": (5.0, 1800.0),
     "min_group_size": (2.0, 256.0),
@@ -36,7 +39,8 @@ def test_all_reduce_round_trip() -> None:
         allreduce_timeout=timedelta(seconds=50),
         next_chunk_timeout=timedelta(seconds=10),
         min_matchmaking_time=timedelta(seconds=2),
-        peers=(PEER, "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"),
+        peers=(PEER, OTHER),
+        addresses=(f"/ip4/203.0.113.7/tcp/8009/p2p/{PEER}", f"/dns4/a.example/tcp/1/p2p/{OTHER}"),
     )
     body = json.loads(json.dumps(synapses.build_all_reduce(request)))
     assert body["completion"] is False
@@ -45,9 +49,17 @@ def test_all_reduce_round_trip() -> None:
 
 
 def test_the_largest_group_fits_into_a_call_with_room() -> None:
-    peers = ("16Uiu2HAmCf1EzHVLqgbJPjJxA5b9koWffsZ8nfsNczELoTCfyjfU",) * synapses.LARGEST_GROUP
-    body = synapses.build_all_reduce(RoundRequest(caller="5X", peers=peers))
-    assert synapses.parse_all_reduce(body, caller="5X", bounds=BOUNDS).peers == peers
+    longest = "16Uiu2HAmCf1EzHVLqgbJPjJxA5b9koWffsZ8nfsNczELoTCfyjfU"
+    peers = (longest,) * synapses.LARGEST_GROUP
+    address = f"/dns4/{'a' * 200}/tcp/65535/p2p/{longest}"
+    address = address.replace("a" * (len(address) - LONGEST_ADDRESS), "", 1)
+    addresses = (address,) * synapses.ADDRESSES_EACH * synapses.LARGEST_GROUP
+    request = RoundRequest("5X", synapses.ALL_REDUCE_TIMEOUT, peers=peers, addresses=addresses)
+    body = synapses.build_all_reduce(request)
+    assert synapses.parse_all_reduce(body, caller="5X", bounds=BOUNDS) == request
+    with pytest.raises(synapses.SynapseError):
+        more = {**body, "addresses": [*addresses, address]}
+        synapses.parse_all_reduce(more, caller="5X", bounds=BOUNDS)
     assert len(json.dumps(body)) < synapses.MAX_BODY_BYTES * 2 / 3
 
 
@@ -82,6 +94,10 @@ def test_every_value_is_clamped(size: int, seconds: float, header: float) -> Non
         {"peers": PEER},
         {"peers": [PEER, 7]},
         {"peers": ["../../etc/passwd"]},
+        {"addresses": [ADDRESS]},  # of nobody who takes part
+        {"peers": [PEER], "addresses": ADDRESS},
+        {"peers": [PEER], "addresses": [7]},
+        {"peers": [PEER], "addresses": [PEER]},
     ],
 )
 def test_bad_all_reduce(body: dict) -> None:
@@ -103,3 +119,60 @@ def test_a_peer_id_is_told_to_who_asks(told: Any, understood: str | None) -> Non
     asked = synapses.answer_is_alive(synapses.build_is_alive(), epoch=4, peer_id=told)
     assert synapses.parse_is_alive_reply(asked).peer_id == understood
     assert "peer_id" not in synapses.answer_is_alive({"answer": None}, epoch=4, peer_id=told)
+
+
+def test_who_does_not_ask_gets_the_public_miners_answer() -> None:
+    told: dict[str, Any] = {"peer_id": PEER, "addresses": [ADDRESS], "run_id": "abc"}
+    for body in ({"answer": None}, {"answer": None, "completion": "", "epoch": 3}):
+        answer = json.dumps(synapses.answer_is_alive(body, epoch=4, **told))
+        assert answer == '{"answer": null, "completion": "True", "epoch": 4}'
+    asked = synapses.answer_is_alive(synapses.build_is_alive(7), epoch=4, **told)
+    assert synapses.parse_is_alive_reply(asked) == synapses.IsAliveReply(
+        True, 4, PEER, (ADDRESS,), "abc"
+    )
+
+
+def test_the_public_addresses_of_a_peer_come_first_and_two_of_them() -> None:
+    hosts = ("ip4/127.0.0.1", "ip4/172.17.0.1", "ip4/8.8.8.8", "dns/a.b")
+    addresses = [f"/{host}/tcp/8009/p2p/{PEER}" for host in hosts]
+    asked = synapses.answer_is_alive(
+        {"addresses": None}, epoch=4, peer_id=PEER, addresses=addresses
+    )
+    assert asked["addresses"] == addresses[2:]
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        7,
+        ADDRESS[1:],
+        ADDRESS.replace(PEER, "QmYyQSo1"),
+        ADDRESS.replace("8009", "65536"),
+        ADDRESS.replace("8009", "0"),
+        ADDRESS.replace("203.0.113.7", "256.0.0.1"),
+        ADDRESS.replace("203.0.113.7", "::1"),
+        ADDRESS.replace("tcp", "udp"),
+        ADDRESS.replace("ip4", "unix"),
+        ADDRESS.replace("ip4/203.0.113.7", "dns/a b"),
+        ADDRESS.replace("ip4/203.0.113.7", f"dns/{'a' * 200}"),
+        f"{ADDRESS}/p2p-circuit/p2p/{PEER}",
+        f"{ADDRESS}\n",
+        ADDRESS.replace(PEER, OTHER),
+    ],
+)
+def test_an_address_that_is_none_or_another_peers_counts_as_not_told(address: Any) -> None:
+    body = {"completion": "True", "epoch": 3, "peer_id": PEER, "addresses": [address, ADDRESS]}
+    assert synapses.parse_is_alive_reply(body).addresses == (ADDRESS,)
+    assert not synapses.parse_is_alive_reply({**body, "peer_id": None}).addresses
+
+
+@pytest.mark.parametrize("run_id", [None, "", 7, "x" * 65, ["x"]])
+def test_a_run_id_that_is_none_counts_as_not_told(run_id: Any) -> None:
+    body = {"completion": "True", "epoch": 3, "run_id": run_id}
+    assert synapses.parse_is_alive_reply(body).run_id is None
+
+
+@given(epoch=st.one_of(st.none(), st.integers(), st.booleans(), st.text(), st.floats()))
+def test_a_callers_outer_step_is_a_number_or_unknown(epoch: Any) -> None:
+    number = type(epoch) is int and epoch >= 0
+    assert synapses.caller_epoch({"epoch": epoch}) == (epoch if number else None)
