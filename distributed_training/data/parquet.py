@@ -11,6 +11,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import os
 import re
 import threading
 from collections import OrderedDict
@@ -65,6 +66,26 @@ def _spans(ends: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int
         first, at = first + rows, at + 1
 
 
+def _files_below(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
+    """Yield the files of a folder and its subfolders, through links too. Raises OSError.
+
+    ``above``: the folders on the way here, to which a link may lead back.
+    """
+    here = os.path.realpath(folder)
+    if here in above:
+        return
+    for path in folder.iterdir():
+        # Notes of a download (.cache), marks of its writer (_SUCCESS) and what a disk's repair left
+        # at its root, which only root can list, are no rows.
+        if path.name.startswith((".", "_")) or path.name == "lost+found":
+            continue
+        if path.is_dir():
+            yield from _files_below(path, above | {here})
+        # A link to nothing is one more file that cannot be read.
+        elif path.is_file() or path.is_symlink():
+            yield path
+
+
 class FolderSource:
     """A folder of files of one kind: each is scanned once, damaged ones are left out."""
 
@@ -83,13 +104,14 @@ class FolderSource:
     def _listed(self) -> dict[str, list[Path]]:
         """Return the files by config. Raises PageUnavailable if there are none."""
         found: dict[str, list[Path]] = {}
+        try:
+            files = list(_files_below(self._folder))
+        except OSError as error:  # what cannot be listed now is not empty
+            raise PageUnavailable(f"{error.filename} cannot be read: {error.strerror}") from None
         # Sorted: rows must have the same numbers in every process and on every machine.
-        for path in sorted(self._folder.rglob("*")):
-            below = path.relative_to(self._folder)
-            # Notes of a download (.cache) and marks of its writer (_SUCCESS) are no rows.
-            hidden = any(part.startswith((".", "_")) for part in below.parts)
-            if path.suffix.lower() in self.suffixes and path.is_file() and not hidden:
-                config = below.parent.as_posix()
+        for path in sorted(files):
+            if path.suffix.lower() in self.suffixes:
+                config = path.relative_to(self._folder).parent.as_posix()
                 found.setdefault("root" if config == "." else config, []).append(path)
         if not found:
             raise PageUnavailable(f"{self._folder} holds no {' or '.join(self.suffixes)} files")

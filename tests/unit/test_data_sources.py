@@ -39,6 +39,34 @@ def test_a_folder_that_is_none(tmp_path: Path) -> None:
     assert late.num_rows() == {"root": 500}
 
 
+def test_a_folder_of_links_holds_what_the_folder_of_files_does(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A linked folder is not empty, a link back is no more rows, a link to nothing is named."""
+    plain, linked = tmp_path / "plain", tmp_path / "linked"
+    for config in ("", "en", "en/old", "de"):
+        (plain / config).mkdir(exist_ok=True)
+        pq.write_table(
+            pa.table({"text": [config + row for row in ROWS]}), plain / config / "0.parquet"
+        )
+    linked.mkdir()
+    for path in plain.iterdir():
+        (linked / path.name).symlink_to(path)
+    (tmp_path / "all").symlink_to(linked)
+    (plain / "en" / "again").symlink_to(plain)
+    want = dict.fromkeys(("root", "en", "en/old", "de"), 500)
+    for folder in (plain, linked, tmp_path / "all"):
+        made = ParquetSource(folder, text_column="text", counts=Counts())
+        # The link back leads to the two configs beside it, and not to itself.
+        assert {c: n for c, n in made.num_rows().items() if "again" not in c} == want
+        assert len(made.num_rows()) <= 6
+        assert made.rows("en/old", 7, split="train", limit=1) == ["en/old" + ROWS[7]]
+    (linked / "1.parquet").symlink_to(tmp_path / "nowhere")
+    with caplog.at_level(logging.WARNING):
+        assert ParquetSource(linked, text_column="text", counts=Counts()).num_rows()["root"] == 500
+    assert "1.parquet is left out" in caplog.text
+
+
 def test_parquet_row_groups_files_and_damage(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
