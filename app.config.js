@@ -36,14 +36,15 @@ const localFlags = [
 // ------------------------------------------------------------------------------------------------
 
 const { spawnSync } = require("child_process");
+const crypto = require("crypto");
 const fs = require("fs");
 const path = require("path");
 
 // Where .env, the override and the run folder are: scripts/update.sh starts other versions from
 // folders of their own. The override is yours, so that `git pull` never meets your settings: it
-// exports more rows, module.exports = [["--wallet.name", "mine"]]. DT_FLAGS holds words. Later flags
-// win. A validator's or registry's flags are all in validator.override.js or registry.override.js, as
-// `dt-network init` prints them.
+// exports more rows, module.exports = [["--wallet.name", "mine"]]. DT_FLAGS holds words, quoted as
+// in a shell. Later flags win. A validator's or registry's flags are all in validator.override.js or
+// registry.override.js, as `dt-network init` prints them.
 const name = process.env.DT_NAME || "";
 if (!/^[\w-]*$/.test(name)) throw new Error(`DT_NAME ${name} is no name: give letters, digits, _ or -`);
 const home = process.env.DT_HOME || path.join(__dirname, name);
@@ -66,7 +67,8 @@ const args = [
 ]
   .flat()
   .map(String);
-args.push(...(process.env.DT_FLAGS || "").split(/\s+/).filter(Boolean));
+const words = (process.env.DT_FLAGS || "").match(/(?:'[^']*'|"[^"]*"|[^\s'"])+/g) || [];
+args.push(...words.map((word) => word.replace(/'([^']*)'|"([^"]*)"/g, "$1$2")));
 
 // How long a stop may take, in seconds: the miner's own parser is asked, since the flag may stand in
 // miner.toml too. Settings that it refuses are named by the start itself.
@@ -78,11 +80,21 @@ function stopSeconds() {
   return parseFloat(asked.stdout) || 60;
 }
 
+// pm2 takes a script with a blank in it for a command of a shell, but not a folder: from `home` the path
+// has none, unless another folder on the way has. Then a link in `home`, one for each version, leads there.
+function script() {
+  const relative = path.relative(home, path.join(__dirname, programs[app]));
+  if (!relative.includes(" ")) return relative;
+  const link = `.version-${crypto.createHash("sha256").update(__dirname).digest("hex").slice(0, 12)}`;
+  if (!fs.existsSync(path.join(home, link))) fs.symlinkSync(__dirname, path.join(home, link));
+  return path.join(link, programs[app]);
+}
+
 module.exports = {
   apps: [
     {
       name: `distributed_training_${app}${name && "_" + name}`,
-      script: path.join(__dirname, programs[app]),
+      script: script(),
       interpreter: python,
       interpreter_args: "-u",
       args,

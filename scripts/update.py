@@ -556,8 +556,10 @@ class Pm2:
         inherited = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "PM2_HOME")}
         return App(
             name=name,
-            version=Path(found["pm_exec_path"]).parent.parent,
-            home=Path(found["pm_cwd"]),
+            # Through links, also that which app.config.js makes for a folder with a blank:
+            # setup writes resolved paths, which the move to the version's folder replaces.
+            version=Path(found["pm_exec_path"]).parent.parent.resolve(),
+            home=Path(found["pm_cwd"]).resolve(),
             arguments=[str(word) for word in found["args"]],
             environment=environment | inherited,
         )

@@ -18,6 +18,7 @@ from __future__ import annotations
 import fcntl
 import os
 import secrets
+import shlex
 import shutil
 import sys
 import time
@@ -251,11 +252,12 @@ class LocalSubnet:
         """
         assert self.services is not None
         folder = self.services.invite(self.folder / GUEST)
+        typed = shlex.quote(str(folder))
         return (
             f"one more miner can join; its .env and miner.toml are in {folder}\n"
-            f"  cd {folder} && {sys.executable} -m distributed_training.miner\n"
+            f"  cd {typed} && {sys.executable} -m distributed_training.miner\n"
             f"or, in the folder of app.config.js:\n"
-            f"  DT_NAME={folder.name} DT_HOME={folder} pm2 start app.config.js\n"
+            f"  DT_NAME={folder.name} DT_HOME={typed} pm2 start app.config.js\n"
             f"dt-doctor and scripts/score.py work there too"
         )
 
