@@ -9,10 +9,11 @@ signature covers the hash of nothing in place of the body (protocol/synapses.py)
 some seconds old by our clock (:func:`max_age`), and a replay when the same call was accepted
 before. Both clocks are wall clocks, by protocol, and may be set at any time. So accepted calls are
 remembered for much longer than they could stay fresh (``KEPT``), by a monotonic clock. When a call
-is forgotten at last, everything as old or older is refused from then on (the floor). The next
-process reads the highest nonce accepted, and whether the end was clean, from one small file of the
-run folder. After a clean end that nonce is the floor. After a kill the last nonces may be missing,
-so for the first seconds everything is refused that could have been signed before the start.
+is forgotten at last, everything as old or older is refused from then on (the floor); one of the
+future, accepted while both clocks were ahead, is kept until its time comes. The next process reads
+the highest nonce accepted, and whether the end was clean, from one small file of the run folder.
+After a clean end that nonce is the floor. After a kill the last nonces may be missing, so for the
+first seconds everything is refused that could have been signed before the start.
 """
 
 from __future__ import annotations
@@ -323,12 +324,14 @@ class NonceMemory:
         clock: Callable[[], int] = time.time_ns,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._monotonic = monotonic
+        self._window = _nanoseconds(window)
         self._lock = threading.Lock()
         self._accepted: OrderedDict[Call, float] = OrderedDict()  # when, monotonic
         now = clock()
         # Written while this machine's clock was ahead: as a floor it would shut all out.
-        ahead = kept.highest > now + _nanoseconds(window)
+        ahead = kept.highest > now + self._window
         self._floor = self.highest = -1 if ahead else kept.highest
         # Nonces up to the first floor are refused until then (monotonic).
         self._first_floor, self._first_until = -1, float("-inf")
@@ -358,14 +361,22 @@ class NonceMemory:
             now = self._monotonic()
             self._accepted[call] = now
             self.highest = max(self.highest, nonce)
-            forgotten = now - KEPT.total_seconds()
-            # What is forgotten raises the floor: as old a call is refused from then on.
-            while (
-                len(self._accepted) > MOST_CALLS or next(iter(self._accepted.values())) < forgotten
-            ):
-                (_, old, _), _ = self._accepted.popitem(last=False)
-                self._floor = max(self._floor, old)
+            self._forget(now)
             return True
+
+    def _forget(self, now: float) -> None:
+        """Forget what is too old or too much. It raises the floor, so that it stays refused."""
+        future = self._clock() + self._window
+        while len(self._accepted) > MOST_CALLS or now - self._oldest() > KEPT.total_seconds():
+            call, _ = self._accepted.popitem(last=False)
+            if call[1] > future and len(self._accepted) < MOST_CALLS:
+                # As a floor it would shut all out until then.
+                self._accepted[call] = now
+            else:
+                self._floor = max(self._floor, call[1])
+
+    def _oldest(self) -> float:
+        return next(iter(self._accepted.values()))
 
 
 def _nanoseconds(duration: timedelta) -> int:

@@ -137,6 +137,20 @@ def test_a_clock_that_was_ahead_at_the_start_shuts_nobody_out_for_long(tmp_path:
     assert later.use("a", clocks.wall)
 
 
+@pytest.mark.parametrize("ahead", [60, 3600, 86400])
+def test_a_clock_that_was_ahead_while_running_shuts_nobody_out_later(ahead: int) -> None:
+    clocks = Clocks()
+    memory = clocks.memory()
+    clocks.wall += ahead * NS  # of this machine and of the caller
+    accepted = [clocks.wall + i for i in range(3)]
+    assert all(memory.use("a", nonce) for nonce in accepted)
+    clocks.wall -= ahead * NS
+    for _ in range(100):
+        clocks.pass_(901)
+        assert memory.use("a", clocks.wall)
+        assert all(memory.used("a", nonce) for nonce in accepted)
+
+
 def test_the_file_is_written_when_it_changes(tmp_path: Path) -> None:
     kept = KeptFile(tmp_path / "callers.json")
     kept.save(Kept(5, clean=True))
