@@ -43,12 +43,11 @@ from distributed_training.chain.http_server import (
 )
 
 from .ledger import Losses, Slot
-from .store import Registry, Replayed
+from .store import CLOCK_SKEW, Registry, Replayed
 
 log = logging.getLogger(__name__)
 
 MAX_BODY = 256 * 1024  # bytes; weights of 4096 uids have 120 thousand
-_SKEW = 4.0  # seconds that a caller's clock may be ahead
 _REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0  # of one address
 _PAGE_KEPT = 1.0  # seconds; one of 4096 uids takes 50 ms
 _FOUNDERS = frozenset({"/enroll", "/expel", "/invite", "/allow", "/loss"})
@@ -183,7 +182,7 @@ class Service(BoundedServer):
         # Only looked at. A token is taken with the proof, or anybody could use up a hotkey's rate.
         if self._hotkeys.empty(claim.hotkey):
             raise Refused(Refusal.RATE)
-        auth.check_fresh(claim, time.time_ns(), oldest=auth.BTAUTH_MAX_AGE, skew=_SKEW)
+        _check_fresh(claim, time.time_ns())
         if head.path in _FOUNDERS and claim.hotkey != self.registry.charter.master:
             raise Refused(Refusal.NO_PERMIT, message="only the founder's hotkey may do this")
         return claim
@@ -276,9 +275,9 @@ class Service(BoundedServer):
         def store() -> bytes:
             try:
                 done = registry.write(claim.hotkey, claim.nonce, action)
-            except Replayed:
+            except Replayed as error:
                 self._counts["refused.replay"] += 1
-                return _json(401, {"message": Refusal.REPLAY.message})
+                return _json(401, {"message": str(error)})
             except (ChainError, ValueError, TypeError) as error:
                 self._counts[f"refused{head.path}"] += 1
                 return _json(400, {"message": _reason(error)})
@@ -286,6 +285,20 @@ class Service(BoundedServer):
             return _json(200, {"result": done})
 
         return loop.run_in_executor(self._writer, store)
+
+
+def _check_fresh(claim: auth.Claim, now: int) -> None:
+    """Raise Refused unless the call was signed just now, by the clock ``now`` in ns."""
+    try:
+        auth.check_fresh(claim, now, oldest=auth.BTAUTH_MAX_AGE, skew=CLOCK_SKEW)
+    except Refused as refused:
+        ahead = (claim.nonce - now) / 1e9
+        message = (
+            f"{refused.refusal.message}: it was signed {abs(ahead):.0f} s "
+            f"{'after' if ahead > 0 else 'before'} this registry's time; see whether timedatectl "
+            "says 'synchronized: yes' on both machines"
+        )
+        raise Refused(refused.refusal, message=message) from None
 
 
 def _reason(error: Exception) -> str:

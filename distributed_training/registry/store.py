@@ -6,10 +6,13 @@ and a lock. A write changes memory and file together, or neither. Readers see an
 
 *Blocks* pass by the wall clock from the founding on, and by a monotonic clock while a process runs.
 The file holds a block number that is ahead of what was shown. A start whose clock is behind goes on
-from there, so block numbers never go back.
+from there, so block numbers never go back. So does a start whose clock is more than a day beyond
+it: whether the registry was away or the clock is wrong, no block was seen that would be missing.
 
 *Replay.* A write is signed with its caller's clock as nonce (``btauth/1``), for this registry's
-identity as its receiver. Each hotkey's nonces must grow; the last one is stored with the write.
+identity as its receiver. Nonces are stored with their writes, and none is accepted twice, whatever
+the clocks do. Each hotkey's nonces must grow, unless the last one lies in the future: then both
+clocks were ahead when it was accepted, and it locks nobody out.
 """
 
 from __future__ import annotations
@@ -45,19 +48,29 @@ log = logging.getLogger(__name__)
 FILE = "registry.db"
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
 FOUNDER_STAKE = 100_000.0  # above what miners ask of a validator
-SCHEMA = 1
+SCHEMA = 2
+#: Seconds that a caller's clock may be ahead of ours.
+CLOCK_SKEW = 4.0
 _OF_THE_DISK = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
 _APPLICATION = 0x64747267  # "dtrg", in the file's header
 _RESERVED_SECONDS = 30.0  # of blocks, that the file is ahead
-_NONCES_KEPT = 86400.0  # seconds, of hotkeys that are not registered
+_LONGEST_OUTAGE = 86400.0  # seconds between two starts for which a clock is believed
+_MOST_NONCES = 1024  # of one hotkey; of a validator they are a week
+_MOST_GONE = 65536  # hotkeys that are not registered, whose nonces are kept
 _FIRST_BLOCK = 1000
 _MOST_MADE = 32  # answers that a view keeps: pollers know one of the last few versions
 _TABLES = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
 CREATE TABLE slots (uid INTEGER PRIMARY KEY, content TEXT NOT NULL);
-CREATE TABLE nonces (hotkey TEXT PRIMARY KEY, nonce INTEGER NOT NULL);
+CREATE TABLE nonces (
+    hotkey TEXT PRIMARY KEY, nonce INTEGER NOT NULL, floor INTEGER NOT NULL DEFAULT -1
+);
 CREATE TABLE invitations (hash TEXT PRIMARY KEY, uses INTEGER NOT NULL, expires REAL NOT NULL);
 CREATE TABLE allowed (hotkey TEXT PRIMARY KEY);
+"""
+# Since schema 2. ``used``: accepted nonces above the floor of their hotkey.
+_NEW_TABLES = """
+CREATE TABLE used (hotkey TEXT, nonce INTEGER, PRIMARY KEY (hotkey, nonce)) WITHOUT ROWID;
 """
 
 _Short = Annotated[str, Field(min_length=1, max_length=200)]
@@ -73,7 +86,7 @@ class StoreFault(RuntimeError):
 
 
 class Replayed(ChainError):
-    """The nonce is not above the last one of its hotkey."""
+    """The nonce was used before, or is not above the last one of its hotkey."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +169,9 @@ def found(folder: Path, charter: Charter) -> None:
     db = sqlite3.connect(temporary, isolation_level=None)
     with contextlib.closing(db):
         db.executescript(
-            f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {SCHEMA};" + _TABLES
+            f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {SCHEMA};"
+            + _TABLES
+            + _NEW_TABLES
         )
         meta = {"charter": asdict(charter), "version": 0, "reserved": _FIRST_BLOCK}
         rows = [(key, json.dumps(value)) for key, value in meta.items()]
@@ -203,6 +218,7 @@ class Registry(Ledger):
             self._db.execute("PRAGMA journal_mode = WAL")
             # NORMAL would lose acknowledged writes in a power failure.
             self._db.execute("PRAGMA synchronous = FULL")
+            _upgrade(self._db)
             self.charter = Charter(**self._meta("charter"))
             super().__init__(
                 seconds_per_block=self.charter.seconds_per_block, most_uids=self.charter.most_uids
@@ -256,12 +272,19 @@ class Registry(Ledger):
         self.losses = {int(step): (loss, at) for step, (loss, at) in losses.items()}
         self.view = View(self.version, {}, {}, {}, self.losses)
         self._show()
-        hotkeys = [slot.neuron.hotkey for slot in self.slots.values()]
-        oldest = int((time.time() - _NONCES_KEPT) * 1e9)
-        marks = ",".join("?" * len(hotkeys))
-        self._db.execute(
-            f"DELETE FROM nonces WHERE nonce < ? AND hotkey NOT IN ({marks})", (oldest, *hotkeys)
-        )
+        self._forget_nonces([slot.neuron.hotkey for slot in self.slots.values()])
+
+    def _forget_nonces(self, registered: list[str]) -> None:
+        """Forget those of the hotkeys that left first, beyond the number of them that is kept."""
+        marks = ",".join("?" * len(registered))
+        # By number: by age, a start with a wrong clock would forget those that are still fresh.
+        gone = self._db.execute(
+            f"SELECT hotkey FROM nonces WHERE hotkey NOT IN ({marks}) ORDER BY nonce DESC "
+            "LIMIT -1 OFFSET ?",
+            (*registered, _MOST_GONE),
+        ).fetchall()
+        for table in ("used", "nonces"):
+            self._db.executemany(f"DELETE FROM {table} WHERE hotkey = ?", gone)
 
     @contextmanager
     def _kept(self) -> Iterator[None]:
@@ -337,10 +360,23 @@ class Registry(Ledger):
                 behind,
                 self._floor,
             )
+        # A backup lacks the blocks since it was made, and clients have seen them.
+        elif -behind > _LONGEST_OUTAGE and not self._meta("restored"):
+            log.warning(
+                "This machine's clock is %.1f days beyond the last block: blocks go on from %d, as "
+                "if no time had passed; if the registry was not away that long, see whether "
+                "timedatectl says 'synchronized: yes'",
+                -behind / 86400,
+                self._floor,
+            )
+        else:
+            behind = 0.0
+        if behind:
             elapsed += behind
             self._change_charter(founded_at=time.time() - elapsed)
         self._origin = (_FIRST_BLOCK, time.monotonic() - elapsed)
         self.reserve_blocks()
+        self._set_meta("restored", False)
 
     def _change_charter(self, **changes: Any) -> None:
         self.charter = replace(self.charter, **changes)
@@ -368,13 +404,40 @@ class Registry(Ledger):
     def write(self, hotkey: str, nonce: int, action: Callable[[], Any]) -> Any:
         """Do ``action`` once for a proven call. Raises Replayed, ChainError."""
         with self._change():
-            last = self._one("SELECT nonce FROM nonces WHERE hotkey = ?", hotkey)
-            if last is not None and nonce <= last[0]:
-                raise Replayed("nonce was used before, or is older than the last one")
+            self._refuse_replay(hotkey, nonce)
             result = action()
             # In the action's transaction: a kill between the two would let the call be replayed.
-            self._db.execute("INSERT OR REPLACE INTO nonces VALUES (?, ?)", (hotkey, nonce))
+            self._remember(hotkey, nonce)
             return result
+
+    def _refuse_replay(self, hotkey: str, nonce: int) -> None:
+        find = "SELECT nonce, floor FROM nonces WHERE hotkey = ?"
+        last, floor = self._one(find, hotkey) or (-1, -1)
+        used = self._one("SELECT 1 FROM used WHERE hotkey = ? AND nonce = ?", hotkey, nonce)
+        # One of the future was accepted while both clocks were ahead: as a floor it would lock
+        # this hotkey out for as long as they were.
+        ahead = last > time.time_ns() + round(CLOCK_SKEW * 1e9)
+        if used or nonce <= floor or (nonce <= last and not ahead):
+            later = (max(last, floor) - nonce) / 1e9
+            raise Replayed(
+                "nonce was used before"
+                if used
+                else f"this hotkey has signed a call that is {later:.1f} s later, so a clock was "
+                "ahead: see whether timedatectl says 'synchronized: yes' there"
+            )
+
+    def _remember(self, hotkey: str, nonce: int) -> None:
+        self._db.execute(
+            "INSERT INTO nonces (hotkey, nonce) VALUES (?, ?) "
+            "ON CONFLICT (hotkey) DO UPDATE SET nonce = excluded.nonce",
+            (hotkey, nonce),
+        )
+        self._db.execute("INSERT INTO used VALUES (?, ?)", (hotkey, nonce))
+        newest = "SELECT nonce FROM used WHERE hotkey = ? ORDER BY nonce DESC LIMIT 1 OFFSET ?"
+        if (forgotten := self._one(newest, hotkey, _MOST_NONCES)) is not None:
+            values = (*forgotten, hotkey)
+            self._db.execute("DELETE FROM used WHERE nonce <= ? AND hotkey = ?", values)
+            self._db.execute("UPDATE nonces SET floor = ? WHERE hotkey = ?", values)
 
     def _one(self, query: str, *values: Any) -> Any:
         return self._db.execute(query, values).fetchone()
@@ -508,7 +571,7 @@ def _open(path: Path) -> sqlite3.Connection:
         )
     except sqlite3.Error as error:
         raise _unusable(path, error) from None
-    if (application, schema) != (_APPLICATION, SCHEMA):
+    if application != _APPLICATION or not 1 <= schema <= SCHEMA:
         db.close()
         raise ConfigError(
             f"{path} is no registry of this version (schema {schema}, not {SCHEMA}), so nothing "
@@ -517,10 +580,27 @@ def _open(path: Path) -> sqlite3.Connection:
     return db
 
 
-def backup(source: Path, target: Path) -> int:
+def _upgrade(db: sqlite3.Connection) -> None:
+    """Bring the file of an older version to this one's tables, all of it or nothing."""
+    if db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA:
+        return
+    # Of schema 1 the last nonces alone are known. One of the future is remembered as used; what
+    # else was accepted while the clocks were ahead cannot be told from what was not.
+    now = time.time_ns() + round(CLOCK_SKEW * 1e9)
+    db.executescript(
+        f"""BEGIN IMMEDIATE; {_NEW_TABLES}
+        ALTER TABLE nonces ADD COLUMN floor INTEGER NOT NULL DEFAULT -1;
+        UPDATE nonces SET floor = min(nonce, {now});
+        INSERT INTO used SELECT hotkey, nonce FROM nonces WHERE nonce > {now};
+        PRAGMA user_version = {SCHEMA}; COMMIT;"""
+    )
+
+
+def backup(source: Path, target: Path, *, to_restore: bool = False) -> int:
     """Copy the registry's file ``source`` to ``target`` while it is in use. Returns its version.
 
-    Raises ConfigError, StoreFault.
+    ``to_restore``: the next start of the copy believes the clock, however old the copy is. Raises
+    ConfigError, StoreFault.
     """
     temporary = target.with_name(f".{target.name}.new")
     if not source.is_file():
@@ -541,6 +621,9 @@ def backup(source: Path, target: Path) -> int:
             (state,) = copy.execute("PRAGMA integrity_check").fetchone()
             if state != "ok":
                 raise sqlite3.DatabaseError(state)
+            if to_restore:
+                with copy:
+                    copy.execute("INSERT OR REPLACE INTO meta VALUES ('restored', 'true')")
             (version,) = copy.execute("SELECT value FROM meta WHERE key = 'version'").fetchone()
         _publish(temporary, target)
     except (sqlite3.Error, OSError) as error:
@@ -560,12 +643,13 @@ def restore(source: Path, folder: Path) -> Path | None:
     """
     path = folder / FILE
     if not path.exists():
-        backup(source, path)
+        backup(source, path, to_restore=True)
         return None
     kept = folder / time.strftime("replaced-%Y%m%d-%H%M%S.db", time.gmtime())
     with contextlib.closing(_lock(folder)):
         temporary = folder / f".{FILE}.restored"
-        backup(source, temporary)  # first: a source that is no registry changes nothing
+        # First: a source that is no registry changes nothing.
+        backup(source, temporary, to_restore=True)
         with contextlib.suppress(ConfigError, StoreFault):  # damaged: that is why it is replaced
             backup(path, kept)
         _publish(temporary, path)

@@ -1,0 +1,291 @@
+"""A clock that is wrong for a while: no call counts twice, nobody is locked out, blocks go on."""
+
+from __future__ import annotations
+
+import logging
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distributed_training.chain.auth import BTAUTH, BTAUTH_MAX_AGE, Claim, Refused
+from distributed_training.registry import ledger, service, store
+from distributed_training.registry.store import CLOCK_SKEW, Charter, Registry, Replayed
+from tests.tools.chain_world import MINER, PEER, VALIDATOR
+
+pytestmark = pytest.mark.timeout(120)
+NS = 10**9
+START = 1_790_000_000.0
+DAY = 86400.0
+WINDOW = BTAUTH_MAX_AGE + CLOCK_SKEW
+
+
+class World:
+    """A registry whose machine has a clock of its own, and callers that have theirs.
+
+    ``offsets``: seconds by which each clock is wrong; the registry's by the name ``registry``.
+    """
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = START
+        self.offsets = {"registry": 0.0, PEER.ss58: 0.0, MINER.ss58: 0.0}
+        clock = SimpleNamespace(
+            time=lambda: self.read("registry"),
+            time_ns=lambda: round(self.read("registry") * NS),
+            monotonic=lambda: self.now,
+            strftime=time.strftime,
+            gmtime=time.gmtime,
+        )
+        for module in (store, ledger):
+            monkeypatch.setattr(module, "time", clock)
+        self.folder = folder
+        self.charter = Charter(
+            "x", VALIDATOR.ss58, 12.0, most_uids=8, admission="open", founded_at=START
+        )
+        self.accepted: list[tuple[str, int]] = []
+        self.open()
+
+    def read(self, who: str) -> float:
+        return self.now + self.offsets[who]
+
+    def open(self) -> None:
+        self.registry = Registry.at(self.folder, self.charter)
+        self.registry._db.execute("PRAGMA synchronous = OFF")  # no disk is pulled out here
+
+    def kill(self) -> None:
+        """End it as SIGKILL does: nothing is written any more."""
+        self.registry._db.close()
+        self.registry._lock_file.close()
+
+    def call(self, hotkey: str, nonce: int) -> None:
+        """Make a write as the service does. Raises Refused, Replayed."""
+        claim = Claim(BTAUTH, hotkey, "", nonce, "", None)
+        service._check_fresh(claim, round(self.read("registry") * NS))
+        self.registry.write(hotkey, nonce, lambda: self.registry.join(hotkey))
+        self.accepted.append((hotkey, nonce))
+
+    def sign(self, hotkey: str) -> None:
+        self.call(hotkey, round(self.read(hotkey) * NS))
+
+
+@pytest.fixture
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> World:
+    return World(tmp_path, monkeypatch)
+
+
+JUMPS = [-400 * DAY, -DAY, -3600.0, -30.0, -5.0, 0.0, 3.0, 5.0, 30.0, 3600.0, DAY, 400 * DAY]
+WHO = st.sampled_from([PEER.ss58, MINER.ss58])
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("pass"), st.sampled_from([0.5, 3.0, 9.0, 15.0, 3600.0, DAY])),
+        st.tuples(st.just("all clocks"), st.sampled_from(JUMPS)),
+        st.tuples(st.just("registry"), st.sampled_from(JUMPS)),
+        st.tuples(WHO, st.sampled_from(JUMPS)),
+        st.tuples(st.just("call"), WHO),
+        st.tuples(st.just("replay"), st.integers(0, 50)),
+        st.tuples(st.just("restart"), st.booleans()),
+    ),
+    max_size=30,
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(EVENTS)
+def test_whatever_clocks_do_no_call_counts_twice_and_nobody_is_locked_out(
+    tmp_path_factory: pytest.TempPathFactory, events: list[tuple[str, object]]
+) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        world = World(tmp_path_factory.mktemp("registry"), monkeypatch)
+        block = world.registry.height
+        for kind, value in events:
+            _play(world, kind, value)
+            assert world.registry.height >= block
+            block = world.registry.height
+        # Both clocks are right now: within the freshness of a call everybody writes again.
+        world.offsets = dict.fromkeys(world.offsets, 0.0)
+        world.now += WINDOW + 0.5
+        for hotkey in (PEER.ss58, MINER.ss58):
+            world.sign(hotkey)
+        _replay_all(world)
+        world.kill()
+
+
+def _play(world: World, kind: str, value: object) -> None:
+    world.now += 0.01
+    if kind == "pass":
+        world.now += value
+    elif kind == "all clocks":
+        world.offsets = dict.fromkeys(world.offsets, value)
+    elif kind in world.offsets:
+        world.offsets[kind] = value
+    elif kind == "call":
+        with suppress(Refused, Replayed):
+            world.sign(value)
+    elif kind == "replay":
+        _replay_all(world)
+    else:
+        world.registry.close() if value else world.kill()
+        world.open()
+
+
+def _replay_all(world: World) -> None:
+    """Send each call again at the very time by the registry's clock at which it was fresh."""
+    before = world.offsets["registry"]
+    for hotkey, nonce in list(world.accepted):
+        for offset in (before, nonce / NS - world.now):
+            world.offsets["registry"] = offset
+            with pytest.raises((Refused, Replayed)):
+                world.call(hotkey, nonce)
+    world.offsets["registry"] = before
+
+
+@pytest.mark.parametrize("ahead", [3600.0, DAY, 365 * DAY])
+@pytest.mark.parametrize("restarted", [False, True])
+def test_who_wrote_while_both_clocks_were_ahead_writes_at_the_true_time(
+    world: World, ahead: float, restarted: bool
+) -> None:
+    world.sign(PEER.ss58)
+    world.offsets = dict.fromkeys(world.offsets, ahead)
+    for _ in range(3):
+        world.sign(PEER.ss58)
+        world.now += 60
+    world.offsets = dict.fromkeys(world.offsets, 0.0)
+    if restarted:
+        world.kill()
+        world.open()
+    for _ in range(3):
+        world.sign(PEER.ss58)
+        world.now += 1
+    _replay_all(world)
+
+
+def test_what_is_remembered_of_a_hotkey_is_bounded(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_MOST_NONCES", 10)
+    for _ in range(25):
+        world.sign(PEER.ss58)
+        world.now += 1
+    (count,) = world.registry._one("SELECT count(*) FROM used")
+    assert count == 10
+    _replay_all(world)
+
+
+def test_of_those_who_left_a_number_is_remembered(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "_MOST_GONE", 1)
+    for hotkey in (PEER.ss58, MINER.ss58):
+        world.sign(hotkey)
+        world.registry.deregister(hotkey)
+        world.now += 1
+    world.registry.close()
+    world.open()
+    assert [row[0] for row in world.registry._db.execute("SELECT hotkey FROM nonces")] == [
+        MINER.ss58
+    ]
+
+
+@pytest.mark.parametrize("ahead", [-3600.0, 3600.0])
+def test_the_answer_names_the_clock_and_by_how_much(world: World, ahead: float) -> None:
+    world.offsets[PEER.ss58] = ahead
+    with pytest.raises(Refused) as refused:
+        world.sign(PEER.ss58)
+    message = refused.value.fields["message"]
+    side = "after" if ahead > 0 else "before"
+    assert f"3600 s {side} this registry's time" in message and "timedatectl" in message
+    # And where the hotkey's own clock went back within the window.
+    world.offsets[PEER.ss58] = 3.0
+    world.sign(PEER.ss58)
+    world.offsets[PEER.ss58] = 0.0
+    with pytest.raises(Replayed, match=r"3\.0 s later.*timedatectl"):
+        world.sign(PEER.ss58)
+
+
+@pytest.fixture
+def heights(world: World, caplog: pytest.LogCaptureFixture) -> Callable[[float, float], int]:
+    """Let seconds pass without the registry, start it with a clock that is off; its blocks."""
+    caplog.set_level(logging.WARNING)
+
+    def blocks(away: float, offset: float) -> int:
+        before = world.registry.height
+        world.registry.close()
+        world.now += away
+        world.offsets["registry"] = offset
+        caplog.clear()
+        world.open()
+        return world.registry.height - before
+
+    return blocks
+
+
+def test_a_start_with_the_clock_far_ahead_moves_no_block(
+    world: World, heights: Callable[[float, float], int], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert heights(60.0, 365 * DAY) <= 1
+    assert "365.0 days beyond the last block" in caplog.text and "timedatectl" in caplog.text
+    assert heights(60.0, 0.0) <= 1  # and back
+    assert "behind the last block" in caplog.text
+    world.now += 1200.0
+    assert heights(0.0, 0.0) == 0 and not caplog.text  # the clock is believed again
+    assert heights(1200.0, 0.0) == 100 and not caplog.text
+
+
+def test_after_a_long_outage_blocks_go_on(
+    world: World, heights: Callable[[float, float], int], caplog: pytest.LogCaptureFixture
+) -> None:
+    assert heights(0.9 * DAY, 0.0) == round(0.9 * DAY / 12) and not caplog.text
+    assert heights(30 * DAY, 0.0) == 0
+    assert "30.0 days beyond" in caplog.text and caplog.text.count("\n") == 1
+    world.sign(PEER.ss58)
+    block = world.registry.height
+    world.now += 1200.0
+    assert world.registry.height == block + 100
+
+
+def test_a_backup_that_is_put_back_does_not_take_blocks_back(
+    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    copy = tmp_path / "copy.db"
+    store.backup(world.folder / store.FILE, copy)
+    world.now += 10 * DAY
+    seen = world.registry.height
+    world.registry.close()
+    store.restore(copy, world.folder)
+    world.open()
+    assert world.registry.height == seen and not caplog.text
+    world.registry.close()
+    world.now += 10 * DAY
+    world.open()  # believed once
+    assert world.registry.height == seen
+
+
+def test_a_file_of_schema_1_is_upgraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(tmp_path, monkeypatch)
+    for hotkey in (PEER.ss58, MINER.ss58):
+        world.sign(hotkey)
+    world.registry.close()
+    locked_out = round((START + 365 * DAY) * NS)
+    with closing(sqlite3.connect(tmp_path / store.FILE)) as db:
+        db.executescript(
+            "DROP TABLE used; ALTER TABLE nonces DROP COLUMN floor; PRAGMA user_version = 1;"
+            f"UPDATE nonces SET nonce = {locked_out} WHERE hotkey = '{PEER.ss58}'"
+        )
+    store.backup(tmp_path / store.FILE, tmp_path / "old.db")
+    world.open()
+    _replay_all(world)
+    world.accepted.append((PEER.ss58, locked_out))
+    world.now += WINDOW
+    for hotkey in (PEER.ss58, MINER.ss58):
+        world.sign(hotkey)
+    _replay_all(world)
+    world.registry.close()
+    store.restore(tmp_path / "old.db", tmp_path)
+    world.open()
+    assert world.registry.slots[1].neuron.hotkey == PEER.ss58
