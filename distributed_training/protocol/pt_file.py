@@ -21,6 +21,7 @@ import pickle
 import reprlib
 import struct
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,16 +120,10 @@ _ITEM_BYTES = {
     **{"LongStorage": 8, "IntStorage": 4, "ShortStorage": 2, "CharStorage": 1, "ByteStorage": 1},
     **{"BoolStorage": 1, "UntypedStorage": 1, "ComplexFloatStorage": 8, "ComplexDoubleStorage": 16},
 }
-#: What a file of plain values and tensors calls.
-PLAIN_CALLS = frozenset(
-    {
-        "collections.OrderedDict",
-        "torch._utils._rebuild_tensor_v2",
-        "torch._utils._rebuild_parameter",
-        "torch.Size",
-        "torch.device",
-    }
-)
+_ORDERED, _TENSOR = "collections.OrderedDict", "torch._utils._rebuild_tensor_v2"
+_PARAMETER, _SUBCLASS = "torch._utils._rebuild_parameter", "torch._tensor._rebuild_from_type_v2"
+#: What a file of plain values and tensors calls; with which arguments: :func:`_as_torch_writes`.
+PLAIN_CALLS = frozenset({_ORDERED, _TENSOR, _PARAMETER, "torch.Size", "torch.device"})
 _ENCRYPTED = 1  # bit of a member's flags
 # PKWARE's APPNOTE.TXT, 4.3.16, 4.3.15 and 4.3.14: end record, locator and record of Zip64.
 _END, _LOCATOR64 = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI")
@@ -203,9 +198,12 @@ def read_pt(file: Path | IO[bytes]) -> PtContent:
             if len(pickles) != 1 or pickles[0].file_size > MOST_PICKLE:
                 raise PtFileError("it holds no pickle of a sensible size, or several")
             data = archive.read(pickles[0])
-    except PtFileError:
+    except (PtFileError, OSError):
         raise
-    except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError, struct.error) as error:
+    except Exception as error:
+        # Of a store that does not answer while the file is read from it: its owner's file is whole.
+        if isinstance(error, RuntimeError) and not isinstance(error, NotImplementedError):
+            raise
         raise PtFileError(f"it is not a whole archive ({_short(error)})") from None
     reader = _Reader(data)
     try:
@@ -214,10 +212,7 @@ def read_pt(file: Path | IO[bytes]) -> PtContent:
         raise
     except KeyError as error:  # of the memo, or of the instructions
         raise PtFileError(f"its pickle holds {error}, which torch.save does not write") from None
-    except (
-        ValueError, IndexError, TypeError, EOFError, struct.error, pickle.UnpicklingError,
-        AttributeError, OverflowError,
-    ) as error:  # fmt: skip
+    except Exception as error:  # noqa: BLE001 - nor does the unpickler
         raise PtFileError(f"its pickle is damaged ({_short(error)})") from None
     found = {}
     for key, storage in reader.storages.items():
@@ -309,6 +304,38 @@ _OPCODES = (
 )  # fmt: skip
 
 
+def _as_torch_writes(call: str, arguments: tuple[Any, ...]) -> bool:
+    """Return whether ``torch.save`` writes that call of ``PLAIN_CALLS`` with such arguments.
+
+    For a tensor they are storage, first element, size, stride, ``requires_grad`` and hooks, of
+    which there are none (torch/_tensor.py, ``_reduce_ex_internal``).
+    """
+    match arguments:
+        case ():
+            return call == _ORDERED
+        case (Storage(count=count), first, tuple(size), tuple(stride), bool(), OrderedDict() as h):
+            if call != _TENSOR or h or len(size) != len(stride):
+                return False
+            if not all(map(_is_size, (first, *size, *stride))):
+                return False
+            last = first + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+            return last < count or 0 in size
+        case (Made(by=by), bool(), OrderedDict() as h):
+            return call == _PARAMETER and by in (_TENSOR, _SUBCLASS) and not h
+        case (tuple(size),):
+            return call == "torch.Size" and all(map(_is_size, size))
+        case (str(),):
+            return call == "torch.device"
+        case (str(), index):
+            return call == "torch.device" and _is_size(index) and index < 128
+    return False
+
+
+def _is_other(value: Any) -> bool:
+    """Return whether a call made ``value`` that is none of ``PLAIN_CALLS``."""
+    return isinstance(value, Made) and value.by not in PLAIN_CALLS
+
+
 # The one in Python: the one in C takes no other instructions.
 _Unpickler: Any = pickle._Unpickler
 
@@ -349,11 +376,21 @@ class _Reader(_Unpickler):
             raise PtFileError(f"a call has more than {_MOST_DIMENSIONS} arguments")
         if any(isinstance(a, tuple) and len(a) > _MOST_DIMENSIONS for a in arguments):
             raise PtFileError(f"a tensor has more than {_MOST_DIMENSIONS} dimensions")
-        empty = what.full == "collections.OrderedDict" and not arguments
-        self.stack.append({} if empty else Made(what.full, arguments))
+        # torch answers each other form with an error, or a feature, of its own choice.
+        if what.full in PLAIN_CALLS and not _as_torch_writes(what.full, arguments):
+            raise PtFileError(f"it calls {what.full} with arguments that torch.save does not write")
+        self.stack.append(OrderedDict() if what.full == _ORDERED else Made(what.full, arguments))
+
+    def _new_object(self) -> None:
+        if isinstance(what := self.stack[-2], Name) and what.full in PLAIN_CALLS:
+            raise PtFileError(f"it makes {what.full} in a way in which torch.save does not")
+        self._call()
 
     def _build(self) -> None:  # sets attributes, which nobody asks for
-        self.stack.pop()
+        state, target = self.stack.pop(), self.stack[-1]
+        ordered = isinstance(target, OrderedDict) and isinstance(state, dict)
+        if not ordered and not _is_other(target):
+            raise PtFileError("it sets attributes of what torch.save gives none")
 
     def _append(self) -> None:
         self._extend([self.stack.pop()])
@@ -365,7 +402,7 @@ class _Reader(_Unpickler):
         target = self.stack[-1]
         if isinstance(target, list):
             target.extend(items)
-        elif not isinstance(target, Made):
+        elif not _is_other(target):
             raise PtFileError("its pickle appends to what is no list")
 
     def _set_item(self) -> None:
@@ -376,7 +413,7 @@ class _Reader(_Unpickler):
 
     def _set(self, items: list[Any]) -> None:
         target = self.stack[-1]
-        if len(items) % 2 or not isinstance(target, (dict, Made)):
+        if len(items) % 2 or not (isinstance(target, dict) or _is_other(target)):
             raise PtFileError("its pickle sets items of what is no dictionary")
         for key, value in zip(items[::2], items[1::2], strict=True):
             # Other keys may be chosen such that each takes as long as all before it together.
@@ -388,7 +425,7 @@ class _Reader(_Unpickler):
     # Only what torch.save writes: others run code, or take time that grows with what came.
     dispatch = {code: _Unpickler.dispatch[code] for code in _OPCODES} | {
         pickle.REDUCE[0]: _call,
-        pickle.NEWOBJ[0]: _call,
+        pickle.NEWOBJ[0]: _new_object,
         pickle.BUILD[0]: _build,
         pickle.APPEND[0]: _append,
         pickle.APPENDS[0]: _appends,

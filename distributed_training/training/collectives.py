@@ -273,14 +273,15 @@ class RowStream:
     def read_on_rank_0(self, read: Callable[[], Result]) -> Result | None:
         """Run ``read()`` on rank 0, None elsewhere.
 
-        Raises ValueError on all ranks alike where it raised ValueError or OSError.
+        Raises ValueError on all ranks alike, whatever it raised.
         """
         found, problem = None, None
         if self.rank == 0:
             try:
                 found = read()
-            except (ValueError, OSError) as error:
-                problem = str(error)
+            except Exception as error:  # noqa: BLE001 - foreign bytes; the others wait for this
+                expected = isinstance(error, (ValueError, OSError))
+                problem = str(error) if expected else f"{type(error).__name__}: {error}"
         self.agree(problem, ValueError)
         return found
 

@@ -202,14 +202,7 @@ class InnerState:
             for name, shape in schema:
                 for kind in MOMENTS:
                     self._parts(kind, name, shape)
-        except (
-            OSError,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-            StopIteration,
-        ) as error:
+        except Exception as error:  # noqa: BLE001 - foreign bytes, in values of any kind
             why = f"{type(error).__name__}: {error}".splitlines()[0]
             raise ValueError(
                 f"{folder} holds no inner optimizer of this model ({why:.200})"

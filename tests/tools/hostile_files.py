@@ -315,7 +315,7 @@ def pickle_of(body: bytes, *, kind: int = zipfile.ZIP_STORED, copies: int = 1) -
     return buffer.getvalue()
 
 
-def _global(name: str) -> bytes:
+def global_of(name: str) -> bytes:
     return b"c" + name.replace(" ", "\n").encode() + b"\n"
 
 
@@ -323,12 +323,17 @@ def _int(value: int) -> bytes:
     return b"\x8a\x08" + value.to_bytes(8, "little", signed=True)
 
 
+def storage(count: int = 1) -> bytes:
+    """Instructions that refer to a float32 storage."""
+    where = b"(X\7\0\0\0storage" + global_of("torch FloatStorage") + b"X\1\0\0\x000X\3\0\0\0cpu"
+    return where + _int(count) + b"tQ"
+
+
 def tensor(count: int = 1, shape: tuple[int, ...] = (1,), stride: tuple[int, ...] = (1,)) -> bytes:
     """Instructions that make a float32 tensor over a storage of ``count`` elements."""
-    where = b"(X\7\0\0\0storage" + _global("torch FloatStorage") + b"X\1\0\0\x000X\3\0\0\0cpu"
-    rebuild = _global("torch._utils _rebuild_tensor_v2") + b"(" + where + _int(count) + b"tQ"
+    rebuild = global_of("torch._utils _rebuild_tensor_v2") + b"(" + storage(count)
     sizes = b"".join(b"(" + b"".join(map(_int, numbers)) + b"t" for numbers in (shape, stride))
-    return rebuild + _int(0) + sizes + b"\x89" + _global("collections OrderedDict") + b")RtR"
+    return rebuild + _int(0) + sizes + b"\x89" + global_of("collections OrderedDict") + b")RtR"
 
 
 def _pt_bombs(honest: bytes) -> Iterator[tuple[str, bytes]]:
@@ -345,8 +350,8 @@ def _pt_bombs(honest: bytes) -> Iterator[tuple[str, bytes]]:
         ("pairs again and again", b"](K\1K\2\x86" * 1000 + b"e" * 1000),
         ("many instructions", b"N0" * 2_000_000),
         ("one more mark", b"(" * 4_000_000),
-        ("bytearray", _global("builtins bytearray") + _int(10**12) + b"\x85R"),
-        ("tensor of 400 GB", _global("torch FloatTensor") + _int(10**11) + b"\x85R"),
+        ("bytearray", global_of("builtins bytearray") + _int(10**12) + b"\x85R"),
+        ("tensor of 400 GB", global_of("torch FloatTensor") + _int(10**11) + b"\x85R"),
         ("storage of 4 PB", b"}X\1\0\0\0a" + tensor(10**15, (10**15,)) + b"s"),
         ("beyond its storage", b"}X\1\0\0\0a" + tensor(1, (2**40, 2), (0, 1)) + b"s"),
         ("wide strides", b"}X\1\0\0\0a" + tensor(1, (2,), (2**60,)) + b"s"),
@@ -354,13 +359,13 @@ def _pt_bombs(honest: bytes) -> Iterator[tuple[str, bytes]]:
         ("one element 4 TB wide", b"}X\1\0\0\0a" + tensor(1, (2**40,), (0,)) + b"s"),
         (
             "one tuple for many calls",
-            _global("collections OrderedDict")
+            global_of("collections OrderedDict")
             + b"q\2("
             + b"N" * 400_000
             + b"tq\1"
             + b"h\2h\1R0" * 80_000,
         ),
-        ("code", _global("os system") + b"X\4\0\0\0true\x85R"),
+        ("code", global_of("os system") + b"X\4\0\0\0true\x85R"),
         ("long bytes", b"\x8e" + b"\xff" * 7 + b"\x7f"),
     ):
         yield name, pickle_of(body)

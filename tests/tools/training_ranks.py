@@ -292,6 +292,10 @@ def snapshot(folder: Path) -> None:
         dist.barrier()
 
 
+def asserting(*args: object) -> None:
+    raise AssertionError("expected dict, got str")
+
+
 def rebase(folder: Path) -> None:
     """Another epoch start under what was trained: the pseudo-gradient stays."""
     made = trainer(rank=RANK, world_size=WORLD)
@@ -304,11 +308,13 @@ def rebase(folder: Path) -> None:
         save_file(theirs, folder / "global.safetensors")
         save_file({"model.norm.weight": torch.zeros(3)}, folder / "bad.safetensors")
         save_file({n: 50 * t for n, t in theirs.items()}, folder / "awful.safetensors")
+        save_file({n: t.long() for n, t in theirs.items()}, folder / "numbers.safetensors")
     dist.barrier()
     now = made.outer.current()
     text = sequences(0, count=made.measured_sequences) if RANK == 1 else None  # one rank's will do
     for kind, name, who in (
         (ValueError, "bad", WORLD),
+        (ValueError, "numbers", WORLD),
         (AwfulWeights, "awful", WORLD),
         (RankFailedError, "global", 0),
         (RankFailedError, "global", WORLD - 1),
@@ -316,6 +322,11 @@ def rebase(folder: Path) -> None:
         with pytest.raises(kind), memory_ends(made.outer, "trained", when=who == RANK):
             made.rebase(folder / f"{name}.safetensors" if RANK == 0 else None, None, text)
         same(now, made.outer.current())
+    # Whatever a library raises on rank 0 alone, the other ranks do not wait for it.
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="expected dict"):
+        patch.setattr(outer_step, "load_outer_optimizer", asserting)
+        made.rebase(None, folder / "outer_optimizer.pt" if RANK == 0 else None, text)
+    same(now, made.outer.current())
     made.rebase(folder / "global.safetensors" if RANK == 0 else None, None, text)
     after = [torch.zeros(s) for _, s in made.schema] if RANK == 0 else None
     made.write_pseudo_gradient(after)

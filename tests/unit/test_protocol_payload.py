@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
 import struct
 import zipfile
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,9 @@ from distributed_training.protocol.gradients import (
     load_payload,
     max_payload_bytes,
 )
-from distributed_training.protocol.pt_file import PtFileError, read_pt
+from distributed_training.protocol.pt_file import PtFileError, read_pt, refuse_calls
 from tests.tools.gradient_file import build_payload
+from tests.tools.hostile_files import global_of, pickle_of, storage, tensor
 
 pytestmark = pytest.mark.timeout(60)
 SCHEMA = [("model.a.weight", (64, 96)), ("model.norm.weight", (128,))]
@@ -166,6 +169,95 @@ def test_torch_loads_no_other_pickle_than_was_looked_at(data: bytes) -> None:
     """Such a pickle of a hundred bytes could ask for all memory."""
     with pytest.raises(PayloadError, match="cannot be read"):
         load_payload(data, SCHEMA)
+
+
+_VALUES = {
+    "nothing": b"N",
+    "text": b"X\3\0\0\0cpu",
+    "number": b"K\0",
+    "below zero": b"J\xff\xff\xff\xff",
+    "truth": b"\x88",
+    "list": b"]",
+    "dictionary": b"}",
+    "tuple": b")",
+    "sizes": b"K\1K\1\x86",
+    "texts": b"X\1\0\0\0x\x85",
+    "hooks": global_of("collections OrderedDict") + b")R",
+    "function": global_of("torch device"),
+    "storage": storage(),
+    "tensor": tensor(),
+}
+_AS_WRITTEN = {
+    "collections OrderedDict": [],
+    "torch Size": ["sizes"],
+    "torch device": ["text"],
+    "torch._utils _rebuild_parameter": ["tensor", "truth", "hooks"],
+    "torch._utils _rebuild_tensor_v2": ["storage", "number", "sizes", "sizes", "truth", "hooks"],
+}
+
+
+def _calls() -> Iterator[tuple[str, list[str]]]:
+    """Yield each call as torch.save writes it, and with arguments less, more, or other ones."""
+    for call, written in _AS_WRITTEN.items():
+        for place, value in itertools.product(range(len(written) + 1), _VALUES):
+            yield call, [*written[:place], value, *written[place:]]
+            yield call, [*written[:place], value, *written[place + 1 :]]
+            yield call, written[:place]
+
+
+def test_torch_loads_every_call_that_is_read() -> None:
+    """To other arguments torch answers as it likes: with errors of any type, or features."""
+    read = set()
+    for call, values in _calls():
+        body = global_of(call) + b"(" + b"".join(_VALUES[value] for value in values) + b"tR"
+        data = pickle_of(b"}X\1\0\0\0a" + body + b"s")
+        try:
+            refuse_calls(read_pt(io.BytesIO(data)))
+        except PtFileError:
+            continue
+        torch.load(io.BytesIO(data), weights_only=True)
+        read.add((call, len(values)))
+    counts = {(call, len(written)) for call, written in _AS_WRITTEN.items()}
+    assert read == counts | {("torch device", 2)}  # with an index
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        global_of("torch Size") + b"K\1\x85\x85\x81",
+        tensor() + storage() + b"K\0K\1\x85K\1\x85tb",
+        tensor() + b"}b",
+        global_of("collections OrderedDict") + b")RK\1b",
+        tensor() + b"K\0K\1s",
+        tensor() + b"K\1a",
+    ],
+    ids=["made anew", "set to a storage", "attributes", "attribute 1", "an item", "one more"],
+)
+def test_nothing_is_done_to_a_tensor_that_torch_does_not_write(body: bytes) -> None:
+    with pytest.raises(PtFileError):
+        read_pt(io.BytesIO(pickle_of(b"}X\1\0\0\0a" + body + b"s")))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(AssertionError(), MemoryError(), RecursionError("depth"), OverflowError("large")),
+        *(struct.error("short"), zipfile.BadZipFile("bad"), NotImplementedError("packed")),
+        *(UnicodeDecodeError("utf-8", b"\xff", 0, 1, "start"), OSError(22, "odd"), KeyError(5)),
+        *(pickle.UnpicklingError("no"), RuntimeError("two\nlines"), SystemError("NULL")),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_whatever_a_library_raises_is_the_files_fault(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(torch, "load", failing)
+    with pytest.raises(PayloadError, match=r"^gradients\.pt cannot be read: .*$") as found:
+        load_payload(_bytes(build_payload(_codes(), META)), SCHEMA)
+    assert "\n" not in str(found.value)
 
 
 def test_an_encrypted_member_is_refused() -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
-from distributed_training.training import sharding
+from distributed_training.training import outer_step, sharding
 from distributed_training.training.collectives import ParameterShard, row_range
 from distributed_training.training.inner_optimizer import CosineSchedule
 from distributed_training.training.memory_plan import (
@@ -38,6 +38,7 @@ from distributed_training.training.model import (
 from distributed_training.training.outer_step import (
     OuterOptimizerState,
     load_outer_optimizer,
+    load_weights,
     nesterov_sgd,
     save_outer_optimizer,
 )
@@ -156,6 +157,30 @@ def test_outer_optimizer_of_another_model_or_no_file_is_refused(tmp_path: Path) 
     path.write_bytes(b"no pickle")
     with pytest.raises(ValueError, match="fetch it again"):
         load_outer_optimizer(path, [("a", (2,))])
+    for values in (torch.zeros(2) * 1j, torch.arange(2), "text"):
+        save_outer_optimizer(path, OuterOptimizerState([values], 0.8, 0.9, 1))  # type: ignore[list-item]
+        with pytest.raises(ValueError, match="another model"):
+            load_outer_optimizer(path, [("a", (2,))])
+
+
+@pytest.mark.parametrize("error", [AssertionError(), MemoryError(), RecursionError("deep")])
+def test_whatever_a_library_raises_is_the_files_fault(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other ranks, and a validator's pass, expect a ValueError alone."""
+
+    def failing(*args: object, **kwargs: object) -> None:
+        raise error
+
+    outer, weights = tmp_path / "outer_optimizer.pt", tmp_path / "model.safetensors"
+    save_outer_optimizer(outer, OuterOptimizerState([torch.zeros(2)], 0.8, 0.9, 1))
+    save_file({"a": torch.zeros(2)}, weights)
+    monkeypatch.setattr(torch, "load", failing)
+    monkeypatch.setattr(outer_step, "safe_open", failing)
+    with pytest.raises(ValueError, match=type(error).__name__):
+        load_outer_optimizer(outer, [("a", (2,))])
+    with pytest.raises(ValueError, match=type(error).__name__):
+        load_weights(weights, [("a", (2,))])
 
 
 @pytest.mark.parametrize("rows", [1, 7, 1000])
