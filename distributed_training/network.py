@@ -482,7 +482,10 @@ async def _download(url: str) -> bytes:
 def _client() -> httpx.AsyncClient:
     import httpx  # here, since few starts fetch anything
 
-    return httpx.AsyncClient(verify=certificates(), timeout=_TIMEOUT, follow_redirects=True)
+    from distributed_training.common.transports import AsyncTransport
+
+    transport = AsyncTransport(verify=certificates())
+    return httpx.AsyncClient(transport=transport, timeout=_TIMEOUT, follow_redirects=True)
 
 
 def certificates() -> ssl.SSLContext:

@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import httpx
 
 from distributed_training.common import http
+from distributed_training.common.transports import AsyncTransport
 from distributed_training.protocol import synapses
 from distributed_training.protocol.synapses import IsAliveReply, SynapseError
 from distributed_training.protocol.types import RoundRequest
@@ -124,8 +125,8 @@ class SignedClient:
                 return _Call(headers, reply)
 
         async def sweep() -> list[_Call]:
-            # Without proxies, redirects and TLS: endpoints are chain addresses.
-            async with httpx.AsyncClient(trust_env=False, verify=False) as client:
+            # Without redirects and TLS: endpoints are chain addresses.
+            async with httpx.AsyncClient(transport=AsyncTransport(verify=False)) as client:
                 return await asyncio.gather(*(one(client, neuron) for neuron in neurons))
 
         uids = (neuron.uid for neuron in neurons)

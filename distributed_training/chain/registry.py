@@ -25,6 +25,7 @@ from pydantic import Field, SecretStr, TypeAdapter
 
 from distributed_training.common import http
 from distributed_training.common.backoff import Backoff
+from distributed_training.common.transports import AsyncTransport
 from distributed_training.config.types import ConfigError
 from distributed_training.network import NetworkFileError, certificates
 
@@ -108,9 +109,9 @@ class RegistryChain(Chain):
         self._runner = asyncio.Runner()
         self._client = httpx.AsyncClient(
             timeout=timeout.total_seconds(),
-            trust_env=False,
-            verify=verify,
-            limits=httpx.Limits(keepalive_expiry=KEPT.total_seconds()),
+            transport=AsyncTransport(
+                verify=verify, limits=httpx.Limits(keepalive_expiry=KEPT.total_seconds())
+            ),
         )
         self._timeout = timeout.total_seconds()
         self._lock = threading.Lock()  # one call at a time, so that answers cannot cross

@@ -27,6 +27,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from distributed_training.common.backoff import Throttle, doubling
+from distributed_training.common.proxies import share
 from distributed_training.config.settings import ChainSettings
 
 from .base import Chain, ChainError, Neuron
@@ -116,6 +117,15 @@ _AT_A_TIME = 32  # entries that are asked for one by one
 
 class _PartlyRead(ChainError):
     """Blocks could be read, neurons or commitments could not."""
+
+
+def endpoints_of(settings: ChainSettings) -> list[str]:
+    """Return the URLs of the nodes that are asked, the first one first."""
+    from bittensor.settings import default_fallback_endpoints, resolve_endpoint
+
+    network, first = resolve_endpoint(settings.chain_endpoint or settings.network)
+    more = settings.fallback_endpoints or tuple(default_fallback_endpoints(network))
+    return [first, *(url for url in more if url != first)]
 
 
 class BittensorChain(Chain):
@@ -248,7 +258,7 @@ class BittensorChain(Chain):
         rounds = 0  # of all endpoints, in a row, without a whole look
         turn = 0
         while True:
-            endpoints = self._endpoints()
+            endpoints = endpoints_of(self._settings)
             endpoint = endpoints[turn % len(endpoints)]
             # Before it is tried: the one that fails must not be the next one again.
             turn += 1
@@ -286,25 +296,18 @@ class BittensorChain(Chain):
         )
 
     def endpoints(self) -> int:
-        return len(self._endpoints())
+        return len(endpoints_of(self._settings))
 
     def ask_another(self) -> None:
         # From any thread: the loop looks at it after each block.
         self._asked_another.set()
-
-    def _endpoints(self) -> list[str]:
-        from bittensor.settings import default_fallback_endpoints, resolve_endpoint
-
-        settings = self._settings
-        network, first = resolve_endpoint(settings.chain_endpoint or settings.network)
-        more = settings.fallback_endpoints or tuple(default_fallback_endpoints(network))
-        return [first, *(url for url in more if url != first)]
 
     @asynccontextmanager
     async def _client_at(self, endpoint: str) -> AsyncIterator[Any]:
         """Connect; inside, writes may go through that client once ``_connected`` is set."""
         import bittensor
 
+        share(endpoint)  # its websockets read the environment
         client = bittensor.Client(
             endpoint,
             # We go through the endpoints ourselves, with our deadlines.

@@ -27,6 +27,7 @@ from urllib3.util import Retry
 
 from distributed_training.common.backoff import Backoff, Throttle
 from distributed_training.common.files import write_bytes
+from distributed_training.common.transports import Transport
 from distributed_training.config.settings import DataSettings
 from distributed_training.protocol.lines import counted
 from distributed_training.protocol.pages import SPLIT
@@ -160,7 +161,7 @@ class RowsApiSource:
             headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=settings.request_timeout.total_seconds(),
             follow_redirects=True,
-            limits=httpx.Limits(max_connections=settings.connections),
+            transport=Transport(limits=httpx.Limits(max_connections=settings.connections)),
         )
         self._lock = threading.Lock()
         self._table: dict[str, int] = {}

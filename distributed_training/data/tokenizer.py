@@ -12,6 +12,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from distributed_training.common.files import write_bytes, write_json
+from distributed_training.common.proxies import HUB, share
 
 from .page_source import Counts
 
@@ -109,6 +110,7 @@ def build_tokenizer(name: str, folder: Path) -> tuple[Path, int]:
     else:
         from transformers import AutoTokenizer
 
+        share(HUB)  # its client reads the environment
         loaded = AutoTokenizer.from_pretrained(name, use_fast=True)
         tokenizer = getattr(loaded, "backend_tokenizer", None)
         eos_id = loaded.eos_token_id

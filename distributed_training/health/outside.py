@@ -7,7 +7,7 @@ import secrets
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -16,7 +16,10 @@ import httpx
 
 from distributed_training.chain.base import Chain, ChainError, find
 from distributed_training.chain.identity import AddressUnknown, load_wallet
+from distributed_training.chain.subtensor import endpoints_of
 from distributed_training.common.memory import ModelShape, snapshot_bytes
+from distributed_training.common.proxies import HUB, VARIABLES, proxy_for, unusable, variable
+from distributed_training.common.transports import Transport
 from distributed_training.config import Config, ConfigError
 from distributed_training.health.machine import Entry, Examination
 from distributed_training.node.buckets import check_own, commitment_text, open_own, own_commitment
@@ -61,7 +64,8 @@ def check_clock(config: Config) -> Check:
     """Compare this machine's clock with the store's: signatures hold the time."""
     try:
         began = time.time()
-        reply = httpx.head(endpoint_of(config.store), timeout=_TIMEOUT.total_seconds())
+        with httpx.Client(transport=Transport(), timeout=_TIMEOUT.total_seconds()) as client:
+            reply = client.head(endpoint_of(config.store))
         theirs = parsedate_to_datetime(reply.headers["date"]).timestamp() + 0.5  # whole seconds
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, OverflowError) as error:
         return Check("clock", "skip", f"the store does not tell its time ({error})")
@@ -205,6 +209,36 @@ def check_calls(metrics: Path) -> Check:
     )
 
 
+def check_proxies(config: Config) -> list[Check]:
+    """Tell what the proxy variables are used for; nothing where none is set."""
+    given = [name for name in VARIABLES if variable(name)]
+    if not given:
+        return []
+    chain, data = config.chain, config.data
+    if chain.registry_url:
+        places = {"registry": [chain.registry_url]}
+    else:
+        places = {"chain": endpoints_of(chain)}
+    with suppress(ValueError):  # no account yet
+        places["store"] = [endpoint_of(config.store)]
+    if any(spec.kind == "hf" for spec in data.sources):
+        places["data"] = [data.rows_url]
+    if config.miner.global_tokenizer_name != "bytes":
+        places["tokenizer"] = [HUB]
+    places["calls to public addresses"] = ["http://1.1.1.1"]
+    used = [place for place, urls in places.items() if any(map(proxy_for, urls))]
+    unused = [place for place in places if place not in used]
+    finding = (
+        f"{', '.join(given)} set: used for {', '.join(used) or 'nothing'}; not for "
+        f"{', '.join([*unused, 'private addresses, the swarm, the look-up of our address'])}"
+    )
+    if wrong := unusable():
+        finding += f"; {', '.join(wrong)} names no HTTP proxy, so nothing goes there"
+        remedy = "give http://HOST:PORT, or unset it"
+        return [Check("proxies", "warn", finding, remedy)]
+    return [Check("proxies", "ok", finding)]
+
+
 # --- bucket and line ------------------------------------------------------------------------------
 
 
@@ -322,7 +356,8 @@ def probe_data(config: Config) -> str:
 
 #: In the order in which they are made, after those of the machine.
 CHECKS: Sequence[Entry] = (
-    # First: the bucket's name ends in the uid.
+    Entry(lambda e: check_proxies(e.config)),
+    # Before the bucket, whose name ends in the uid.
     Entry(_chain, note="asking the chain, and the store for its clock"),
     Entry(lambda e: [check_clock(e.config)]),
     Entry(lambda e: [check_address(e.config)]),

@@ -34,6 +34,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distributed_training.common.proxies import HUB, share
 from distributed_training.config import Config, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.types import File
@@ -196,6 +197,7 @@ def _save_tokenizer(name: str, folder: Path) -> None:
         return
     from transformers import AutoTokenizer
 
+    share(HUB)
     AutoTokenizer.from_pretrained(name).save_pretrained(folder)
 
 

@@ -25,10 +25,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
 from distributed_training.common.files import is_full
+from distributed_training.common.proxies import proxy_for
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol.keys import r2_endpoint
 from distributed_training.protocol.metadata import BucketCredentials
@@ -357,6 +359,7 @@ class S3ObjectStore:
         self._write_interval = settings.write_interval.total_seconds()
         self._last_write: dict[str, float] = {}
         self._write_lock = threading.Lock()
+        proxy = proxy_for(endpoint_url)
         with _CLIENTS:
             self._client: Any = _session().client(
                 "s3",
@@ -375,6 +378,8 @@ class S3ObjectStore:
                     # The claim's renewal and the cleanup use this client, too.
                     max_pool_connections=settings.concurrency + 4,
                     tcp_keepalive=True,
+                    # Without this botocore reads the environment, for loopback too.
+                    proxies={urlsplit(endpoint_url).scheme: proxy} if proxy else {},
                     # Every part's MD5 is compared with the store's, so the payload need not be
                     # hashed a second time for the signature.
                     s3={"addressing_style": "path", "payload_signing_enabled": False},

@@ -31,6 +31,7 @@ from typing import Any, Protocol
 
 from distributed_training.common.files import write_bytes
 from distributed_training.common.processes import without_secrets
+from distributed_training.common.proxies import share
 from distributed_training.config.settings import TelemetrySettings
 
 log = logging.getLogger(__name__)
@@ -99,6 +100,8 @@ class WandB:
     """
 
     def __init__(self, settings: TelemetrySettings, folder: Path, name: str) -> None:
+        if server := os.environ.get("WANDB_BASE_URL"):
+            share(server)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "distributed_training.telemetry.trackers"],
             stdin=subprocess.PIPE,

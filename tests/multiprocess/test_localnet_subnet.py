@@ -15,11 +15,13 @@ from pathlib import Path
 import pytest
 
 from distributed_training.common.processes import Mark, command_of
+from distributed_training.common.proxies import VARIABLES
 from distributed_training.config.types import ConfigError
 from distributed_training.localnet.command import INTERRUPT_GRACE, main
 from distributed_training.localnet.services import MARK, SubnetOptions, parse_ranks, plan_neurons
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.scoring.command import subnet_flags
+from distributed_training.store.s3 import S3ObjectStore, TransientError
 from tests.tools.subnet_tools import stop_miner
 from tests.tools.waiting import wait_for
 
@@ -98,6 +100,26 @@ class TestSubnet:
             chain.kill()
             subnet.wait_for_outer_steps(9, LONG)
         assert not subnet.mark.processes()
+
+    def test_it_runs_where_all_proxy_variables_name_a_dead_one(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in VARIABLES:
+            monkeypatch.setenv(name, "http://127.0.0.1:9")
+            monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
+        with LocalSubnet(options=options(tmp_path / "run")) as subnet:
+            subnet.wait_for_outer_steps(1, LONG)
+
+    def test_a_store_that_fails_at_the_start_is_one_line(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def fails(store: S3ObjectStore) -> None:
+            raise TransientError(f"create {store.bucket}: no answer")
+
+        monkeypatch.setattr(S3ObjectStore, "create_bucket", fails)
+        assert main(command_line(tmp_path / "run", "good")) == 1
+        said = capsys.readouterr()
+        assert "PROBLEM: create llama-4b-ws-4" in said.out and "Traceback" not in said.err
 
 
 class TestFolder:

@@ -24,6 +24,7 @@ from distributed_training.common.memory import (
     snapshot_bytes,
 )
 from distributed_training.common.ports import free_ports
+from distributed_training.common.proxies import VARIABLES
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import StoreSettings
 from distributed_training.doctor import _DECISIVE, model_config
@@ -409,9 +410,33 @@ def test_a_store_that_tells_no_time_is_no_fault_of_the_clock(
     date: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reply = SimpleNamespace(headers={"date": date})
-    monkeypatch.setattr(httpx, "head", lambda url, timeout: reply)
+    monkeypatch.setattr(httpx.Client, "head", lambda client, url: reply)
     flags = ["--r2.endpoint_url", "http://127.0.0.1:9", "--preset", "local"]
     assert outside.check_clock(load_config("miner", flags, check=False)).status == "skip"
+
+
+def test_the_doctor_says_what_goes_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = [
+        "--r2.endpoint_url",
+        "http://10.0.0.5:9000",
+        "--chain.registry_url",
+        "http://r.example",
+    ]
+    config = load_config("miner", [*flags, "--preset", "local"], check=False)
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    assert outside.check_proxies(config) == []
+    monkeypatch.setenv("HTTP_PROXY", "http://me:secret@proxy.lab:3128")
+    (check,) = outside.check_proxies(config)
+    assert check.status == "ok"
+    assert "http_proxy set: used for registry, calls to public addresses; not for store" in (
+        check.finding
+    )
+    monkeypatch.setenv("all_proxy", "socks5://me:secret@127.0.0.1:1080")
+    (check,) = outside.check_proxies(config)
+    assert check.status == "warn" and "all_proxy names no HTTP proxy" in check.finding
+    assert "secret" not in check.finding
 
 
 def speed(monkeypatch: pytest.MonkeyPatch, step: float, *flags: str) -> dict[str, Check]:
