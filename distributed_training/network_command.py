@@ -120,8 +120,7 @@ def _init(options: argparse.Namespace) -> None:
         )
     rules = _rules(options)
     # Before the folder is made: the source of the data may be away.
-    if not options.unpinned:
-        _pin(rules["data"])
+    _pin(rules["data"], unpinned=options.unpinned)
     try:
         # For the founder alone: the keys in it are the network's authority.
         folder.mkdir(mode=0o700)
@@ -184,30 +183,43 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     return rules
 
 
-def _pin(data: dict[str, Any]) -> None:
+def _pin(data: dict[str, Any], *, unpinned: bool) -> None:
     """Add commit and row count to ``[data]``, as its source serves them now, unless it says them.
 
-    The standard library's text stays free: it is for trials, on one machine. Raises ConfigError.
+    The standard library's text stays free: it is for trials, on one machine. ``unpinned``: add
+    nothing. Then, and where the file says it, a source that is away is no reason to stop.
+
+    Raises ConfigError for a source that no miner could read.
     """
     from pydantic import ValidationError
 
     from distributed_training.config.settings import DataSettings
-    from distributed_training.data.block_builder import served
-    from distributed_training.data.page_source import PageUnavailable
+    from distributed_training.data.block_builder import readable
+    from distributed_training.data.page_source import NothingToRead, PageUnavailable
 
-    if data["source"] == "stdlib" or {"revision", "rows"} & set(data):
+    if data["source"] == "stdlib":
         return
     given = {key: data[key] for key in ("source", "dataset", "rows_url", "text_column")}
+    free = unpinned or bool({"revision", "rows"} & set(data))
     try:
-        found = served(DataSettings(**given, request_attempts=2))
+        found = readable(DataSettings(**given, request_attempts=1 if free else 2))
     except ValidationError:
         return  # the whole file is refused with its line
+    except NothingToRead as error:
+        raise ConfigError(
+            f"no miner could read the data ({error}), so no network was founded: correct "
+            "--data-source, or data.dataset and data.text_column with --set"
+        ) from None
     except PageUnavailable as error:
+        if free:
+            print(f"the data could not be read now, so nobody tried them: {error}", file=sys.stderr)
+            return
         raise ConfigAway(
             f"the data cannot be pinned ({error}), so no network was founded: try again, give "
             "--data-source parquet:DIR, or --unpinned to let them change while the network runs"
         ) from None
-    data |= {key: value for key, value in vars(found).items() if value is not None}
+    if not free:
+        data |= {key: value for key, value in vars(found).items() if value is not None}
 
 
 def _model(options: argparse.Namespace) -> dict[str, Any]:

@@ -41,7 +41,14 @@ from distributed_training.config.settings import DataSettings, SourceSpec
 from distributed_training.config.types import ConfigError, extra
 from distributed_training.protocol.pages import pages_read_by, select_pages
 
-from .page_source import Counts, PageSource, PageUnavailable, Pin, StdlibSource
+from .page_source import (
+    Counts,
+    NothingToRead,
+    PageSource,
+    PageUnavailable,
+    Pin,
+    StdlibSource,
+)
 from .parquet import ParquetSource, folder_revision
 from .shards import SUFFIX, ShardError, open_shard, write_shard
 from .tokenizer import TextTokenizer, tokenizer_hash
@@ -163,10 +170,33 @@ def served(settings: DataSettings) -> Pin:
 
     Raises ConfigError, PageUnavailable (OtherData where it is not what the settings pin).
     """
-    source = open_source(settings)
+    return _pin_of(open_source(settings), settings)
+
+
+def _pin_of(source: PageSource, settings: DataSettings) -> Pin:
     rows = sum(source.num_rows().values())
     told = getattr(source, "revision", None)  # of a dataset server
     return Pin(told or _revision(settings.sources[0]), rows)
+
+
+def readable(settings: DataSettings) -> Pin:
+    """Read a page of ``--data.source`` and return what it serves, as :func:`served` does.
+
+    Raises ConfigError, and PageUnavailable: NothingToRead where no miner could ever read it.
+    """
+    source = open_source(settings)
+    pin = _pin_of(source, settings)
+    try:
+        ((config, row, split),) = select_pages(
+            uid=0, local_rank=0, block=0, n_pages=1, num_rows=source.num_rows()
+        )
+    except ValueError as error:  # no config that a page can be drawn from
+        raise NothingToRead(f"--data.source {settings.source}: {error}") from None
+    if not source.rows(config, row, split=split, limit=settings.rows_per_page):
+        raise NothingToRead(
+            f"the rows of {config} have no text in the column {settings.text_column!r}"
+        )
+    return pin
 
 
 def open_source(settings: DataSettings) -> PageSource:

@@ -32,10 +32,11 @@ from distributed_training.config.settings import DataSettings
 from distributed_training.protocol.lines import counted
 from distributed_training.protocol.pages import SPLIT
 
-from .page_source import Counts, PageUnavailable, Pin, usable_texts
+from .page_source import Counts, NothingToRead, PageUnavailable, Pin, usable_texts
 
 log = logging.getLogger(__name__)
 
+_DEFAULT = "default"  # a config: left out where there are others (protocol page, section 5)
 _SWEEP_EVERY = 10.0  # seconds between two looks at the folder's size
 _WRITE_AGAIN = 600.0  # seconds after a write that failed
 
@@ -126,6 +127,25 @@ _LONGEST_HOLD = 900.0  # whatever a server asks for
 _ASK_AGAIN = 300.0  # for the table, after a failure
 _WHOLE_TABLE_LASTS = 86400.0  # against one that leaves out configs; by then validators use that
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 522, 524})
+_LONGEST_ERROR = 2**16  # bytes, of which the server's own sentence is shown
+_LONGEST_SENTENCE = 200  # characters
+
+
+class _Refusal(Exception):
+    """The server answered with an error: its status, its own sentence, and when to ask again."""
+
+    def __init__(self, reply: httpx.Response, body: bytes) -> None:
+        self.status = reply.status_code
+        self.wait = retry_after(reply.headers.get("Retry-After"))
+        try:
+            told = json.loads(body)
+            sentence = told["error"] if isinstance(told["error"], str) else ""
+        except (ValueError, LookupError, TypeError, RecursionError):
+            sentence = ""  # a page of a proxy
+        # Foreign text in a log line: no control characters, one line, and not long.
+        shown = "".join(c if c.isprintable() else " " for c in sentence)
+        self.sentence = " ".join(shown.split())[:_LONGEST_SENTENCE]
+        super().__init__(f"HTTP {self.status}" + (f" ({self.sentence})" if self.sentence else ""))
 
 
 class RowsApiSource:
@@ -157,8 +177,8 @@ class RowsApiSource:
         self.revision: str | None = None
         self._cache = cache
         self._counts = counts
+        self._token = token
         self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {token}"} if token else {},
             timeout=settings.request_timeout.total_seconds(),
             follow_redirects=True,
             transport=Transport(limits=httpx.Limits(max_connections=settings.connections)),
@@ -253,21 +273,25 @@ class RowsApiSource:
         """
         reply = self._get("size", {"dataset": self._dataset})
         try:
-            table = dict(
-                _config_rows(entry)
-                for entry in reply["size"]["splits"]
-                # Pages are of this split. A test split of the same config has other rows.
-                if entry["config"] != "default" and entry.get("split", SPLIT) == SPLIT
-            )
-            left_out = sum(
-                entry.get("config") != "default"
-                for why in ("pending", "failed")
-                for entry in reply.get(why) or ()
-            )
+            # Pages are of this split. A test split of the same config has other rows.
+            entries = [e for e in reply["size"]["splits"] if e.get("split", SPLIT) == SPLIT]
+            waiting = [
+                e.get("config") for why in ("pending", "failed") for e in reply.get(why) or ()
+            ]
+            named = {*(entry["config"] for entry in entries), *waiting}
+            # Of a data set without configs it is the only one.
+            drawn = named - {_DEFAULT} or named
+            table = dict(_config_rows(entry) for entry in entries if entry["config"] in drawn)
+            left_out = sum(config in drawn for config in waiting)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PageUnavailable(f"the reply of /size is not a table: {error!r}") from error
-        if not table:
+        if not table and left_out:
             raise PageUnavailable(
+                f"the server has not counted the rows of {self._dataset} yet: "
+                f"{counted(left_out, 'config')} to go"
+            )
+        if not table:
+            raise NothingToRead(
                 f"the reply of /size names no config of {self._dataset} with a split {SPLIT!r}"
             )
         return table, left_out
@@ -318,6 +342,7 @@ class RowsApiSource:
         Raises PageUnavailable when attempts or deadline are used up.
         """
         problem, waits = "not asked", Backoff(first=_FIRST_WAIT, longest=_MAX_WAIT)
+        kind = PageUnavailable
         deadline = time.monotonic() + self._settings.page_deadline.total_seconds()
         attempts = self._settings.request_attempts
         for attempt in range(attempts):
@@ -328,14 +353,13 @@ class RowsApiSource:
                 break
             pause, asked = waits.failed().total_seconds(), None
             try:
-                return _parse(self._request(path, query))
-            except httpx.HTTPStatusError as error:
-                status = error.response.status_code
-                problem = f"HTTP {status}"
+                return _parse(self._answer(path, query))
+            except _Refusal as refusal:
+                problem, status, asked = str(refusal), refusal.status, refusal.wait
                 self._counts.add(f"http_{status}")
                 if status not in _AGAIN:
+                    kind = NothingToRead
                     break  # asking again gives the same answer
-                asked = retry_after(error.response.headers.get("Retry-After"))
                 if status == 429:
                     self._hold_until = time.monotonic() + min(asked or pause, _LONGEST_HOLD)
             except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:
@@ -349,7 +373,7 @@ class RowsApiSource:
                 break
             time.sleep(pause)
         where = ", ".join(query[k] for k in ("config", "offset") if k in query)
-        raise PageUnavailable(f"/{path} {where or self._dataset}: {problem}")
+        raise kind(f"/{path} {where or self._dataset}: {problem}")
 
     def _hold(self, deadline: float) -> bool:
         """Wait while the server wants to be left alone; False if that is beyond the deadline."""
@@ -359,13 +383,46 @@ class RowsApiSource:
             time.sleep(pause + random.uniform(0, 0.2))  # not all connections at one instant
         return True
 
-    def _request(self, path: str, query: Mapping[str, str]) -> bytes:
+    def _answer(self, path: str, query: Mapping[str, str]) -> bytes:
+        """Return the body of a reply; without the token where the server refuses that.
+
+        Raises _Refusal and what :meth:`_request` does.
+        """
+        token = self._token
+        try:
+            return self._request(path, query, token)
+        except _Refusal as refusal:
+            if refusal.status != 401 or not token:
+                raise
+            # A public data set needs none.
+            try:
+                body = self._request(path, query, None)
+            except _Refusal as without:
+                without.args = (f"{without}; the token in HF_TOKEN is refused too ({refusal})",)
+                raise without from None
+            self._token = None
+            log.warning(
+                "%s refuses the token in HF_TOKEN (%s), so the data are read without it: "
+                "renew it, or unset it",
+                self._url,
+                refusal,
+            )
+            return body
+
+    def _request(self, path: str, query: Mapping[str, str], token: str | None) -> bytes:
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
         # httpx bounds each read; a body that trickles in is bounded here.
         timeout = self._settings.request_timeout.total_seconds()
         end = time.monotonic() + timeout
         body = bytearray()
-        with self._client.stream("GET", f"{self._url}/{path}", params=dict(query)) as reply:
-            reply.raise_for_status()
+        url = f"{self._url}/{path}"
+        with self._client.stream("GET", url, params=dict(query), headers=headers) as reply:
+            if not reply.is_success:
+                for chunk in reply.iter_bytes():
+                    body += chunk
+                    if len(body) > _LONGEST_ERROR or time.monotonic() > end:
+                        break
+                raise _Refusal(reply, bytes(body))
             self.revision = reply.headers.get("X-Revision") or reply.headers.get("X-Repo-Commit")
             self._pin.check(self._where, revision=self.revision)
             for chunk in reply.iter_bytes():

@@ -28,6 +28,10 @@ class PageUnavailable(RuntimeError):
     """A page, or the table of configs, cannot be had now. The message says why."""
 
 
+class NothingToRead(PageUnavailable):
+    """A source answers, and has no text to read: asking again gives the same answer."""
+
+
 class OtherData(PageUnavailable):
     """A source serves other data than the network's file pins: its pages are nobody else's."""
 

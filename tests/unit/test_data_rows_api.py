@@ -7,7 +7,9 @@ import email.utils
 import errno
 import json
 import logging
+import random
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ import pytest
 
 from distributed_training.config.settings import DataSettings
 from distributed_training.data.dataset_server import PageCache, RowsApiSource, retry_after
-from distributed_training.data.page_source import Counts, OtherData, PageUnavailable
+from distributed_training.data.page_source import Counts, NothingToRead, OtherData, PageUnavailable
 from tests.tools.support_data import DATASET, Fault, RowsServer, tables
 
 pytestmark = pytest.mark.timeout(60)
@@ -79,6 +81,58 @@ def test_answers_that_asking_again_does_not_change(status: int) -> None:
             made.rows("CC-MAIN-0", 3, split="train", limit=10)
         assert len(server.row_requests()) == 1
         assert counts.take()[f"http_{status}"] == 1
+
+
+def test_the_server_s_own_sentence_is_shown_in_one_line() -> None:
+    """Whatever it answers with: a reason, none, a page of a proxy, what would forge lines."""
+    draw = random.Random(5)
+    letters = "abc {}\n\r\x1b[31m\x00\u2028\u202e\ud800é€"
+    sentences = ["Rows are too big: 564.00 MiB (max=286.10 MiB)"]
+    sentences += ["".join(draw.choices(letters, k=draw.choice((1, 30, 900)))) for _ in range(60)]
+    bodies = [json.dumps({"error": sentence}).encode() for sentence in sentences]
+    bodies += [
+        b"",
+        b"[]",
+        b'{"error": 7}',
+        b"<html>",
+        b"[" * 9000,
+        b"\xff{",
+        b'{"error": "a' + b"b" * 99999,
+    ]
+    script: list[Fault | None] = [
+        Fault(status=draw.choice((400, 403, 404, 422, 501)), body=body) for body in bodies
+    ]
+    with RowsServer(TABLES, script=list(script)) as server:
+        made, _ = source(server)
+        for fault in script:
+            assert fault is not None
+            with pytest.raises(NothingToRead, match=f"HTTP {fault.status}") as caught:
+                made.rows("CC-MAIN-0", 3, split="train", limit=10)
+            line = str(caught.value)
+            assert len(line) < 300 and line.isprintable(), line
+            if b"564.00" in (fault.body or b""):
+                assert line == f"/rows CC-MAIN-0, 3: HTTP {fault.status} ({sentences[0]})"
+
+
+@pytest.mark.parametrize(("public", "asked"), [(True, 3), (False, 4)])
+def test_a_refused_token_is_named_and_left_out_where_the_data_need_none(
+    public: bool, asked: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    no = Fault(status=401, body=b'{"error": "Invalid credentials"}')
+    with RowsServer(TABLES, script=[no, None, None] if public else [no] * 4) as server:
+        counts = Counts()
+        settings = dataclasses.replace(DataSettings(), rows_url=server.url, dataset=DATASET)
+        made = RowsApiSource(settings=settings, token="hf_old", cache=None, counts=counts)
+        for _ in range(2):
+            try:
+                assert (
+                    made.rows("CC-MAIN-0", 3, split="train", limit=9) == TABLES["CC-MAIN-0"][3:12]
+                )
+            except NothingToRead as error:
+                assert not public and "HF_TOKEN" in str(error) and "Invalid cred" in str(error)
+        assert len(server.row_requests()) == asked
+    lines = [record.getMessage() for record in caplog.records if "HF_TOKEN" in record.getMessage()]
+    assert len(lines) == public and "hf_old" not in caplog.text
 
 
 @pytest.mark.slow
@@ -192,6 +246,42 @@ def test_replies_that_are_no_table(entry: str) -> None:
             source(server)[0].num_rows()
 
 
+def size(*entries: str, pending: Sequence[str | None] = ()) -> Fault:
+    """A reply of /size: of each entry "config/split/rows"."""
+    named = (entry.split("/") for entry in entries)
+    splits = [{"config": c, "split": s, "num_rows": int(n) if n else None} for c, s, n in named]
+    waiting = [{"config": config} if config else {} for config in pending]
+    return Fault(body=json.dumps({"size": {"splits": splits}, "pending": waiting}).encode())
+
+
+@pytest.mark.parametrize(
+    ("reply", "table"),
+    [
+        (size("default/train/500"), {"default": 500}),
+        (size("default/test/9", "default/train/500"), {"default": 500}),
+        (size("default/train/500", "en/train/300"), {"en": 300}),
+        (size("default/train/", "en/train/300"), {"en": 300}),  # what is not drawn may be anything
+        (size("default/train/500", "en/test/300"), {"default": 500}),
+        (size("default/train/500", pending=["en"]), "1 config to go"),
+        (size("default/train/500", pending=[None]), "1 config to go"),
+        (size(pending=["default"]), "1 config to go"),
+        (size("default/train/500", pending=["default"]), {"default": 500}),
+        (size("default/test/500"), "names no config"),
+        (size("default/train/"), "not a table"),
+    ],
+)
+def test_the_config_default_is_drawn_from_where_it_is_the_only_one(
+    reply: Fault, table: dict[str, int] | str
+) -> None:
+    with RowsServer(TABLES, size_script=[reply]) as server:
+        made, _ = source(server)
+        if isinstance(table, dict):
+            assert made.num_rows() == table
+            return
+        with pytest.raises(PageUnavailable, match=table):
+            made.num_rows()
+
+
 # --- the table's age ----------------------------------------------------------------------------
 
 
@@ -256,7 +346,7 @@ def test_an_old_table_is_better_than_none(caplog: pytest.LogCaptureFixture, tmp_
         again, _ = source(server, cache=cache, request_attempts=2, table_age=timedelta(0))
         with caplog.at_level(logging.WARNING):
             assert again.num_rows() == table
-        assert "cannot be refreshed (/size some/dataset: HTTP 500)" in caplog.text
+        assert "cannot be refreshed (/size some/dataset: HTTP 500 (status 500))" in caplog.text
         asked = len(server.requests)
         kept, _ = source(server, cache=cache)
         assert kept.num_rows() == table and len(server.requests) == asked

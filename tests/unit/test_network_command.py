@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 
 from distributed_training.config import load_config
 from distributed_training.network_command import main
+from tests.tools.support_data import DATASET, Fault, RowsServer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -70,6 +72,30 @@ def test_the_data_are_pinned_as_their_source_serves_them(tmp_path: Path, capsys)
     assert "the data cannot be pinned" in line and not (tmp_path / "other").exists()
     assert found(tmp_path / "other", *away, "--unpinned") == 0
     assert "data.rows" not in read(tmp_path / "other").network.values
+
+
+@pytest.mark.parametrize("more", [(), ("--unpinned",), ("--set", "data.rows=300")])
+def test_no_network_is_founded_on_text_that_no_miner_can_read(
+    tmp_path: Path, capsys, more: tuple[str, ...]
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    pq.write_table(pa.table({"text": ["a row"] * 9}), data / "0.parquet")
+    of = ("--data-source", f"parquet:{data}", *more)
+    sizes = [{"config": "default", "split": "test", "num_rows": 500}]
+    reply = Fault(body=json.dumps({"size": {"splits": sizes}}).encode())
+    with RowsServer({}, size_script=[reply]) as server:
+        hf = ("--data-source", "hf", "--set", f"data.rows_url={server.url}", *more)
+        assert found(tmp_path / "lab", *hf, "--set", f"data.dataset={DATASET}") == 2
+        assert "names no config" in capsys.readouterr().err
+        assert found(tmp_path / "lab", *hf) == 2  # the server knows no such data set
+        assert "The dataset does not exist." in capsys.readouterr().err
+    pq.write_table(
+        pa.table({"text": [None] * 300}, pa.schema([("text", pa.string())])), data / "0.parquet"
+    )
+    assert found(tmp_path / "lab", *of) == 2
+    assert "no text in the column 'text'" in capsys.readouterr().err
+    assert not (tmp_path / "lab").exists()
 
 
 def test_a_change_is_another_run_and_counts_once_it_is_signed(tmp_path: Path, capsys) -> None:
