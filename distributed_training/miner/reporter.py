@@ -41,7 +41,7 @@ from distributed_training.telemetry.trackers import Tracker
 
 from . import state_machine as ev
 from .run_folder import INSTANCE, listening_ranks
-from .state_machine import MinerState, Mode, ignores_calls
+from .state_machine import MinerState, Mode, goes_back, ignores_calls
 
 log = logging.getLogger(__name__)
 
@@ -409,7 +409,10 @@ class Reporter:
             case ev.GlobalFetchFailed(detail=detail):
                 log.warning("%s", lines.not_fetched(detail))
             case ev.LoadFailed(problem=why, awful=awful):
-                if awful:
+                if awful and goes_back(state):
+                    target = state.fetch_target or 0
+                    log.warning("%s", lines.awful_back(target, state.outer_step, why))
+                elif awful:
                     log.warning("%s", lines.awful(self._global_uid, why))
                 else:
                     log.warning(

@@ -449,9 +449,14 @@ def resume(
     try:
         trainer.load_global(*state_files(global_folder), outer_step, sample())
     except ValueError as error:  # on all ranks alike; nothing has changed
-        if global_folder is not None:
+        awful, back = None, restored is not None and restored[0].outer_step > outer_step
+        if isinstance(error, AwfulWeights):
+            awful = lines.awful(info.global_uid, error)
+            if restored is not None and back:
+                awful = lines.awful_back(outer_step, restored[0].outer_step, error)
+        # Not what is awful by the losses of this miner alone, which tries it again as it runs.
+        if global_folder is not None and not (awful and back):
             refuse(global_folder, str(error))  # the next start waits for another one
-        awful = lines.awful(info.global_uid, error) if isinstance(error, AwfulWeights) else None
         if restored is None:
             raise NetworkFailure(
                 awful

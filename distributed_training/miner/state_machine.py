@@ -418,6 +418,11 @@ def ignores_calls(state: MinerState) -> bool:
     return state.unseen or state.mode in (Mode.FETCHING, Mode.LOADING, Mode.STOPPING)
 
 
+def goes_back(state: MinerState) -> bool:
+    """Return whether the state being loaded is of no later outer step than this miner's."""
+    return state.fetch_target is not None and state.fetch_target <= state.outer_step
+
+
 def decide(state: MinerState, event: Event, rules: Rules) -> Decision:
     """Return the next state, and the commands and tasks that follow from ``event``.
 
@@ -535,7 +540,10 @@ def _global_state(state: MinerState, event: Event) -> Decision:
         case GlobalFetchFailed(at=at) if state.mode in (Mode.FETCHING, Mode.LOADING):
             return _fetch_failed(state, at), ()
         case LoadFailed(problem=problem, at=at) if state.mode is Mode.LOADING:
-            return replace(_fetch_failed(state, at), problem=problem), (Task.REFUSE_GLOBAL,)
+            after = replace(_fetch_failed(state, at), problem=problem)
+            # By the losses of this miner alone, which are others after its next start or load.
+            passing = event.awful and goes_back(state)
+            return after, () if passing else (Task.REFUSE_GLOBAL,)
         case Loaded(outer_step=outer) if state.mode is Mode.LOADING:
             return MinerState(mode=Mode.TRAINING, outer_step=outer), (Action.CHECKPOINT,)
         case _:

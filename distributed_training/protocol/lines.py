@@ -60,6 +60,15 @@ def awful(uid: int | None, why: object) -> str:
     )
 
 
+def awful_back(outer_step: int, ours: int, why: object) -> str:
+    """Word that the state of an outer step that this miner has taken already is awful; ``why``."""
+    return (
+        f"The network is at outer step {outer_step} with other weights than this miner had there, "
+        f"and they are not taken over: {why}. Training goes on at outer step {ours}, and the state "
+        "is tried again later. If this lasts, take it as it is: stop, delete checkpoints/, start"
+    )
+
+
 def responded_active(uid: int | None, calls: int) -> str:
     """Word ``calls`` of one caller since its last line. ``uid`` None: callers without one."""
     caller = "no uid" if uid is None else f"uid {uid}"

@@ -355,10 +355,14 @@ def load_measured(
     text: Text,
     *,
     own: Sequence[Tensor] | None,
-) -> None:
+    earlier: float | None = None,
+    are_ours: Callable[[], bool] | None = None,
+) -> bool:
     """Call ``load``, which replaces the weights, and measure what it loaded on ``text``.
 
-    Collective. ``own``: weights of about the same outer step, see :func:`loss_limit`. Raises
+    Collective. ``own``: weights of about the same outer step, see :func:`loss_limit`; ``earlier``:
+    the loss of older ones, which counts where it is higher. ``are_ours``: whether the weights that
+    were loaded are ones that this miner had, which need no measure. Returns what it said. Raises
     AwfulWeights, the ValueErrors of ``load``, and RankFailedError for a rank without memory, on all
     ranks alike; weights and the gradients of a step under way are as they were then.
     """
@@ -367,9 +371,15 @@ def load_measured(
         before = _kept(sharded, stream)
         known = None
         try:
+            if are_ours is not None:
+                load()
+                if are_ours():
+                    return True
             if own is not None:
                 sharded.load_state_dict({"weights": own})
                 known = _mean_loss(sharded, stream, text)
+                if earlier is not None:
+                    known = max(known, earlier)
             load()
             loss = _mean_loss(sharded, stream, text)
             limit = loss_limit(config.to_dict(), known)
@@ -384,3 +394,4 @@ def load_measured(
             # Whatever saves or trains next would take weights that were refused.
             sharded.load_state_dict({"weights": before})
             raise
+    return False

@@ -23,7 +23,8 @@ from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.types import Progress, StepReport
 
 from . import sharding
-from .collectives import Layout, open_stream
+from .collectives import Layout, on_host, open_stream
+from .epoch_starts import EpochStarts
 from .error_feedback import Codec, ErrorFeedback
 from .inner_optimizer import CosineSchedule, InnerOptimizer
 from .inner_state import MOMENTS, InnerFacts, InnerState
@@ -155,6 +156,8 @@ class Trainer:
             momentum=settings.outer_momentum,
             feedback=feedback,
         )
+        self.starts = EpochStarts(shards=shards, stream=self.stream)
+        self._left_sketch: Tensor | None = None  # of the outer step that a round is to end
 
     def _build_step(self, run_folder: Path | None) -> None:
         kind = MicroBatches
@@ -205,7 +208,8 @@ class Trainer:
         """Load weights as :meth:`load_weights`, but refuse those that are worse than a guess.
 
         ``sample``: int64 (sequences, length) of this rank's text, None if it has none now. Weights
-        far worse than the epoch start of about the same outer step are refused too.
+        far worse than the epoch start of about the same outer step are refused too. Those that an
+        earlier outer step of this miner began with are taken whatever they are.
         """
         text = Text.of(
             sample,
@@ -219,7 +223,20 @@ class Trainer:
             # A network's first weights are no measure, those of long ago were of other losses.
             near = self.outer_step > 0 and abs(outer_step - self.outer_step) <= _NEAR
             own = self.outer.epoch_start if near else None
-            load_measured(self.sharded, self.stream, load, text, own=own)
+            back = outer_step < self.outer_step and self.starts.knows(outer_step)
+            if load_measured(
+                self.sharded,
+                self.stream,
+                load,
+                text,
+                own=own,
+                earlier=self.starts.loss_before(outer_step, ours=self.outer_step),
+                are_ours=partial(self._were_ours, outer_step) if back else None,
+            ):
+                self._say(
+                    f"The network is at outer step {outer_step} again, with the weights that this "
+                    "miner had then: they are taken over without a look at their loss"
+                )
         else:
             if others:
                 self._say(
@@ -228,6 +245,9 @@ class Trainer:
                 )
             load()
         self.drop_step()
+
+    def _were_ours(self, outer_step: int) -> bool:
+        return self.starts.are_ours(outer_step, [on_host(s.local) for s in self.sharded.shards])
 
     @property
     def measured_sequences(self) -> int:
@@ -281,6 +301,7 @@ class Trainer:
         self.outer.begin_epoch()
         self.outer_step = outer_step
         self.inner_step, self._written_at = 0, None
+        self.starts.loss = None
         self.drop_step()
 
     def drop_step(self) -> None:
@@ -300,7 +321,7 @@ class Trainer:
     @property
     def components(self) -> tuple[Stateful, ...]:
         """Those whose keys lie beside the trainer's own in a checkpoint; no two have one key."""
-        return self.sharded, self.optimizer, self.outer, self.outer.feedback
+        return self.sharded, self.optimizer, self.outer, self.outer.feedback, self.starts
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state.
@@ -390,6 +411,8 @@ class Trainer:
                 torch._foreach_mul_(gradients, clip / (norm + 1e-6))
             self.optimizer.step(gradients, rate)
             self._count_step(rate)
+            if self.inner_step == 1:
+                self.starts.loss = loss
         else:
             self._skip_step()
         report = StepReport(
@@ -493,6 +516,7 @@ class Trainer:
         # A round needs the host memory that copies for a snapshot or a checkpoint hold.
         self.copier.wait()
         self.outer.prepare(averaged)
+        self._left_sketch = self.starts.sketch(self.outer.epoch_start or [])
 
     def commit_outer_step(self) -> None:
         """Replace weights, epoch start, momentum, error feedback and progress together. Local.
@@ -500,6 +524,8 @@ class Trainer:
         Inner steps taken since the pseudo-gradient was written belong to the new outer step.
         """
         self.outer.commit()
+        assert self._left_sketch is not None
+        self.starts.leave(self.outer_step, self._left_sketch)
         self.outer_step += 1
         self.inner_step = 0 if self._written_at is None else self.inner_step - self._written_at
         self._written_at = None
