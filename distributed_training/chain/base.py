@@ -104,6 +104,9 @@ class Chain(abc.ABC):
     state up to date: one thread at a time calls ``_saw_...``. ``monotonic`` is the clock of ages.
     """
 
+    #: Whose :meth:`clock` it is, and the seconds by which it may be behind.
+    CLOCK, CLOCK_LAG = "the chain's newest block", 15.0
+
     def __init__(self, *, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
         self._ready = threading.Event()

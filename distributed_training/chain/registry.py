@@ -84,6 +84,8 @@ class RegistryChain(Chain):
     polls; half a block if that is less. ``timeout`` covers one call.
     """
 
+    CLOCK, CLOCK_LAG = "the registry's", 1.0
+
     def __init__(
         self,
         *,

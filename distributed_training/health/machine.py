@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import psutil
 
@@ -46,6 +46,9 @@ from distributed_training.health.gpus import (
 )
 from distributed_training.protocol.types import Check
 
+if TYPE_CHECKING:
+    from distributed_training.health.clock import Offset
+
 _SPEED_BYTES = 128 * 1024 * 1024
 _CHECKPOINT_BYTES = 16  # a parameter; see common.memory.DiskSpace
 _SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
@@ -62,7 +65,8 @@ class Examination:
 
     ``model``: a ``config.json``, and where it comes from; without it disk is asked for the minimum.
     ``offline``: nothing is asked of the network. ``own_ports``: a running miner of this run folder
-    listens there. The check of the model sets ``shape``, that of the chain ``uid``.
+    listens there. The check of the model sets ``shape``, that of the chain ``uid`` and
+    ``by_chain``.
     """
 
     config: Config
@@ -72,6 +76,7 @@ class Examination:
     uid: int | None = None
     own_ports: frozenset[int] = frozenset()
     shape: ModelShape | None = None
+    by_chain: Offset | None = None  # of this machine's clock
     found: list[Check] = field(default_factory=list)
 
     @property

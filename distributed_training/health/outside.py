@@ -9,18 +9,23 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
-from email.utils import parsedate_to_datetime
 from pathlib import Path
-
-import httpx
 
 from distributed_training.chain.base import Chain, ChainError, find
 from distributed_training.chain.identity import AddressUnknown, load_wallet
 from distributed_training.chain.subtensor import endpoints_of
 from distributed_training.common.memory import ModelShape, snapshot_bytes
 from distributed_training.common.proxies import HUB, VARIABLES, proxy_for, unusable, variable
-from distributed_training.common.transports import Transport
 from distributed_training.config import Config, ConfigError
+from distributed_training.health.clock import (
+    LIMIT,
+    REMEDY,
+    WARN,
+    ClockUnknown,
+    Offset,
+    chain_offset,
+    store_offset,
+)
 from distributed_training.health.machine import Entry, Examination
 from distributed_training.node.buckets import check_own, commitment_text, open_own, own_commitment
 from distributed_training.node.identity import (
@@ -60,36 +65,45 @@ def run_probe(name: str, probe: Callable[[], str], *, remedy: str) -> Check:
 # --- clock and chain ------------------------------------------------------------------------------
 
 
-def check_clock(config: Config) -> Check:
-    """Compare this machine's clock with the store's: signatures hold the time."""
+def check_clock(config: Config, by_chain: Offset | None = None) -> Check:
+    """Compare this machine's clock with the store's: the swarm and signatures hold the time.
+
+    ``by_chain``: what the chain's clock says.
+    """
+    name = "clock"
     try:
-        began = time.time()
-        with httpx.Client(transport=Transport(), timeout=_TIMEOUT.total_seconds()) as client:
-            reply = client.head(endpoint_of(config.store))
-        theirs = parsedate_to_datetime(reply.headers["date"]).timestamp() + 0.5  # whole seconds
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, OverflowError) as error:
-        return Check("clock", "skip", f"the store does not tell its time ({error})")
-    # The store wrote it between the two: half of the way there and back is taken off.
-    skew = (began + time.time()) / 2 - theirs
-    finding = f"{abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'} the store's"
-    beyond, allowed = abs(skew) - 0.5, config.chain.clock_skew.total_seconds()
-    if beyond <= 0.5 * allowed:
-        return Check("clock", "ok", finding)
-    far = beyond > allowed
-    wrong = f"{finding}; validators' calls, signed with their time, would be refused"
-    remedy = "timedatectl set-ntp true; then timedatectl shows 'synchronized: yes'"
-    return Check("clock", "fail" if far else "warn", wrong if far else finding, remedy)
+        ours = store_offset(config)
+    except ClockUnknown as error:
+        if by_chain is None:
+            return Check(name, "skip", str(error))
+        ours, by_chain = by_chain, None
+    finding = f"{ours}, {by_chain}" if by_chain is not None else str(ours)
+    if ours.sure >= LIMIT:
+        finding += "; no round would find a group, and validators' calls would be refused"
+        return Check(name, "fail", finding, REMEDY)
+    if ours.sure >= WARN:
+        finding += f"; from {LIMIT:.0f} s on no round finds a group"
+        return Check(name, "warn", finding, REMEDY)
+    if by_chain is not None and by_chain.sure >= WARN:
+        remedy = "ask the network's founder to set the clock of the registry's machine"
+        return Check(name, "warn", finding, remedy)
+    return Check(name, "ok", finding)
 
 
 def _chain(examination: Examination) -> list[Check]:
-    checks, uid = chain_checks(examination.config)
+    checks, uid = chain_checks(examination.config, examination)
     if examination.uid is None:  # else the operator gave it
         examination.uid = uid
     return checks
 
 
-def chain_checks(config: Config) -> tuple[list[Check], int | None]:
-    """Check network, hotkey, commitment and endpoint as the chain has them; return the uid, too."""
+def chain_checks(
+    config: Config, examination: Examination | None = None
+) -> tuple[list[Check], int | None]:
+    """Check network, hotkey, commitment and endpoint as the chain has them; return the uid, too.
+
+    ``examination`` gets the offset from the chain's clock.
+    """
     shared, own = ("network", "global state"), ("commitment", "endpoint")
     wallet, refused = None, None
     try:
@@ -104,6 +118,8 @@ def chain_checks(config: Config) -> tuple[list[Check], int | None]:
     with ExitStack() as stack:
         try:
             chain = follow_chain(settings, stack, wallet)
+            if examination is not None:
+                examination.by_chain = chain_offset(chain)
             # Without a wallet too: who has not registered yet must know that it is the network.
             found = _shared_checks(config, chain)
             if wallet is None or refused is not None:
@@ -359,7 +375,7 @@ CHECKS: Sequence[Entry] = (
     Entry(lambda e: check_proxies(e.config)),
     # Before the bucket, whose name ends in the uid.
     Entry(_chain, note="asking the chain, and the store for its clock"),
-    Entry(lambda e: [check_clock(e.config)]),
+    Entry(lambda e: [check_clock(e.config, e.by_chain)]),
     Entry(lambda e: [check_address(e.config)]),
     Entry(bucket_checks, note="asking for bucket, tokenizer and data"),
     Entry(lambda e: [check_bootstrap(e.config)]),

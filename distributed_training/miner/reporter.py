@@ -285,10 +285,18 @@ class MissedRounds:
 
     The cause is that of the last call: there was none, it came when there was no pseudo-gradient,
     or its round failed here. ``published_within``: from a call until its outer step is published
-    and was looked for; an older call is of another round. Subscribes to the event stream.
+    and was looked for; an older call is of another round. ``clock_fault``: see :class:`Reporter`.
+    Subscribes to the event stream.
     """
 
-    def __init__(self, *, outer_step: int, published_within: timedelta) -> None:
+    def __init__(
+        self,
+        *,
+        outer_step: int,
+        published_within: timedelta,
+        clock_fault: Callable[[], str] = str,
+    ) -> None:
+        self._clock_fault = clock_fault
         self._known = outer_step  # the highest that was ours, or was logged
         self._within = published_within.total_seconds()
         self._called_at = -math.inf
@@ -308,10 +316,11 @@ class MissedRounds:
                     "that outer step; nothing needs to be done"
                 )
             case ev.RoundFailed(fault=AllReduceFault.NO_GROUP) if state.mode is Mode.AVERAGING:
-                self._cause = (
-                    "it was called and found no group: see whether other machines reach its "
-                    "--dht.port (python -m distributed_training doctor)"
+                why = self._clock_fault() or (
+                    "see whether other machines reach its --dht.port (python -m "
+                    "distributed_training doctor)"
                 )
+                self._cause = f"it was called and found no group: {why}"
             case ev.RoundFailed(fault=fault) if state.mode is Mode.AVERAGING:
                 self._cause = (
                     f"it was called and the round failed here ({fault.value}): the lines of that "
@@ -343,6 +352,7 @@ class Reporter:
     """Rank 0 only; subscribes to the event stream.
 
     ``warnings``: the step's, of diagnostics. ``global_uid``: whose bucket the global one is.
+    ``clock_fault``: what is wrong with this machine's clock, in words, or nothing.
     """
 
     def __init__(
@@ -355,8 +365,10 @@ class Reporter:
         bucket: str,
         global_uid: int | None,
         reload_timeout: timedelta,
+        clock_fault: Callable[[], str] = str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock_fault = clock_fault
         self._record = record
         self._metrics = metrics
         self._schedule = schedule
@@ -452,6 +464,8 @@ class Reporter:
         """Report a failed round: there is no average; training goes on."""
         # The numbered lines are the public miner's: by them operators tell where a round failed.
         fault, detail = event.fault, event.detail
+        if fault is AllReduceFault.NO_GROUP and (why := self._clock_fault()):
+            detail = f"{detail}; {why}" if detail else why
         log.warning("All Reduce Failed: %s%s", fault.value, f": {detail}" if detail else "")
         if not event.began or fault is AllReduceFault.NO_GROUP:
             log.warning("%s", lines.all_reduce_failed(1))

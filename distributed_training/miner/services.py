@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from distributed_training.common.backoff import Throttle
 from distributed_training.common.memory import ModelShape
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import StoreSettings
+from distributed_training.health.clock import ClockWatch, measure
 from distributed_training.miner import state_machine as ev
 from distributed_training.miner.global_state import (
     GlobalBucket,
@@ -123,6 +125,7 @@ class Services:
     schedule: UploadSchedule
     uploader: Uploader
     metrics: MetricsFile
+    clock: ClockWatch
     inner_folder: Path | None = None  # shards that a first start takes over
 
     @property
@@ -139,7 +142,8 @@ class Services:
                 launch=self.swarm_launch,
             )
         except SwarmUnavailable as error:
-            raise NetworkFailure(str(error)) from None
+            why = self.clock.fault()
+            raise NetworkFailure(f"{error}; {why}" if why else str(error)) from None
 
     def watch_global_bucket(
         self,
@@ -228,6 +232,8 @@ def connect(
     stack.callback(swarm_launch.end)
     require_data(config)
     member = _join(config, folder, stack, wanted)
+    clock = ClockWatch(partial(measure, config, member.chain))
+    stack.callback(clock.close)
     # Before a download of hours: the network's rounds may have stopped.
     if config.is_public and (state := check_global_state(config, member.chain)).status == "warn":
         log.warning("%s", state.line)
@@ -279,6 +285,7 @@ def connect(
         schedule=_upload_schedule(config.store, published),
         uploader=uploader,
         metrics=MetricsFile(folder / "metrics.prom"),
+        clock=clock,
         inner_folder=inner_folder,
     )
 

@@ -654,9 +654,11 @@ def _subscribers(rank_zero: RankZero) -> list[Subscriber]:
         bucket=services.bucket,
         global_uid=services.info.global_uid,
         reload_timeout=config.miner.round_reload_timeout,
+        clock_fault=services.clock.fault,
     )
     missed = MissedRounds(
         outer_step=trainer.outer_step,
+        clock_fault=services.clock.fault,
         published_within=1.25 * config.miner.round_reload_timeout,
     )
     publishing = Publishing(
@@ -707,6 +709,7 @@ def _metrics(
             "block_list_newest_block": lambda: blocks.newest_trained,
             "next_round_timestamp_seconds": lambda: unix_time(clock.expected_at()),
             "dht_peers": rank_zero.swarm.known_peers,
+            "clock_offset_seconds": services.clock.seconds,
             "global_run": lambda: services.global_bucket.run_seen,
             **measured,
             **machine.single(),

@@ -97,6 +97,7 @@ METRICS: Mapping[str, str] = {
     "global_outer_step": "outer step of the global state in its bucket; ours should not be behind",
     "global_run": "run number of the global state in its bucket",
     # machine
+    "clock_offset_seconds": "by which this machine's clock is ahead of the store's, or the chain's",
     "disk_free_bytes": "free where the run folder is",
     "disk_needed_bytes": "that a snapshot and a checkpoint take",
     "memory_bytes": "resident memory of rank 0 and the processes it started",

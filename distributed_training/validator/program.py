@@ -23,6 +23,7 @@ from distributed_training.chain.base import ChainError
 from distributed_training.chain.client import SignedClient
 from distributed_training.config import Config, ConfigError
 from distributed_training.data.pipeline import held_out_batches
+from distributed_training.health.clock import ClockWatch, measure
 from distributed_training.network import keep
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
 from distributed_training.node.identity import Member, commit, join_subnet
@@ -74,6 +75,7 @@ class Parts:
     """``store``: the global bucket, to write.
 
     ``swarm`` is called once the model's schema is known. ``vocabulary``: words a new model needs.
+    ``clock_fault``: what is wrong with this machine's clock, in words, or nothing.
     """
 
     member: Member
@@ -85,6 +87,7 @@ class Parts:
     swarm: Callable[[Schema], HivemindSwarm]
     vocabulary: int
     eos_id: int
+    clock_fault: Callable[[], str] = str
 
 
 def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
@@ -94,6 +97,8 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
     """
     require_data(config)
     member = join_subnet(config, stack)
+    clock = ClockWatch(partial(measure, config, member.chain))
+    stack.callback(clock.close)
     store = open_own(config.store, config.store.global_model_name)
     check_own(store)
     if config.network is not None:
@@ -117,6 +122,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         swarm=lambda schema: HivemindSwarm(settings=config.swarm, schema=schema, run_folder=folder),
         vocabulary=_vocabulary(tokenizer_path),
         eos_id=eos_id,
+        clock_fault=clock.fault,
     )
 
 
@@ -232,6 +238,7 @@ def build(
         ),
         held_out_loss=held_out_loss,
         run=run,
+        clock_fault=parts.clock_fault,
     )
     return validator, state, found is not None
 

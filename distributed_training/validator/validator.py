@@ -98,7 +98,8 @@ class Validator:
     """Call :meth:`start`, then :meth:`run`.
 
     A stop ends both soon; the swarm's owner also cancels a running round then. ``held_out_loss``:
-    of a model with the given weights, in nats per token.
+    of a model with the given weights, in nats per token. ``clock_fault``: what is wrong with this
+    machine's clock, in words, or nothing.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Validator:
         scorer: Scorer,
         held_out_loss: Callable[[Sequence[Tensor]], float],
         run: Run,
+        clock_fault: Callable[[], str] = str,
     ) -> None:
         # collaborators
         self._settings = settings
@@ -122,6 +124,7 @@ class Validator:
         self._inner_optimizer = inner_optimizer
         self._scorer = scorer
         self._held_out_loss = held_out_loss
+        self._clock_fault = clock_fault
         self._record = run.record
         self._stop = run.stop
         # what it knows
@@ -231,6 +234,8 @@ class Validator:
         if outcome.averaged is None and self._stop.is_set():
             raise Stopped
         fault, detail = outcome.fault.name if outcome.fault else "", outcome.detail
+        if outcome.fault is AllReduceFault.NO_GROUP and (why := self._clock_fault()):
+            detail = f"{detail}; {why}" if detail else why
         following: GlobalState | None = None
         if outcome.averaged is not None:
             following = self._outer_step(outcome.averaged)

@@ -53,6 +53,7 @@ class Rig:
         self.now, self.caplog, self.file = 1000.0, caplog, folder / "metrics.prom"
         self.records: list[tuple[str, dict[str, Any]]] = []
         self.warnings: list[str] = []
+        self.clock_fault = ""
         caplog.set_level(logging.INFO)
         self.reporter = Reporter(
             record=lambda kind, **fields: self.records.append((kind, fields)),
@@ -66,6 +67,7 @@ class Rig:
             bucket="mine",
             global_uid=3,
             reload_timeout=timedelta(seconds=2640),
+            clock_fault=lambda: self.clock_fault,
             clock=lambda: self.now,
         )
 
@@ -342,8 +344,12 @@ class Missed:
     """``MissedRounds`` of a miner at outer step 3, and what it logged."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
-        self.caplog = caplog
-        self.rounds = MissedRounds(outer_step=3, published_within=timedelta(minutes=55))
+        self.caplog, self.clock_fault = caplog, ""
+        self.rounds = MissedRounds(
+            outer_step=3,
+            published_within=timedelta(minutes=55),
+            clock_fault=lambda: self.clock_fault,
+        )
 
     def see(self, event: ev.Event, mode: Mode = Mode.TRAINING, *, ours: int = 3) -> list[str]:
         self.caplog.clear()
@@ -371,6 +377,22 @@ def test_a_round_that_nobody_called_here_is_one_warning(missed: Missed) -> None:
     assert missed.see(ev.GlobalEpochSeen(7, 1300.0), ours=7) == []
     # Back to a checkpoint of before: the network took nothing without us.
     assert missed.see(ev.GlobalEpochSeen(7, 1600.0), ours=6) == []
+
+
+@pytest.mark.parametrize("fault", [AllReduceFault.NO_GROUP, AllReduceFault.TIMEOUT])
+def test_a_wrong_clock_is_the_cause_of_a_round_without_a_group(
+    fault: AllReduceFault, rig: Rig, missed: Missed
+) -> None:
+    wrong = "this machine's clock is 5.0 s ahead of the store's"
+    rig.clock_fault = missed.clock_fault = wrong
+    said = rig.see(ev.RoundFailed(fault), IN_ROUND)
+    ((_, fields),) = rig.records
+    missed.call(1000.0)
+    missed.see(ev.RoundFailed(fault), Mode.AVERAGING)
+    (line,) = missed.see(ev.GlobalEpochSeen(4, 2000.0), Mode.AWAITING_GLOBAL)
+    named = fault is AllReduceFault.NO_GROUP
+    assert [wrong in said[0], wrong in fields["detail"], wrong in line] == [named] * 3
+    assert not (named and "--dht.port" in line)
 
 
 @pytest.mark.parametrize(

@@ -329,6 +329,14 @@ def test_a_failed_round_keeps_the_epoch(world: World, name: str) -> None:
         assert world.validator.standings.failed_rounds == 0
 
 
+def test_a_wrong_clock_is_the_cause_of_a_round_without_a_group(world: World) -> None:
+    world.chain_ledger.advance(70)
+    _silence(world)
+    world.validator._clock_fault = lambda: "this machine's clock is 5.0 s ahead of the store's"
+    assert not world.validator.round()
+    assert "5.0 s ahead of the store's" in world.events.of("round")[-1]["detail"]
+
+
 def test_an_average_that_makes_it_worse_is_refused(world: World) -> None:
     objects = dict(world.bucket.objects)
     world.swarm.distort = lambda t: -30 * t

@@ -1,0 +1,180 @@
+"""A wrong clock is named: by how much, against whose, in the doctor and where rounds fail."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from email.utils import formatdate
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distributed_training.chain.base import Chain
+from distributed_training.chain.registry import RegistryChain
+from distributed_training.config import load_config
+from distributed_training.health import clock, outside
+from distributed_training.health.clock import LIMIT, WARN, ClockWatch, Offset
+from tests.tools.waiting import wait_for
+
+pytestmark = pytest.mark.timeout(60)
+CONFIG = load_config(
+    "miner", ["--r2.endpoint_url", "http://127.0.0.1:9", "--preset", "local"], check=False
+)
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, read: Callable[[], float]) -> None:
+    monkeypatch.setattr(clock, "time", SimpleNamespace(**{**vars(time), "time": read}))
+
+
+def set_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> Callable[..., None]:
+    """Return what lets the store's clock be behind ours by seconds, or silent (None).
+
+    A request takes ``slow`` seconds.
+    """
+
+    def behind(seconds: float | None, slow: float = 0.0) -> None:
+        now = [1_790_000_000.0]
+
+        def head(client: httpx.Client, url: str) -> SimpleNamespace:
+            if seconds is None:
+                raise httpx.ConnectError("away")
+            now[0] += slow / 2
+            date = formatdate(int(now[0] - seconds), usegmt=True)
+            now[0] += slow / 2
+            return SimpleNamespace(headers={"date": date})
+
+        monkeypatch.setattr(httpx.Client, "head", head)
+        monkeypatch.setattr(
+            clock, "time", SimpleNamespace(**{**vars(time), "time": lambda: now[0]})
+        )
+
+    return behind
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    return set_store(monkeypatch)
+
+
+def chain(seconds: float | None, kind: type[Chain] = RegistryChain, age: float = 1.0) -> Any:
+    """Return a chain whose clock is behind ours by ``seconds``."""
+    return SimpleNamespace(
+        CLOCK=kind.CLOCK,
+        CLOCK_LAG=kind.CLOCK_LAG,
+        age=lambda: timedelta(seconds=age),
+        clock=lambda: None if seconds is None else clock.time.time() - seconds,
+    )
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    st.floats(-100, 100) | st.sampled_from([0.0, 1.4, -2.1, 3.6, -3.6]),
+    st.floats(0, 5),
+    st.sampled_from([None, 0.0, 30.0]),
+)
+def test_the_doctor_names_a_wrong_clock_by_how_much_and_against_whom(
+    ahead: float, slow: float, registry: float | None
+) -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        set_store(monkeypatch)(ahead, slow)
+        by_chain = clock.chain_offset(chain(registry))
+        check = outside.check_clock(CONFIG, by_chain)
+    # A store's clock is read to half a second, and to half the way there and back.
+    sure = abs(ahead) - slow / 2
+    if sure >= LIMIT + 0.5:
+        assert check.status == "fail" and "no round would find a group" in check.finding
+    elif WARN + 0.5 <= sure <= LIMIT - 0.5:
+        assert check.status == "warn"
+    elif sure <= WARN - 0.5:
+        assert check.status == ("warn" if registry == 30.0 else "ok")
+        assert "founder" in check.remedy or registry != 30.0
+        return
+    if check.status != "ok" and sure >= WARN + 0.5:
+        assert "timedatectl" in check.remedy
+    side = "ahead of" if ahead > 0 else "behind"
+    if abs(ahead) > 0.6:
+        assert f"{side} the store's" in check.finding
+        assert abs(float(check.finding.split()[0]) - abs(ahead)) <= 0.56
+    assert ("the registry's" in check.finding) == (registry is not None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "lag", "wrong"),
+    [
+        (RegistryChain, 0.2, False),
+        (RegistryChain, 5.0, True),
+        (RegistryChain, -5.0, True),
+        (Chain, 12.0, False),  # a block's time is the newest that there is
+        (Chain, 60.0, True),
+        (Chain, -5.0, True),
+    ],
+)
+def test_without_the_store_the_chains_clock_counts(
+    store: Callable[..., None], kind: type[Chain], lag: float, wrong: bool
+) -> None:
+    store(0.0)
+    theirs = chain(lag, kind)
+    found = clock.chain_offset(theirs)
+    store(None)
+    assert found is not None and (found.sure >= WARN) == wrong
+    check = outside.check_clock(CONFIG, found)
+    assert (check.status != "ok") == wrong and kind.CLOCK in check.finding
+    assert outside.check_clock(CONFIG).status == "skip"
+    assert clock.chain_offset(chain(None)) is None
+    assert clock.chain_offset(chain(9.0, age=1000.0)) is None  # of before an outage, or a sleep
+
+
+@pytest.fixture
+def watch() -> Iterator[Callable[[list[Offset | None]], ClockWatch]]:
+    made: list[ClockWatch] = []
+
+    def start(answers: list[Offset | None]) -> ClockWatch:
+        # The last answer stays.
+        def measure() -> Offset | None:
+            return answers.pop(0) if len(answers) > 1 else answers[0]
+
+        made.append(ClockWatch(measure, interval=timedelta(milliseconds=5)))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.close()
+
+
+def test_a_clock_that_goes_wrong_and_right_is_one_line_each(
+    watch: Callable[[list[Offset | None]], ClockWatch], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    right, wrong = Offset(0.1, 0.1, "the store's"), Offset(-5.0, 0.1, "the store's")
+    running = watch([right, wrong, None, wrong, wrong, right])
+    wait_for(lambda: "right again" in caplog.text)
+    assert caplog.text.count("5.0 s behind the store's: from 3 s on") == 1
+    assert caplog.text.count("timedatectl") == 1
+    assert running.fault() == ""
+
+
+def test_a_clock_that_is_set_is_known_before_it_is_measured_again(
+    watch: Callable[[list[Offset | None]], ClockWatch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = watch([Offset(0.2, 0.1, "the store's"), None])
+    wait_for(lambda: running.offset() is not None)
+    assert running.fault() == ""
+    set_clock(monkeypatch, lambda: time.time() + 60)
+    assert "60.2 s ahead of the store's" in running.fault() and "timedatectl" in running.fault()
+    seconds = running.seconds()
+    assert seconds is not None and round(seconds, 1) == 60.2
+
+
+def test_what_is_not_measured_is_no_fault_and_no_figure(
+    watch: Callable[[list[Offset | None]], ClockWatch],
+) -> None:
+    running = watch([None])
+    assert running.offset() is None and running.seconds() is None and running.fault() == ""
