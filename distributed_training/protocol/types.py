@@ -7,6 +7,7 @@ lowest layer. Nothing in this module does I/O or imports torch.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
@@ -122,10 +123,13 @@ class AllReduceFault(enum.Enum):
 class AllReduceError(RuntimeError):
     """A round that did not succeed. Tensors and weights are as they were before it."""
 
-    def __init__(self, fault: AllReduceFault, detail: str = "") -> None:
+    def __init__(
+        self, fault: AllReduceFault, detail: str = "", causes: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(f"{fault.value}{': ' + detail if detail else ''}")
         self.fault = fault
         self.detail = detail
+        self.causes: Mapping[str, str] = causes or {}  # as those of an AllReduceResult
 
 
 class RankFailedError(RuntimeError):
@@ -144,6 +148,7 @@ class AllReduceResult:
     average_norm: float | None = None
     local_norm: float | None = None
     kept_local: float = 0.0  # part of all values for which no average came back
+    causes: Mapping[str, str] = field(default_factory=dict)  # peer id -> why it was left out
 
     @property
     def partial(self) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -43,6 +44,7 @@ from distributed_training.store.s3 import StoreError
 from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.training.model import loss_limit
 from distributed_training.training.outer_step import GlobalState, load_weights, model_bytes
+from distributed_training.validator.suspects import Suspects
 
 log = logging.getLogger(__name__)
 
@@ -120,13 +122,16 @@ class Attendance:
 class RoundOutcome:
     """The course of a round, filled in as it goes on.
 
-    ``averaged``: copies of the buffers after a good round, None after a failed one.
+    ``averaged``: copies of the buffers after a good round, None after a failed one. ``left_out``:
+    who was alive and not called, and why; ``causes``: who was called and is not in the average.
     """
 
     attendance: Attendance
     called: tuple[int, ...] = ()
     participants: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
+    left_out: dict[int, str] = field(default_factory=dict)
+    causes: dict[int, str] = field(default_factory=dict)
     top_uid: int | None = None
     result: AllReduceResult | None = None
     averaged: list[Tensor] | None = None
@@ -170,6 +175,7 @@ class RoundCaller:
         self._scratch = run.folder / "scratch"  # for one downloaded checkpoint
         self._stop = run.stop
         self._number = run.number
+        self._rng = random.Random(settings.seed or None)
 
     @property
     def peer_id(self) -> str:
@@ -196,11 +202,13 @@ class RoundCaller:
         self,
         state: GlobalState,
         miners: Callable[[], Sequence[Neuron]],
+        suspects: Suspects,
         on_sweep: Callable[[Attendance], None] = lambda attendance: None,
     ) -> RoundOutcome:
         """Run one round; ``miners`` lists the registered ones before each sweep.
 
-        Never raises for what a peer does, only Stopped and what ``miners`` and ``on_sweep`` raise.
+        ``suspects`` choose who is not called; it is for the caller to tell them how it ended. Never
+        raises for what a peer does, only Stopped and what ``miners`` and ``on_sweep`` raise.
         """
         neurons, attendance = self._gather(miners, state.outer_step, on_sweep)
         outcome = RoundOutcome(attendance)
@@ -214,12 +222,19 @@ class RoundCaller:
                     f"{len(attendance.alive)} of {len(neurons)} miners are alive at outer step "
                     f"{state.outer_step}",
                 )
-            self._hold(outcome, state, [n for n in neurons if n.uid in attendance.alive])
+            alive = [n for n in neurons if n.uid in attendance.alive]
+            self._hold(outcome, state, alive, suspects)
         except AllReduceError as error:
             outcome.fault, outcome.detail = error.fault, error.detail
         return outcome
 
-    def _hold(self, outcome: RoundOutcome, state: GlobalState, alive: Sequence[Neuron]) -> None:
+    def _hold(
+        self,
+        outcome: RoundOutcome,
+        state: GlobalState,
+        alive: Sequence[Neuron],
+        suspects: Suspects,
+    ) -> None:
         """Call the miners that are alive and average with them. Raises AllReduceError, Stopped."""
         candidates = self._rank(alive)
         ranked = {c.neuron.uid for c in candidates}
@@ -229,10 +244,32 @@ class RoundCaller:
         # The furthest come first: of too many those who trained least are left out.
         ordered = [*(c.neuron for c in candidates), *(n for n in alive if n.uid not in ranked)]
         # All ids go to every miner, which refuses the whole call for one that is none.
-        called = [n for n in ordered if is_peer_id(peer_ids.get(n.uid))][:MOST_CALLED]
+        able = {n.uid: n for n in ordered if is_peer_id(peer_ids.get(n.uid))}
+        called = [able[uid] for uid in self._choose(outcome, list(able), suspects)]
         outcome.top_uid = self._contribute(state, candidates)
         outcome.called = tuple(n.uid for n in called)
         self._average(outcome, called, {peer_ids[n.uid]: n.uid for n in called})
+
+    def _choose(self, outcome: RoundOutcome, able: Sequence[int], suspects: Suspects) -> list[int]:
+        """Return which of the uids that are ``able`` to call, the furthest first."""
+        peers = max(self._settings.minimum_peers, self._swarm_settings.min_group_size)
+        choice = suspects.choose(able, least=max(1, peers - 1), most=MOST_CALLED, rng=self._rng)
+        outcome.left_out.update(choice.left_out)
+        if choice.left_out:
+            log.info(
+                "Not called: %s",
+                "; ".join(f"uid {uid} ({why})" for uid, why in choice.left_out.items()),
+            )
+        if choice.no_choice:
+            log.warning(
+                "Rounds fail and no choice is left: of %d miners that are alive %d are needed, so "
+                "uids %s are called although rounds with them failed; ask their operators, expel "
+                "whose fault it is (dt-registry expel), or lower --validator.minimum_peers",
+                len(able),
+                max(1, peers - 1),
+                ", ".join(map(str, choice.no_choice)),
+            )
+        return list(choice.called)
 
     def _revive(self) -> None:
         """Start a dead swarm again before it is needed. Raises AllReduceError."""
@@ -364,6 +401,7 @@ class RoundCaller:
             try:
                 result = self._wait(future, give_up=not acknowledged)
             except AllReduceError as error:
+                outcome.causes = {uids_of[p]: w for p, w in error.causes.items() if p in uids_of}
                 if acknowledged:
                     raise
                 raise AllReduceError(error.fault, "no miner acknowledged the call") from None
@@ -372,6 +410,9 @@ class RoundCaller:
         outcome.result = result
         outcome.participants = tuple(sorted(uids_of[p] for p in result.peers if p in uids_of))
         outcome.failed = tuple(sorted(uids_of[p] for p in result.failed_peers if p in uids_of))
+        causes = dict.fromkeys(result.failed_peers, "it failed in the average")
+        causes.update(result.causes)
+        outcome.causes = {uids_of[p]: why for p, why in causes.items() if p in uids_of}
         # Banned senders stay in the group's list.
         good = result.group_size - len(set(result.failed_peers) & set(result.peers))
         if good < self._settings.minimum_peers:

@@ -46,6 +46,7 @@ from distributed_training.store.s3 import StoreError
 from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.global_state import Donor, GlobalPublisher
 from distributed_training.validator.rounds import each, unless_stopped
+from distributed_training.validator.suspects import Suspects
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class Standings:
     last_round_block: int | None = None  # when the period was last restarted
     # Saved before the publication: a kill after it must not lose the round.
     reached: Reached | None = None
+    suspects: Suspects = field(default_factory=Suspects)
 
     def __post_init__(self) -> None:
         self.board = ScoreBoard(())
@@ -96,6 +98,7 @@ class Standings:
             if entry is None or entry.hotkey != hotkey:
                 self.entries[uid] = _Entry(hotkey)
                 self.board.add(uid)
+                self.suspects.forget(uid)
 
     def swept(self, alive: Iterable[int], asked: Iterable[int]) -> None:
         answered = set(alive)

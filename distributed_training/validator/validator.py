@@ -39,6 +39,8 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
     outer_step (the one the round was meant to end), ok, fault (name of an ``AllReduceFault``, or
     ``WORSE`` when the loss check refused the step, or empty), detail, peers (peer ids of the group,
     ours included), failed_peers, called (uids), participants (uids of miners in the group),
+    left_out ({uid as text: why}: alive and not called), causes (likewise: called, and not in the
+    average),
     top_uid (whose checkpoint gave the validator's pseudo-gradient, or null), seconds,
     matchmaking_seconds, transfer_seconds.
 ``outer_step``
@@ -92,6 +94,8 @@ log = logging.getLogger(__name__)
 PUBLICATION_RETRY = timedelta(seconds=2)
 LATE = 2 / 3  # of a period: from then on the next outer step's inner optimizer is made
 WORSE = "WORSE"  # fault of a round whose average made the model worse than tolerated
+# Faults that somebody who was called may be the cause of.
+THEIRS = frozenset({"TIMEOUT", "PEER_FAILED", "NOT_FINITE", "OUT_OF_BOUNDS", "SCHEMA", WORSE})
 
 
 class Validator:
@@ -227,7 +231,8 @@ class Validator:
         began = time.monotonic()
         state = self.state
         log.info("Round due at outer step %d", state.outer_step)
-        outcome = self._rounds.run(state, self._miners, self._on_sweep)
+        suspects = self.standings.suspects
+        outcome = self._rounds.run(state, self._miners, suspects, self._on_sweep)
         # One count a round, however many sweeps it took to gather the miners.
         self.standings.swept(outcome.attendance.alive, outcome.attendance.asked)
         # A stop cancelled it: that is no failed round, which would lengthen period and age limit.
@@ -248,6 +253,7 @@ class Validator:
                 fault, detail = WORSE, f"held-out loss {before:.4f} -> {after:.4f}"
                 following = None
         self._told_round(outcome, fault, detail)
+        self._remember(outcome, fault)
         if following is not None:
             self._keep_round(following.outer_step, outcome)
             if self._published(following):
@@ -256,6 +262,21 @@ class Validator:
             self._unsure = True
         self._failed(fault or "publication", detail)
         return False
+
+    def _remember(self, outcome: RoundOutcome, fault: str) -> None:
+        """Take in who was in a round, so that the next one leaves out who spoils it."""
+        if fault and fault not in THEIRS:
+            return
+        # Of a round without an average nobody knows who was in the group.
+        group = outcome.called if outcome.result is None else outcome.participants
+        found = self.standings.suspects.ended(group, fault=fault, causes=outcome.causes)
+        for uid, sentence in sorted(found.items()):
+            log.warning(
+                "uid %d is not called for %s (%s)",
+                uid,
+                lines.counted(sentence.rest, "good round"),
+                sentence.cause,
+            )
 
     def _outer_step(self, averaged: Sequence[Tensor]) -> GlobalState | None:
         """Take the outer step along the average; None if the result is not finite."""
@@ -464,6 +485,8 @@ class Validator:
             failed_peers=list(result.failed_peers) if result else [],
             called=list(outcome.called),
             participants=list(outcome.participants),
+            left_out={str(uid): why for uid, why in outcome.left_out.items()},
+            causes={str(uid): why for uid, why in outcome.causes.items()},
             top_uid=outcome.top_uid,
             seconds=round(outcome.seconds, 3),
             matchmaking_seconds=result.matchmaking_seconds if result else None,

@@ -26,7 +26,15 @@ from distributed_training.store.s3 import StoreError
 from distributed_training.training.outer_step import nesterov_sgd
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.rounds import _AT_ONCE, WEIGHT_OF_NOTHING, each
-from tests.tools.validator_world import MODEL_CONFIG, RUN, World, one_thread, trained  # noqa: F401
+from distributed_training.validator.suspects import Suspects
+from tests.tools.validator_world import (  # noqa: F401
+    MODEL_CONFIG,
+    RUN,
+    TwinMiner,
+    World,
+    one_thread,
+    trained,
+)
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -243,6 +251,9 @@ def test_who_does_not_take_part_is_not_punished_and_who_fails_is(tmp_path: Path)
     event = world.events.of("round")[0]
     assert event["participants"] == [3, 42] and set(event["called"]) == {3, 17, 42}
     assert entries[99].missed_sweeps > 0 and entries[3].missed_sweeps == 0
+    assert event["causes"] == {"42": "it failed in the average"} and not event["left_out"]
+    world.validator.round()
+    assert 42 not in world.client.called[-1]
 
 
 def test_miners_of_another_outer_step_are_not_called(world: World) -> None:
@@ -345,11 +356,63 @@ def test_an_average_that_makes_it_worse_is_refused(world: World) -> None:
     told = world.events.of("held_out")[-1]
     assert told["outer_step"] == 1 and told["after"] > told["before"] * 1.25
     world.swarm.distort = lambda t: t
-    for miner in world.miners.values():  # they load the global state again
-        miner.outer_step, miner.start, miner.momentum = 0, world.validator.state.weights, None
-        miner._model.load(miner.start)
-    world.train_and_publish()
+    _go_back(world, steps=30)
     assert world.validator.round()
+
+
+def _spoil(miner: TwinMiner) -> None:
+    honest = miner.pseudo_gradient
+    miner.pseudo_gradient = lambda: [g + math.nan for g in honest()]  # type: ignore[method-assign]
+
+
+def _go_back(world: World, *, steps: int = 2) -> None:
+    """Load the global state again, after a round that failed here alone, and train on."""
+    state = world.validator.state
+    for miner in world.miners.values():
+        miner.outer_step, miner.start, miner.momentum = state.outer_step, state.weights, None
+        miner._model.load(miner.start)
+        miner.train(world.chain.block(), steps=steps)
+        miner.publish()
+
+
+def test_a_miner_that_spoils_rounds_is_not_called_for_long_nor_after_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = trained(tmp_path, uids=(3, 17, 42, 99))
+    _spoil(world.miners[42])
+    results = []
+    while 42 not in world.validator.standings.suspects.sentences:
+        results.append(world.validator.round())
+        _go_back(world)
+    assert results.count(False) <= 3
+    world.restart()
+    world.start()
+    world.validator.round()
+    event = world.events.of("round")[-1]
+    assert event["ok"] and event["called"] == event["participants"] and 42 not in event["called"]
+    assert "rounds with it failed" in event["left_out"]["42"]
+    assert "uid 42 is not called for 1 good round (rounds with it failed" in caplog.text
+
+
+def test_two_miners_of_which_one_spoils_all_leave_no_choice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    world = trained(tmp_path, minimum_peers=3)
+    _spoil(world.miners[17])
+    for _ in range(3):
+        assert not world.validator.round()
+        assert set(world.client.called[-1]) == {3, 17}
+        _go_back(world)
+    assert (
+        "no choice is left: of 2 miners that are alive 2 are needed, so uids 3, 17" in caplog.text
+    )
+
+
+@pytest.mark.parametrize("fault", [AllReduceFault.SWARM_DOWN, AllReduceFault.NO_GROUP])
+def test_a_round_that_failed_here_alone_blames_nobody(world: World, fault: AllReduceFault) -> None:
+    world.swarm.fault = fault
+    assert not world.validator.round()
+    assert world.validator.standings.suspects == Suspects()
 
 
 def test_miners_that_register_while_a_round_gathers_are_taken_in(tmp_path: Path) -> None:
