@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from distributed_training.common.files import write_bytes, write_json
 from distributed_training.common.proxies import HUB, share
 
+from .long_rows import Fronts
 from .page_source import Counts
 
+log = logging.getLogger(__name__)
+
+#: Characters of a row that are tokenized at most: 3 s and 280 MB.
+LONGEST = 2**21
+_BATCH = 2**20
 EOS = "<eos>"
 #: A multiple of 8 above 256 bytes and EOS.
 BYTE_VOCABULARY = 264
@@ -44,7 +51,9 @@ class TextTokenizer:
 
     def __init__(self, path: Path, *, eos_id: int) -> None:
         self._tokenizer = Tokenizer.from_file(str(path))
+        self._fronts = Fronts(self._tokenizer)
         self._truncated_at: int | None = None
+        self._told = False  # of a row that is too long
         self.eos_id = eos_id
         self.hash = tokenizer_hash(path)
         largest = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -61,24 +70,53 @@ class TextTokenizer:
         """Cut each row to ``max_length`` tokens, add EOS, join all: int32 (tokens,).
 
         A row is left out if it holds an id of ``vocabulary`` or more, which the model does not
-        have; ``counts`` counts both kinds. Not for several threads at once.
+        have. So is one whose first tokens can only be known from more than ``LONGEST`` characters.
+        ``counts`` counts each kind. Not for several threads at once.
         """
         counts = counts or Counts()
         if self._truncated_at != max_length:
             # As transformers does: special tokens that the tokenizer adds count, and stay.
             self._tokenizer.enable_truncation(max_length)
             self._truncated_at = max_length
+        fronts = [self._fronts.of(row, max_length=max_length, most=LONGEST) for row in rows]
+        if too_long := fronts.count(None):
+            counts.add("rows_too_long", too_long)
+            if not self._told:
+                self._told = True
+                log.warning(
+                    "A row of more than %d characters is left out, as all such rows: this "
+                    "tokenizer may have to read it to its end. Split long rows of the data",
+                    LONGEST,
+                )
         pieces = []
-        for encoding in self._tokenizer.encode_batch_fast(list(rows), add_special_tokens=True):
-            ids = encoding.ids
-            # Beyond max_length: validators append it after the cut too.
-            ids.append(self.eos_id)
-            if vocabulary is not None and max(ids) >= vocabulary:
-                counts.add("rows_beyond_vocabulary")
-                continue
-            counts.add("rows")
-            pieces.append(np.array(ids, dtype=np.int32))
+        for batch in _batches(front for front in fronts if front is not None):
+            for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=True):
+                ids = encoding.ids
+                # Beyond max_length: validators append it after the cut too.
+                ids.append(self.eos_id)
+                if vocabulary is not None and max(ids) >= vocabulary:
+                    counts.add("rows_beyond_vocabulary")
+                    continue
+                counts.add("rows")
+                pieces.append(np.array(ids, dtype=np.int32))
         return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
+
+
+def _batches(rows: Iterable[str]) -> Iterator[list[str]]:
+    """Yield the rows in runs of about ``_BATCH`` characters.
+
+    A tokenizer takes 135 bytes of memory for a byte of text, until all of a batch is done.
+    """
+    batch: list[str] = []
+    left = _BATCH
+    for row in rows:
+        batch.append(row)
+        left -= len(row)
+        if left <= 0:
+            yield batch
+            batch, left = [], _BATCH
+    if batch:
+        yield batch
 
 
 def tokenizer_hash(path: Path) -> str:
