@@ -222,11 +222,13 @@ class GlobalBucket:
 def _unavailable() -> Iterator[None]:
     try:
         yield
-    except StoppedError:
+    except (StoppedError, GlobalUnavailableError, ChainError):
         raise
-    except (StoreError, NotComparable, OSError) as error:
+    except Exception as error:  # a border to foreign bytes: whatever they made a library raise
         silent = isinstance(error, DeadlineError) or getattr(error, "retryable", False)
-        raise (GlobalSilentError if silent else GlobalUnavailableError)(str(error)) from None
+        known = isinstance(error, (StoreError, NotComparable, OSError))
+        why = str(error) if known else f"{type(error).__name__}: {error}"
+        raise (GlobalSilentError if silent else GlobalUnavailableError)(why) from error
 
 
 # --- at the start -------------------------------------------------------------------------------

@@ -417,11 +417,11 @@ def _read(source: Path | bytes, limit: int) -> dict[str, Any]:
         raw = torch.load(file, map_location="cpu", weights_only=True)
     except PtFileError as error:
         raise PayloadError(f"gradients.pt cannot be read: {error}") from None
-    except Exception as error:  # noqa: BLE001 - torch promises none, and asserts in places
+    except Exception as error:
         first = str(error).strip().splitlines()[:1]
         raise PayloadError(
             f"gradients.pt cannot be read: {first[0] if first else error!r}"
-        ) from None
+        ) from error
     if not isinstance(raw, dict):
         raise PayloadError("gradients.pt is not a dictionary")
     return raw

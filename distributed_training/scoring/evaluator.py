@@ -22,7 +22,14 @@ from distributed_training.config import ConfigError
 from distributed_training.node.start import Stopped
 from distributed_training.protocol.gradients import GradientPayload, Schema
 from distributed_training.protocol.scoring import relative_improvement
-from distributed_training.scoring.upload import Cause, DataUnavailable, Judged, Upload
+from distributed_training.scoring.upload import (
+    Cause,
+    DataUnavailable,
+    Judged,
+    Upload,
+    in_a_line,
+    of_this_machine,
+)
 from distributed_training.training.model import (
     CausalLoss,
     hf_config,
@@ -275,24 +282,36 @@ class Evaluator:
         """Measure an upload on random and assigned text.
 
         ``random_blocks``: one, as validators draw it; more make the figures surer. Raises
-        DataUnavailable, Stopped.
+        DataUnavailable, Stopped, and torch.AcceleratorError, after which a GPU is of no more use.
         """
         uid, outer_step = upload.uid, judged.outer_step
         assigned = (upload.assigned_block,)
-        texts = [
-            torch.cat([self.pages(uid, block) for block in blocks])
-            for blocks in (random_blocks, assigned)
-        ]
-        # After the text: without it all that is computed would be thrown away.
-        # Anew for each upload: the one before is still subtracted.
-        self.model.load(judged.weights)
         try:
+            texts = [
+                torch.cat([self.pages(uid, block) for block in blocks])
+                for blocks in (random_blocks, assigned)
+            ]
+            # After the text: without it all that is computed would be thrown away.
+            # Anew for each upload: the one before is still subtracted.
+            self.model.load(judged.weights)
             before = [self.model.losses(text) for text in texts]
+        except (DataUnavailable, torch.AcceleratorError):
+            raise
         except ConfigError as error:
             # A few tokenizers have words beyond their model's: one text, not the end of the scores.
             raise DataUnavailable(str(error)) from None
-        self._apply(upload.payload, judged.learning_rate)
-        after = [self.model.losses(text) for text in texts]
+        except Exception as error:  # of rows or of this machine: the upload was not looked at yet
+            raise DataUnavailable(f"its text cannot be measured: {in_a_line(error)}") from error
+        try:
+            self._apply(upload.payload, judged.learning_rate)
+            after = [self.model.losses(text) for text in texts]
+        except torch.AcceleratorError:
+            raise
+        except Exception as error:  # what went well without the upload fails with it
+            if of_this_machine(error):
+                raise DataUnavailable(f"it cannot be applied here: {in_a_line(error)}") from error
+            why = f"it cannot be applied: {in_a_line(error)}"
+            return Judgement.reset(uid, outer_step, Cause.BAD_GRADIENT, why)
         on_random, on_assigned = (
             Comparison(tuple(blocks), self.model.tokens(text), b, a)
             for blocks, text, b, a in zip(

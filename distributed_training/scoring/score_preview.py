@@ -199,7 +199,7 @@ def _learning_rate(bucket: BucketReader, outer_step: int) -> float:
         found = float(content["optimizer_state_dict"]["param_groups"][0]["lr"])
         if not math.isfinite(found):
             raise ValueError(f"the rate is {found}")
-    except (StoreError, LookupError, TypeError, ValueError, OverflowError) as error:
+    except Exception as error:  # noqa: BLE001 - foreign bytes; the rate is hardly ever another
         log.warning(
             "%s/%s cannot be read (%s): scored with outer learning rate %g",
             bucket.name,
@@ -385,6 +385,9 @@ class Previewer:
         except InvalidUpload as error:
             reset = Judgement.reset(uid, judged.outer_step, error.cause, str(error))
             return repository, reset
+        except DataUnavailable as error:
+            cause, reason = repository.cause or Cause.NO_DATA, repository.reason or str(error)
+            return dataclasses.replace(repository, cause=cause, reason=reason), None
 
     def _row(
         self,

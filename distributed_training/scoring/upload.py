@@ -11,6 +11,8 @@ thing that fixes it; causes are ordered by what stands in the way first.
 from __future__ import annotations
 
 import enum
+import errno
+import logging
 import random
 import threading
 import time
@@ -27,7 +29,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distributed_training.chain.base import Neuron
+from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.config import Config
 from distributed_training.data.block_builder import open_source
 from distributed_training.data.page_source import PageSource, PageUnavailable
@@ -59,6 +61,8 @@ from distributed_training.store.s3 import (
     StoreError,
 )
 from distributed_training.store.snapshot_folder import read_config
+
+log = logging.getLogger(__name__)
 
 
 class Cause(enum.Enum):
@@ -200,6 +204,12 @@ def inspect(
         return Repository(neuron.uid, False, Cause.NO_COMMITMENT, str(error))
     except StoreError as error:
         return Repository(neuron.uid, False, Cause.UNREACHABLE, str(error))
+    except ChainError:
+        raise
+    except Exception as error:  # noqa: BLE001 - foreign bytes: one bucket costs no other its pass
+        why = in_a_line(error)
+        log.warning("uid %d: its bucket cannot be read, which counts as none: %s", neuron.uid, why)
+        return Repository(neuron.uid, False, Cause.UNREACHABLE, why)
     if metadata is None:
         cause, reason = Cause.NO_METADATA, reason or f"no {keys.ROOT_METADATA} at the root"
     elif metadata.inner_step == 0:
@@ -219,7 +229,7 @@ BATCH = 2
 
 
 class DataUnavailable(RuntimeError):
-    """Pages cannot be had now; says nothing about the upload."""
+    """Pages, or this machine's memory, cannot be had now; says nothing about the upload."""
 
 
 def to_sequences(tokens: np.ndarray[Any, Any], sequence_length: int) -> Tensor:
@@ -332,6 +342,23 @@ class Upload:
         return random.Random(self.uid).sample(list(self.blocks), 1)[0]
 
 
+def in_a_line(error: BaseException) -> str:
+    """Return type and text of an error that nobody expected, 200 characters at most."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+_LACKING = (errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC, errno.EDQUOT, errno.EIO)
+
+
+def of_this_machine(error: BaseException | None) -> bool:
+    """Return whether it is this machine that lacks something, whatever it was reading."""
+    if isinstance(error, OSError):
+        return error.errno in _LACKING
+    lacking = (MemoryError, torch.OutOfMemoryError, torch.AcceleratorError)
+    # torch raises a RuntimeError where the host has no memory left.
+    return isinstance(error, lacking) or "t allocate memory" in str(error)
+
+
 def within(timeout: timedelta, task: Callable[[], Result]) -> Result:
     """Run ``task()`` in a thread of its own, which is left behind after ``timeout``.
 
@@ -359,7 +386,8 @@ def fulfil(promised: Future[Result], task: Callable[[], Result]) -> None:
 def read_upload(repository: Repository, judged: Judged, *, timeout: timedelta) -> Upload:
     """Read and check an upload; ``timeout`` covers all that is read.
 
-    Raises InvalidUpload, also for a bucket that does not answer.
+    Raises InvalidUpload, also for a bucket that does not answer, and DataUnavailable where this
+    machine could not read it.
     """
     try:
         return within(timeout, partial(_read, repository, judged))
@@ -373,6 +401,12 @@ def read_upload(repository: Repository, judged: Judged, *, timeout: timedelta) -
         raise InvalidUpload(Cause.TOO_SLOW, str(error)) from None
     except StoreError as error:
         raise InvalidUpload(Cause.UNREACHABLE, str(error)) from None
+    except InvalidUpload:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever foreign bytes made a library raise
+        if of_this_machine(error) or of_this_machine(error.__cause__):
+            raise DataUnavailable(f"this machine could not read it: {in_a_line(error)}") from None
+        raise InvalidUpload(Cause.BAD_GRADIENT, in_a_line(error)) from None
 
 
 def _read(repository: Repository, judged: Judged) -> Upload:
@@ -401,6 +435,8 @@ def _read(repository: Repository, judged: Judged) -> Upload:
     except ObjectMissingError:
         raise InvalidUpload(Cause.NOTHING_PUBLISHED, "gradients.pt is gone") from None
     except PayloadError as error:
+        if of_this_machine(error.__cause__):
+            raise
         raise InvalidUpload(Cause.BAD_GRADIENT, str(error)) from None
 
 

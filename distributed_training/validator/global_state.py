@@ -399,8 +399,7 @@ class InnerPublisher:
                     self._publish(outer_step, donors, judged, period)
         except StoppedError:
             return
-        # A disk that is full is a RuntimeError of torch's; a StoreError is one too.
-        except (RuntimeError, OSError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - in a thread: it would be lost
             log.warning(
                 "The inner optimizer that newcomers take over is not published yet (%s): tried "
                 "again after the next scoring pass",
@@ -488,14 +487,16 @@ class InnerPublisher:
         )
         for donor in ordered[:_FETCHED]:
             try:
-                self._write(outer_step, self._fetch(donor, judged), place)
+                found = self._fetch(donor, judged)
+                self._check(found)
             except StoppedError:
                 raise  # what was fetched stays
-            except (StoreError, ValueError) as error:
+            except Exception as error:  # noqa: BLE001 - foreign bytes: another donor's will do
                 log.warning(
                     "uid %d's inner optimizer is not handed on to newcomers: %s", donor.uid, error
                 )
                 continue
+            self._write(outer_step, found, place)
             shutil.rmtree(self._folder / "donor", ignore_errors=True)
             made = _Made(outer_step, donor.uid, place)
             write_state(self._note, made)
@@ -514,7 +515,7 @@ class InnerPublisher:
             )
         except StoppedError:
             raise
-        except (StoreError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - foreign bytes: another donor's will do
             log.info("No inner optimizer in bucket %s: %s", bucket.name, error)
             return None
 
@@ -545,13 +546,9 @@ class InnerPublisher:
     # --- the files --------------------------------------------------------------------------------
 
     def _write(self, outer_step: int, state: InnerState, place: int) -> None:
-        """Write the donor's moments as the files of four ranks.
-
-        Raises ValueError for moments that AdamW cannot have made.
-        """
+        """Write the donor's moments as the files of four ranks."""
         # First: a note of the set before would vouch for this one while it is half written.
         self._note.unlink(missing_ok=True)
-        self._check(state)
         training = self._training
         description = describe_inner(
             self._schema,
@@ -578,6 +575,7 @@ class InnerPublisher:
             self._uplink.check_stopped()
 
     def _check(self, state: InnerState) -> None:
+        """Raise ValueError for moments that AdamW cannot have made."""
         # NaN and Inf are none here: files that hold them were refused when they were fetched.
         squares, clip = 0.0, self._training.gradient_clip
         for index, (name, _) in enumerate(self._schema):

@@ -16,6 +16,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import torch
 from pydantic import TypeAdapter
 
 from distributed_training.chain.base import Neuron
@@ -39,7 +40,9 @@ from distributed_training.scoring.upload import (
     Judged,
     OpenBucket,
     Repository,
+    in_a_line,
     inspect,
+    of_this_machine,
     read_upload,
 )
 from distributed_training.store.s3 import StoreError
@@ -324,13 +327,9 @@ class Scorer:
                 log.info("A round is due: %d of %d uploads judged", len(judgements), len(chosen))
                 break
             try:
-                read = partial(read_upload, repository, judged, timeout=_UPLOAD_PATIENCE)
-                upload = unless_stopped(read, stop=self.stop)
-                judgement = self.evaluator.judge(upload, judged, random_blocks=(random_block,))
-            except InvalidUpload as error:
-                if self._our_link_is_away([error.cause]):
+                judgement = self._judge(repository, judged, random_block)
+                if self._our_link_is_away([judgement.cause]):
                     return None
-                judgement = Judgement.reset(repository.uid, outer_step, error.cause, str(error))
             except DataUnavailable as error:
                 log.warning("uid %d is not scored now: %s", repository.uid, error)
                 # Or its text would keep the first place from others, whose text can be had.
@@ -340,6 +339,26 @@ class Scorer:
             self.record("upload_scored", **judgement_fields(judgement, repository.tag))
             log.info("%s", _line(judgement, repository.tag))
         return judgements
+
+    def _judge(self, repository: Repository, judged: Judged, random_block: int) -> Judgement:
+        """Judge one upload, or reset it for whatever its bytes make a library raise.
+
+        Raises DataUnavailable, which says nothing about the upload, Stopped, and
+        torch.AcceleratorError, after which this process can judge nothing.
+        """
+        uid, outer_step = repository.uid, judged.outer_step
+        try:
+            read = partial(read_upload, repository, judged, timeout=_UPLOAD_PATIENCE)
+            upload = unless_stopped(read, stop=self.stop)
+            return self.evaluator.judge(upload, judged, random_blocks=(random_block,))
+        except InvalidUpload as error:
+            return Judgement.reset(uid, outer_step, error.cause, str(error))
+        except (DataUnavailable, torch.AcceleratorError):
+            raise
+        except Exception as error:  # one upload must not end the pass of all
+            if of_this_machine(error):
+                raise DataUnavailable(in_a_line(error)) from error
+            return Judgement.reset(uid, outer_step, Cause.BAD_GRADIENT, in_a_line(error))
 
     def _tell_if_new(self, repository: Repository, outer_step: int) -> None:
         if repository.metadata is None:

@@ -315,6 +315,17 @@ def pickle_of(body: bytes, *, kind: int = zipfile.ZIP_STORED, copies: int = 1) -
     return buffer.getvalue()
 
 
+def with_pickle(data: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """The same ``.pt`` file with another pickle in it."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(buffer, "w") as new:
+        for member in old.infolist():
+            content = old.read(member)
+            pickled = member.filename.endswith("/data.pkl")
+            new.writestr(member.filename, change(content) if pickled else content)
+    return buffer.getvalue()
+
+
 def global_of(name: str) -> bytes:
     return b"c" + name.replace(" ", "\n").encode() + b"\n"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import random
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,11 +16,16 @@ import torch
 
 from distributed_training.chain.base import Neuron
 from distributed_training.protocol import gradients as codec
+from distributed_training.protocol import keys
 from distributed_training.protocol.scoring import MAX_MISSED_SWEEPS
+from distributed_training.scoring import upload
+from distributed_training.scoring.evaluator import Evaluator
 from distributed_training.scoring.upload import Cause, DataUnavailable, inspect
+from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
 from distributed_training.validator import scorer
 from distributed_training.validator.scorer import Reached, Standings
+from tests.tools.hostile_files import pickle_of, with_pickle
 from tests.tools.validator_world import (  # noqa: F401
     LENGTH,
     MODEL_CONFIG,
@@ -27,6 +33,7 @@ from tests.tools.validator_world import (  # noqa: F401
     one_thread,
     pages,
     sequences,
+    settings,
     trained,
 )
 
@@ -115,6 +122,103 @@ def test_what_is_reset_ranks_last(world: World) -> None:
     entries, board = world.validator.standings.entries, world.validator.standings.board
     assert entries[3].repo_valid == 1 and board.assigned_score(3) == 0.0
     assert board.rating(3)[0] < board.rating(42)[0]
+
+
+_THEIRS = [
+    AssertionError("no dict"),
+    RecursionError("deep"),
+    SystemError("two\nlines"),
+    KeyError(5),
+]
+_OURS = [MemoryError(), OSError(24, "Too many open files"), torch.OutOfMemoryError("of CUDA")]
+
+
+def _failing(original: Any, error: Exception, of: Callable[..., bool]) -> Any:
+    def instead(*args: Any, **kwargs: Any) -> Any:
+        if of(*args, **kwargs):
+            raise error
+        return original(*args, **kwargs)
+
+    return instead
+
+
+@pytest.mark.parametrize("where", ["opened", "looked at", "read", "measured", "applied", "judged"])
+def test_whatever_one_upload_raises_costs_that_one_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """The others are judged in that pass; what this machine lacks costs no miner its score."""
+    world.miners[17].publish(inner_step=77)
+    mine = world.miners[17].bucket.objects["epoch-0/gradients.pt"][0]
+    holder, name, of = {
+        "opened": (world.validator._scorer, "open_bucket", lambda neuron: neuron.uid == 17),
+        "looked at": (
+            BucketReader,
+            "metadata",
+            lambda self, *_: self._once is world.miners[17].bucket,
+        ),
+        "read": (upload, "load_payload", lambda raw, schema: raw == mine),
+        "measured": (world, "pages", lambda uid, block: uid == 17),
+        "applied": (Evaluator, "_apply", lambda self, sent, rate: sent.metadata.inner_step == 77),
+        "judged": (Evaluator, "judge", lambda self, one, *_, **__: one.uid == 17),
+    }[where]
+    original = getattr(holder, name)
+    for error in [*_THEIRS, *_OURS]:
+        with monkeypatch.context() as patch:
+            patch.setattr(holder, name, _failing(original, error, of), raising=False)
+            judgements = {j.uid: j for j in world.validator.score()}
+        assert judgements[3].ok and judgements[42].ok
+        if where in ("opened", "looked at"):
+            assert 17 not in judgements
+            assert world.validator.standings.entries[17].repo_valid == 0
+        elif error in _OURS or where == "measured":
+            assert 17 not in judgements
+        else:
+            assert judgements[17].cause is Cause.BAD_GRADIENT
+            assert type(error).__name__ in judgements[17].reason
+            assert "\n" not in judgements[17].reason
+    assert {j.uid for j in world.validator.score()} == {3, 17, 42}
+
+
+def _seventh_argument(body: bytes) -> bytes:
+    at = body.index(b"R", body.index(b"ccollections\nOrderedDict") + 20) + 1
+    at += 2 * (body[at : at + 1] == b"q")
+    return body[:at] + b"X\1\0\0\0x" + body[at:]
+
+
+def _hooks_of_its_own(body: bytes) -> bytes:
+    return body.replace(b"ccollections\nOrderedDict\n", b"ctorch\nSize\n", 1)
+
+
+#: Changes of a gradients.pt, each by a miner of its own.
+_CRAFTED: list[Callable[[bytes], bytes]] = [
+    lambda data: with_pickle(data, _seventh_argument),
+    lambda data: with_pickle(data, _hooks_of_its_own),
+    lambda data: with_pickle(data, lambda body: body.replace(b"\x89", b"N", 1)),
+    lambda data: with_pickle(data, lambda body: body.replace(b"FloatStorage", b"HalfStorage", 1)),
+    lambda data: with_pickle(data, lambda body: body[:-1] + b"Q."),
+    lambda data: data.replace(b"PK\1\2", b"PK\1\3", 1),
+    lambda data: data[: len(data) // 2],
+    lambda data: pickle_of(
+        b"}X\x08\0\0\0metadata}X\5\0\0\0block" + b"\x8a\xff" + b"\x7f" * 255 + b"ss"
+    ),
+    lambda data: pickle_of(b"(" * 400_000),
+]
+
+
+def test_crafted_uploads_leave_the_honest_ones_their_scores(tmp_path: Path) -> None:
+    crafted, honest = range(len(_CRAFTED)), (17, 42)
+    world = World(tmp_path, settings(score_uids=16), uids=(*crafted, *honest))
+    world.start()
+    for uid in honest:
+        world.miners[uid].train(world.chain.block())
+        world.miners[uid].publish()
+    for uid, change in zip(crafted, _CRAFTED, strict=True):
+        for key, (data, *_) in world.miners[17].bucket.objects.items():
+            changed = change(data) if key.endswith(keys.GRADIENTS) else data
+            world.miners[uid].bucket.put(key, changed)
+    judged = {j.uid: j for j in world.validator.score()}
+    assert [uid for uid in judged if judged[uid].ok] == list(honest)
+    assert {judged[uid].cause for uid in crafted} == {Cause.BAD_GRADIENT}
 
 
 def test_inner_step_0_and_empty_buckets_are_not_judged(world: World) -> None:
