@@ -24,7 +24,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Collection, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -41,6 +42,7 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException
 from hivemind.compression import Float16Compression, NoCompression
+from hivemind.dht import node as hivemind_node
 from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
@@ -50,9 +52,18 @@ from torch import Tensor
 
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.processes import write_stacks_on_signal
+from distributed_training.protocol.synapses import LARGEST_GROUP
 
 from . import wire
 from .all_reduce import FLOAT_BYTES, AllReduce, Group, GroupFailed, Terms
+from .bounds import (
+    MOST_MESSAGE_BYTES,
+    BoundedP2P,
+    DHTProtocol,
+    Known,
+    RecordValidator,
+    receive_bounded,
+)
 from .supervisor import (
     Average,
     Beat,
@@ -82,7 +93,12 @@ COMPRESSIONS = {
 _SEARCH_PAUSE = 0.5  # seconds between two searches, when one failed
 # Between two looks into the DHT for peers.
 _FIRST_LOOKUP_WAIT, _LONGEST_LOOKUP_WAIT = timedelta(seconds=0.1), timedelta(seconds=1)
-_FIRST_PART_TIMEOUT = 45.0  # seconds for the beginning of a stream that a peer opened
+_FIRST_PART_TIMEOUT = 45.0  # seconds for the beginning of a stream that a called peer opened
+_UNCALLED_TIMEOUT = 10.0  # the same, of whoever comes where the call named nobody
+_JOIN_REQUEST_TIMEOUT = 5.0  # seconds for the one message that asks us to lead
+_STREAMS_EACH = 2  # of one peer at once; one is enough, but for one that broke a moment ago
+_MORE_STREAMS = 8  # in all, than the group has peers
+_MOST_STREAMS = LARGEST_GROUP + _MORE_STREAMS
 
 _HEARD_BY_FOLLOWER = 5.0  # seconds a follower has to take our last word
 _LAST_AVERAGES = 2.0  # seconds that peers have to take what they are owed, when we end
@@ -92,17 +108,23 @@ _LAST_AVERAGES = 2.0  # seconds that peers have to take what they are owed, when
 class DTGradAverager(ServicerBase):
     """A full peer of the swarm: finds groups, averages ``tensors`` with them in place.
 
-    ``node``: of the DHT through which peers find each other. Use it inside :meth:`serving`, for one
-    round at a time.
+    ``node``: of the DHT through which peers find each other. ``known``: learns who was called, and
+    who took part. Use it inside :meth:`serving`, for one round at a time.
     """
 
-    def __init__(self, node: DHTNode, config: HostConfig, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, node: DHTNode, config: HostConfig, tensors: Sequence[Tensor], known: Known
+    ) -> None:
         self._node = node
+        self._known = known
         self._config = config
         self._tensors = tensors
         self._schema_hash = compute_schema_hash(tensors)
         self._daemon = Daemon(node.p2p.daemon_listen_maddr["unix"])
         self._parts_protocol = self._get_handle_name(config.prefix, "rpc_aggregate_part")
+        self._join_protocol = self._get_handle_name(config.prefix, "rpc_join_group")
+        self._admitted: frozenset[str] = frozenset()  # by the call; empty: whoever is found
+        self._streams: Counter[tuple[str, PeerID]] = Counter()  # by protocol
         self._matchmaking: _Admitting | None = None  # while a group is looked for
         self._all_reduce: AllReduce | None = None
         self._search_over = asyncio.Event()  # and the group's all-reduce is there, if one was found
@@ -112,9 +134,12 @@ class DTGradAverager(ServicerBase):
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Let peers call us inside this context."""
-        await self.add_p2p_handlers(self._node.p2p, namespace=self._config.prefix)
-        path = Path(self._config.sockets) / "parts.sock"
-        async with self._daemon.serve(self._parts_protocol, path, self._serve):
+        sockets, serve = Path(self._config.sockets), self._daemon.serve
+        most = 2 * _MOST_STREAMS
+        async with (
+            serve(self._join_protocol, sockets / "join.sock", self._lead, most=most),
+            serve(self._parts_protocol, sockets / "parts.sock", self._serve, most=most),
+        ):
             yield
             if self._serving:  # slower peers still take their averages
                 await asyncio.wait(self._serving, timeout=_LAST_AVERAGES)
@@ -145,6 +170,7 @@ class DTGradAverager(ServicerBase):
         finally:
             self._search_over.set()
             self._all_reduce = None
+            self._admitted = frozenset()
         return Average(
             peers=[str(peer) for peer in group.peer_ids],
             failed=sorted(str(peer) for peer in all_reduce.reducer.failed),
@@ -156,6 +182,8 @@ class DTGradAverager(ServicerBase):
     async def _find_group(self, order: RoundOrder) -> GroupInfo:
         """Find a group for the round. Raises TimeoutError."""
         config = self._config
+        self._admitted = frozenset(order.peers)
+        self._known.add(map(PeerID.from_base58, order.peers))
         # Whoever sends parts before we know of our group waits for this.
         self._search_over.clear()
         about_us = [order.bandwidth, AveragingMode.NODE.value, MSGPackSerializer.dumps(0)]
@@ -177,7 +205,7 @@ class DTGradAverager(ServicerBase):
             request_timeout=order.request_timeout,
             client_mode=False,
         )
-        self._matchmaking.admitted = frozenset(order.peers)
+        self._matchmaking.admitted = self._admitted
         try:
             while True:
                 try:
@@ -191,6 +219,7 @@ class DTGradAverager(ServicerBase):
                 # Who follows learns the members only now: the leader chose them.
                 if not self._matchmaking.admits(*group.peer_ids):
                     raise GroupFailed("its leader let in who was not called")
+                self._known.add(group.peer_ids)
                 return group
         finally:
             self._matchmaking = None
@@ -237,17 +266,82 @@ class DTGradAverager(ServicerBase):
         # stream itself when it has heard it, which ends this wait.
         await asyncio.sleep(_HEARD_BY_FOLLOWER)
 
+    async def _lead(self, stream: Stream) -> None:
+        """Serve a stream on which a peer asks us to lead its group, as hivemind's P2P would."""
+        with self._place("join", stream.peer) as place:
+            if not place or self._matchmaking is None:
+                refusal = averaging_pb2.MessageFromLeader(code=averaging_pb2.NOT_LOOKING_FOR_GROUP)
+                await stream.send(*wire.framed(refusal.SerializeToString()))
+                return
+            async with asyncio.timeout(_JOIN_REQUEST_TIMEOUT):
+                request = await wire.receive_short(stream, averaging_pb2.JoinRequest)
+            context = P2PContext(self._join_protocol, self._node.peer_id, stream.peer)
+            answering = asyncio.create_task(self._answer(stream, request, context))
+            gone = asyncio.create_task(wire.until_closed(stream))
+            try:
+                await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for task in (answering, gone):
+                    task.cancel()
+                # To the end: matchmaking counts a follower until its call has ended.
+                await asyncio.gather(answering, gone, return_exceptions=True)
+
+    async def _answer(
+        self, stream: Stream, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> None:
+        answers: Any = self.rpc_join_group(request, context)
+        async with contextlib.aclosing(answers) as messages:
+            async for message in messages:
+                await stream.send(*wire.framed(message.SerializeToString()))
+
     async def _serve(self, stream: Stream) -> None:
         """Serve a stream on which a peer sends its parts of our share."""
-        async with asyncio.timeout(_FIRST_PART_TIMEOUT):
-            first = await wire.begin(stream, part_bytes=self._config.part_size)
+        with self._place("parts", stream.peer) as place:
+            # Not read before we know that it is of our group: it may be anybody's.
+            first = await self._first_part(stream) if place else None
             if first is None:
-                return
+                await stream.send(wire.encode_code(averaging_pb2.BAD_GROUP_ID))
+            else:
+                await self._reduce(stream, *first)
+
+    async def _first_part(self, stream: Stream) -> tuple[AllReduce, wire.Arriving] | None:
+        """Read the beginning of what a peer of our group sends; None: it is of no use."""
+        called = str(stream.peer) in self._admitted
+        async with asyncio.timeout(_FIRST_PART_TIMEOUT if called else _UNCALLED_TIMEOUT):
             await self._search_over.wait()  # it may know of our group before we do
-        all_reduce = self._all_reduce
-        if all_reduce is None or first.group_id != all_reduce.group.id:
-            await stream.send(wire.encode_code(averaging_pb2.BAD_GROUP_ID))
+            all_reduce = self._all_reduce
+            if all_reduce is None or stream.peer not in all_reduce.group.peers:
+                return None
+            first = await wire.begin(stream, part_bytes=self._config.part_size)
+        if first is None or first.group_id != all_reduce.group.id:
+            return None
+        return all_reduce, first
+
+    @contextlib.contextmanager
+    def _place(self, kind: str, peer: PeerID) -> Iterator[bool]:
+        """Yield whether a stream of the peer is served; inside, it is counted if it is."""
+        key = (kind, peer)
+        taken = sum(count for (of, _), count in self._streams.items() if of == kind)
+        searching = not self._search_over.is_set()
+        anybody = searching and not self._admitted
+        if self._all_reduce is not None:
+            due, size = peer in self._all_reduce.group.peers, len(self._all_reduce.group.peers)
+        else:
+            due = searching and str(peer) in self._admitted
+            size = LARGEST_GROUP if anybody else len(self._admitted) + 1
+        room = taken < size + _MORE_STREAMS and self._streams[key] < _STREAMS_EACH
+        # The first of a peer that is due finds room whatever the others hold.
+        if not ((due and not self._streams[key]) or (room and (due or anybody))):
+            yield False
             return
+        self._streams[key] += 1
+        try:
+            yield True
+        finally:
+            self._streams[key] -= 1
+            self._streams += Counter()  # without those that are zero
+
+    async def _reduce(self, stream: Stream, all_reduce: AllReduce, first: wire.Arriving) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._serving.add(task)
@@ -405,7 +499,7 @@ class Host:
         node = await self._start_node()
         tensors = map_tensors(self._config.tensors, self._config.shapes)
         os.close(self._config.tensors)  # the mapping stays
-        averager = DTGradAverager(node, self._config, tensors)
+        averager = DTGradAverager(node, self._config, tensors, node.p2p.known)
         async with averager.serving():
             addresses = [str(address) for address in await node.get_visible_maddrs()]
             # Inside: a peer that hears of us at once finds our calls registered.
@@ -430,12 +524,23 @@ class Host:
         set_aside_damaged(Path(config.identity))
         # p2pd's sockets, otherwise in /tmp for anybody to connect to, and left there by a kill.
         P2P._UNIX_SOCKET_PREFIX = f"/unix{config.sockets}/"
-        return await DHTNode.create(
+        P2P.receive_raw_data = staticmethod(receive_bounded)
+        hivemind_node.DHTProtocol = DHTProtocol
+        p2p = await BoundedP2P.create(
             initial_peers=config.initial_peers,
             host_maddrs=config.listen,
             announce_maddrs=config.announce or None,
             identity_path=config.identity,
             startup_timeout=config.start_timeout,
+            persistent_conn_max_msg_size=MOST_MESSAGE_BYTES,
+            # It starts a second p2pd; the run folder's lock and the bucket's lease do the same.
+            check_if_identity_free=False,
+        )
+        p2p.known.add(PeerID.from_base58(Multiaddr(p)["p2p"]) for p in config.initial_peers)
+        return await DHTNode.create(
+            p2p,
+            initial_peers=config.initial_peers,
+            record_validator=RecordValidator(config.prefix, config.round_timeout),
             # Asked again every five seconds, not ever less often: a peer whose swarm process was
             # started again is to be found for the next round.
             blacklist_time=_ASK_AGAIN,
@@ -483,6 +588,7 @@ class Host:
                 if not ended.done():
                     raise HostFailed(f"p2pd does not answer ({error!r})") from None
                 break
+            p2p.forget_cancelled()
             # After p2pd has answered: rank 0 takes silence for a hang and ends both.
             self.tell(Beat(len(node.protocol.routing_table.uid_to_peer_id)))
             await asyncio.wait([ended], timeout=BEAT)

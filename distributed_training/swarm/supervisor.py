@@ -79,6 +79,7 @@ class HostConfig:
     prefix: str  # of the group's name in the DHT and of the calls between peers
     part_size: int  # bytes of an uncompressed part
     compression: str
+    round_timeout: float  # nothing in the DHT is kept for longer
 
 
 @dataclass(frozen=True)
@@ -455,6 +456,7 @@ class HostKeeper:
             prefix=keys.averager_prefix(settings.run_id),
             part_size=settings.part_size,
             compression=settings.compression,
+            round_timeout=settings.round_timeout.total_seconds(),
         )
 
 

@@ -23,7 +23,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
@@ -155,11 +155,17 @@ class Daemon:
 
     @contextlib.asynccontextmanager
     async def serve(
-        self, protocol: str, path: Path, handle: Callable[[Stream], Awaitable[None]]
+        self,
+        protocol: str,
+        path: Path,
+        handle: Callable[[Stream], Awaitable[None]],
+        *,
+        most: int,
     ) -> AsyncIterator[None]:
         """Handle each stream that a peer opens for ``protocol`` by a task, inside this context.
 
-        ``path``: of the Unix socket on which p2pd delivers them; it must not exist.
+        ``path``: of the Unix socket on which p2pd delivers them; it must not exist. ``most``: of
+        the streams at once; a further one is closed unread.
         """
         loop = asyncio.get_running_loop()
         handlers: set[asyncio.Task[None]] = set()
@@ -171,6 +177,9 @@ class Daemon:
                 except OSError as error:  # no descriptor or no memory is left
                     log.warning("What peers send cannot be accepted now: %s", error)
                     await asyncio.sleep(_ACCEPT_AGAIN)
+                    continue
+                if len(handlers) >= most:
+                    connection.close()
                     continue
                 task = asyncio.create_task(self._deliver(connection, handle))
                 handlers.add(task)
@@ -256,6 +265,9 @@ NONSENSE = (
 )
 
 
+_Short = TypeVar("_Short", bound=Message)
+
+
 class FrameError(ConnectionError):
     """A peer sent what is no part of an all-reduce, or not the one that was due."""
 
@@ -277,7 +289,7 @@ def encode(
     if compression != NONE:
         before.weight = weight
         before.tensor_part.CopyFrom(serialize_torch_tensor(values, compression))
-        return _framed(before.SerializeToString())
+        return framed(before.SerializeToString())
     # Around protobuf, which would copy all values into the message first.
     view = _bytes_of(values)
     rest = runtime_pb2.Tensor(size=[len(values)], dtype="float32").SerializeToString()
@@ -290,7 +302,7 @@ def encode(
 
 def encode_code(code: int) -> bytes:
     """Encode a message without values: the reason why a part is not taken."""
-    return b"".join(_framed(averaging_pb2.AveragingData(code=code).SerializeToString()))
+    return b"".join(framed(averaging_pb2.AveragingData(code=code).SerializeToString()))
 
 
 def _bytes_of(values: Tensor) -> memoryview:
@@ -298,7 +310,8 @@ def _bytes_of(values: Tensor) -> memoryview:
     return memoryview(array).cast("B")
 
 
-def _framed(data: bytes) -> tuple[bytes, bytes]:
+def framed(data: bytes) -> tuple[bytes, bytes]:
+    """Return the chunks of a message, as hivemind's P2P frames it."""
     return _MESSAGE + len(data).to_bytes(_LENGTH, "big"), data
 
 
@@ -326,6 +339,8 @@ async def begin(stream: Stream, *, part_bytes: int) -> Arriving | None:
     if marker[:1] == _ERROR:
         if not length:
             return None
+        if length > _MOST_AROUND:
+            raise FrameError(f"an error of {length} bytes")
         data = await stream.receive(length)
         try:
             said = p2pd_pb2.RPCError.FromString(data).message
@@ -336,10 +351,30 @@ async def begin(stream: Stream, *, part_bytes: int) -> Arriving | None:
         raise FrameError("neither a message nor the end of the stream")
     head = await stream.receive(min(length, _HEAD))
     values_at = _find_values(head, length)
-    if values_at is None:  # laid out in another way, or without values
+    if values_at is None:  # without values, or few of them laid out in another way
+        if length > _MOST_AROUND:
+            raise FrameError(f"a message of {length} bytes that is laid out in another way")
         head += await stream.receive(length - len(head))
     known = _parse(head if values_at is None else head[: values_at[0]])
     return Arriving(known.group_id, known.code, length, head, values_at)
+
+
+async def receive_short(stream: Stream, kind: type[_Short]) -> _Short:
+    """Receive one message that is not a part. Raises OSError, FrameError among them."""
+    marker = await stream.receive(1 + _LENGTH)
+    length = int.from_bytes(marker[1:], "big")
+    if marker[:1] != _MESSAGE or length > _MOST_AROUND:
+        raise FrameError(f"no message, or one of {length} bytes")
+    try:
+        return kind.FromString(await stream.receive(length))
+    except DecodeError as error:
+        raise FrameError(f"not a {kind.__name__}: {error}") from None
+
+
+async def until_closed(stream: Stream) -> None:
+    """Wait until the peer, which has sent its one message, closes the stream."""
+    with contextlib.suppress(OSError):
+        await stream.receive(len(END) + 1)  # its end comes first
 
 
 async def finish(stream: Stream, arriving: Arriving, values: Tensor) -> averaging_pb2.AveragingData:

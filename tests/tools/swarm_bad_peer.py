@@ -19,6 +19,7 @@ from hivemind.dht.node import DHTNode
 from torch import Tensor
 
 from distributed_training.swarm import all_reduce, averager_process, wire
+from distributed_training.swarm.bounds import Known
 from distributed_training.swarm.supervisor import HostConfig, RoundOrder
 from distributed_training.swarm.wire import Stream
 
@@ -126,8 +127,9 @@ async def main() -> None:
         prefix="test_grad_averager",
         part_size=512 * 1024,
         compression="none",
+        round_timeout=60,
     )
-    peer = averager_process.DTGradAverager(node, config, tensors)
+    peer = averager_process.DTGradAverager(node, config, tensors, Known())
     loop = asyncio.get_running_loop()
     async with peer.serving():
         print(node.peer_id, flush=True)

@@ -226,6 +226,15 @@ def test_what_is_no_part_is_refused(data: bytes) -> None:
         received(data, lambda stream: take(stream, 10))
 
 
+@pytest.mark.parametrize("marker", [0, 1])
+@pytest.mark.parametrize("length", [4097, 5000, PART_BYTES])
+def test_what_is_long_and_no_part_is_refused_by_its_beginning(marker: int, length: int) -> None:
+    """Whoever opens a stream may send it: it must not fill memory first."""
+    data = bytes([marker]) + length.to_bytes(8, "big") + b"\x31" + bytes(63)
+    with pytest.raises(FrameError, match=r"laid out in another way|an error of"):
+        received(data, lambda stream: wire.begin(stream, part_bytes=PART_BYTES))
+
+
 def test_no_memory_is_taken_for_values_that_are_no_numbers() -> None:
     """Of each value of a small part numpy would make a string of 2 MB."""
     data = compressed(runtime_pb2.CompressionType.FLOAT16, "S2000000", bytes(20))
@@ -324,7 +333,7 @@ def test_streams_are_accepted_again_once_there_are_descriptors(
         path, peer = tmp_path / "parts", socket.socket(socket.AF_UNIX)
         peer.setblocking(False)
         with control, peer:
-            async with Daemon(str(tmp_path / "control")).serve("parts", path, handle):
+            async with Daemon(str(tmp_path / "control")).serve("parts", path, handle, most=9):
                 await p2pd
                 with no_descriptor_left():
                     await loop.sock_connect(peer, str(path))

@@ -326,7 +326,7 @@ def test_the_end_of_p2pd_is_told_before_anything_waits_for_it(
 
     def start_node(_: Any) -> Any:
         client = SimpleNamespace(identify=gone)
-        p2p = SimpleNamespace(_child=SimpleNamespace(wait=ended), _client=client)
+        p2p = SimpleNamespace(_child=SimpleNamespace(wait=ended), _client=client, known=None)
         node = SimpleNamespace(p2p=p2p, peer_id="peer", get_visible_maddrs=addresses)
         return asyncio.sleep(0, node)
 
