@@ -18,6 +18,7 @@ import logging
 import math
 import os
 import queue
+import re
 import shutil
 import signal
 import socket
@@ -43,6 +44,7 @@ from distributed_training.common.processes import (
 )
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol import keys
+from distributed_training.protocol.synapses import LARGEST_GROUP
 from distributed_training.protocol.types import AllReduceError, AllReduceFault
 
 log = logging.getLogger(__name__)
@@ -52,6 +54,9 @@ _LOOK = 0.5  # seconds between two checks of the swarm process
 _PROBE_TIMEOUT = timedelta(seconds=3)
 _AGAIN_FIRST, _AGAIN_LONGEST = timedelta(seconds=2), timedelta(minutes=2)
 _LOG_BYTES = 8 * 1024 * 1024
+#: What a swarm process may take beyond what it took at its start: this, and parts in flight.
+_MEMORY_MARGIN = 512 * 1024 * 1024
+_PARTS_IN_FLIGHT = 8 * LARGEST_GROUP
 #: What p2pd says when none of the initial peers answers.
 _NO_BOOTSTRAP = "failed to connect to bootstrap peers"
 
@@ -530,6 +535,8 @@ class HostProcess:
         # Several threads send, and no line may be cut by another.
         self._sending = threading.Lock()
         self._launch, self._process = launch, launch.process
+        self._may_grow = _MEMORY_MARGIN + _PARTS_IN_FLIGHT * config.part_size
+        self._most_memory: int | None = None  # bytes; from the first sign of life on
         self._connection = launch.connection
         threading.Thread(target=self._read, name="swarm-answers", daemon=True).start()
         with contextlib.suppress(OSError):  # it is gone: `ended` tells
@@ -587,6 +594,7 @@ class HostProcess:
         match message:
             case Beat(peers):
                 self.peers = peers
+                self._check_memory()
             case Ready():
                 self._connection.settimeout(HANG)  # its life begins; the start has its own timeout
                 self._ready.put(message)
@@ -596,6 +604,18 @@ class HostProcess:
                 self._answers.put(message)
             case Ended(detail):
                 self.why = detail
+
+    def _check_memory(self) -> None:
+        # No RLIMIT_AS: that counts the tensors, which the ranks have too. And the kernel, once the
+        # machine has none left, might choose a rank.
+        taken = anonymous_memory(self._process.pid)
+        if self._most_memory is None:
+            self._most_memory = taken + self._may_grow
+        elif taken > self._most_memory:
+            self.why = (
+                f"its memory grew to {taken // 10**6} MB, of at most "
+                f"{self._most_memory // 10**6} MB: a defect, or peers that fill it"
+            )
 
     def _how_it_ended(self) -> str:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -619,6 +639,22 @@ class HostProcess:
             self._connection.shutdown(socket.SHUT_RDWR)  # ends the thread that reads
         # With its lock: a descriptor for each start would run out where no start helps for days.
         remove_process_folder(self._sockets)
+
+
+def anonymous_memory(pid: int) -> int:
+    """Return the bytes that a process and those it started hold for themselves; 0 if it is gone.
+
+    What they share with others, as the tensors of a round, does not count.
+    """
+    total = 0
+    with contextlib.suppress(OSError):
+        # Of its main thread, in which asyncio starts processes.
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        for each in (pid, *map(int, children)):
+            status = Path(f"/proc/{each}/status").read_text()
+            if found := re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE):
+                total += 1024 * int(found[1])
+    return total
 
 
 def describe_end(status: int) -> str:

@@ -7,6 +7,7 @@ import contextlib
 import os
 import queue
 import socket
+import subprocess
 import tempfile
 import threading
 import time
@@ -23,6 +24,7 @@ from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, RoundRequest
 from distributed_training.swarm import averager_process, supervisor, swarm
 from distributed_training.swarm.supervisor import (
+    Beat,
     HostConfig,
     HostKeeper,
     Ready,
@@ -220,6 +222,45 @@ def test_a_host_that_is_not_understood_or_cannot_go_on_counts_as_ended(
         program._theirs.sendall(line + b"\n")
         assert host.ended.wait(10) and why in host.why
         host.end()
+
+
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_a_host_whose_memory_grows_is_ended_with_the_figures(
+    world: World, monkeypatch: pytest.MonkeyPatch, extra: int
+) -> None:
+    """And not the ranks, by the kernel, when the machine has none left."""
+    program = Program()
+    taken = [300_000_000]
+    monkeypatch.setattr(supervisor, "anonymous_memory", lambda pid: taken[0])
+    with world.keeper() as made:
+        config = made._config([])
+        host = HOST_PROCESS(config, program)
+        program._theirs.sendall(to_line(Beat(1)))
+        wait_for(lambda: host.peers == 1, "a sign of life")
+        taken[0] += 512 * 2**20 + 8 * 65 * config.part_size + extra
+        program._theirs.sendall(to_line(Beat(2)))
+        wait_for(lambda: host.peers == 2, "another")
+        if extra > 0:
+            assert host.ended.wait(10) and "grew to 1109 MB" in host.why
+        else:
+            assert not host.ended.wait(0.1)
+        host.end()
+
+
+def test_memory_of_its_own_is_counted_and_shared_tensors_are_not() -> None:
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        before = supervisor.anonymous_memory(os.getpid())
+        own = bytearray(os.urandom(64 * 2**20))
+        shared = SharedTensors([(32 * 2**20,)])
+        shared.tensors[0].fill_(1.0)
+        after = supervisor.anonymous_memory(os.getpid())
+        shared.close()
+    finally:
+        child.kill()
+        child.wait()
+    assert len(own) <= after - before + 8 * 2**20 < len(own) + 16 * 2**20
+    assert not supervisor.anonymous_memory(child.pid)
 
 
 def test_a_name_that_none_can_have_is_not_reachable() -> None:
