@@ -26,7 +26,7 @@ from .identity import Wallet
 log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 64 * 1024
-PARALLEL = 25  # calls at a time, as the public validator's sweeps
+PARALLEL = synapses.MOST_CALLED  # calls at a time: whoever is silent takes a call's whole time
 # The acknowledgement of an AllReduce call; its timeout field speaks of the round.
 ACKNOWLEDGE_TIMEOUT = timedelta(seconds=12)
 
@@ -75,7 +75,6 @@ class SignedClient:
             synapses.build_all_reduce(request),
             ACKNOWLEDGE_TIMEOUT,
             announced=request.timeout or synapses.ALL_REDUCE_TIMEOUT,
-            parallel=synapses.MOST_CALLED,
         )
         return {uid: _acknowledged(call.reply) for uid, call in calls.items()}
 
@@ -109,12 +108,11 @@ class SignedClient:
         timeout: timedelta,
         *,
         announced: timedelta | None = None,
-        parallel: int = PARALLEL,
         scheme: str | None = None,
     ) -> dict[int, _Call]:
         """Call all ``neurons``, by uid. ``announced`` goes into the legacy timeout header."""
         body = json.dumps(fields).encode()
-        gate = asyncio.Semaphore(parallel)
+        gate = asyncio.Semaphore(PARALLEL)
 
         async def one(client: httpx.AsyncClient, neuron: Neuron) -> _Call:
             async with gate:

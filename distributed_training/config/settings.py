@@ -730,8 +730,8 @@ class ValidatorSettings(RoundSettings):
 
     # the round
     alive_wanted: int = flag("validator.alive_wanted", 64, ge=1, le=4096)
-    """miners to call to a round; each sweep that finds fewer lowers this by one, down to
-    --validator.alive_least"""
+    """miners to wait for before a round is called; two sweeps that find the same ones end the wait
+    """
     alive_least: int = flag("validator.alive_least", 3, ge=1, le=4096)
     """fewest alive miners with which a round is called at all"""
     alive_timeout: timedelta = 2.3 * SECOND  # that a miner has to answer one IsAlive call

@@ -15,8 +15,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,7 +31,7 @@ from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys
 from distributed_training.protocol.keys import is_peer_id
 from distributed_training.protocol.metadata import Metadata
-from distributed_training.protocol.synapses import MOST_CALLED
+from distributed_training.protocol.synapses import ADDRESSES_EACH, MOST_CALLED, IsAliveReply
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
@@ -103,6 +104,7 @@ def unless_stopped(task: Callable[[], Result], *, stop: threading.Event) -> Resu
 
 _AT_ONCE = 16  # buckets that are asked
 _LOOK = 0.2  # seconds between two looks at a stop
+_ALL_ASKED = 10  # each so many sweeps for a round; between them those that answered are asked
 # Our weight when no miner's checkpoint could be loaded: a pseudo-gradient of zeros must not dilute
 # the miners', but hivemind wants a positive weight.
 WEIGHT_OF_NOTHING = 1e-6
@@ -110,11 +112,14 @@ WEIGHT_OF_NOTHING = 1e-6
 
 @dataclass(frozen=True)
 class Attendance:
-    """The miners that answered the last sweep with our outer step, and their peer ids by uid."""
+    """The miners of a sweep. ``alive``: who answered with our outer step.
+
+    ``answered``: all that did, by uid.
+    """
 
     asked: tuple[int, ...]
     alive: tuple[int, ...]
-    peer_ids: Mapping[int, str] = field(default_factory=dict)
+    answered: Mapping[int, IsAliveReply] = field(default_factory=dict)
 
 
 @dataclass
@@ -191,11 +196,9 @@ class RoundCaller:
         timeout = self._settings.alive_timeout
         ask = partial(self._client.sweep_is_alive, neurons, timeout, epoch=outer_step)
         replies = unless_stopped(ask, stop=self._stop)
-        alive = tuple(
-            uid for uid, r in replies.items() if r is not None and r.alive and r.epoch == outer_step
-        )
-        peer_ids = {uid: r.peer_id for uid, r in replies.items() if r is not None and r.peer_id}
-        return Attendance(tuple(n.uid for n in neurons), alive, peer_ids)
+        answered = {uid: r for uid, r in replies.items() if r is not None and r.alive}
+        alive = tuple(uid for uid, reply in answered.items() if reply.epoch == outer_step)
+        return Attendance(tuple(n.uid for n in neurons), alive, answered)
 
     def run(
         self,
@@ -239,7 +242,8 @@ class RoundCaller:
         ranked = {c.neuron.uid for c in candidates}
         # What a running miner says of itself is newer than what it has published.
         published = {c.neuron.uid: c.metadata.peer_id for c in candidates}
-        peer_ids = {**published, **outcome.attendance.peer_ids}
+        answered = outcome.attendance.answered
+        peer_ids = published | {uid: r.peer_id for uid, r in answered.items() if r.peer_id}
         # The furthest come first: of too many those who trained least are left out.
         ordered = [*(c.neuron for c in candidates), *(n for n in alive if n.uid not in ranked)]
         # All ids go to every miner, which refuses the whole call for one that is none.
@@ -247,7 +251,8 @@ class RoundCaller:
         called = [able[uid] for uid in self._choose(outcome, list(able), suspects)]
         outcome.top_uid = self._contribute(state, candidates)
         outcome.called = tuple(n.uid for n in called)
-        self._average(outcome, called, {peer_ids[n.uid]: n.uid for n in called})
+        addresses = [a for n in called for a in answered[n.uid].addresses]
+        self._average(outcome, called, {peer_ids[n.uid]: n.uid for n in called}, addresses)
 
     def _choose(self, outcome: RoundOutcome, able: Sequence[int], suspects: Suspects) -> list[int]:
         """Return which of the uids that are ``able`` to call, the furthest first."""
@@ -292,22 +297,34 @@ class RoundCaller:
         outer_step: int,
         on_sweep: Callable[[Attendance], None],
     ) -> tuple[Sequence[Neuron], Attendance]:
-        """Sweep until enough are alive or patience ends: those asked last, and who answered."""
-        wanted = self._settings.alive_wanted
+        """Sweep until two sweeps find the same, enough are alive or patience ends.
+
+        Returns who is registered then, and who of them answered. The endpoints of a chain are dead
+        for the most part, and each that drops packets costs a call's whole time: those that did not
+        answer are asked again in each tenth sweep.
+        """
         deadline = time.monotonic() + self._settings.sweep_patience.total_seconds()
-        while True:
+        silent: set[tuple[str, str, int | None]] = set()
+        before: set[int] | None = None
+        for number in count():
             neurons = miners()
-            attendance = self.sweep(neurons, outer_step)
+            if number % _ALL_ASKED == 0:
+                silent = set()
+            asked = [n for n in neurons if (n.hotkey, n.ip, n.port) not in silent]
+            attendance = self.sweep(asked, outer_step)
+            silent |= {(n.hotkey, n.ip, n.port) for n in asked if n.uid not in attendance.answered}
+            attendance = replace(attendance, asked=tuple(n.uid for n in neurons))
             on_sweep(attendance)
+            alive = set(attendance.alive)
             least = self._least(neurons)
-            wanted = max(least, min(wanted, len(neurons)))
-            late = wanted <= least and time.monotonic() >= deadline
-            if len(attendance.alive) >= wanted or late:
-                return neurons, attendance
-            # As the public validator: the round waits for the slow, and not for the dead.
-            wanted -= 1
+            enough = len(alive) >= max(least, min(self._settings.alive_wanted, len(neurons)))
+            same = alive == before and len(alive) >= least
+            if enough or same or time.monotonic() >= deadline:
+                break
+            before = alive
             if self._stop.wait(self._settings.sweep_interval.total_seconds()):
-                return neurons, attendance
+                break
+        return neurons, attendance
 
     def _rank(self, neurons: Sequence[Neuron]) -> list[_Candidate]:
         """Sort by descending inner step of the root metadata; leave out miners without one."""
@@ -374,16 +391,28 @@ class RoundCaller:
             path.unlink(missing_ok=True)
 
     def _average(
-        self, outcome: RoundOutcome, called: Sequence[Neuron], uids_of: Mapping[str, int]
+        self,
+        outcome: RoundOutcome,
+        called: Sequence[Neuron],
+        uids_of: Mapping[str, int],
+        addresses: Sequence[str],
     ) -> None:
-        """Average with the miners that were ``called``. Raises AllReduceError."""
+        """Average with the miners that were ``called``, at ``addresses`` among others.
+
+        Raises AllReduceError.
+        """
         began = time.monotonic()
+        own = [a for a in self.maddrs if keys.addressed_peer(a) == self._swarm.peer_id]
+        ours = sorted(own, key=keys.distance)[:ADDRESSES_EACH]
+        # A public network's peers dial no address of somebody's private network.
+        farthest = min(map(keys.distance, ours), default=0)
         request = RoundRequest(
             caller=self._caller,
             timeout=self._swarm_settings.round_timeout,
             min_group_size=self._swarm_settings.min_group_size,
             # Nobody else: the swarm is open to all who know the network's file.
             peers=(self._swarm.peer_id, *uids_of),
+            addresses=(*ours, *(a for a in addresses if keys.distance(a) <= farthest)),
         )
         weight = 1.0 if outcome.top_uid is not None else WEIGHT_OF_NOTHING
         with ThreadPoolExecutor(1, thread_name_prefix="average") as pool:

@@ -138,6 +138,8 @@ class TwinMiner:
         self.peer_id = f"{PEER}{uid:02d}".replace("0", "1")
         self.bucket = MemoryBucket()
         self.answers = True
+        self.addresses: tuple[str, ...] = ()
+        self.run_id: str | None = None
         self.outer_step = state.outer_step
         self.inner_step = 0
         self.blocks: list[int] = []
@@ -297,13 +299,17 @@ class TwinClient:
         self.swarm: Any = None
         self.deaf: set[int] = set()  # do not acknowledge AllReduce
         self.called: list[list[int]] = []
+        self.asked: list[list[int]] = []
 
     def sweep_is_alive(
         self, neurons: Sequence[Neuron], timeout: timedelta, *, epoch: int | None = None
     ) -> dict[int, IsAliveReply | None]:
+        self.asked.append([n.uid for n in neurons])
         found = {n.uid: self.miners.get(n.uid) for n in neurons}
         return {
-            uid: IsAliveReply(True, m.outer_step, m.peer_id) if m and m.answers else None
+            uid: IsAliveReply(True, m.outer_step, m.peer_id, m.addresses, m.run_id)
+            if m and m.answers
+            else None
             for uid, m in found.items()
         }
 

@@ -9,6 +9,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,14 +26,16 @@ from distributed_training.protocol.types import AllReduceFault, Revision
 from distributed_training.store.s3 import StoreError
 from distributed_training.training.outer_step import nesterov_sgd
 from distributed_training.validator.global_state import GlobalStateError
-from distributed_training.validator.rounds import _AT_ONCE, WEIGHT_OF_NOTHING, each
+from distributed_training.validator.rounds import _AT_ONCE, WEIGHT_OF_NOTHING, Attendance, each
 from distributed_training.validator.suspects import Suspects
 from tests.tools.validator_world import (  # noqa: F401
     MODEL_CONFIG,
+    PEER,
     RUN,
     TwinMiner,
     World,
     one_thread,
+    settings,
     trained,
 )
 from tests.tools.waiting import wait_for
@@ -413,6 +416,48 @@ def test_a_round_that_failed_here_alone_blames_nobody(world: World, fault: AllRe
     world.swarm.fault = fault
     assert not world.validator.round()
     assert world.validator.standings.suspects == Suspects()
+
+
+def test_two_sweeps_that_find_the_same_end_the_search_and_the_silent_are_asked_rarely(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, settings(sweep_patience=timedelta(seconds=60)), uids=range(1, 13))
+    world.start()
+    for uid, miner in world.miners.items():
+        miner.answers = uid <= 3
+    attendance = world.validator._rounds._gather(world.validator._miners, 0, lambda _: None)[1]
+    assert world.client.asked == [[*range(1, 13)], [1, 2, 3]]
+    assert attendance.alive == (1, 2, 3) and len(attendance.asked) == 12
+    # One that comes back later is found by the tenth sweep, one that has just been seen at once.
+    world.client.asked.clear()
+    world.validator._rounds._settings = replace(world.validator._rounds._settings, alive_least=4)
+
+    def comes_back(attendance: Attendance) -> None:
+        world.miners[9].answers = len(world.client.asked) >= 3
+
+    attendance = world.validator._rounds._gather(world.validator._miners, 0, comes_back)[1]
+    assert attendance.alive == (1, 2, 3, 9)
+    assert [len(asked) for asked in world.client.asked] == [12, *[3] * 9, 12, 4]
+
+
+def test_a_call_tells_where_its_peers_are_reached_by_others(world: World) -> None:
+    def address(host: str, peer_id: str) -> str:
+        return f"/{host}/tcp/8009/p2p/{peer_id}"
+
+    world.swarm.peer_id = f"{PEER}hK"
+    world.swarm.visible_maddrs = [
+        address(host, world.swarm.peer_id)
+        for host in ("ip4/127.0.0.1", "ip4/10.0.0.1", "ip4/8.8.8.8")
+    ]
+    for miner, host in zip(world.miners.values(), ("dns4/a.b", "ip4/10.0.0.2"), strict=True):
+        miner.addresses = (address(host, miner.peer_id),)
+    assert world.validator.round()
+    first = world.miners[3]
+    assert world.swarm.requests[0][0].addresses == (
+        address("ip4/8.8.8.8", world.swarm.peer_id),
+        address("ip4/10.0.0.1", world.swarm.peer_id),
+        *first.addresses,  # and none of the other's private network
+    )
 
 
 def test_miners_that_register_while_a_round_gathers_are_taken_in(tmp_path: Path) -> None:
