@@ -30,6 +30,7 @@ from distributed_training.store.s3 import (
     BucketMissingError,
     ClockSkewError,
     DeadlineError,
+    RefusedError,
     S3ObjectStore,
     StoreError,
 )
@@ -103,7 +104,7 @@ def _errors_of_a_start(bucket: str) -> Iterator[None]:
         ) from None
     except StoreError as error:
         # A clock may be set, and a service come back, without anyone: pm2 tries again.
-        passes = error.retryable or isinstance(error, (ClockSkewError, DeadlineError))
+        passes = error.retryable or isinstance(error, (ClockSkewError, DeadlineError, RefusedError))
         raise (NetworkFailure if passes else ConfigError)(str(error)) from None
 
 

@@ -52,6 +52,10 @@ class AccessDeniedError(StoreError):
     """403: the keys are wrong or lack a permission; the text says which."""
 
 
+class RefusedError(StoreError):
+    """The store refuses for a reason of its own, which it says: a quota, a bill, a lock."""
+
+
 class ClockSkewError(AccessDeniedError):
     """The store refuses our signature because this machine's clock is off."""
 
@@ -90,16 +94,25 @@ class StoppedError(StoreError):
 
 # --- what a store, or the disk, answered ----------------------------------------------------------
 
-# 409: another request for the same key is not over yet (S3's OperationAborted).
-_PASSING_STATUS = frozenset({408, 409, 429})
-# By code as well: S3 gives three of them status 400, which is otherwise for good.
+_PASSING_STATUS = frozenset({408, 429})
+# By code as well: S3 gives three of them status 400, which is otherwise for good. The last ones are
+# the 409 that pass: another request for the same key is not over yet. HEAD has the status alone.
 _PASSING_CODES = frozenset(
     {"SlowDown", "RequestTimeout", "BadDigest", "IncompleteBody", "InternalError"}
+    | {"OperationAborted", "ConditionalRequestConflict", "Conflict", "409"}
 )
+_NEVER = frozenset({501, 505})  # no such operation there
 # A 400 for S3 are the last two, of keys that were good once.
 _BAD_KEYS = frozenset(
     {"InvalidAccessKeyId", "SignatureDoesNotMatch", "Unauthorized", "ExpiredToken", "InvalidToken"}
 )
+_NO_PERMISSION = frozenset({"AccessDenied", "Forbidden", "403", ""})
+# Some stores call these AccessDenied, too, and say in their sentence which one it is.
+_OTHER_REASON = re.compile(
+    r"\b(caps?|quotas?|exceed\w*|payments?|billing|overdue|suspended|lock\w*|retention)\b", re.I
+)
+_LONGEST_SENTENCE = 150
+_LIKE_A_SECRET = re.compile(r"[A-Za-z0-9+=]{32,}|(?<=\?)\S+")  # a key, a signed query
 
 
 def disk_problem(error: OSError) -> str:
@@ -355,7 +368,9 @@ class S3ObjectStore:
             )
         self._bucket = bucket
         self._endpoint = endpoint_url
-        self._what = keys.what
+        self._is_r2 = (urlsplit(endpoint_url).hostname or "").endswith(".r2.cloudflarestorage.com")
+        self._keys = keys
+        self._region = settings.region
         self._write_interval = settings.write_interval.total_seconds()
         self._last_write: dict[str, float] = {}
         self._write_lock = threading.Lock()
@@ -632,58 +647,95 @@ class S3ObjectStore:
             ) from None
 
     def _refused(self, verb: str, key: str, response: Any) -> StoreError:
-        """Map botocore's ``ClientError.response`` to an error.
+        """Map botocore's ``ClientError.response`` to an error, which has the store's own sentence.
 
         ``verb``: read, write, list, delete, ...
         """
-        code = str(response.get("Error", {}).get("Code", ""))
+        error = response.get("Error", {})
+        code = str(error.get("Code", ""))
         status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+        sentence = self._sentence(str(error.get("Message", "")))
+        answer = self._sentence(f"{status} {code}") + (f': "{sentence}"' if sentence else "")
         place = f"{verb} {self._bucket}/{key}".rstrip("/")
         # Codes before statuses: a bucket or an upload that is gone is a 404 too, a wrong clock a
         # 403.
         if code == "NoSuchBucket":
+            where = "in the R2 dashboard " if self._is_r2 else ""
             return BucketMissingError(
-                f"bucket {self._bucket} does not exist at {self._endpoint}, so nothing can be "
-                "read or published there: create it in the R2 dashboard under exactly this name"
+                f"bucket {self._bucket} does not exist at {self._endpoint} ({answer}), so nothing "
+                f"can be read or published there: create it {where}under exactly this name"
             )
         if code == "NoSuchUpload":
-            return UploadMissingError(f"{place}: the store does not know this multipart upload")
+            return UploadMissingError(
+                f"{place}: the store does not know this multipart upload ({answer})"
+            )
         if code == "RequestTimeTooSkewed":
             return ClockSkewError(
-                f"{place}: this machine's clock differs too much from the store's, so no request "
-                "is accepted: set the clock (timedatectl set-ntp true)"
+                f"{place}: this machine's clock differs too much from the store's ({answer}), so "
+                "no request is accepted: set the clock (timedatectl set-ntp true)"
             )
-        if status in (401, 403) or code in _BAD_KEYS:
-            return AccessDeniedError(self._denied(verb, place, code))
+        if code == "AuthorizationHeaderMalformed" and (region := _expected_region(error)):
+            return StoreError(
+                f"{place}: the store answered {answer}: give --r2.region {region} instead of "
+                f"{self._region}"
+            )
+        if code in _BAD_KEYS or status == 401:
+            return AccessDeniedError(self._bad_keys(place, answer))
+        if status == 403:
+            if code not in _NO_PERMISSION or _OTHER_REASON.search(sentence):
+                return RefusedError(f"{place}: the store refused this ({answer})")
+            return AccessDeniedError(self._denied(verb, place, answer))
         # An answer to HEAD has no body, so botocore takes the status for its code.
         if code in ("NoSuchKey", "404", "NotFound") or status == 404:
-            return ObjectMissingError(f"{place}: no such object")
+            return ObjectMissingError(f"{place}: no such object ({answer})")
         if status == 412:
-            return PreconditionError(f"{place}: the object changed meanwhile")
+            return PreconditionError(f"{place}: the object changed meanwhile ({answer})")
         if 300 < status < 304 or status in (307, 308):
             # Not followed: whoever answers there would get our signature. 302 and 307 may pass.
             kind = TransientError if status in (302, 303, 307) else StoreError
             return kind(
-                f"{place}: {self._endpoint} redirects elsewhere ({status} {code}): correct "
+                f"{place}: {self._endpoint} redirects elsewhere ({answer}): correct "
                 "--r2.endpoint_url or --r2.region, or the proxy before it"
             )
-        if status in _PASSING_STATUS or status >= 500 or code in _PASSING_CODES:
-            return TransientError(f"{place}: the store answered {status} {code}")
-        return StoreError(f"{place}: the store answered {status} {code}")
+        passes = status in _PASSING_STATUS or status >= 500 or code in _PASSING_CODES
+        if passes and status not in _NEVER:
+            return TransientError(f"{place}: the store answered {answer}")
+        kind = RefusedError if status == 409 else StoreError
+        return kind(f"{place}: the store answered {answer}")
 
-    def _denied(self, verb: str, place: str, code: str) -> str:
-        name = f"{self._what}_ACCESS_KEY_ID"
-        if code in _BAD_KEYS:
-            return (
-                f"{place}: the store does not accept these keys ({code}): copy {name} and "
-                f"{self._what}_SECRET_ACCESS_KEY again from the R2 dashboard into .env, which a "
-                "running miner reads at its next start"
-            )
-        needed = "Object Read" if verb in ("read", "list") else "Object Read & Write"
+    def _sentence(self, message: str) -> str:
+        """Return what a store says on one short line, without secrets."""
+        line = " ".join("".join(c if c.isprintable() else " " for c in message).split())
+        for secret in (self._keys.key_id, self._keys.secret):
+            line = line.replace(secret.get_secret_value() or "\n", "********")
+        line = _LIKE_A_SECRET.sub("********", line)
+        return line if len(line) <= _LONGEST_SENTENCE else f"{line[:_LONGEST_SENTENCE]}..."
+
+    def _bad_keys(self, place: str, answer: str) -> str:
+        what, where = self._keys.what, " from the R2 dashboard" if self._is_r2 else ""
         return (
-            f"{place}: refused ({code or 403}), the key in {name} lacks the permission to {verb}: "
-            f'give its token "{needed}" on bucket {self._bucket} (R2 dashboard, Manage API tokens)'
+            f"{place}: the store does not accept these keys ({answer}): copy {what}_ACCESS_KEY_ID "
+            f"and {what}_SECRET_ACCESS_KEY again{where} into .env, which a running miner reads at "
+            "its next start"
         )
+
+    def _denied(self, verb: str, place: str, answer: str) -> str:
+        needed = "Object Read" if verb in ("read", "list") else "Object Read & Write"
+        remedy = (
+            f': give its token "{needed}" on bucket {self._bucket} (R2 dashboard, Manage API '
+            "tokens)"
+        )
+        return (
+            f"{place}: refused ({answer}), the key in {self._keys.what}_ACCESS_KEY_ID lacks the "
+            f"permission to {verb}{remedy if self._is_r2 else ''}"
+        )
+
+
+def _expected_region(error: Any) -> str:
+    """Return the region that a store wants requests signed for, "" if it does not say."""
+    text = f"{error.get('Region', '')} {error.get('Message', '')}"
+    found = re.match(r"([a-z0-9-]{2,40}) ", text) or re.search(r"expecting '([a-z0-9-]+)'", text)
+    return found[1] if found else ""
 
 
 def _unquote(etag: str) -> str:

@@ -24,6 +24,7 @@ from distributed_training.store.s3 import (
     ObjectMissingError,
     PartInfo,
     PreconditionError,
+    RefusedError,
     S3ObjectStore,
     Section,
     StoreError,
@@ -159,7 +160,7 @@ def test_a_reading_key_cannot_write_and_the_line_says_which_permission(
         lambda: reader.delete("a"),
         lambda: reader.create_multipart("b"),
     ):
-        with pytest.raises(AccessDeniedError, match=r"R2_READ_ACCESS_KEY_ID.*Read & Write"):
+        with pytest.raises(AccessDeniedError, match="R2_READ_ACCESS_KEY_ID lacks the permission"):
             operation()
     assert reader.get("a", limit=1) == b"x"
 
@@ -230,3 +231,12 @@ def test_writes_of_one_key_keep_their_distance(
         thread.join()
     second, third = sorted(pauses)
     assert 0 < second <= 60 < third <= 120
+
+
+def test_a_write_refused_for_another_reason_says_nothing_about_the_key() -> None:
+    def capped(operation: str, key: str) -> None:
+        if operation == "put":
+            raise RefusedError("storage cap exceeded")
+
+    with pytest.raises(RefusedError, match="cap"):
+        check_read_key(MemoryObjectStore(before=capped), timeout=timedelta(seconds=0.2))

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -178,6 +181,83 @@ def test_a_refusal_is_called_by_its_cause(status: int, code: str, text: str) -> 
             with pytest.raises(StoreError, match=text):
                 OPERATIONS[name](store)
             assert refuses.requests <= 4, "a redirect was asked about again and again"
+
+
+@functools.cache
+def one_at(url: str) -> S3ObjectStore:
+    keys = AccessKeys(SecretStr(KEY), SecretStr(SECRET), "R2_WRITE")
+    return S3ObjectStore(bucket="b-7", endpoint_url=url, keys=keys, settings=StoreSettings())
+
+
+def refused(status: int, code: str, message: str, *, at: str = "http://a", more: Any = None) -> str:
+    """Return class and text of the error that an answer becomes."""
+    store = one_at(at)
+    answer = {"Code": code, "Message": message} | (more or {})
+    metadata = {"HTTPStatusCode": status}
+    error = store._refused("write", "k", {"Error": answer, "ResponseMetadata": metadata})
+    return f"{type(error).__name__}: {error}"
+
+
+KEY, SECRET = "0123456789abcdef" * 2, "sEcret/With+slash" * 3
+R2 = "https://fedcba9876543210fedcba9876543210.r2.cloudflarestorage.com"
+CODES = """
+AccessDenied QuotaExceeded AccountProblem SecondLevelDomainForbidden ObjectLockedByBucketPolicy
+InvalidAccessKeyId SignatureDoesNotMatch ExpiredToken RequestTimeTooSkewed NoSuchBucket NoSuchUpload
+NoSuchKey EntityTooLarge XMinioStorageFull SlowDown InternalError BadDigest OperationAborted
+PermanentRedirect AuthorizationHeaderMalformed InvalidPart NotImplemented
+"""
+WORDS = "storage cap exceeded see Caps & Alerts \n\r\t\x1b[31m \x00 \u202e ü 日本 payment % {} %s"
+
+
+def test_a_refusal_has_the_stores_own_sentence_on_one_line_and_no_secret() -> None:
+    dice = random.Random(7)
+    statuses = [301, 307, 400, 401, 403, 404, 405, 409, 412, 413, 429, 500, 501, 503, 507]
+    for _ in range(400):
+        words = dice.choices(WORDS.split(" "), k=dice.randint(0, 60))
+        secret = dice.choice([KEY, SECRET, f"https://x?X-Amz-Signature={'ab' * 32}", ""])
+        words.insert(dice.randint(0, len(words)), secret)
+        status = dice.choice(statuses)
+        code = dice.choice([*CODES.split(), "", str(status), "Odd\n\x1b[31m", KEY])
+        at = dice.choice([R2, "http://a"])
+        said = refused(status, code, " ".join(words), at=at)
+        shown = " ".join("".join(c if c.isprintable() else " " for c in " ".join(words)).split())
+        for hidden in (KEY, SECRET, "ab" * 32):
+            assert hidden not in said
+        if not secret:
+            assert shown[:150] in said
+        assert said.isprintable() and len(said) < 600
+        if "dashboard" in said:
+            keys = code in ("", "403", "AccessDenied") or status == 401 or code in s3._BAD_KEYS
+            assert at == R2 and (keys or code == "NoSuchBucket")
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "message", "kind", "more"),
+    [
+        (403, "AccessDenied", "Storage cap exceeded, see the Caps page", "RefusedError", {}),
+        (403, "AccessDenied", "object protected by object lock", "RefusedError", {}),
+        (403, "AccountProblem", "payment overdue", "RefusedError", {}),
+        (409, "ObjectLockedByBucketPolicy", "The object is locked", "RefusedError", {}),
+        (409, "OperationAborted", "in progress", "TransientError", {}),
+        (501, "NotImplemented", "not here", "StoreError", {}),
+        (507, "XMinioStorageFull", "full", "TransientError", {}),
+        (
+            *(400, "AuthorizationHeaderMalformed", "the region 'auto' is wrong; expecting 'eu-1'"),
+            *("StoreError: .* --r2.region eu-1 instead of auto", {}),
+        ),
+        (
+            *(400, "AuthorizationHeaderMalformed", "wrong region"),
+            *("StoreError: .* --r2.region eu-2 instead", {"Region": "eu-2"}),
+        ),
+        (403, "AccessDenied", "Access Denied", "AccessDeniedError: .* permission to write$", {}),
+    ],
+)
+def test_a_retry_and_a_remedy_only_where_they_may_help(
+    status: int, code: str, message: str, kind: str, more: dict[str, str]
+) -> None:
+    said = refused(status, code, message, more=more)
+    assert re.match(kind, said) and message in said and "dashboard" not in said
+    assert "dashboard" in refused(403, "AccessDenied", "Access Denied", at=R2)
 
 
 @pytest.mark.slow
