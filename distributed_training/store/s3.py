@@ -12,6 +12,7 @@ part, and parts that a pause interrupts are sent again.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import email.utils
 import functools
@@ -50,6 +51,13 @@ class TransientError(StoreError):
 
 class AccessDeniedError(StoreError):
     """403: the keys are wrong or lack a permission; the text says which."""
+
+
+class DamagedError(TransientError):
+    """The store has, or says that it has, other bytes than were sent: sent once more, it may not.
+
+    Twice in a row is no accident: see :func:`~.transfer.patient`.
+    """
 
 
 class RefusedError(StoreError):
@@ -95,10 +103,10 @@ class StoppedError(StoreError):
 # --- what a store, or the disk, answered ----------------------------------------------------------
 
 _PASSING_STATUS = frozenset({408, 429})
-# By code as well: S3 gives three of them status 400, which is otherwise for good. The last ones are
+# By code as well: S3 gives two of them status 400, which is otherwise for good. The last ones are
 # the 409 that pass: another request for the same key is not over yet. HEAD has the status alone.
 _PASSING_CODES = frozenset(
-    {"SlowDown", "RequestTimeout", "BadDigest", "IncompleteBody", "InternalError"}
+    {"SlowDown", "RequestTimeout", "IncompleteBody", "InternalError"}
     | {"OperationAborted", "ConditionalRequestConflict", "Conflict", "409"}
 )
 _NEVER = frozenset({501, 505})  # no such operation there
@@ -190,10 +198,10 @@ class Uplink:
 
 
 class Section(io.RawIOBase):
-    """A range of a file as a request body, hashed on its way out.
+    """A range of a file as a request body.
 
     Read with ``pread``, so one file handle serves all parts; nothing but the block under way is in
-    memory. ``md5`` is that of the bytes read since the last seek to 0.
+    memory.
     """
 
     BLOCK = 1024 * 1024
@@ -205,14 +213,23 @@ class Section(io.RawIOBase):
         self._size = size
         self._uplink = uplink
         self._at = 0
-        self._md5 = _new_hash()
+        self._md5 = ""
 
     def __len__(self) -> int:
         return self._size
 
     @property
     def md5(self) -> str:
-        return self._md5.hexdigest()
+        """MD5 in hex; reads the range where it is asked for first. Raises StoppedError."""
+        if not self._md5:
+            digest = hashlib.md5(usedforsecurity=False)
+            for at in range(0, self._size, self.BLOCK):
+                if self._uplink is not None:
+                    self._uplink.check_stopped()
+                length = min(self.BLOCK, self._size - at)
+                digest.update(os.pread(self._handle, length, self._start + at))
+            self._md5 = digest.hexdigest()
+        return self._md5
 
     def readable(self) -> bool:
         return True
@@ -224,11 +241,7 @@ class Section(io.RawIOBase):
         return self._at
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        target = offset + (0, self._at, self._size)[whence]
-        # Whoever sends the body again begins at 0, and so must its hash.
-        if target == 0:
-            self._md5 = _new_hash()
-        self._at = target
+        self._at = offset + (0, self._at, self._size)[whence]
         return self._at
 
     def read(self, size: int | None = -1) -> bytes:
@@ -244,12 +257,7 @@ class Section(io.RawIOBase):
             wanted = min(wanted, max(size, self.BLOCK)) if size else 0
         data = os.pread(self._handle, wanted, self._start + self._at)
         self._at += len(data)
-        self._md5.update(data)
         return data
-
-
-def _new_hash() -> hashlib._Hash:
-    return hashlib.md5(usedforsecurity=False)
 
 
 _CLIENTS = threading.Lock()  # creating clients of one session is not thread-safe
@@ -295,9 +303,10 @@ def endpoint_of(settings: StoreSettings, account_id: str | None = None) -> str:
 class ObjectInfo:
     """One object of a listing or of a HEAD request.
 
-    ``etag``: MD5 in hex of an object put in one piece, ``md5-of-part-md5s`` + ``-n`` of one put in
-    n parts. ``modified``: seconds since 1970, the store's clock. ``age_seconds``: by the store's
-    clock too, so that a wrong clock of ours does not matter; None in listings.
+    ``etag``: at most stores MD5 in hex of an object put in one piece, ``md5-of-part-md5s`` + ``-n``
+    of one put in n parts; see :func:`same_etag`. ``modified``: seconds since 1970, the store's
+    clock. ``age_seconds``: by the store's clock too, so that a wrong clock of ours does not matter;
+    None in listings.
     """
 
     key: str
@@ -313,7 +322,7 @@ class PartInfo:
 
     number: int  # from 1
     size: int
-    etag: str  # MD5 in hex
+    etag: str  # as the store writes it: MD5 in hex, or anything
 
 
 @dataclass(frozen=True)
@@ -395,8 +404,8 @@ class S3ObjectStore:
                     tcp_keepalive=True,
                     # Without this botocore reads the environment, for loopback too.
                     proxies={urlsplit(endpoint_url).scheme: proxy} if proxy else {},
-                    # Every part's MD5 is compared with the store's, so the payload need not be
-                    # hashed a second time for the signature.
+                    # The store compares every part with its MD5, so the payload need not be hashed
+                    # a second time for the signature.
                     s3={"addressing_style": "path", "payload_signing_enabled": False},
                 ),
             )
@@ -462,7 +471,7 @@ class S3ObjectStore:
         try:
             with self._errors("read", key) as call:
                 answer = call(self._client.head_object, Key=key)
-                size, etag = answer["ContentLength"], _unquote(answer["ETag"])
+                size, etag = answer["ContentLength"], _etag_of(answer)
                 modified = answer["LastModified"].timestamp()
                 date = answer["ResponseMetadata"]["HTTPHeaders"].get("date")
                 now = email.utils.parsedate_to_datetime(date).timestamp() if date else time.time()
@@ -516,11 +525,17 @@ class S3ObjectStore:
                 return self._read(key, body, answer["ContentLength"])
 
     def put(self, key: str, data: bytes | Section) -> str:
-        """Write ``data``; return the etag. TransientError if the store holds other bytes."""
+        """Write ``data``; return the etag. DamagedError if the store holds other bytes."""
         self._await_write_interval(key)
+        md5 = _md5(data)
         with self._errors("write", key) as call:
-            answer = call(self._client.put_object, Key=key, Body=data)
-            return _confirm(f"{self._bucket}/{key}", data, answer)
+            answer = call(self._client.put_object, Key=key, Body=data, ContentMD5=_base64(md5))
+            etag = _etag_of(answer)
+        if etag != md5:
+            self._refuse_kms(key, answer)
+            info = self.head(key)
+            etag = self._believed(key, info, etag, (len(data), md5))
+        return etag
 
     def delete(self, key: str) -> None:
         """Delete an object; a missing one is fine."""
@@ -530,7 +545,7 @@ class S3ObjectStore:
     def list_objects(self, prefix: str = "") -> list[ObjectInfo]:
         with self._errors("list", ""):
             return [
-                ObjectInfo(o["Key"], o["Size"], _unquote(o["ETag"]), o["LastModified"].timestamp())
+                ObjectInfo(o["Key"], o["Size"], _etag_of(o), o["LastModified"].timestamp())
                 for page in self._pages("list_objects_v2", Prefix=prefix)
                 for o in page.get("Contents", ())
             ]
@@ -542,19 +557,61 @@ class S3ObjectStore:
             return str(call(self._client.create_multipart_upload, Key=key)["UploadId"])
 
     def upload_part(self, key: str, upload_id: str, number: int, data: bytes | Section) -> PartInfo:
+        """Send one part. DamagedError if the store holds other bytes."""
+        md5 = _md5(data)
+        where = {"Key": key, "UploadId": upload_id}
         with self._errors("write", key) as call:
             answer = call(
-                self._client.upload_part, Key=key, UploadId=upload_id, PartNumber=number, Body=data
+                self._client.upload_part,
+                **where,
+                PartNumber=number,
+                Body=data,
+                ContentMD5=_base64(md5),
             )
-            etag = _confirm(f"part {number} of {self._bucket}/{key}", data, answer)
+            etag = _etag_of(answer)
+        if etag != md5:
+            part = f"{key} (part {number})"
+            self._refuse_kms(part, answer)
+            with self._errors("list", key) as call:
+                listed = call(
+                    self._client.list_parts, **where, PartNumberMarker=number - 1, MaxParts=1
+                )
+            found = next((p for p in _parts(listed) if p.number == number), None)
+            etag = self._believed(part, found, etag, (len(data), md5))
         return PartInfo(number, len(data), etag)
+
+    def _believed(
+        self, what: str, found: ObjectInfo | PartInfo | None, etag: str, sent: tuple[int, str]
+    ) -> str:
+        """Return the etag of what the store ``found`` when it was asked again.
+
+        Its answer to the write, ``etag``, was not the MD5 of what was ``sent``: size and MD5. At
+        some stores it never is; these had that MD5 with the write, to refuse other bytes.
+        """
+        size, md5 = sent
+        held = found.etag if found is not None else ""
+        if found is None or found.size != size or (is_md5(held) and not same_etag(held, md5)):
+            says = f"{found.size} bytes, etag {held:.80}" if found is not None else "nothing"
+            raise DamagedError(
+                f"write {self._bucket}/{what}: the store holds other bytes than those sent, or its "
+                f"etags are no MD5: sent {size} bytes, MD5 {md5}; it answered {etag:.80}, and has "
+                f"{says}"
+            )
+        return held
+
+    def _refuse_kms(self, what: str, answer: dict[str, Any]) -> None:
+        if str(answer.get("ServerSideEncryption", "")).startswith("aws:kms"):
+            raise IntegrityError(
+                f"{self._bucket}/{what}: the bucket encrypts with KMS, whose etags are no MD5, so "
+                "no upload can be checked: let it encrypt with AES256 (SSE-S3)"
+            )
 
     def list_parts(self, key: str, upload_id: str) -> list[PartInfo]:
         with self._errors("list", key):
             return [
-                PartInfo(p["PartNumber"], p["Size"], _unquote(p["ETag"]))
+                part
                 for page in self._pages("list_parts", Key=key, UploadId=upload_id)
-                for p in page.get("Parts", ())
+                for part in _parts(page)
             ]
 
     def complete_multipart(self, key: str, upload_id: str, parts: Sequence[PartInfo]) -> str:
@@ -567,7 +624,7 @@ class S3ObjectStore:
                 UploadId=upload_id,
                 MultipartUpload={"Parts": listed},
             )
-            return _unquote(answer["ETag"])
+            return _etag_of(answer)
 
     def abort_multipart(self, key: str, upload_id: str) -> None:
         with self._errors("abort", key) as call:
@@ -621,7 +678,7 @@ class S3ObjectStore:
 
         def call(operation: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
             if isinstance(body := arguments.get("Body"), Section):
-                # An attempt before may have left it, and its MD5, in the middle.
+                # An attempt before may have left it in the middle.
                 body.seek(0)
             return operation(Bucket=self._bucket, **arguments)
 
@@ -697,6 +754,8 @@ class S3ObjectStore:
                 f"{place}: {self._endpoint} redirects elsewhere ({answer}): correct "
                 "--r2.endpoint_url or --r2.region, or the proxy before it"
             )
+        if code == "BadDigest":
+            return DamagedError(f"{place}: other bytes arrived than were sent ({answer})")
         passes = status in _PASSING_STATUS or status >= 500 or code in _PASSING_CODES
         if passes and status not in _NEVER:
             return TransientError(f"{place}: the store answered {answer}")
@@ -738,28 +797,33 @@ def _expected_region(error: Any) -> str:
     return found[1] if found else ""
 
 
-def _unquote(etag: str) -> str:
-    return etag.strip('"')
+def same_etag(one: str, other: str) -> bool:
+    """Compare two etags; some stores write the digits of an MD5 as capitals."""
+    return bool(one) and one.lower() == other.lower()
+
+
+def _etag_of(answer: dict[str, Any]) -> str:
+    """Return the etag of an answer without quotes, and without the mark of a weak one."""
+    return str(answer["ETag"]).removeprefix("W/").strip('"')
+
+
+def is_md5(etag: str) -> bool:
+    return re.fullmatch(r"[0-9a-fA-F]{32}", etag) is not None
+
+
+def _parts(page: dict[str, Any]) -> list[PartInfo]:
+    return [PartInfo(p["PartNumber"], p["Size"], _etag_of(p)) for p in page.get("Parts", ())]
+
+
+def _md5(data: bytes | Section) -> str:
+    if isinstance(data, Section):
+        return data.md5
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
+def _base64(md5: str) -> str:
+    return base64.b64encode(bytes.fromhex(md5)).decode()
 
 
 def _redirected_once(context: dict[str, Any], **_: Any) -> None:
     context.setdefault("s3_redirect", {})["redirected"] = True
-
-
-def _confirm(what: str, data: bytes | Section, answer: dict[str, Any]) -> str:
-    """Check that the store's MD5 is that of the bytes that left this machine; return the etag."""
-    etag = _unquote(answer["ETag"])
-    if isinstance(data, Section):
-        sent = data.md5
-    else:
-        sent = hashlib.md5(data, usedforsecurity=False).hexdigest()
-    # The etag of one request's bytes is their MD5, on R2 too; that of joined parts is not.
-    if etag != sent:
-        if str(answer.get("ServerSideEncryption", "")).startswith("aws:kms"):
-            raise IntegrityError(
-                f"{what}: the bucket encrypts with KMS, whose etags are no MD5, so no upload can "
-                "be checked: let it encrypt with AES256 (SSE-S3)"
-            )
-        # Damaged on the way: sending it again helps.
-        raise TransientError(f"{what}: the store holds other bytes than those sent")
-    return etag

@@ -17,6 +17,7 @@ import hashlib
 import logging
 import math
 import os
+import re
 import shutil
 import threading
 import time
@@ -33,6 +34,7 @@ from distributed_training.common.files import is_full, read_state, sync_folder, 
 from . import snapshot_folder
 from .journal import Journal, UploadRecord
 from .s3 import (
+    DamagedError,
     DeadlineError,
     IntegrityError,
     NoRoomError,
@@ -46,6 +48,8 @@ from .s3 import (
     StoreError,
     Uplink,
     UploadMissingError,
+    is_md5,
+    same_etag,
 )
 from .snapshot_folder import size_text
 
@@ -131,8 +135,8 @@ def patient(
 
     ``until``: ``uplink.clock()`` at which the last operation must be done (``time.monotonic()``
     where there is no uplink to pause); ``each``: how long one may take. Only errors marked
-    retryable are tried again; DeadlineError holds the last of them. Time spent paused counts
-    neither as an attempt nor against a deadline.
+    retryable are tried again, a DamagedError once; DeadlineError holds the last of them. Time spent
+    paused counts neither as an attempt nor against a deadline.
     """
     return cast(S3ObjectStore, _Patient(store, until, each, uplink or Uplink()))
 
@@ -158,6 +162,7 @@ class _Patient:
 
 def _retrying(attempt: Callable[[], Result], deadline: float, uplink: Uplink) -> Result:
     waits = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
+    damaged = False
     while True:
         uplink.wait_open()
         try:
@@ -168,6 +173,12 @@ def _retrying(attempt: Callable[[], Result], deadline: float, uplink: Uplink) ->
             # A pause breaks off what is under way: no failure. After a stop wait_open raises.
             if uplink.paused or uplink.stopped:
                 continue
+            if isinstance(error, DamagedError):
+                if damaged:  # or this would go on for an hour, at the price of all that is sent
+                    raise IntegrityError(
+                        f"{error}; so it was twice, and it is not sent again"
+                    ) from None
+                damaged = True
             pause = waits.failed().total_seconds()
             if uplink.clock() + pause > deadline:
                 raise DeadlineError(f"{error}: no success in the time allowed") from None
@@ -414,15 +425,8 @@ class _Parts:
         return Section(self.handle, *self._range(number), self.uplink)
 
     def local(self, number: int) -> PartInfo:
-        """Describe a part as the store would list it.
-
-        Reads it, also while the uplink is paused.
-
-        Raises StoppedError.
-        """
-        section = Section(self.handle, *self._range(number))
-        while section.read(Section.BLOCK):
-            self.uplink.check_stopped()
+        """Describe a part as most stores would list it. Raises StoppedError."""
+        section = self.section(number)
         return PartInfo(number, len(section), section.md5)
 
     def _range(self, number: int) -> tuple[int, int]:
@@ -543,7 +547,8 @@ class Sender:
         if listed is not None:
             at_store = {p.number: p for p in listed if p.number in cut.numbers}
             local = _run_all(self._pool, cut.local, at_store)
-            kept = {p.number: p for p in local if at_store[p.number] == p}
+            # Of a store whose etags are no MD5 none is kept.
+            kept = {p.number: at_store[p.number] for p in local if _alike(at_store[p.number], p)}
             self._keep(kept.values())
             log.info("Resuming upload of %s: %d of %d parts kept", key, len(kept), len(cut.numbers))
             return record, kept
@@ -551,7 +556,7 @@ class Sender:
         # The answer to Complete may have been lost: the etag shows whether this very file is there.
         if info is not None and info.size == record.size and "-" in info.etag:
             local = _run_all(self._pool, cut.local, cut.numbers)
-            if info.etag == multipart_etag(local):
+            if same_etag(info.etag, multipart_etag(local)):
                 self._keep(local)
                 done = replace(record, etag=info.etag)
                 self._journal.put(done)
@@ -621,7 +626,7 @@ class Sender:
         except UploadMissingError:
             # An earlier Complete whose answer was lost, or somebody's abort: only HEAD tells.
             info = self._store.head(staged.key)
-            if info is None or info.etag != staged.etag:
+            if info is None or not same_etag(info.etag, staged.etag):
                 self._journal.drop(staged.key)
                 raise IntegrityError(
                     f"the store lost the multipart upload of {staged.key} and does not hold the "
@@ -632,11 +637,31 @@ class Sender:
             if not isinstance(error, (StoppedError, DeadlineError)):
                 self.abandon(record)  # refused for good: the parts would only be billed
             raise
-        if etag != staged.etag:
-            self._journal.drop(staged.key)
-            raise IntegrityError(f"{staged.key}: the store put the parts together wrongly")
+        if not same_etag(etag, staged.etag):
+            etag = self._ask_again(staged, etag)
         self._journal.put(replace(record, etag=etag))
         return etag
+
+    def _ask_again(self, staged: Staged, etag: str) -> str:
+        """Return the etag of the object that was just completed; the answer had another one.
+
+        Raises IntegrityError if it is not the file: by its etag, where that is one of MD5s, else by
+        its size.
+        """
+        info = self._store.head(staged.key)
+        held = info.etag if info is not None else ""
+        comparable = staged.etag and _OF_PARTS.fullmatch(held)
+        if (
+            info is None
+            or info.size != staged.size
+            or (comparable and not same_etag(held, staged.etag))
+        ):
+            self._journal.drop(staged.key)
+            raise IntegrityError(
+                f"{staged.key}: the store put the parts together wrongly: etag {held or etag:.80} "
+                f"instead of {staged.etag}, so it is sent again with the next upload"
+            )
+        return held
 
     def publish_all(self, staged: Iterable[Staged]) -> dict[str, str]:
         """Complete all files side by side, so that they appear within moments.
@@ -686,8 +711,20 @@ class Sender:
         self._progress.add(size)
 
 
-def multipart_etag(parts: Iterable[PartInfo]) -> str:
-    """Return S3's etag of a multipart object: MD5 of the parts' MD5s, and their number."""
+def _alike(one: PartInfo, other: PartInfo) -> bool:
+    return one.size == other.size and same_etag(one.etag, other.etag)
+
+
+_OF_PARTS = re.compile(r"[0-9a-fA-F]{32}-\d+")
+
+
+def multipart_etag(parts: Collection[PartInfo]) -> str:
+    """Return S3's etag of a multipart object: MD5 of the parts' MD5s, and their number.
+
+    "" where the parts' etags are no MD5: nobody can tell then.
+    """
+    if not all(is_md5(part.etag) for part in parts):
+        return ""
     digests = [bytes.fromhex(part.etag) for part in parts]
     whole = hashlib.md5(b"".join(digests), usedforsecurity=False).hexdigest()
     return f"{whole}-{len(digests)}"

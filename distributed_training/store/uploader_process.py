@@ -55,7 +55,16 @@ from .cleanup import (
     sweep_uploads,
 )
 from .journal import JOURNAL, Journal, Submission
-from .s3 import IntegrityError, S3ObjectStore, StoppedError, StoreError, Uplink, disk_problem
+from .s3 import (
+    IntegrityError,
+    ObjectInfo,
+    S3ObjectStore,
+    StoppedError,
+    StoreError,
+    Uplink,
+    disk_problem,
+    same_etag,
+)
 from .snapshot_folder import (
     check_files,
     preview_warning,
@@ -63,7 +72,7 @@ from .snapshot_folder import (
     upload_gate,
     wait_complete,
 )
-from .transfer import Progress, Sender, Sent, Staged, patient
+from .transfer import FIRST_WAIT, Progress, Sender, Sent, Staged, patient
 from .uploader import Close, Paused, PeerId, Start
 
 log = logging.getLogger("distributed_training.store.uploader")  # __name__ is __main__ here
@@ -199,8 +208,12 @@ class Publication:
         """
         age = None
         for file in staged:
-            info = self._patient.head(file.key)
-            if info is None or info.size != file.size or info.etag != etags[file.key]:
+            info = self._held(file, etags[file.key])
+            if info is None:
+                # One answer that contradicts what was just done is no reason to send it all again.
+                self.uplink.sleep(FIRST_WAIT.total_seconds())
+                info = self._held(file, etags[file.key])
+            if info is None:
                 self.journal.drop(file.key)
                 raise IntegrityError(
                     f"{file.key} at the store is not what was sent (another miner's?), so the "
@@ -209,6 +222,13 @@ class Publication:
             if file.path.name == keys.GRADIENTS:
                 age = info.age_seconds
         return age
+
+    def _held(self, file: Staged, etag: str) -> ObjectInfo | None:
+        """Return what the store has under the file's key, None if that is not the file."""
+        info = self._patient.head(file.key)
+        if info is None or info.size != file.size or not same_etag(info.etag, etag):
+            return None
+        return info
 
     # --- root metadata --------------------------------------------------------------------------
 

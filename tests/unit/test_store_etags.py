@@ -1,0 +1,180 @@
+"""Etags that are no MD5, answers that contradict each other, bytes damaged on the way.
+
+Whatever a store writes into its etags: what it accepted is not sent again, what is called uploaded
+is there byte for byte, and what cannot succeed ends after the second time, with a line.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import os
+import random
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+from pydantic import SecretStr
+
+from distributed_training.config.settings import StoreSettings
+from distributed_training.store import transfer
+from distributed_training.store.journal import Journal
+from distributed_training.store.s3 import AccessKeys, IntegrityError, S3ObjectStore, StoreError
+from distributed_training.store.transfer import Sender, multipart_etag
+
+pytestmark = pytest.mark.timeout(60)
+
+PART = 1000
+#: How a store writes the etag of bytes whose MD5 is known. ``asked``: not in the answer to a write.
+STYLES = {
+    "md5": lambda md5, asked: md5,
+    "capitals": lambda md5, asked: md5.upper(),
+    "weak": lambda md5, asked: f'W/"{md5}"',
+    "opaque": lambda md5, asked: f"v1:{md5[::-1]}",
+    "another each time": lambda md5, asked: f"v1:{md5[::-1]}" if asked else os.urandom(9).hex(),
+    "wrong in the answer": lambda md5, asked: md5 if asked else md5[::-1],
+    "a hash of another kind": lambda md5, asked: hashlib.sha256(md5.encode()).hexdigest(),
+    "another MD5": lambda md5, asked: hashlib.md5(md5.encode()).hexdigest(),
+}
+HOPELESS = ("another MD5",)
+
+
+class Client:
+    """botocore's client of a store. It refuses bytes of another MD5 than the one sent with them."""
+
+    exceptions = SimpleNamespace(BucketAlreadyOwnedByYou=type("Owned", (Exception,), {}))
+
+    def __init__(self, style: str, damages: int) -> None:
+        self._style, self._damages = STYLES[style], damages
+        self.objects: dict[str, tuple[bytes, str]] = {}
+        self._parts: dict[int, bytes] = {}
+        self.received = 0
+
+    def close(self) -> None: ...
+
+    def _etag(self, md5: str, *, asked: bool) -> str:
+        etag = self._style(md5, asked)
+        return etag if etag.startswith("W/") else f'"{etag}"'
+
+    def _take(self, body: Any, given: str) -> bytes:
+        data = body if isinstance(body, bytes) else b"".join(iter(lambda: body.read(333), b""))
+        self.received += len(data)
+        if self._damages:
+            self._damages -= 1
+            data = bytes([data[0] ^ 1]) + data[1:]
+        if base64.b64decode(given) != hashlib.md5(data).digest():
+            answer: Any = {"Error": {"Code": "BadDigest"}, "ResponseMetadata": {}}
+            raise ClientError(answer, "PutObject")
+        return data
+
+    def put_object(self, *, Key: str, Body: Any, ContentMD5: str, **_: Any) -> Any:
+        data = self._take(Body, ContentMD5)
+        self.objects[Key] = data, hashlib.md5(data).hexdigest()
+        return {"ETag": self._etag(self.objects[Key][1], asked=False)}
+
+    def head_object(self, *, Key: str, **_: Any) -> Any:
+        data, md5 = self.objects[Key]
+        now = datetime.now(UTC)
+        return {
+            "ContentLength": len(data),
+            "ETag": self._etag(md5, asked=True),
+            "LastModified": now,
+            "ResponseMetadata": {"HTTPHeaders": {}},
+        }
+
+    def create_multipart_upload(self, **_: Any) -> Any:
+        self._parts = {}
+        return {"UploadId": "u"}
+
+    def get_paginator(self, name: str) -> Any:
+        assert name == "list_multipart_uploads"
+        return SimpleNamespace(paginate=lambda **_: [{}])
+
+    def upload_part(self, *, PartNumber: int, Body: Any, ContentMD5: str, **_: Any) -> Any:
+        data = self._parts[PartNumber] = self._take(Body, ContentMD5)
+        return {"ETag": self._etag(hashlib.md5(data).hexdigest(), asked=False)}
+
+    def list_parts(self, *, PartNumberMarker: int, **_: Any) -> Any:
+        number = PartNumberMarker + 1
+        md5 = hashlib.md5(self._parts[number]).hexdigest()
+        etag = self._etag(md5, asked=True)
+        return {"Parts": [{"PartNumber": number, "Size": len(self._parts[number]), "ETag": etag}]}
+
+    def complete_multipart_upload(self, *, Key: str, MultipartUpload: Any, **_: Any) -> Any:
+        digests = b""
+        for part in MultipartUpload["Parts"]:
+            digest = hashlib.md5(self._parts[part["PartNumber"]])
+            held = self._etag(digest.hexdigest(), asked=True).removeprefix("W/")
+            assert part["ETag"] == held, "a store knows its own etags only"
+            digests += digest.digest()
+        md5 = f"{hashlib.md5(digests).hexdigest()}-{len(self._parts)}"
+        self.objects[Key] = b"".join(self._parts[n] for n in sorted(self._parts)), md5
+        return {"ETag": self._etag(md5, asked=False)}
+
+    def abort_multipart_upload(self, **_: Any) -> Any:
+        return {}
+
+
+def store_of(client: Client) -> S3ObjectStore:
+    store = S3ObjectStore(
+        bucket="llama-007",
+        endpoint_url="http://a",
+        keys=AccessKeys(SecretStr("a"), SecretStr("b")),
+        settings=StoreSettings(write_interval=timedelta(0)),
+    )
+    store._client = client
+    return store
+
+
+def test_what_a_store_accepted_is_there_and_was_sent_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "FIRST_WAIT", timedelta(milliseconds=1))
+    dice, failed = random.Random(3), 0
+    store = store_of(Client("md5", 0))
+    for case in range(80):
+        style, damages = dice.choice(list(STYLES)), dice.choice([0, 0, 0, 1, 99])
+        size = dice.choice([1, PART - 1, PART, PART + 1, 3 * PART, 4 * PART + 7])
+        content, path = dice.randbytes(size), tmp_path / "model"
+        path.write_bytes(content)
+        client = store._client = Client(style, damages)  # a store of botocore's takes 10 ms
+        journal = Journal(tmp_path / f"{case}.json")
+        until = time.monotonic() + 30
+        with Sender(
+            store=store, journal=journal, deadline=until, concurrency=1, part_size=PART
+        ) as sender:
+            if damages > 1 or style in HOPELESS:
+                failed += 1
+                with pytest.raises(IntegrityError, match="twice"):
+                    sender.upload_all([("k", path)])
+                assert client.received <= min(2 * size, 4 * PART), (style, damages)
+                continue
+            sender.upload_all([("k", path)])
+        assert client.objects["k"][0] == content, (style, damages)
+        assert client.received == size + damages * min(PART, size), (style, damages)
+    assert 10 < failed < 70
+
+
+def test_an_object_of_other_parts_is_sent_again(tmp_path: Path) -> None:
+    """Its size is right, and its etag is that of other parts: at Complete and when asked again."""
+    client = Client("md5", 0)
+    path = tmp_path / "model"
+    path.write_bytes(os.urandom(3 * PART))
+    complete, head = client.complete_multipart_upload, client.head_object
+
+    def wrong(ask: Any) -> Any:
+        return lambda **how: ask(**how) | {"ETag": f'"{"0" * 32}-3"'}
+
+    client.complete_multipart_upload = wrong(complete)  # type: ignore[method-assign]
+    journal = Journal(tmp_path / "j.json")
+    until = time.monotonic() + 30
+    with Sender(store=store_of(client), journal=journal, deadline=until, part_size=PART) as sender:
+        sender.upload_all([("k", path)])  # one answer alone
+        client.head_object = wrong(head)  # type: ignore[method-assign]
+        with pytest.raises(StoreError, match="put the parts together wrongly"):
+            sender.upload_all([("k", path)])
+    assert multipart_etag([]) != "" == multipart_etag([*[SimpleNamespace(etag="v1")]])  # type: ignore[list-item]
