@@ -230,6 +230,7 @@ def build(
             publisher=publisher,
             evaluator=Evaluator(model=model, pages=parts.pages),
             standings=_standings(folder / "ledger.json"),
+            ledger=folder / "ledger.json",
             # One of its own: the public validator draws its random block from the generator that it
             # has just seeded with a uid, so that miners can compute it.
             rng=random.Random(settings.seed or None),

@@ -2,6 +2,11 @@
 
 A pass runs between two rounds. Standings (ratings, moving averages, missed sweeps) are kept across
 restarts.
+
+Some bytes may end the process itself: by a fault in a library, or the memory of the machine. So the
+standings name the upload that is judged before it is begun. A process that finds that note at its
+start judges the miner's next upload last, and alone: a reboot costs nobody a score. After the
+second end its uploads are reset unread for a round period, then for two, for four.
 """
 
 from __future__ import annotations
@@ -11,6 +16,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -22,6 +28,7 @@ from pydantic import TypeAdapter
 from distributed_training.chain.base import Neuron
 from distributed_training.common.files import write_json
 from distributed_training.config.settings import ValidatorSettings
+from distributed_training.node.start import Stopped
 from distributed_training.protocol import lines
 from distributed_training.protocol.scoring import (
     MAX_MISSED_SWEEPS,
@@ -55,6 +62,36 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
+class Ends:
+    """Processes that ended while they judged uploads of one miner. ``block``: of the last."""
+
+    count: int
+    block: int
+    alone: bool = True  # the next upload is judged in a pass of its own
+
+    def refused_until(self, bpa: int) -> int:
+        """Return the block from which an upload is judged again."""
+        return self.block + (bpa << min(self.count - 2, _MOST_DOUBLINGS) if self.count > 1 else 0)
+
+    def forgotten_at(self, bpa: int) -> int:
+        # By time, not by a good upload: one in between costs whoever crafts the others nothing.
+        return self.block + (bpa << min(self.count, _MOST_DOUBLINGS))
+
+
+_MOST_DOUBLINGS = 10
+
+
+@dataclass(frozen=True)
+class Begun:
+    """The upload that is being judged, and at which block that was begun."""
+
+    uid: int
+    hotkey: str
+    upload: str
+    block: int
+
+
+@dataclass
 class _Entry:
     hotkey: str
     published: float = 0.0  # the moving average of totals
@@ -63,6 +100,7 @@ class _Entry:
     missed_sweeps: int = 0
     scored_at: int = -1  # block of the last evaluation, or of the last try
     seen: str = ""  # revision of the upload seen last
+    ends: Ends | None = None
 
 
 @dataclass(frozen=True)
@@ -85,6 +123,7 @@ class Standings:
     last_round_block: int | None = None  # when the period was last restarted
     # Saved before the publication: a kill after it must not lose the round.
     reached: Reached | None = None
+    begun: Begun | None = None
     suspects: Suspects = field(default_factory=Suspects)
 
     def __post_init__(self) -> None:
@@ -156,6 +195,24 @@ class Standings:
         """Return the entries of who was registered when that was last seen."""
         return {uid: e for uid, e in self.entries.items() if uid not in self._absent}
 
+    def count_end(self) -> None:
+        """Count the end of the process before, if it ended while it judged an upload."""
+        begun, self.begun = self.begun, None
+        entry = self.entries.get(begun.uid) if begun else None
+        if begun is None or entry is None or entry.hotkey != begun.hotkey:
+            return
+        entry.ends = Ends(1 if entry.ends is None else entry.ends.count + 1, begun.block)
+        entry.scored_at = begun.block  # or it would come before those of its pass again
+        first = entry.ends.count == 1
+        log.warning(
+            "The validator ended while it judged upload %s of uid %d (%d. time), so that miner's "
+            "next one is %s; if it was no reboot, look for the process in dmesg",
+            begun.upload,
+            begun.uid,
+            entry.ends.count,
+            "judged last, and alone" if first else "reset unread for a while, then judged alone",
+        )
+
     def save(self, path: Path) -> None:
         board = {u: s for u, s in self.board.state().items() if int(u) in self.entries}
         write_json(path, asdict(self) | {"board": board})
@@ -168,6 +225,7 @@ class Standings:
             data = path.read_bytes()
             found = TypeAdapter(cls).validate_json(data, strict=True)
             found.board.restore(json.loads(data)["board"])
+            found.count_end()
         except FileNotFoundError:
             return cls()
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
@@ -208,6 +266,7 @@ class Scorer:
     rng: random.Random
     record: Callable[..., None]
     stop: threading.Event
+    ledger: Path | None = None  # the file of the standings; None: they are in no file
     judged: int = -1  # outer step of the last pass
     donors: list[Donor] = field(default_factory=list)  # who had a valid upload then, best first
 
@@ -243,7 +302,7 @@ class Scorer:
             return []
         for repository in repositories:
             self._tell_if_new(repository, outer_step)
-        chosen = self._choose(repositories)
+        chosen = self._choose(repositories, block, bpa)
         judgements = self._judge_all(
             chosen, state, outer_step, block=block, bpa=bpa, interrupted=interrupted
         )
@@ -283,14 +342,25 @@ class Scorer:
         silent = not {Cause.UNREACHABLE, Cause.TOO_SLOW}.isdisjoint(causes)
         return silent and not self.store_answers()
 
-    def _choose(self, repositories: Sequence[Repository]) -> list[Repository]:
-        """Choose those not judged for longest.
+    def _choose(self, repositories: Sequence[Repository], block: int, bpa: int) -> list[Repository]:
+        """Choose those not judged for longest; alone, one that a process ended over.
 
         A miner that never uploaded an inner step is left out.
         """
+        entries = self.standings.entries
         trained = [repository for repository in repositories if repository.trained]
-        trained.sort(key=lambda r: self.standings.entries[r.uid].scored_at)
-        return trained[: self.settings.score_uids]
+        trained.sort(key=lambda r: entries[r.uid].scored_at)
+        risks = set()
+        for uid in (repository.uid for repository in trained):
+            ends = entries[uid].ends
+            if ends is not None and block >= ends.forgotten_at(bpa):
+                entries[uid].ends = None
+            elif ends is not None and ends.alone and block >= ends.refused_until(bpa):
+                risks.add(uid)
+        # What was judged is kept at the end of a pass: with others, one more end would lose theirs.
+        if trained and trained[0].uid in risks:
+            return trained[:1]
+        return [each for each in trained if each.uid not in risks][: self.settings.score_uids]
 
     def _judge_all(
         self,
@@ -341,6 +411,33 @@ class Scorer:
         return judgements
 
     def _judge(self, repository: Repository, judged: Judged, random_block: int) -> Judgement:
+        """Judge one upload, noted on the disk until that is over: see the module's docstring.
+
+        Raises as :meth:`_measure`. An error that ends the process leaves the note, as a kill does.
+        """
+        standings, uid = self.standings, repository.uid
+        entry = standings.entries[uid]
+        ends, until = entry.ends, entry.ends.refused_until(judged.bpa) if entry.ends else 0
+        if ends is not None and judged.block < until:
+            why = (
+                f"the validator ended {ends.count} times over its uploads: none until block {until}"
+            )
+            return Judgement.reset(uid, judged.outer_step, Cause.BAD_GRADIENT, why)
+        standings.begun = Begun(uid, entry.hotkey, repository.tag, judged.block)
+        if self.ledger is not None:
+            with suppress(OSError):  # the end of the pass says so
+                standings.save(self.ledger)
+        try:
+            judgement = self._measure(repository, judged, random_block)
+        except (DataUnavailable, Stopped):
+            standings.begun = None
+            raise
+        standings.begun = None
+        if ends is not None:
+            ends.alone = False
+        return judgement
+
+    def _measure(self, repository: Repository, judged: Judged, random_block: int) -> Judgement:
         """Judge one upload, or reset it for whatever its bytes make a library raise.
 
         Raises DataUnavailable, which says nothing about the upload, Stopped, and

@@ -6,6 +6,7 @@ import io
 import random
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 import torch
 
 from distributed_training.chain.base import Neuron
+from distributed_training.node.start import Stopped
 from distributed_training.protocol import gradients as codec
 from distributed_training.protocol import keys
 from distributed_training.protocol.scoring import MAX_MISSED_SWEEPS
@@ -24,7 +26,7 @@ from distributed_training.scoring.upload import Cause, DataUnavailable, inspect
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
 from distributed_training.validator import scorer
-from distributed_training.validator.scorer import Reached, Standings
+from distributed_training.validator.scorer import Ends, Reached, Standings
 from tests.tools.hostile_files import pickle_of, with_pickle
 from tests.tools.validator_world import (  # noqa: F401
     LENGTH,
@@ -219,6 +221,72 @@ def test_crafted_uploads_leave_the_honest_ones_their_scores(tmp_path: Path) -> N
     judged = {j.uid: j for j in world.validator.score()}
     assert [uid for uid in judged if judged[uid].ok] == list(honest)
     assert {judged[uid].cause for uid in crafted} == {Cause.BAD_GRADIENT}
+
+
+class Killed(BaseException):
+    """End the process, as a signal does: nothing that it would still do is done."""
+
+
+def _killed_over(world: World, uid: int, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Score until the process ends over that uid's upload; start again. Return who came before."""
+    judged, judge = [], Evaluator.judge
+
+    def dies(self: Any, one: Any, *args: Any, **kwargs: Any) -> Any:
+        if one.uid == uid:
+            raise Killed
+        judged.append(one.uid)
+        return judge(self, one, *args, **kwargs)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(Evaluator, "judge", dies)
+        for _ in range(3):
+            world.chain_ledger.advance(1)
+            world.validator.score()
+    world.closing.close()
+    world.restart()
+    world.start()
+    return judged
+
+
+def _pass(world: World, blocks: int = 1) -> list[int]:
+    world.chain_ledger.advance(blocks)
+    return [j.uid for j in world.validator.score() if j.ok]
+
+
+def test_an_upload_that_ends_the_process_is_not_met_first_again(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert _killed_over(world, 17, monkeypatch) == [3]
+    assert "of uid 17 (1. time)" in caplog.text
+    assert _pass(world) == [3, 42] and _pass(world) == [17]  # it was a reboot
+    assert sorted(_pass(world)) == [3, 17, 42]
+    # It was none.
+    _killed_over(world, 17, monkeypatch)
+    assert sorted(_pass(world)) == [3, 42] == sorted(_pass(world))
+    scored = [e for e in world.events.of("upload_scored") if e["uid"] == 17]
+    assert scored and not any(e["ok"] for e in scored) and "ended 2 times" in scored[0]["reason"]
+
+
+def test_who_ends_processes_waits_twice_as_long_each_time() -> None:
+    block = 1000
+    for count, periods in ((1, 0), (2, 1), (3, 2), (4, 4), (40, 2**10)):
+        ends = Ends(count, block)
+        assert ends.refused_until(60) == block + 60 * periods
+        # Whoever ends one each time it is read again is never forgotten.
+        assert ends.forgotten_at(60) > ends.refused_until(60) or count == 40
+
+
+@pytest.mark.parametrize("how", ["stopped", "no text", "an error"])
+def test_a_process_that_ends_otherwise_blames_no_upload(
+    world: World, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    error = {"stopped": Stopped(), "no text": DataUnavailable("rows"), "an error": KeyError(5)}[how]
+    with monkeypatch.context() as patch, suppress(Stopped):
+        patch.setattr(Evaluator, "judge", _failing(Evaluator.judge, error, lambda *_, **__: True))
+        world.validator.score()
+    world.validator._save()
+    world.restart()
+    assert all(entry.ends is None for entry in world.validator.standings.entries.values())
 
 
 def test_inner_step_0_and_empty_buckets_are_not_judged(world: World) -> None:
