@@ -420,7 +420,8 @@ class GlobalEpoch:
             return
         self._compare_epochs()
         compare, self._compare_weights = self._compare_weights, None
-        if compare is not None:
+        # Another outer step there is a load, and no weights of ours are in the bucket.
+        if compare is not None and self._seen in (None, compare):
             self._look_for_drift(compare)
 
     def _compare_epochs(self) -> None:

@@ -574,6 +574,10 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
         # In the server's thread, so it is posted and nothing more.
         post(ev.AllReduceCalled(request, time.monotonic()))
 
+    def heard(outer_step: int) -> None:
+        if outer_step < trainer.outer_step:
+            post(ev.ValidatorHeard(outer_step, time.monotonic()))
+
     def phase() -> str | None:
         return "averaging" if controller.state.mode is Mode.AVERAGING else None
 
@@ -587,6 +591,7 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
             peer_id=lambda: swarm.peer_id,
             addresses=lambda: swarm.visible_maddrs,
             run_id=context.config.swarm.run_id,
+            on_validator_epoch=heard,
         )
     )
     # Closed first, since it was opened last: no call comes into a swarm that ends.

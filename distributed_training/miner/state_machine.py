@@ -15,7 +15,7 @@ AVERAGING          inner steps pause, unless ``Rules.train_in_rounds``; the swar
                    ranks vote on the outer step. A snapshot's gradient is checked now
 AWAITING_GLOBAL    a round ended, successful or not: inner steps go on, and a global outer step
                    behind ours is left alone until the validator has had its time to publish
-                   (``reload`` timeout)
+                   (``reload`` timeout), or says that it did not
 FETCHING           the global state is being fetched; inner steps go on, and their result is kept
                    should the fetch fail. No round: our pseudo-gradient is another outer step's
 LOADING            the global state is being loaded; inner steps pause
@@ -241,6 +241,14 @@ class RoundFailed(Event):
 @dataclass(frozen=True)
 class GlobalEpochSeen(Event):
     """The global bucket stands at this outer step."""
+
+    outer_step: int
+    at: float
+
+
+@dataclass(frozen=True)
+class ValidatorHeard(Event):
+    """The master says by a signed call that it is at this outer step, and in no round."""
 
     outer_step: int
     at: float
@@ -528,6 +536,13 @@ def _global_state(state: MinerState, event: Event) -> Decision:
         case Tick(at=at) if state.mode is Mode.AWAITING_GLOBAL and at >= state.global_due:
             after = replace(state, mode=Mode.TRAINING)
             return after, (Task.COMPARE_EPOCHS, Task.COMPARE_WEIGHTS)
+        case ValidatorHeard(outer_step=said, at=at) if (
+            state.mode is Mode.AWAITING_GLOBAL
+            and said < state.outer_step
+            and said != state.failed_target
+        ):
+            # It calls nobody while it averages or publishes: our outer step is not on its way.
+            return replace(state, global_due=min(at, state.global_due)), ()
         case GlobalEpochSeen(outer_step=seen, at=at):
             return _epoch_seen(replace(state, unseen=False), seen, at)
         case WeightsCompared(outer_step=outer, same=False) if (

@@ -123,6 +123,14 @@ class Miner(DecidedMiner):
     def keeper(self) -> Checkpointer:
         return Checkpointer(trainer=self.trainer, folder=self.folder / "checkpoints")
 
+    def hear(self, published: Published) -> None:
+        """The validator's next IsAlive comes long before the time to publish is up."""
+        self._published = published
+        self.see(ev.GlobalEpochSeen(published.outer_step, self.now))
+        self.see(ev.ValidatorHeard(published.outer_step, self.now))
+        self.now += 1
+        self.see(ev.Tick(self.now))
+
     def restart(self, published: Published) -> None:
         """A new process with the folder of this one."""
         self.trainer = trainer(**FLAGS)
@@ -189,48 +197,51 @@ class Network:
             ]
             self.publish(self.published.outer_step + 1, [w for w, _ in both], [m for _, m in both])
 
-    def follow(self) -> None:
+    def follow(self, *, heard: bool = False) -> None:
         for miner in self.miners:
-            miner.follow(self.published)
+            (miner.hear if heard else miner.follow)(self.published)
 
     def outer_steps(self) -> set[int]:
         return {self.published.outer_step, *(m.trainer.outer_step for m in self.miners)}
 
 
 #: One round: how many miners reach its outer step, whether it is published, inner steps of the
-#: miners before it, and which of them are killed and start again after it.
+#: miners before it, which of them are killed and start again after it, and whether they hear of
+#: the validator's outer step.
 ROUND = st.tuples(
     st.sampled_from([0, 1, 2]),
     st.booleans(),
     st.sampled_from([(STEPS, STEPS), (0, STEPS)]),
     st.sets(st.sampled_from([0, 1])),
+    st.booleans(),
 )
 
 
 @settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rounds=st.lists(ROUND, min_size=3, max_size=3))
-@example(rounds=[(2, False, (STEPS, STEPS), set())] * 3)
+@example(rounds=[(2, False, (6, 6), set(), True)] * 3)
 @example(
     rounds=[
-        (2, True, (STEPS, STEPS), set()),
-        (2, False, (0, STEPS), {0, 1}),
-        (1, False, (0, 0), {0}),
+        (2, True, (6, 6), set(), False),
+        (2, False, (0, 6), {0, 1}, True),
+        (1, False, (0, 0), {0}, False),
     ]
 )
 def test_a_validator_killed_in_the_first_rounds_leaves_a_network_that_goes_on_by_itself(
-    rounds: list[tuple[int, bool, tuple[int, int], set[int]]], caplog: pytest.LogCaptureFixture
+    rounds: list[tuple[int, bool, tuple[int, int], set[int], bool]],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """At any moment: with the average at nobody, at one miner or at all, published or not."""
     caplog.set_level(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
         network = Network(Path(folder))
-        for reached, published, steps, restarted in rounds:
+        for reached, published, steps, restarted, heard in rounds:
             for miner, count in zip(network.miners, steps, strict=True):
                 miner.train(count)
             network.round(reached=reached, published=published and reached == 2)
             for number in sorted(restarted):
                 network.miners[number].restart(network.published)
-            network.follow()
+            network.follow(heard=heard)
             assert len(network.outer_steps()) == 1
         before = network.published.outer_step
         network.round()
