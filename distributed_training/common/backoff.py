@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from datetime import timedelta
 
@@ -78,3 +78,20 @@ class Throttle:
         if len(self._passed_at) > self._most_keys:
             self._passed_at.popitem(last=False)
         return True
+
+
+class Repeats:
+    """A :class:`Throttle` that counts what it holds back, for the next line of the same key."""
+
+    def __init__(self, every: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._every = every
+        self._throttle = Throttle(every, clock=clock)
+        self._held: Counter[Hashable] = Counter()
+
+    def __call__(self, key: Hashable = None) -> str | None:
+        """Return what to add to a line of ``key``; None: the line is not to be written."""
+        if not self._throttle(key):
+            self._held[key] += 1
+            return None
+        held = self._held.pop(key, 0)
+        return f" ({held} more times since the last such line)" if held else ""

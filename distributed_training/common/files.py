@@ -26,6 +26,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
+from .backoff import Repeats
+
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
 
@@ -36,6 +38,8 @@ State = TypeVar("State")
 LARGEST_JSON = 16 * 1024 * 1024  # bytes, of a file that one of our processes wrote
 LARGEST_STATE = 4 * 1024 * 1024  # bytes; ours have at most a few hundred thousand
 LONGEST_LINE = 1024 * 1024  # bytes
+
+_not_written = Repeats(600.0)
 
 FSTAB = Path("/etc/fstab")
 _OCTAL = re.compile(r"\\([0-7]{3})")
@@ -163,15 +167,17 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
 def write_state(path: Path, state: Any, *, durable: bool = True, lost: str = "") -> bool:
     """Replace ``path`` by the dataclass ``state`` as JSON, whole or not at all.
 
-    Raises OSError, unless ``lost`` names the consequence: then one WARNING ends with it, and False
-    is returned.
+    Raises OSError, unless ``lost`` names the consequence: then one WARNING says so, at most every
+    ten minutes for each path, and False is returned.
     """
     try:
         write_json(path, asdict(state), durable=durable)
     except OSError as error:
         if not lost:
             raise
-        log.warning("%s was not written (%s): %s", path, error.strerror, lost)
+        # Some are written once a second, and the log is mostly on the same disk.
+        if (again := _not_written((path, error.errno))) is not None:
+            log.warning("%s was not written (%s): %s%s", path, error.strerror, lost, again)
         return False
     return True
 

@@ -41,6 +41,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+DISK_RESERVE = 1_000_000_000  # bytes that stay free whatever a miner writes
+
 Checkpointing = Literal["none", "budget", "selective", "full"]
 #: Of what a compiled block would keep for its backward. At half the partitioner keeps the results
 #: of its products, but for the last one's input and the attention's queries.

@@ -291,7 +291,8 @@ class DiagnosticsSettings:
     slow_step: Duration = flag("diagnostics.slow_step", 60 * SECOND, ge=SECOND / 100, le=DAY)
     """inner steps that take longer print SLOW STEP"""
     minimum_disk_gb: float = flag("diagnostics.minimum_disk_gb", 10.0, ge=0, le=1e9)
-    """free disk in the run folder that the doctor wants beyond the checkpoints it computes"""
+    """free disk in the run folder that the doctor wants beyond the checkpoints it computes; at
+    least the 1 GB that always stays free"""
     measure: Duration = flag("diagnostics.measure", 10 * SECOND, ge=0 * SECOND, le=HOUR)
     """how long the doctor trains to estimate the step time; 0 leaves it out"""
     start_check: bool = flag("diagnostics.start_check", True)

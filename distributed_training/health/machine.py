@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import psutil
 
 from distributed_training.common.memory import (
+    DISK_RESERVE,
     Arrangement,
     ModelShape,
     device_memory,
@@ -340,7 +341,8 @@ def _ways(
 def check_room(examination: Examination) -> list[Check]:
     """Check for room: the minimum and, where the model is known, all that a miner of it keeps."""
     config, shape = examination.config, examination.shape
-    needed = round(config.diagnostics.minimum_disk_gb * 1e9)
+    # A download and a snapshot wait for room as long as the reserve is not left free.
+    needed = max(round(config.diagnostics.minimum_disk_gb * 1e9), DISK_RESERVE)
     folder = config.run_folder.absolute()
     if shape is not None:
         most = disk_space(shape, keep_checkpoints=config.miner.keep_checkpoints).total

@@ -676,8 +676,10 @@ class _Supervisor:
         written = read_exit_status(self._folder, instance=self._mark.value)
         stopping = self._is(Phase.STOPPING)
         if written is None:
-            if stopping and not self._is(Phase.FORCED) and not self._listening:
-                return Ending(ExitStatus.STOPPED)  # before rank 0 had started
+            # It had not started, or there was no room for the file: then all ended as they should.
+            ended = not self._listening or not self._group.endings
+            if stopping and not self._is(Phase.FORCED) and ended:
+                return Ending(ExitStatus.STOPPED)
             if not self._failures:
                 log.warning("Rank 0 left no exit status, so it counts as failed")
             return Ending(ExitStatus.FAULT)

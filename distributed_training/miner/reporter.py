@@ -25,6 +25,7 @@ from typing import TypeVar
 import psutil
 
 from distributed_training import __version__
+from distributed_training.common.backoff import Repeats
 from distributed_training.common.memory import host_bytes
 from distributed_training.health.gpus import NvmlSampler
 from distributed_training.protocol import lines
@@ -45,6 +46,7 @@ from .state_machine import MinerState, Mode, goes_back, ignores_calls
 
 log = logging.getLogger(__name__)
 
+_SAY_AGAIN = 600.0  # seconds between two lines of a full disk
 _SLOPE_SAMPLES = 240  # a minute apart
 _SLOPE_LEAST = 30  # below, warming up looks like a leak
 
@@ -378,6 +380,7 @@ class Reporter:
         self._reload_timeout = reload_timeout
         self._clock = clock
         self._round_began: float | None = None
+        self._full_disk = Repeats(_SAY_AGAIN, clock=clock)
         self._global_outer_step = 0  # when the global bucket was last looked at
 
     def see(self, event: ev.Event, state: MinerState) -> None:
@@ -403,7 +406,9 @@ class Reporter:
                 held = handle.hold_seconds
                 log.info("%s: training was held for %.2f s", lines.EXTRACTED_STATE, held)
             case ev.SnapshotFailed(problem=problem, kind=kind):
-                log.warning("%s", problem)
+                # The problem names bytes that differ each time.
+                if kind != "disk" or (again := self._full_disk()) is not None:
+                    log.warning("%s%s", problem, again if kind == "disk" else "")
                 self._metrics.snapshot_refused(kind)
             case ev.SnapshotPutOff():
                 log.info("%s", lines.STALE_LIST)

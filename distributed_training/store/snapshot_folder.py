@@ -22,6 +22,7 @@ from typing import Annotated
 
 from pydantic import StringConstraints, TypeAdapter
 
+from distributed_training.common.memory import DISK_RESERVE
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import (
     MAX_CONFIG_BYTES,
@@ -34,7 +35,6 @@ from distributed_training.protocol.types import Revision
 from .s3 import IntegrityError, Uplink
 
 _MOST_DONE_BYTES = 1024 * 1024
-DISK_RESERVE = 1_000_000_000  # bytes that stay free whatever is written
 
 
 @dataclass(frozen=True)

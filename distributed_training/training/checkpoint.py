@@ -37,6 +37,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from distributed_training.common.backoff import Repeats
 from distributed_training.common.files import read_json_object, sha256_of, sync_folder, write_json
 from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.types import Progress, RankFailedError
@@ -301,6 +302,7 @@ def matched(
 
 #: Seconds: covers the wait for the other ranks' files before older checkpoints are deleted.
 _RANKS_TIMEOUT = 600.0
+_SAY_AGAIN = 600.0  # between two lines of one cause
 _HURRIED = 5.0  # seconds that a prune waits for other ranks while training waits for it
 
 
@@ -334,6 +336,7 @@ class Checkpointer:
         self._skip = 0  # checkpoints that a roll-back leaves out
         self._rolled_back_to: int | None = None  # total inner steps
         self._hurry = threading.Event()  # training waits for the thread
+        self._repeats = Repeats(_SAY_AGAIN)
 
     def save(self, extra: dict[str, Any], progress: Progress) -> None:
         """Copy everything to host memory, then write in a thread. Collective.
@@ -352,7 +355,7 @@ class Checkpointer:
             # A snapshot of this boundary has the same ones: 12 bytes a parameter, once.
             copies = self._trainer.boundary_copies()
         except RankFailedError as error:
-            self._not_written(name, str(error))
+            self._not_written(name, error, str(error))
             return
         state = self._trainer.state_dict() | vars(copies)  # which has the keys of the state dicts
         by_epoch = self._named(self._trainer.outer.state_dict())
@@ -479,7 +482,7 @@ class Checkpointer:
             self.last_error = None
         except Exception as error:  # noqa: BLE001 - in a thread: it would be lost; training goes on
             why = f"{type(error).__name__}: {error}; check the disk of {self._folder}"
-            self._not_written(name, why)
+            self._not_written(name, error, why)
             with contextlib.suppress(OSError):  # a disk that is away has nothing to delete
                 for path in (self._folder / name).glob(f"rank-{self._layout.shard}.*"):
                     path.unlink(missing_ok=True)  # a full disk needs the room
@@ -497,12 +500,16 @@ class Checkpointer:
                 # Read by the launcher: a stop must have the time for one.
                 write_json(self._folder / "last.json", {"name": name, "seconds": self.seconds})
             except (OSError, ValueError, KeyError) as error:
-                log.warning("Older checkpoints of %s were not deleted: %s", self._folder, error)
+                if (again := self._repeats("older")) is not None:
+                    what = f"Older checkpoints of {self._folder} were not deleted"
+                    log.warning("%s: %s%s", what, error, again)
 
-    def _not_written(self, name: str, why: str) -> None:
+    def _not_written(self, name: str, error: Exception, why: str) -> None:
         self.last_error = why
         restart = "a restart would resume from the one before"
-        log.error("Checkpoint %s was not written (%s); %s", name, why, restart)
+        # A disk may be full for hours, and the log is on it. The text names another file each time.
+        if (again := self._repeats((type(error), getattr(error, "errno", None)))) is not None:
+            log.error("Checkpoint %s was not written (%s); %s%s", name, why, restart, again)
 
     def _log_written(self, name: str, progress: Mapping[str, Any]) -> None:
         size = sum(path.stat().st_size for path in (self._folder / name).iterdir())

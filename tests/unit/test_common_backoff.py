@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from distributed_training.common.backoff import Backoff, Throttle, doubling
+from distributed_training.common.backoff import Backoff, Repeats, Throttle, doubling
 
 
 def test_a_throttle_lets_each_key_through_once_an_interval() -> None:
@@ -41,3 +41,14 @@ def test_waits_double_up_to_the_longest_and_start_again_after_a_success() -> Non
         assert most / 2 <= backoff.failed().total_seconds() <= most
     backoff.succeeded()
     assert backoff.failed() <= first
+
+
+def test_what_repeats_is_counted_for_the_next_line() -> None:
+    now = 0.0
+    repeats = Repeats(600, clock=lambda: now)
+    assert repeats("a") == "" and [repeats("a") for _ in range(3)] == [None] * 3
+    assert repeats("b") == ""
+    now = 600.0
+    assert repeats("a") == " (3 more times since the last such line)" and repeats("a") is None
+    now = 1200.0
+    assert repeats("a") == " (1 more times since the last such line)" and repeats("b") == ""

@@ -28,7 +28,7 @@ from distributed_training.common.proxies import VARIABLES
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import StoreSettings
 from distributed_training.doctor import _DECISIVE, model_config
-from distributed_training.health import gpus, outside
+from distributed_training.health import gpus, machine, outside
 from distributed_training.health.machine import (
     Examination,
     bytes_under,
@@ -167,6 +167,16 @@ def test_disk(tmp_path: Path) -> None:
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
         assert "is no folder" in check_disk(folder, needed_bytes=1).finding
     assert check_disk(tmp_path / ("long" * 99), needed_bytes=1).finding  # no traceback
+
+
+def test_what_always_stays_free_is_part_of_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a start passes with 0.6 GB, and waits for ever for room to download anything."""
+    config = load_config("miner", ["--preset", "local"], environ={}, check=False)
+    for free, status in ((6 * 10**8, "fail"), (3 * 10**9, "ok")):
+        usage = SimpleNamespace(free=free)
+        monkeypatch.setattr(machine.shutil, "disk_usage", lambda _, usage=usage: usage)
+        (check,) = machine.check_room(Examination(config, ranks=1))
+        assert check.status == status and "1.0 GB needed" in check.line
 
 
 def test_a_disk_that_does_not_answer_fails_its_checks_and_ends_nothing(

@@ -36,6 +36,7 @@ pytestmark = pytest.mark.timeout(60)
 Usage = namedtuple("Usage", "total used free")
 FAULT, REFUSED, STOPPED = ExitStatus.FAULT, ExitStatus.BAD_CONFIGURATION, ExitStatus.STOPPED
 OUTSIDE = "refused by something outside"
+UNWRITTEN = "ended well, and the disk has no room for the file that says so"
 HALF = "a rank could not be forked, those before it run"
 LONG = launcher.STEADY.total_seconds() + 5
 
@@ -72,6 +73,8 @@ class Played:
                 if played.now < ends:
                     return list(range(world_size))
                 played.left.pop(0)
+                if status == UNWRITTEN:
+                    return []
                 told: dict[str, Any] = {"status": status, "reason": "as told"}
                 if status == OUTSIDE:
                     told = {"status": FAULT, "reason": "the bucket answers 403", "outside": True}
@@ -205,6 +208,27 @@ def test_a_stop_between_ranks_that_failed_and_their_next_start_is_a_stop(
         monkeypatch.setattr(launcher._Supervisor, "_sweep", sweep)
     ranks.left = [(0, HALF), (0, FAULT)]
     assert launch(argv) == STOPPED and ranks.left == [(0, FAULT)]
+
+
+def test_a_stop_on_a_full_disk_is_no_failure(
+    argv: list[str],
+    ranks: Played,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Rank 0 has listened and ended as it was asked to."""
+    monkeypatch.setattr(launcher, "listening_ranks", lambda *_, instance: {0: os.getpid()})
+    monkeypatch.setattr(launcher._Supervisor, "_pass_stop_on", lambda self: None)
+    steady = launcher._Supervisor._steady
+
+    def steadily(supervisor: Any, began: float) -> bool:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return steady(supervisor, began)
+
+    monkeypatch.setattr(launcher._Supervisor, "_steady", steadily)
+    ranks.left = [(3, UNWRITTEN)]
+    assert launch(argv) == STOPPED and not ranks.left
+    assert "counts as failed" not in caplog.text
 
 
 def test_a_file_that_cannot_be_read_is_no_line_a_look(

@@ -1,0 +1,76 @@
+"""A disk that is full for an hour, under everything that a running miner writes again and again."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed_training.chain.auth import Kept, KeptFile
+from distributed_training.chain.base import ChainState
+from distributed_training.chain.registration import RegistrationRecord
+from distributed_training.common import files
+from distributed_training.common.backoff import Repeats
+from distributed_training.common.files import atomic_file
+from distributed_training.store.bucket_reader import refuse
+from distributed_training.store.journal import Journal
+from distributed_training.telemetry import EventLog, MetricsFile, events
+from tests.tools.miner_parts import config_of
+
+FOR_ALL = 10  # lines of the first ten minutes: one for each file, and a spare
+
+
+def writers(folder: Path) -> list[Callable[[], object]]:
+    """Each writes other content each time, or it would not write."""
+    number = itertools.count()
+    journal, calls = Journal(folder / "uploads.json"), KeptFile(folder / "callers.json")
+    calls.load()
+    telemetry = config_of().telemetry
+    log = EventLog.from_settings(telemetry, folder)
+    assert log is not None
+    metrics = MetricsFile(folder / "metrics.prom", every=0.0)
+    return [
+        lambda: ChainState("registry", 0.0, next(number), (), {}).save(folder / "chain.json"),
+        lambda: calls.save(Kept(next(number), clean=False)),
+        lambda: journal.set_checked(next(number)),
+        lambda: RegistrationRecord("5Miner", next(number)).save(folder / "registration.json"),
+        lambda: refuse(folder / "epoch-7", f"{next(number)}"),
+        lambda: log.write("step", number=next(number)),
+        lambda: metrics.write(lambda: None),
+    ]
+
+
+def test_an_hour_of_a_full_disk_is_a_line_for_each_file_every_ten_minutes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, full = 0.0, False
+    monkeypatch.setattr(files, "_not_written", Repeats(600.0, clock=lambda: now))
+    write = os.write
+
+    def no_room(*_: object, **__: object) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(events.os, "write", lambda *a: no_room() if full else write(*a))
+
+    def replace(source: Path, target: Path) -> None:
+        no_room() if full else os.rename(source, target)
+
+    monkeypatch.setattr(files.os, "replace", replace)
+    written = writers(tmp_path)
+    full, lines = True, []
+    for now in map(float, range(3600)):
+        for each in written if now < 90 or now % 60 == 0 else ():
+            each()
+        if now in (89, 3599):
+            lines.append(len(caplog.records))
+    assert lines[0] <= FOR_ALL and lines[1] <= 6 * FOR_ALL
+    assert "chain.json was not written (No space left on device): a start while" in caplog.text
+    assert "(97 more times since the last such line)" in caplog.text
+    with pytest.raises(OSError), atomic_file(tmp_path / "other"):
+        pass
+    assert not list(tmp_path.glob(".*.tmp"))
