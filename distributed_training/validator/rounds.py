@@ -36,7 +36,6 @@ from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
     AllReduceResult,
-    Revision,
     RoundRequest,
 )
 from distributed_training.scoring.upload import OpenBucket, Result, begun, fulfil
@@ -370,14 +369,13 @@ class RoundCaller:
         return None
 
     def _checkpoint(self, state: GlobalState, candidate: _Candidate) -> list[Tensor]:
-        inner_step = candidate.metadata.inner_step
-        expected = Revision(self._number, state.outer_step, inner_step)
-        if inner_step == 0:
+        # While an upload is under way the folder's is missing, then newer than the root's. Its
+        # weights are whole all the same, the old ones or the new: a store replaces them at once.
+        metadata = candidate.bucket.metadata(state.outer_step) or candidate.metadata
+        if (metadata.run, metadata.outer_step) != (self._number, state.outer_step):
+            raise ValueError(f"it holds {metadata.revision.tag}, not outer step {state.outer_step}")
+        if metadata.inner_step == 0:
             raise ValueError("it has not published an inner step")
-        metadata = candidate.bucket.metadata(state.outer_step)
-        # Also while an upload is under way: the folder is newer than the root then.
-        if metadata is None or metadata.revision != expected:
-            raise ValueError(f"its outer step {state.outer_step} is not {expected.tag}")
         self._scratch.mkdir(parents=True, exist_ok=True)
         path = self._scratch / keys.MODEL
         try:
