@@ -207,6 +207,10 @@ class Chain(abc.ABC):
         neuron = self.neuron(hotkey)
         return neuron.uid if neuron is not None else None
 
+    def expelled(self, hotkey: str) -> bool:
+        """Return whether the founder of the network has shut ``hotkey`` out, where one can."""
+        return False
+
     def commitment(self, hotkey: str) -> str | None:
         """Return the text last committed by ``hotkey``.
 

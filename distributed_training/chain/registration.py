@@ -42,6 +42,7 @@ class Change(enum.Enum):
     """A change of our registration that ends this run of the miner."""
 
     DEREGISTERED = "deregistered"  # the next start waits for the registration
+    EXPELLED = "expelled"  # the same, until the founder lets it in again
     UID_CHANGED = "uid changed"  # another bucket: start again
     DOUBLE = "a second miner uses this hotkey"  # exit status 3
 
@@ -306,7 +307,9 @@ class RegistrationWatcher:
         self._suspicion, self._seen = None, 0
         if isinstance(found, _Written):
             log.warning(
-                "A reorganization of the chain took back our %s: writing it again", found.name
+                "The chain does not show our %s any more (a reorganization, or the hotkey was "
+                "registered again): writing it again",
+                found.name,
             )
             found.lost()
             self._callbacks.on_lost(found.name)
@@ -328,6 +331,8 @@ class RegistrationWatcher:
             if not believable(neurons, self._belief.master):
                 self._missing.refuse()
                 return None
+            if self._chain.expelled(self._hotkey):
+                return Change.EXPELLED
             return Change.DEREGISTERED if self._missing.lost() else None
         self._missing.found()
         if me.uid != self._uid:
@@ -346,6 +351,12 @@ class RegistrationWatcher:
         return verdicts.get("lost")
 
     def _line(self, change: Change) -> str:
+        if change is Change.EXPELLED:
+            return (
+                f"the founder expelled hotkey {self._hotkey} from this network, so it earns "
+                "nothing and training stops; its weights are kept: ask the founder, who can let it "
+                "in again with `dt-registry expel --again`"
+            )
         if change is Change.DEREGISTERED:
             return (
                 f"hotkey {self._hotkey} is no longer registered on the subnet, so it earns nothing "

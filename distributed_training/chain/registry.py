@@ -50,7 +50,7 @@ class State:
 
     ``start``: which process answered. ``rows``: uid, neuron and commitment of each uid that changed
     since the version asked with; of all if ``full``. ``scores``: uid and incentive, where nothing
-    else did.
+    else did. ``expelled``: all hotkeys that are, None if they are the same as before.
     """
 
     registry: Annotated[str, Field(pattern=r"^[a-z0-9.-]{1,63}/[0-9a-f]{1,32}/\w{40,60}$")]
@@ -62,6 +62,7 @@ class State:
     full: bool = True
     rows: tuple[tuple[int, Neuron | None, str | None], ...] = field(default=())
     scores: tuple[tuple[int, float], ...] = field(default=())
+    expelled: tuple[str, ...] | None = None
 
 
 _STATE = TypeAdapter(State)
@@ -121,6 +122,7 @@ class RegistryChain(Chain):
         self._seen: State | None = None
         self.identity = ""  # of the registry, once it has answered
         self._rows: dict[int, tuple[Neuron, str | None]] = {}
+        self._expelled: frozenset[str] = frozenset()
         # For a registry that comes back from an old backup.
         self._written: dict[str, dict[str, Any]] = {}  # by kind, what was accepted last
         self._told = ""  # the failure that was logged
@@ -150,9 +152,20 @@ class RegistryChain(Chain):
         given = {name: value for name, value in fields.items() if value is not None}
         return int(self._write("enroll", {"hotkey": hotkey, **given}))
 
-    def expel(self, hotkey: str) -> None:
-        """Deregister another's hotkey. For the founder only."""
-        self._write("expel", {"hotkey": hotkey})
+    def expel(self, hotkey: str, *, again: bool = False) -> dict[str, Any]:
+        """Shut another's hotkey out, or let it in again. For the founder only.
+
+        Returns its uid, the invitation that this ended, and who else came by that.
+        """
+        return dict(self._write("expel", {"hotkey": hotkey, **({"again": True} if again else {})}))
+
+    def invitations(self) -> list[dict[str, Any]]:
+        """Return id, uses left, end and hotkeys of each invitation. For the founder only."""
+        return list(self._write("invitations", {}))
+
+    def revoke(self, invitation: str) -> list[str]:
+        """End the invitation with this id; return who came by it. For the founder only."""
+        return list(self._write("revoke", {"invitation": invitation}))
 
     def invite(self, hashed: str, *, uses: int, expires: float) -> None:
         """Make an invitation good, of which the registry learns only a hash. For the founder."""
@@ -212,10 +225,10 @@ class RegistryChain(Chain):
         status, answer = self._fetch(f"/{kind}", json.dumps(fields).encode())
         content = json.loads(answer)
         if status != 200:
-            message = str(content["message"])[:300]
-            # The registry names the clocks itself where they are why it refused the time.
-            also = "" if "timedatectl" in message else self._clocks_apart()
-            raise ChainError(f"{kind}: {message}{also}")
+            message, apart = str(content["message"])[:300], self._clocks_apart()
+            # Where we know that it is this machine's clock, the registry's remedy says it twice.
+            message = message.partition("; see whether")[0] if apart else message
+            raise ChainError(f"{kind}: {message}{apart}")
         if kind in ("commit", "serve"):
             self._written[kind] = fields
         return content["result"]
@@ -263,6 +276,9 @@ class RegistryChain(Chain):
         return reply.status_code, answer
 
     # reads
+
+    def expelled(self, hotkey: str) -> bool:
+        return hotkey in self._expelled
 
     @property
     def trouble(self) -> str:
@@ -319,6 +335,8 @@ class RegistryChain(Chain):
             old, commitment = rows[uid]
             rows[uid] = (replace(old, incentive=incentive, consensus=incentive), commitment)
         self._rows = rows
+        if state.expelled is not None:
+            self._expelled = frozenset(state.expelled)
         neurons = tuple(rows[uid][0] for uid in sorted(rows))
         self._saw_neurons(neurons)
         self._saw_commitments({n.hotkey: text for n, text in rows.values() if text is not None})

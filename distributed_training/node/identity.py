@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from distributed_training.chain.base import Chain, ChainError, ChainState, Neuron, find
 from distributed_training.chain.client import SignedClient
@@ -176,9 +176,11 @@ def join_subnet(
     if belongs is not None and chain.reads():  # no endpoint may answer: then by what was kept
         belongs(chain)
     uid = _uid(chain, wallet.ss58, config.chain, master)
-    if uid is None and config.chain.invitation is not None and isinstance(chain, RegistryChain):
+    expelled = uid is None and chain.expelled(wallet.ss58)
+    invited = config.chain.invitation is not None and isinstance(chain, RegistryChain)
+    if uid is None and invited and not expelled:
         # If it is refused the start ends below, with the line that names the hotkey.
-        uid = _accept_invitation(chain)
+        uid = _accept_invitation(cast(RegistryChain, chain))
     if uid is None:
         registry = config.chain.registry_url
         where = f"at {registry}" if registry else f"on subnet {config.chain.netuid}"
@@ -186,6 +188,12 @@ def join_subnet(
             f"hotkey {wallet.ss58} is not registered {where}, {_UNREGISTERED[config.kind]}: "
             f"register it with `{config.chain.how_to_register}`, or give another --wallet.hotkey"
         )
+        if expelled:
+            problem = NotRegistered(
+                f"the founder expelled hotkey {wallet.ss58} from this network, "
+                f"{_UNREGISTERED[config.kind]}: ask the founder, who can let it in again with "
+                "`dt-registry expel --again`"
+            )
         if absent is None:
             raise problem
         uid = absent(chain, wallet.ss58, problem)

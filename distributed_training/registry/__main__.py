@@ -4,7 +4,7 @@
     dt-registry invite --url URL --uses 3                       print an invitation (founder)
     dt-registry allow --url URL HOTKEY...                       list hotkeys (founder)
     dt-registry enroll --url URL HOTKEY --validator             stake and permit (founder)
-    dt-registry expel --url URL HOTKEY...                       take a uid back (founder)
+    dt-registry expel --url URL HOTKEY...                       shut them out (founder)
     dt-registry register --url URL                              take a uid; DT_INVITATION in .env
     dt-registry status --url URL                                who is there
     dt-registry backup --folder F FILE                          while it serves
@@ -67,11 +67,15 @@ def parser() -> Parser:
     command = _client(commands, "invite", "print an invitation; for the founder")
     command.add_argument("--uses", type=ranged(1, 4096), default=1, help="hotkeys it is good for")
     command.add_argument("--days", type=ranged(0.001, 365.0), default=7.0, help="until it expires")
+    instead = command.add_mutually_exclusive_group()
+    instead.add_argument("--list", action="store_true", help="print those that were given out")
+    instead.add_argument("--revoke", metavar="ID", help="end the one that --list names so")
     command = _client(commands, "allow", "list hotkeys that may register; for the founder")
     command.add_argument("hotkeys", nargs="+", type=argument(Hotkey), metavar="HOTKEY")
     command.add_argument("--remove", action="store_true", help="take them off the list")
-    command = _client(commands, "expel", "deregister hotkeys; for the founder")
+    command = _client(commands, "expel", "shut hotkeys out for good; for the founder")
     command.add_argument("hotkeys", nargs="+", type=argument(Hotkey), metavar="HOTKEY")
+    command.add_argument("--again", action="store_true", help="let them in again")
     command = _client(commands, "enroll", "register a hotkey or change it; for the founder")
     command.add_argument("hotkey", type=argument(Hotkey), metavar="HOTKEY")
     command.add_argument("--uid", type=ranged(0, 4095), help="its uid (default: the first free)")
@@ -295,8 +299,10 @@ def _wallet(given: argparse.Namespace) -> Any:
 
 def invite(given: argparse.Namespace) -> int:
     """Print the token: the registry gets its hash alone."""
-    from distributed_training.registry.store import hash_of
+    from distributed_training.registry.store import ID_LENGTH, hash_of
 
+    if given.list or given.revoke is not None:
+        return _invitations(given)
     token = secrets.token_urlsafe(24)
     with _chain(given) as chain:
         expires = time.time() + given.days * 86400
@@ -304,9 +310,31 @@ def invite(given: argparse.Namespace) -> int:
         chain.invite(hash_of(token), uses=given.uses, expires=expires)
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires))
     print(
-        f"good for {given.uses} until {until}; a secret, for the joining miner's .env:", end="\n\n"
+        f"invitation {hash_of(token)[:ID_LENGTH]}, good for {given.uses} until {until}; a secret, "
+        "for the joining miner's .env:",
+        end="\n\n",
     )
     print(f"DT_INVITATION={token}")
+    return 0
+
+
+def _invitations(given: argparse.Namespace) -> int:
+    """List the invitations that were given out, or end one of them."""
+    with _chain(given) as chain:
+        if given.revoke is not None:
+            members = chain.revoke(given.revoke)
+            print(f"invitation {given.revoke} lets nobody in any more")
+            print(f"by it came, and stay: {' '.join(members) or 'nobody'}")
+            return 0
+        for invitation in chain.invitations():
+            uses, expires = invitation["uses"], invitation["expires"]
+            until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires))
+            state = f"good for {uses} until {until}"
+            if uses <= 0:
+                state = "used up" if uses == 0 else "taken back"
+            elif expires < time.time():
+                state = f"expired {until}, {uses} not used"
+            print(f"{invitation['id']}  {state}; {' '.join(invitation['hotkeys']) or 'nobody'}")
     return 0
 
 
@@ -320,7 +348,16 @@ def allow(given: argparse.Namespace) -> int:
 def expel(given: argparse.Namespace) -> int:
     with _chain(given) as chain:
         for hotkey in given.hotkeys:
-            chain.expel(hotkey)
+            done = chain.expel(hotkey, again=given.again)
+            if given.again:
+                print(f"{hotkey} may register again, by another invitation or the list")
+                continue
+            had = "it had no uid" if done["uid"] is None else f"it had uid {done['uid']}"
+            print(f"{hotkey} is expelled ({had}), and gets no uid until `expel --again`")
+            if done["invitation"]:
+                print(f"the invitation it came by, {done['invitation']}, lets nobody in any more")
+            if done["others"]:
+                print(f"by the same invitation came, and stay: {' '.join(done['others'])}")
     return 0
 
 

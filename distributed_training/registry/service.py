@@ -6,7 +6,7 @@ thread stores them, one after the other, while reads go on.
 
 ``GET /state?since=VERSION&start=START``, ``/health``, ``/metrics`` and ``/``, the page.
 ``POST /register``, ``/deregister``, ``/commit``, ``/serve``, ``/weights``; for the founder also
-``/enroll``, ``/expel``, ``/invite``, ``/allow``, ``/loss``.
+``/enroll``, ``/expel``, ``/invite``, ``/invitations``, ``/revoke``, ``/allow``, ``/loss``.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ log = logging.getLogger(__name__)
 MAX_BODY = 256 * 1024  # bytes; weights of 4096 uids have 120 thousand
 _REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0  # of one address
 _PAGE_KEPT = 1.0  # seconds; one of 4096 uids takes 50 ms
-_FOUNDERS = frozenset({"/enroll", "/expel", "/invite", "/allow", "/loss"})
+_FOUNDERS = frozenset(
+    {"/enroll", "/expel", "/invite", "/invitations", "/revoke", "/allow", "/loss"}
+)
 
 _PAGE_TYPE = "text/html; charset=utf-8"
 # Hotkeys and addresses come from others: no script runs, even where an escape were forgotten.
@@ -116,8 +118,10 @@ class Service(BoundedServer):
             "/serve": registry.serve,
             "/weights": registry.set_weights,
             "/enroll": registry.enroll,
-            "/expel": registry.remove,
+            "/expel": registry.expel,
             "/invite": registry.invite,
+            "/invitations": registry.invitations,
+            "/revoke": registry.revoke,
             "/allow": registry.allow,
             "/loss": registry.report_loss,
         }

@@ -56,6 +56,9 @@ _APPLICATION = 0x64747267  # "dtrg", in the file's header
 _RESERVED_SECONDS = 30.0  # of blocks, that the file is ahead
 _LONGEST_OUTAGE = 86400.0  # seconds between two starts for which a clock is believed
 _MOST_NONCES = 1024  # of one hotkey; of a validator they are a week
+_INVITATIONS_KEPT = 400 * 86400.0  # seconds after their end, so that a wrong clock deletes none
+ID_LENGTH = 12  # letters of its hash that name an invitation
+_TAKEN_BACK = -1  # uses of an invitation
 _MOST_GONE = 65536  # hotkeys that are not registered, whose nonces are kept
 _FIRST_BLOCK = 1000
 _MOST_MADE = 32  # answers that a view keeps: pollers know one of the last few versions
@@ -68,15 +71,19 @@ CREATE TABLE nonces (
 CREATE TABLE invitations (hash TEXT PRIMARY KEY, uses INTEGER NOT NULL, expires REAL NOT NULL);
 CREATE TABLE allowed (hotkey TEXT PRIMARY KEY);
 """
-# Since schema 2. ``used``: accepted nonces above the floor of their hotkey.
+# Since schema 2. ``used``: accepted nonces above the floor of their hotkey. ``joined``: the hash of
+# the invitation by which a hotkey came.
 _NEW_TABLES = """
 CREATE TABLE used (hotkey TEXT, nonce INTEGER, PRIMARY KEY (hotkey, nonce)) WITHOUT ROWID;
+CREATE TABLE expelled (hotkey TEXT PRIMARY KEY);
+CREATE TABLE joined (hotkey TEXT PRIMARY KEY, hash TEXT NOT NULL);
 """
 
 _Short = Annotated[str, Field(min_length=1, max_length=200)]
 _Hash = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 _Uses = Annotated[int, Field(ge=1, le=4096)]
 _Expires = Annotated[float, Field(ge=0, le=1e11)]
+_Id = Annotated[str, Field(pattern="^[0-9a-f]{12,64}$")]  # of an invitation: how its hash begins
 Admission = Literal["open", "invited", "listed"]
 _SLOT = TypeAdapter(Slot)
 
@@ -131,6 +138,8 @@ class View:
     rows: dict[int, Row]  # by uid
     made: dict[int, bytes]  # answers, by the version that they were asked with
     losses: Losses
+    expelled: tuple[str, ...] | None = None  # hotkeys
+    expelled_at: int = -1  # version that changed them
 
     @property
     def neurons(self) -> list[Neuron]:
@@ -140,14 +149,18 @@ class View:
     def changes(self, known: int) -> bytes:
         """Return what changed after version ``known`` (-1: all), as JSON: a field ``rows``.
 
-        A field ``scores`` has short ones of the uids of which nothing but the incentive did.
+        A field ``scores`` has short ones of the uids of which nothing but the incentive did, a
+        field ``expelled`` all hotkeys that are, if those changed.
         """
         answer = self.made.get(known)
         if answer is None:
             rows = [row.text for row in self.rows.values() if row.changed > known]
             short = [r.score for r in self.rows.values() if r.changed <= known < r.scored]
             # Joined as text: thousands poll, and each row was made JSON when it changed.
-            answer = f'"rows": [{",".join(rows)}], "scores": [{",".join(short)}]'.encode()
+            text = f'"rows": [{",".join(rows)}], "scores": [{",".join(short)}]'
+            if self.expelled_at > known:
+                text += f', "expelled": {json.dumps(self.expelled)}'
+            answer = text.encode()
             # Anybody may name any version: to keep them all would take gigabytes.
             if len(self.made) < _MOST_MADE:
                 self.made[known] = answer
@@ -238,6 +251,10 @@ class Registry(Ledger):
         if charter is not None and not (folder / FILE).exists():
             found(folder, charter)
         registry = cls(folder)
+        # Of a backup that is older than its expulsion.
+        for hotkey in registry.view.expelled or ():
+            if registry._find(hotkey) is not None:
+                registry.deregister(hotkey)
         if not registry.slots:
             registry.enroll(registry.charter.master, stake=FOUNDER_STAKE, validator_permit=True)
         return registry
@@ -328,7 +345,7 @@ class Registry(Ledger):
 
     def _show(self) -> None:
         """Replace the view."""
-        before, rows = self.view.slots, dict(self.view.rows)
+        before, rows = self.view, dict(self.view.rows)
         gone, changed = self._differences()
         for uid in gone:
             # A row all the same: pollers that know an older version must see that it is free.
@@ -338,9 +355,13 @@ class Registry(Ledger):
             if uid in rows and rows[uid].text == text:
                 continue  # only the file has more of it: weights, what was earned
             score = json.dumps([uid, slot.neuron.incentive])
-            known = uid in before and _is_but_scored(slot, before[uid])
+            known = uid in before.slots and _is_but_scored(slot, before.slots[uid])
             rows[uid] = Row(rows[uid].changed if known else self.version, self.version, text, score)
-        self.view = View(self.version, dict(self.slots), rows, {}, self.losses)
+        found = self._db.execute("SELECT hotkey FROM expelled ORDER BY hotkey")
+        expelled = tuple(hotkey for (hotkey,) in found)
+        since = before.expelled_at if expelled == before.expelled else self.version
+        slots = dict(self.slots)
+        self.view = View(self.version, slots, rows, {}, self.losses, expelled, since)
 
     # the block clock
 
@@ -458,7 +479,20 @@ class Registry(Ledger):
         log.info("Hotkey %s is registered as uid %d", hotkey, uid)
         return uid
 
+    def _own(self, kind: str, hotkey: str) -> Slot:
+        if self._find(hotkey) is None:
+            self._refuse_expelled(kind, hotkey)
+        return super()._own(kind, hotkey)
+
+    def _refuse_expelled(self, kind: str, hotkey: str) -> None:
+        if self._one("SELECT 1 FROM expelled WHERE hotkey = ?", hotkey):
+            raise ChainError(
+                f"{kind}: the founder expelled hotkey {hotkey}, and can let it in again with "
+                "`dt-registry expel --again`"
+            )
+
     def _admit(self, hotkey: str, invitation: str | None) -> None:
+        self._refuse_expelled("register", hotkey)
         admission = self.charter.admission
         if admission == "open" or self._one("SELECT 1 FROM allowed WHERE hotkey = ?", hotkey):
             return
@@ -476,8 +510,11 @@ class Registry(Ledger):
         found = self._one("SELECT uses, expires FROM invitations WHERE hash = ?", hashed)
         if found is None or found[0] < 1 or found[1] < time.time():
             why = "is not known here" if found is None else "is used up or has expired"
+            if found is not None and found[0] == _TAKEN_BACK:
+                why = "was taken back"
             raise ChainError(f"register: the invitation {why}: ask the founder for another one")
         self._db.execute("UPDATE invitations SET uses = uses - 1 WHERE hash = ?", (hashed,))
+        self._db.execute("INSERT OR REPLACE INTO joined VALUES (?, ?)", (hotkey, hashed))
 
     # writes of the founder
 
@@ -491,6 +528,7 @@ class Registry(Ledger):
     ) -> int:
         """Register ``hotkey``, or change the uid, stake or permit that it has. Returns the uid."""
         with self._change():
+            self._refuse_expelled("enroll", hotkey)
             known = self._find(hotkey)
             old = known.neuron if known is not None else Neuron(uid=0, hotkey=hotkey)
             taken = self.slots.get(uid) if uid is not None else None
@@ -510,10 +548,69 @@ class Registry(Ledger):
             raise ChainError("deregister: the founder's hotkey stays registered")
         self.deregister(hotkey)
 
+    def expel(self, hotkey: Hotkey, again: bool = False) -> dict[str, Any]:
+        """Take the uid of ``hotkey``, give it none any more, and end the invitation it came by.
+
+        ``again``: let it in again, by another invitation. Returns ``uid``, what it had;
+        ``invitation``, the id of the ended one, each None without one; ``others``, the registered
+        hotkeys that came by the same.
+        """
+        if hotkey == self.charter.master:
+            raise ChainError("expel: the founder's hotkey stays registered")
+        with self._change():
+            if again:
+                lifted = self._db.execute("DELETE FROM expelled WHERE hotkey = ?", (hotkey,))
+                if not lifted.rowcount:
+                    raise ChainError(f"expel: hotkey {hotkey} is not expelled")
+                return {"uid": None, "invitation": None, "others": []}
+            slot = self._find(hotkey)
+            if slot is not None:
+                self.deregister(hotkey)
+            self._db.execute("INSERT OR IGNORE INTO expelled VALUES (?)", (hotkey,))
+            self._db.execute("DELETE FROM allowed WHERE hotkey = ?", (hotkey,))
+            (hashed,) = self._one("SELECT hash FROM joined WHERE hotkey = ?", hotkey) or ("",)
+            return {
+                "uid": slot.neuron.uid if slot is not None else None,
+                "invitation": hashed[:ID_LENGTH] if self._take_back(hashed) else None,
+                "others": self._came_by(hashed),
+            }
+
+    def _take_back(self, hashed: str) -> bool:
+        """End an invitation; return whether it could still be used."""
+        ended = self._db.execute(
+            "UPDATE invitations SET uses = ? WHERE hash = ? AND uses > 0", (_TAKEN_BACK, hashed)
+        )
+        return ended.rowcount > 0
+
+    def _came_by(self, hashed: str) -> list[str]:
+        """Return the registered hotkeys that came by an invitation."""
+        found = self._db.execute("SELECT hotkey FROM joined WHERE hash = ? ORDER BY 1", (hashed,))
+        return [hotkey for (hotkey,) in found if self._find(hotkey) is not None]
+
+    def invitations(self) -> list[dict[str, Any]]:
+        """Return id, uses left (-1: taken back), end and hotkeys of each invitation."""
+        found = self._db.execute("SELECT hash, uses, expires FROM invitations ORDER BY expires")
+        return [
+            {"id": h[:ID_LENGTH], "uses": uses, "expires": expires, "hotkeys": self._came_by(h)}
+            for h, uses, expires in found.fetchall()
+        ]
+
+    def revoke(self, invitation: _Id) -> list[str]:
+        """End the invitation with this id; return the registered hotkeys that came by it."""
+        with self._change():
+            # An id has no wildcards, so LIKE compares how the hash begins.
+            found = self._one("SELECT hash FROM invitations WHERE hash LIKE ?", f"{invitation}%")
+            if found is None:
+                raise ChainError(f"revoke: there is no invitation {invitation}: see --list")
+            if not self._take_back(found[0]):
+                raise ChainError(f"revoke: invitation {invitation} lets nobody in as it is")
+            return self._came_by(found[0])
+
     def invite(self, hashed: _Hash, uses: _Uses, expires: _Expires) -> None:
         """Make the invitation whose token has the hash ``hashed`` good for ``uses`` hotkeys."""
         with self._change():
-            self._db.execute("DELETE FROM invitations WHERE expires < ?", (time.time(),))
+            oldest = time.time() - _INVITATIONS_KEPT
+            self._db.execute("DELETE FROM invitations WHERE expires < ?", (oldest,))
             self._db.execute(
                 "INSERT OR REPLACE INTO invitations VALUES (?, ?, ?)", (hashed, uses, expires)
             )
@@ -523,6 +620,7 @@ class Registry(Ledger):
         with self._change():
             self._db.execute("DELETE FROM allowed WHERE hotkey = ?", (hotkey,))
             if allowed:
+                self._refuse_expelled("allow", hotkey)
                 self._db.execute("INSERT INTO allowed VALUES (?)", (hotkey,))
 
     def set_admission(self, admission: Admission) -> None:
@@ -635,6 +733,15 @@ def backup(source: Path, target: Path, *, to_restore: bool = False) -> int:
     return int(version)
 
 
+def _keep_expelled(source: Path, target: Path) -> None:
+    """Expel from the registry's file ``target`` the hotkeys that ``source`` has expelled since."""
+    with contextlib.closing(_open(source)) as db, contextlib.closing(_open(target)) as copy:
+        _upgrade(copy)
+        with contextlib.suppress(sqlite3.OperationalError):  # of a version that expelled nobody
+            found = db.execute("SELECT hotkey FROM expelled").fetchall()
+            copy.executemany("INSERT OR IGNORE INTO expelled VALUES (?)", found)
+
+
 def restore(source: Path, folder: Path) -> Path | None:
     """Put the backup ``source`` in the place of ``folder``'s registry, which must not be served.
 
@@ -652,5 +759,6 @@ def restore(source: Path, folder: Path) -> Path | None:
         backup(source, temporary, to_restore=True)
         with contextlib.suppress(ConfigError, StoreFault):  # damaged: that is why it is replaced
             backup(path, kept)
+            _keep_expelled(kept, temporary)
         _publish(temporary, path)
     return kept if kept.exists() else None

@@ -222,6 +222,90 @@ class TestAdmission:
             with pytest.raises(ChainError, match="is not on this network's list"):
                 self.join(server, STRANGER)
 
+    def test_whoever_is_expelled_comes_in_by_no_way(self, tmp_path: Path) -> None:
+        """Not by the invitation it came by, nor another, the list, enrolment, or a backup."""
+        copy = tmp_path / "copy.db"
+        with (
+            RegistryServer(tmp_path / "registry", admission="invited") as server,
+            chain_of(server.url, VALIDATOR) as founder,
+        ):
+            for token, uses in (("first", 5), ("second", 5)):
+                founder.invite(hash_of(token), uses=uses, expires=time.time() + 60)
+            assert self.join(server, PEER, "first") == 1 and self.join(server, MINER, "first") == 2
+            store.backup(server.folder / store.FILE, copy)
+            with chain_of(server.url, PEER) as running:
+                done = founder.expel(PEER.ss58)
+                assert done == {
+                    "uid": 1,
+                    "invitation": hash_of("first")[:12],
+                    "others": [MINER.ss58],
+                }
+                wait_for(lambda: running.expelled(PEER.ss58), "it learns it")
+                assert running.uid(PEER.ss58) is None and not running.expelled(MINER.ss58)
+                with pytest.raises(ChainError, match="commit: the founder expelled hotkey"):
+                    running.commit("x")
+            refused = pytest.raises(ChainError, match=r"expelled hotkey .* expel --again")
+            for token in ("first", "second", None):
+                with refused:
+                    self.join(server, PEER, token)
+            with pytest.raises(ChainError, match="was taken back"):
+                self.join(server, STRANGER, "first")
+            for way in (founder.allow, founder.enroll):
+                with refused:
+                    way(PEER.ss58)
+            founder.expel(STRANGER.ss58)  # before it ever came
+            with refused:
+                self.join(server, STRANGER, "second")
+            with pytest.raises(ChainError, match="the founder's hotkey stays"):
+                founder.expel(VALIDATOR.ss58)
+            assert server.registry is not None
+            for admission in ("open", "listed", "invited"):
+                server.registry.set_admission(admission)
+                with refused:
+                    self.join(server, PEER, "second")
+            server.stop()
+            store.restore(copy, server.folder)  # of a time when it was there
+            server.start()
+            assert find(server.registry.view.neurons, PEER.ss58) is None
+            with refused:
+                self.join(server, PEER, "second")
+            founder.expel(PEER.ss58, again=True)
+            with pytest.raises(ChainError, match="is not expelled"):
+                founder.expel(PEER.ss58, again=True)
+            assert self.join(server, PEER, "second") == 1
+            with chain_of(server.url, PEER) as back:
+                assert not back.expelled(PEER.ss58) and back.expelled(STRANGER.ss58)
+
+    def test_invitations_are_listed_and_taken_back(self, tmp_path: Path) -> None:
+        with (
+            RegistryServer(tmp_path, admission="invited") as server,
+            chain_of(server.url, VALIDATOR) as founder,
+            chain_of(server.url, PEER) as other,
+        ):
+            ends = time.time() + 3600
+            for token, uses in (("one", 1), ("two", 2), ("expired", 3)):
+                founder.invite(
+                    hash_of(token), uses=uses, expires=ends - 7200 * (token == "expired")
+                )
+            self.join(server, PEER, "one")
+            assert founder.revoke(hash_of("two")[:12]) == []
+            with pytest.raises(ChainError, match="was taken back"):
+                self.join(server, MINER, "two")
+            shown = {row["id"]: (row["uses"], row["hotkeys"]) for row in founder.invitations()}
+            assert shown == {
+                hash_of("one")[:12]: (0, [PEER.ss58]),
+                hash_of("two")[:12]: (-1, []),
+                hash_of("expired")[:12]: (3, []),
+            }
+            with pytest.raises(ChainError, match="there is no invitation"):
+                founder.revoke("0" * 12)
+            for id_ in ("two", "%" * 12, hash_of("one")[:11]):
+                with pytest.raises(ChainError, match="pattern"):
+                    founder.revoke(id_)
+            for write in (other.invitations, lambda: other.revoke("0" * 12)):
+                with pytest.raises(ChainError, match="only the founder's hotkey"):
+                    write()
+
     def test_an_invitation_travels_encrypted_only(self) -> None:
         chain = RegistryChain(
             url="http://203.0.113.9:1", wallet=PEER, invitation=SecretStr("token")
@@ -563,6 +647,17 @@ def test_a_network_is_founded_and_joined_by_commands(tmp_path: Path) -> None:
 
         token = run("invite", "--uses", "1").split("DT_INVITATION=")[1].strip()
         assert run("register", wallet="miner", DT_INVITATION=token) == "uid 1\n"
+        shown = run("invite", "--list")
+        assert shown.startswith(hash_of(token)[:12]) and f"used up; {miner}" in shown
+        assert "it had uid 1" in run("expel", miner) and miner not in run("status")
+        assert run("register", wallet="miner", DT_INVITATION=token) == ""
+        assert "may register again" in run("expel", miner, "--again")
+        another = run("invite", "--uses", "2")
+        token, known = another.split("DT_INVITATION=")[1].strip(), run("invite", "--list")
+        assert hash_of(token)[:12] in another and "good for 2 until" in known
+        assert run("register", wallet="miner", DT_INVITATION=token) == "uid 1\n"
+        assert f"stay: {miner}" in run("invite", "--revoke", hash_of(token)[:12])
+        assert "taken back" in run("invite", "--list")
         assert run("enroll", miner, "--stake", "5", "--validator") == "uid 1\n"
         shown = run("status")
         assert f"1 {miner}  validator, stake 5" in shown and founder in shown

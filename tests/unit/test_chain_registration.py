@@ -166,6 +166,19 @@ def test_the_time_without_our_hotkey_begins_again_when_it_was_shown() -> None:
         assert play(watched, timedelta(minutes=1)) == []
 
 
+def test_an_expulsion_is_believed_at_once_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched = Watched(missing_for=MISSING_FOR)
+    watched.write()
+    assert watched.looks() == []
+    watched.ledger.deregister(MINER.ss58)
+    monkeypatch.setattr(watched.chain, "expelled", lambda hotkey: hotkey == MINER.ss58)
+    events = [watched.watcher.check() for _ in range(5)]
+    (event,) = [event for event in events if event is not None]
+    assert event.change is Change.EXPELLED and watched.lost == []
+    assert "the founder expelled hotkey" in event.line and "expel --again" in event.line
+    assert "the command" not in event.line
+
+
 def test_a_new_uid_is_followed() -> None:
     watched = Watched()
     watched.ledger.register(MINER.ss58, uid=41)

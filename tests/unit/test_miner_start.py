@@ -467,6 +467,19 @@ def test_a_miner_that_lost_its_uid_goes_on_when_it_is_registered_again(
     assert lost.join() == (ExitStatus.STOPPED, "uid 3")
 
 
+def test_a_miner_that_was_expelled_waits_for_the_founder(
+    lost: Lost, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost.join()
+    lost.ledger.deregister(MINER.ss58)
+    monkeypatch.setattr(lost.chain, "expelled", lambda hotkey: hotkey == MINER.ss58)
+    lost.at[3600.0] = lambda: lost.ledger.register(MINER.ss58)
+    caplog.clear()
+    assert lost.join() == (ExitStatus.STOPPED, "uid 1")
+    told = [m for m in caplog.messages if "neuron.deregistered_wait" in m]
+    assert told and all("The founder expelled hotkey" in m and "--again" in m for m in told)
+
+
 def test_the_wait_for_a_registration_ends_with_status_3_also_over_restarts(
     lost: Lost, rank_ends: Callable[..., Any]
 ) -> None:

@@ -277,7 +277,7 @@ def test_clocks_that_are_apart_are_named_and_nothing_is_lost(
 
 
 def test_an_invitation_gives_a_uid_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(node_chain, "load_wallet", lambda _: MINER)
     with RegistryServer(tmp_path, admission="invited") as server:
@@ -296,3 +296,11 @@ def test_an_invitation_gives_a_uid_at_the_start(
                     continue
                 with pytest.raises(NotRegistered, match="dt-registry register --url"):
                     node_chain.join_subnet(config, stack)
+        server.registry.expel(MINER.ss58)
+        caplog.clear()
+        with (
+            ExitStack() as stack,
+            pytest.raises(NotRegistered, match=r"the founder expelled hotkey .* expel --again"),
+        ):
+            node_chain.join_subnet(config, stack)
+        assert "gave this hotkey no uid" not in caplog.text

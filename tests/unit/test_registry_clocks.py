@@ -274,7 +274,8 @@ def test_a_file_of_schema_1_is_upgraded(tmp_path: Path, monkeypatch: pytest.Monk
     locked_out = round((START + 365 * DAY) * NS)
     with closing(sqlite3.connect(tmp_path / store.FILE)) as db:
         db.executescript(
-            "DROP TABLE used; ALTER TABLE nonces DROP COLUMN floor; PRAGMA user_version = 1;"
+            "DROP TABLE used; DROP TABLE expelled; DROP TABLE joined; PRAGMA user_version = 1;"
+            "ALTER TABLE nonces DROP COLUMN floor;"
             f"UPDATE nonces SET nonce = {locked_out} WHERE hotkey = '{PEER.ss58}'"
         )
     store.backup(tmp_path / store.FILE, tmp_path / "old.db")
