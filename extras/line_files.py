@@ -11,6 +11,7 @@ import json
 import logging
 import tokenize
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,13 @@ import numpy as np
 
 from distributed_training.common.files import atomic_file
 from distributed_training.config.settings import SourceSpec
-from distributed_training.data.page_source import Counts
+from distributed_training.data.page_source import PAGE, TOO_LONG, Counts
 from distributed_training.data.parquet import FolderSource
 
 log = logging.getLogger(__name__)
 
 _ROW_BYTES = 1000  # of plain text; no longer than a row may be in any tokenizer's tokens
-_INDEX_CHUNK = 16 * 2**20
+_INDEX_CHUNK = 4 * 2**20
 # What np.load raises: of an empty file, of bytes that it takes for another format or a header.
 _DAMAGED = (
     *(OSError, ValueError, EOFError, LookupError, OverflowError, SyntaxError),
@@ -60,16 +61,16 @@ class _LinesSource(FolderSource):
     def _row_starts(self, path: Path) -> np.ndarray[Any, Any]:
         raise NotImplementedError
 
-    def _read(self, path: Path, first: int, count: int) -> list[Any]:
-        starts = self._starts[path][first : first + count + 1]
+    def _read(self, path: Path, first: int, count: int) -> Iterator[object]:
+        starts = self._starts[path][first : first + count + 1].tolist()
         with path.open("rb") as file:
-            file.seek(int(starts[0]))
-            data = file.read(int(starts[-1] - starts[0]))
-        bounds = (starts - starts[0]).tolist()
-        return [
-            self._value(data[begin:end].decode("utf-8", "surrogateescape"))
-            for begin, end in itertools.pairwise(bounds)
-        ]
+            file.seek(starts[0])
+            for begin, end in itertools.pairwise(starts):
+                if end - begin > PAGE:
+                    file.seek(end)
+                    yield TOO_LONG
+                else:
+                    yield self._value(file.read(end - begin).decode("utf-8", "surrogateescape"))
 
     def _value(self, text: str) -> object:
         return text
@@ -88,7 +89,7 @@ class JsonLinesSource(_LinesSource):
     def _value(self, text: str) -> object:
         try:
             entry = json.loads(text)
-        except ValueError:
+        except (ValueError, RecursionError):  # of a line that is nested too deeply
             return None
         return entry.get(self._key) if isinstance(entry, dict) else None
 
@@ -121,20 +122,26 @@ class TextSource(_LinesSource):
     suffixes = (".txt", ".md", ".rst")
 
     def _row_starts(self, path: Path) -> np.ndarray[Any, Any]:
-        lines = _scan_lines(path)
-        # The first line that begins in each stretch of _ROW_BYTES begins a row.
-        _, firsts = np.unique(lines[:-1] // _ROW_BYTES, return_index=True)
-        return np.append(lines[firsts], lines[-1])
+        return _scan_lines(path, stretch=_ROW_BYTES)
 
 
-def _scan_lines(path: Path) -> np.ndarray[Any, Any]:
-    """Return the offsets of the lines and of the end: int64 (lines + 1,)."""
+def _scan_lines(path: Path, *, stretch: int = 1) -> np.ndarray[Any, Any]:
+    """Return the offsets at which rows begin, and of the end: int64 (rows + 1,).
+
+    The first line that begins in each ``stretch`` bytes begins a row.
+    """
     pieces = [np.zeros(1, dtype=np.int64)]
     at = 0
     with path.open("rb") as file:
         while chunk := file.read(_INDEX_CHUNK):
-            ends = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n"))
-            pieces.append(ends + at + 1)
+            starts = np.flatnonzero(np.frombuffer(chunk, dtype=np.uint8) == ord("\n")) + (at + 1)
             at += len(chunk)
-    starts = np.concatenate(pieces)
-    return starts if starts[-1] == at else np.append(starts, at)
+            # At once: an offset of each line takes more memory than a file of short ones.
+            _, firsts = np.unique(starts // stretch, return_index=True)
+            starts = starts[firsts]
+            if len(starts) and starts[0] // stretch == pieces[-1][-1] // stretch:
+                starts = starts[1:]
+            if len(starts):
+                pieces.append(starts)
+    found = np.concatenate(pieces)
+    return np.append(found[found < at], at)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import sysconfig
 import threading
@@ -20,8 +21,18 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+from distributed_training.common.backoff import Throttle
+
 #: The page selection draws first rows from 0 to num_rows - 102 (protocol page, section 5).
 MINIMUM_ROWS = 102
+#: Bytes of text that a page has at most: 100 books of 0.6 MB.
+PAGE = 64 * 2**20
+#: Stands for a row that was not read, since it alone is larger than a page.
+TOO_LONG = object()
+
+log = logging.getLogger(__name__)
+
+_too_long_is_due = Throttle(3600.0)
 
 
 class PageUnavailable(RuntimeError):
@@ -94,27 +105,46 @@ class Counts:
 
 
 def usable_texts(values: Iterable[object], counts: Counts) -> list[str]:
-    """Return the values that can be trained on; the others are counted by their defect."""
+    """Return the values that can be trained on; the others are counted by their defect.
+
+    They are taken one by one. What does not fit into ``PAGE`` bytes any more is left out too, and
+    named once an hour.
+    """
     texts = []
+    left = PAGE
     for value in values:
-        if not isinstance(value, str):
+        if value is TOO_LONG:
+            size: int | None = PAGE + 1
+        elif not isinstance(value, str):
             counts.add("rows_without_text")
+            continue
         elif not value:
             counts.add("rows_empty")
-        elif not _is_unicode(value):
-            counts.add("rows_not_utf8")
+            continue
         else:
-            texts.append(value)
+            size = _bytes_of(value)
+        if size is None:
+            counts.add("rows_not_utf8")
+        elif size > left:
+            counts.add("rows_too_long")
+            if _too_long_is_due():
+                log.warning(
+                    "A row is left out: with it a page has more than %d MB of text. Split long "
+                    "rows of the data",
+                    PAGE // 2**20,
+                )
+        else:
+            left -= size
+            texts.append(str(value))
     return texts
 
 
-def _is_unicode(text: str) -> bool:
-    """Return False for lone surrogates: the rest of bytes that are not UTF-8."""
+def _bytes_of(text: str) -> int | None:
+    """Return the bytes of UTF-8; None for lone surrogates, the rest of bytes that are not."""
     try:
-        text.encode()
+        return len(text.encode())
     except UnicodeEncodeError:
-        return False
-    return True
+        return None
 
 
 def large_enough(rows: Mapping[str, int], *, where: str, counts: Counts) -> dict[str, int]:

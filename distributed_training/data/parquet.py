@@ -23,7 +23,11 @@ from .page_source import Counts, PageUnavailable, large_enough, usable_texts
 
 log = logging.getLogger(__name__)
 
-_KEPT_GROUPS = 8
+#: Bytes of decoded row groups that are kept for the pages to come. Each data worker keeps its own.
+KEPT = 256 * 2**20
+#: Rows decoded at once. A dictionary may hold a megabyte for each of them.
+_ROWS = 64
+_BUFFER = 2**20  # bytes read from a column at once
 # Of a network disk, or of a process at its limits.
 _MAY_PASS = {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
 _COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -155,27 +159,31 @@ class FolderSource:
         count = self.all_rows().get(config, 0)
         if row >= count:
             raise PageUnavailable(f"{config} of {self._folder} has {count} rows, none at {row}")
-        values: list[object] = []
-        end = min(row + limit, count)
-        for at, first, rows in _spans(self._ends[config], row, end):
+        # One after the other: a page of long rows does not lie in memory before it is bounded.
+        return usable_texts(self._values(config, row, min(row + limit, count)), self._counts)
+
+    def _values(self, config: str, first: int, end: int) -> Iterator[object]:
+        for at, begin, rows in _spans(self._ends[config], first, end):
             path = self._paths[config][at]
             try:
-                values += self._read(path, first, rows)
+                yield from self._read(path, begin, rows)
             except (OSError, ValueError) as error:
-                raise PageUnavailable(f"{path}, row {first}: {error}") from error
-        return usable_texts(values, self._counts)
+                raise PageUnavailable(f"{path}, row {begin}: {error}") from error
 
     def _scan(self, path: Path) -> int:
         """Count the rows of a file. Raises OSError, ValueError."""
         raise NotImplementedError
 
-    def _read(self, path: Path, first: int, count: int) -> list[Any]:
-        """Return the values of rows that the file has. Raises OSError, ValueError."""
+    def _read(self, path: Path, first: int, count: int) -> Iterator[object]:
+        """Yield the values of rows that the file has. Raises OSError, ValueError."""
         raise NotImplementedError
 
 
 class ParquetSource(FolderSource):
-    """``*.parquet``; row groups are read whole and the last few kept."""
+    """``*.parquet``; the row groups decoded last are kept, as many as ``KEPT`` bytes hold.
+
+    A larger group, as pandas writes one for each file, is decoded for each page up to its rows.
+    """
 
     suffixes = (".parquet",)
 
@@ -184,6 +192,8 @@ class ParquetSource(FolderSource):
         self._column = text_column
         self._group_ends: dict[Path, list[int]] = {}
         self._groups: OrderedDict[tuple[Path, int], list[Any]] = OrderedDict()
+        self._kept = 0  # bytes of them
+        self._too_large: set[tuple[Path, int]] = set()
 
     def _scan(self, path: Path) -> int:
         import pyarrow.parquet as pq
@@ -198,37 +208,78 @@ class ParquetSource(FolderSource):
             raise ValueError(f"its row groups do not add up to its {meta.num_rows} rows")
         return int(meta.num_rows)
 
-    def _read(self, path: Path, first: int, count: int) -> list[Any]:
-        values: list[Any] = []
+    def _read(self, path: Path, first: int, count: int) -> Iterator[object]:
         for group, begin, rows in _spans(self._group_ends[path], first, first + count):
-            values += self._group(path, group)[begin : begin + rows]
-        return values
+            with self._lock:  # one thread decodes, the others find it done
+                at = 0
+                for batch in self._batches(path, group, begin + rows):
+                    if part := batch.slice(
+                        max(0, begin - at), max(0, begin + rows - max(at, begin))
+                    ):
+                        yield from _texts(part)
+                    at += len(batch)
 
-    def _group(self, path: Path, group: int) -> list[Any]:
+    def _batches(self, path: Path, group: int, end: int) -> Iterator[Any]:
+        """Yield the arrays of a group's column, at least up to row ``end``; keep them if they fit.
+
+        More of them are decoded than are asked for, as long as all may fit.
+        """
+        key = (path, group)
+        if key in self._groups:
+            self._groups.move_to_end(key)
+            yield from self._groups[key]
+            return
+        decoded: list[Any] | None = None if key in self._too_large else []
+        rows = size = 0
+        for batch in self._decode(path, group):
+            if decoded is not None:
+                size += batch.nbytes
+                decoded.append(batch)
+                while self._groups and self._kept + size > KEPT:
+                    _, oldest = self._groups.popitem(last=False)
+                    self._kept -= sum(part.nbytes for part in oldest)
+                if size > KEPT:
+                    decoded = None
+                    self._leave(key)
+            yield batch
+            rows += len(batch)
+            if decoded is None and rows >= end:
+                return
+        if decoded is not None:
+            self._groups[key] = decoded
+            self._kept += size
+
+    def _decode(self, path: Path, group: int) -> Iterator[Any]:
         import pyarrow.parquet as pq
 
-        with self._lock:  # one thread decodes, the others find it done
-            if (path, group) not in self._groups:
-                # Opened for each group: a mirror has more files than a process may have open.
-                with pq.ParquetFile(path) as file:
-                    # Arrow would take a thread for each core, which the ranks need.
-                    table = file.read_row_group(group, columns=[self._column], use_threads=False)
-                self._groups[path, group] = _texts(table.column(0))
-                while len(self._groups) > _KEPT_GROUPS:
-                    self._groups.popitem(last=False)
-            self._groups.move_to_end((path, group))
-            return self._groups[path, group]
+        # Opened for each group: a mirror has more files than a process may have open. By default
+        # Arrow reads all of a group's column before the first row.
+        with pq.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as file:
+            # Arrow would take a thread for each core, which the ranks need.
+            how: dict[str, Any] = {"columns": [self._column], "use_threads": False}
+            for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], **how):
+                yield batch.column(0)
+
+    def _leave(self, key: tuple[Path, int]) -> None:
+        """Keep no row group of this kind, and say so once."""
+        if not self._too_large:
+            log.warning(
+                "A row group of %s has more than %d MB of text, so it is decoded again for each "
+                "page: write the files with smaller row groups (10,000 rows)",
+                key[0],
+                KEPT // 2**20,
+            )
+        self._too_large.add(key)
 
 
-def _texts(column: Any) -> list[Any]:
-    """Return the values of a column as str; bytes that are not UTF-8 keep lone surrogates."""
+def _texts(column: Any) -> Iterator[object]:
+    """Yield the values of a column as str; bytes that are not UTF-8 keep lone surrogates."""
     import pyarrow as pa
 
     if pa.types.is_string(column.type):
         column = column.cast(pa.binary())  # Arrow does not check what a file claims to be UTF-8
     elif pa.types.is_large_string(column.type):
         column = column.cast(pa.large_binary())
-    return [
-        value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value
-        for value in column.to_pylist()
-    ]
+    for scalar in column:
+        value = scalar.as_py()
+        yield value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value
