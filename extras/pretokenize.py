@@ -37,6 +37,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from distributed_training.common.control_groups import usable_cores
 from distributed_training.common.files import write_json
 from distributed_training.config import ConfigError, exit_with
 from distributed_training.config.loader import Parser, argument, ranged
@@ -76,7 +77,7 @@ def build_parser() -> Parser:
     about = "the model's; rows with ids beyond are left out"
     number("--vocabulary", 2, 10_000_000, None, about)
     number("--rows-per-shard", 1, 100_000_000, 20_000)
-    number("--processes", 1, 1024, len(os.sched_getaffinity(0)))
+    number("--processes", 1, 1024, usable_cores())
     add("--check", action="store_true", help="verify what is there, make nothing")
     return parser
 
@@ -167,7 +168,7 @@ def _make_shards(plan: Plan, out: Path, units: list[Unit], processes: int) -> in
     # Of the processes: they are its children, and have ended.
     cpu = after.children_user + after.children_system
     cpu -= before.children_user + before.children_system
-    share = cpu / (seconds * min(processes, len(os.sched_getaffinity(0))))
+    share = cpu / (seconds * min(processes, usable_cores()))
     for problem in problems:
         print(f"left out: {problem}", file=sys.stderr)
     for name, count in sorted(counts.items()):

@@ -41,6 +41,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from distributed_training.common.control_groups import memory_limits
+
 DISK_RESERVE = 1_000_000_000  # bytes that stay free whatever a miner writes
 
 Checkpointing = Literal["none", "budget", "selective", "full"]
@@ -275,27 +277,4 @@ def host_bytes(root: Path = Path("/")) -> int | None:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
-    return min((there, *_memory_limits(root)))
-
-
-def _memory_limits(root: Path) -> Iterator[int]:
-    """Yield the limits of the own control group and of those above it, of both versions."""
-    try:
-        groups = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for group in groups:  # "0::/path", or by version 1 "4:memory:/path"
-        controllers, _, path = group.partition(":")[2].partition(":")
-        if not controllers:
-            mount, name = root / "sys/fs/cgroup", "memory.max"
-        elif "memory" in controllers.split(","):
-            mount, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # In a container the path may be the host's, and the limit lies at the mount.
-        own = mount / path.strip("/")
-        for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(mount))):
-            try:
-                yield int((folder / name).read_text())
-            except (OSError, ValueError):  # no such file; "max"
-                continue
+    return min((there, *memory_limits(root)))

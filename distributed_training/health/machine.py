@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import psutil
 
+from distributed_training.common.control_groups import usable_cores
 from distributed_training.common.memory import (
     DISK_RESERVE,
     Arrangement,
@@ -129,7 +130,7 @@ def check_configuration(config: Config, *, ranks: int) -> list[Check]:
 
 
 def check_python() -> Check:
-    return Check("python", "ok", f"{platform.python_version()}, {os.cpu_count()} cores")
+    return Check("python", "ok", f"{platform.python_version()}, {usable_cores()} cores")
 
 
 def check_torch(*, gpus: int | None = None) -> Check:

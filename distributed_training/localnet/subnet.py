@@ -29,6 +29,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
+from distributed_training.common.control_groups import usable_cores
 from distributed_training.common.files import write_json
 from distributed_training.common.processes import Mark
 from distributed_training.config.types import ConfigError
@@ -324,7 +325,7 @@ class LocalSubnet:
     def _start_next_miner(self) -> None:
         """Start the next miner that never ran, if its imports would not delay another's."""
         # On two cores the imports of two miners at once double the time to the first inner step.
-        at_once = max(1, len(os.sched_getaffinity(0)) - 1)
+        at_once = max(1, usable_cores() - 1)
         starting = [m for m in self.miners if m.child.running and not m.state.losses]
         waiting = [m for m in self.miners if m.child.pid is None]
         its_turn = len(starting) < at_once or time.monotonic() > self._next_turn

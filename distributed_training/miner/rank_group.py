@@ -36,6 +36,7 @@ from pathlib import Path
 
 import psutil
 
+from distributed_training.common.control_groups import usable_cores
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import (
     STACKS,
@@ -68,7 +69,7 @@ _TERMINAL_SIGNALS = (signal.SIGINT, signal.SIGHUP)
 def rank_environment_defaults(*, ranks: int) -> dict[str, str]:
     """Return the variables that server and ranks need, where the operator set none."""
     wanted = {
-        "OMP_NUM_THREADS": str(max(1, _usable_cores() // ranks)),
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks)),
         # numpy's and scipy's own: a thread of theirs in the server would be lost in each fork.
         "OPENBLAS_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
@@ -100,12 +101,6 @@ def rank_variables(rank: int, *, world_size: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @dataclass(frozen=True)

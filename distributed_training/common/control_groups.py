@@ -1,0 +1,72 @@
+"""Read the limits of Linux control groups, as Docker, Kubernetes, Slurm and systemd set them.
+
+A machine rented in part shows all its cores and memory, and the groups say what may be used: those
+of a process and of all above it count, in both versions of the interface.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
+    """Yield the folders of the own control group and of those above it, and their version.
+
+    ``controller``: of version 1, ``memory`` or ``cpu``. ``root``: of /proc and /sys.
+    """
+    try:
+        groups = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for group in groups:  # "0::/path", or by version 1 "4:cpu,cpuacct:/path"
+        controllers, _, path = group.partition(":")[2].partition(":")
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup"
+        if controllers:
+            # "cpu" is a link to "cpu,cpuacct" where the distribution has made one.
+            mount /= controller if (mount / controller).is_dir() else controllers
+        # In a container the path may be the host's, and the limit lies at the mount.
+        own = mount / path.strip("/")
+        for folder in (own, *(parent for parent in own.parents if parent.is_relative_to(mount))):
+            yield folder, 1 if controllers else 2
+
+
+def memory_limits(root: Path = Path("/")) -> Iterator[int]:
+    """Yield the bytes of memory that each group may use."""
+    names = {1: "memory.limit_in_bytes", 2: "memory.max"}
+    for folder, version in group_folders("memory", root):
+        try:
+            yield int((folder / names[version]).read_text())
+        except (OSError, ValueError):  # no such file; "max"
+            continue
+
+
+def usable_cores(root: Path = Path("/")) -> int:
+    """Return the cores that this process may use, at least 1.
+
+    They are those that it may run on, or the time that a quota gives, in cores rounded up: threads
+    above it are stopped in the middle of their work.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        there = len(os.sched_getaffinity(0))
+    else:
+        there = os.cpu_count() or 1
+    return max(1, min((there, *_quotas(root))))
+
+
+def _quotas(root: Path) -> Iterator[int]:
+    for folder, version in group_folders("cpu", root):
+        try:
+            if version == 2:
+                quota, period = map(int, (folder / "cpu.max").read_text().split())
+            else:
+                quota = int((folder / "cpu.cfs_quota_us").read_text())  # -1: none
+                period = int((folder / "cpu.cfs_period_us").read_text())
+        except (OSError, ValueError):  # no such file; "max 100000"
+            continue
+        if quota > 0 and period > 0:
+            yield math.ceil(quota / period)

@@ -1,0 +1,83 @@
+"""Limits of containers: cores and memory, both versions of the interface, nested groups."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from distributed_training.common import control_groups
+from distributed_training.common.control_groups import memory_limits, usable_cores
+from distributed_training.miner.rank_group import rank_environment_defaults
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def lay_out(root: Path, *, version: int, path: str, joined: str = "cpu,cpuacct") -> Path:
+    """Make /proc and /sys of a process in the group ``path``; return where its groups lie."""
+    (root / "proc/self").mkdir(parents=True)
+    lines = [f"0::{path}"] if version == 2 else [f"4:memory:{path}", f"3:{joined}:{path}", "0::/"]
+    (root / "proc/self/cgroup").write_text("\n".join(lines) + "\n")
+    mount = root / "sys/fs/cgroup"
+    if version == 1:
+        mount /= joined
+    mount.mkdir(parents=True)
+    return mount
+
+
+def write_quota(folder: Path, version: int, quota: int | None, period: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if version == 2:
+        (folder / "cpu.max").write_text(f"{'max' if quota is None else quota} {period}\n")
+    else:
+        (folder / "cpu.cfs_quota_us").write_text(f"{-1 if quota is None else quota}\n")
+        (folder / "cpu.cfs_period_us").write_text(f"{period}\n")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_least_quota_on_the_way_counts(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cores by affinity, or what the tightest of the nested groups gives, rounded up."""
+    draw = random.Random(seed)
+    version, cores = draw.choice((1, 2)), draw.choice((1, 8, 128))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    parts = ["kubepods.slice", "pod-1", "container"][: draw.randint(0, 3)]
+    joined = draw.choice(("cpu,cpuacct", "cpuacct,cpu", "cpu"))
+    mount = lay_out(tmp_path, version=version, path="/" + "/".join(parts), joined=joined)
+    shown = draw.choice((True, False))  # in a container only the own group is, at the mount
+    least = cores
+    for i in range(len(parts) + 1) if shown else [0]:
+        quota = draw.choice((None, 1000, 50_000, 100_000, 150_000, 800_000, 10**8))
+        period = draw.choice((100_000, 50_000))
+        write_quota(mount.joinpath(*parts[:i]), version, quota, period)
+        if quota is not None:
+            least = min(least, math.ceil(quota / period))
+    assert usable_cores(tmp_path) == least
+
+
+@pytest.mark.parametrize("text", ["", "max", "0 0", "100000", "x y", "-1 100000", "1 2 3", "\xff"])
+def test_what_is_not_told_is_no_limit(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    assert usable_cores(tmp_path) == 8
+    mount = lay_out(tmp_path, version=2, path="/")
+    (mount / "cpu.max").write_bytes(text.encode("latin-1"))
+    (mount / "memory.max").write_bytes(text.encode("latin-1"))
+    assert usable_cores(tmp_path) == 8
+    assert list(itertools.islice(memory_limits(tmp_path), 1)) == (
+        [100_000] if text == "100000" else []
+    )
+
+
+def test_ranks_share_the_cores_of_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(control_groups, "_quotas", lambda _: iter([3]))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
+    for ranks, threads in ((1, "3"), (2, "1"), (8, "1")):
+        assert rank_environment_defaults(ranks=ranks)["OMP_NUM_THREADS"] == threads
