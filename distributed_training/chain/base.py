@@ -81,17 +81,20 @@ class ChainState:
         write_state(path, self, durable=False, lost=lost)
 
     @classmethod
-    def load(cls, path: Path, *, chain: str, hotkey: str) -> ChainState | None:
+    def load(
+        cls, path: Path, *, chain: str, hotkey: str, oldest: timedelta | None = OLDEST
+    ) -> ChainState | None:
         """Read ``path``.
 
         None if it is missing, damaged, of another chain, without ``hotkey``, or older than
-        :data:`OLDEST` by this machine's clock.
+        ``oldest`` by this machine's clock (None: of any age).
         """
         state = read_state(path, cls, lost="this start waits for the chain")
         if state is None or state.chain != chain or find(state.neurons, hotkey) is None:
             return None
         # One of the future was written while a clock was ahead: its age is not known.
-        return state if 0 <= time.time() - state.at < OLDEST.total_seconds() else None
+        young = oldest is None or 0 <= time.time() - state.at < oldest.total_seconds()
+        return state if young else None
 
 
 class Chain(abc.ABC):

@@ -14,6 +14,9 @@
     --tokens N         so many tokens of it (64)
     --eval [N]         loss and perplexity on N sequences of validators' random blocks (16)
 
+Where neither registry nor chain answers, the bucket is read with the key that an export or a miner
+of this machine read there last.
+
 FOLDER gets config.json, model.safetensors (float32) and the tokenizer's files, all or nothing.
 ``AutoModelForCausalLM.from_pretrained(FOLDER)`` and lm-evaluation-harness's
 ``--model hf --model_args pretrained=FOLDER`` read it.
@@ -23,13 +26,17 @@ Exit status: 0 exported, 1 the network or the state could not be read, 2 a flag 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import logging
 import math
+import os
 import random
 import shutil
 import sys
 import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -43,7 +50,10 @@ from distributed_training.scoring.command import subnet_flags
 if TYPE_CHECKING:
     import torch
 
+    from distributed_training.chain.base import ChainState
     from distributed_training.store.bucket_reader import BucketReader
+
+_PATIENCE = timedelta(seconds=30)  # for a first answer of the chain
 
 
 class ExportError(RuntimeError):
@@ -121,10 +131,50 @@ def _export(config: Config, options: argparse.Namespace, folder: Path) -> int:
 
 
 def _global_bucket(config: Config, options: argparse.Namespace, stack: ExitStack) -> BucketReader:
+    """Open the network's bucket, by the read key that was told last where no chain answers.
+
+    Raises NetworkFailure, NoBucket.
+    """
+    from distributed_training.node.buckets import PeerBuckets
+    from distributed_training.node.identity import follow_chain, keep_state
     from distributed_training.scoring.score_preview import on_chain
 
-    master = None if options.subnet else config.miner.master_ss58_address
-    return on_chain(config, stack, master=master, timeout=timedelta(hours=6)).global_bucket()
+    master, longest = config.miner.master_ss58_address, timedelta(hours=6)
+    if options.subnet:  # its master is whoever has all the stake
+        return on_chain(config, stack, master=None, timeout=longest).global_bucket()
+    # Its own lines speak of a training that goes on.
+    logging.getLogger("distributed_training.chain").setLevel(logging.ERROR)
+    settings = replace(config.chain, start_timeout=min(config.chain.start_timeout, _PATIENCE))
+    folder = _read_keys(config)
+    chain = follow_chain(settings, stack, kept=_kept_state(config, folder), master=master)
+    buckets = PeerBuckets(config.store, chain, small=timedelta(seconds=30), large=longest)
+    bucket = buckets.of_master(master)
+    with suppress(OSError):  # without it the next export needs the chain, as this one did
+        folder.mkdir(parents=True, exist_ok=True)
+        keep_state(chain, config.chain, folder)
+    return bucket
+
+
+def _read_keys(config: Config) -> Path:
+    """Return the folder in which the state of this network's chain is kept for later exports."""
+    from distributed_training.node.identity import chain_name
+
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    name = hashlib.sha256(chain_name(config.chain).encode()).hexdigest()[:16]
+    return Path(cache) / "distributed-training" / "export" / name
+
+
+def _kept_state(config: Config, folder: Path) -> ChainState | None:
+    """Return the newest state that an export or a miner of this machine has kept; or None."""
+    from distributed_training.chain.base import ChainState
+    from distributed_training.node.identity import STATE_FILE, chain_name
+
+    master, name = config.miner.master_ss58_address, chain_name(config.chain)
+    places = [folder, *config.run_folder.parent.glob("*")]
+    files = (place / STATE_FILE for place in places if (place / STATE_FILE).is_file())
+    # Of any age: a bucket's read key is good until its owner makes another.
+    states = (ChainState.load(file, chain=name, hotkey=master, oldest=None) for file in files)
+    return max(filter(None, states), key=lambda state: state.at, default=None)
 
 
 def open_folder(folder: Path) -> tuple[BucketReader, int | None]:

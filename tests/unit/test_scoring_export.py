@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import json
 import math
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from distributed_training.chain.registry import RegistryChain
 from distributed_training.config import load_config
 from distributed_training.data.tokenizer import build_tokenizer
+from distributed_training.node import identity
 from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.scoring import export
 from distributed_training.training.model import parameter_schema
 from distributed_training.validator.global_state import initial_weights, small_llama
+from tests.tools.chain_server_thread import RegistryServer
+from tests.tools.chain_world import VALIDATOR
 
 pytestmark = pytest.mark.timeout(120)
 CONFIG = load_config("validator", ["--preset", "local"], environ={}, dotenv=None, check=False)
@@ -94,3 +102,69 @@ def test_a_damaged_state_leaves_no_folder(
     with pytest.raises(export.ExportError, match=words):
         export.export_model(CONFIG, reader, tmp_path / "model", outer_step=step)
     assert set(tmp_path.iterdir()) == before
+
+
+class TestReadKey:
+    """Test an export by a key that was told once."""
+
+    @pytest.fixture
+    def network(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> Iterator[tuple[RegistryServer, list[str]]]:
+        """Serve a registry with the founder's read key; also the flags that name it."""
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setattr(export, "_PATIENCE", timedelta(seconds=0.5))
+        monkeypatch.setattr(identity, "SOON", timedelta(seconds=0.5))
+        server = RegistryServer(tmp_path / "registry").start()
+        flags = ["--preset", "local", "--chain.registry_url", server.url]
+        flags += ["--neuron.master_ss58_address", VALIDATOR.ss58]
+        flags += ["--neuron.run_folder", str(tmp_path / "runs" / "mine")]
+        flags += ["--r2.endpoint_url", "http://127.0.0.1:9"]
+        yield server, flags
+        server.stop()
+
+    def open(self, flags: list[str]) -> str:
+        config = load_config("validator", flags, environ={}, dotenv=None, check=False)
+        options = export.build_parser().parse_args(["model"])
+        with ExitStack() as stack:
+            return export._global_bucket(config, options, stack).name
+
+    def test_without_the_registry_the_last_one_told_is_used(
+        self, network: tuple[RegistryServer, list[str]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        server, flags = network
+        with closing(RegistryChain(url=server.url, wallet=VALIDATOR)) as founder:
+            founder.commit("a" * 32 + "b" * 32 + "c" * 64)
+        name = self.open(flags)
+        server.stop()
+        now = time.time()
+        for days in (400, -400):  # of any age: also of a clock that was ahead
+            monkeypatch.setattr(time, "time", lambda days=days: now + 86400 * days)
+            assert self.open(flags) == name
+
+    def test_a_miners_kept_state_serves_too(
+        self, network: tuple[RegistryServer, list[str]], tmp_path: Path
+    ) -> None:
+        server, flags = network
+        folder = tmp_path / "runs" / "another"
+        folder.mkdir(parents=True)
+        with closing(RegistryChain(url=server.url, wallet=VALIDATOR)) as founder:
+            founder.commit("a" * 32 + "b" * 32 + "c" * 64)
+            config = load_config("validator", flags, environ={}, dotenv=None, check=False)
+            identity.keep_state(founder, config.chain, folder)
+        server.stop()
+        assert self.open(flags)
+
+    def test_who_was_never_told_one_is_told_why_and_when_it_ends(
+        self,
+        network: tuple[RegistryServer, list[str]],
+        tmp_path: Path,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        server, flags = network
+        server.stop()
+        began = time.monotonic()
+        assert export.main([str(tmp_path / "model"), *flags]) == 1
+        error = capsys.readouterr().err
+        assert error.count("\n") == 1 and "did not answer within" in error
+        assert time.monotonic() - began < 20
