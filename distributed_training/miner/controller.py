@@ -176,7 +176,7 @@ class Controller:
         if error is None:
             self.post(ev.Averaged(average.result()))
         elif isinstance(error, AllReduceError):
-            self.post(ev.RoundFailed(error.fault, error.detail))
+            self.post(ev.RoundFailed(error.fault, error.detail, causes=error.causes))
         else:
             log.error("The swarm failed with an unexpected error; please report it", exc_info=error)
             self.post(ev.RoundFailed(AllReduceFault.SWARM_DOWN, repr(error)))

@@ -476,7 +476,7 @@ class Reporter:
             log.warning("%s", lines.all_reduce_failed(1))
         elif fault not in (AllReduceFault.LOCAL, AllReduceFault.CANCELLED):
             log.warning("%s", lines.all_reduce_failed(2))
-        self._round_ended(state, fault=fault.name, detail=detail)
+        self._round_ended(state, fault=fault.name, detail=detail, causes=event.causes)
 
     def _outer_step_ended(self, event: ev.OuterStepEnded, state: MinerState) -> None:
         average, fault = state.averaged, ""
@@ -490,14 +490,16 @@ class Reporter:
         else:
             fault = AllReduceFault.LOCAL.name
             log.warning("%s (%s)", lines.all_reduce_failed(3), event.detail)
-        self._round_ended(state, fault=fault, detail=event.detail)
+        self._round_ended(state, fault=fault, detail=event.detail, causes=average.causes)
         if event.committed and average.partial:
             log.warning(
                 "Parts of the average failed: the global state becomes the epoch-start weights "
                 "once the validator has published it; what is trained until then is kept"
             )
 
-    def _round_ended(self, state: MinerState, *, fault: str, detail: str) -> None:
+    def _round_ended(
+        self, state: MinerState, *, fault: str, detail: str, causes: Mapping[str, str]
+    ) -> None:
         log.info("%s", lines.RESUMING)
         log.info("%s", lines.waiting_for_validator(self._reload_timeout))
         result, seconds = state.averaged, self._round_seconds()
@@ -510,6 +512,7 @@ class Reporter:
             detail=detail,
             peers=list(result.peers) if result else [],
             failed_peers=list(result.failed_peers) if result else [],
+            causes=dict(causes),
             seconds=seconds,
             matchmaking_seconds=result.matchmaking_seconds if result else None,
             transfer_seconds=result.transfer_seconds if result else None,

@@ -236,6 +236,7 @@ class RoundFailed(Event):
     fault: AllReduceFault
     detail: str = ""
     began: bool = True
+    causes: Mapping[str, str] = field(default_factory=dict)  # what was wrong with peers, by id
 
 
 @dataclass(frozen=True)

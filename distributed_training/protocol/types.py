@@ -121,7 +121,10 @@ class AllReduceFault(enum.Enum):
 
 
 class AllReduceError(RuntimeError):
-    """A round that did not succeed. Tensors and weights are as they were before it."""
+    """A round that did not succeed. Tensors and weights are as they were before it.
+
+    ``causes``: what was wrong with peers of the group, by peer id, as far as it is known.
+    """
 
     def __init__(
         self, fault: AllReduceFault, detail: str = "", causes: Mapping[str, str] | None = None
@@ -129,7 +132,7 @@ class AllReduceError(RuntimeError):
         super().__init__(f"{fault.value}{': ' + detail if detail else ''}")
         self.fault = fault
         self.detail = detail
-        self.causes: Mapping[str, str] = causes or {}  # as those of an AllReduceResult
+        self.causes: Mapping[str, str] = causes or {}
 
 
 class RankFailedError(RuntimeError):
@@ -141,14 +144,14 @@ class AllReduceResult:
     """A successful average, before it is committed."""
 
     peers: tuple[str, ...]  # peer ids of the group, ours included
-    failed_peers: tuple[str, ...]  # banned senders
+    failed_peers: tuple[str, ...]  # left out, as senders or as reducers
     matchmaking_seconds: float | None
     transfer_seconds: float | None
     total_seconds: float
     average_norm: float | None = None
     local_norm: float | None = None
-    kept_local: float = 0.0  # part of all values for which no average came back
-    causes: Mapping[str, str] = field(default_factory=dict)  # peer id -> why it was left out
+    kept_local: float = 0.0  # part of all values that no other peer has averaged with us
+    causes: Mapping[str, str] = field(default_factory=dict)  # peer id: why it was left out
 
     @property
     def partial(self) -> bool:

@@ -14,6 +14,11 @@ they come. hivemind copies each part about ten times and keeps all differences o
 
 A failing peer costs its own values only. A *sender* that fails is left out of the parts it has not
 sent; of the share of a *reducer* that fails the remaining parts keep the local values.
+
+Nor is a peer believed. What is not finite, weighs more than one, or cannot be done in time counts
+as a failure. A sender's part is shortened where it is longer than three times what is usual for it
+(:func:`usual_norm`). A reducer's average is held against our own values, before it is taken: a part
+that is out of bounds (:data:`BOUND`) keeps the local values.
 """
 
 from __future__ import annotations
@@ -23,9 +28,10 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from hivemind.averaging.partition import TensorPartContainer
@@ -46,6 +52,25 @@ _AHEAD = 4
 #: take this many bytes at the pace so far: least and most seconds.
 _ON_ITS_WAY = 8 << 20
 _TAKEN_WITHIN = 0.1, 2.0
+
+#: An average may be this many times as long as what it is held against.
+BOUND = 2.0
+#: A contribution is shortened to this many times what is usual. More than two: where most peers
+#: took half of the inner steps, those that took all are honest.
+LONGEST = 3.0
+#: Of two contributions the longer may be this many times as long as the shorter: no third tells
+#: which of them is usual, and a peer that joined late has a short one.
+_BETWEEN_TWO = 10.0
+#: hivemind wants a positive weight of whoever contributes nothing (the validator's 1e-6).
+MOST_WEIGHT_OF_NOTHING = 1e-6
+#: Of fewer values chance alone may make a part far longer at some peers than at others.
+_FEW_VALUES = 64
+#: A peer whose own values are zeros knows the scale of one share, not of each layer.
+_SCALE_OF_LAYERS = 5.0
+# Shares of the time for the all-reduce. The first: reducers wait for senders, so those come first.
+_SENDERS_LOOKED_AT, _REDUCERS_LOOKED_AT, _LAST_LOOK = 0.25, 0.5, 0.95
+_LEAST_WINDOW = 5.0  # seconds: over a shorter time a pace says little
+_BEHIND = 2  # parts: senders of one pace are about this far apart
 
 OpenStream = Callable[[PeerID], AbstractAsyncContextManager[Stream]]
 
@@ -70,12 +95,15 @@ class Terms:
 
     ``chunk_timeout``, in seconds, covers one part from a sender, and one difference on its way to
     it. A reducer's difference may take twice as long, since the reducer waits for all senders.
+    ``timeout``, in seconds, covers the whole all-reduce.
     """
 
     weight: float
     part_values: int  # all peers of a group must cut the tensors into parts of as many values
     compression: int
     chunk_timeout: float
+    timeout: float = math.inf
+    usual_rms: float = 0.0  # root mean square of past averages; 0: none is known
 
 
 class AllReduce:
@@ -100,51 +128,112 @@ class AllReduce:
         )
         self._shares = [cut.get_raw_input_parts(i) for i in range(len(group.peers))]
         mine = group.peers.index(own)
-        senders = frozenset(group.peers) - {own} - group.auxiliaries
+        senders = [p for p in group.peers if p != own and p not in group.auxiliaries]
         self._buffers = Buffers(terms.part_values)
         self.reducer = Reducer(
             self._shares[mine], weight=terms.weight, senders=senders, buffers=self._buffers
         )
         self.closing: set[asyncio.Task[None]] = set()  # streams whose reducer has yet to end
-        self.kept_local = 0  # values for which no average came back
+        self.kept_local = 0  # values of the others' shares for which no average was taken
+        self.out_of_time = False  # whoever was not done was left out at the last look
         self.group = group
         self._mine = mine
         self._terms = terms
         self._open_stream = open_stream
         self._not_yet_come = set(senders)
+        self._left = [list(reversed(share)) for share in self._shares]  # the next part last
+        self._patience: dict[int, asyncio.Timeout] = {}  # by the index of a reducer
+        self._failed_reducers: dict[PeerID, str] = {}
+
+    @property
+    def causes(self) -> Mapping[PeerID, str]:
+        """The causes for which peers were left out, as senders or as reducers."""
+        return self._failed_reducers | self.reducer.causes
 
     async def run(self) -> None:
         """Average every value, or give it up.
 
-        Raises GroupFailed if all other peers failed.
+        Raises GroupFailed if all other peers failed, TimeoutError if none of them was done in time.
 
         The differences of our share may still be on their way to peers: :meth:`serve` sends them.
         """
         reducers = [i for i, share in enumerate(self._shares) if share and i != self._mine]
         loop = asyncio.get_running_loop()
         missing = loop.call_later(self._terms.chunk_timeout, self._leave_out_who_did_not_come)
+        watching = loop.create_task(self._watch_pace())
         try:
             gone = await asyncio.gather(*map(self._exchange, reducers))
             await self.reducer.complete.wait()
         finally:
             missing.cancel()
+            watching.cancel()
         if all(gone) and self.reducer.alone:
+            if self.out_of_time:
+                raise TimeoutError
             raise GroupFailed("all other peers of the group failed")
 
     def _leave_out_who_did_not_come(self) -> None:
         for sender in self._not_yet_come:
-            log.warning("%s sent nothing: it is left out", sender)
-            self.reducer.leave_out(sender)
+            self.reducer.leave_out(sender, "it sent nothing")
+
+    # --- in time -------------------------------------------------------------------------------
+
+    async def _watch_pace(self) -> None:
+        """Leave out who cannot be done in time, while there is time for the others.
+
+        At the last look it is whoever is not done: what was averaged until then is kept.
+        """
+        loop, timeout = asyncio.get_running_loop(), self._terms.timeout
+        began = loop.time()
+        last = began + _LAST_LOOK * timeout
+        window = max(_SENDERS_LOOKED_AT * timeout, _LEAST_WINDOW)
+        averaged, left = self.reducer.averaged, [len(parts) for parts in self._left]
+        while (until := loop.time() + window) < last:
+            await asyncio.sleep(window)
+            pace = (self.reducer.averaged - averaged) / window
+            if pace * (last - until) < len(self._shares[self._mine]) - self.reducer.averaged:
+                for sender in self.reducer.behind():
+                    self.reducer.leave_out(sender, "it is too slow to be done in time")
+            for index, parts in enumerate(self._left):
+                pace = (left[index] - len(parts)) / window
+                # Until half of the time a reducer may be held up by a sender that is too slow.
+                due = until >= began + _REDUCERS_LOOKED_AT * timeout
+                if pace * (last - until) < len(parts) and (
+                    due or self.group.peers[index] in self.reducer.causes
+                ):
+                    self._give_up(index, "it is too slow to be done in time")
+            averaged, left = self.reducer.averaged, [len(parts) for parts in self._left]
+        await asyncio.sleep(last - loop.time())
+        self.out_of_time = True
+        for sender in self.reducer.unfinished():
+            self.reducer.leave_out(sender, "it was not done in time")
+        for index in range(len(self._left)):
+            self._give_up(index, "it was not done in time")
+
+    def _give_up(self, index: int, cause: str) -> None:
+        """Keep the local values of what a reducer has yet to average; wait for it no longer."""
+        patience = self._patience.pop(index, None)
+        if patience is not None:
+            self._blame(self.group.peers[index], cause)
+            patience.reschedule(asyncio.get_running_loop().time())
+
+    def _blame(self, reducer: PeerID, cause: str) -> None:
+        if reducer not in self._failed_reducers:
+            log.warning("Averaging with %s failed: %s", reducer, cause)
+            self._failed_reducers[reducer] = cause
 
     # --- as a sender ---------------------------------------------------------------------------
 
     async def _exchange(self, index: int) -> bool:
         """Send our parts to a reducer and take its differences. Return whether it failed."""
-        peer, share = self.group.peers[index], self._shares[index]
-        left = list(reversed(share))  # without a difference yet, the next one last
+        peer, share, left = self.group.peers[index], self._shares[index], self._left[index]
         try:
-            async with contextlib.AsyncExitStack() as opened:
-                stream = await opened.enter_async_context(self._open_stream(peer))
+            async with (
+                asyncio.timeout(None) as self._patience[index],
+                contextlib.AsyncExitStack() as opened,
+            ):
+                async with asyncio.timeout(2 * self._terms.chunk_timeout):
+                    stream = await opened.enter_async_context(self._open_stream(peer))
                 async with asyncio.TaskGroup() as tasks:
                     sending = tasks.create_task(self._send_parts(stream, share))
                     await self._take_differences(stream, left)
@@ -157,7 +246,9 @@ class AllReduce:
                 self.closing.add(task)
                 task.add_done_callback(self.closing.discard)
         except* (OSError, TimeoutError) as errors:
-            log.warning("Averaging with %s failed: %s", peer, _why(errors))
+            self._blame(peer, _why(errors))
+        finally:
+            self._patience.pop(index, None)
         self.kept_local += sum(len(part) for part in left)
         return bool(left)
 
@@ -186,9 +277,37 @@ class AllReduce:
                 if arriving is None or arriving.code != averaging_pb2.AVERAGED_PART:
                     raise FrameError(_refusal(arriving))
                 await wire.finish(stream, arriving, values)
-            part.add_(values)
+            # Aside: the local values must come through an average that is refused.
+            torch.add(part, values, out=values)
+            if await self._in_bounds(part, values):
+                part.copy_(values)
+            else:
+                self._blame(stream.peer, "its averages are out of proportion")
+                self.kept_local += len(part)
             left.pop()
         self._buffers.give_back(difference)
+
+    async def _in_bounds(self, part: Tensor, average: Tensor) -> bool:
+        """Return whether ``average`` may take the place of ``part``, our own values.
+
+        Usually it is at most :data:`BOUND` times as long as our own part, or as a part of that many
+        values in past averages. Where it is longer, we may be the one whose values are short: a
+        peer that joined late, a validator without a contribution. Then what the senders of our
+        share have sent shows what is usual. Raises FrameError if it is not finite.
+        """
+        norm, own = _norm(average), _norm(part)
+        if not math.isfinite(norm):
+            raise FrameError("its averages hold NaN, Inf or values above 1e18")
+        usual, root = self._terms.usual_rms, math.sqrt(max(len(part), _FEW_VALUES))
+        if norm <= BOUND * max(own, usual * root):
+            return True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._terms.chunk_timeout / 2):
+                await self.reducer.heard.wait()
+        seen = self.reducer.scale
+        if seen is None:  # where we average nothing for others we know nobody's values
+            return not usual and not self._shares[self._mine]
+        return norm <= BOUND * max(seen.ratio * own, max(usual, seen.rms) * root)
 
     async def _close_after(self, stream: Stream, opened: contextlib.AsyncExitStack) -> None:
         async with opened:
@@ -215,17 +334,21 @@ class AllReduce:
                 collecting = tasks.create_task(self._collect(stream, first, sums))
                 tasks.create_task(self._answer(stream, sums, collecting if patient else None))
         except* (OSError, TimeoutError, ValueError) as errors:
-            log.warning("Averaging what %s sends failed: %s", sender, _why(errors))
+            if sender not in self.reducer.causes:
+                log.warning("Averaging what %s sends failed: %s", sender, _why(errors))
 
     async def _collect(
         self, stream: Stream, first: wire.Arriving, sums: asyncio.Queue[_Pending | None]
     ) -> None:
-        with contextlib.ExitStack() as undo:
-            # Unless all its parts come: no sum may wait for one that failed.
-            undo.callback(self.reducer.leave_out, stream.peer)
+        try:
             async for pending in self._parts_from(stream, first):
                 await sums.put(pending)
-            undo.pop_all()
+        except asyncio.CancelledError:
+            self.reducer.leave_out(stream.peer, "it did not take its averages")
+            raise
+        except Exception as error:  # whatever it sent, no sum may wait for it
+            self.reducer.leave_out(stream.peer, _why(error))
+            raise
         await sums.put(None)
 
     async def _parts_from(self, stream: Stream, first: wire.Arriving) -> AsyncIterator[_Pending]:
@@ -300,22 +423,34 @@ def _refusal(arriving: wire.Arriving | None) -> str:
     return f"it answered {averaging_pb2.MessageCode.Name(code) if code in known else code}"
 
 
-def _why(errors: BaseExceptionGroup[BaseException]) -> str:
-    first = errors.exceptions[0]
-    if isinstance(first, TimeoutError) and not str(first):
+def _why(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, TimeoutError) and not str(error):
         return "it was silent for too long"
-    return str(first) or repr(first)
+    return str(error) or repr(error)
+
+
+class _Sent(NamedTuple):
+    values: Tensor
+    weight: float
+    norm: float
 
 
 @dataclass
 class _Sum:
-    """The weighted sum of one part so far."""
+    """The contributions to one part so far. They are summed once all are there."""
 
-    buffer: Tensor
-    total: Tensor
-    weight: float
+    own_norm: float
     done: asyncio.Event = field(default_factory=asyncio.Event)
-    came_from: dict[PeerID, Tensor] = field(default_factory=dict)
+    came_from: dict[PeerID, _Sent] = field(default_factory=dict)
+
+
+class Scale(NamedTuple):
+    """The length of the others' values, as is usual among them (:func:`usual_norm`)."""
+
+    rms: float  # root mean square of their values
+    ratio: float  # to our own of the same parts, at least 1
 
 
 class Buffers:
@@ -332,12 +467,42 @@ class Buffers:
         self._free.append(buffer)
 
 
+def _norm(values: Tensor) -> float:
+    """Return the Euclidean norm; NaN or Inf if any value is, or is above 1e18 or so.
+
+    One float32 reduction, while the part is in the cache: cheaper than a look at each value.
+    """
+    return math.sqrt(torch.dot(values, values))  # vector_norm takes half as long again
+
+
+def usual_norm(own: float | None, norms: Collection[float]) -> float:
+    """Return the norm that is usual among ``norms`` of contributions, which include our ``own``.
+
+    It is the median, of an even number the greater of both: one peer alone, were it the longest,
+    never makes it, and those that joined late and have short ones do not either, unless they are
+    the majority. It is at least ``own``, which is no lie; None: we do not contribute. Of two
+    contributions no majority tells which is usual: the longer counts, but for at most ten times the
+    shorter.
+    """
+    ordered = sorted(norms)
+    usual = ordered[len(ordered) // 2]
+    if len(ordered) == 2:
+        usual = min(usual, _BETWEEN_TWO * ordered[0])
+    return max(own or 0.0, usual)
+
+
 class Reducer:
     """Averages ``parts``, this peer's own values of its share, in place.
 
     A part is complete once every one of ``senders`` (the others) that has not failed has sent it.
+    It is summed then, in the order of ``senders``, each contribution shortened to at most
+    :data:`LONGEST` times what is usual (:func:`usual_norm`): so one peer of n moves the average by
+    at most 1/n of a vector of that norm. Peers that took half as many inner steps, or one, are
+    honest: what they send is short, and stays as it is.
+
     ``complete`` is set once all parts are; the averages then stand in ``parts``. What a sender has
-    sent before it failed stays in the sums: all peers get the same averages.
+    sent before it failed stays in the sums: all peers get the same averages. ``heard`` is set once
+    each sender has sent a part or failed.
     """
 
     def __init__(
@@ -345,73 +510,140 @@ class Reducer:
         parts: Sequence[Tensor],
         *,
         weight: float,
-        senders: Collection[PeerID],
+        senders: Sequence[PeerID],
         buffers: Buffers,
     ) -> None:
         self.complete = asyncio.Event()
-        self.failed: set[PeerID] = set()
+        self.heard = asyncio.Event()
+        self.causes: dict[PeerID, str] = {}  # why senders were left out
+        self.averaged = 0  # parts
+        self.kept_local = sum(map(len, parts))  # values that are averaged with nobody's yet
         self._parts = parts
         self._weight = weight
+        self._senders = tuple(senders)
         self._active = set(senders) if parts else set()
         self._buffers = buffers
         self._sums: dict[int, _Sum] = {}
-        self._left = len(parts)
+        self._came = dict.fromkeys(senders, 0)  # parts of each sender
+        self._squares: dict[PeerID, tuple[float, float, int]] = {}  # theirs, ours, their number
+        self._look_whether_heard()
         self._look_whether_complete()
+
+    @property
+    def failed(self) -> set[PeerID]:
+        """The senders that were left out."""
+        return set(self.causes)
 
     @property
     def alone(self) -> bool:
         """True when no sender is left."""
         return not self._active
 
+    @property
+    def scale(self) -> Scale | None:
+        """The scale of what others sent; None where nobody has sent anything."""
+        if not self._squares:
+            return None
+        sent = self._squares.values()
+        _, ours, count = max(sent, key=lambda each: each[2])
+        own = math.sqrt(ours / count)
+        rms = self._usual(own, [math.sqrt(theirs / count) for theirs, _, count in sent])
+        if not own:
+            return Scale(_SCALE_OF_LAYERS * rms, 1.0)
+        return Scale(rms, max(1.0, rms / own))
+
     def add(self, sender: PeerID, index: int, values: Tensor, weight: float) -> asyncio.Event:
-        """Add what ``sender`` sent of part ``index``. Each sender adds each part once, in order.
+        """Take what ``sender`` sent of part ``index``. Each sender sends each part once, in order.
 
         Once the event is set, ``values`` holds the average minus what it held before. Raises
-        ValueError for a weight that is none, and when the sender has been left out already.
+        ValueError for a weight or values that nobody may send, and when the sender has been left
+        out already.
         """
         if sender not in self._active:
             raise ValueError("the peer was left out, since it came too late or failed")
-        # A weight of NaN would make the part's average NaN for all peers.
-        if not (math.isfinite(weight) and weight >= 0):
-            raise ValueError(f"a weight of {weight}")
+        if not (weight == 1 or 0 < weight <= MOST_WEIGHT_OF_NOTHING):
+            raise ValueError(f"a weight of {weight} instead of 1")
+        norm = _norm(values)
+        if not math.isfinite(norm):
+            raise ValueError("it sent NaN, Inf or values above 1e18")
         sums = self._sums.get(index)
         if sums is None:
-            own, buffer = self._parts[index], self._buffers.take()
-            total = torch.mul(own, self._weight, out=buffer[: len(own)])
-            sums = self._sums[index] = _Sum(buffer, total, self._weight)
-        sums.total.add_(values, alpha=weight)
-        sums.weight += weight
-        sums.came_from[sender] = values
+            sums = self._sums[index] = _Sum(_norm(self._parts[index]))
+        sums.came_from[sender] = _Sent(values, weight, norm)
+        self._came[sender] += 1
+        if weight == 1:
+            theirs, ours, count = self._squares.get(sender, (0.0, 0.0, 0))
+            squares = theirs + norm**2, ours + sums.own_norm**2, count + len(values)
+            self._squares[sender] = squares
+        self._look_whether_heard()
         self._look_whether_done(index)
         return sums.done
 
-    def leave_out(self, sender: PeerID) -> None:
+    def leave_out(self, sender: PeerID, cause: str = "it failed") -> None:
         """Leave a failed sender out: the parts that it has not sent are averaged without it."""
         if sender not in self._active:
             return
+        log.warning("%s is left out: %s", sender, cause)
         self._active.discard(sender)
-        self.failed.add(sender)
+        self.causes[sender] = cause
+        self._look_whether_heard()
         # A copy: a part that is complete by this leaves the dictionary.
         for index in list(self._sums):
             self._look_whether_done(index)
         self._look_whether_complete()
+
+    def behind(self) -> list[PeerID]:
+        """Return the senders that all wait for; none if none is behind the others."""
+        came = {sender: self._came[sender] for sender in self._active}
+        least, most = min(came.values(), default=0), max(came.values(), default=0)
+        if least == most or (most - least < _BEHIND and most < len(self._parts)):
+            return []
+        return [sender for sender, count in came.items() if count == least]
+
+    def unfinished(self) -> list[PeerID]:
+        """Return the senders of which parts are missing."""
+        return [sender for sender in self._active if self._came[sender] < len(self._parts)]
+
+    def _look_whether_heard(self) -> None:
+        if all(self._came[sender] for sender in self._active):
+            self.heard.set()
 
     def _look_whether_done(self, index: int) -> None:
         sums = self._sums[index]
         if not self._active <= sums.came_from.keys():
             return
         del self._sums[index]
-        # In place of our own values: they were added to the sum at its start.
-        average = torch.div(sums.total, sums.weight, out=self._parts[index])
-        for values in sums.came_from.values():
+        own, total = self._parts[index], self._weight
+        longest = self._longest(sums)
+        if self._weight != 1:
+            own.mul_(self._weight)
+        # In place of our own values, and in one order: floating-point sums depend on it.
+        for sender in self._senders:
+            if sender in sums.came_from:
+                values, weight, norm = sums.came_from[sender]
+                shortened = longest / norm if norm > longest else 1.0
+                own.add_(values, alpha=weight * shortened)
+                total += weight
+        own.div_(total)
+        for values, _, _ in sums.came_from.values():
             # The answer takes the memory that the part came in.
-            torch.sub(average, values, out=values)
-        self._buffers.give_back(sums.buffer)
+            torch.sub(own, values, out=values)
         sums.done.set()
-        self._left -= 1
+        self.averaged += 1
+        self.kept_local -= len(own)
         self._look_whether_complete()
+
+    def _longest(self, sums: _Sum) -> float:
+        """Return how long a contribution may be. Those of (nearly) no weight say nothing of it."""
+        norms = [sent.norm for sent in sums.came_from.values() if sent.weight == 1]
+        return LONGEST * self._usual(sums.own_norm, norms)
+
+    def _usual(self, own: float, norms: Sequence[float]) -> float:
+        if self._weight == 1:
+            return usual_norm(own, [own, *norms])
+        return usual_norm(None, norms) if norms else math.inf
 
     def _look_whether_complete(self) -> None:
         # Without senders, the parts that nobody has sent keep their values.
-        if not self._left or not self._active:
+        if self.averaged == len(self._parts) or not self._active:
             self.complete.set()

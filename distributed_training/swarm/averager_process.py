@@ -18,10 +18,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import shutil
 import signal
 import socket
+import statistics
 import sys
 import time
 from collections import Counter
@@ -55,7 +57,7 @@ from distributed_training.common.processes import write_stacks_on_signal
 from distributed_training.protocol.synapses import LARGEST_GROUP
 
 from . import wire
-from .all_reduce import FLOAT_BYTES, AllReduce, Group, GroupFailed, Terms
+from .all_reduce import FLOAT_BYTES, AllReduce, Group, GroupFailed, Scale, Terms
 from .bounds import (
     MOST_MESSAGE_BYTES,
     BoundedP2P,
@@ -99,6 +101,11 @@ _JOIN_REQUEST_TIMEOUT = 5.0  # seconds for the one message that asks us to lead
 _STREAMS_EACH = 2  # of one peer at once; one is enough, but for one that broke a moment ago
 _MORE_STREAMS = 8  # in all, than the group has peers
 _MOST_STREAMS = LARGEST_GROUP + _MORE_STREAMS
+
+#: Where more of the values have no average, the round is not good: this peer would go another way
+#: than the rest of its group. A reducer averages at most 2/n of the values.
+_MOST_KEPT_LOCAL = 0.5
+_WIDEST_RANGE = 1e4  # of bandwidths in a group: a linear program of a wider one is ill-conditioned
 
 _HEARD_BY_FOLLOWER = 5.0  # seconds a follower has to take our last word
 _LAST_AVERAGES = 2.0  # seconds that peers have to take what they are owed, when we end
@@ -161,23 +168,35 @@ class DTGradAverager(ServicerBase):
                 group = await self._find_group(order)
                 found = time.monotonic()
                 on_found()
+                left = min(order.allreduce_timeout, order.timeout - (found - started))
                 async with asyncio.timeout(order.allreduce_timeout):
-                    all_reduce = await self._average_with(group, order)
+                    all_reduce = await self._average_with(group, order, left)
         except TimeoutError:
-            return Failed("TIMEOUT" if found else "NO_GROUP")
+            return Failed("TIMEOUT" if found else "NO_GROUP", causes=self._causes())
         except GroupFailed as error:
-            return Failed("PEER_FAILED", str(error))
+            return Failed("PEER_FAILED", str(error), self._causes())
         finally:
             self._search_over.set()
-            self._all_reduce = None
+            causes, self._all_reduce = self._causes(), None
             self._admitted = frozenset()
+        values = sum(t.numel() for t in self._tensors)
+        kept_local = (all_reduce.kept_local + all_reduce.reducer.kept_local) / max(1, values)
+        if kept_local > _MOST_KEPT_LOCAL:
+            fault = "TIMEOUT" if all_reduce.out_of_time else "PEER_FAILED"
+            return Failed(fault, f"{kept_local:.0%} of the values have no average", causes)
         return Average(
             peers=[str(peer) for peer in group.peer_ids],
-            failed=sorted(str(peer) for peer in all_reduce.reducer.failed),
-            kept_local=all_reduce.kept_local / max(1, sum(t.numel() for t in self._tensors)),
+            causes=causes,
+            kept_local=kept_local,
+            usual_norm=_usual_norm(all_reduce.reducer.scale, values),
             matchmaking=found - started,
             transfer=time.monotonic() - found,
         )
+
+    def _causes(self) -> dict[str, str]:
+        """Return why peers were left out of the round under way, by peer id."""
+        causes = self._all_reduce.causes if self._all_reduce is not None else {}
+        return {str(peer): cause for peer, cause in causes.items()}
 
     async def _find_group(self, order: RoundOrder) -> GroupInfo:
         """Find a group for the round. Raises TimeoutError."""
@@ -219,13 +238,16 @@ class DTGradAverager(ServicerBase):
                 # Who follows learns the members only now: the leader chose them.
                 if not self._matchmaking.admits(*group.peer_ids):
                     raise GroupFailed("its leader let in who was not called")
+                if not order.min_group_size <= len(set(group.peer_ids)) == len(group.peer_ids):
+                    raise GroupFailed("its leader named too few peers, or one of them twice")
                 self._known.add(group.peer_ids)
                 return group
         finally:
             self._matchmaking = None
 
-    async def _average_with(self, info: GroupInfo, order: RoundOrder) -> AllReduce:
-        group = await _group_of(info, sum(t.numel() for t in self._tensors))
+    async def _average_with(self, info: GroupInfo, order: RoundOrder, timeout: float) -> AllReduce:
+        values = sum(t.numel() for t in self._tensors)
+        group = await _group_of(info, values)
         all_reduce = self._all_reduce = AllReduce(
             group,
             self._node.peer_id,
@@ -235,6 +257,8 @@ class DTGradAverager(ServicerBase):
                 part_values=self._config.part_size // FLOAT_BYTES,
                 compression=COMPRESSIONS[self._config.compression],
                 chunk_timeout=order.next_chunk_timeout,
+                timeout=timeout,
+                usual_rms=order.usual_norm / math.sqrt(max(1, values)),
             ),
             open_stream=self._open_stream,
         )
@@ -426,24 +450,60 @@ def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 async def _group_of(info: GroupInfo, values: int) -> Group:
     """Return the group with each peer's share of the ``values``. Raises GroupFailed."""
+    stated = {peer: _stated(told) for peer, told in zip(info.peer_ids, info.gathered, strict=True)}
     try:
-        about = [MSGPackSerializer.loads(gathered) for gathered in info.gathered]
-        modes = [AveragingMode(mode) for _, mode, _ in about]
-        bandwidths = [
-            0.0 if mode is AveragingMode.CLIENT else bandwidth
-            for (bandwidth, _, _), mode in zip(about, modes, strict=True)
-        ]
         # A linear program: tenths of a second for large groups.
-        fractions = await asyncio.to_thread(load_balance_peers, values, bandwidths, 0)
-    except wire.NONSENSE as error:  # peers may have told anything about themselves
+        fractions = await asyncio.to_thread(
+            shares_of, values, [bandwidth for bandwidth, _ in stated.values()]
+        )
+    except wire.NONSENSE as error:
         raise GroupFailed(f"what its peers told cannot be used: {error!r}") from None
-    auxiliary = [m is AveragingMode.AUX for m in modes]
     return Group(
         id=info.group_id,
         peers=info.peer_ids,
         fractions=fractions,
-        auxiliaries=frozenset(p for p, aux in zip(info.peer_ids, auxiliary, strict=True) if aux),
+        auxiliaries=frozenset(p for p, (_, m) in stated.items() if m is AveragingMode.AUX),
     )
+
+
+def _stated(gathered: bytes) -> tuple[float | None, AveragingMode]:
+    """Return what a peer told of its bandwidth, in Mbit/s, and its mode.
+
+    A peer that told nonsense averages nothing for others: it costs itself its share, and the group
+    nothing.
+    """
+    try:
+        bandwidth, mode, _ = MSGPackSerializer.loads(gathered)
+        if AveragingMode(mode) is not AveragingMode.CLIENT and (
+            bandwidth is None or 0 <= float(bandwidth) < math.inf
+        ):
+            return bandwidth, AveragingMode(mode)
+    except Exception as error:  # noqa: BLE001 - a peer may have told anything; msgpack reads it
+        log.warning("What a peer tells of itself cannot be used: %r", error)
+    return 0.0, AveragingMode.CLIENT
+
+
+def shares_of(values: int, bandwidths: Sequence[float | None]) -> tuple[int, ...]:
+    """Return how many of the ``values`` each peer averages, by the Mbit/s that it states.
+
+    They are hivemind's, and so the same at a stock peer. But no peer gets more than 2 of n shares,
+    and extremes would make the result depend on the machine. Where they are like that, all that
+    state at least half the median get equal shares: they are more than half of the peers. A stock
+    peer in such a group computes another partition and falls out of the round.
+    """
+    stated = [bandwidth for bandwidth in bandwidths if bandwidth]
+    if not stated or max(stated) <= _WIDEST_RANGE * min(stated):
+        shares = load_balance_peers(values, bandwidths, 0)
+        if max(shares) <= math.ceil(2 * values / len(bandwidths)):
+            return shares
+    log.warning("The bandwidths that peers state (%s Mbit/s) are not used", bandwidths)
+    least = statistics.median_low(stated or [0.0]) / 2
+    equal = [None if each is None or each >= least > 0 else 0.0 for each in bandwidths]
+    return load_balance_peers(values, equal, 0)
+
+
+def _usual_norm(seen: Scale | None, values: int) -> float | None:
+    return None if seen is None else seen.rms * math.sqrt(values)
 
 
 # --- the process ----------------------------------------------------------------------------------

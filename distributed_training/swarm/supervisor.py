@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -101,6 +101,7 @@ class RoundOrder:
     next_chunk_timeout: float
     bandwidth: float | None  # Mbit/s as measured; None: not yet
     peers: Sequence[str] = ()  # ids of those who may take part; empty: whoever is found
+    usual_norm: float = 0.0  # of past averages; 0: too few are known
 
 
 @dataclass(frozen=True)
@@ -140,8 +141,9 @@ class Average:
     """The round's answer when it went well. Peers are peer ids, durations seconds."""
 
     peers: list[str]
-    failed: list[str]  # senders that were left out
-    kept_local: float  # share of the values for which no average came back
+    causes: dict[str, str]  # why peers were left out, as senders or as reducers
+    kept_local: float  # share of the values that nobody else has averaged with us
+    usual_norm: float | None  # of a contribution, by what others sent; None: they sent us nothing
     matchmaking: float
     transfer: float
 
@@ -152,6 +154,7 @@ class Failed:
 
     fault: str
     detail: str = ""
+    causes: dict[str, str] = field(default_factory=dict)  # as far as they are known
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,14 @@ hivemind's step succeeds; so the norm of each average is held against those of t
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import queue
 import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -45,6 +46,8 @@ from .supervisor import (
     RoundOrder,
     SharedTensors,
 )
+
+log = logging.getLogger(__name__)
 
 #: The swarm process keeps a round's deadline itself; this much later it counts as hung.
 _HANG_MARGIN = timedelta(seconds=10)
@@ -166,6 +169,8 @@ class HivemindSwarm:
             began = time.monotonic()
             # Before: the average takes the place of our own values.
             local_norm = norm_of(self.buffers)
+            if not math.isfinite(local_norm):  # each peer would refuse it, and our averages
+                raise AllReduceError(AllReduceFault.LOCAL, "our values hold NaN or Inf")
             answer = self._ask_host(request, weight, cancelled, began)
             return self._result(answer, local_norm, time.monotonic() - began)
         finally:
@@ -191,7 +196,8 @@ class HivemindSwarm:
                 if isinstance(answer, Average):
                     return answer
                 if isinstance(answer, Failed):
-                    raise AllReduceError(AllReduceFault[answer.fault], answer.detail)
+                    _log_left_out(answer.causes)
+                    raise AllReduceError(AllReduceFault[answer.fault], answer.detail, answer.causes)
                 if cancelled.is_set() or self._closed:
                     raise AllReduceError(AllReduceFault.CANCELLED)
                 if host.found_group:  # so the buffers are not what they were
@@ -222,6 +228,7 @@ class HivemindSwarm:
             next_chunk_timeout=seconds(request.next_chunk_timeout, settings.next_chunk_timeout),
             bandwidth=self._bandwidth,
             peers=request.peers,
+            usual_norm=self._judge.usual or 0.0,
         )
 
     def _answer_of(self, host: HostProcess, timeout: float) -> Average | Failed | None:
@@ -236,28 +243,42 @@ class HivemindSwarm:
 
     def _result(self, answer: Average, local_norm: float, total: float) -> AllReduceResult:
         """Return the process's answer, if it may be used. Raises AllReduceError."""
+        _log_left_out(answer.causes)
         average_norm = norm_of(self.buffers)
         # First: of an average that is refused nothing else is used.
-        self._judge.check(local_norm=local_norm, average_norm=average_norm)
-        if (answer.failed or answer.kept_local > 0) and not self._settings.allow_failed_peers:
+        try:
+            self._judge.check(
+                local_norm=local_norm, average_norm=average_norm, others_norm=answer.usual_norm
+            )
+        except AllReduceError as error:
+            raise AllReduceError(error.fault, error.detail, answer.causes) from None
+        failed = tuple(sorted(answer.causes))
+        if (failed or answer.kept_local > 0) and not self._settings.allow_failed_peers:
             raise AllReduceError(
                 AllReduceFault.PEER_FAILED,
-                f"{counted(len(answer.failed), 'peer')} failed, {answer.kept_local:.1%} of the "
+                f"{counted(len(failed), 'peer')} failed, {answer.kept_local:.1%} of the "
                 "values have no average (--neuron.allow_failed_peers no)",
+                answer.causes,
             )
-        if answer.transfer > _SHORTEST_MEASURE and not answer.failed:
+        if answer.transfer > _SHORTEST_MEASURE and not failed:
             # What passed through this peer in both directions, as load balancing counts it.
             self._bandwidth = 8e-6 * 4 * self._memory.values / answer.transfer
         return AllReduceResult(
             peers=tuple(answer.peers),
-            failed_peers=tuple(answer.failed),
+            failed_peers=failed,
             matchmaking_seconds=answer.matchmaking,
             transfer_seconds=answer.transfer,
             total_seconds=total,
             average_norm=average_norm,
             local_norm=local_norm,
             kept_local=answer.kept_local,
+            causes=answer.causes,
         )
+
+
+def _log_left_out(causes: Mapping[str, str]) -> None:
+    for peer, cause in causes.items():
+        log.warning("Peer %s was left out of the round: %s", peer, cause)
 
 
 _KEPT = 5
@@ -275,8 +296,9 @@ class Judge:
 
     An average of vectors is at most as long as the longest of them. So a norm far above the usual
     comes from a peer whose step is out of proportion. Usual is the median of ``norms``, those of
-    the last averages; while fewer than three are known, our own pseudo-gradient's norm. Our own is
-    the worse measure: short when we joined late, long when it is we who diverged.
+    the last averages; while fewer than three are known, the norm that is usual in this round. Our
+    own pseudo-gradient is the worse measure: short when we joined late, long when it is we who
+    diverged. What others sent us to average is the better one: one peer alone does not make it.
 
     ``max_ratio``: of an average's norm to what is usual; 0 accepts any that is finite. ``path``
     keeps ``norms`` of the swarm named ``run_id`` over a restart. A file that cannot be read or
@@ -287,17 +309,30 @@ class Judge:
         self._path = path
         self._run_id = run_id
         self._max_ratio = max_ratio
-        lost = "averages are held against our own pseudo-gradient for three rounds"
+        lost = "averages are held against this round's pseudo-gradients for three rounds"
         kept = read_state(path, _Norms, lost=lost)
         # Oldest first. Another swarm's do not count.
         self.norms = deque(kept.norms if kept and kept.run_id == run_id else (), maxlen=_KEPT)
 
-    def check(self, *, local_norm: float, average_norm: float) -> None:
-        """Raise AllReduceError when the average must not be used."""
+    @property
+    def usual(self) -> float | None:
+        """The usual norm of an average; None while too few are known."""
+        return statistics.median(self.norms) if len(self.norms) >= _ENOUGH_ROUNDS else None
+
+    def check(
+        self, *, local_norm: float, average_norm: float, others_norm: float | None = 0.0
+    ) -> None:
+        """Raise AllReduceError when the average must not be used.
+
+        ``others_norm``: usual by what others sent us in this round. None: we averaged nothing for
+        them, so that nothing is known of it.
+        """
         if not math.isfinite(average_norm):
             raise AllReduceError(AllReduceFault.NOT_FINITE, "at least one peer sent NaN or Inf")
-        known = len(self.norms) >= _ENOUGH_ROUNDS
-        usual = statistics.median(self.norms) if known else local_norm
+        usual, known = self.usual, "the rounds before"
+        if usual is None:
+            usual = math.inf if others_norm is None else max(local_norm, others_norm)
+            known = "ours" if usual == local_norm else "the others'"
         refused = 0 < self._max_ratio * usual < average_norm
         # When the run itself changes, the measure must follow; but slowly, or three rounds of
         # nonsense would make nonsense usual.
@@ -305,8 +340,7 @@ class Judge:
         if refused:
             raise AllReduceError(
                 AllReduceFault.OUT_OF_BOUNDS,
-                f"norm {average_norm:.4g} against {usual:.4g} of "
-                f"{'the rounds before' if known else 'ours'}, more than "
+                f"norm {average_norm:.4g} against {usual:.4g} of {known}, more than "
                 f"--neuron.max_average_norm_ratio {self._max_ratio:g}",
             )
 

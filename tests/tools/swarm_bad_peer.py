@@ -28,6 +28,7 @@ KINDS = (
     "long",  # more
     "nan",
     "weight",  # one that is no number
+    "heavy",  # the weight of a million peers
     "misframed",  # bytes that are no message
     "misshapen",  # parts of half as many values
     "silent",  # never comes
@@ -67,6 +68,8 @@ class BadAllReduce(all_reduce.AllReduce):
                         part = torch.full_like(part, float("nan"))
                     case "weight":
                         fields["weight"] = float("nan")
+                    case "heavy":
+                        fields["weight"] = 1e6
             await stream.send(*encode(part, **fields))
         if kind == "long":
             for part in share:

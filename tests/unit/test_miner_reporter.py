@@ -44,7 +44,7 @@ pytestmark = pytest.mark.timeout(30)
 
 TRAINING = MinerState(mode=Mode.TRAINING, outer_step=3)
 IN_ROUND = MinerState(mode=Mode.AVERAGING, outer_step=3)
-RESULT = AllReduceResult(("me", "a"), ("b",), 1.5, 2.5, 4.0)
+RESULT = AllReduceResult(("me", "a"), ("b",), 1.5, 2.5, 4.0, causes={"b": "it sent nothing"})
 REPORT = step_report()
 
 
@@ -159,7 +159,7 @@ def test_a_successful_round(rig: Rig) -> None:
     assert said[3].startswith("Waiting 2640 seconds until validator complete the all_reduce")
     assert said[4].startswith("! Parts of the average failed"), "a peer was lost"
     fields = {"outer_step": 3, "ok": True, "fault": "", "detail": "", "peers": ["me", "a"]}
-    fields |= {"failed_peers": ["b"], "seconds": 6.0}
+    fields |= {"failed_peers": ["b"], "causes": {"b": "it sent nothing"}, "seconds": 6.0}
     fields |= {"matchmaking_seconds": 1.5, "transfer_seconds": 2.5}
     assert rig.records == [("outer_step", {"outer_step": 4}), ("round", fields)]
 
