@@ -21,10 +21,11 @@ OUTER_OPTIMIZER = "outer_optimizer.pt"  # global bucket only
 PUBLIC_RANKS = 4  # of the public network's inner optimizers
 SAFETENSORS_METADATA = {"format": "pt"}
 
-# No zero in front: epoch-07 would be a second folder of outer step 7.
-_EPOCH_KEY = re.compile(r"epoch-(0|[1-9][0-9]*)/(.+)")
+# No zero in front: epoch-07 would be a second folder of outer step 7. Numbers have an end, since
+# others choose them and readers count up to them.
+_EPOCH_KEY = re.compile(r"epoch-(0|[1-9][0-9]{0,14})/(.+)")
 _ACCOUNT_ID = re.compile(r"[0-9a-f]{32}")
-_INNER_OPTIMIZER = re.compile(r"inner_optimizer\.rank([0-9]{4,})-of-([1-9][0-9]*)\.pt")
+_INNER_OPTIMIZER = re.compile(r"inner_optimizer\.rank([0-9]{4})-of-([1-9][0-9]{0,3})\.pt")
 
 
 def miner_bucket(global_bucket: str, uid: int) -> str:
@@ -137,7 +138,10 @@ def inner_optimizer(rank: int, world_size: int) -> str:
 
 
 def parse_inner_optimizer(name: str) -> tuple[int, int] | None:
-    """Return ``(rank, world_size)`` of a shard's file name, None for any other; ranks from 0."""
+    """Return ``(rank, world_size)`` of a shard's file name, None for any other; ranks from 0.
+
+    Worlds have up to 9,999 ranks.
+    """
     match = _INNER_OPTIMIZER.fullmatch(name)
     if match is None:
         return None

@@ -19,6 +19,7 @@ import shutil
 import threading
 import time
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -72,6 +73,7 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 MOST_BYTES = 256 * 1024**3  # of one file
+_MOST_LISTED = 20_000  # objects of one outer step, of which 9,999 may be ranks
 RANGE = 4 * 1024 * 1024  # bytes of one request of a read into memory
 _SAMPLE = timedelta(minutes=5)  # for all that is read of one object piece by piece
 _ETAGS = ".etags.json"  # in a state's folder: of the objects that its files are
@@ -268,14 +270,15 @@ class BucketReader:
 
         Returns None if they are not all there.
         """
-        objects = self._store.list_objects(f"{keys.epoch_folder(outer_step)}/")
-        there = {each.key.partition("/")[2] for each in objects}
-        counts = {found[1] for name in there if (found := keys.parse_inner_optimizer(name))}
-        for count in sorted(counts):
-            names = [keys.inner_optimizer(rank, count) for rank in range(count)]
-            if there.issuperset(names):
-                return self.fetch(outer_step, destination, names)
-        return None
+        objects = self._store.list_objects(f"{keys.epoch_folder(outer_step)}/", most=_MOST_LISTED)
+        names = (each.key.partition("/")[2] for each in objects)
+        shards = Counter(found[1] for name in names if (found := keys.parse_inner_optimizer(name)))
+        # By how many there are: the name of one may give any number of ranks.
+        whole = [ranks for ranks, found in shards.items() if found == ranks]
+        if not whole:
+            return None
+        wanted = [keys.inner_optimizer(rank, min(whole)) for rank in range(min(whole))]
+        return self.fetch(outer_step, destination, wanted)
 
     def _fetch(
         self, before: Metadata, objects: Mapping[str, ObjectInfo], aside: Path, reserved: int

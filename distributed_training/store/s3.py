@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -261,6 +262,8 @@ class Section(io.RawIOBase):
 
 
 _CLIENTS = threading.Lock()  # creating clients of one session is not thread-safe
+MOST_LISTED = 200_000  # names: an untrusted bucket's list may have no end
+_MOST_PAGES = 2_000
 _READ_CHUNK = 128 * 1024
 _LONGEST_READ = 600.0  # seconds for the body of one answer: the read timeout never ends a trickle
 _BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
@@ -542,13 +545,17 @@ class S3ObjectStore:
         with contextlib.suppress(ObjectMissingError), self._errors("delete", key) as call:
             call(self._client.delete_object, Key=key)
 
-    def list_objects(self, prefix: str = "") -> list[ObjectInfo]:
+    def list_objects(self, prefix: str = "", *, most: int = MOST_LISTED) -> list[ObjectInfo]:
+        """Return what is known of each object, by key. StoreError for more than ``most``."""
         with self._errors("list", ""):
-            return [
+            listed = islice(self._entries("list_objects_v2", "Contents", prefix), most + 1)
+            found = [
                 ObjectInfo(o["Key"], o["Size"], _etag_of(o), o["LastModified"].timestamp())
-                for page in self._pages("list_objects_v2", Prefix=prefix)
-                for o in page.get("Contents", ())
+                for o in listed
             ]
+        if len(found) > most:
+            raise StoreError(f"{self._bucket}/{prefix} lists more than {most} objects")
+        return found
 
     # --- multipart ------------------------------------------------------------------------------
 
@@ -610,7 +617,9 @@ class S3ObjectStore:
         with self._errors("list", key):
             return [
                 part
-                for page in self._pages("list_parts", Key=key, UploadId=upload_id)
+                for page in islice(
+                    self._pages("list_parts", Key=key, UploadId=upload_id), _MOST_PAGES
+                )
                 for part in _parts(page)
             ]
 
@@ -632,10 +641,10 @@ class S3ObjectStore:
 
     def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]:
         with self._errors("list", ""):
+            # Those beyond are for the next cleanup.
+            listed = islice(self._entries("list_multipart_uploads", "Uploads", prefix), MOST_LISTED)
             return [
-                MultipartInfo(u["Key"], u["UploadId"], u["Initiated"].timestamp())
-                for page in self._pages("list_multipart_uploads", Prefix=prefix)
-                for u in page.get("Uploads", ())
+                MultipartInfo(u["Key"], u["UploadId"], u["Initiated"].timestamp()) for u in listed
             ]
 
     # --- inside ---------------------------------------------------------------------------------
@@ -655,6 +664,11 @@ class S3ObjectStore:
         if len(data) != size:
             raise TransientError(f"read {self._bucket}/{key}: the answer was cut short")
         return data
+
+    def _entries(self, operation: str, kind: str, prefix: str) -> Iterator[dict[str, Any]]:
+        # Pages too: each may be empty and name a next one.
+        for page in islice(self._pages(operation, Prefix=prefix), _MOST_PAGES):
+            yield from page.get(kind, ())
 
     def _pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
         paginator = self._client.get_paginator(operation)

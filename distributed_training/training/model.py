@@ -22,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
+import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -81,6 +82,9 @@ def without_extras(config: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in config.items() if k not in CONFIG_EXTRAS}
 
 
+_MOST_PARTS = 1000  # layers, heads, experts, labels: the largest models have 500
+
+
 def hf_config(model_config: Mapping[str, Any]) -> Any:
     """Return the transformers config object of a ``config.json`` content.
 
@@ -95,6 +99,14 @@ def hf_config(model_config: Mapping[str, Any]) -> Any:
             "config.json names no model_type, so no model can be built: fetch the global "
             "state again or check --neuron.global_model_name"
         )
+    for name, value in content.items():
+        # They are made one by one: a file of a hundred bytes could ask for billions.
+        if name.startswith(("num_", "n_layer")) and isinstance(value, int) and value > _MOST_PARTS:
+            raise UnfitModelError(
+                f"config.json asks for {reprlib.repr(value)} as {name:.40}, and {_MOST_PARTS} are "
+                "allowed, so no model was built: fetch the global state again or check "
+                "--neuron.global_model_name"
+            )
     try:
         return AutoConfig.for_model(kind, **content)
     except ValueError as error:
@@ -107,13 +119,11 @@ def hf_config(model_config: Mapping[str, Any]) -> Any:
 @contextlib.contextmanager
 def _sound_values() -> Iterator[None]:
     """Raise UnfitModelError for what transformers raises over values of a ``config.json``."""
-    from huggingface_hub.errors import StrictDataclassError
-
-    # It checks some values itself, in an error that is no ValueError, and trips over the others.
-    kinds = (TypeError, LookupError, ArithmeticError, AttributeError, AssertionError)
     try:
         yield
-    except (StrictDataclassError, *kinds) as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # it checks some values itself, and trips over the others
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise UnfitModelError(
             f"config.json has values that make no model ({why:.200}): fetch the global state again "

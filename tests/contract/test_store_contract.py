@@ -72,6 +72,9 @@ def test_objects(store: S3ObjectStore) -> None:
     store.put("a/c", b"")
     store.put("d", b"x")
     assert [(o.key, o.size) for o in store.list_objects("a/")] == [("a/b", 10), ("a/c", 0)]
+    assert len(store.list_objects("a/", most=2)) == 2
+    with pytest.raises(StoreError, match="more than 1 objects"):
+        store.list_objects("a/", most=1)
     for key in ("a/b", "a/b", "none"):
         store.delete(key)
     assert [o.key for o in store.list_objects()] == ["a/c", "d"]

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from distributed_training.store.s3 import (
+    MOST_LISTED,
     BucketMissingError,
     IntegrityError,
     MultipartInfo,
@@ -111,10 +112,13 @@ class MemoryObjectStore:
         with self._lock:
             self._objects.pop(key, None)
 
-    def list_objects(self, prefix: str = "") -> list[ObjectInfo]:
+    def list_objects(self, prefix: str = "", *, most: int = MOST_LISTED) -> list[ObjectInfo]:
         self._enter("list", prefix)
         with self._lock:
-            return [self._info(k) for k in sorted(self._objects) if k.startswith(prefix)]
+            found = [self._info(k) for k in sorted(self._objects) if k.startswith(prefix)]
+        if len(found) > most:
+            raise StoreError(f"{self.bucket}/{prefix} lists more than {most} objects")
+        return found
 
     def create_multipart(self, key: str) -> str:
         self._enter("create_multipart", key)

@@ -293,6 +293,41 @@ def test_so_is_a_list_whose_entries_say_nothing(
         LISTS[name](store)
 
 
+class Endless(Page):
+    """A list of which each page names another one; with ``entries`` in each."""
+
+    entries = b""
+
+    def answer(self) -> None:
+        number = type(self).requests + 1
+        self.body = (
+            b"<R xmlns='http://s3.amazonaws.com/doc/2006-03-01/'><IsTruncated>true</IsTruncated>"
+            b"<NextContinuationToken>%d</NextContinuationToken><NextKeyMarker>%d</NextKeyMarker>"
+            b"<NextUploadIdMarker>%d</NextUploadIdMarker><NextPartNumberMarker>%d"
+            b"</NextPartNumberMarker>%s</R>" % (number, number, number, number, self.entries)
+        )
+        super().answer()
+
+    do_GET = answer
+
+
+_ENTRY = (
+    b"<Contents><Key>k</Key><Size>1</Size><ETag>e</ETag><LastModified>%s</LastModified></Contents>"
+)
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_without_an_end_is_given_up(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "_MOST_PAGES", 7)
+    pages: Any = type("Pages", (Endless,), {})
+    with store_at(pages) as store:
+        assert LISTS[name](store) == [] and pages.requests == 7
+    full: Any = type("Full", (Endless,), {"entries": 3 * (_ENTRY % b"2026-11-23T17:00:00Z")})
+    with store_at(full) as store, pytest.raises(StoreError, match="more than 4 objects"):
+        store.list_objects(most=4)
+    assert full.requests == 2
+
+
 @pytest.mark.parametrize("profile", ["absent", "", None])
 def test_settings_of_other_programs_for_aws_are_not_read(
     profile: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -230,11 +230,18 @@ def test_bad_inputs_name_the_flag() -> None:
         {"hidden_act": "nope"},
         {"torch_dtype": "float99"},
         {"pad_token_id": 10**9},
+        {"hidden_size": 2**40},
     ],
 )
 def test_a_config_with_a_value_of_no_model_is_one_line(change: dict[str, Any]) -> None:
     with pytest.raises(UnfitModelError, match=r"^config.json has values .*_model_name$"):
         build_meta_model(local_llama_config() | change)
+
+
+@pytest.mark.parametrize("name", ["num_hidden_layers", "num_labels", "n_layer"])
+def test_what_is_made_one_by_one_is_bounded_before_it_is_made(name: str) -> None:
+    with pytest.raises(UnfitModelError, match=rf"^config.json asks for 1000000 as {name}"):
+        build_meta_model(local_llama_config() | {name: 10**6})
 
 
 def test_bf16_without_hardware_falls_back_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
