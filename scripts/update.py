@@ -242,10 +242,10 @@ def prepare(old: App, target: str) -> Path:
     if not whole(new, commit):
         remove_version(git, new)
         needed = bytes_under((old.version / ".venv").resolve()) + _SPARE_BYTES
-        free = shutil.disk_usage(new.parent).free
-        if free < needed:
+        disk = shutil.disk_usage(new.parent)
+        if disk.total and disk.free < needed:  # a total of 0: the file system does not tell
             raise UpdateError(
-                f"{free / 1e9:.1f} GB are free in {new.parent} and {needed / 1e9:.1f} GB are "
+                f"{disk.free / 1e9:.1f} GB are free in {new.parent} and {needed / 1e9:.1f} GB are "
                 "needed for the new environment"
             )
         add = [*git, "worktree", "add", "--quiet", "--force", "--detach", str(new), commit]

@@ -17,8 +17,10 @@ import glob
 import hashlib
 import json
 import logging
+import math
 import os
 import re
+import shutil
 import threading
 import tomllib
 from collections.abc import Iterator
@@ -26,7 +28,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from .backoff import Repeats
+from .backoff import Repeats, Throttle
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -40,18 +42,43 @@ LARGEST_STATE = 4 * 1024 * 1024  # bytes; ours have at most a few hundred thousa
 LONGEST_LINE = 1024 * 1024  # bytes
 
 _not_written = Repeats(600.0)
+_UNTOLD = Throttle(math.inf, most_keys=16)  # a line for each file system
 
 FSTAB = Path("/etc/fstab")
 _OCTAL = re.compile(r"\\([0-7]{3})")
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the folder's entries (a rename, a new file) survive a power loss."""
+    """Make the folder's entries (a rename, a new file) survive a power loss.
+
+    Does nothing where the file system has no such operation, as some network disks and vboxsf.
+    """
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(handle)
+
+
+def free_bytes(folder: Path) -> int | None:
+    """Return the bytes free where ``folder`` is, None if its file system does not tell.
+
+    Some network disks (BlobFuse, quotas of clusters) say 0 of 0 and take writes all the same.
+    Raises OSError.
+    """
+    usage = shutil.disk_usage(folder)
+    if usage.total:
+        return usage.free
+    if _UNTOLD(os.stat(folder).st_dev):
+        log.warning(
+            "The disk of %s does not tell how much of it is free, so room is not checked before "
+            "something is written there: keep enough free yourself",
+            folder,
+        )
+    return None
 
 
 @contextlib.contextmanager

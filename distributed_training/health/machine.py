@@ -15,7 +15,6 @@ import os
 import platform
 import random
 import resource
-import shutil
 import socket
 import tempfile
 import time
@@ -28,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import psutil
 
 from distributed_training.common.control_groups import usable_cores
+from distributed_training.common.files import free_bytes
 from distributed_training.common.memory import (
     DISK_RESERVE,
     Arrangement,
@@ -372,14 +372,17 @@ def check_disk(folder: Path, *, needed_bytes: int) -> Check:
     """Check whether ``folder``'s file system has ``needed_bytes`` free and can be written."""
     place = _existing(folder)
     try:
-        free = shutil.disk_usage(place).free
+        free = free_bytes(place)
     except OSError as error:
         return _silent_disk(place, error)
-    finding = f"{free / 1e9:.1f} GB free in {folder}, {needed_bytes / 1e9:.1f} GB needed"
+    told = "its file system does not tell how much is" if free is None else f"{free / 1e9:.1f} GB"
+    finding = f"{told} free in {folder}, {needed_bytes / 1e9:.1f} GB needed"
     if not (place.is_dir() and os.access(place, os.W_OK)):
         why = "cannot be written by this user" if place.is_dir() else "is no folder"
         finding = f"{place} {why}, so nothing could be saved"
         return Check("disk", "fail", finding, "give --neuron.run_folder a folder of yours")
+    if free is None:
+        return Check("disk", "warn", finding, "see to that yourself: room is not checked there")
     if free < needed_bytes:
         finding += ", so checkpoints and uploads would fail"
         remedy = (
@@ -415,10 +418,10 @@ def check_disk_speed(examination: Examination) -> Check:
         return Check("disk speed", "skip", "not measured: disk failed")
     place = _existing(folder)
     try:
-        free = shutil.disk_usage(place).free
+        free = free_bytes(place)
     except OSError as error:
         return replace(_silent_disk(place, error), name="disk speed")
-    if free < 2 * _SPEED_BYTES:
+    if free is not None and free < 2 * _SPEED_BYTES:
         return Check("disk speed", "skip", f"too little room in {place} to measure it")
     # Not zeros: a file system that compresses would write them for nothing.
     block, began = os.urandom(1 << 20), time.perf_counter()
@@ -471,9 +474,11 @@ def check_shared_memory(*, ranks: int, gpu: bool) -> Check:
         return Check("shared memory", "skip", "only ranks on several GPUs use /dev/shm")
     try:
         # Docker gives a container 64 MB of it unless it is told otherwise.
-        free = shutil.disk_usage("/dev/shm").free
+        free = free_bytes(Path("/dev/shm"))
     except OSError as error:
         return Check("shared memory", "skip", f"there is no /dev/shm ({error.strerror})")
+    if free is None:
+        return Check("shared memory", "skip", "/dev/shm does not tell its free space")
     finding = f"{free / 1e9:.1f} GB free in /dev/shm"
     if free >= _SHARED_MEMORY:
         return Check("shared memory", "ok", finding)

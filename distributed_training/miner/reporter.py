@@ -12,7 +12,6 @@ import itertools
 import logging
 import math
 import os
-import shutil
 import statistics
 import time
 from collections import deque
@@ -26,6 +25,7 @@ import psutil
 
 from distributed_training import __version__
 from distributed_training.common.backoff import Repeats
+from distributed_training.common.files import free_bytes
 from distributed_training.common.memory import host_bytes
 from distributed_training.health.gpus import NvmlSampler
 from distributed_training.protocol import lines
@@ -67,7 +67,7 @@ class MachineGauges:
     def single(self) -> Mapping[str, Callable[[], float | None]]:
         total = host_bytes()  # as the start found it: the step is to read no files for it
         return {
-            "disk_free_bytes": lambda: shutil.disk_usage(self._folder).free,
+            "disk_free_bytes": lambda: free_bytes(self._folder),
             "disk_needed_bytes": lambda: self._needed,
             "memory_bytes": self._resident,
             "memory_growth_bytes_per_hour": self._growth.per_hour,

@@ -13,6 +13,7 @@ write that has to be refused.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import logging
 import shutil
@@ -526,7 +527,13 @@ def _put_in_place(aside: Path, final: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         # A rename does not replace a folder that holds files. Killed between the two, the next
         # fetch finds ``aside`` whole and only renames it.
-        final.rename(old)
+        try:
+            final.rename(old)
+        except OSError as error:
+            # A folder of the container's image is not renamed (overlayfs), and can be deleted.
+            if error.errno != errno.EXDEV:
+                raise
+            shutil.rmtree(final)
     aside.rename(final)
     shutil.rmtree(old, ignore_errors=True)
     sync_folder(final.parent)

@@ -22,6 +22,7 @@ from typing import Annotated
 
 from pydantic import StringConstraints, TypeAdapter
 
+from distributed_training.common.files import free_bytes
 from distributed_training.common.memory import DISK_RESERVE
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import (
@@ -194,14 +195,14 @@ def disk_allows(folder: Path, needed: int) -> str | None:
         # Before the first snapshot there is no such folder, and disk_usage() would raise.
         while not place.exists() and place != place.parent:
             place = place.parent
-        free = shutil.disk_usage(place).free
+        free = free_bytes(place)
     except OSError as error:  # a network disk that is away
         return (
             f"UPLOAD BLOCKED: the disk of {folder} does not answer ({error.strerror or error}), so "
             "no snapshot can be written. Training goes on without uploads: bring the disk back or "
             "move --neuron.run_folder"
         )
-    if free >= needed + DISK_RESERVE:
+    if free is None or free >= needed + DISK_RESERVE:
         return None
     return (
         f"UPLOAD BLOCKED: a snapshot needs {size_text(needed)} in {folder}, only "

@@ -18,7 +18,6 @@ import logging
 import math
 import os
 import re
-import shutil
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -29,7 +28,13 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from distributed_training.common.backoff import Backoff
-from distributed_training.common.files import is_full, read_state, sync_folder, write_state
+from distributed_training.common.files import (
+    free_bytes,
+    is_full,
+    read_state,
+    sync_folder,
+    write_state,
+)
 
 from . import snapshot_folder
 from .journal import Journal, UploadRecord
@@ -339,7 +344,10 @@ def check_room(folder: Path, needed: int, *, what: str, older: int = 0) -> None:
 
     ``older``: bytes of states there that can be deleted for it.
     """
-    free = shutil.disk_usage(folder).free + older
+    free = free_bytes(folder)
+    if free is None:
+        return
+    free += older
     if free < needed + snapshot_folder.DISK_RESERVE:
         raise NoRoomError(
             f"no room to download {what}: {size_text(needed)} more are needed in {folder}, "

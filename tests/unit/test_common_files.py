@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import itertools
+import math
 import os
+import shutil
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +22,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from pydantic import Field
 
+from distributed_training.common import files
+from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import (
     LARGEST_JSON,
     LARGEST_STATE,
     atomic_file,
+    free_bytes,
     is_full,
     late_mount,
     read_json_object,
@@ -32,6 +39,10 @@ from distributed_training.common.files import (
     write_json,
     write_state,
 )
+from distributed_training.health.machine import check_disk, check_shared_memory
+from distributed_training.store.s3 import NoRoomError
+from distributed_training.store.snapshot_folder import disk_allows
+from distributed_training.store.transfer import check_room
 
 
 def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> None:
@@ -184,3 +195,44 @@ def test_a_mount_that_does_not_answer_is_not_asked(
     )
     assert late_mount(late, fstab) == str(late)
     assert "/dead" not in asked
+
+
+@pytest.mark.parametrize("code", [errno.EINVAL, errno.ENOTSUP, errno.EIO])
+def test_a_folder_that_cannot_be_synced_is_no_error_of_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    sync = os.fsync
+
+    def refuses(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(code, os.strerror(code))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", refuses)
+    with pytest.raises(OSError) if code == errno.EIO else contextlib.nullcontext():
+        write_bytes(tmp_path / "f", b"x")
+    assert (tmp_path / "f").read_bytes() == b"x"
+
+
+@pytest.mark.parametrize(("total", "free"), [(0, 0), (10**12, 0), (10**12, 10**11)])
+def test_free_space_that_is_not_told_is_not_taken_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, total: int, free: int
+) -> None:
+    """Whoever asks for room goes on where nobody tells, with one line for each disk."""
+    monkeypatch.setattr(files, "_UNTOLD", Throttle(math.inf))
+    monkeypatch.setattr(
+        shutil, "disk_usage", lambda _: SimpleNamespace(total=total, used=0, free=free)
+    )
+    refused = total and not free
+    for _ in range(2):
+        assert free_bytes(tmp_path) == (free if total else None)
+        assert bool(disk_allows(tmp_path / "snapshots", 1000)) == bool(refused)
+        with pytest.raises(NoRoomError) if refused else contextlib.nullcontext():
+            check_room(tmp_path, 1000, what="it")
+        assert check_disk(tmp_path, needed_bytes=1000).status == (
+            "fail" if refused else "ok" if total else "warn"
+        )
+        assert check_shared_memory(ranks=2, gpu=True).status == (
+            "warn" if refused else "ok" if total else "skip"
+        )
+    assert [r.getMessage()[:11] for r in caplog.records] == ([] if total else ["The disk of"] * 2)

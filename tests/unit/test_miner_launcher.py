@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import shutil
 import signal
 import threading
 import time
@@ -279,7 +280,7 @@ def no_locks(*_: object) -> None:  # Lustre mounted without flock, NFS without i
 @pytest.mark.parametrize(
     ("where", "name", "refuses", "line"),
     [
-        (machine.shutil, "disk_usage", full_disk, "0.0 GB free in"),
+        (shutil, "disk_usage", full_disk, "0.0 GB free in"),
         (launcher, "start_checks", port_in_use, "port 8091 is in use: stop what listens"),
         (launcher, "require_hotkey", no_hotkey, "no hotkey at /mnt/wallets"),
         (launcher, "make_run_folder", no_hotkey, "no hotkey at /mnt/wallets"),

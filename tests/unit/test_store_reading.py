@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import math
+import os
 import re
 import shutil
 import time
@@ -388,6 +389,27 @@ def test_a_state_published_again_under_the_same_revision_is_fetched_again(tmp_pa
         assert remote(store).fetch(4, tmp_path) == folder
         assert model.read_bytes() == files[keys.MODEL], etags
         ranges.keys.clear()
+
+
+def test_a_state_in_a_containers_image_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Overlayfs renames no folder of a lower layer."""
+    store = MemoryObjectStore()
+    publish_state(store, 4)
+    folder = remote(store).fetch(4, tmp_path)
+    rename = Path.rename
+
+    def of_overlayfs(path: Path, target: Path) -> Path:
+        if path == folder:
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", of_overlayfs)
+    files = publish_state(store, 4, text="again")
+    assert remote(store).fetch(4, tmp_path) == folder
+    assert (folder / keys.MODEL).read_bytes() == files[keys.MODEL]
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
 def test_a_slow_bucket_that_answers_is_given_up_at_the_deadline(

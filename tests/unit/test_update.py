@@ -371,7 +371,7 @@ def test_nothing_is_begun_beside_another_update_or_without_room(
     fcntl.flock(lock, fcntl.LOCK_EX)
     assert "another update is under way" in machine.refused("v2")
     os.close(lock)
-    full = SimpleNamespace(free=10**9)
+    full = SimpleNamespace(total=10**12, free=10**9)
     monkeypatch.setattr(update.shutil, "disk_usage", lambda _: full)
     line = machine.refused("v2")
     assert "1.0 GB are free in" in line and "are needed for the new environment" in line
