@@ -32,7 +32,7 @@ from distributed_training.config import Config, ConfigError, exit_with, load_con
 from distributed_training.config.loader import WALLET, Parser, add_wallet, argument, ranged
 from distributed_training.config.model import KEY_VARIABLES
 from distributed_training.config.schema import schema
-from distributed_training.config.types import ConfigAway, File, Text
+from distributed_training.config.types import ConfigAway, EndpointUrl, File, Text
 from distributed_training.network import (
     NetworkFileError,
     built_in_rules,
@@ -71,7 +71,12 @@ def build_parser() -> Parser:
     add("--data-source", type=text, default="hf", help="hf, stdlib or parquet:DIR (hf)")
     add("--unpinned", action="store_true", help="let the data change while the network runs")
     add("--bucket", type=text, help="the global bucket; a miner's is this and its uid (the name)")
-    add("--store", type=text, metavar="URL", help="one S3 endpoint for all (default: R2, each his)")
+    add(
+        "--store",
+        type=argument(EndpointUrl),
+        metavar="URL",
+        help="one S3 endpoint for all (default: R2, each his)",
+    )
     add("--miners", type=ranged(1, 4096), default=2, help="so many are expected at first (2)")
     add("--set", type=_assignment, action="append", default=[], metavar="KEY=VALUE", dest="more")
     sign = commands.add_parser("sign", help="sign a file again after a change")

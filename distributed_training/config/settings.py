@@ -30,6 +30,7 @@ from .types import (
     Count,
     CountFrom0,
     Duration,
+    EndpointUrl,
     File,
     FileName,
     Found,
@@ -466,7 +467,7 @@ class StoreSettings:
         "r2.write_secret_access_key", env="R2_WRITE_SECRET_ACCESS_KEY"
     )
     """secret of the writing key, never published; from the R2 dashboard, Manage API tokens"""
-    endpoint_url: WebUrl | None = flag(
+    endpoint_url: EndpointUrl | None = flag(
         "r2.endpoint_url", network="store.endpoint", env="R2_ENDPOINT_URL"
     )
     """object store to use instead of R2, e.g. http://127.0.0.1:9000"""

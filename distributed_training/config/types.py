@@ -282,6 +282,23 @@ WebUrl = Annotated[
 ]
 
 
+def _is_endpoint(text: str) -> str:
+    host, rest = urlsplit(text).hostname or "", re.sub(r"^[^:]*://[^/?#]*", "", text)
+    if rest.strip("/"):
+        raise ValueError(
+            f"the endpoint alone: leave out {rest!r:.100}, the bucket's name is added here"
+        )
+    if host.endswith(".r2.dev"):
+        raise ValueError(
+            "an S3 endpoint but where browsers read a bucket: give "
+            "https://<account id>.r2.cloudflarestorage.com"
+        )
+    return text
+
+
+EndpointUrl = Annotated[WebUrl, AfterValidator(_is_endpoint)]
+
+
 def show(value: Any) -> str:
     """Return a value as an operator would write it; secrets and the user part of a URL masked."""
     if isinstance(value, SecretStr):

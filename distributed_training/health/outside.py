@@ -38,6 +38,7 @@ from distributed_training.node.start import NetworkFailure
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.types import Check
 from distributed_training.store.s3 import S3ObjectStore, StoreError, endpoint_of
+from distributed_training.store.transfer import patient
 from distributed_training.swarm.supervisor import address_of, any_reachable
 from distributed_training.telemetry.metrics import read_metrics
 
@@ -268,7 +269,19 @@ def bucket_checks(examination: Examination) -> list[Check]:
     bucket = run_probe("bucket", lambda: probe_bucket(config, name), remedy=_KEYS_REMEDY)
     if bucket.status == "fail":
         return [bucket, Check("line", "skip", "not measured: bucket failed")]
-    return [bucket, check_line(config, name, examination.shape)]
+    return [bucket, *check_versions(config, name), check_line(config, name, examination.shape)]
+
+
+def check_versions(config: Config, bucket: str) -> list[Check]:
+    """Warn of a bucket that keeps what is replaced or deleted; nothing where it does not say so."""
+    with closing(open_own(config.store, bucket)) as writer:
+        try:
+            kept = patient(writer, each=_STORE_TIMEOUT).keeps_versions()
+        except StoreError:  # the key may not ask, or the store has no versions, as R2
+            return []
+    finding = f"{bucket} keeps old versions: what is replaced or deleted stays, and is billed"
+    remedy = "a lifecycle rule that deletes old versions at once, or turn versioning off"
+    return [Check("versions", "warn", finding, remedy)] if kept else []
 
 
 def probe_bucket(config: Config, bucket: str) -> str:

@@ -20,6 +20,7 @@ import hashlib
 import io
 import os
 import re
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -75,6 +76,10 @@ class BucketMissingError(StoreError):
 
 class ObjectMissingError(StoreError):
     """There is no such object."""
+
+
+class CertificateError(StoreError):
+    """The store's certificate is not accepted: by its authority, its name or its time."""
 
 
 class UploadMissingError(StoreError):
@@ -287,6 +292,25 @@ def _session() -> Any:
     return boto3.session.Session(botocore_session=session)
 
 
+def _authorities() -> str | None:
+    """Return the file of the authorities that the environment names, None: botocore's own.
+
+    In botocore's order, and where only the registry's client was told, as that one is. Raises
+    ValueError.
+    """
+    for name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
+        if path := os.environ.get(name):
+            try:
+                ssl.create_default_context(cafile=path)
+            except OSError as error:  # ssl's errors too
+                raise ValueError(
+                    f"the certificates of {name}={path:.200} cannot be read ({error.strerror}), so "
+                    "no store can be asked: correct that variable, or unset it"
+                ) from None
+            return path
+    return None
+
+
 def endpoint_of(settings: StoreSettings, account_id: str | None = None) -> str:
     """Return the endpoint of our account or of another's, whose id stands in its commitment.
 
@@ -386,11 +410,13 @@ class S3ObjectStore:
         self._write_interval = settings.write_interval.total_seconds()
         self._last_write: dict[str, float] = {}
         self._write_lock = threading.Lock()
-        proxy = proxy_for(endpoint_url)
+        proxy, secure = proxy_for(endpoint_url), endpoint_url.startswith("https")
+        authorities = _authorities() if secure else None
         with _CLIENTS:
             self._client: Any = _session().client(
                 "s3",
                 endpoint_url=endpoint_url,
+                verify=authorities,
                 region_name=settings.region,
                 aws_access_key_id=keys.key_id.get_secret_value(),
                 aws_secret_access_key=keys.secret.get_secret_value(),
@@ -545,6 +571,11 @@ class S3ObjectStore:
         with contextlib.suppress(ObjectMissingError), self._errors("delete", key) as call:
             call(self._client.delete_object, Key=key)
 
+    def keeps_versions(self) -> bool:
+        """Return whether what is deleted or replaced stays, and is billed."""
+        with self._errors("ask about versions of", "") as call:
+            return call(self._client.get_bucket_versioning).get("Status") == "Enabled"
+
     def list_objects(self, prefix: str = "", *, most: int = MOST_LISTED) -> list[ObjectInfo]:
         """Return what is known of each object, by key. StoreError for more than ``most``."""
         with self._errors("list", ""):
@@ -686,7 +717,7 @@ class S3ObjectStore:
     @contextlib.contextmanager
     def _errors(self, verb: str, key: str) -> Iterator[Callable[..., dict[str, Any]]]:
         """Raise botocore's exceptions as ours."""
-        from botocore.exceptions import BotoCoreError, ClientError
+        from botocore.exceptions import BotoCoreError, ClientError, SSLError
         from botocore.parsers import ResponseParserError
         from urllib3.exceptions import HTTPError
 
@@ -703,6 +734,8 @@ class S3ObjectStore:
         except ClientError as error:
             # Here and below without the chain: it may hold a signed request.
             raise self._refused(verb, key, error.response) from None
+        except SSLError as error:
+            raise self._not_trusted(f"{verb} {self._bucket}/{key}", str(error)) from None
         except (BotoCoreError, HTTPError, OSError) as error:
             # Connection, timeout, or a read of ours that was interrupted.
             raise TransientError(
@@ -716,6 +749,17 @@ class S3ObjectStore:
                 f"{verb} {self._bucket}/{key}: the answer of {self._endpoint} {what}, so it is not "
                 "an object store's"
             ) from None
+
+    def _not_trusted(self, place: str, error: str) -> StoreError:
+        """Tell a certificate that is not accepted from a connection that broke."""
+        found = re.search(r"certificate verify failed: (.*?)\.? \(_ssl", error)
+        if found is None:
+            return TransientError(f"{place}: no answer from {self._endpoint} (SSLError)")
+        # Tried again by whoever asked, after minutes: no retry of ours makes it another one.
+        return CertificateError(
+            f"{place}: the certificate of {self._endpoint} is not accepted ({found[1]}): name the "
+            "file of its authority in AWS_CA_BUNDLE, or set this machine's clock (timedatectl)"
+        )
 
     def _refused(self, verb: str, key: str, response: Any) -> StoreError:
         """Map botocore's ``ClientError.response`` to an error, which has the store's own sentence.

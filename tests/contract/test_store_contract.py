@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ from types import SimpleNamespace
 import pytest
 from pydantic import SecretStr
 
+from distributed_training.config import load_config
+from distributed_training.health import outside
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.store import s3
 from distributed_training.store.bucket_reader import WritableReadKeyError, check_read_key
@@ -243,3 +246,17 @@ def test_a_write_refused_for_another_reason_says_nothing_about_the_key() -> None
 
     with pytest.raises(RefusedError, match="cap"):
         check_read_key(MemoryObjectStore(before=capped), timeout=timedelta(seconds=0.2))
+
+
+def test_a_bucket_that_keeps_versions_says_so(server: ObjectStoreServer) -> None:
+    settings = settings_for(server)
+    store = new_bucket(server, settings)
+    config = load_config("miner", ["--preset", "local"], check=False)
+    config = replace(config, store=settings)
+    assert outside.check_versions(config, store.bucket) == []
+    enabled = {"Status": "Enabled"}
+    store._client.put_bucket_versioning(Bucket=store.bucket, VersioningConfiguration=enabled)
+    (check,) = outside.check_versions(config, store.bucket)
+    assert check.status == "warn" and "lifecycle rule" in check.remedy
+    wrong = settings_for(server, write_secret_access_key=SecretStr("0" * 64))
+    assert outside.check_versions(replace(config, store=wrong), store.bucket) == []

@@ -348,6 +348,27 @@ def test_the_user_part_of_a_url_is_never_shown() -> None:
         assert "without user and password" in text and "ter2" not in text
 
 
+@pytest.mark.parametrize(
+    ("url", "text"),
+    [
+        ("https://a.r2.cloudflarestorage.com/llama-007", "leave out '/llama-007', the bucket's"),
+        ("https://a.example/?x=1", r"leave out '/\?x=1'"),
+        ("https://a.example?x=1", r"leave out '\?x=1'"),
+        ("https://a.example//b", "leave out '//b'"),
+        ("http://a.example:9000/#f", "leave out '/#f'"),
+        ("https://pub-12ab.r2.dev", "cloudflarestorage.com"),
+        ("https://a.r2.cloudflarestorage.com", ""),
+        ("http://[::1]:9000/", ""),
+    ],
+)
+def test_an_endpoint_is_a_host_alone(url: str, text: str) -> None:
+    if not text:
+        assert load("--r2.endpoint_url", url).store.endpoint_url == url
+        return
+    assert re.search(text, refused("--r2.endpoint_url", url))
+    assert re.search(text, refused(environ={"R2_ENDPOINT_URL": url}))
+
+
 def test_the_flags_document_is_up_to_date() -> None:
     from distributed_training.config.schema import PUBLIC_DOCUMENT, markdown
 

@@ -173,8 +173,8 @@ def test_what_always_stays_free_is_part_of_the_need(monkeypatch: pytest.MonkeyPa
     """Or a start passes with 0.6 GB, and waits for ever for room to download anything."""
     config = load_config("miner", ["--preset", "local"], environ={}, check=False)
     for free, status in ((6 * 10**8, "fail"), (3 * 10**9, "ok")):
-        usage = SimpleNamespace(free=free)
-        monkeypatch.setattr(machine.shutil, "disk_usage", lambda _, usage=usage: usage)
+        usage = SimpleNamespace(total=10**12, free=free)
+        monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
         (check,) = machine.check_room(Examination(config, ranks=1))
         assert check.status == status and "1.0 GB needed" in check.line
 

@@ -142,10 +142,17 @@ def test_a_change_is_another_run_and_counts_once_it_is_signed(tmp_path: Path, ca
         ),
         (("--name", "No Name"), "name"),
         (("--bucket", "x/../y"), "global_bucket"),
+        (("--set", "store.endpoint=https://s3.example.org/lab"), "leave out '/lab'"),
     ],
 )
 def test_a_wrong_option_leaves_nothing(tmp_path: Path, capsys, more, words: str) -> None:
     assert found(tmp_path / "lab", *more) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and words in line
+
+
+def test_a_store_with_a_bucket_in_its_url_is_refused(tmp_path: Path, capsys) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        found(tmp_path / "lab", "--store", "https://s3.example.org/lab")
+    assert "leave out '/lab', the bucket's name is added here" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import random
 import re
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,18 +20,23 @@ import pytest
 from pydantic import SecretStr
 
 from distributed_training.config.settings import StoreSettings
+from distributed_training.node.buckets import _errors_of_a_start
+from distributed_training.node.start import NetworkFailure
 from distributed_training.store import s3
 from distributed_training.store.s3 import (
     AccessKeys,
+    CertificateError,
     IntegrityError,
     PartInfo,
     S3ObjectStore,
     StoreError,
     TransientError,
 )
+from tests.tools.store_shim import make_certificate
 
 pytestmark = pytest.mark.timeout(60)
 
+BUNDLES = ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE")
 LISTED = b"<R xmlns='http://s3.amazonaws.com/doc/2006-03-01/'><Contents/><Upload/><Part/></R>"
 
 
@@ -88,12 +94,16 @@ class Cut(Page):
 
 
 @contextlib.contextmanager
-def store_at(handler: type[Page]) -> Iterator[S3ObjectStore]:
+def store_at(handler: type[Page], certificate: Path | None = None) -> Iterator[S3ObjectStore]:
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(certificate, certificate.with_suffix(".key"))
+            server.socket = context.wrap_socket(server.socket, server_side=True)
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         store = S3ObjectStore(
             bucket="llama-007",
-            endpoint_url=f"http://127.0.0.1:{server.server_port}",
+            endpoint_url=f"http{'s' if certificate else ''}://127.0.0.1:{server.server_port}",
             keys=AccessKeys(SecretStr("a" * 32), SecretStr("b" * 64)),
             settings=StoreSettings(write_interval=timedelta(0)),
         )
@@ -349,3 +359,29 @@ def test_what_s3_is_is_read_once_for_all_buckets(monkeypatch: pytest.MonkeyPatch
         monkeypatch.delattr(botocore.loaders.JSONFileLoader, "load_file")
         with store_at(Page):
             pass
+
+
+def test_a_certificate_that_is_not_accepted_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not as an outage, which would be tried again until the deadline."""
+    for name in BUNDLES:
+        monkeypatch.delenv(name, raising=False)
+    certificate = make_certificate(tmp_path)
+    with store_at(Page, certificate) as store:
+        with pytest.raises(CertificateError, match=r"not accepted \(self-signed.*AWS_CA_BUNDLE"):
+            store.list_objects()
+    with pytest.raises(NetworkFailure, match="not accepted"), _errors_of_a_start("llama-007"):
+        raise CertificateError("it is not accepted")
+    for name in BUNDLES:
+        monkeypatch.setenv(name, str(certificate))
+        with store_at(Page, certificate) as store:
+            assert store.list_objects() == []  # an empty page, past the handshake
+        for bad in (tmp_path / "missing", tmp_path, certificate.with_suffix(".key")):
+            monkeypatch.setenv(name, str(bad))
+            with (
+                pytest.raises(ValueError, match=f"{name}=.* cannot be read"),
+                store_at(Page, certificate),
+            ):
+                pass
+        monkeypatch.delenv(name)
