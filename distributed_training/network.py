@@ -50,7 +50,7 @@ _RUN_ID_DIGITS = 12
 _CHAIN_KEYS = {"bittensor": {"chain.endpoint", "chain.netuid"}, "registry": {"chain.url"}}
 _OPTIONAL = {
     "run_id", "signature", "model.config", "model.config_file", "data.revision", "data.rows",
-    "store.endpoint",
+    "store.endpoint", "tokenizer.revision",
     *(key for keys in _CHAIN_KEYS.values() for key in keys),
 }  # fmt: skip
 _FIRST_TABLE = re.compile(r"^\s*\[", re.M)
@@ -92,12 +92,15 @@ class Head:
     parameters: Annotated[int, Field(alias="model.parameters", ge=1, le=10**13)]
     miner_bucket: Annotated[Literal["{global_bucket}-{uid:03d}"], Field(alias="store.miner_bucket")]
     model: Annotated[dict[str, Any] | None, Field(alias="model.config")] = None
+    tokenizer_revision: Annotated[
+        str | None, Field(alias="tokenizer.revision", pattern=r"^[0-9a-f]{40}$")
+    ] = None
     signature: Annotated[str | None, Field(alias="signature", pattern=r"^0x[0-9a-f]{128}$")] = None
 
 
 HEAD_KEYS = {
     "format", "name", "version", "chain.kind", "model.parameters", "model.config",
-    "model.config_file", "store.miner_bucket", "signature",
+    "model.config_file", "store.miner_bucket", "signature", "tokenizer.revision",
 }  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed_training.chain.base import ChainError
 from distributed_training.common.files import write_bytes
+from distributed_training.common.proxies import HUB, share
 from distributed_training.config import Config, ConfigError, exit_with, load_config
 from distributed_training.config.loader import WALLET, Parser, add_wallet, argument, ranged
 from distributed_training.config.model import KEY_VARIABLES
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 FILE = "network.toml"
 _MASTER = "master"  # name of the wallet
+_HUB_SECONDS = 10.0  # of the question for a tokenizer's commit
 
 
 def build_parser() -> Parser:
@@ -126,6 +128,8 @@ def _init(options: argparse.Namespace) -> None:
     rules = _rules(options)
     # Before the folder is made: the source of the data may be away.
     _pin(rules["data"], unpinned=options.unpinned)
+    if not options.unpinned:
+        _pin_tokenizer(rules["tokenizer"])
     try:
         # For the founder alone: the keys in it are the network's authority.
         folder.mkdir(mode=0o700)
@@ -225,6 +229,33 @@ def _pin(data: dict[str, Any], *, unpinned: bool) -> None:
         ) from None
     if not free:
         data |= {key: value for key, value in vars(found).items() if value is not None}
+
+
+def _pin_tokenizer(table: dict[str, Any]) -> None:
+    """Add the commit of a tokenizer of the hub to ``[tokenizer]``, unless it is there.
+
+    A hub that does not tell it costs a line: then the newest is everybody's.
+    """
+    name = table["name"]
+    if name == "bytes" or "revision" in table or Path(name).is_dir():
+        return
+    import httpx
+    from huggingface_hub import HfApi
+
+    share(HUB)
+    try:
+        if commit := HfApi().model_info(name, timeout=_HUB_SECONDS).sha:
+            table["revision"] = commit
+            return
+        why: object = "it names none"
+    # ValueError: a name that is none.
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        why = " ".join(str(error).split())[:200]
+    print(
+        f"the hub does not tell the commit of the tokenizer {name} ({why}), so it is not pinned: "
+        "a change of it there would divide the peers. Add tokenizer.revision and sign",
+        file=sys.stderr,
+    )
 
 
 def _model(options: argparse.Namespace) -> dict[str, Any]:

@@ -176,6 +176,11 @@ class Config(AllSettings):
         return self.preset.startswith("public")
 
     @property
+    def tokenizer_revision(self) -> str | None:
+        """The commit of the tokenizer that the network's file pins; None: the newest."""
+        return self.network.head.tokenizer_revision if self.network is not None else None
+
+    @property
     def run_folder(self) -> Path:
         """The folder for what must not be lost; the default names wallet and neuron."""
         return (

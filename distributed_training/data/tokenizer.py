@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -70,15 +72,16 @@ class TextTokenizer:
         """Cut each row to ``max_length`` tokens, add EOS, join all: int32 (tokens,).
 
         A row is left out if it holds an id of ``vocabulary`` or more, which the model does not
-        have. So is one whose first tokens can only be known from more than ``LONGEST`` characters.
-        ``counts`` counts each kind. Not for several threads at once.
+        have. So is one whose first tokens can only be known from more than ``LONGEST`` characters,
+        and one at which the tokenizer fails. ``counts`` counts each kind. Not for several threads
+        at once.
         """
         counts = counts or Counts()
         if self._truncated_at != max_length:
             # As transformers does: special tokens that the tokenizer adds count, and stay.
             self._tokenizer.enable_truncation(max_length)
             self._truncated_at = max_length
-        fronts = [self._fronts.of(row, max_length=max_length, most=LONGEST) for row in rows]
+        fronts = [self._front(row, max_length) for row in rows]
         if too_long := fronts.count(None):
             counts.add("rows_too_long", too_long)
             if not self._told:
@@ -90,8 +93,10 @@ class TextTokenizer:
                 )
         pieces = []
         for batch in _batches(front for front in fronts if front is not None):
-            for encoding in self._tokenizer.encode_batch_fast(batch, add_special_tokens=True):
-                ids = encoding.ids
+            for ids in self._ids_of(batch):
+                if ids is None:
+                    counts.add("rows_not_tokenized")
+                    continue
                 # Beyond max_length: validators append it after the cut too.
                 ids.append(self.eos_id)
                 if vocabulary is not None and max(ids) >= vocabulary:
@@ -100,6 +105,18 @@ class TextTokenizer:
                 counts.add("rows")
                 pieces.append(np.array(ids, dtype=np.int32))
         return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
+
+    def _front(self, row: str, max_length: int) -> str | None:
+        with contextlib.suppress(ValueError), _foreign("of the data"):
+            return self._fronts.of(row, max_length=max_length, most=LONGEST)
+        return row if len(row) <= LONGEST else None
+
+    def _ids_of(self, rows: list[str]) -> list[list[int] | None]:
+        """Return the ids of each row, cut; None for one at which the tokenizer fails."""
+        with contextlib.suppress(ValueError), _foreign("of the data"):
+            encodings = self._tokenizer.encode_batch_fast(rows, add_special_tokens=True)
+            return [encoding.ids for encoding in encodings]
+        return [None] if len(rows) == 1 else [ids for row in rows for ids in self._ids_of([row])]
 
 
 def _batches(rows: Iterable[str]) -> Iterator[list[str]]:
@@ -126,12 +143,13 @@ def tokenizer_hash(path: Path) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def build_tokenizer(name: str, folder: Path) -> tuple[Path, int]:
+def build_tokenizer(name: str, folder: Path, *, revision: str | None = None) -> tuple[Path, int]:
     """Write ``tokenizer.json`` of ``name`` into ``folder``; return its path and EOS id.
 
     ``bytes`` is the byte-level tokenizer, and transformers' AutoTokenizer can load the folder;
-    anything else is a name or folder that AutoTokenizer takes. Raises ValueError when it has no EOS
-    or no fast form.
+    anything else is a name or folder that AutoTokenizer takes. ``revision``: the commit of a name
+    at the hub; None is the newest. Raises ValueError when it has no EOS or no fast form, is
+    damaged or cannot be had, OSError when it cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "tokenizer.json"
@@ -146,12 +164,10 @@ def build_tokenizer(name: str, folder: Path) -> tuple[Path, int]:
         }
         write_json(folder / "tokenizer_config.json", settings, durable=False)
     else:
-        from transformers import AutoTokenizer
-
-        share(HUB)  # its client reads the environment
-        loaded = AutoTokenizer.from_pretrained(name, use_fast=True)
-        tokenizer = getattr(loaded, "backend_tokenizer", None)
-        eos_id = loaded.eos_token_id
+        loaded = load_pretrained(name, revision=revision)
+        with _foreign(name):
+            tokenizer = getattr(loaded, "backend_tokenizer", None)
+            eos_id = loaded.eos_token_id
         if tokenizer is None or eos_id is None:
             raise ValueError(
                 f"the tokenizer {name} has no {'EOS token' if tokenizer else 'fast form'}, so rows "
@@ -161,5 +177,77 @@ def build_tokenizer(name: str, folder: Path) -> tuple[Path, int]:
         tokenizer.no_truncation()
         tokenizer.no_padding()
     assert tokenizer is not None and eos_id is not None
-    write_bytes(path, tokenizer.to_str().encode(), durable=False)
-    return path, int(eos_id)
+    with _foreign(name):
+        text, eos_id = tokenizer.to_str(), int(eos_id)
+    write_bytes(path, text.encode(), durable=False)
+    with _foreign(name):
+        TextTokenizer(path, eos_id=eos_id)
+        tokenizer.encode("one two")  # some faults show at the first row
+    return path, eos_id
+
+
+def load_pretrained(name: str, *, revision: str | None = None) -> Any:
+    """Load a tokenizer of transformers, by name or folder; code of its own is never run.
+
+    Raises ValueError; its cause is what transformers raised.
+    """
+    from transformers import AutoTokenizer
+
+    share(HUB)  # its client reads the environment
+    how: dict[str, Any] = {"use_fast": True, "trust_remote_code": False, "revision": revision}
+    if revision is None:
+        del how["revision"]
+    with _foreign(name):
+        try:
+            return AutoTokenizer.from_pretrained(name, **how)
+        except OSError as error:
+            if not os.environ.get("HF_TOKEN") or not _is_unauthorized(error):
+                raise
+            refusal = error
+        # A public tokenizer needs none.
+        try:
+            loaded = AutoTokenizer.from_pretrained(name, **how, token=False)
+        except OSError:
+            raise ValueError(
+                "the hub refuses the token in HF_TOKEN: renew it, or unset it"
+            ) from refusal
+        log.warning(
+            "The hub refuses the token in HF_TOKEN, so the tokenizer %s was fetched without it: "
+            "renew it, or unset it",
+            name,
+        )
+        return loaded
+
+
+@contextlib.contextmanager
+def _foreign(name: str) -> Iterator[None]:
+    """Raise ValueError, in one line, for whatever reading the tokenizer ``name`` raises."""
+    try:
+        yield
+    # Damaged files make transformers raise errors of any kind, and a panic of its library is not
+    # even an Exception.
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        why = " ".join(str(error).split()) or type(error).__name__
+        if not isinstance(error, (ValueError, OSError)):
+            why = f"{type(error).__name__}: {why}"
+        if "trust_remote_code" in why:
+            why = (
+                "it needs code of its own, which is never run: make a folder of its "
+                "tokenizer.json and of a tokenizer_config.json without auto_map"
+            )
+        raise ValueError(
+            f"the tokenizer {name} cannot be read ({why:.300}), so there is no text to train on: "
+            "correct --neuron.global_tokenizer_name, or the files of its folder"
+        ) from error
+
+
+def _is_unauthorized(error: BaseException | None) -> bool:
+    """Return whether transformers' error began with a hub that answered 401."""
+    while error is not None:
+        status = getattr(getattr(error, "response", None), "status_code", None)
+        if status == 401:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -360,7 +360,7 @@ def probe_tokenizer(config: Config) -> str:
 
     name = config.miner.global_tokenizer_name
     with tempfile.TemporaryDirectory() as folder:
-        path, eos_id = build_tokenizer(name, Path(folder))
+        path, eos_id = build_tokenizer(name, Path(folder), revision=config.tokenizer_revision)
         tokens = TextTokenizer(path, eos_id=eos_id).encode_rows(["one two"], max_length=16)
     return f"{name}, EOS is {eos_id}, {len(tokens)} tokens for two words"
 

@@ -171,7 +171,7 @@ def fetch_tokenizer(config: Config, folder: Path) -> tuple[Path, int]:
 
     name = config.miner.global_tokenizer_name
     try:
-        return build_tokenizer(name, folder / "tokenizer")
+        return build_tokenizer(name, folder / "tokenizer", revision=config.tokenizer_revision)
     except (ValueError, OSError) as error:
         if _hub_is_away(error):
             raise NetworkFailure(
@@ -179,10 +179,12 @@ def fetch_tokenizer(config: Config, folder: Path) -> tuple[Path, int]:
                 "answer, so no text could be read: check the network, or give a folder with "
                 "--neuron.global_tokenizer_name"
             ) from None
-        raise ConfigError(
-            f"the tokenizer {name} cannot be loaded ({error}), so no text could be read: check the "
-            "network or --neuron.global_tokenizer_name"
-        ) from None
+        if isinstance(error, OSError):
+            raise ConfigError(
+                f"the tokenizer {name} cannot be written ({error}), so no text could be read: "
+                "make room below --neuron.run_folder"
+            ) from None
+        raise ConfigError(str(error)) from None
 
 
 def require_data(config: Config) -> None:

@@ -41,7 +41,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from distributed_training.common.proxies import HUB, share
 from distributed_training.config import Config, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.types import File
@@ -225,7 +224,7 @@ def export_model(
             # To check them: transformers makes up a tensor that is missing, and only warns.
             load_weights(weights, schema)
             write_json(part / keys.CONFIG, content)
-            _save_tokenizer(config.miner.global_tokenizer_name, part)
+            _save_tokenizer(config, part)
             # An empty one: shutil.move would put the model inside of it.
             if folder.exists():
                 folder.rmdir()
@@ -239,16 +238,15 @@ def export_model(
     return outer_step
 
 
-def _save_tokenizer(name: str, folder: Path) -> None:
-    if name == "bytes":
-        from distributed_training.data.tokenizer import build_tokenizer
+def _save_tokenizer(config: Config, folder: Path) -> None:
+    """Write the tokenizer as transformers does. Raises ValueError, OSError."""
+    from distributed_training.data.tokenizer import build_tokenizer, load_pretrained
 
+    name = config.miner.global_tokenizer_name
+    if name == "bytes":
         build_tokenizer(name, folder)
         return
-    from transformers import AutoTokenizer
-
-    share(HUB)
-    AutoTokenizer.from_pretrained(name).save_pretrained(folder)
+    load_pretrained(name, revision=config.tokenizer_revision).save_pretrained(folder)
 
 
 def _load(folder: Path) -> Any:

@@ -5,13 +5,18 @@ from __future__ import annotations
 import json
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from huggingface_hub import HfApi
+from huggingface_hub.errors import LocalEntryNotFoundError
 
-from distributed_training.config import load_config
+from distributed_training.config import ConfigError, load_config
 from distributed_training.network_command import main
+from distributed_training.node.start import fetch_tokenizer
+from distributed_training.training.memory_plan import local_llama_config
 from tests.tools.support_data import DATASET, Fault, RowsServer
 
 pytestmark = pytest.mark.timeout(60)
@@ -96,6 +101,38 @@ def test_no_network_is_founded_on_text_that_no_miner_can_read(
     assert found(tmp_path / "lab", *of) == 2
     assert "no text in the column 'text'" in capsys.readouterr().err
     assert not (tmp_path / "lab").exists()
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_tokenizer_is_pinned_where_the_hub_tells_its_commit(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch, told: bool
+) -> None:
+    commit, model = "0123456789abcdef0123456789abcdef01234567", tmp_path / "config.json"
+    model.write_text(json.dumps(local_llama_config(sequence_length=64)))
+
+    def info(self: HfApi, name: str, **_: object) -> SimpleNamespace:
+        if told:
+            return SimpleNamespace(sha=commit)
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(HfApi, "model_info", info)
+    of = ("--model", str(model), "--tokenizer", "some/name")
+    assert found(tmp_path / "lab", *of) == 0
+    config = read(tmp_path / "lab")
+    assert config.tokenizer_revision == (commit if told else None)
+    assert ("tokenizer.revision" in capsys.readouterr().err) is not told
+    asked: dict[str, object] = {}
+
+    def load(name: str, **how: object) -> None:
+        asked.update(how)
+        raise OSError("far enough")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
+    with pytest.raises(ConfigError, match="some/name"):
+        fetch_tokenizer(config, tmp_path)
+    assert asked.get("revision") == (commit if told else None)
+    assert found(tmp_path / "other", *of, "--set", "tokenizer.revision=main") == 2
+    assert "tokenizer.revision 'main'" in capsys.readouterr().err
 
 
 def test_a_change_is_another_run_and_counts_once_it_is_signed(tmp_path: Path, capsys) -> None:

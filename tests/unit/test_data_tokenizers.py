@@ -1,0 +1,187 @@
+"""Tokenizers as people have them: damaged, unknown, with code of their own, at a revision."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import transformers
+from huggingface_hub.errors import HfHubHTTPError
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from distributed_training.config import ConfigError
+from distributed_training.data.page_source import Counts
+from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
+from distributed_training.node.start import fetch_tokenizer
+from tests.tools.miner_parts import config_of
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def a_folder(folder: Path, **config: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate([*letters, "he", "ll"])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[("h", "e"), ("l", "l")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    facts = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"} | config
+    (folder / "tokenizer_config.json").write_text(json.dumps(facts))
+    return folder
+
+
+JUNK: list[Any] = [
+    *(None, True, -1, 3, 1e308, 2**40, "", "x", "\ud800", "\x00", [], [[]], {}, {"type": "BPE"}),
+    *("ByteLevel", "Regex", ["a"], {"content": "<eos>"}, {"a": {"b": [1]}}, "(?<x", "tok.Mine"),
+]
+
+
+def places(node: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Yield the way to each value of a JSON tree."""
+    if above:
+        yield above
+    if isinstance(node, (dict, list)):
+        for key in node if isinstance(node, dict) else range(len(node)):
+            yield from places(node[key], (*above, key))
+
+
+def mutated(draw: random.Random, text: str) -> bytes:
+    """Return a file with a value replaced, removed or repeated, or with bytes of it changed."""
+    if draw.random() < 0.25:
+        data = bytearray(text.encode())
+        kind = draw.randrange(3)
+        at = draw.randrange(len(data))
+        if kind == 0:
+            return bytes(data[:at])
+        if kind == 1:
+            return bytes(data[:at] + data[at // 2 :])
+        for _ in range(draw.choice((1, 1, 5))):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        return bytes(data)
+    tree = json.loads(text)
+    all_ways = list(places(tree))
+    # Most values are of the vocabulary.
+    few = [way for way in all_ways if "vocab" not in way]
+    for _ in range(draw.choice((1, 1, 2))):
+        *way, last = draw.choice(few if draw.random() < 0.8 else all_ways)
+        node = tree
+        try:
+            for key in way:
+                node = node[key]
+            if draw.random() < 0.3:
+                del node[last]
+            else:
+                node[last] = draw.choice(JUNK)
+        except (LookupError, TypeError):  # what was there is junk by now
+            continue
+    return json.dumps(tree).encode("utf-8", "surrogatepass")
+
+
+def test_damaged_files_are_refused_in_one_line_or_work(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], cases: int = 80
+) -> None:
+    """Nothing but a line comes of them, nobody is asked anything, and no row ends a worker."""
+    draw, refused = random.Random(3), 0
+    good = {path.name: path.read_text() for path in a_folder(tmp_path / "good").iterdir()}
+    for i in range(cases):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        which = draw.choice(list(good))
+        for name, text in good.items():
+            data = mutated(draw, text) if name == which else text.encode()
+            (folder / name).write_bytes(data)
+        try:
+            path, eos = build_tokenizer(str(folder), tmp_path / "made")
+        except ValueError as error:
+            refused += 1
+            line = str(error)
+            assert str(folder) in line and len(line) < 700 and "\n" not in line
+            continue
+        made, counts = TextTokenizer(path, eos_id=eos), Counts()
+        made.encode_rows(["hello", "é\x00 <eos>", "x" * 3000], max_length=4, counts=counts)
+        assert sum(counts.take().values()) == 3
+    assert cases // 5 < refused < cases
+    said = "".join(capfd.readouterr())
+    assert "y/N" not in said and "Traceback" not in said
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (
+            {"auto_map": {"AutoTokenizer": ["tok.Mine", None]}, "tokenizer_class": "Mine"},
+            "without auto_map",
+        ),
+        ({"tokenizer_class": "LlamaTokenizerOfTomorrow"}, ""),
+        ({"eos_token": None}, "no EOS token"),
+    ],
+)
+def test_what_it_needs_is_said_and_no_code_of_its_own_is_run(
+    config: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def asked(*_: object) -> str:
+        raise AssertionError("nobody is asked")
+
+    monkeypatch.setattr("builtins.input", asked)
+    folder = a_folder(tmp_path / "it", **config)
+    (folder / "tok.py").write_text("raise SystemExit('it was run')")
+    settings = config_of("--neuron.global_tokenizer_name", str(folder))
+    if not words:
+        fetch_tokenizer(settings, tmp_path)
+        return
+    with pytest.raises(ConfigError, match=words) as refusal:
+        fetch_tokenizer(settings, tmp_path)
+    assert "--neuron.global_tokenizer_name" in str(refusal.value)
+
+
+def test_a_row_at_which_the_tokenizer_fails_costs_itself(tmp_path: Path) -> None:
+    words = Tokenizer(models.WordLevel(vocab={"a": 0, "b": 1}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    made, counts = TextTokenizer(tmp_path / "tokenizer.json", eos_id=2), Counts()
+    ids = made.encode_rows(
+        ["a b", "never seen", "b" * 3 + " c" * 99, "b"], max_length=2, counts=counts
+    )
+    assert ids.tolist() == [0, 1, 2, 1, 2]
+    assert counts.take() == {"rows": 2, "rows_not_tokenized": 2}
+
+
+class Hub:
+    """Stands for AutoTokenizer at a hub that refuses a token."""
+
+    def __init__(self, folder: Path, *, public: bool) -> None:
+        self.folder, self.public = folder, public
+        self.asked: list[dict[str, Any]] = []
+        self.real = transformers.AutoTokenizer.from_pretrained
+
+    def __call__(self, name: str, **how: Any) -> Any:
+        self.asked.append(how)
+        if how.get("token") is False and self.public:
+            return self.real(str(self.folder))
+        reply = httpx.Response(401, request=httpx.Request("GET", "https://hub.invalid"))
+        raise OSError(f"{name} is not a valid model identifier") from HfHubHTTPError(
+            "401", response=reply
+        )
+
+
+@pytest.mark.parametrize("public", [True, False])
+def test_a_refused_token_of_the_hub_is_named(
+    public: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_old")
+    hub = Hub(a_folder(tmp_path / "it"), public=public)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", hub)
+    if public:
+        build_tokenizer("some/name", tmp_path)
+        assert "HF_TOKEN" in caplog.text and "hf_old" not in caplog.text
+    else:
+        with pytest.raises(ValueError, match="the hub refuses the token in HF_TOKEN"):
+            build_tokenizer("some/name", tmp_path)
+    assert len(hub.asked) == 2
+    assert all(how["trust_remote_code"] is False for how in hub.asked)
