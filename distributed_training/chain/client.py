@@ -13,6 +13,8 @@ from typing import Any, Literal, NamedTuple
 import httpx
 
 from distributed_training.common import http
+from distributed_training.common.addresses import Reach, reach
+from distributed_training.common.backoff import Throttle
 from distributed_training.common.transports import AsyncTransport
 from distributed_training.protocol import synapses
 from distributed_training.protocol.synapses import IsAliveReply, SynapseError
@@ -26,6 +28,7 @@ from .identity import Wallet
 log = logging.getLogger(__name__)
 
 MAX_REPLY_BYTES = 64 * 1024
+_WARN_AGAIN = 600.0  # seconds
 PARALLEL = synapses.MOST_CALLED  # calls at a time: whoever is silent takes a call's whole time
 # The acknowledgement of an AllReduce call; its timeout field speaks of the round.
 ACKNOWLEDGE_TIMEOUT = timedelta(seconds=12)
@@ -42,11 +45,22 @@ class _Call(NamedTuple):
 class SignedClient:
     """Calls miners with the hotkey of ``wallet``.
 
+    ``narrowest``: reach of an endpoint that is called. On a public network anybody announces what
+    they like, also an address inside of the caller's own network.
+
     Each method blocks; call it from a thread without a running event loop. Nothing is raised for a
     miner that does not answer or answers nonsense.
     """
 
-    def __init__(self, *, wallet: Wallet, scheme: Literal["btauth", "legacy"] = "btauth") -> None:
+    def __init__(
+        self,
+        *,
+        wallet: Wallet,
+        scheme: Literal["btauth", "legacy"] = "btauth",
+        narrowest: Reach = Reach.MACHINE,
+    ) -> None:
+        self._narrowest = narrowest
+        self._may_warn = Throttle(_WARN_AGAIN)
         self._wallet = wallet
         self._scheme = scheme
 
@@ -119,6 +133,8 @@ class SignedClient:
                 # When it is its turn: a nonce that waited for the others would be stale.
                 how = scheme or self._scheme
                 headers = self._sign(neuron, name, body, announced or timeout, how)
+                if not self._may_call(neuron):
+                    return _Call(headers, None)
                 reply = await _post(client, neuron, name, body, headers, timeout)
                 return _Call(headers, reply)
 
@@ -129,6 +145,20 @@ class SignedClient:
 
         uids = (neuron.uid for neuron in neurons)
         return dict(zip(uids, asyncio.run(sweep()), strict=True))
+
+    def _may_call(self, neuron: Neuron) -> bool:
+        try:
+            allowed = reach(neuron.ip) <= self._narrowest
+        except ValueError:
+            allowed = False
+        if not allowed and neuron.port is not None and self._may_warn():
+            log.warning(
+                "uid %d is not called: it announces %s, which others cannot reach; on a private "
+                "network give this validator's own address with --dht.ip",
+                neuron.uid,
+                neuron.ip,
+            )
+        return allowed
 
     def _sign(
         self, neuron: Neuron, name: str, body: bytes, announced: timedelta, scheme: str

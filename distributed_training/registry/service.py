@@ -41,8 +41,9 @@ from distributed_training.chain.http_server import (
     parse_fields,
     whole_reply,
 )
+from distributed_training.common.addresses import Reach, reach
 
-from .ledger import Losses, Slot
+from .ledger import Address, Losses, Port, Slot
 from .store import CLOCK_SKEW, Registry, Replayed
 
 log = logging.getLogger(__name__)
@@ -106,6 +107,8 @@ class Service(BoundedServer):
         self.registry = registry
         self._names = {"127.0.0.1", "localhost", "[::1]", *map(str.lower, limits.host_names)}
         self._proxy = normalize(limits.proxy) if limits.proxy is not None else None
+        # Behind a proxy callers come from anywhere, wherever this listens.
+        self._listens_at = sock.getsockname()[0] if limits.proxy is None else ""
         self._addresses = Buckets(rate=limits.requests_per_address, capacity=16384)
         self._hotkeys = Buckets(rate=limits.requests_per_hotkey, capacity=16384)
         self._registrations = Buckets(
@@ -115,7 +118,7 @@ class Service(BoundedServer):
             "/register": registry.join,
             "/deregister": registry.remove,
             "/commit": registry.commit,
-            "/serve": registry.serve,
+            "/serve": self._write_endpoint,
             "/weights": registry.set_weights,
             "/enroll": registry.enroll,
             "/expel": registry.expel,
@@ -272,7 +275,9 @@ class Service(BoundedServer):
             raise Refused(Refusal.RATE)
         fields = parse_fields(body)
         # A neuron writes for itself, the founder for whom the fields name.
-        own = () if head.path in _FOUNDERS else (claim.hotkey,)
+        own: tuple[Any, ...] = () if head.path in _FOUNDERS else (claim.hotkey,)
+        if head.path == "/serve":
+            own = claim.hotkey, narrowest(self._listens_at, self._caller(head))
         action = partial(self._writes[head.path], *own, **fields)
         loop = asyncio.get_running_loop()
 
@@ -289,6 +294,31 @@ class Service(BoundedServer):
             return _json(200, {"result": done})
 
         return loop.run_in_executor(self._writer, store)
+
+    def _write_endpoint(self, hotkey: str, allowed: Reach, ip: Address, port: Port) -> None:
+        """Write an endpoint whose reach is ``allowed`` or wider.
+
+        Validators call it. So whoever is outside of their network could have services called that
+        are inside.
+        """
+        if reach(ip) > allowed:
+            raise ChainError(
+                f"serve: {ip} cannot be reached from everywhere, and this call did not come from a "
+                "private network: give the public address with --axon.external_ip"
+            )
+        self.registry.serve(hotkey, ip, port)
+
+
+def narrowest(listens_at: str, caller: str) -> Reach:
+    """Return the narrowest reach that the endpoint of a caller may have: the caller's own."""
+    if listens_at and reach(listens_at) is Reach.MACHINE:
+        return Reach.MACHINE
+    try:
+        found = reach(caller)
+    except ValueError:  # the proxy named nobody
+        return Reach.EVERYWHERE
+    # Loopback is another program of this machine, such as a proxy that --proxy does not name.
+    return Reach.NETWORK if found is Reach.NETWORK else Reach.EVERYWHERE
 
 
 def _check_fresh(claim: auth.Claim, now: int) -> None:

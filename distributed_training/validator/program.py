@@ -16,11 +16,13 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from torch import Tensor
 
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.client import SignedClient
+from distributed_training.common.addresses import Reach, reach
 from distributed_training.config import Config, ConfigError
 from distributed_training.data.pipeline import held_out_batches
 from distributed_training.health.clock import ClockWatch, measure
@@ -114,7 +116,9 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
     )
     return Parts(
         member=member,
-        client=SignedClient(wallet=member.wallet, scheme=config.chain.client_scheme),
+        client=SignedClient(
+            wallet=member.wallet, scheme=config.chain.client_scheme, narrowest=_narrowest(config)
+        ),
         store=store,
         open_bucket=PeerBuckets(config.store, member.chain).of_miner,
         pages=PageReader.from_settings(config, tokenizer_path, eos_id),
@@ -124,6 +128,16 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         eos_id=eos_id,
         clock_fault=clock.fault,
     )
+
+
+def _narrowest(config: Config) -> Reach:
+    """Return the narrowest reach of an endpoint to call: that of our address or our registry's."""
+    registry = urlsplit(config.chain.registry_url or "").hostname
+    own = config.swarm.dht_ip or registry
+    try:
+        return min(reach(own), Reach.MACHINE) if own else Reach.EVERYWHERE
+    except ValueError:  # a name; a founder's machine may have its own at 127.0.1.1
+        return Reach.EVERYWHERE
 
 
 def _vocabulary(tokenizer_path: Path) -> int:

@@ -1,0 +1,66 @@
+"""Tell from where an IP address can be reached, whatever form it is written in.
+
+Others announce addresses and programs call them. One of a private network or of the machine itself
+would make a program that others reach call services which they cannot reach themselves.
+"""
+
+from __future__ import annotations
+
+import enum
+import ipaddress
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+class Reach(enum.IntEnum):
+    """From where an address can be reached; the further down, the fewer machines can."""
+
+    EVERYWHERE = 0
+    NETWORK = 1  # a private one
+    MACHINE = 2  # the one that it is of
+    NOWHERE = 3  # one link, many machines, nobody, or a cloud's own service
+
+
+#: Where clouds tell their machines keys, beside 169.254.169.254.
+_OF_CLOUDS = frozenset(
+    map(
+        ipaddress.ip_address,
+        ("168.63.129.16", "192.0.0.192", "100.100.100.200", "fd00:ec2::254", "fd20:ce::254"),
+    )
+)
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_COMPATIBLE = ipaddress.ip_network("::/96")
+_GLOBAL = ipaddress.ip_network("2000::/3")
+_OF_NOBODY = ipaddress.ip_network("0.0.0.0/8")
+
+
+def reach(text: str) -> Reach:
+    """Return from where ``text``, an IP address, can be reached. Raises ValueError for another."""
+    return _reach(ipaddress.ip_address(text))
+
+
+def _reach(address: Address) -> Reach:
+    if address.is_loopback:
+        return Reach.MACHINE
+    if (
+        address in _OF_CLOUDS
+        or address.is_unspecified
+        or address.is_multicast
+        or address.is_link_local
+    ):
+        return Reach.NOWHERE
+    if isinstance(address, ipaddress.IPv4Address):
+        if address.is_reserved or address in _OF_NOBODY:
+            return Reach.NOWHERE
+    elif (inner := _embedded(address)) is not None:
+        return _reach(inner)
+    elif not address.is_private and address not in _GLOBAL:
+        return Reach.NOWHERE
+    return Reach.EVERYWHERE if address.is_global else Reach.NETWORK
+
+
+def _embedded(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    """Return the IPv4 address that packets to an IPv6 address go to in the end, if there is one."""
+    if address in _NAT64 or address in _COMPATIBLE:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address.sixtofour
