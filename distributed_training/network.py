@@ -29,7 +29,7 @@ from urllib.parse import urljoin, urlsplit
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
-from distributed_training.common.files import parse_toml, write_bytes
+from distributed_training.common.files import json_line, parse_toml, write_bytes
 from distributed_training.common.http import TooLong, ask
 from distributed_training.common.memory import ModelShape
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 FORMAT = 1
 BUILT_IN = Path(__file__).parent / "networks" / "dstrbtd-sn38.toml"
 LARGEST_FILE = 1 << 20  # bytes, of the file and of the model's beside it
+LARGEST_SHOWN = 4096  # bytes of what the global bucket says of its network
 KEPT = "network"  # folder of the last good copy, in the run folder
 _FILE = "network.toml"
 _ATTEMPTS, _FIRST_WAIT, _TIMEOUT = 3, 1.0, 10.0  # seconds
@@ -126,6 +127,50 @@ class Network:
             f"network {self.head.name} version {self.head.version}, run {self.values['run_id']}, "
             f"by {self.values['chain.master_hotkey']}"
         )
+
+
+@checked(frozen=True, config=ConfigDict(strict=True))
+class Shown:
+    """The content of ``network.json``, by which the global bucket says whose it is.
+
+    ``run_id``: None where an earlier version of the program wrote it.
+    """
+
+    name: Annotated[str, Field(max_length=63)]
+    version: Annotated[int, Field(ge=1, le=1_000_000)]
+    master: Annotated[str, Field(max_length=64)]
+    run_id: Annotated[str | None, Field(pattern=r"^\w{1,64}$")] = None
+
+    @classmethod
+    def of(cls, network: Network) -> Shown:
+        head, values = network.head, network.values
+        return cls(head.name, head.version, values["chain.master_hotkey"], values.get("run_id"))
+
+    @classmethod
+    def parse(cls, data: bytes) -> Shown:
+        """Read the file. Raises ValueError for anything else, with nothing of it in the text."""
+        content = json_line(data) or {}
+        try:
+            known: Any = {name: content.get(name) for name in cls.__dataclass_fields__}
+            return cls(**known)
+        except ValidationError:
+            raise ValueError("it does not name a network") from None
+
+
+def other_version(shown: Shown, ours: Network) -> str:
+    """Say how the network's file of the global bucket differs from ``ours``; empty: it does not."""
+    version, run_id = ours.head.version, ours.values["run_id"]
+    if shown.version == version and shown.run_id in (None, run_id):
+        return ""
+    differs = f"this network is at version {shown.version} of its file, this miner has {version}"
+    if shown.version < version:
+        return f"{differs}: nothing counts before the validator has started with it too"
+    if shown.version == version:
+        differs = f"this network's file of version {version} has other rules than this miner's"
+    remedy = f"get the file from its founder again, in place of {ours.place}, and restart"
+    if "://" in ours.place:
+        remedy = f"restart, which fetches {ours.place}"
+    return f"{differs}, so that neither its uploads nor its rounds count: {remedy}"
 
 
 def tree_of(text: str) -> dict[str, Any]:

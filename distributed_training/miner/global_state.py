@@ -31,6 +31,7 @@ import torch
 from distributed_training.chain.base import Chain, ChainError
 from distributed_training.common.backoff import Throttle, doubling
 from distributed_training.config import Config, ConfigError
+from distributed_training.network import Network, Shown, other_version
 from distributed_training.node import buckets
 from distributed_training.node.buckets import NoBucket, PeerBuckets
 from distributed_training.protocol import keys
@@ -208,6 +209,11 @@ class GlobalBucket:
             model = self.follow().open(keys.epoch_key(outer_step, keys.MODEL))
             return drift(rows, model.read_at, size=model.size, seed=outer_step)
 
+    def network(self) -> Shown | None:
+        """Return what the bucket says of its network; None if it does not."""
+        with _unavailable():
+            return self.follow().network()
+
     def on_disk(self) -> tuple[int, Path] | None:
         """Return the newest outer step that was fetched whole, and its folder."""
         return max(states(self._folder), default=None)
@@ -336,7 +342,8 @@ class GlobalEpoch:
     """Compares and fetches in a thread of its own.
 
     ``interval``: between two looks at the bucket's root metadata. ``epoch_start``: our outer step
-    and what its global weights are compared with; called in this thread.
+    and what its global weights are compared with; called in this thread. ``network``: the file by
+    which we train, compared with what the bucket says of its own; None: it says nothing.
     """
 
     def __init__(
@@ -346,7 +353,10 @@ class GlobalEpoch:
         post: Callable[[ev.Event], None],
         interval: timedelta,
         epoch_start: Callable[[], tuple[int, Sequence[Rows]]],
+        network: Network | None = None,
     ) -> None:
+        self._network = network
+        self._other_version = ""
         self._bucket = bucket
         self._post = post
         self._interval = interval.total_seconds()
@@ -431,7 +441,9 @@ class GlobalEpoch:
             # One line for an outage, not one for each look.
             if self._unavailable_since is None:
                 self._unavailable_since = time.monotonic()
-                log.warning("The global bucket does not answer (%s). Training goes on.", error)
+                silent = isinstance(error, GlobalSilentError)
+                what = "does not answer" if silent else "cannot be read"
+                log.warning("The global bucket %s (%s). Training goes on.", what, error)
             return
         if self._unavailable_since is not None:
             log.info(
@@ -441,6 +453,18 @@ class GlobalEpoch:
             self._unavailable_since = None
         self._seen = seen
         self._post(ev.GlobalEpochSeen(seen, time.monotonic()))
+        if self._network is not None:
+            self._compare_networks(self._network)
+
+    def _compare_networks(self, ours: Network) -> None:
+        try:
+            shown = self._bucket.network()
+        except GlobalUnavailableError:  # damaged, or away just now: no reason to call ours old
+            return
+        problem = "" if shown is None else other_version(shown, ours)
+        if problem != self._other_version:
+            self._other_version = problem
+            self._post(ev.NetworkCompared(problem))
 
     def _look_for_drift(self, outer_step: int) -> None:
         ours, rows = self._epoch_start()

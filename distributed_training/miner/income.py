@@ -32,12 +32,14 @@ log = logging.getLogger(__name__)
 # In seconds: between two looks, as the metrics file is written; between two events and two lines
 # while the verdict stays.
 _LOOK_EVERY, _RECORD_EVERY, _LOG_EVERY = 15.0, 300.0, 3600.0
+_OFFLINE = 300.0  # seconds without an answer of the chain
 
 
 class Verdict(StrEnum):
     """The verdicts in the order in which they are tried."""
 
     UNKNOWN = "unknown"
+    OTHER_VERSION = "other version"
     NOTHING_UPLOADED = "nothing uploaded"
     RESET = "reset"
     BEHIND = "behind the network"
@@ -91,7 +93,9 @@ class Facts:
     ``upload_age`` is that of the newest upload, ``blocks_left`` how many blocks its block list will
     still count (negative: it does not). ``behind``: how long the network has been at a later outer
     step. ``called``: since a validator called. ``patience``: how long a load of the global state
-    may take. ``round_period``: within it every validator calls.
+    may take. ``round_period``: within it every validator calls. ``chain_silent``: since when no
+    chain endpoint answers. ``other_version``: how the network's file of the global bucket differs
+    from ours, in words.
     """
 
     standing: Standing | None
@@ -104,6 +108,8 @@ class Facts:
     called: float | None
     patience: float
     round_period: float
+    chain_silent: float = 0.0
+    other_version: str = ""
 
     @property
     def silent(self) -> float:
@@ -124,6 +130,8 @@ def judge(facts: Facts) -> tuple[Verdict, str, bool]:
 def _in_the_way(facts: Facts) -> tuple[Verdict, str, bool] | None:
     """Return what makes the next score zero, if anything does."""
     # In this order: what stands first makes all that follows meaningless.
+    if facts.other_version:
+        return Verdict.OTHER_VERSION, facts.other_version, True
     if facts.upload_age is None:
         late = facts.running > facts.age_limit
         span = f"in the {_span(facts.running)} " if facts.running >= 1 else ""
@@ -153,12 +161,17 @@ def _in_the_way(facts: Facts) -> tuple[Verdict, str, bool] | None:
             True,
         )
     if facts.silent > facts.round_period:
-        return (
-            Verdict.NOT_CALLED,
-            f"no validator has called for {_span(facts.silent)}: see from another machine whether "
-            "--axon.port is reached (python -m distributed_training doctor --probe IP)",
-            True,
+        see = (
+            "see from another machine whether --axon.port is reached (python -m "
+            "distributed_training doctor --probe IP)"
         )
+        if facts.chain_silent > _OFFLINE:
+            see = (
+                f"nor has the chain answered for {_span(facts.chain_silent)}, so see the network "
+                "of this machine first"
+            )
+        words = f"no validator has called for {_span(facts.silent)}: {see}"
+        return Verdict.NOT_CALLED, words, True
     return None
 
 
@@ -198,7 +211,7 @@ class Income:
 
     ``limits``: measures of the uploads by metric (``reporter.limits``). ``called_at``: moment of a
     validator's last call, of ``clock``. ``round_period``: in seconds. ``patience``: see
-    :class:`Facts`.
+    :class:`Facts`. ``chain_age``: seconds since the chain's last answer.
     """
 
     def __init__(
@@ -211,8 +224,11 @@ class Income:
         round_period: Callable[[], float],
         patience: float,
         record: Callable[..., None],
+        chain_age: Callable[[], float] = float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._chain_age = chain_age
+        self._other_version = ""
         self._hotkey = hotkey
         self._chain = chain
         self._limits = limits
@@ -240,6 +256,8 @@ class Income:
                     self._behind_since = self._clock()
             case ev.Loaded() | ev.OuterStepEnded(committed=True):
                 self._behind_since = None
+            case ev.NetworkCompared(problem=problem):
+                self._other_version = problem
             case ev.Tick() if self._look():
                 self._judge()
 
@@ -294,4 +312,6 @@ class Income:
             called=None if called_at is None else now - called_at,
             patience=self._patience,
             round_period=self._round_period(),
+            chain_silent=self._chain_age(),
+            other_version=self._other_version,
         )

@@ -150,12 +150,12 @@ class Services:
         post: Callable[[ev.Event], None],
         epoch_start: Callable[[], tuple[int, Sequence[Rows]]],
     ) -> GlobalEpoch:
-        blocks = self.config.miner.epoch_check_blocks
         return GlobalEpoch(
             bucket=self.global_bucket,
             post=post,
-            interval=timedelta(seconds=blocks * self.config.chain.seconds_per_block),
+            interval=global_interval(self.config),
             epoch_start=epoch_start,
+            network=self.config.network,
         )
 
     def open_server(self, callbacks: MinerCallbacks) -> SignedServer:
@@ -288,6 +288,12 @@ def connect(
         clock=clock,
         inner_folder=inner_folder,
     )
+
+
+def global_interval(config: Config) -> timedelta:
+    """Return the time between two looks at the global bucket."""
+    blocks = config.miner.epoch_check_blocks
+    return timedelta(seconds=blocks * config.chain.seconds_per_block)
 
 
 def _round_clock(

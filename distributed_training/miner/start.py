@@ -14,17 +14,19 @@ Tests build the same rank with services of their own.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
 from distributed_training.chain.server import MinerCallbacks, SignedServer
@@ -41,6 +43,7 @@ from distributed_training.health.gpus import (
 )
 from distributed_training.node.start import (
     NetworkFailure,
+    Stopped,
     exit_status_of,
     make_run_folder,
     start_log,
@@ -79,7 +82,7 @@ from .run_folder import (
     write_exit_status,
     write_pid_file,
 )
-from .services import Services, StartupInfo
+from .services import Services, StartupInfo, global_interval
 from .state_machine import MinerState, Mode, Rules, ignores_calls
 from .uploads import Publishing
 
@@ -154,6 +157,14 @@ def report_device(
         log.log(logging.WARNING if line.startswith("❌") else logging.INFO, "%s", line)
 
 
+def who_stops() -> str:
+    """Return why SIGTERM came, as far as a rank can see: also who started it has it sent."""
+    launcher = multiprocessing.parent_process()
+    if launcher is not None and not launcher.is_alive():
+        return f"the launcher (pid {launcher.pid}) is gone"
+    return "asked to stop"
+
+
 class RankStop:
     """SIGTERM asks for a stop; SIGINT is the launcher's to handle (a terminal sends it to all).
 
@@ -163,16 +174,31 @@ class RankStop:
     def __init__(self) -> None:
         self.events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
         self.wanted = False
+        self._interrupts = False
 
     def install(self) -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._handle)
 
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Let a stop raise :class:`Stopped` inside, whatever the main thread waits for there."""
+        self._interrupts = True
+        try:
+            if self.wanted:
+                raise Stopped
+            yield
+        finally:
+            self._interrupts = False
+
     def _handle(self, number: int, frame: object) -> None:
         del number, frame
         self.wanted = True
         # Of a SimpleQueue: another put, in the code that the signal interrupts, does no harm.
-        self.events.put(ev.StopRequested("asked to stop"))
+        self.events.put(ev.StopRequested(who_stops()))
+        if self._interrupts:
+            self._interrupts = False  # once: the next one would cut its clean-up short
+            raise Stopped
 
 
 #: Covers every collective of the control channel. Rank 0 comes to a boundary at least every 0.2 s
@@ -221,8 +247,8 @@ def run_rank(config: Config) -> int:
         Heartbeat(folder, me.local_rank)()
         with ExitStack() as stack:
             status, reason = _run(config, me, folder, stop, stack)
-    except StopBeforeStart:
-        status, reason = ExitStatus.STOPPED, "stopped before the start was complete"
+    except (StopBeforeStart, Stopped):
+        status, reason = ExitStatus.STOPPED, f"{who_stops()} before the start was complete"
     except (ConfigError, NetworkFailure) as error:
         # The settings were checked before any rank was started: this was found outside.
         status, reason = exit_status_of(error), str(error)
@@ -255,7 +281,7 @@ def _run(
     context = RankContext(config, folder, device, ranks, stop.events, stack)
     # Chain and store may be asked for hours: that is no hang.
     with Heartbeat(folder, me.local_rank).steady():
-        services, info = _connect(context, wanted=lambda: not stop.wanted)
+        services, info = _connect(context, stop)
     if info.problem:
         return ExitStatus.STOPPED, ""  # rank 0 says why; this rank did not fail
     status, reason = build_rank(context, info, services).run()
@@ -264,17 +290,17 @@ def _run(
     return status, reason
 
 
-def _connect(
-    context: RankContext, *, wanted: Callable[[], bool]
-) -> tuple[Services | None, StartupInfo]:
+def _connect(context: RankContext, stop: RankStop) -> tuple[Services | None, StartupInfo]:
     """Connect first, and only on rank 0: problems show before a model is built."""
     config, folder, ranks = context.config, context.folder, context.ranks
     if ranks.rank != 0:
         shared = StartupInfo(**ranks.share("start", None))
         return None, services.on_this_node(config, folder, ranks, shared)
     try:
-        opened = services.connect(config, folder, context.stack, wanted=wanted)
-    except (ConfigError, NetworkFailure, StopBeforeStart) as error:
+        # A store that is away may take all the time of a stop for one answer.
+        with stop.interrupting():
+            opened = services.connect(config, folder, context.stack, wanted=lambda: not stop.wanted)
+    except (ConfigError, NetworkFailure, StopBeforeStart, Stopped) as error:
         # The other ranks wait for this word, and would end only by the launcher's SIGKILL.
         ranks.share("start", {"problem": str(error) or "stopped"})
         raise
@@ -514,7 +540,8 @@ class RankZero:
             context.stack,
         )
         self.global_epoch.start()
-        if state.unseen:
+        # The network's file too: whoever has another version of it trains for nothing.
+        if state.unseen or context.config.network is not None:
             self.global_epoch.compare_soon()
         if self.training.kept and state.mode is Mode.TRAINING:
             self.global_epoch.compare_weights(trainer.outer_step)  # of the last round, perhaps
@@ -650,6 +677,7 @@ def _subscribers(rank_zero: RankZero) -> list[Subscriber]:
         round_period=lambda: 2 * clock.half() * config.chain.seconds_per_block,
         patience=config.miner.round_reload_timeout.total_seconds(),
         record=rank_zero.record,
+        chain_age=lambda: services.chain.age().total_seconds(),
     )
     reporter = Reporter(
         record=rank_zero.record,
@@ -665,6 +693,9 @@ def _subscribers(rank_zero: RankZero) -> list[Subscriber]:
         outer_step=trainer.outer_step,
         clock_fault=services.clock.fault,
         published_within=1.25 * config.miner.round_reload_timeout,
+        listens_at=time.monotonic(),
+        started=psutil.Process().create_time(),
+        interval=global_interval(context.config),
     )
     publishing = Publishing(
         schedule=services.schedule,

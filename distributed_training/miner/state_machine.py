@@ -264,6 +264,16 @@ class WeightsCompared(Event):
 
 
 @dataclass(frozen=True)
+class NetworkCompared(Event):
+    """The network's file of the global bucket differs from ours by ``problem``; empty: not now.
+
+    Posted when that changes.
+    """
+
+    problem: str
+
+
+@dataclass(frozen=True)
 class GlobalFetched(Event):
     """The files of a global state are in ``folder``."""
 

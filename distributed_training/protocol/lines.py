@@ -130,6 +130,8 @@ def step_warnings(
     lines = []
     if report.seconds > slow_step.total_seconds():
         lines.append(f"⚠️  SLOW STEP: {report.seconds:.1f}s (expected 10-30s) - Check GPU usage!")
+        if report.gpu_memory_gb is None and not expect_gpu:
+            lines[0] = f"⚠️  SLOW STEP: {report.seconds:.1f}s, trained on the CPU."
         if report.data_wait_seconds > report.seconds / 2:
             lines[-1] += f" {report.data_wait_seconds:.1f}s of it were spent waiting for data"
     memory = report.gpu_memory_gb

@@ -38,6 +38,7 @@ from distributed_training.common.files import (
     write_json,
     write_state,
 )
+from distributed_training.network import LARGEST_SHOWN, Shown
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import (
     MAX_CONFIG_BYTES,
@@ -162,6 +163,13 @@ class BucketReader:
             key = keys.epoch_key(outer_step, keys.METADATA)
         return self._parsed(key, MAX_METADATA_BYTES, Metadata.parse)
 
+    def network(self) -> Shown | None:
+        """Return whose network the global bucket is; None if it does not say.
+
+        Raises StateUnavailable for a damaged ``network.json``.
+        """
+        return self._parsed(keys.NETWORK, LARGEST_SHOWN, Shown.parse)
+
     def config(self, outer_step: int) -> tuple[dict[str, Any], ConfigExtras]:
         """Return ``config.json`` and its extras. Raises StateUnavailable: missing or damaged."""
         key = keys.epoch_key(outer_step, keys.CONFIG)
@@ -179,7 +187,7 @@ class BucketReader:
         try:
             data = self.get(key, limit=limit)
             return None if data is None else parse(data)
-        except MetadataError as error:
+        except ValueError as error:  # MetadataError too
             raise StateUnavailable(f"{self.name}/{key}: {error}") from None
 
     # --- large objects --------------------------------------------------------------------------

@@ -25,7 +25,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ from torch import Tensor
 from distributed_training.common.files import atomic_file, read_state, write_bytes, write_state
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
-from distributed_training.network import Network
+from distributed_training.network import LARGEST_SHOWN, Network, Shown
 from distributed_training.node.start import WrongNetwork
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
@@ -148,17 +148,16 @@ def claim(store: S3ObjectStore, network: Network) -> None:
     """
     master = network.values["chain.master_hotkey"]
     try:
-        owner = json.loads(store.get(keys.NETWORK, limit=4096) or b"{}").get("master", master)
-    except (ValueError, AttributeError):
-        owner = master  # damaged: what is written now replaces it
+        owner = Shown.parse(store.get(keys.NETWORK, limit=LARGEST_SHOWN) or b"").master
+    except ValueError:
+        owner = master  # none or damaged: what is written now replaces it
     if owner != master:
         raise WrongNetwork(
             f"the global bucket {store.bucket} is another network's (its master is {owner}, not "
             f"{master}), so each would overwrite the other's model and nothing was started: give "
             "this network's file another store.global_bucket and sign it again"
         )
-    named = {"name": network.head.name, "version": network.head.version, "master": master}
-    store.put(keys.NETWORK, json.dumps(named).encode())
+    store.put(keys.NETWORK, json.dumps(asdict(Shown.of(network))).encode())
 
 
 class GlobalPublisher:

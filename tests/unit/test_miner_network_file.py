@@ -1,0 +1,121 @@
+"""A miner compares its network's file with what the global bucket says of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from distributed_training.miner import state_machine as ev
+from distributed_training.miner.global_state import (
+    GlobalBucket,
+    GlobalEpoch,
+    GlobalUnavailableError,
+)
+from distributed_training.miner.income import judge
+from distributed_training.network import Shown, other_version
+from distributed_training.protocol import keys
+from distributed_training.store.bucket_reader import BucketReader
+from tests.tools.memory_store import MemoryObjectStore
+from tests.unit.test_miner_income import WELL
+
+pytestmark = pytest.mark.timeout(30)
+
+
+def network(version: int = 1, run_id: str = "aa", place: str = "lab/network.toml") -> Any:
+    return SimpleNamespace(
+        place=place,
+        head=SimpleNamespace(name="lab", version=version),
+        values={"chain.master_hotkey": "5Master", "run_id": run_id},
+    )
+
+
+def shown(version: int, run_id: str | None) -> Shown:
+    return Shown("lab", version, "5Master", run_id)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "words"),
+    [
+        (shown(1, "aa"), network(), ""),
+        (shown(1, None), network(), ""),  # a validator before this version
+        (shown(2, "bb"), network(), "at version 2 of its file, this miner has 1"),
+        (shown(2, None), network(), "from its founder again, in place of lab/network.toml"),
+        (shown(2, "bb"), network(place="https://lab/n.toml"), "restart, which fetches https://lab"),
+        (shown(1, "bb"), network(), "of version 1 has other rules than this miner's"),
+        (shown(1, "bb"), network(2, "aa"), "before the validator has started with it too"),
+    ],
+)
+def test_another_version_of_the_networks_file_is_named(
+    theirs: Shown, ours: Any, words: str
+) -> None:
+    found = other_version(theirs, ours)
+    assert (words in found) and bool(found) == bool(words)
+    verdict, said, bad = judge(replace(WELL, other_version=found))
+    assert (verdict == "other version") == bad == bool(words) and found in said
+
+
+class Bucket:
+    """At outer step 4, with the ``network.json`` of ``content``."""
+
+    content: bytes | None = b""
+
+    def outer_step(self) -> int:
+        return 4
+
+    def network(self) -> Shown | None:
+        try:
+            return None if self.content is None else Shown.parse(self.content)
+        except ValueError as error:
+            raise GlobalUnavailableError(str(error)) from None
+
+
+GOOD = b'{"name": "lab", "version": 1, "master": "5M", "run_id": "aa"}'
+
+
+def test_what_the_bucket_says_of_its_network_is_told_when_it_changes() -> None:
+    """And whatever else lies there ends nothing, and calls no file old."""
+    bucket, events = Bucket(), list[ev.Event]()
+    watch = GlobalEpoch(
+        bucket=bucket,  # type: ignore[arg-type]
+        post=events.append,
+        interval=timedelta(hours=1),
+        epoch_start=lambda: (4, ()),
+        network=network(),
+    )
+
+    def look(content: bytes | None) -> list[str]:
+        events.clear()
+        bucket.content = content
+        watch._compare_epochs()
+        return [event.problem for event in events if isinstance(event, ev.NetworkCompared)]
+
+    damaged = [
+        b"", b"[" * 4096, b"null", b"{}", b'{"name": "lab"}', GOOD[:-9], b"\xff" + GOOD,
+        GOOD.replace(b"1", b"true"), GOOD.replace(b"1", b"1e400"), GOOD.replace(b"1", b"-1"),
+        GOOD.replace(b'"lab"', b"[" * 999 + b"]" * 999), GOOD.replace(b'"aa"', b'"\\n aa"'),
+        GOOD.replace(b'"5M"', b'"' + b"5" * 999 + b'"'), GOOD.replace(b"1", b"9" * 999),
+    ]  # fmt: skip
+    for content in (None, GOOD, *damaged):
+        assert look(content) == [], content
+    newer = GOOD.replace(b"1", b"2")
+    assert "at version 2" in look(newer)[0] and look(newer) == []
+    assert look(damaged[1]) == [], "it is not known to have been corrected"
+    assert look(GOOD) == [""]
+
+
+def test_a_look_at_the_network_of_a_real_bucket(tmp_path: Path) -> None:
+    store = MemoryObjectStore("lab")
+    reader = BucketReader(store)
+    bucket = GlobalBucket(open_bucket=lambda: reader, folder=tmp_path, run=5)
+    assert bucket.network() is None
+    store.put(keys.NETWORK, GOOD)
+    assert bucket.network() == Shown("lab", 1, "5M", "aa")
+    for content in (b"[" * 4000, b" " * 5000 + GOOD):
+        store.put(keys.NETWORK, content)
+        with pytest.raises(GlobalUnavailableError):
+            bucket.network()
