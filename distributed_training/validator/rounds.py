@@ -28,7 +28,7 @@ from distributed_training.chain.base import Neuron
 from distributed_training.chain.client import SignedClient
 from distributed_training.config.settings import SwarmSettings, ValidatorSettings
 from distributed_training.node.start import Stopped
-from distributed_training.protocol import keys
+from distributed_training.protocol import keys, lines
 from distributed_training.protocol.keys import is_peer_id
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.synapses import ADDRESSES_EACH, MOST_CALLED, IsAliveReply
@@ -113,12 +113,15 @@ WEIGHT_OF_NOTHING = 1e-6
 class Attendance:
     """The miners of a sweep. ``alive``: who answered with our outer step.
 
-    ``answered``: all that did, by uid.
+    ``answered``: all that did, by uid; ``elsewhere``: those of them with another outer step, and
+    which; ``other_runs``: those whose network's file is another, and its run id.
     """
 
     asked: tuple[int, ...]
     alive: tuple[int, ...]
     answered: Mapping[int, IsAliveReply] = field(default_factory=dict)
+    elsewhere: Mapping[int, int] = field(default_factory=dict)
+    other_runs: Mapping[int, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -196,8 +199,17 @@ class RoundCaller:
         ask = partial(self._client.sweep_is_alive, neurons, timeout, epoch=outer_step)
         replies = unless_stopped(ask, stop=self._stop)
         answered = {uid: r for uid, r in replies.items() if r is not None and r.alive}
-        alive = tuple(uid for uid, reply in answered.items() if reply.epoch == outer_step)
-        return Attendance(tuple(n.uid for n in neurons), alive, answered)
+        ours = self._swarm_settings.run_id
+        # The public miner does not say, and may not be ours to judge.
+        other_runs = {u: r.run_id for u, r in answered.items() if r.run_id and r.run_id != ours}
+        steps = {u: r.epoch for u, r in answered.items() if u not in other_runs}
+        return Attendance(
+            asked=tuple(n.uid for n in neurons),
+            alive=tuple(uid for uid, step in steps.items() if step == outer_step),
+            answered=answered,
+            elsewhere={u: s for u, s in steps.items() if s is not None and s != outer_step},
+            other_runs=other_runs,
+        )
 
     def run(
         self,
@@ -218,10 +230,12 @@ class RoundCaller:
             if self._stop.is_set():
                 raise AllReduceError(AllReduceFault.CANCELLED, "the validator stops")
             if len(attendance.alive) < self._least(neurons):
+                elsewhere = lines.counted(len(attendance.elsewhere), "miner")
                 raise AllReduceError(
                     AllReduceFault.NO_GROUP,
                     f"{len(attendance.alive)} of {len(neurons)} miners are alive at outer step "
-                    f"{state.outer_step}",
+                    f"{state.outer_step}"
+                    + (f", {elsewhere} at another" if attendance.elsewhere else ""),
                 )
             alive = [n for n in neurons if n.uid in attendance.alive]
             self._hold(outcome, state, alive, suspects)

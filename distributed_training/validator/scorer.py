@@ -55,7 +55,7 @@ from distributed_training.scoring.upload import (
 from distributed_training.store.s3 import StoreError
 from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.global_state import Donor, GlobalPublisher
-from distributed_training.validator.rounds import each, unless_stopped
+from distributed_training.validator.rounds import Attendance, each, unless_stopped
 from distributed_training.validator.suspects import Suspects
 
 log = logging.getLogger(__name__)
@@ -98,6 +98,8 @@ class _Entry:
     all_reduce: int = 0
     repo_valid: int = 0
     missed_sweeps: int = 0
+    elsewhere_since: int | None = None  # block since which it answers from another outer step
+    run_id: str = ""  # of another network's file, if it runs with one
     scored_at: int = -1  # block of the last evaluation, or of the last try
     seen: str = ""  # revision of the upload seen last
     ends: Ends | None = None
@@ -142,13 +144,25 @@ class Standings:
                 self.board.add(uid)
                 self.suspects.forget(uid)
 
-    def swept(self, alive: Iterable[int], asked: Iterable[int]) -> None:
-        answered = set(alive)
-        for uid in asked:
-            entry = self.entries.get(uid)
-            if entry is None:
-                continue  # deregistered meanwhile
-            entry.missed_sweeps = 0 if uid in answered else entry.missed_sweeps + 1
+    def swept(self, attendance: Attendance, *, block: int, patience: int) -> None:
+        """Take in who answered a sweep.
+
+        Who answers from another outer step has missed none for ``patience`` blocks: after a round
+        that failed here alone all miners do, until they have gone back.
+        """
+        for uid in self.entries.keys() & set(attendance.asked):
+            entry = self.entries[uid]
+            if uid in attendance.answered:
+                entry.run_id = attendance.other_runs.get(uid, "")
+            if uid in attendance.alive or entry.run_id:
+                entry.missed_sweeps, entry.elsewhere_since = 0, None
+                continue
+            if uid in attendance.elsewhere:
+                if entry.elsewhere_since is None:
+                    entry.elsewhere_since = block
+                if block - entry.elsewhere_since <= patience:
+                    continue
+            entry.missed_sweeps += 1
 
     def published(self, outer_step: int) -> None:
         """Count the round that was ``reached``, if it led to ``outer_step``.
@@ -184,12 +198,13 @@ class Standings:
         for uid, entry in present.items():
             entry.published = moving_average(entry.published, totals[uid])
             # The ratings stay: they count again once the miner answers.
-            if entry.missed_sweeps > MAX_MISSED_SWEEPS:
+            if entry.missed_sweeps > MAX_MISSED_SWEEPS or entry.run_id:
                 entry.published = 0.0
         return {uid: self._figures(uid, totals[uid]) for uid in present}
 
     def weights(self) -> dict[int, float]:
-        return {uid: e.published for uid, e in self._present().items() if e.published > 0}
+        present = self._present()
+        return {u: e.published for u, e in present.items() if e.published > 0 and not e.run_id}
 
     def _present(self) -> dict[int, _Entry]:
         """Return the entries of who was registered when that was last seen."""

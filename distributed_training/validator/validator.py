@@ -34,7 +34,9 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
     outer_step, block, scores: {uid as text: {random (mu - 3 sigma), mu, sigma, assigned, train,
     all_reduce, repo_valid, total, published (EMA of total: the weight set on the chain)}}.
 ``sweep``
-    outer_step, block, alive (uids), not_alive (uids). One IsAlive sweep.
+    outer_step, block, alive (uids), not_alive (uids), elsewhere ({uid as text: outer step} of those
+    that answered from another one), other_runs ({uid as text: run id} of those with another
+    network's file). One IsAlive sweep.
 ``round``
     outer_step (the one the round was meant to end), ok, fault (name of an ``AllReduceFault``, or
     ``WORSE`` when the loss check refused the step, or empty), detail, peers (peer ids of the group,
@@ -234,7 +236,7 @@ class Validator:
         suspects = self.standings.suspects
         outcome = self._rounds.run(state, self._miners, suspects, self._on_sweep)
         # One count a round, however many sweeps it took to gather the miners.
-        self.standings.swept(outcome.attendance.alive, outcome.attendance.asked)
+        self._attended(outcome.attendance)
         # A stop cancelled it: that is no failed round, which would lengthen period and age limit.
         if outcome.averaged is None and self._stop.is_set():
             raise Stopped
@@ -328,6 +330,8 @@ class Validator:
             self.standings.reached = None
         self.standings.failed_rounds += 1
         self.standings.last_round_block = self._chain.block()
+        # The sweep of a scoring pass tells the miners our outer step: some may have gone on.
+        self._scored_at = -1
         self._save()
         log.warning(
             "The round failed (%s: %s), so outer step %d stays; the next round is due in %d blocks",
@@ -345,7 +349,31 @@ class Validator:
             block=self._chain.block(),
             alive=sorted(alive),
             not_alive=sorted(set(attendance.asked) - alive),
+            elsewhere={str(uid): step for uid, step in attendance.elsewhere.items()},
+            other_runs={str(uid): run_id for uid, run_id in attendance.other_runs.items()},
         )
+
+    def _attended(self, attendance: Attendance) -> None:
+        """Take in who answered; say once who trains by another file or stands elsewhere."""
+        entries = self.standings.entries
+        for uid, run_id in attendance.other_runs.items():
+            if uid in entries and entries[uid].run_id != run_id:
+                log.warning(
+                    "uid %d runs with another version of the network's file (run %s), so it is "
+                    "neither called nor paid: hand its operator the present one",
+                    uid,
+                    run_id,
+                )
+        elsewhere = attendance.elsewhere.keys() & entries.keys()
+        new = {uid for uid in elsewhere if entries[uid].elsewhere_since is None}
+        if new:
+            log.info(
+                "At another outer step than ours (%d), and not called until they are back: %s",
+                self.state.outer_step,
+                ", ".join(f"uid {uid} at {attendance.elsewhere[uid]}" for uid in sorted(new)),
+            )
+        patience = self.blocks_per_allreduce
+        self.standings.swept(attendance, block=self._chain.block(), patience=patience)
 
     # --- scoring ----------------------------------------------------------------------------------
 
@@ -362,7 +390,7 @@ class Validator:
         # Each time: who registered or left since the pass before counts from now on.
         miners = self._miners()
         attendance = self._rounds.sweep(miners, state.outer_step)
-        self.standings.swept(attendance.alive, attendance.asked)
+        self._attended(attendance)
         self._on_sweep(attendance)
         judgements = self._scorer.score(
             miners,

@@ -300,11 +300,13 @@ class TwinClient:
         self.deaf: set[int] = set()  # do not acknowledge AllReduce
         self.called: list[list[int]] = []
         self.asked: list[list[int]] = []
+        self.epochs: list[int | None] = []  # what they were told of ours
 
     def sweep_is_alive(
         self, neurons: Sequence[Neuron], timeout: timedelta, *, epoch: int | None = None
     ) -> dict[int, IsAliveReply | None]:
         self.asked.append([n.uid for n in neurons])
+        self.epochs.append(epoch)
         found = {n.uid: self.miners.get(n.uid) for n in neurons}
         return {
             uid: IsAliveReply(True, m.outer_step, m.peer_id, m.addresses, m.run_id)

@@ -22,7 +22,7 @@ from distributed_training.chain.server import ROUND_BOUNDS
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, synapses
 from distributed_training.protocol.metadata import Metadata, parse_config
-from distributed_training.protocol.types import AllReduceFault, Revision
+from distributed_training.protocol.types import AllReduceError, AllReduceFault, Revision
 from distributed_training.store.s3 import StoreError
 from distributed_training.training.outer_step import nesterov_sgd
 from distributed_training.validator.global_state import GlobalStateError
@@ -479,6 +479,54 @@ def test_a_call_tells_where_its_peers_are_reached_by_others(world: World) -> Non
         address("ip4/10.0.0.1", world.swarm.peer_id),
         *first.addresses,  # and none of the other's private network
     )
+
+
+def test_a_round_that_failed_here_alone_costs_no_miner_its_weight(
+    world: World, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO)
+    average = world.swarm.average
+
+    def dies(*arguments: Any, **options: Any) -> Any:
+        average(*arguments, **options)
+        raise AllReduceError(AllReduceFault.SWARM_DOWN, "p2pd was killed")
+
+    world.validator.tick()
+    world.validator.score()
+    weights = world.validator.standings.weights().keys()
+    assert weights
+    with monkeypatch.context() as patch:
+        patch.setattr(world.swarm, "average", dies)
+        assert not world.validator.round()
+    assert {m.outer_step for m in world.miners.values()} == {1}
+    world.client.epochs.clear()
+    for _ in range(2):  # at once, beside weights: a miner that hears it looks into the bucket
+        world.validator.tick()
+    assert world.client.epochs == [0]
+    for _ in range(11):
+        attendance = world.validator._rounds.sweep(world.validator._miners(), 0)
+        world.validator._attended(attendance)
+    world.validator.score()
+    assert world.validator.standings.weights().keys() == weights
+    assert world.events.of("sweep")[-1]["elsewhere"] == {"3": 1, "17": 1}
+    assert caplog.text.count("not called until they are back: uid 3 at 1, uid 17 at 1") == 1
+    assert not world.validator.round()
+    assert "outer step 0, 2 miners at another" in world.events.of("round")[-1]["detail"]
+
+
+def test_who_has_another_version_of_the_file_is_neither_called_nor_paid_and_named_once(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours = world.config.swarm.run_id
+    world.miners[3].run_id, world.miners[17].run_id = ours, "0123456789abcdef"
+    world.validator.score()
+    assert world.validator.round()
+    assert world.client.called == [[3]]
+    world.validator.score()
+    assert world.validator.standings.weights().keys() == {3}
+    named = "uid 17 runs with another version of the network's file (run 0123456789abcdef)"
+    assert caplog.text.count(named) == 1
+    assert world.events.of("sweep")[-1]["other_runs"] == {"17": "0123456789abcdef"}
 
 
 def test_miners_that_register_while_a_round_gathers_are_taken_in(tmp_path: Path) -> None:

@@ -20,12 +20,14 @@ from distributed_training.node.start import Stopped
 from distributed_training.protocol import gradients as codec
 from distributed_training.protocol import keys
 from distributed_training.protocol.scoring import MAX_MISSED_SWEEPS
+from distributed_training.protocol.synapses import IsAliveReply
 from distributed_training.scoring import upload
 from distributed_training.scoring.evaluator import Evaluator
 from distributed_training.scoring.upload import Cause, DataUnavailable, inspect
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
 from distributed_training.validator import scorer
+from distributed_training.validator.rounds import Attendance
 from distributed_training.validator.scorer import Ends, Reached, Standings
 from tests.tools.hostile_files import pickle_of, with_pickle
 from tests.tools.validator_world import (  # noqa: F401
@@ -479,14 +481,48 @@ def after_a_round() -> Standings:
 
 def test_more_than_ten_missed_sweeps_in_a_row_cost_the_score() -> None:
     ledger = after_a_round()
+    one_is_away = Attendance(asked=(1, 2), alive=(2,))
     for _ in range(10):
-        ledger.swept([2], [1, 2])
+        ledger.swept(one_is_away, block=0, patience=60)
     assert ledger.judged([], {1: True, 2: True}, block=5)[1]["published"] > 0
-    ledger.swept([2], [1, 2])
+    ledger.swept(one_is_away, block=0, patience=60)
     assert ledger.judged([], {1: True, 2: True}, block=6)[1]["published"] == 0.0
     assert set(ledger.weights()) == {2}
-    ledger.swept([1], [1, 2])
+    ledger.swept(Attendance(asked=(1, 2), alive=(1,)), block=0, patience=60)
     assert ledger.entries[1].missed_sweeps == 0
+
+
+def test_an_answer_from_another_outer_step_is_no_missed_sweep_for_a_round_period() -> None:
+    ledger = after_a_round()
+    reply = IsAliveReply(True, 1)
+    elsewhere = Attendance((1, 2), (), answered={1: reply, 2: reply}, elsewhere={1: 1, 2: 1})
+    for block in range(0, 65, 5):
+        ledger.swept(elsewhere, block=block, patience=60)
+    ledger.judged([], {1: True, 2: True}, block=65)
+    assert set(ledger.weights()) == {1, 2}
+    for block in range(65, 120, 5):
+        ledger.swept(elsewhere, block=block, patience=60)
+    ledger.judged([], {1: True, 2: True}, block=120)
+    assert not ledger.weights()
+    ledger.swept(Attendance((1, 2), (1, 2)), block=120, patience=60)
+    assert ledger.entries[1].missed_sweeps == 0 and ledger.entries[1].elsewhere_since is None
+
+
+def test_who_runs_with_another_file_is_not_paid_until_it_has_ours() -> None:
+    ledger = after_a_round()
+    ledger.judged([], {1: True, 2: True}, block=0)
+    other = {1: IsAliveReply(True, 0, run_id="other")}
+    found = Attendance((1, 2), (2,), answered=other, other_runs={1: "other"})
+    ledger.swept(found, block=0, patience=60)
+    assert set(ledger.weights()) == {2}
+    assert ledger.judged([], {1: True, 2: True}, block=5)[1]["published"] == 0.0
+    ledger.swept(Attendance((1, 2), (2,)), block=0, patience=60)  # it is silent: as before
+    ledger.judged([], {1: True, 2: True}, block=5)
+    assert set(ledger.weights()) == {2}
+    ours = {1: IsAliveReply(True, 0, run_id="ours")}
+    ledger.swept(Attendance((1, 2), (1, 2), answered=ours), block=0, patience=60)
+    ledger.judged([], {1: True, 2: True}, block=6)
+    assert set(ledger.weights()) == {1, 2}
 
 
 def test_a_uid_with_a_new_hotkey_starts_afresh() -> None:
