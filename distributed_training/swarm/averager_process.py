@@ -49,7 +49,6 @@ from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID, ServicerBase
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer, get_dht_time
-from hivemind.utils.multiaddr import Multiaddr
 from torch import Tensor
 
 from distributed_training.common.backoff import Backoff
@@ -57,6 +56,7 @@ from distributed_training.common.processes import write_stacks_on_signal
 from distributed_training.protocol.synapses import LARGEST_GROUP
 
 from . import wire
+from .address_book import AddressBook
 from .all_reduce import FLOAT_BYTES, AllReduce, Group, GroupFailed, Scale, Terms
 from .bounds import (
     MOST_MESSAGE_BYTES,
@@ -66,6 +66,7 @@ from .bounds import (
     RecordValidator,
     receive_bounded,
 )
+from .meeting import Kind, Meeting, Obstacle
 from .supervisor import (
     Average,
     Beat,
@@ -74,6 +75,7 @@ from .supervisor import (
     Failed,
     Found,
     HostConfig,
+    Joined,
     Message,
     Ready,
     RoundOrder,
@@ -127,7 +129,7 @@ class DTGradAverager(ServicerBase):
         self._config = config
         self._tensors = tensors
         self._schema_hash = compute_schema_hash(tensors)
-        self._daemon = Daemon(node.p2p.daemon_listen_maddr["unix"])
+        self.daemon = Daemon(node.p2p.daemon_listen_maddr["unix"])
         self._parts_protocol = self._get_handle_name(config.prefix, "rpc_aggregate_part")
         self._join_protocol = self._get_handle_name(config.prefix, "rpc_join_group")
         self._admitted: frozenset[str] = frozenset()  # by the call; empty: whoever is found
@@ -141,7 +143,7 @@ class DTGradAverager(ServicerBase):
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[None]:
         """Let peers call us inside this context."""
-        sockets, serve = Path(self._config.sockets), self._daemon.serve
+        sockets, serve = Path(self._config.sockets), self.daemon.serve
         most = 2 * _MOST_STREAMS
         async with (
             serve(self._join_protocol, sockets / "join.sock", self._lead, most=most),
@@ -272,7 +274,7 @@ class DTGradAverager(ServicerBase):
         return all_reduce
 
     def _open_stream(self, peer: PeerID) -> AbstractAsyncContextManager[Stream]:
-        return self._daemon.open_stream(peer, self._parts_protocol)
+        return self.daemon.open_stream(peer, self._parts_protocol)
 
     # --- calls of other peers ------------------------------------------------------------------
 
@@ -511,6 +513,7 @@ def _usual_norm(seen: Scale | None, values: int) -> float | None:
 BEAT = 2.0  # seconds between two signs of life
 _LOOK_AFTER_PARENT = 1.0
 _KEEP_IN_TOUCH = 10.0
+_AGAIN_FIRST, _AGAIN_LONGEST = timedelta(seconds=2), timedelta(minutes=2)
 _ASK_AGAIN = 5.0  # seconds after which a peer that did not answer is asked again
 _DAEMON_TIMEOUT = 10.0  # seconds p2pd may take to say who it is
 _LEAVE_TIMEOUT = 3.0  # seconds for leaving the DHT
@@ -547,6 +550,8 @@ class Host:
         self._cancelled: float = -1  # the newest round that is not wanted any more
         self._number = -1
         self._round: asyncio.Task[Average | Failed] | None = None
+        self._obstacle = Obstacle()  # to joining the swarm
+        self._meeting: Meeting
 
     def tell(self, message: Message) -> None:
         self._answers.write(to_line(message))
@@ -560,7 +565,16 @@ class Host:
         tensors = map_tensors(self._config.tensors, self._config.shapes)
         os.close(self._config.tensors)  # the mapping stays
         averager = DTGradAverager(node, self._config, tensors, node.p2p.known)
+        book = AddressBook(Path(self._config.identity).with_name("peers.json"), self._config.prefix)
+        self._meeting = Meeting(
+            node,
+            averager.daemon,
+            initial_peers=self._config.initial_peers,
+            book=book,
+            known=node.p2p.known,
+        )
         async with averager.serving():
+            self._tell_joined(await self._meeting.join())
             addresses = [str(address) for address in await node.get_visible_maddrs()]
             # Inside: a peer that hears of us at once finds our calls registered.
             self.tell(Ready(str(node.peer_id), addresses))
@@ -569,7 +583,7 @@ class Host:
                     self._obey(averager),
                     self._watch_daemon(node),
                     self._watch_parent(),
-                    self._keep_in_touch(node),
+                    self._keep_in_touch(self._meeting),
                 )
             except HostFailed as error:
                 # Before this context ends: its tasks may wait for answers through a dead p2pd.
@@ -587,19 +601,14 @@ class Host:
         P2P.receive_raw_data = staticmethod(receive_bounded)
         hivemind_node.DHTProtocol = DHTProtocol
         p2p = await BoundedP2P.create(
-            initial_peers=config.initial_peers,
             host_maddrs=config.listen,
             announce_maddrs=config.announce or None,
             identity_path=config.identity,
             startup_timeout=config.start_timeout,
             persistent_conn_max_msg_size=MOST_MESSAGE_BYTES,
-            # It starts a second p2pd; the run folder's lock and the bucket's lease do the same.
-            check_if_identity_free=False,
         )
-        p2p.known.add(PeerID.from_base58(Multiaddr(p)["p2p"]) for p in config.initial_peers)
         return await DHTNode.create(
             p2p,
-            initial_peers=config.initial_peers,
             record_validator=RecordValidator(config.prefix, config.round_timeout),
             # Asked again every five seconds, not ever less often: a peer whose swarm process was
             # started again is to be found for the next round.
@@ -608,12 +617,11 @@ class Host:
         )
 
     async def _obey(self, averager: DTGradAverager) -> None:
-        found = partial(self.tell, Found())
         async for line in self._orders:
             match from_line(line):
                 case RoundOrder() as order:
                     self._number = order.number
-                    self._round = asyncio.create_task(averager.average(order, found))
+                    self._round = asyncio.create_task(self._play(averager, order))
                     self._round.add_done_callback(self._tell_outcome)
                     # The cancel may have come first: several threads of rank 0 send.
                     if order.number <= self._cancelled:
@@ -624,6 +632,23 @@ class Host:
                         self._round.cancel()
                 case _:  # Close
                     return
+
+    async def _play(self, averager: DTGradAverager, order: RoundOrder) -> Average | Failed:
+        began = time.monotonic()
+        await self._meeting.before_round(order)
+        left = order.timeout - (time.monotonic() - began)
+        result = await averager.average(replace(order, timeout=left), partial(self.tell, Found()))
+        match result:
+            case Average(peers):
+                self._meeting.remember(peers)
+            case Failed("NO_GROUP", "") if self._obstacle.kind:
+                return Failed("NO_GROUP", self._obstacle.text)
+        return result
+
+    def _tell_joined(self, obstacle: Obstacle) -> None:
+        if obstacle.kind is not self._obstacle.kind:
+            self.tell(Joined(obstacle.text))
+        self._obstacle = obstacle
 
     def _tell_outcome(self, task: asyncio.Task[Average | Failed]) -> None:
         if task.cancelled():
@@ -654,13 +679,21 @@ class Host:
             await asyncio.wait([ended], timeout=BEAT)
         raise HostFailed(f"p2pd {describe_end(ended.result())}")
 
-    async def _keep_in_touch(self, node: DHTNode) -> None:
-        """Tell the initial peers that we are here: one that is started again knows nobody."""
-        peers = {PeerID.from_base58(Multiaddr(p)["p2p"]) for p in self._config.initial_peers}
+    async def _keep_in_touch(self, meeting: Meeting) -> None:
+        """Join again whenever nobody is known; less and less often while that fails."""
+        backoff = Backoff(first=_AGAIN_FIRST, longest=_AGAIN_LONGEST)
         while True:
-            for peer in peers - {node.peer_id}:
-                await node.protocol.call_ping(peer, strict=False)
-            await asyncio.sleep(_KEEP_IN_TOUCH)
+            if not self._obstacle.kind:
+                backoff.succeeded()
+                await asyncio.sleep(_KEEP_IN_TOUCH)
+            else:
+                again = time.monotonic() + backoff.failed().total_seconds()
+                # Others may find us meanwhile.
+                while time.monotonic() < again and (
+                    meeting.alone or self._obstacle.kind is Kind.CLOCK
+                ):
+                    await asyncio.sleep(_LOOK_AFTER_PARENT)
+            self._tell_joined(await meeting.keep())
 
     async def _watch_parent(self) -> None:
         """Wait until rank 0 is gone."""

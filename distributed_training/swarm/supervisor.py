@@ -3,7 +3,7 @@
 hivemind's network daemon, DHT node and averager run in a process of their own
 (:mod:`.averager_process`), so that rank 0 can kill whatever hangs there and training goes on.
 Rank 0 sees that process as a process group and one socket (:class:`HostProcess`); a thread of
-:class:`HostKeeper` replaces it when it ends, and joins the DHT when an initial peer opens its port.
+:class:`HostKeeper` replaces it when it ends.
 
 Messages travel over a socket pair as one JSON object a line, in both directions. Tensors are not
 sent: both processes map one memory file (:class:`SharedTensors`), whose descriptor goes over the
@@ -57,8 +57,6 @@ _LOG_BYTES = 8 * 1024 * 1024
 #: What a swarm process may take beyond what it took at its start: this, and parts in flight.
 _MEMORY_MARGIN = 512 * 1024 * 1024
 _PARTS_IN_FLIGHT = 8 * LARGEST_GROUP
-#: What p2pd says when none of the initial peers answers.
-_NO_BOOTSTRAP = "failed to connect to bootstrap peers"
 
 
 class SwarmUnavailable(RuntimeError):
@@ -102,6 +100,7 @@ class RoundOrder:
     bandwidth: float | None  # Mbit/s as measured; None: not yet
     peers: Sequence[str] = ()  # ids of those who may take part; empty: whoever is found
     usual_norm: float = 0.0  # of past averages; 0: too few are known
+    addresses: Sequence[str] = ()  # full ones, of some of ``peers``
 
 
 @dataclass(frozen=True)
@@ -117,8 +116,15 @@ class Close:
 
 
 @dataclass(frozen=True)
+class Joined:
+    """The swarm is joined now, or not any more: ``obstacle`` says why it is not, empty: it is."""
+
+    obstacle: str
+
+
+@dataclass(frozen=True)
 class Ready:
-    """The DHT is joined, or begun alone when there were no initial peers."""
+    """The DHT node runs: it joined the swarm, or is alone."""
 
     peer_id: str
     maddrs: list[str]
@@ -164,7 +170,19 @@ class Ended:
     detail: str
 
 
-Message = HostConfig | RoundOrder | Cancel | Close | Ready | Beat | Found | Average | Failed | Ended
+Message = (
+    HostConfig
+    | RoundOrder
+    | Cancel
+    | Close
+    | Joined
+    | Ready
+    | Beat
+    | Found
+    | Average
+    | Failed
+    | Ended
+)
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in Message.__args__}
 
 
@@ -220,11 +238,11 @@ class HostKeeper:
     """Start a swarm process in ``folder`` and keep it running until :meth:`close`.
 
     ``folder`` holds the identity (so that the peer id stays), and hivemind's log. Raises
-    SwarmUnavailable when the DHT does not start in ``settings.start_timeout``, tried three times.
+    SwarmUnavailable when the DHT node does not start in ``settings.start_timeout``, tried three
+    times: the port is taken, or p2pd is missing.
 
-    When no initial peer can be reached the peer starts alone and training goes on. It joins the
-    swarm as soon as one of them opens its port (``joined``). Once joined, losing contact with the
-    initial peers no longer matters.
+    A peer that cannot join the swarm starts alone and training goes on. It joins as soon as an
+    initial peer, or one that it has met before, can be met (``joined``).
     """
 
     def __init__(
@@ -236,7 +254,6 @@ class HostKeeper:
     ) -> None:
         self.peer_id = ""
         self.visible_maddrs: list[str] = []
-        self.joined = False  # False: started alone because no initial peer could be reached
         self._settings = settings
         self._tensors = tensors
         self._folder = folder
@@ -257,6 +274,12 @@ class HostKeeper:
     def alive(self) -> bool:
         host = self.host
         return host is not None and host.alive()
+
+    @property
+    def joined(self) -> bool:
+        """False while no other peer could be met."""
+        host = self.host
+        return host is not None and host.alive() and not host.obstacle
 
     @contextlib.contextmanager
     def use(self, timeout: float, cancelled: threading.Event) -> Iterator[HostProcess]:
@@ -333,16 +356,12 @@ class HostKeeper:
                 return
             wait = _LOOK
             bound_log(self._log)
-            if self.alive() and self.joined:
+            if self.alive():
                 continue
             try:
-                peers = self._settings.initial_peers
-                if not self.alive() or any_reachable(peers, timeout=_PROBE_TIMEOUT):
-                    if not self._mend():
-                        continue
-                    if self.joined:
-                        backoff.succeeded()
-                        continue
+                if self._mend():
+                    backoff.succeeded()
+                continue
             except RuntimeError as error:  # SwarmUnavailable; or no thread could be started
                 if not self._closing.is_set():
                     log.warning("%s", error)
@@ -351,7 +370,7 @@ class HostKeeper:
             wait = backoff.failed().total_seconds()
 
     def _mend(self) -> bool:
-        """Start a swarm process that ended, or is alone, again; not while a round uses it.
+        """Start a swarm process that ended again; not while a round uses it.
 
         Whether it was started. Raises SwarmUnavailable.
         """
@@ -359,15 +378,11 @@ class HostKeeper:
         if not self._in_use.acquire(blocking=False):
             return False
         try:
-            alone = self.alive()
-            if self._closing.is_set() or (alone and self.joined):
+            if self._closing.is_set() or self.alive():
                 return False
-            if not alone:
-                why = self.host.why if self.host is not None else "it was not started"
-                log.warning("The swarm process ended (%s): starting it again", why)
+            why = self.host.why if self.host is not None else "it was not started"
+            log.warning("The swarm process ended (%s): starting it again", why)
             self._start()
-            if alone and self.joined:
-                log.info("The swarm is joined")
             return True
         finally:
             self._in_use.release()
@@ -386,30 +401,22 @@ class HostKeeper:
         for attempt in range(_START_ATTEMPTS):
             if attempt:
                 self._closing.wait(backoff.failed().total_seconds())
-            problem = self._start_once(list(self._settings.initial_peers))
-            self.joined = not problem
-            if _NO_BOOTSTRAP in problem:
-                log.warning(
-                    "None of the initial peers can be reached, so this miner joins no round yet; "
-                    "training goes on and they are tried again (--neuron.initial_peers)"
-                )
-                # Alone, with the same identity and port: who knows this peer finds it again.
-                problem = self._start_once([])
+            problem = self._start_once()
             if not problem:
                 return
             log.warning("The swarm process did not start (attempt %d): %s", attempt + 1, problem)
         raise SwarmUnavailable(
-            f"the swarm could not be joined ({problem}), so this miner joins no round: check "
-            f"--neuron.initial_peers and that port {self._settings.dht_port} (--dht.port) is free"
+            f"the swarm process could not be started ({problem}), so this miner joins no round: "
+            f"check that port {self._settings.dht_port} (--dht.port) is free"
         )
 
-    def _start_once(self, initial_peers: list[str]) -> str:
+    def _start_once(self) -> str:
         """Return empty when the process is ready, else the reason.
 
         Raises SwarmUnavailable when closing.
         """
         try:
-            config = self._config(initial_peers)
+            config = self._config()
         except OSError as error:  # no room, or no descriptor
             return str(error)
         try:
@@ -420,8 +427,9 @@ class HostKeeper:
             return str(error)
         self._starting = host  # from here on close() ends it
         # close() may have looked before `_starting` was set, so this looks once more. hivemind
-        # itself gives up after its start_timeout, with a reason; 15 s more are for one that hangs.
-        ready = None if self._closing.is_set() else host.wait_ready(config.start_timeout + 15)
+        # itself gives up after its start_timeout, with a reason; 30 s more are for meeting peers,
+        # and for one that hangs.
+        ready = None if self._closing.is_set() else host.wait_ready(config.start_timeout + 30)
         self._starting = None
         if self._closing.is_set():
             host.end()
@@ -446,7 +454,7 @@ class HostKeeper:
         )
         return ""
 
-    def _config(self, initial_peers: list[str]) -> HostConfig:
+    def _config(self) -> HostConfig:
         settings = self._settings
         # Port 0, of a first start: what is bound is not known yet, so p2pd announces it itself.
         port = self._port and (settings.dht_external_port or self._port)
@@ -456,7 +464,7 @@ class HostKeeper:
             tensors=self._tensors.descriptor,
             shapes=[list(shape) for shape in self._tensors.shapes],
             sockets=process_folder("swarm-sockets-"),  # short: a socket's path has 107 bytes
-            initial_peers=initial_peers,
+            initial_peers=list(settings.initial_peers),
             listen=[f"/ip4/{settings.dht_listen_ip}/tcp/{self._port}"],
             announce=announce,
             identity=str(self._folder / "identity.key"),
@@ -533,6 +541,7 @@ class HostProcess:
         self._sockets = config.sockets
         self.found_group = False  # in the round that was begun last
         self.peers: int | None = None  # others that the DHT node knows
+        self.obstacle = ""  # to joining the swarm
         self._ready: queue.SimpleQueue[Ready | None] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Average | Failed | None] = queue.SimpleQueue()
         # Several threads send, and no line may be cut by another.
@@ -598,6 +607,16 @@ class HostProcess:
             case Beat(peers):
                 self.peers = peers
                 self._check_memory()
+            case Joined(obstacle):
+                self.obstacle = obstacle
+                if obstacle:
+                    log.warning(
+                        "%s; so this peer joins no round yet. Training goes on, and it is tried "
+                        "again",
+                        obstacle,
+                    )
+                else:
+                    log.info("The swarm is joined")
             case Ready():
                 self._connection.settimeout(HANG)  # its life begins; the start has its own timeout
                 self._ready.put(message)

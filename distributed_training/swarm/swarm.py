@@ -229,6 +229,7 @@ class HivemindSwarm:
             bandwidth=self._bandwidth,
             peers=request.peers,
             usual_norm=self._judge.usual or 0.0,
+            addresses=request.addresses,
         )
 
     def _answer_of(self, host: HostProcess, timeout: float) -> Average | Failed | None:

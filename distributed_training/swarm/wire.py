@@ -19,8 +19,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -144,14 +143,33 @@ class Daemon:
     def __init__(self, control: str) -> None:
         self._control = control
 
-    def open_stream(self, peer: PeerID, protocol: str) -> AbstractAsyncContextManager[Stream]:
+    @contextlib.asynccontextmanager
+    async def open_stream(self, peer: PeerID, protocol: str) -> AsyncIterator[Stream]:
         """Open a stream to ``peer``, closed at the end.
 
         Raises OSError, also if the peer refuses it.
         """
         request = p2pd_pb2.StreamOpenRequest(peer=peer.to_bytes(), proto=[protocol])
         kind = p2pd_pb2.Request.STREAM_OPEN
-        return self._call(peer, p2pd_pb2.Request(type=kind, streamOpen=request))
+        async with self._call(peer, p2pd_pb2.Request(type=kind, streamOpen=request)) as (stream, _):
+            yield stream
+
+    async def connect(self, peer: PeerID, addresses: Iterable[str]) -> None:
+        """Connect to ``peer`` at one of its full addresses. Raises OSError."""
+        # Its own word for them has no peer id at the end.
+        places = [Multiaddr(a.rpartition("/p2p/")[0]).to_bytes() for a in addresses]
+        request = p2pd_pb2.ConnectRequest(peer=peer.to_bytes(), addrs=places)
+        async with self._call(
+            peer, p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request)
+        ):
+            pass
+
+    async def addresses(self, peer: PeerID) -> list[str]:
+        """Return the full addresses under which p2pd knows ``peer``. Raises OSError."""
+        request = p2pd_pb2.DHTRequest(type=p2pd_pb2.DHTRequest.FIND_PEER, peer=peer.to_bytes())
+        asked = p2pd_pb2.Request(type=p2pd_pb2.Request.DHT, dht=request)
+        async with self._call(peer, asked) as (_, response):
+            return [f"{Multiaddr(place)}/p2p/{peer}" for place in response.dht.peer.addrs]
 
     @contextlib.asynccontextmanager
     async def serve(
@@ -210,7 +228,9 @@ class Daemon:
             pass
 
     @contextlib.asynccontextmanager
-    async def _call(self, peer: PeerID, request: p2pd_pb2.Request) -> AsyncIterator[Stream]:
+    async def _call(
+        self, peer: PeerID, request: p2pd_pb2.Request
+    ) -> AsyncIterator[tuple[Stream, p2pd_pb2.Response]]:
         """Put ``request`` to p2pd, on a connection that stays open inside. Raises OSError."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.setblocking(False)
@@ -221,7 +241,7 @@ class Daemon:
             await stream.receive_message(response)
             if response.type != p2pd_pb2.Response.OK:
                 raise StreamError(response.error.msg)
-            yield stream
+            yield stream, response
 
     async def _deliver(
         self, connection: socket.socket, handle: Callable[[Stream], Awaitable[None]]

@@ -49,6 +49,7 @@ from distributed_training.store.snapshot_folder import read_config, wait_complet
 from distributed_training.store.transfer import deadline_in, download
 from distributed_training.store.uploader import Start
 from distributed_training.store.uploader_process import UploadLoop
+from distributed_training.swarm.address_book import AddressBook
 from distributed_training.swarm.averager_process import set_aside_damaged
 from distributed_training.swarm.swarm import Judge
 from distributed_training.telemetry.events import EventFollower, read_events
@@ -203,6 +204,7 @@ _DONE = {
     "files": [{"name": name, "size": 1, "not_finite": None} for name in _NAMES],
 }
 _KEPT = {"highest": 5, "clean": True, "validators": ["1.2.3.4"]}
+_PEER = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
 _METADATA = {"run": 5, "outer_step": 3, "inner_step": 5, "peer_id": "12D3"}
 _CONFIG = {"block_list": [7, 8], "inner_step": 5, "hidden_size": 64}
 _LINE = b'{"kind": "x", "at": 1.5}\n'
@@ -240,6 +242,11 @@ READERS: dict[str, Reader] = {
         "norms.json",
         lambda path: Judge(path, run_id="run", max_ratio=20.0).norms,
         _json({"run_id": "run", "norms": [1.5, 2]}),
+    ),
+    "peers": Reader(
+        "peers.json",
+        lambda path: AddressBook(path, "run").addresses(),
+        _json({"prefix": "run", "addresses": [f"/ip4/1.2.3.4/tcp/8009/p2p/{_PEER}"]}),
     ),
     "instance": Reader("instance.json", _instance, _json(_STATUS)),
     "exit": Reader("exit_status.json", _instance, _json(_STATUS)),

@@ -23,10 +23,12 @@ import pytest
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, RoundRequest
 from distributed_training.swarm import averager_process, supervisor, swarm
+from distributed_training.swarm.bounds import Known
 from distributed_training.swarm.supervisor import (
     Beat,
     HostConfig,
     HostKeeper,
+    Joined,
     Ready,
     SharedTensors,
     SwarmUnavailable,
@@ -39,14 +41,13 @@ pytestmark = pytest.mark.timeout(60)
 
 MADDR = "/ip4/127.0.0.1/tcp/8000/p2p/12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
 HOST_PROCESS = supervisor.HostProcess
-NOBODY = "RuntimeError: failed to connect to bootstrap peers"
 
 
 class Host:
     """Act as a HostProcess for its keeper. ``outcome`` of the start: maddrs, or why it failed."""
 
     def __init__(self, outcome: list[str] | str | None) -> None:
-        self.outcome, self.why = outcome, ""
+        self.outcome, self.why, self.obstacle = outcome, "", ""
         self.ended = threading.Event()
 
     def alive(self) -> bool:
@@ -73,7 +74,6 @@ class World:
         self.hosts: list[Host] = []
         self.outcome: Callable[[HostConfig], Any] = lambda config: [MADDR]
         self.launch: Callable[[], object] = object
-        self.reachable = True
         self.failures: list[int] = []  # in a row, at each wait
         world = self
 
@@ -92,7 +92,6 @@ class World:
         monkeypatch.setattr(supervisor, "HostProcess", start)
         monkeypatch.setattr(supervisor, "Backoff", Backoff)
         monkeypatch.setattr(supervisor, "_LOOK", 0.01)
-        monkeypatch.setattr(supervisor, "any_reachable", lambda *_, **__: self.reachable)
         self.folder = folder
 
     @contextmanager
@@ -112,19 +111,30 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
     return World(monkeypatch, tmp_path)
 
 
-def test_a_peer_that_stays_alone_tries_to_join_less_and_less_often(world: World) -> None:
-    """An initial peer whose port opens and that is none: each try ends a host and starts two."""
-    world.outcome = lambda config: NOBODY if config.initial_peers else [MADDR]
+def test_a_host_is_started_again_at_once_and_then_less_and_less_often(world: World) -> None:
     with world.keeper() as made:
-        wait_for(lambda: len(world.failures) >= 5, "five tries")
-        assert not made.joined
-        assert world.failures[:5] == [1, 2, 3, 4, 5], "each waits longer than the one before"
-        world.outcome = lambda config: [MADDR]
-        wait_for(lambda: made.joined, "the swarm is joined")
-        world.failures.clear()
         world.hosts[-1].end("killed")
         wait_for(lambda: made.alive() and made.joined, "it is started again")
         assert world.failures == [], "at once"
+
+
+def test_a_peer_that_meets_nobody_is_alone_and_says_why(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, and once more when it has joined; it needs no other process for that."""
+    program = Program()
+    with world.keeper() as made, caplog.at_level("INFO"):
+        made.host = host = HOST_PROCESS(made._config(), program)
+        for obstacle in ("This machine's clock is 5 s ahead", ""):
+            program._theirs.sendall(to_line(Joined(obstacle)))
+            wait_for(lambda said=obstacle: host.obstacle == said, "it is told")
+            assert made.alive() and made.joined == (not obstacle)
+        assert [line for line in caplog.messages if "clock" in line or "joined" in line] == [
+            "This machine's clock is 5 s ahead; so this peer joins no round yet. Training goes on, "
+            "and it is tried again",
+            "The swarm is joined",
+        ]
+        host.end()
 
 
 @pytest.mark.parametrize(
@@ -133,7 +143,6 @@ def test_a_peer_that_stays_alone_tries_to_join_less_and_less_often(world: World)
         ("the process", OSError(24, "Too many open files")),
         ("the process", RuntimeError("can't start new thread")),
         ("the sockets' folder", OSError(28, "No space left on device")),
-        ("the look", RuntimeError("can't start new thread")),
     ],
     ids=str,
 )
@@ -151,13 +160,9 @@ def test_a_machine_that_has_nothing_left_costs_time_only(
         with monkeypatch.context() as patch:
             if where == "the process":
                 world.launch = fails
-            elif where == "the sockets' folder":
-                patch.setattr(supervisor, "process_folder", fails)
             else:
-                made.joined = False
-                patch.setattr(supervisor, "any_reachable", fails)
-            if where != "the look":
-                world.hosts[-1].end("killed")
+                patch.setattr(supervisor, "process_folder", fails)
+            world.hosts[-1].end("killed")
             wait_for(lambda: len(tries) >= 3, "it is tried again and again")
         world.launch = object
         wait_for(lambda: made.alive() and made.joined, "it is there again")
@@ -218,7 +223,7 @@ def test_a_host_that_is_not_understood_or_cannot_go_on_counts_as_ended(
     """At once, though its socket stays open."""
     program = Program()
     with world.keeper() as made:
-        host = HOST_PROCESS(made._config([]), program)
+        host = HOST_PROCESS(made._config(), program)
         program._theirs.sendall(line + b"\n")
         assert host.ended.wait(10) and why in host.why
         host.end()
@@ -233,7 +238,7 @@ def test_a_host_whose_memory_grows_is_ended_with_the_figures(
     taken = [300_000_000]
     monkeypatch.setattr(supervisor, "anonymous_memory", lambda pid: taken[0])
     with world.keeper() as made:
-        config = made._config([])
+        config = made._config()
         host = HOST_PROCESS(config, program)
         program._theirs.sendall(to_line(Beat(1)))
         wait_for(lambda: host.peers == 1, "a sign of life")
@@ -276,20 +281,16 @@ def test_a_host_without_an_address_is_no_host(
         pass
 
 
-@pytest.mark.parametrize("which", ["with its peers", "alone"])
-def test_a_start_under_way_does_not_hold_up_the_stop(world: World, which: str) -> None:
-    def hangs(config: HostConfig) -> Any:
-        return NOBODY if which == "alone" and config.initial_peers else None
-
+def test_a_start_under_way_does_not_hold_up_the_stop(world: World) -> None:
     with world.keeper() as made:
-        world.outcome = hangs
+        world.outcome = lambda config: None
         before = len(world.hosts)
         world.hosts[-1].end("killed")
         wait_for(lambda: made._starting is not None and world.hosts[-1].outcome is None, "a start")
         began = time.monotonic()
         made.close()
         assert time.monotonic() - began < 15  # of the 30 s that a start may take
-        assert len(world.hosts) <= before + 2
+        assert len(world.hosts) <= before + 1
         assert not any(host.alive() for host in world.hosts)
 
 
@@ -347,7 +348,7 @@ def test_a_call_without_a_timeout_ends_with_the_rounds_of_the_others(
 
 
 def test_the_end_of_p2pd_is_told_before_anything_waits_for_it(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     @contextlib.asynccontextmanager
     async def serving() -> AsyncIterator[None]:
@@ -367,16 +368,27 @@ def test_the_end_of_p2pd_is_told_before_anything_waits_for_it(
 
     def start_node(_: Any) -> Any:
         client = SimpleNamespace(identify=gone)
-        p2p = SimpleNamespace(_child=SimpleNamespace(wait=ended), _client=client, known=None)
+        p2p = SimpleNamespace(
+            _child=SimpleNamespace(wait=ended),
+            _client=client,
+            known=Known(),
+            list_peers=gone,
+            forget_cancelled=lambda: None,
+        )
         node = SimpleNamespace(p2p=p2p, peer_id="peer", get_visible_maddrs=addresses)
         return asyncio.sleep(0, node)
 
-    averager = SimpleNamespace(serving=serving)
+    averager = SimpleNamespace(serving=serving, daemon=None)
     monkeypatch.setattr(averager_process, "DTGradAverager", lambda *_: averager)
     monkeypatch.setattr(averager_process.Host, "_start_node", start_node)
     shared = SharedTensors([(2,)])
     config = SimpleNamespace(
-        tensors=os.dup(shared.descriptor), shapes=[(2,)], parent=os.getppid(), initial_peers=[]
+        tensors=os.dup(shared.descriptor),
+        shapes=[(2,)],
+        parent=os.getppid(),
+        initial_peers=[],
+        identity=str(tmp_path / "identity.key"),
+        prefix="run",
     )
     said: queue.SimpleQueue[bytes] = queue.SimpleQueue()
 

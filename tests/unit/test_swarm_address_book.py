@@ -1,0 +1,115 @@
+"""The address book, and which addresses of a call are used."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hivemind.p2p import PeerID
+
+from distributed_training.protocol.keys import addressed_peer
+from distributed_training.swarm import address_book
+from distributed_training.swarm.address_book import AddressBook
+from distributed_training.swarm.bounds import Known
+from distributed_training.swarm.meeting import Meeting, Obstacle
+from distributed_training.swarm.supervisor import RoundOrder
+
+pytestmark = pytest.mark.timeout(60)
+
+IDS = [str(PeerID(bytes([0x12, 32]) + bytes([n]) * 32)) for n in range(200)]
+HOSTS = ("ip4/10.0.0.1", "ip4/127.0.0.1", "ip4/8.8.8.8", "ip6/2001:db8::1", "dns4/a.example.org")
+NONSENSE = ("", "/", "/p2p/", "/ip4/1.2.3.4/tcp/9", "/ip4/300.2.3.4/tcp/9/p2p/", "/unix/tmp/x/p2p/")
+
+
+def drawn(draw: random.Random, peer: str) -> str:
+    if draw.random() < 0.3:
+        return draw.choice(NONSENSE) + draw.choice([peer, draw.choice(IDS), "x" * 5000])
+    whose = peer if draw.random() < 0.8 else draw.choice(IDS)
+    return f"/{draw.choice(HOSTS)}/tcp/{draw.choice([0, 80, 8009, 99999])}/p2p/{whose}"
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_address_book_is_bounded_and_holds_full_addresses(tmp_path: Path, seed: int) -> None:
+    draw, path = random.Random(seed), tmp_path / "swarm" / "peers.json"
+    book = AddressBook(path, "run")
+    for _ in range(draw.choice([3, 40])):
+        peers = draw.sample(IDS, draw.choice([1, 16, 150]))
+        book.add(
+            {peer: [drawn(draw, peer) for _ in range(draw.choice([0, 1, 9]))] for peer in peers}
+        )
+    held = book.addresses()
+    assert all(map(addressed_peer, held))
+    by_peer = {addressed_peer(each) for each in held}
+    assert len(by_peer) <= address_book._MOST_PEERS
+    assert len(held) <= len(by_peer) * address_book._ADDRESSES_EACH
+    if held:
+        assert path.stat().st_size < 256 * 1024
+        assert AddressBook(path, "run").addresses() == held, "over a restart"
+        assert not AddressBook(path, "another").addresses(), "of another run"
+
+
+def test_a_peer_that_was_met_at_a_new_address_is_remembered_there(tmp_path: Path) -> None:
+    book = AddressBook(tmp_path / "peers.json", "run")
+    for port in (1, 2):
+        far, near = (f"/ip4/{ip}/tcp/{port}/p2p/{IDS[0]}" for ip in ("8.8.8.8", "127.0.0.1"))
+        book.add({IDS[0]: [near, far]})
+        assert book.addresses() == [far, near], "the one that is reached from everywhere first"
+    book.add({IDS[0]: []})
+    assert book.addresses() == [far, near], "nothing new is known"
+
+
+def test_a_book_that_cannot_be_written_costs_no_round(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    book = AddressBook(tmp_path / "file" / "peers.json", "run")
+    book.add({IDS[0]: [f"/ip4/8.8.8.8/tcp/1/p2p/{IDS[0]}"]})
+    assert book.addresses()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_of_a_calls_addresses_few_are_used_and_of_named_peers_alone(
+    tmp_path: Path, seed: int
+) -> None:
+    draw, own = random.Random(seed), PeerID.from_base58(IDS[0])
+    named = draw.sample(IDS, draw.choice([0, 2, 16, 64]))
+    order = RoundOrder(
+        number=1,
+        weight=1.0,
+        timeout=60,
+        min_group_size=2,
+        min_matchmaking_time=1,
+        request_timeout=1,
+        allreduce_timeout=30,
+        next_chunk_timeout=2,
+        bandwidth=None,
+        peers=named,
+        addresses=[drawn(draw, draw.choice(IDS)) for _ in range(draw.choice([0, 5, 500]))],
+    )
+    asked: dict[str, list[str]] = {}
+
+    async def nobody() -> list[Any]:
+        return []
+
+    async def meet(peer: PeerID, addresses: list[str], connected: bool) -> Obstacle:
+        asked[str(peer)] = addresses
+        return Obstacle()
+
+    async def run() -> None:
+        table = SimpleNamespace(uid_to_peer_id={}, __contains__=lambda _: False)
+        node: Any = SimpleNamespace(
+            peer_id=own,
+            p2p=SimpleNamespace(list_peers=nobody),
+            protocol=SimpleNamespace(routing_table=table),
+        )
+        book, daemon = AddressBook(tmp_path / "peers.json", "run"), SimpleNamespace()
+        meeting: Any = Meeting(node, daemon, initial_peers=[], book=book, known=Known())  # type: ignore[arg-type]
+        meeting._meet = meet
+        await meeting.before_round(order)
+
+    asyncio.run(run())
+    assert set(asked) <= set(named) - {str(own)}
+    assert sum(map(len, asked.values())) <= 2 * len(named)
+    assert all(addressed_peer(each) == peer for peer, places in asked.items() for each in places)
