@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import fcntl
 import logging
 import math
 import secrets
@@ -67,6 +66,7 @@ from distributed_training.node.start import (
     StopSignals,
     log_settings,
     make_run_folder,
+    sole_user,
     start_log,
     write_settings,
 )
@@ -200,7 +200,7 @@ def _prepare(config: Config, program: str, signals: StopSignals, outages: Outage
     write_settings(config, folder)
     if config.network is not None:
         keep(config.network, folder)
-    with _lock(folder):
+    with sole_user(folder, "launcher.lock", "miner", owner=lambda: launcher_pid(folder)):
         outages.report()
         # What a killed rank leaves becomes our child, not init's: only so can it be waited for.
         become_subreaper()
@@ -263,28 +263,6 @@ def ranks_of(config: Config, remembered: int = 0) -> int:
     if config.miner.nproc_per_node or config.miner.device == "cpu":
         return config.miner.nproc_per_node or 1
     return visible_gpu_count() or max(1, remembered)
-
-
-@contextlib.contextmanager
-def _lock(folder: Path) -> Iterator[None]:
-    """Allow one launcher per run folder. The kernel frees the lock however this process ends."""
-    with (folder / "launcher.lock").open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = launcher_pid(folder) or "?"
-            raise ConfigError(
-                f"a miner (pid {owner}) is running in {folder}, so a second one would overwrite "
-                "its checkpoints: stop it, or give --neuron.run_folder (or --neuron.name) another"
-            ) from None
-        except OSError as error:  # Lustre without -o flock, NFS without a lock service
-            raise ConfigError(
-                f"the file system of {folder} has no locks ({error.strerror}), so a second miner "
-                "could overwrite the checkpoints of this one unnoticed: mount it with locks "
-                "(Lustre: -o flock; NFS: -o local_lock=flock), or give --neuron.run_folder "
-                "another disk"
-            ) from None
-        yield
 
 
 def _end_earlier_instance(folder: Path, *, patience: timedelta) -> None:

@@ -17,12 +17,15 @@ main thread.
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import queue
 import signal
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -132,6 +135,34 @@ def _make(folder: Path, fstab: Path) -> tuple[str, str] | None:
                 f"mount its disk, or mkdir -p {parent} if there is none",
             )
         return f"cannot be written ({error.strerror})", "give a folder of yours"
+
+
+@contextlib.contextmanager
+def sole_user(
+    folder: Path, name: str, program: str, *, owner: Callable[[], int | None] = lambda: None
+) -> Iterator[None]:
+    """Let one ``program`` use a run folder. The kernel frees the lock however its process ends.
+
+    ``name``: of the file that is locked; ``owner``: pid of the process that has it, if it is known.
+    Raises ConfigError.
+    """
+    with (folder / name).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"a {program} (pid {owner() or '?'}) is running in {folder}, so a second one would "
+                "overwrite its files: stop it, or give --neuron.run_folder (or --neuron.name) "
+                "another"
+            ) from None
+        except OSError as error:  # Lustre without -o flock, NFS without a lock service
+            raise ConfigError(
+                f"the file system of {folder} has no locks ({error.strerror}), so a second "
+                f"{program} could overwrite the files of this one unnoticed: mount it with locks "
+                "(Lustre: -o flock; NFS: -o local_lock=flock), or give --neuron.run_folder "
+                "another disk"
+            ) from None
+        yield
 
 
 def write_settings(config: Config, folder: Path) -> None:

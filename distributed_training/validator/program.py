@@ -38,6 +38,7 @@ from distributed_training.node.start import (
     log_settings,
     make_run_folder,
     require_data,
+    sole_user,
     start_log,
     write_settings,
 )
@@ -160,11 +161,13 @@ def run_validator(
         log_settings(config)
         folder = make_run_folder(config)
         start_log(config, folder, name="validator")
-        write_settings(config, folder)
-        if config.network is not None:
-            keep(config.network, folder)
         # Until the validator runs a signal raises Stopped: no download looks at an event.
         with StopSignals(interrupts=True) as signals, ExitStack() as stack:
+            # Another one's ledger and swarm identity would be shared, and its rounds called again.
+            stack.enter_context(sole_user(folder, "validator.lock", "validator"))
+            write_settings(config, folder)
+            if config.network is not None:
+                keep(config.network, folder)
             parts = connect(config, folder, stack)
             validator, state, found = build(
                 config, parts, folder=folder, stop=signals.stop, stack=stack

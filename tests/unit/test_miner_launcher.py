@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import re
 import shutil
@@ -285,7 +286,7 @@ def no_locks(*_: object) -> None:  # Lustre mounted without flock, NFS without i
         (launcher, "require_hotkey", no_hotkey, "no hotkey at /mnt/wallets"),
         (launcher, "make_run_folder", no_hotkey, "no hotkey at /mnt/wallets"),
         (launcher, "write_instance", lost_disk, "Input/output error"),
-        (launcher.fcntl, "flock", no_locks, "Lustre: -o flock"),
+        (fcntl, "flock", no_locks, "Lustre: -o flock"),
     ],
 )
 def test_a_machine_that_refuses_is_tried_again(

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from distributed_training.config import Config, ConfigError
-from distributed_training.node.start import WrongNetwork, exit_status_of
+from distributed_training.node.start import WrongNetwork, exit_status_of, sole_user
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.scoring.evaluator import evaluation_device
@@ -158,3 +158,14 @@ def test_a_wallet_whose_disk_is_late_leaves_the_start_to_pm2(
     assert main([*flags, *where]) == 1
     assert "no hotkey at" in capfd.readouterr().out
     assert main([*flags, "--neuron.upload_steps", "0"]) == 2
+
+
+def test_a_second_validator_of_one_run_folder_is_refused_and_changes_nothing(
+    world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    with sole_user(folder, "validator.lock", "validator"):
+        assert run(world, _config(tmp_path)) == ExitStatus.FAULT
+    assert f"a validator (pid ?) is running in {folder}" in capfd.readouterr().out
+    assert not world.bucket.objects and not (folder / "ledger.json").exists()
