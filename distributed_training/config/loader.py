@@ -135,6 +135,7 @@ def fault(setting: Setting, text: str, error: Mapping[str, Any]) -> str:
 
 # The name alone: in a value dashes and capitals count.
 _FLAG = re.compile(r"(?<=^--)[^=]+")
+_OURS = ("R2_", "BT_", "DT_")  # what variables of settings begin with
 _LARGEST_FILE = 1 << 20  # bytes; a complete configuration has about 20 thousand
 
 
@@ -270,15 +271,38 @@ def read_environment(environ: Mapping[str, str], known: Schema) -> dict[str, Giv
     }
 
 
-def read_dotenv(path: Path | None) -> dict[str, str]:
-    """Read the variables of ``.env``; empty if there is none. Raises ConfigError."""
+def read_dotenv(
+    path: Path | None, warn: Callable[[str], object] = lambda line: None
+) -> dict[str, str]:
+    """Read the variables of ``.env``; empty if there is none.
+
+    ``warn`` is called with a line for what another program may have meant. Raises ConfigError, also
+    for a line that would be one of ours.
+    """
     if path is None or not path.is_file():
         return {}
-    from dotenv import dotenv_values
+    from dotenv.parser import parse_stream
 
+    found: dict[str, str] = {}
     # No interpolation: a "$" in a secret is a "$".
-    found = dotenv_values(stream=io.StringIO(_read_text(path, str(path))), interpolate=False)
-    return {name: value for name, value in found.items() if value is not None}
+    for binding in parse_stream(io.StringIO(_read_text(path, str(path)))):
+        text = binding.original.string
+        line = binding.original.line + len(text) - len(text.lstrip("\r\n"))
+        where = f"{path}, line {line}"
+        if binding.error or (binding.key is not None and binding.value is None):
+            # The name alone: what follows it may be a secret.
+            found_name = re.match(r"[\s{\"']*(?:(?:export|set)\s+)?(\w*)", text)
+            name = found_name[1] if found_name else ""
+            what = f"{where}: {f'{name} ' if name else ''}is not NAME=value on one line"
+            if name.upper().startswith(_OURS):
+                raise ConfigError(f"{what}, so nothing was started: correct it")
+            warn(f"{what}, so it is not read: correct it, or take it out")
+        elif binding.key is not None:
+            assert binding.value is not None
+            if found.get(binding.key, binding.value) != binding.value:
+                warn(f"{where}: {binding.key} was given before, so this one counts: take one out")
+            found[binding.key] = binding.value
+    return found
 
 
 def unread_variables(names: Iterable[str], known: Schema) -> Iterator[str]:
@@ -288,8 +312,9 @@ def unread_variables(names: Iterable[str], known: Schema) -> Iterator[str]:
     """
     read = [setting.env for setting in known if setting.env]
     for name in names:
-        close = difflib.get_close_matches(name, read, n=1, cutoff=0.85)
-        if name not in read and (close or name.startswith(("R2_", "BT_"))):
+        # Case counts in the name of a variable, and people do not count on it.
+        close = difflib.get_close_matches(name.upper(), read, n=1, cutoff=0.85)
+        if name not in read and (close or name.upper().startswith(("R2_", "BT_"))):
             hint = f"did you mean {close[0]}?" if close else "it can be removed"
             yield f"nothing reads {name} of .env: {hint}"
 
@@ -385,7 +410,8 @@ def load_config(
     known = schema(kind)
     flags = read_argv(argv, known)
     environment = read_environment(os.environ if environ is None else environ, known)
-    lines_of_dotenv = read_dotenv(dotenv)
+    odd: list[str] = []
+    lines_of_dotenv = read_dotenv(dotenv, odd.append)
     from_dotenv = read_environment(lines_of_dotenv, known)
     # The later of a pair wins. A --config file is weaker than the flags beside it.
     given = {**from_dotenv, **environment, **flags}
@@ -407,7 +433,7 @@ def load_config(
     warning = open_to_others(dotenv) if dotenv and from_dotenv else None
     warnings += (warning,) if warning else ()
     unread = tuple(unread_variables(lines_of_dotenv, known))
-    warnings += unread
+    warnings += (*odd, *unread) if from_dotenv else unread
     # Twice where a network is named: its place is a setting, and its values rank below settings.
     config = _build(known, {**defaults, **given}, warnings=warnings)
     if config.general.network is not None:

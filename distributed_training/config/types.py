@@ -177,6 +177,14 @@ def _from_text(parse: Any) -> BeforeValidator:
     return BeforeValidator(lambda value: parse(value) if isinstance(value, str) else value)
 
 
+def _bare(text: str) -> str:
+    """Return a secret as it was issued: a blank or a curly quote copied with it is none of it."""
+    text = text.strip()
+    if not text.isascii():
+        raise ValueError("of ASCII characters alone: take out curly quotes and the like")
+    return text
+
+
 def _split(text: str) -> tuple[str, ...]:
     # A flag of several words takes at least one, so "none" stands for an empty list.
     words = text.replace(",", " ").split()
@@ -249,8 +257,7 @@ Span = Annotated[Duration, Field(ge=0 * SECOND, le=DAY)]
 Age = Annotated[Duration, Field(ge=SECOND, le=30 * DAY)]
 Bytes = ByteSize
 File = Annotated[Path, AfterValidator(_expand)]  # or a folder; ~ is the home folder
-# A blank copied with a key would be part of it, and the store would answer 403.
-Secret = Annotated[SecretStr, _from_text(str.strip)]
+Secret = Annotated[SecretStr, _from_text(_bare)]
 Key = Secret | None
 Words = Annotated[tuple[T, ...], _from_text(_split)]
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import re
 from datetime import timedelta
 from pathlib import Path
@@ -320,6 +321,44 @@ def test_a_dotenv_that_is_no_text_is_one_line(tmp_path: Path, content: bytes, wh
     with pytest.raises(ConfigError) as error:
         load(dotenv=dotenv)
     assert f"{dotenv} {what}" in str(error.value) and "\n" not in str(error.value)
+
+
+FORMS = """
+N=V|N='V'|N="V"| N = V |export N=V|N=V # comment|N="V" # comment|N=V\r|N: V|set N=V|N|N V|{"N": "V"}
+N="V|N='V|N=“V”|N=‘V’|N=V |N=\u200bV|n=V|$env:N="V"|N=V;N=old|N=V;N=V|-N=V|N+=V
+"""
+
+
+def test_a_key_in_a_dotenv_is_read_or_named(tmp_path: Path) -> None:
+    """However people write it; and neither a value nor another line is ever shown."""
+    dice, name, read = random.Random(5), "R2_WRITE_SECRET_ACCESS_KEY", 0
+    dotenv = tmp_path / ".env"
+    for case in range(120):
+        form = dice.choice(FORMS.strip().replace("\n", "|").split("|")).replace(";", "\n")
+        value = "".join(dice.choices("aZ09$/+=", k=64))
+        lines = ["", "# comment", "OTHER=1"] * dice.randint(0, 2)
+        text = form.replace("V", value).replace("N", name).replace("n=", f"{name.lower()}=")
+        dotenv.write_text("\n".join([*lines, text, *lines, "R2_ACCOUNT_ID=" + "c" * 32]), "utf-8")
+        dotenv.chmod(0o600)
+        try:
+            config = load_config("miner", [], environ={}, dotenv=dotenv, check=False)
+        except ConfigError as error:
+            said = [str(error)]
+            assert name in said[0] and "\n" not in said[0]
+            assert (
+                f"line {len(lines) + 1}:" in said[0]
+                or "its value is not" in said[0]
+                or ("cannot be printed" in said[0])
+            )
+        else:
+            said = list(config.warnings)
+            held = config.store.write_secret_access_key
+            came = held is not None and held.get_secret_value() == value
+            read += came
+            assert came or any(name in line for line in said), (case, text)
+            assert config.store.account_id == "c" * 32
+        assert not any(value in line or value[:20] in line for line in said)
+    assert 20 < read < 110
 
 
 def test_a_dotenv_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
