@@ -174,8 +174,11 @@ class Guard:
         await self._app(scope, receive, with_headers)
 
     def _refusal(self, request: Request) -> Response | None:
+        length = request.headers.get("content-length", "0")
+        if "transfer-encoding" in request.headers or length != "0":
+            return PlainTextResponse("a request has no body here\n", 400, _LAST)
         if request.method not in ("GET", "HEAD"):
-            return PlainTextResponse("only GET is answered\n", 405)
+            return PlainTextResponse("only GET is answered\n", 405, _LAST)
         if self._token:
             header = request.headers.get("authorization", "").removeprefix("Bearer ")
             given = header or request.query_params.get("token") or request.cookies.get("token", "")
@@ -188,6 +191,8 @@ class Guard:
         return None
 
 
+# What follows such a request may be its body, or what somebody wants to be taken for a request.
+_LAST = {"connection": "close"}
 _OTHER_ADDRESS = (
     "without a token the page answers only at its own loopback address and port: forward the same "
     "port number (ssh -L 8010:127.0.0.1:8010), or set DT_PAGE_TOKEN\n"
@@ -271,18 +276,35 @@ class Connection(H11Protocol):
 
     uvicorn waits for a request, and for room to send in, without an end: clients that say nothing,
     or stopped reading (a laptop that sleeps), would take all connections, one after the other.
+    Where too many wait to ask, a new one takes the place of the one that has waited longest: who
+    sends a whole request at once is answered, however many send slow ones.
     """
 
     _deadline: asyncio.TimerHandle | None = None
+    _since = 0.0  # of the loop's clock: when it began to wait for a request
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self._since = self.loop.time()
+        if len(self.connections) >= _CONNECTIONS:
+            waiting = [one for one in self.connections if isinstance(one, Connection) and one.waits]
+            longest = min(waiting, key=lambda one: one._since)  # this one, if no other waits
+            # At once: uvicorn answers 503 while as many are counted.
+            self.connections.discard(longest)
+            longest.transport.abort()
         if len(self.connections) > _MOST_CONNECTIONS:
             transport.abort()
         self._expect()
 
+    @property
+    def waits(self) -> bool:
+        """No request of it is being answered, nor an answer on its way."""
+        answered = self.cycle is None or self.cycle.response_complete
+        return answered and not self.transport.get_write_buffer_size()
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._since = self.loop.time()
         self._expect()
 
     def pause_writing(self) -> None:
