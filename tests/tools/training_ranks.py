@@ -341,6 +341,18 @@ def rebase(folder: Path) -> None:
     assert train(made, 3, 4)[0].inner_step == 4
     for name, first, rows in made.outer.epoch_start_rows():
         assert rows.shape[0] + first <= dict(made.schema)[name][0]
+    made.write_pseudo_gradient(after)
+    made.prepare_outer_step(after)
+    made.commit_outer_step()
+    now = made.outer.current()
+    assert made.outer_step == 1 and not made._were_ours(0)
+    for who in (0, WORLD - 1):
+        path = folder / "global.safetensors" if RANK == 0 else None
+        with pytest.raises(RankFailedError), memory_ends(made.starts, "_of_rows", when=who == RANK):
+            made.load_global(path, None, 0, text)
+        same(now, made.outer.current())
+    made.load_global(path, None, 0, text)
+    assert made.outer_step == 0 and made._were_ours(0)
 
 
 def preview(folder: Path) -> None:
