@@ -16,7 +16,7 @@ A failing peer costs its own values only. A *sender* that fails is left out of t
 sent; of the share of a *reducer* that fails the remaining parts keep the local values.
 
 Nor is a peer believed. What is not finite, weighs more than one, or cannot be done in time counts
-as a failure. A sender's part is shortened where it is longer than three times what is usual for it
+as a failure. A sender's part is shortened where it is longer than twice what is usual for it
 (:func:`usual_norm`). A reducer's average is held against our own values, before it is taken: a part
 that is out of bounds (:data:`BOUND`) keeps the local values.
 """
@@ -55,9 +55,11 @@ _TAKEN_WITHIN = 0.1, 2.0
 
 #: An average may be this many times as long as what it is held against.
 BOUND = 2.0
-#: A contribution is shortened to this many times what is usual. More than two: where most peers
-#: took half of the inner steps, those that took all are honest.
-LONGEST = 3.0
+#: A contribution is shortened to this many times what is usual. Norms grow by less than the inner
+#: steps do: where most peers took half of them, those that took all are not longer than that.
+LONGEST = 2.0
+#: A sound average is at most this many times as long as usual, with one contribution of LONGEST.
+_MOST_OF_USUAL = 1.4
 #: Of two contributions the longer may be this many times as long as the shorter: no third tells
 #: which of them is usual, and a peer that joined late has a short one.
 _BETWEEN_TWO = 10.0
@@ -290,24 +292,24 @@ class AllReduce:
     async def _in_bounds(self, part: Tensor, average: Tensor) -> bool:
         """Return whether ``average`` may take the place of ``part``, our own values.
 
-        Usually it is at most :data:`BOUND` times as long as our own part, or as a part of that many
-        values in past averages. Where it is longer, we may be the one whose values are short: a
-        peer that joined late, a validator without a contribution. Then what the senders of our
-        share have sent shows what is usual. Raises FrameError if it is not finite.
+        Usually it is at most :data:`BOUND` times as long as our own part. Where it is longer, what
+        the senders of our share have sent shows what is usual (:meth:`Scale.longest`). Raises
+        FrameError if it is not finite.
         """
         norm, own = _norm(average), _norm(part)
         if not math.isfinite(norm):
             raise FrameError("its averages hold NaN, Inf or values above 1e18")
-        usual, root = self._terms.usual_rms, math.sqrt(max(len(part), _FEW_VALUES))
-        if norm <= BOUND * max(own, usual * root):
+        if norm <= BOUND * own:
             return True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._terms.chunk_timeout / 2):
                 await self.reducer.heard.wait()
         seen = self.reducer.scale
-        if seen is None:  # where we average nothing for others we know nobody's values
-            return not usual and not self._shares[self._mine]
-        return norm <= BOUND * max(seen.ratio * own, max(usual, seen.rms) * root)
+        if seen is not None:
+            return norm <= seen.longest(own, len(part))
+        # Where we average nothing for others, past averages are all that is known, if they are.
+        usual = self._terms.usual_rms
+        return norm <= BOUND * _norm_of(usual, len(part)) or not (usual or self._shares[self._mine])
 
     async def _close_after(self, stream: Stream, opened: contextlib.AsyncExitStack) -> None:
         async with opened:
@@ -447,10 +449,28 @@ class _Sum:
 
 
 class Scale(NamedTuple):
-    """The length of the others' values, as is usual among them (:func:`usual_norm`)."""
+    """The root mean square of the values that were sent for our share, and of our own."""
 
-    rms: float  # root mean square of their values
-    ratio: float  # to our own of the same parts, at least 1
+    usual: float  # among all of them (:func:`usual_norm`)
+    own: float
+
+    def longest(self, own: float, values: int) -> float:
+        """Return how long an average of so many values may be where our part is ``own`` long.
+
+        At most twice as long as our part, or as one of that many values usually is of ours. But a
+        sound average is longer than that where our values are short. They are so at a peer that
+        joined late: by how much, our share shows. Where they are zeros nothing is known of layers.
+        """
+        if self.own and self.usual <= BOUND * self.own:
+            times = max(BOUND, _MOST_OF_USUAL * self.usual / self.own)
+            return times * max(own, _norm_of(self.own, values))
+        if self.own:
+            return BOUND * max(self.usual / self.own * own, _norm_of(self.usual, values))
+        return BOUND * _SCALE_OF_LAYERS * _norm_of(self.usual, values)
+
+
+def _norm_of(rms: float, values: int) -> float:
+    return rms * math.sqrt(max(values, _FEW_VALUES))
 
 
 class Buffers:
@@ -548,9 +568,7 @@ class Reducer:
         _, ours, count = max(sent, key=lambda each: each[2])
         own = math.sqrt(ours / count)
         rms = self._usual(own, [math.sqrt(theirs / count) for theirs, _, count in sent])
-        if not own:
-            return Scale(_SCALE_OF_LAYERS * rms, 1.0)
-        return Scale(rms, max(1.0, rms / own))
+        return Scale(rms, own)
 
     def add(self, sender: PeerID, index: int, values: Tensor, weight: float) -> asyncio.Event:
         """Take what ``sender`` sent of part ``index``. Each sender sends each part once, in order.
@@ -636,7 +654,8 @@ class Reducer:
     def _longest(self, sums: _Sum) -> float:
         """Return how long a contribution may be. Those of (nearly) no weight say nothing of it."""
         norms = [sent.norm for sent in sums.came_from.values() if sent.weight == 1]
-        return LONGEST * self._usual(sums.own_norm, norms)
+        # Float32: of equal norms none may count as longer.
+        return 1.001 * LONGEST * self._usual(sums.own_norm, norms)
 
     def _usual(self, own: float, norms: Sequence[float]) -> float:
         if self._weight == 1:

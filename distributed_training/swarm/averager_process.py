@@ -505,7 +505,7 @@ def shares_of(values: int, bandwidths: Sequence[float | None]) -> tuple[int, ...
 
 
 def _usual_norm(seen: Scale | None, values: int) -> float | None:
-    return None if seen is None else seen.rms * math.sqrt(values)
+    return None if seen is None else seen.usual * math.sqrt(values)
 
 
 # --- the process ----------------------------------------------------------------------------------

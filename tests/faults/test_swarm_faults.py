@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
 from distributed_training.common.ports import free_ports
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
@@ -34,6 +35,7 @@ from tests.tools.swarm_world import (
     SMALL,
     Rounds,
     assert_good_round,
+    everybody,
     open_swarm,
     open_swarms,
     signal_host,
@@ -96,6 +98,19 @@ def test_a_peer_dies_or_stalls_in_mid_transfer(
     # The victim's own client keeps the deadline too: a host that hangs is started again.
     assert isinstance(rounds.outcomes[victim], AllReduceError)
     assert_good_round(*trio)
+
+
+def test_a_peer_that_joined_late_takes_its_first_round(trio: list[HivemindSwarm]) -> None:
+    """After one inner step, beside two that took a hundred: nobody is left out or shortened."""
+    for swarm, value in zip(trio, (0.01, 1.0, 1.0), strict=True):
+        swarm._judge.norms.clear()
+        for buffer in swarm.buffers:
+            buffer.fill_(value)
+    rounds = Rounds(*trio, request=everybody(trio), fill=False)
+    for swarm, outcome in rounds.join().items():
+        assert isinstance(outcome, AllReduceResult) and not outcome.partial, outcome
+        for buffer in swarm.buffers:
+            assert torch.allclose(buffer, torch.full_like(buffer, 0.67))
 
 
 def test_the_bootstrap_peer_dies_and_the_others_go_on(trio: list[HivemindSwarm]) -> None:

@@ -97,17 +97,17 @@ def test_who_was_not_called_is_left_out(pair: Pair, tmp_path: Path) -> None:
         stranger.close()
 
 
-def test_averages_are_weighted(pair: Pair) -> None:
-    fill(pair[0], 1.0)
-    fill(pair[1], 5.0)
+def test_who_contributes_nothing_does_not_dilute_the_average(pair: Pair) -> None:
+    fill(pair[0], 5.0)
+    fill(pair[1], 0.0)
     request = everybody(pair)
-    other = threading.Thread(target=pair[1].average, args=(request,), kwargs={"weight": 3.0})
+    other = threading.Thread(target=pair[1].average, args=(request,), kwargs={"weight": 1e-6})
     other.start()
-    pair[0].average(request, weight=1.0)
+    assert not pair[0].average(request).partial
     other.join(60)
     for swarm in pair:
         for buffer in swarm.buffers:
-            assert torch.allclose(buffer, torch.full_like(buffer, 4.0))
+            assert torch.allclose(buffer, torch.full_like(buffer, 5.0))
 
 
 def test_alone_there_is_no_group_and_the_deadline_is_kept(pair: Pair) -> None:
@@ -132,19 +132,21 @@ def test_a_call_that_leaves_no_time_for_a_group_is_told_so(pair: Pair) -> None:
     assert pair[0].alive()
 
 
-@pytest.mark.parametrize(
-    ("value", "faults"),
-    [
-        (float("nan"), [AllReduceFault.NOT_FINITE, AllReduceFault.NOT_FINITE]),
-        (1e6, [AllReduceFault.OUT_OF_BOUNDS, None]),  # for itself it is in proportion
-    ],
-)
-def test_a_peer_that_spoils_the_average_is_noticed(
-    pair: Pair, value: float, faults: list[AllReduceFault | None]
-) -> None:
+def test_values_that_are_not_finite_take_part_in_no_round(pair: Pair) -> None:
+    fill(pair[0], float("nan"))
+    with pytest.raises(AllReduceError, match="NaN") as caught:
+        pair[0].average(everybody(pair))
+    assert caught.value.fault is AllReduceFault.LOCAL
+
+
+def test_of_two_peers_the_longer_values_move_the_others_by_a_bounded_step(pair: Pair) -> None:
+    """Twenty times the shorter at most: no third peer tells which of them is usual."""
     fill(pair[0], 1.0)
-    fill(pair[1], value)
-    assert [getattr(outcome, "fault", None) for outcome in together(*pair)] == faults
+    fill(pair[1], 1e6)
+    outcome = together(*pair)[0]
+    assert isinstance(outcome, AllReduceError) or outcome.partial or outcome.average_norm
+    if isinstance(outcome, AllReduceResult):
+        assert all(float(buffer.abs().max()) <= 20 for buffer in pair[0].buffers)
 
 
 def test_a_cancel_that_comes_first_is_not_lost_and_is_not_the_next_one_s(pair: Pair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,23 @@ def test_what_is_out_of_proportion_to_the_usual_is_refused(
 ) -> None:
     expected = AllReduceFault.OUT_OF_BOUNDS.name if refused else None
     assert fault(local, average, *previous) == expected
+
+
+@pytest.mark.parametrize(
+    ("others", "average", "refused"),
+    [
+        (5.0, 4.365, False),  # its own one step has a norm of 0.0567
+        (5.0, 101.0, True),
+        (None, 4.365, False),  # it averages nothing for others: nothing is known
+        (0.001, 4.365, True),
+    ],
+)
+def test_the_first_round_of_a_newcomer_is_held_against_what_others_sent(
+    tmp_path: Path, others: float | None, average: float, refused: bool
+) -> None:
+    judging = made(tmp_path / "norms.json")
+    with pytest.raises(AllReduceError, match="norm") if refused else nullcontext():
+        judging.check(local_norm=0.0567, average_norm=average, others_norm=others)
 
 
 def test_rounds_of_nonsense_do_not_make_nonsense_usual(tmp_path: Path) -> None:
