@@ -382,6 +382,7 @@ _SEARCH_FAILURES = (
     asyncio.InvalidStateError,
     P2PHandlerError,
     P2PDaemonError,
+    ConnectionError,  # a stream that the peer at its other end closed
 )
 
 
