@@ -372,6 +372,7 @@ class Registry(Ledger):
     def _start_clock(self) -> None:
         self._reserved = self._floor = self._meta("reserved")
         elapsed = time.time() - self.charter.founded_at
+        restored = self._meta("restored")
         behind = (self._floor - _FIRST_BLOCK) * self.seconds_per_block - elapsed
         # Less is no clock's fault: after a kill the file is ahead by what was reserved.
         if behind > 2 * _RESERVED_SECONDS + self.seconds_per_block:
@@ -382,7 +383,7 @@ class Registry(Ledger):
                 self._floor,
             )
         # A backup lacks the blocks since it was made, and clients have seen them.
-        elif -behind > _LONGEST_OUTAGE and not self._meta("restored"):
+        elif -behind > _LONGEST_OUTAGE and not restored:
             log.warning(
                 "This machine's clock is %.1f days beyond the last block: blocks go on from %d, as "
                 "if no time had passed; if the registry was not away that long, see whether "
@@ -397,7 +398,8 @@ class Registry(Ledger):
             self._change_charter(founded_at=time.time() - elapsed)
         self._origin = (_FIRST_BLOCK, time.monotonic() - elapsed)
         self.reserve_blocks()
-        self._set_meta("restored", False)
+        if restored:  # and not each time: a start writes nothing, so that a full disk is no bar
+            self._set_meta("restored", False)
 
     def _change_charter(self, **changes: Any) -> None:
         self.charter = replace(self.charter, **changes)
