@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from typing import TypeGuard
 
 import base58
 
@@ -55,7 +56,7 @@ _PEER_ID = re.compile(rf"[1-9A-HJ-NP-Za-km-z]{{40,{LONGEST_PEER_ID}}}")
 _SHA2_256, _IDENTITY = 0x12, 0x00  # multihash codes of the two kinds of peer id
 
 
-def is_peer_id(value: object) -> bool:
+def is_peer_id(value: object) -> TypeGuard[str]:
     """Return whether ``value`` is a libp2p peer id: a multihash of a public key, in base58.
 
     The format: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md

@@ -1,8 +1,8 @@
 """One all-reduce round as the validator leads it (protocol page, section 6).
 
-Sweep with IsAlive until enough miners stand at our outer step; order them by uploaded inner step;
-load the best one's checkpoint as our own contribution; start our averager, then call the miners.
-The result is an average; whether it becomes an outer step is decided by the validator.
+Sweep with IsAlive until enough miners stand at our outer step; order them by our own scores; load
+the best one's checkpoint as our own contribution; start our averager, then call the miners. The
+result is an average; whether it becomes an outer step is decided by the validator.
 """
 
 from __future__ import annotations
@@ -182,6 +182,8 @@ class RoundCaller:
         self._stop = run.stop
         self._number = run.number
         self._rng = random.Random(settings.seed or None)
+        self._rounds = 0
+        self._called: dict[int, int] = {}  # by uid: the last of these rounds to which it was called
 
     @property
     def peer_id(self) -> str:
@@ -216,12 +218,14 @@ class RoundCaller:
         state: GlobalState,
         miners: Callable[[], Sequence[Neuron]],
         suspects: Suspects,
+        scores: Mapping[int, float],
         on_sweep: Callable[[Attendance], None] = lambda attendance: None,
     ) -> RoundOutcome:
         """Run one round; ``miners`` lists the registered ones before each sweep.
 
-        ``suspects`` choose who is not called; it is for the caller to tell them how it ended. Never
-        raises for what a peer does, only Stopped and what ``miners`` and ``on_sweep`` raise.
+        ``scores``, by uid, order the miners: nothing that these say of themselves may. ``suspects``
+        choose who is not called; it is for the caller to tell them how it ended. Never raises for
+        what a peer does, only Stopped and what ``miners`` and ``on_sweep`` raise.
         """
         neurons, attendance = self._gather(miners, state.outer_step, on_sweep)
         outcome = RoundOutcome(attendance)
@@ -238,7 +242,7 @@ class RoundCaller:
                     + (f", {elsewhere} at another" if attendance.elsewhere else ""),
                 )
             alive = [n for n in neurons if n.uid in attendance.alive]
-            self._hold(outcome, state, alive, suspects)
+            self._hold(outcome, state, alive, suspects, scores)
         except AllReduceError as error:
             outcome.fault, outcome.detail = error.fault, error.detail
         return outcome
@@ -249,26 +253,38 @@ class RoundCaller:
         state: GlobalState,
         alive: Sequence[Neuron],
         suspects: Suspects,
+        scores: Mapping[int, float],
     ) -> None:
         """Call the miners that are alive and average with them. Raises AllReduceError, Stopped."""
-        candidates = self._rank(alive)
-        ranked = {c.neuron.uid for c in candidates}
+        candidates = self._rank(alive, scores)
         # What a running miner says of itself is newer than what it has published.
         published = {c.neuron.uid: c.metadata.peer_id for c in candidates}
         answered = outcome.attendance.answered
         peer_ids = published | {uid: r.peer_id for uid, r in answered.items() if r.peer_id}
-        # The furthest come first: of too many those who trained least are left out.
-        ordered = [*(c.neuron for c in candidates), *(n for n in alive if n.uid not in ranked)]
-        # All ids go to every miner, which refuses the whole call for one that is none.
-        able = {n.uid: n for n in ordered if is_peer_id(peer_ids.get(n.uid))}
+        # Of too many those who score least are left out; of equals those who were called last. What
+        # a miner says of its inner steps decides between those of whom nothing else is known.
+        steps = {c.neuron.uid: c.metadata.inner_step for c in candidates}
+        ordered = sorted(
+            alive,
+            key=lambda n: (-scores.get(n.uid, 0), self._called.get(n.uid, 0), -steps.get(n.uid, 0)),
+        )
+        # All ids go to every miner, which refuses the whole call for one that is none. Of two
+        # miners with one id the better is believed, or the other could blame it.
+        owners: dict[str, Neuron] = {}
+        for neuron in ordered:
+            if is_peer_id(peer_id := peer_ids.get(neuron.uid)):
+                owners.setdefault(peer_id, neuron)
+        able = {neuron.uid: neuron for neuron in owners.values()}
         called = [able[uid] for uid in self._choose(outcome, list(able), suspects)]
+        self._rounds += 1
+        self._called.update(dict.fromkeys((n.uid for n in called), self._rounds))
         outcome.top_uid = self._contribute(state, candidates)
         outcome.called = tuple(n.uid for n in called)
         addresses = [a for n in called for a in answered[n.uid].addresses]
         self._average(outcome, called, {peer_ids[n.uid]: n.uid for n in called}, addresses)
 
     def _choose(self, outcome: RoundOutcome, able: Sequence[int], suspects: Suspects) -> list[int]:
-        """Return which of the uids that are ``able`` to call, the furthest first."""
+        """Return which of the uids that are ``able`` to call, the best first."""
         peers = max(self._settings.minimum_peers, self._swarm_settings.min_group_size)
         choice = suspects.choose(able, least=max(1, peers - 1), most=MOST_CALLED, rng=self._rng)
         outcome.left_out.update(choice.left_out)
@@ -339,11 +355,14 @@ class RoundCaller:
                 break
         return neurons, attendance
 
-    def _rank(self, neurons: Sequence[Neuron]) -> list[_Candidate]:
-        """Sort by descending inner step of the root metadata; leave out miners without one."""
+    def _rank(self, neurons: Sequence[Neuron], scores: Mapping[int, float]) -> list[_Candidate]:
+        """Sort by our scores; leave out miners without root metadata."""
         found = each(self._candidate, neurons, stop=self._stop)
-        # The miner's own word: a liar comes first, which is why its checkpoint is checked.
-        return sorted((c for c in found if c is not None), key=lambda c: -c.metadata.inner_step)
+        # The inner step is the miner's own word: a liar must not come before who has a score.
+        return sorted(
+            (c for c in found if c is not None),
+            key=lambda c: (-scores.get(c.neuron.uid, 0), -c.metadata.inner_step),
+        )
 
     def _candidate(self, neuron: Neuron) -> _Candidate | None:
         try:

@@ -234,7 +234,8 @@ class Validator:
         state = self.state
         log.info("Round due at outer step %d", state.outer_step)
         suspects = self.standings.suspects
-        outcome = self._rounds.run(state, self._miners, suspects, self._on_sweep)
+        scores = self.standings.weights()
+        outcome = self._rounds.run(state, self._miners, suspects, scores, self._on_sweep)
         # One count a round, however many sweeps it took to gather the miners.
         self._attended(outcome.attendance)
         # A stop cancelled it: that is no failed round, which would lengthen period and age limit.

@@ -25,6 +25,7 @@ from distributed_training.protocol.metadata import Metadata, parse_config
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Revision
 from distributed_training.store.s3 import StoreError
 from distributed_training.training.outer_step import nesterov_sgd
+from distributed_training.validator import rounds
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.rounds import _AT_ONCE, WEIGHT_OF_NOTHING, Attendance, each
 from distributed_training.validator.suspects import Suspects
@@ -217,6 +218,36 @@ def test_the_next_best_is_taken_when_the_top_checkpoint_does_not_fit(world: Worl
     top.bucket.put("epoch-0/metadata.json", other_run)
     assert world.validator.round()
     assert world.events.of("round")[0]["top_uid"] == 17
+
+
+def test_what_a_miner_says_of_itself_does_not_put_it_before_who_has_a_score(world: World) -> None:
+    liar, honest = world.miners[17], world.miners[3]
+    liar.publish(inner_step=2**53 - 1)
+    world.validator.standings.sync(world.validator._miners())
+    world.validator.standings.entries[3].published = 0.1
+    assert world.validator.round()
+    assert world.client.called == [[3, 17]] and world.events.of("round")[0]["top_uid"] == 3
+    assert honest.peer_id in world.swarm.requests[0][0].peers
+
+
+def test_of_two_miners_with_one_peer_id_the_better_is_called(world: World) -> None:
+    world.miners[3].peer_id = world.miners[17].peer_id
+    world.validator.standings.sync(world.validator._miners())
+    world.validator.standings.entries[17].published = 0.1
+    assert world.validator.round()
+    assert world.client.called == [[17]]
+
+
+def test_more_miners_than_a_call_holds_take_turns(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "MOST_CALLED", 2)
+    world = trained(tmp_path, uids=(3, 17, 42), loss_tolerance=1000)
+    for _ in range(3):
+        assert world.validator.round()
+        _go_back(world)
+    called = [uid for uids in world.client.called for uid in uids]
+    assert sorted(called) == [3, 3, 17, 17, 42, 42]
 
 
 @pytest.mark.parametrize("moment", ["no metadata", "newer than the root", "begun anew"])
