@@ -168,7 +168,8 @@ class FolderSource:
             try:
                 yield from self._read(path, begin, rows)
             except (OSError, ValueError) as error:
-                raise PageUnavailable(f"{path}, row {begin}: {error}") from error
+                why = " ".join(str(error).split())  # Arrow's have several lines
+                raise PageUnavailable(f"{path}, row {begin}: {why:.300}") from error
 
     def _scan(self, path: Path) -> int:
         """Count the rows of a file. Raises OSError, ValueError."""

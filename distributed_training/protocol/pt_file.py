@@ -293,6 +293,7 @@ def _check_members(members: Collection[zipfile.ZipInfo], size: int) -> None:
 
 # --- the pickle -----------------------------------------------------------------------------------
 
+_PROTOCOL = b"\2"
 _OPCODES = (
     pickle.PROTO + pickle.STOP + pickle.MARK + pickle.GLOBAL + pickle.REDUCE + pickle.NEWOBJ
     + pickle.BUILD + pickle.BINPERSID + pickle.EMPTY_DICT + pickle.EMPTY_LIST + pickle.EMPTY_TUPLE
@@ -366,6 +367,10 @@ class _Reader(_Unpickler):
                 return found
         raise PtFileError("its pickle refers to something that is no storage")
 
+    def _protocol(self) -> None:
+        if self.read(1) != _PROTOCOL:  # torch.load takes others too, with a warning for each file
+            raise PtFileError("its pickle is not of protocol 2")
+
     def _call(self) -> None:
         arguments, what = self.stack.pop(), self.stack.pop()
         if not isinstance(what, Name) or not isinstance(arguments, tuple):
@@ -424,6 +429,7 @@ class _Reader(_Unpickler):
 
     # Only what torch.save writes: others run code, or take time that grows with what came.
     dispatch = {code: _Unpickler.dispatch[code] for code in _OPCODES} | {
+        pickle.PROTO[0]: _protocol,
         pickle.REDUCE[0]: _call,
         pickle.NEWOBJ[0]: _new_object,
         pickle.BUILD[0]: _build,

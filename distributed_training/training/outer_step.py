@@ -495,7 +495,8 @@ def load_weights(path: Path, schema: Schema) -> list[Tensor]:
     except ValueError:
         raise
     except Exception as error:  # noqa: BLE001 - foreign bytes: of a type torch lacks, for one
-        raise ValueError(f"{path.name} cannot be read: {type(error).__name__}: {error}") from None
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ValueError(f"{path.name} cannot be read: {why:.200}") from None
 
 
 def _checked(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:

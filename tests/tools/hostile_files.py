@@ -10,6 +10,7 @@ calls them for the files of a folder under limits and prints what came of each.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
@@ -32,29 +33,45 @@ import torch
 from hivemind.p2p import PeerID
 from safetensors.torch import save
 
+from distributed_training.chain import registry
 from distributed_training.chain.auth import KeptFile
 from distributed_training.chain.base import ChainState
 from distributed_training.chain.identity import identity_file, make_identity
 from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.config.settings import StoreSettings
+from distributed_training.data.page_source import Counts
+from distributed_training.data.parquet import FolderSource, ParquetSource
 from distributed_training.data.shards import HeldBack
 from distributed_training.miner import run_folder
 from distributed_training.miner.global_state import drift
+from distributed_training.network import Shown
 from distributed_training.protocol.gradients import GradientMetadata, encode, load_payload
-from distributed_training.protocol.metadata import Metadata
-from distributed_training.store.bucket_reader import check_file
+from distributed_training.protocol.metadata import Metadata, parse_commitment
+from distributed_training.protocol.synapses import parse_all_reduce, parse_is_alive_reply
+from distributed_training.store.bucket_reader import check_file, pt_content
 from distributed_training.store.cleanup import OWNER_KEY, check_claim, instance_of
 from distributed_training.store.s3 import Uplink
 from distributed_training.store.snapshot_folder import read_config, wait_complete
 from distributed_training.store.transfer import deadline_in, download
 from distributed_training.store.uploader import Start
 from distributed_training.store.uploader_process import UploadLoop
+from distributed_training.swarm import wire
 from distributed_training.swarm.address_book import AddressBook
 from distributed_training.swarm.averager_process import set_aside_damaged
 from distributed_training.swarm.swarm import Judge
+from distributed_training.swarm.wire import StreamError
 from distributed_training.telemetry.events import EventFollower, read_events
-from distributed_training.training.outer_step import Rows, load_outer_optimizer
+from distributed_training.training.inner_optimizer import CosineSchedule
+from distributed_training.training.inner_state import (
+    MOMENTS,
+    InnerState,
+    describe_inner,
+    finished_steps,
+    write_shard,
+)
+from distributed_training.training.outer_step import Rows, load_outer_optimizer, load_weights
 from distributed_training.validator.scorer import Standings
+from extras.line_files import JsonLinesSource
 from tests.tools.gradient_file import build_payload
 from tests.tools.memory_store import MemoryObjectStore
 
@@ -149,6 +166,57 @@ def _identity(path: Path) -> Any:
     return PeerID.from_identity(path.read_bytes()) if path.exists() else None
 
 
+def _moments(path: Path) -> Any:
+    state = InnerState(path.parent, SCHEMA)
+    return [state.moment(kind, index) for kind in MOMENTS for index in range(len(SCHEMA))]
+
+
+def _object(path: Path) -> Any:
+    """Return the object of JSON that a caller has read before; an empty one if there is none."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+class _Received:
+    """A stream on which a peer has sent a file, and hung up."""
+
+    def __init__(self, content: bytes) -> None:
+        self._left = io.BytesIO(content)
+
+    async def receive(self, count: int) -> bytes:
+        data = self._left.read(count)
+        if len(data) < count:
+            raise StreamError("the peer hung up")
+        return data
+
+    async def receive_into(self, view: memoryview) -> None:
+        view[:] = await self.receive(len(view))
+
+
+def _frames(path: Path) -> Any:
+    async def receive() -> None:
+        stream: Any = _Received(path.read_bytes())
+        while (arriving := await wire.begin(stream, part_bytes=4 * 4096)) is not None:
+            await wire.finish(stream, arriving, torch.empty(1024))
+
+    with contextlib.suppress(StopIteration):
+        receive().send(None)  # it never waits
+
+
+def _pages(source: FolderSource) -> Any:
+    return [source.rows(name, 0, split="", limit=100) for name in source.all_rows()]
+
+
+def _registry_state(path: Path) -> Any:
+    try:
+        return registry._STATE.validate_json(path.read_bytes())
+    except registry._FAILURES as error:
+        raise ValueError(registry._why(error)) from None
+
+
 # --- whole files ----------------------------------------------------------------------------------
 
 
@@ -171,6 +239,34 @@ def honest_outer() -> bytes:
     state = {i: {"momentum_buffer": torch.ones(s)} for i, (_, s) in enumerate(SCHEMA)}
     optimizer = {"state": state, "param_groups": [{"lr": 0.8, "momentum": 0.9}]}
     return torch_bytes({"optimizer_state_dict": optimizer, "learning_rate": 0.8, "epoch": 3})
+
+
+def honest_moments() -> bytes:
+    place: dict[str, Any] = {"finished_steps": 5, "outer_step": 3}
+    schedule = CosineSchedule(1e-3, 1, 10)
+    description = describe_inner(SCHEMA, schedule, **place, betas=(0.9, 0.95), weight_decay=0.1)
+    moments = {kind: [torch.ones(shape) for _, shape in SCHEMA] for kind in MOMENTS}
+    how: dict[str, Any] = {"schema": SCHEMA, "rank": 0, "ranks": 1, "steps": 5}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "inner.pt")
+        write_shard(path, description, **how, moments=moments)
+        return path.read_bytes()
+
+
+def honest_frames() -> bytes:
+    values = torch.arange(1024, dtype=torch.float32)
+    whole = wire.encode(values, compression=wire.NONE, code=1, group_id=b"g" * 20, weight=1.0)
+    return 2 * b"".join(bytes(part) for part in whole) + b"\1" + bytes(8)
+
+
+def honest_parquet() -> bytes:
+    import pyarrow
+    import pyarrow.parquet
+
+    buffer = io.BytesIO()
+    table = pyarrow.table({"text": [f"row {i}" * 9 for i in range(30)]})
+    pyarrow.parquet.write_table(table, buffer, row_group_size=8)
+    return buffer.getvalue()
 
 
 def honest_held_back() -> bytes:
@@ -213,6 +309,19 @@ _STATUS = {"status": 3, "reason": "deregistered", "instance": "x", "pid": 77}
 _STANDINGS = {
     **{"entries": {}, "board": {}, "failed_rounds": 0, "successful_rounds": 1},
     "last_round_block": 5,
+}
+
+_PEER = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
+_ALIVE = {"peer_id": _PEER, "addresses": [f"/ip4/203.0.113.7/tcp/8009/p2p/{_PEER}"], "run_id": "r"}
+_BOUNDS = {
+    **{"timeout": (5.0, 1800.0), "min_group_size": (2.0, 256.0), "request_timeout": (1.0, 120.0)},
+    **{"allreduce_timeout": (5.0, 1800.0), "next_chunk_timeout": (1.0, 300.0)},
+    "min_matchmaking_time": (0.5, 300.0),
+}
+_REGISTRY = {
+    **{"registry": f"net/{'0' * 8}/{'5' * 48}", "start": "ab", "version": 3, "block": 9},
+    **{"time": 1.5, "seconds_per_block": 12.0, "full": True, "scores": [[3, 0.5]]},
+    "rows": [[3, {"uid": 3, "hotkey": "5F", "ip": "1.2.3.4", "port": 8091}, "x"], [4, None, None]],
 }
 
 #: Of strangers, of a crash, of a bad disk.
@@ -262,6 +371,66 @@ READERS: dict[str, Reader] = {
     "notes": Reader(".a.part.json", _download_notes, _json(_NOTES)),
     "identity": Reader("identity.key", _identity, honest_identity),
     "held-back": Reader("held-back", lambda path: HeldBack(path).load(2), honest_held_back),
+    "weights": Reader(
+        "a.safetensors",
+        lambda path: load_weights(path, SCHEMA),
+        honest_safetensors,
+        ("ValueError",),
+    ),
+    "moments": Reader(
+        "inner_optimizer.rank0001-of-1.pt", _moments, honest_moments, ("ValueError", "OSError")
+    ),
+    "place": Reader(
+        "inner.pt",
+        lambda path: finished_steps(pt_content(path)),
+        honest_moments,
+        ("IntegrityError", "ValueError"),
+    ),
+    "commitment": Reader(
+        "commitment.txt",
+        lambda path: parse_commitment(path.read_text("utf-8", "replace")),
+        lambda: b"a" * 128,
+        ("CommitmentError",),
+    ),
+    "alive": Reader(
+        "is_alive.json",
+        lambda path: parse_is_alive_reply(_object(path)),
+        _json({"completion": "True", "epoch": 3, **_ALIVE}),
+        ("SynapseError",),
+    ),
+    "call": Reader(
+        "all_reduce.json",
+        lambda path: parse_all_reduce(_object(path), caller="5F", bounds=_BOUNDS),
+        _json({**dict.fromkeys(_BOUNDS, 5.0), "peers": [_PEER], "addresses": _ALIVE["addresses"]}),
+        ("SynapseError",),
+    ),
+    "registry": Reader(
+        "state.json",
+        _registry_state,
+        _json(_REGISTRY),
+        ("ValueError",),
+    ),
+    "frames": Reader("frames.bin", _frames, honest_frames, ("OSError",)),
+    "parquet": Reader(
+        "rows.parquet",
+        lambda path: _pages(ParquetSource(path.parent, text_column="text", counts=Counts())),
+        honest_parquet,
+        ("PageUnavailable",),
+    ),
+    "rows": Reader(
+        "rows.jsonl",
+        lambda path: _pages(
+            JsonLinesSource(path.parent, text_key="text", index=None, counts=Counts())
+        ),
+        lambda: b'{"text": "some words", "n": [1, 2.5]}\n' * 20,
+        ("PageUnavailable",),
+    ),
+    "network": Reader(
+        "network.json",
+        lambda path: Shown.parse(path.read_bytes()),
+        _json({"name": "n", "version": 3, "master": "5F", "run_id": "r"}),
+        ("ValueError",),
+    ),
     "standings": Reader("standings.json", Standings.load, _json(_STANDINGS), ("ValueError",)),
 }
 

@@ -4,6 +4,9 @@ bounded time and memory, at this start and at the next."""
 from __future__ import annotations
 
 import json
+import random
+import resource
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.tools.damage import damage, other_values, values
 from tests.tools.hostile_files import MEBI, READERS, Reader, bombs, bounded, outcome
+from tests.tools.mutations import mutated
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -50,6 +54,51 @@ def test_whatever_damage_is_refused_or_harmless(name: str, tmp_path: Path) -> No
         starts(reader, tmp_path / "case", content)
 
     check()
+
+
+def mutate(name: str, folder: Path, *, seed: int, cases: int) -> None:
+    """Every mutation is read, or refused with the error that its reader promises, and soon."""
+    reader, path = READERS[name], folder / "case" / READERS[name].name
+    honest = reader.honest()
+    path.parent.mkdir(exist_ok=True)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for case in range(seed, seed + cases):
+        content = mutated(random.Random(case), reader.name, honest)
+        path.write_bytes(content)
+        began = time.process_time()
+        try:
+            outcome(reader, path)
+        except BaseException as error:
+            raise AssertionError(f"mutation {case} of {name}: {error!r}") from error
+        assert time.process_time() - began < 5, f"mutation {case} of {name}"
+        for other in path.parent.iterdir():
+            if other != path:
+                other.unlink()  # what was set aside
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert after - before < 400 * 1024, f"{(after - before) // 1024} MiB more"
+
+
+#: Of 10,000 mutations; those that take some milliseconds each get fewer.
+_CASES = dict.fromkeys(READERS, 300) | {
+    **dict.fromkeys(("payload", "gradients", "outer"), 900),
+    **dict.fromkeys(("journal", "kept", "notes", "standings"), 150),
+    **{"identity": 50, "moments": 100, "place": 250, "parquet": 200},
+}
+
+
+def test_the_mutations_are_ten_thousand() -> None:
+    assert sum(_CASES.values()) >= 10_000
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_whatever_a_mutation_is_it_ends_no_reader(name: str, tmp_path: Path) -> None:
+    mutate(name, tmp_path, seed=0, cases=_CASES[name])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", READERS)
+def test_a_hundred_thousand_mutations_end_no_reader(name: str, tmp_path: Path) -> None:
+    mutate(name, tmp_path, seed=1_000_000, cases=10 * _CASES[name])
 
 
 @pytest.mark.long

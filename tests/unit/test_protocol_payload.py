@@ -24,7 +24,7 @@ from distributed_training.protocol.gradients import (
 )
 from distributed_training.protocol.pt_file import PtFileError, read_pt, refuse_calls
 from tests.tools.gradient_file import build_payload
-from tests.tools.hostile_files import global_of, pickle_of, storage, tensor
+from tests.tools.hostile_files import global_of, pickle_of, storage, tensor, with_pickle
 
 pytestmark = pytest.mark.timeout(60)
 SCHEMA = [("model.a.weight", (64, 96)), ("model.norm.weight", (128,))]
@@ -258,6 +258,12 @@ def test_whatever_a_library_raises_is_the_files_fault(
     with pytest.raises(PayloadError, match=r"^gradients\.pt cannot be read: .*$") as found:
         load_payload(_bytes(build_payload(_codes(), META)), SCHEMA)
     assert "\n" not in str(found.value)
+
+
+def test_only_torch_saves_own_protocol_is_read() -> None:
+    data = with_pickle(_bytes({"a": 1}), lambda body: b"\x80\4" + body[2:])
+    with pytest.raises(PtFileError, match="protocol 2"):
+        read_pt(io.BytesIO(data))
 
 
 def test_an_encrypted_member_is_refused() -> None:
