@@ -55,8 +55,8 @@ class AccessDeniedError(StoreError):
     """403: the keys are wrong or lack a permission; the text says which."""
 
 
-class DamagedError(TransientError):
-    """The store has, or says that it has, other bytes than were sent: sent once more, it may not.
+class ContradictionError(TransientError):
+    """An answer contradicts what was sent or asked for, as other bytes do. Once more it may not.
 
     Twice in a row is no accident: see :func:`~.transfer.patient`.
     """
@@ -550,11 +550,11 @@ class S3ObjectStore:
             with answer["Body"] as body:
                 # Status 200 and the whole object, gigabytes of memory, instead of 206.
                 if answer["ContentLength"] > length:
-                    raise IntegrityError(f"{self._bucket}/{key}: the store ignored the range")
+                    raise ContradictionError(f"{self._bucket}/{key}: the store ignored the range")
                 return self._read(key, body, answer["ContentLength"])
 
     def put(self, key: str, data: bytes | Section) -> str:
-        """Write ``data``; return the etag. DamagedError if the store holds other bytes."""
+        """Write ``data``; return the etag. ContradictionError if the store holds other bytes."""
         self._await_write_interval(key)
         md5 = _md5(data)
         with self._errors("write", key) as call:
@@ -595,7 +595,7 @@ class S3ObjectStore:
             return str(call(self._client.create_multipart_upload, Key=key)["UploadId"])
 
     def upload_part(self, key: str, upload_id: str, number: int, data: bytes | Section) -> PartInfo:
-        """Send one part. DamagedError if the store holds other bytes."""
+        """Send one part. ContradictionError if the store holds other bytes."""
         md5 = _md5(data)
         where = {"Key": key, "UploadId": upload_id}
         with self._errors("write", key) as call:
@@ -630,7 +630,7 @@ class S3ObjectStore:
         held = found.etag if found is not None else ""
         if found is None or found.size != size or (is_md5(held) and not same_etag(held, md5)):
             says = f"{found.size} bytes, etag {held:.80}" if found is not None else "nothing"
-            raise DamagedError(
+            raise ContradictionError(
                 f"write {self._bucket}/{what}: the store holds other bytes than those sent, or its "
                 f"etags are no MD5: sent {size} bytes, MD5 {md5}; it answered {etag:.80}, and has "
                 f"{says}"
@@ -813,7 +813,7 @@ class S3ObjectStore:
                 "--r2.endpoint_url or --r2.region, or the proxy before it"
             )
         if code == "BadDigest":
-            return DamagedError(f"{place}: other bytes arrived than were sent ({answer})")
+            return ContradictionError(f"{place}: other bytes arrived than were sent ({answer})")
         passes = status in _PASSING_STATUS or status >= 500 or code in _PASSING_CODES
         if passes and status not in _NEVER:
             return TransientError(f"{place}: the store answered {answer}")

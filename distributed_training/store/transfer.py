@@ -39,7 +39,7 @@ from distributed_training.common.files import (
 from . import snapshot_folder
 from .journal import Journal, UploadRecord
 from .s3 import (
-    DamagedError,
+    ContradictionError,
     DeadlineError,
     IntegrityError,
     NoRoomError,
@@ -140,8 +140,9 @@ def patient(
 
     ``until``: ``uplink.clock()`` at which the last operation must be done (``time.monotonic()``
     where there is no uplink to pause); ``each``: how long one may take. Only errors marked
-    retryable are tried again, a DamagedError once; DeadlineError holds the last of them. Time spent
-    paused counts neither as an attempt nor against a deadline.
+    retryable are tried again; of a ContradictionError the second one in an operation is an
+    IntegrityError. DeadlineError holds the last of the others. Time spent paused counts neither as
+    an attempt nor against a deadline.
     """
     return cast(S3ObjectStore, _Patient(store, until, each, uplink or Uplink()))
 
@@ -178,7 +179,7 @@ def _retrying(attempt: Callable[[], Result], deadline: float, uplink: Uplink) ->
             # A pause breaks off what is under way: no failure. After a stop wait_open raises.
             if uplink.paused or uplink.stopped:
                 continue
-            if isinstance(error, DamagedError):
+            if isinstance(error, ContradictionError):
                 if damaged:  # or this would go on for an hour, at the price of all that is sent
                     raise IntegrityError(
                         f"{error}; so it was twice, and it is not sent again"
@@ -289,11 +290,7 @@ def _download(
                 )
             length = min(RANGE, info.size - start)
             check_room(path.parent, length, what=info.key)  # others write to this disk too
-            data = store.get_range(info.key, start, length, etag=info.etag)
-            if len(data) != length:
-                raise IntegrityError(
-                    f"{info.key}: the store sent {len(data)} bytes instead of {length}"
-                )
+            data = _whole_range(store, info, start, length)
             _write_at(handle, data, start)
             # One at a time: the notes of a slower thread, written later, would forget this range.
             with lock:
@@ -322,6 +319,15 @@ def _download(
     part.replace(path)
     notes.unlink(missing_ok=True)
     sync_folder(path.parent)
+
+
+def _whole_range(store: S3ObjectStore, info: ObjectInfo, start: int, length: int) -> bytes:
+    """Return a range of which all bytes came. Raises IntegrityError where it is shorter twice."""
+    for _ in range(2):
+        data = store.get_range(info.key, start, length, etag=info.etag)
+        if len(data) == length:
+            return data
+    raise IntegrityError(f"{info.key}: the store sent {len(data)} bytes instead of {length}, twice")
 
 
 def _write_at(handle: int, data: bytes, at: int) -> None:
@@ -575,16 +581,19 @@ class Sender:
     def _parts_at_store(self, record: UploadRecord) -> list[PartInfo] | None:
         """List the parts at the store; None if the upload was completed, expired, or never was.
 
-        It may have been completed just before the process died.
+        It may have been completed just before the process died. Asked twice: after one odd answer
+        everything would be sent again.
         """
-        try:
-            return self._store.list_parts(record.key, record.upload_id)
-        except UploadMissingError:
-            return None
-        except StoreError as error:
-            if type(error) is not StoreError:
-                raise
-            return None  # no such id can exist: a damaged journal must not stop uploads
+        for _ in range(2):
+            try:
+                return self._store.list_parts(record.key, record.upload_id)
+            except UploadMissingError:
+                continue
+            except StoreError as error:
+                if type(error) is not StoreError:
+                    raise
+                return None  # no such id can exist: a damaged journal must not stop uploads
+        return None
 
     def _send_missing(
         self, record: UploadRecord, cut: _Parts, kept: dict[int, PartInfo], until: float
@@ -603,7 +612,13 @@ class Sender:
                     "younger"
                 )
             body = cut.section(number)
-            part = self._store.upload_part(record.key, record.upload_id, number, body)
+            try:
+                part = self._store.upload_part(record.key, record.upload_id, number, body)
+            except UploadMissingError:
+                if self._parts_at_store(record) is None:
+                    raise
+                # One odd answer: all that was sent is there.
+                part = self._store.upload_part(record.key, record.upload_id, number, body)
             self._count(len(body))
             return part
 
@@ -630,25 +645,33 @@ class Sender:
         if record.etag:  # an earlier attempt completed it
             return record.etag
         try:
-            etag = self._store.complete_multipart(record.key, record.upload_id, staged.parts)
-        except UploadMissingError:
-            # An earlier Complete whose answer was lost, or somebody's abort: only HEAD tells.
-            info = self._store.head(staged.key)
-            if info is None or not same_etag(info.etag, staged.etag):
-                self._journal.drop(staged.key)
-                raise IntegrityError(
-                    f"the store lost the multipart upload of {staged.key} and does not hold the "
-                    "object: it is sent again with the next upload"
-                ) from None
-            etag = info.etag
+            etag = self._complete(record, staged)
         except StoreError as error:
-            if not isinstance(error, (StoppedError, DeadlineError)):
+            if not isinstance(error, (StoppedError, DeadlineError, IntegrityError)):
                 self.abandon(record)  # refused for good: the parts would only be billed
             raise
         if not same_etag(etag, staged.etag):
             etag = self._ask_again(staged, etag)
         self._journal.put(replace(record, etag=etag))
         return etag
+
+    def _complete(self, record: UploadRecord, staged: Staged) -> str:
+        """Complete the upload; return the etag. Raises IntegrityError if the store lost it."""
+        for _ in range(2):
+            try:
+                return self._store.complete_multipart(record.key, record.upload_id, staged.parts)
+            except UploadMissingError:
+                # An earlier Complete whose answer was lost, or somebody's abort: HEAD tells.
+                info = self._store.head(staged.key)
+                if info is not None and same_etag(info.etag, staged.etag):
+                    return info.etag
+                if self._parts_at_store(record) is None:
+                    break
+        self._journal.drop(staged.key)
+        raise IntegrityError(
+            f"the store lost the multipart upload of {staged.key} and does not hold the object: it "
+            "is sent again with the next upload"
+        )
 
     def _ask_again(self, staged: Staged, etag: str) -> str:
         """Return the etag of the object that was just completed; the answer had another one.

@@ -53,8 +53,16 @@ class Client:
         self.objects: dict[str, tuple[bytes, str]] = {}
         self._parts: dict[int, bytes] = {}
         self.received = 0
+        self.lost: list[str] = []
 
     def close(self) -> None: ...
+
+    def _lose(self, operation: str) -> None:
+        """Answer once that there is no such upload."""
+        if operation in self.lost:
+            self.lost.remove(operation)
+            answer: Any = {"Error": {"Code": "NoSuchUpload"}, "ResponseMetadata": {}}
+            raise ClientError(answer, operation)
 
     def _etag(self, md5: str, *, asked: bool) -> str:
         etag = self._style(md5, asked)
@@ -77,6 +85,9 @@ class Client:
         return {"ETag": self._etag(self.objects[Key][1], asked=False)}
 
     def head_object(self, *, Key: str, **_: Any) -> Any:
+        if Key not in self.objects:
+            answer: Any = {"Error": {"Code": "404"}, "ResponseMetadata": {"HTTPStatusCode": 404}}
+            raise ClientError(answer, "HeadObject")
         data, md5 = self.objects[Key]
         now = datetime.now(UTC)
         return {
@@ -91,10 +102,17 @@ class Client:
         return {"UploadId": "u"}
 
     def get_paginator(self, name: str) -> Any:
-        assert name == "list_multipart_uploads"
-        return SimpleNamespace(paginate=lambda **_: [{}])
+        return SimpleNamespace(
+            paginate=self._all_parts if name == "list_parts" else lambda **_: [{}]
+        )
+
+    def _all_parts(self, **_: Any) -> list[Any]:
+        self._lose("list")
+        parts = (self.list_parts(PartNumberMarker=number - 1) for number in sorted(self._parts))
+        return [{"Parts": [part for page in parts for part in page["Parts"]]}]
 
     def upload_part(self, *, PartNumber: int, Body: Any, ContentMD5: str, **_: Any) -> Any:
+        self._lose("part")
         data = self._parts[PartNumber] = self._take(Body, ContentMD5)
         return {"ETag": self._etag(hashlib.md5(data).hexdigest(), asked=False)}
 
@@ -105,6 +123,7 @@ class Client:
         return {"Parts": [{"PartNumber": number, "Size": len(self._parts[number]), "ETag": etag}]}
 
     def complete_multipart_upload(self, *, Key: str, MultipartUpload: Any, **_: Any) -> Any:
+        self._lose("complete")
         digests = b""
         for part in MultipartUpload["Parts"]:
             digest = hashlib.md5(self._parts[part["PartNumber"]])
@@ -157,6 +176,23 @@ def test_what_a_store_accepted_is_there_and_was_sent_once(
         assert client.objects["k"][0] == content, (style, damages)
         assert client.received == size + damages * min(PART, size), (style, damages)
     assert 10 < failed < 70
+
+
+@pytest.mark.parametrize("lost", [["part"], ["complete"], ["part", "list"], ["complete", "list"]])
+@pytest.mark.parametrize("style", ["md5", "opaque"])
+def test_one_answer_that_an_upload_is_gone_costs_nothing(
+    tmp_path: Path, style: str, lost: list[str]
+) -> None:
+    client, path = Client(style, 0), tmp_path / "model"
+    client.lost = list(lost)
+    path.write_bytes(os.urandom(3 * PART))
+    journal, until = Journal(tmp_path / "j.json"), time.monotonic() + 30
+    with Sender(
+        store=store_of(client), journal=journal, deadline=until, concurrency=1, part_size=PART
+    ) as sender:
+        sender.upload_all([("k", path)])
+    assert client.objects["k"][0] == path.read_bytes()
+    assert client.received == 3 * PART and not client.lost
 
 
 def test_an_object_of_other_parts_is_sent_again(tmp_path: Path) -> None:

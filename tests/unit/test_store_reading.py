@@ -391,6 +391,26 @@ def test_a_state_published_again_under_the_same_revision_is_fetched_again(tmp_pa
         ranges.keys.clear()
 
 
+@pytest.mark.parametrize("short", [1, 2])
+def test_one_range_that_comes_short_throws_nothing_away(tmp_path: Path, short: int) -> None:
+    store = MemoryObjectStore()
+    whole, answers = store.get_range, [b"", b"x"][:short]
+
+    def get_range(key: str, start: int, length: int, *, etag: str = "") -> bytes:
+        if key.endswith(keys.MODEL) and answers:
+            return answers.pop()
+        return whole(key, start, length, etag=etag)
+
+    files = publish_state(store, 4)
+    store.get_range = get_range  # type: ignore[method-assign]
+    if short == 1:
+        folder = remote(store).fetch(4, tmp_path)
+        assert (folder / keys.MODEL).read_bytes() == files[keys.MODEL]
+        return
+    with pytest.raises(StateUnavailable, match="bytes instead of"):
+        remote(store).fetch(4, tmp_path)
+
+
 def test_a_state_in_a_containers_image_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
