@@ -417,40 +417,55 @@ def follow_registration(
         interval=interval,
     )
     watcher.start()
-    address = (member, watcher, ours, public_ip, moved)
-    threading.Thread(
-        target=_follow_address, args=address, name="public-address", daemon=True
-    ).start()
+
+    def changed_address(ip: str) -> None:
+        _, port = ours["endpoint"]
+        ours["endpoint"] = (ip, port)  # first: what we write is no second miner's
+        announce(member, ip, port)
+        moved(ip)
+
+    follow_address(
+        endpoint[0],
+        closed=watcher.closed,
+        public_ip=public_ip,
+        line="No round was called here, and the public address of this machine is %s now, no "
+        "longer %s: chain and swarm are told; if that is not where others reach it, give "
+        "--axon.external_ip",
+        moved=changed_address,
+    )
     return watcher
 
 
-def _follow_address(
-    member: Member,
-    watcher: RegistrationWatcher,
-    ours: dict[str, Any],
+def follow_address(
+    known: str,
+    *,
+    closed: Callable[[timedelta], bool],
     public_ip: Callable[[], str | None],
+    line: str,
     moved: Callable[[str], None],
 ) -> None:
-    seen = None
-    while not watcher.closed(ASK_EVERY):
-        before, (old, port) = seen, ours["endpoint"]
-        try:
-            seen = public_ip()
-        except OSError:
-            seen = None  # no descriptor to ask with: this thread is the only one that looks
-        # Twice in a row: a service that errs once must not move the miner.
-        if seen is None or seen == old or seen != before:
-            continue
-        log.warning(
-            "No round was called here, and the public address of this machine is %s now, no "
-            "longer %s: chain and swarm are told; if that is not where others reach it, give "
-            "--axon.external_ip",
-            seen,
-            old,
-        )
-        ours["endpoint"] = (seen, port)  # first: what we write is no second miner's
-        announce(member, seen, port)
-        moved(seen)
+    """Compare ``public_ip`` with the ``known`` address each five minutes, in a thread of its own.
+
+    ``closed`` waits so long, and returns whether it was the last time. A change is logged as
+    ``line``, which has room for both addresses, and handed to ``moved``.
+    """
+
+    def follow() -> None:
+        before, seen = known, None
+        while not closed(ASK_EVERY):
+            last = seen
+            try:
+                seen = public_ip()
+            except OSError:
+                seen = None  # no descriptor to ask with: this thread is the only one that looks
+            # Twice in a row: a service that errs once must not move the machine.
+            if seen is None or seen == before or seen != last:
+                continue
+            log.warning(line, seen, before)
+            before = seen
+            moved(seen)
+
+    threading.Thread(target=follow, name="public-address", daemon=True).start()
 
 
 def _in_background(

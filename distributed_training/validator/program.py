@@ -11,7 +11,7 @@ import logging
 import random
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +22,14 @@ from torch import Tensor
 
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.client import SignedClient
+from distributed_training.chain.identity import AddressUnknown, external_ip
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.config import Config, ConfigError
 from distributed_training.data.pipeline import held_out_batches
 from distributed_training.health.clock import ClockWatch, measure
 from distributed_training.network import keep
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
-from distributed_training.node.identity import Member, commit, join_subnet
+from distributed_training.node.identity import Member, commit, follow_address, join_subnet
 from distributed_training.node.start import (
     NetworkFailure,
     Stopped,
@@ -42,6 +43,7 @@ from distributed_training.node.start import (
     start_log,
     write_settings,
 )
+from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.scoring.evaluator import (
@@ -52,7 +54,7 @@ from distributed_training.scoring.evaluator import (
 )
 from distributed_training.scoring.upload import OpenBucket, PageReader
 from distributed_training.store.s3 import S3ObjectStore, StoreError
-from distributed_training.swarm.supervisor import SwarmUnavailable
+from distributed_training.swarm.supervisor import SwarmUnavailable, address_of
 from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog
 from distributed_training.training.model import parameter_schema
@@ -258,7 +260,64 @@ def build(
         run=run,
         clock_fault=parts.clock_fault,
     )
+    check_peer_id(config, swarm)
+    standings = validator.standings
+    watch_address(config, swarm, failing=lambda: standings.failed_rounds > 0, stop=stop)
     return validator, state, found is not None
+
+
+def check_peer_id(config: Config, swarm: HivemindSwarm) -> None:
+    """Say it when the network's file names another peer in this validator's place."""
+    if config.network is None:
+        return
+    named = {
+        keys.addressed_peer(a): a for a in config.network.values.get("swarm.initial_peers", ())
+    }
+    own = {address_of(maddr) for maddr in swarm.visible_maddrs}
+    # The bootstrap peer itself has nobody to join; elsewhere its place is told by the address.
+    alone = not config.swarm.initial_peers
+    here = [peer for peer, a in named.items() if peer and (alone or address_of(a) in own)]
+    if here and swarm.peer_id not in named:
+        log.warning(
+            "The network's file names %s as its initial peer, and this validator is %s, so no "
+            "miner finds it: stop it, put the backup of swarm/identity.key into %s and start again",
+            here[0],
+            swarm.peer_id,
+            config.run_folder,
+        )
+
+
+def watch_address(
+    config: Config, swarm: HivemindSwarm, *, failing: Callable[[], bool], stop: threading.Event
+) -> None:
+    """Announce another public address of this machine, once rounds are ``failing``."""
+    public = [a for a in swarm.visible_maddrs if keys.addressed_peer(a) and not keys.distance(a)]
+    place = address_of(public[0]) if public else None
+    if place is None or not config.is_public:
+        return
+
+    def public_ip() -> str | None:
+        with suppress(AddressUnknown):
+            found = external_ip(config.chain) if failing() else None
+            return None if found is None or ":" in found else found
+        return None
+
+    def moved(ip: str) -> None:
+        if config.swarm.dht_ip is not None:
+            return  # it was given, and the line says to give another
+        try:
+            swarm.announce(ip)
+        except SwarmUnavailable as error:  # its keeper goes on trying, with the new address
+            log.warning("%s", error)
+
+    follow_address(
+        place[0],
+        closed=lambda pause: stop.wait(pause.total_seconds()),
+        public_ip=public_ip,
+        line="Rounds fail, and the public address of this machine is %s now, no longer %s: the "
+        "miners are told with the next call; where --dht.ip is given, start again with the new one",
+        moved=moved,
+    )
 
 
 def _new_run(config: Config, folder: Path, stop: threading.Event) -> Run:

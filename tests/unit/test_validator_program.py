@@ -8,6 +8,7 @@ import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 from distributed_training.config import Config, ConfigError
+from distributed_training.node import identity
 from distributed_training.node.start import WrongNetwork, exit_status_of, sole_user
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import ExitStatus
@@ -29,6 +31,7 @@ from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.r2_keys import KEYS
 from tests.tools.validator_world import (  # noqa: F401
     LENGTH,
+    PEER,
     VOCABULARY,
     World,
     config_of,
@@ -169,3 +172,69 @@ def test_a_second_validator_of_one_run_folder_is_refused_and_changes_nothing(
         assert run(world, _config(tmp_path)) == ExitStatus.FAULT
     assert f"a validator (pid ?) is running in {folder}" in capfd.readouterr().out
     assert not world.bucket.objects and not (folder / "ledger.json").exists()
+
+
+PEERS = ("12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK", f"{PEER}13")
+
+
+def _in_its_place(peer_id: str, host: str = "8.8.8.8") -> Any:
+    maddrs = [f"/ip4/{host}/tcp/8009/p2p/{peer_id}"]
+    return SimpleNamespace(peer_id=peer_id, visible_maddrs=maddrs, announce=maddrs.append)
+
+
+@pytest.mark.parametrize(
+    ("ours", "joins", "said"),
+    [
+        (PEERS[0], False, False),  # the one that the file names
+        (PEERS[1], False, True),
+        (PEERS[1], True, True),  # at the file's address
+        (PEERS[1], "elsewhere", False),  # the bootstrap peer is another machine
+    ],
+)
+def test_a_validator_with_another_identity_than_the_file_names_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ours: str, joins: Any, said: bool
+) -> None:
+    named = f"/ip4/8.8.8.8/tcp/8009/p2p/{PEERS[0]}"
+    network: Any = SimpleNamespace(values={"swarm.initial_peers": [named]})
+    config = _config(tmp_path)
+    swarm = replace(config.swarm, initial_peers=(named,) if joins else ())
+    config = replace(config, network=network, swarm=swarm)
+    host = "9.9.9.9" if joins == "elsewhere" else "8.8.8.8"
+    program.check_peer_id(config, _in_its_place(ours, host))
+    assert ("put the backup of swarm/identity.key" in caplog.text) == said
+    assert not said or (PEERS[0] in caplog.text and ours in caplog.text)
+
+
+@pytest.mark.parametrize("given", [None, "8.8.8.8"])
+def test_another_public_address_is_announced_while_rounds_fail(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    given: str | None,
+) -> None:
+    monkeypatch.setattr(identity, "ASK_EVERY", timedelta(milliseconds=1))
+    asked, failing, stop = threading.Event(), threading.Event(), threading.Event()
+
+    def external_ip(_: Any) -> str:
+        asked.set()
+        return "9.9.9.9"
+
+    monkeypatch.setattr(program, "external_ip", external_ip)
+    config = _config(tmp_path)
+    public = replace(config.general, preset="public")
+    config = replace(config, general=public, swarm=replace(config.swarm, dht_ip=given))
+    swarm = _in_its_place(PEERS[0])
+    looks: list[bool] = []
+
+    def fails() -> bool:
+        looks.append(failing.is_set())
+        return failing.is_set()
+
+    program.watch_address(config, swarm, failing=fails, stop=stop)
+    wait_for(lambda: len(looks) > 3)
+    assert not asked.is_set()
+    failing.set()
+    wait_for(lambda: "is 9.9.9.9 now, no longer 8.8.8.8" in caplog.text)
+    wait_for(lambda known=len(looks): len(looks) > known + 3)
+    stop.set()
+    assert swarm.visible_maddrs[1:] == ([] if given else ["9.9.9.9"])
