@@ -69,8 +69,8 @@ MOST_WEIGHT_OF_NOTHING = 1e-6
 _FEW_VALUES = 64
 #: A peer whose own values are zeros knows the scale of one share, not of each layer.
 _SCALE_OF_LAYERS = 5.0
-# Shares of the time for the all-reduce. The first: reducers wait for senders, so those come first.
-_SENDERS_LOOKED_AT, _REDUCERS_LOOKED_AT, _LAST_LOOK = 0.25, 0.5, 0.95
+# Shares of the time for the all-reduce: the last ones are for senders, and for reducers.
+_FIRST_LOOK, _LAST_LOOKS = 0.25, (0.85, 0.95)
 _LEAST_WINDOW = 5.0  # seconds: over a shorter time a pace says little
 _BEHIND = 2  # parts: senders of one pace are about this far apart
 
@@ -137,7 +137,7 @@ class AllReduce:
         )
         self.closing: set[asyncio.Task[None]] = set()  # streams whose reducer has yet to end
         self.kept_local = 0  # values of the others' shares for which no average was taken
-        self.out_of_time = False  # whoever was not done was left out at the last look
+        self.out_of_time = False  # somebody was not done at the last look
         self.group = group
         self._mine = mine
         self._terms = terms
@@ -183,32 +183,34 @@ class AllReduce:
     async def _watch_pace(self) -> None:
         """Leave out who cannot be done in time, while there is time for the others.
 
-        At the last look it is whoever is not done: what was averaged until then is kept.
+        A slow link shows in what its peer sends us and takes from us. So reducers get the benefit
+        of the doubt: one that sent in time may itself wait for a sender that is slow to it alone,
+        until it leaves that one out. At the end whoever is not done is left out, senders first: the
+        reducers that waited for them then have time to answer.
         """
         loop, timeout = asyncio.get_running_loop(), self._terms.timeout
         began = loop.time()
-        last = began + _LAST_LOOK * timeout
-        window = max(_SENDERS_LOOKED_AT * timeout, _LEAST_WINDOW)
+        all_sent, all_averaged = (began + share * timeout for share in _LAST_LOOKS)
+        window = max(_FIRST_LOOK * timeout, _LEAST_WINDOW)
         averaged, left = self.reducer.averaged, [len(parts) for parts in self._left]
-        while (until := loop.time() + window) < last:
+        while loop.time() + window < all_sent:
             await asyncio.sleep(window)
-            pace = (self.reducer.averaged - averaged) / window
-            if pace * (last - until) < len(self._shares[self._mine]) - self.reducer.averaged:
+            remaining = (all_sent - loop.time()) / window  # windows of the same pace
+            missing = len(self._shares[self._mine]) - self.reducer.averaged
+            if (self.reducer.averaged - averaged) * remaining < missing:
                 for sender in self.reducer.behind():
                     self.reducer.leave_out(sender, "it is too slow to be done in time")
             for index, parts in enumerate(self._left):
-                pace = (left[index] - len(parts)) / window
-                # Until half of the time a reducer may be held up by a sender that is too slow.
-                due = until >= began + _REDUCERS_LOOKED_AT * timeout
-                if pace * (last - until) < len(parts) and (
-                    due or self.group.peers[index] in self.reducer.causes
-                ):
+                late = (left[index] - len(parts)) * remaining < len(parts)
+                if late and self.group.peers[index] in self.reducer.causes:
                     self._give_up(index, "it is too slow to be done in time")
             averaged, left = self.reducer.averaged, [len(parts) for parts in self._left]
-        await asyncio.sleep(last - loop.time())
-        self.out_of_time = True
+        await asyncio.sleep(all_sent - loop.time())
         for sender in self.reducer.unfinished():
+            self.out_of_time = True
             self.reducer.leave_out(sender, "it was not done in time")
+        await asyncio.sleep(all_averaged - loop.time())
+        self.out_of_time = True
         for index in range(len(self._left)):
             self._give_up(index, "it was not done in time")
 

@@ -74,6 +74,7 @@ class Lie:
     weight: float = 1.0
     sends: int = PARTS  # parts
     pause: float = 0.0  # seconds before each
+    late_from: int = PARTS  # the first part before which it waits for nearly the chunk's timeout
     reads: bool = True
     answers: int = PARTS  # parts that it averages
     answer: Callable[[Tensor], Tensor] | None = None  # the difference, of its own values
@@ -89,7 +90,7 @@ class Liar(AllReduce):
     async def _send_parts(self, stream: Stream, share: Sequence[Tensor]) -> None:
         lie, parts = self.lie, [*share, *share]
         for i in range(lie.sends):
-            await asyncio.sleep(lie.pause)
+            await asyncio.sleep(lie.pause if i < lie.late_from else 198.0)
             part = lie.change(parts[lie.order[i] if i < PARTS else i].clone())[: lie.size]
             first: dict[str, Any] = {} if i else {"code": lie.code, "group_id": self.group.id}
             await stream.send(*wire.encode(part.contiguous(), weight=lie.weight, **first))
@@ -124,6 +125,7 @@ class World:
 
     tensors: list[Tensor]
     lie: Lie | None = None
+    liar: type[Liar] = Liar
     all_do: Lie | None = None  # what the honest do: no lie
     chunk: float = CHUNK
     weights: dict[int, float] = field(default_factory=dict)
@@ -160,7 +162,8 @@ class World:
         serving: set[asyncio.Task[None]] = set()
         for i, tensor in enumerate(self.tensors):
             lie = self.all_do if i in self.honest else self.lie
-            self.reduces[i] = (AllReduce if lie is None else Liar)(
+            kind = Liar if i in self.honest else self.liar
+            self.reduces[i] = (AllReduce if lie is None else kind)(
                 group,
                 self.ids[i],
                 tensors=[tensor],
@@ -322,6 +325,20 @@ def test_who_cannot_be_done_in_time_is_left_out_early(pause: float) -> None:
     for i in world.honest:
         assert world.seconds[i] <= 0.51 * TIMEOUT
         assert world.reduces[i].causes[world.ids[-1]] == "it is too slow to be done in time"
+
+
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_who_slows_down_for_one_reducer_does_not_set_it_against_the_others(passes: int) -> None:
+    """In time at the looks before, and to everybody else: who waits for it is no slow reducer."""
+
+    class Slowing(Liar):
+        async def _send_parts(self, stream: Stream, share: Sequence[Tensor]) -> None:
+            self.lie = Lie(pause=100.0, late_from=passes) if stream.peer == peer(0) else Lie()
+            await super()._send_parts(stream, share)
+
+    world = World(contributions(4, [1.0] * 4), Lie(), liar=Slowing, chunk=199.0)
+    world.assert_bounded()
+    assert all(world.reduces[i].kept_local == 0 for i in world.honest)
 
 
 def test_peers_of_one_pace_leave_nobody_out_however_slow_they_are() -> None:
