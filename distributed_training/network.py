@@ -48,6 +48,7 @@ _ATTEMPTS, _FIRST_WAIT, _TIMEOUT = 3, 1.0, 10.0  # seconds
 _LONGEST = 30.0  # seconds, of a whole reply
 
 _RUN_ID_DIGITS = 12
+_UNTIED = {"tie_word_embeddings": False}
 _CHAIN_KEYS = {"bittensor": {"chain.endpoint", "chain.netuid"}, "registry": {"chain.url"}}
 _OPTIONAL = {
     "run_id", "signature", "model.config", "model.config_file", "data.revision", "data.rows",
@@ -331,11 +332,14 @@ def _head(found: Mapping[str, Any]) -> Head:
 
 def _refuse_size(head: Head) -> None:
     """Raise NetworkFileError where the number of parameters is not the configuration's."""
+    config = head.model or {}
     try:
-        count = ModelShape.from_config(head.model or {}).parameters
+        # Files were signed with the count of untied models where the config does not say it.
+        shapes = [ModelShape.from_config(config | more) for more in ({}, _UNTIED | config)]
     except ValueError:  # only in the global bucket, or of a kind whose size is not known
         return
-    if abs(count - head.parameters) > 0.05 * count:
+    count = shapes[0].parameters
+    if all(abs(s.parameters - head.parameters) > 0.05 * s.parameters for s in shapes):
         raise NetworkFileError(
             f"model.parameters is {head.parameters} and its model.config has {count}",
             "correct the one that is wrong",

@@ -179,7 +179,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     chain: dict[str, Any] = {"kind": "registry", "url": options.registry}
     if options.registry is None:
         chain = {"kind": "bittensor", "endpoint": options.chain_endpoint, "netuid": options.netuid}
-    rules |= {"name": options.name, "version": 1, "chain": chain, "model": _model(options)}
+    rules |= {"name": options.name, "version": 1, "chain": chain, "model": {}}
     rules["tokenizer"]["name"] = options.tokenizer
     rules["data"]["source"] = options.data_source
     rules["store"]["global_bucket"] = options.bucket or options.name
@@ -189,6 +189,8 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     rules["round"]["min_group_size"] = 2
     for key, value in options.more:
         _assign(rules, key, value)
+    # What is given counts for the model too; a number of its parameters is compared with it later.
+    rules["model"] = _model(options, rules["training"]) | rules["model"]
     return rules
 
 
@@ -258,9 +260,8 @@ def _pin_tokenizer(table: dict[str, Any]) -> None:
     )
 
 
-def _model(options: argparse.Namespace) -> dict[str, Any]:
+def _model(options: argparse.Namespace, training: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``[model]``. Raises ConfigError."""
-    from distributed_training.common.memory import ModelShape
     from distributed_training.training.memory_plan import local_llama_config
 
     try:
@@ -272,13 +273,37 @@ def _model(options: argparse.Namespace) -> dict[str, Any]:
             content = local_llama_config(sequence_length=1024) | ends
         else:
             raise ValueError("the tiny model is for the tokenizer 'bytes'")
-        content = {key: value for key, value in content.items() if value is not None}
-        return {"parameters": ModelShape.from_config(content).parameters, "config": content}
-    except (OSError, ValueError, AttributeError) as error:
+        content = _without_nulls(content)
+        return {"parameters": _parameters(content, training), "config": content}
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"there is no model to found a network with ({error}), so nothing was founded: give "
             "--model with the config.json of a Llama-like model"
         ) from None
+
+
+def _parameters(config: Mapping[str, Any], training: Mapping[str, Any]) -> int:
+    """Count the parameters of the model that peers will build. Raises ConfigError, ValueError."""
+    from distributed_training.common.memory import ModelShape
+    from distributed_training.training.model import blocks_of, build_meta_model, refuse_attention
+
+    ModelShape.from_config(config)  # of sizes that fill the memory, before they are built
+    model = build_meta_model(config)
+    blocks_of(model)
+    length = training.get("sequence_length")
+    refuse_attention(model, length if isinstance(length, int) else None)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return JSON without its nulls, which TOML does not have: absent is the same to a config."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        if None in value:
+            raise ValueError("it has a list with a null in it")
+        return [_without_nulls(inner) for inner in value]
+    return value
 
 
 def _assign(rules: dict[str, Any], key: str, value: Any) -> None:

@@ -60,6 +60,13 @@ _VALUE = 6  # bytes of a published value: float32, and an int16 index
 _LARGEST = 1 << 20  # of any size in a config.json
 
 
+# Their configuration ties embeddings and head where it does not say so.
+_TIED = {
+    "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "cohere", "cohere2", "smollm3",
+    "starcoder2", "ernie4_5",
+}  # fmt: skip
+
+
 def _size(config: Mapping[str, Any], name: str, default: int = 0) -> int:
     value = config.get(name) or default
     if not isinstance(value, int) or not 1 <= value <= _LARGEST:
@@ -94,7 +101,7 @@ class ModelShape:
             kv_width=_size(config, "num_key_value_heads", heads) * head_dim,
             intermediate=_size(config, "intermediate_size"),
             vocab=_size(config, "vocab_size"),
-            tied=bool(config.get("tie_word_embeddings")),
+            tied=bool(config.get("tie_word_embeddings", config.get("model_type") in _TIED)),
         )
 
     @property

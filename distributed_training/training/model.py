@@ -131,10 +131,17 @@ def _sound_values() -> Iterator[None]:
         ) from error
 
 
-def build_meta_model(model_config: Mapping[str, Any], *, attention: str = "sdpa") -> nn.Module:
+def build_meta_model(
+    model_config: Mapping[str, Any],
+    *,
+    attention: str = "sdpa",
+    sequence_length: int | None = None,
+) -> nn.Module:
     """Build the Hugging Face model with parameters on the meta device (no memory) and real buffers.
 
-    ``attention``: as transformers names it.
+    ``attention``: as transformers names it. ``sequence_length``: that it will be trained with; as
+    long as its positions if that is not known. Raises UnfitModelError for a model that would be
+    computed otherwise here.
     """
     from transformers import AutoModelForCausalLM
 
@@ -155,6 +162,9 @@ def build_meta_model(model_config: Mapping[str, Any], *, attention: str = "sdpa"
             f"({', '.join(scaled) or 'bias or no head'}), which the chunked loss needs, so it "
             "cannot be trained here: use a Llama-like model"
         )
+    own = attention in (NAME, CAUSAL)
+    longest = sequence_length or getattr(config, "max_position_embeddings", None)
+    refuse_attention(model, longest if own else None)
     return model
 
 
@@ -216,16 +226,18 @@ def short_causal(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    **_: Any,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention as transformers calls it, with plain products.
 
-    Takes (batch, heads, tokens, width), returns (batch, tokens, heads, width). Causal, no padding
-    (sequences are packed), no dropout.
+    Takes (batch, heads, tokens, width), returns (batch, tokens, heads, width of the values).
+    Causal, no padding (sequences are packed), no dropout. Raises UnfitModelError for an option that
+    would be another computation.
     """
     batch, heads, length, width = query.shape
     if attention_mask is not None or dropout:
         raise ValueError("this attention takes packed sequences without dropout only")
+    _refuse_options(options, length)
     groups = heads // key.shape[1]
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -237,20 +249,88 @@ def short_causal(
         key.reshape(-1, length, width).transpose(1, 2),
         alpha=scale,
     )
-    mixed = torch.softmax(scores, -1) @ value.reshape(-1, length, width)
-    return mixed.view(batch, heads, length, width).transpose(1, 2), None
+    mixed = torch.softmax(scores, -1) @ value.reshape(-1, length, value.shape[-1])
+    return mixed.view(batch, heads, length, -1).transpose(1, 2), None
+
+
+def sdpa_causal(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as transformers' "sdpa" does, without a mask, which it takes for causal.
+
+    Raises UnfitModelError for an option that would be another computation.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    _refuse_options(options, query.shape[2])
+    mixed: tuple[Tensor, None] = sdpa_attention_forward(
+        module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
+    )
+    return mixed
+
+
+#: What a model may say to its attention without changing what is computed for packed sequences.
+_HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
+
+
+def _refuse_options(options: Mapping[str, Any], length: int) -> None:
+    """Raise UnfitModelError unless ``options`` leave attention plain and causal."""
+    for name, value in options.items():
+        if value is None or value is False or name in _HARMLESS:
+            continue
+        if name == "is_causal" or (name == "sliding_window" and value >= length):
+            continue
+        raise _unfit_attention(name)
+
+
+def _unfit_attention(name: str) -> UnfitModelError:
+    return UnfitModelError(
+        f"the model's attention has {name}, which is not computed here, so it would be another "
+        "model than its config.json says: use a Llama-like model without it"
+    )
+
+
+def refuse_attention(model: nn.Module, sequence_length: int | None = None) -> None:
+    """Raise UnfitModelError for a model whose attention is another than plain and causal.
+
+    A window as long as the sequences is none. ``sequence_length`` None: windows are computed.
+    """
+    config: Any = model.config
+    of_layers = [
+        module for name, module in model.named_modules() if name.rpartition(".")[2].endswith("attn")
+    ]
+    for name in ("attn_logit_softcapping", "attention_chunk_size", "use_bidirectional_attention"):
+        value = getattr(config, name, None)
+        whole = name == "attention_chunk_size" and value and value >= (sequence_length or 0)
+        if value and not whole:
+            raise _unfit_attention(name)
+    if any(hasattr(layer, "sinks") for layer in of_layers):
+        raise _unfit_attention("sinks")
+    told = [layer.sliding_window for layer in of_layers if hasattr(layer, "sliding_window")]
+    for window in told or [getattr(config, "sliding_window", None)]:
+        if window and sequence_length is not None and window < sequence_length:
+            raise _unfit_attention(
+                f"a sliding_window of {window} tokens, fewer than the {sequence_length} of a "
+                "sequence"
+            )
 
 
 def attention_implementation(device: torch.device, sequence_length: int, dropout: float) -> str:
     """Choose the attention, by the name that transformers knows."""
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if device.type != "cpu":
         # For its own "sdpa" transformers looks at each forward whether sequences are packed, by
         # reading a value back: that waits for everything queued before it, at every micro-batch.
         # For a name it has no mask for, it makes none, and SDPA without a mask is causal.
-        AttentionInterface.register(CAUSAL, sdpa_attention_forward)
+        AttentionInterface.register(CAUSAL, sdpa_causal)
         return CAUSAL
     if sequence_length > LONGEST or dropout:
         return "sdpa"

@@ -150,7 +150,7 @@ def build_sharded_model(
     say(line)
     dropout = float(model_config.get("attention_dropout") or 0.0)
     kind = attention_implementation(device, settings.sequence_length, dropout)
-    model = build_meta_model(model_config, attention=kind)
+    model = build_meta_model(model_config, attention=kind, sequence_length=settings.sequence_length)
     config: Any = model.config
     check_sequence_length(settings.sequence_length, config)
     if device.type == "cuda":

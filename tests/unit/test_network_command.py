@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from distributed_training.config import ConfigError, load_config
 from distributed_training.network_command import main
 from distributed_training.node.start import fetch_tokenizer
 from distributed_training.training.memory_plan import local_llama_config
+from distributed_training.training.model import parameter_schema
 from tests.tools.support_data import DATASET, Fault, RowsServer
 
 pytestmark = pytest.mark.timeout(60)
@@ -101,6 +103,39 @@ def test_no_network_is_founded_on_text_that_no_miner_can_read(
     assert found(tmp_path / "lab", *of) == 2
     assert "no text in the column 'text'" in capsys.readouterr().err
     assert not (tmp_path / "lab").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "mscale": None}}, ""),
+        ({"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 64}, ""),
+        (
+            {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 63},
+            "sliding_window of 63",
+        ),
+        ({"layer_types": [None, None]}, "a list with a null"),
+        ({"model_type": "no-such-model"}, "knows no model_type"),
+    ],
+)
+def test_a_network_is_founded_on_the_model_that_peers_build(
+    tmp_path: Path, capsys, change: dict[str, object], words: str
+) -> None:
+    """Its count is the real one, nulls are left out, and another attention is refused at once."""
+    model = tmp_path / "config.json"
+    small = local_llama_config(sequence_length=64)
+    del small["tie_word_embeddings"]
+    model.write_text(json.dumps(small | change))
+    length = ("--set", "training.sequence_length=64", "--set", "name=lab")
+    if words:
+        assert found(tmp_path / "lab", "--model", str(model), *length) == 2
+        assert words in capsys.readouterr().err and not (tmp_path / "lab").exists()
+        return
+    assert found(tmp_path / "lab", "--model", str(model), *length) == 0
+    network = read(tmp_path / "lab").network
+    count = sum(math.prod(shape) for _, shape in parameter_schema(network.model))
+    assert network.head.parameters == count
+    assert "mscale" not in str(network.model)
 
 
 @pytest.mark.parametrize("told", [True, False])
