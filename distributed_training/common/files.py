@@ -237,9 +237,13 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
+#: The disk, or this user's part of it, is full.
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
 def is_full(error: OSError) -> bool:
     """Return whether the disk, or this user's part of it, is full."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return error.errno in FULL
 
 
 def late_mount(folder: Path, fstab: Path | None = None) -> str | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import shutil
 import time
 from collections import Counter, OrderedDict
@@ -21,7 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from distributed_training.common.backoff import Throttle
+from distributed_training.common.backoff import Repeats, Throttle
+from distributed_training.common.files import FULL
 from distributed_training.config.types import extra
 
 from .block_builder import Failure, Prepared, WorkerPool, WorkerSpec, check_folder
@@ -129,6 +131,7 @@ class DataPipeline:
         self._slow_line = Throttle(_SLOW_LINE_EVERY)
         # What works for it
         self._counts: Counter[str] = Counter()
+        self._full_disk = Repeats(_SLOW_LINE_EVERY)
         self._block_folder = spec.blocks
         self._prepare_folder()
         self._held_back = HeldBack(self._block_folder / "held-back")
@@ -168,7 +171,11 @@ class DataPipeline:
     def _take(self, answer: Prepared | Failure) -> None:
         self._pending.discard(answer.block)
         if isinstance(answer, Failure):
-            log.warning("Block %d could not be prepared: %s", answer.block, answer.line)
+            full = any(os.strerror(number) in answer.line for number in FULL)
+            if (again := self._full_disk() if full else "") is not None:
+                log.warning(
+                    "Block %d could not be prepared: %s%s", answer.block, answer.line, again
+                )
             self._counts["blocks_failed"] += 1
             self._blocks[answer.block] = None
             return

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from distributed_training.common.backoff import Throttle
+from distributed_training.common.backoff import Repeats, Throttle
 from distributed_training.protocol.types import Progress, Revision
 
 from . import state_machine as ev
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 _REMEMBERED = 10_000  # blocks
 _GAPS = 100  # that are remembered
+_SAY_AGAIN = 600.0  # seconds between two lines of skipped blocks
 
 
 class BlockList:
@@ -77,6 +78,7 @@ class BlockList:
         self._last_requested = 0  # the newest block
         self._oldest = 0
         self._gaps: list[tuple[int, int]] = []  # first and last of what lies unused between the two
+        self._skipped = Repeats(_SAY_AGAIN)
         self._barren = False  # the last block had no data: the source may be down
         self._requested: list[int] = []
         self._ready: list[tuple[int, int]] = []
@@ -126,8 +128,9 @@ class BlockList:
             # With less than a micro-batch it would end on all ranks as soon as it began.
             if sequences >= self._micro_batch_size:
                 self._ready.append((block, sequences))
-            else:
-                log.warning("Block %d has no data for at least one rank and is skipped", block)
+            elif (again := self._skipped()) is not None:
+                what = f"Block {block} has no data for at least one rank and is skipped"
+                log.warning("%s%s", what, again)
 
     def _next_request(self) -> int:
         if self._ahead:

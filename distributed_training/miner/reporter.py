@@ -46,7 +46,7 @@ from .state_machine import MinerState, Mode, goes_back, ignores_calls
 
 log = logging.getLogger(__name__)
 
-_SAY_AGAIN = 600.0  # seconds between two lines of a full disk
+_SAY_AGAIN = 600.0  # seconds between two lines of snapshots that fail alike
 _ANSWER = 60.0  # seconds that the store has for one, see global_state.py
 _SLOPE_SAMPLES = 240  # a minute apart
 _SLOPE_LEAST = 30  # below, warming up looks like a leak
@@ -406,7 +406,7 @@ class Reporter:
         self._reload_timeout = reload_timeout
         self._clock = clock
         self._round_began: float | None = None
-        self._full_disk = Repeats(_SAY_AGAIN, clock=clock)
+        self._no_snapshot = Repeats(_SAY_AGAIN, clock=clock)
         self._global_outer_step = 0  # when the global bucket was last looked at
 
     def see(self, event: ev.Event, state: MinerState) -> None:
@@ -432,9 +432,10 @@ class Reporter:
                 held = handle.hold_seconds
                 log.info("%s: training was held for %.2f s", lines.EXTRACTED_STATE, held)
             case ev.SnapshotFailed(problem=problem, kind=kind):
-                # The problem names bytes that differ each time.
-                if kind != "disk" or (again := self._full_disk()) is not None:
-                    log.warning("%s%s", problem, again if kind == "disk" else "")
+                # By the kind: the problem names bytes and paths that differ each time.
+                disk = kind in ("disk", "write")
+                if (again := self._no_snapshot(kind) if disk else "") is not None:
+                    log.warning("%s%s", problem, again)
                 self._metrics.snapshot_refused(kind)
             case ev.SnapshotPutOff():
                 log.info("%s", lines.STALE_LIST)

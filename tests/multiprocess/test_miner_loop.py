@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import platform
 import re
+import shutil
+import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -26,14 +28,16 @@ OLD_FOLDER = Path(__file__).parents[1] / "vectors" / "run-folder-0.1.0.tar.xz"
 SECONDS = 120.0  # for a run that takes five on a machine at rest
 
 
-def start(scenario: str, folder: Path, world_size: int) -> list[Program]:
+def start(
+    scenario: str, folder: Path, world_size: int, *, log: Path | None = None
+) -> list[Program]:
     folder.mkdir(exist_ok=True)
     (port,) = free_ports(1)
     return [
         Program(
             *(SCRIPT, scenario, str(folder)),
             environ=rank_variables(rank, world_size=world_size, port=port),
-            log=folder / f"{scenario}-{rank}.log",
+            log=log or folder / f"{scenario}-{rank}.log",
         )
         for rank in range(world_size)
     ]
@@ -154,6 +158,24 @@ def test_a_full_disk_or_memory_blocks_publication_and_nothing_else(
     assert same(result, whole)
     steps = [int(s["tag"].rsplit(".")[-1]) for s in result["submitted"]]
     assert steps and min(steps) >= 6
+
+
+def test_a_disk_that_stays_full_is_a_handful_of_lines(tmp_path: Path) -> None:
+    """Everything of a rank lies on it: events, metrics, checkpoints, snapshots and blocks."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a small disk cannot be mounted here")
+    try:
+        (rank,) = start("no_room", disk, 1, log=tmp_path / "no_room.log")
+        statuses = end([rank])
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+    text = (tmp_path / "no_room.log").read_text()
+    assert statuses == [0], text
+    warned = [line for line in text.splitlines() if line.startswith(("WARNING", "ERROR"))]
+    assert "No space left on device" in text and len(warned) <= 8, "\n".join(warned)
 
 
 def test_a_dead_source_of_one_rank_is_waited_for_by_none(tmp_path: Path) -> None:

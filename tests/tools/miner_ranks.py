@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import queue
+import shutil
 import sys
 import threading
 import time
@@ -86,6 +87,7 @@ class Network:
 
     bucket, global_folder, inner_folder, published = "mine", None, None, Published()
     global_bucket: Any = types.SimpleNamespace(run_seen=None)
+    clock: Any = types.SimpleNamespace(fault=str, seconds=float)
 
     def __init__(self, folder: Path, info: StartupInfo) -> None:
         self.chain, self.info = self, info
@@ -415,6 +417,24 @@ def full_disk(folder: Path) -> None:
         miner.network.no_room = "the disk is full, says the test"
     miner.trainer.snapshot = snapshot  # type: ignore[method-assign]
     miner.run("full_disk")
+
+
+def no_room(folder: Path) -> None:
+    """The disk of the run folder is full from step 6 until forty blocks were not prepared."""
+    filler = folder / "filled"
+
+    def on_step(miner: Miner, step: int) -> None:
+        if step == 6:
+            filler.write_bytes(bytes(max(0, shutil.disk_usage(folder).free - 4096)))
+            miner.rank_zero.controller.subscribe(waits)  # type: ignore[union-attr]
+
+    def waits(event: ev.Event, state: MinerState) -> None:
+        if miner.data.counters().get("blocks_failed", 0) >= 40 and filler.exists():
+            filler.unlink()
+            miner.stop()
+
+    miner = Miner(folder, on_step=on_step)
+    miner.run("no_room")
 
 
 def starved(folder: Path) -> None:
