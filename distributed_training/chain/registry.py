@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import random
+import reprlib
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,7 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import httpx
-from pydantic import Field, SecretStr, TypeAdapter
+from pydantic import BeforeValidator, Field, SecretStr, TypeAdapter, ValidationError
 
 from distributed_training.common import http
 from distributed_training.common.backoff import Backoff
@@ -44,6 +45,26 @@ _CLOCK_APART = 4.0  # seconds, from which a refused write names the clocks
 _FAILURES = (httpx.HTTPError, RuntimeError, ValueError, LookupError, TypeError)
 
 
+_Row = tuple[int, Neuron | None, str | None]
+_ROW: TypeAdapter[_Row] = TypeAdapter(_Row)
+
+
+def _usable(rows: Any) -> Any:
+    """Leave out what is no row: one must not hide all others.
+
+    With more of those than rows it is another program's state, and none of it is taken.
+    """
+    if not isinstance(rows, list):
+        return rows
+    found = []
+    for row in rows:
+        try:
+            found.append(_ROW.validate_python(row))
+        except ValidationError:
+            log.warning("A row of the registry is damaged and left out: %s", reprlib.repr(row))
+    return found if 2 * len(found) >= len(rows) else rows
+
+
 @dataclass(frozen=True)
 class State:
     """An answer to ``/state``.
@@ -60,7 +81,7 @@ class State:
     time: float
     seconds_per_block: Annotated[float, Field(gt=0)]
     full: bool = True
-    rows: tuple[tuple[int, Neuron | None, str | None], ...] = field(default=())
+    rows: Annotated[tuple[_Row, ...], BeforeValidator(_usable)] = field(default=())
     scores: tuple[tuple[int, float], ...] = field(default=())
     expelled: tuple[str, ...] | None = None
 
@@ -332,6 +353,8 @@ class RegistryChain(Chain):
             if neuron is not None:
                 rows[uid] = (neuron, commitment)
         for uid, incentive in state.scores:
+            if uid not in rows:
+                continue  # it was left out
             old, commitment = rows[uid]
             rows[uid] = (replace(old, incentive=incentive, consensus=incentive), commitment)
         self._rows = rows

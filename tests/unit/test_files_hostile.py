@@ -8,6 +8,7 @@ import random
 import resource
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -99,6 +100,17 @@ def test_whatever_a_mutation_is_it_ends_no_reader(name: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("name", READERS)
 def test_a_hundred_thousand_mutations_end_no_reader(name: str, tmp_path: Path) -> None:
     mutate(name, tmp_path, seed=1_000_000, cases=10 * _CASES[name])
+
+
+@pytest.mark.parametrize("row", [[4], [4, {"uid": 4}, "x"], ["a", None, None], None, {"uid": 4}])
+def test_one_row_of_the_registry_hides_no_other(row: Any, tmp_path: Path) -> None:
+    reader, path = READERS["registry"], tmp_path / "state.json"
+    whole = json.loads(reader.honest())
+    path.write_text(json.dumps(whole | {"rows": [whole["rows"][0], row]}))
+    assert [uid for uid, *_ in reader.read(path).rows] == [3]
+    path.write_text(json.dumps(whole | {"rows": [whole["rows"][0], row, row]}))
+    with pytest.raises(ValueError):
+        reader.read(path)  # another program's
 
 
 @pytest.mark.long
