@@ -37,6 +37,9 @@ INTERVAL = timedelta(minutes=1)
 _TIMEOUT = timedelta(seconds=5)
 _OLDEST = timedelta(minutes=2)  # of what the chain said last
 
+# OSError: certificates that cannot be read.
+_SILENT = (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError, KeyError, OverflowError)
+
 
 class ClockUnknown(RuntimeError):
     """The store does not tell its time; the text gives the reason."""
@@ -71,7 +74,7 @@ def store_offset(config: Config) -> Offset:
             reply = client.head(endpoint_of(config.store))
         ended = time.time()
         theirs = parsedate_to_datetime(reply.headers["date"]).timestamp() + 0.5  # whole seconds
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, OverflowError) as error:
+    except _SILENT as error:
         raise ClockUnknown(f"the store does not tell its time ({error})") from None
     # The store wrote it between the two: half of the way there and back is taken off.
     return Offset((began + ended) / 2 - theirs, (ended - began) / 2, "the store's")

@@ -132,6 +132,17 @@ def test_without_the_store_the_chains_clock_counts(
     assert clock.chain_offset(chain(9.0, age=1000.0)) is None  # of before an outage, or a sleep
 
 
+def test_certificates_that_cannot_be_read_are_no_fault_of_the_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(**_: object) -> None:
+        raise FileNotFoundError("no such file: ca.pem")
+
+    monkeypatch.setattr(clock, "Transport", absent)
+    check = outside.check_clock(CONFIG)
+    assert check.status == "skip" and "ca.pem" in check.finding
+
+
 @pytest.fixture
 def watch() -> Iterator[Callable[[list[Offset | None]], ClockWatch]]:
     made: list[ClockWatch] = []
