@@ -143,7 +143,7 @@ class RegistryChain(Chain):
         self._seen: State | None = None
         self.identity = ""  # of the registry, once it has answered
         self._rows: dict[int, tuple[Neuron, str | None]] = {}
-        self._expelled: frozenset[str] = frozenset()
+        self.all_expelled: frozenset[str] = frozenset()  # hotkeys, as last read
         # For a registry that comes back from an old backup.
         self._written: dict[str, dict[str, Any]] = {}  # by kind, what was accepted last
         self._told = ""  # the failure that was logged
@@ -299,7 +299,7 @@ class RegistryChain(Chain):
     # reads
 
     def expelled(self, hotkey: str) -> bool:
-        return hotkey in self._expelled
+        return hotkey in self.all_expelled
 
     @property
     def trouble(self) -> str:
@@ -359,7 +359,7 @@ class RegistryChain(Chain):
             rows[uid] = (replace(old, incentive=incentive, consensus=incentive), commitment)
         self._rows = rows
         if state.expelled is not None:
-            self._expelled = frozenset(state.expelled)
+            self.all_expelled = frozenset(state.expelled)
         neurons = tuple(rows[uid][0] for uid in sorted(rows))
         self._saw_neurons(neurons)
         self._saw_commitments({n.hotkey: text for n, text in rows.values() if text is not None})

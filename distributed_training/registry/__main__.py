@@ -383,6 +383,8 @@ def status(given: argparse.Namespace) -> int:
             where = f"{n.ip}:{n.port}" if n.port is not None else "no endpoint"
             role = f"validator, stake {n.stake:g}" if n.validator_permit else "miner"
             print(f"{n.uid:4} {n.hotkey}  {role}, {where}, incentive {n.incentive:.4f}")
+        for hotkey in sorted(chain.all_expelled):
+            print(f"   - {hotkey}  expelled")
     return 0
 
 
