@@ -27,7 +27,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from distributed_training.common.backoff import Throttle, doubling
-from distributed_training.common.proxies import share
+from distributed_training.common.proxies import share, via
 from distributed_training.config.settings import ChainSettings
 
 from .base import Chain, ChainError, Neuron
@@ -290,7 +290,7 @@ class BittensorChain(Chain):
         log.warning(
             "The chain at %s failed (%s): %s; trying again, also at other endpoints. If it lasts, "
             "name a node with --subtensor.chain_endpoint",
-            endpoint,
+            endpoint + via(endpoint),
             _describe(error),
             known,
         )

@@ -19,6 +19,8 @@ import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
+from .addresses import Reach, reach
+
 #: Where tokenizers come from.
 HUB = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
 VARIABLES = ("http_proxy", "https_proxy", "all_proxy")
@@ -47,9 +49,15 @@ def proxy_for(url: str) -> str | None:
     if proxy is None or not host or host == "localhost" or host.endswith(".localhost"):
         return None
     address = _address(host)
-    if address is not None and not address.is_global:
+    if address is not None and reach(str(address)) is not Reach.EVERYWHERE:
         return None
     return None if _excepted(host, port or _PORTS.get(scheme), address) else proxy
+
+
+def via(url: str) -> str:
+    """Return " through the proxy HOST:PORT" where a request to ``url`` takes one, else ""."""
+    proxy = proxy_for(url)
+    return f" through the proxy {urlsplit(proxy).netloc.rpartition('@')[2]}" if proxy else ""
 
 
 def share(url: str) -> None:

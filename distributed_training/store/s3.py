@@ -33,7 +33,7 @@ from urllib.parse import urlsplit
 from pydantic import SecretStr
 
 from distributed_training.common.files import is_full
-from distributed_training.common.proxies import proxy_for
+from distributed_training.common.proxies import proxy_for, via
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol.keys import r2_endpoint
 from distributed_training.protocol.metadata import BucketCredentials
@@ -410,8 +410,8 @@ class S3ObjectStore:
         self._write_interval = settings.write_interval.total_seconds()
         self._last_write: dict[str, float] = {}
         self._write_lock = threading.Lock()
-        proxy, secure = proxy_for(endpoint_url), endpoint_url.startswith("https")
-        authorities = _authorities() if secure else None
+        proxy, scheme = proxy_for(endpoint_url), urlsplit(endpoint_url).scheme
+        authorities = _authorities() if scheme == "https" else None
         with _CLIENTS:
             self._client: Any = _session().client(
                 "s3",
@@ -432,7 +432,7 @@ class S3ObjectStore:
                     max_pool_connections=settings.concurrency + 4,
                     tcp_keepalive=True,
                     # Without this botocore reads the environment, for loopback too.
-                    proxies={urlsplit(endpoint_url).scheme: proxy} if proxy else {},
+                    proxies={scheme: proxy} if proxy else {},
                     # The store compares every part with its MD5, so the payload need not be hashed
                     # a second time for the signature.
                     s3={"addressing_style": "path", "payload_signing_enabled": False},
@@ -739,8 +739,8 @@ class S3ObjectStore:
         except (BotoCoreError, HTTPError, OSError) as error:
             # Connection, timeout, or a read of ours that was interrupted.
             raise TransientError(
-                f"{verb} {self._bucket}/{key}: no answer from {self._endpoint} "
-                f"({type(error).__name__})"
+                f"{verb} {self._bucket}/{key}: no answer from {self._endpoint}"
+                f"{via(self._endpoint)} ({type(error).__name__})"
             ) from None
         except (LookupError, ValueError, TypeError, ResponseParserError) as error:
             # A page of a proxy, with status 200, or headers that are none. botocore lets them pass.

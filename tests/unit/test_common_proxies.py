@@ -9,8 +9,12 @@ import asyncio
 import ipaddress
 import os
 import random
+import threading
 from contextlib import closing, suppress
-from typing import Any
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import httpx
 import httpx2
@@ -19,11 +23,20 @@ from pydantic import SecretStr
 from websockets.proxy import get_proxy
 from websockets.uri import parse_uri
 
+from distributed_training.chain.base import Neuron
+from distributed_training.chain.client import SignedClient
+from distributed_training.chain.registry import RegistryChain
 from distributed_training.common import proxies
 from distributed_training.common.proxies import proxy_for, share, unusable
 from distributed_training.common.transports import AsyncTransport, Transport
-from distributed_training.config.settings import StoreSettings
-from distributed_training.store.s3 import AccessKeys, S3ObjectStore
+from distributed_training.config import load_config
+from distributed_training.config.settings import DataSettings, StoreSettings
+from distributed_training.data.dataset_server import RowsApiSource
+from distributed_training.data.page_source import Counts, PageUnavailable
+from distributed_training.health.clock import ClockUnknown, store_offset
+from distributed_training.store.s3 import AccessKeys, S3ObjectStore, StoreError
+from tests.tools.chain_world import MINER, VALIDATOR
+from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -214,7 +227,7 @@ def _draw(dice: random.Random) -> tuple[dict[str, str], str]:
 
 def test_each_client_sends_a_request_to_the_same_place(monkeypatch: pytest.MonkeyPatch) -> None:
     dice, proxied = random.Random(20261126), 0
-    for _ in range(150):
+    for _ in range(90):
         environment, host = _draw(dice)
         scheme, port = dice.choice(["http", "https", "ws", "wss"]), dice.choice([443, 9000])
         url = f"{scheme}://{host}:{port}"
@@ -233,4 +246,56 @@ def test_each_client_sends_a_request_to_the_same_place(monkeypatch: pytest.Monke
             assert found <= {expected}, (url, environment)
         for name in ENVIRONMENT:
             os.environ.pop(name, None)
-    assert proxied > 30
+    assert proxied > 20
+
+
+class Refusing(BaseHTTPRequestHandler):
+    """A proxy that notes where it should go, and goes nowhere."""
+
+    asked: ClassVar[set[str]] = set()
+
+    def refuse(self) -> None:
+        self.asked.add(urlsplit(self.path).hostname or self.path.partition(":")[0])
+        self.send_error(403)
+
+    do_GET = do_HEAD = do_POST = do_PUT = do_CONNECT = refuse
+
+    def log_message(self, format: str, *args: object) -> None:
+        del format, args
+
+
+def _ask_everybody(host: str) -> None:
+    """Make a request of each client to a host of its own below ``host``, or to ``host`` itself."""
+
+    def at(name: str) -> str:
+        return f"http://{name}.{host}:9" if host[-1].isalpha() else f"http://{host}:9"
+
+    flags = ["--preset", "local", "--r2.endpoint_url", at("clock")]
+    with suppress(ClockUnknown):
+        store_offset(load_config("miner", flags, check=False))
+    neuron = Neuron(uid=1, hotkey=MINER.ss58, ip="1.1.1.1" if host[-1].isalpha() else host, port=9)
+    SignedClient(wallet=VALIDATOR).sweep_is_alive([neuron], timedelta(seconds=5))
+    quick = DataSettings(rows_url=at("data"), request_attempts=1)
+    with pytest.raises(PageUnavailable):
+        RowsApiSource(settings=quick, token=None, cache=None, counts=Counts()).num_rows()
+    keys = AccessKeys(SecretStr("key"), SecretStr("secret"))
+    store = S3ObjectStore(bucket="b-7", endpoint_url=at("store"), keys=keys, settings=SETTINGS)
+    with closing(store), pytest.raises(StoreError):
+        store.head("k")
+    with closing(RegistryChain(url=at("registry"), wallet=None)) as chain:
+        wait_for(lambda: bool(chain.trouble), "the registry's first answer")
+
+
+def test_chain_store_data_and_calls_ask_the_proxy_for_others_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        for name in proxies.VARIABLES:
+            monkeypatch.setenv(name, f"http://127.0.0.1:{server.server_port}")
+        _ask_everybody("127.0.0.1")
+        assert set() == Refusing.asked
+        _ask_everybody("lab.example")
+        names = {f"{name}.lab.example" for name in ("clock", "data", "store", "registry")}
+        assert names | {"1.1.1.1"} == Refusing.asked
+        server.shutdown()
