@@ -658,7 +658,9 @@ class _Supervisor:
             ended = not self._listening or not self._group.endings
             if stopping and not self._is(Phase.FORCED) and ended:
                 return Ending(ExitStatus.STOPPED)
-            if not self._failures:
+            if stopping:
+                log.warning("Rank 0 was ended before it had saved: the last checkpoint counts")
+            elif not self._failures:
                 log.warning("Rank 0 left no exit status, so it counts as failed")
             return Ending(ExitStatus.FAULT)
         # Rank 0 obeyed a SIGTERM that another rank's failure, or the fork server's end, sent it.

@@ -149,6 +149,8 @@ def test_a_stuck_rank_is_ended_and_strays_are_reaped(launched: Callable[..., Lau
     assert run.wait() == 1
     assert not run.mark.processes()
     assert "ending the ranks by force" in run.output
+    assert "Rank 0 was ended before it had saved" in run.output
+    assert "counts as failed" not in run.output
 
 
 def test_a_checkpoint_that_takes_longer_than_a_stop_may_is_said(
