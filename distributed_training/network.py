@@ -15,9 +15,11 @@ from __future__ import annotations
 import asyncio
 import difflib
 import hashlib
+import ipaddress
 import json
 import os
 import re
+import socket
 import time
 import tomllib
 from collections.abc import Callable, Collection, Mapping
@@ -32,6 +34,7 @@ from pydantic.dataclasses import dataclass as checked
 from distributed_training.common.files import json_line, parse_toml, write_bytes
 from distributed_training.common.http import TooLong, ask
 from distributed_training.common.memory import ModelShape
+from distributed_training.common.proxies import proxy_for
 
 if TYPE_CHECKING:
     import ssl
@@ -45,7 +48,8 @@ LARGEST_SHOWN = 4096  # bytes of what the global bucket says of its network
 KEPT = "network"  # folder of the last good copy, in the run folder
 _FILE = "network.toml"
 _ATTEMPTS, _FIRST_WAIT, _TIMEOUT = 3, 1.0, 10.0  # seconds
-_LONGEST = 30.0  # seconds, of a whole reply
+_LONGEST = 30.0  # seconds, of a whole reply with the redirects before it
+_MOST_REDIRECTS = 5
 
 _RUN_ID_DIGITS = 12
 _UNTIED = {"tie_word_embeddings": False}
@@ -519,16 +523,44 @@ def _fetch(url: str) -> str:
 
 async def _download(url: str) -> bytes:
     """Return what is at ``url``. Raises NetworkAway, TimeoutError, httpx's errors."""
-    async with _client() as client:
-        try:
-            reply, data = await ask(client, "GET", url, most=LARGEST_FILE, seconds=_LONGEST)
-        except TooLong as error:  # a page of something else
-            raise NetworkAway(f"what {url} answers is no network's file: {error}") from None
-    reply.raise_for_status()
-    # After redirects: the signature tells who wrote the file, not that it is today's.
-    if reply.url.scheme != "https":
-        raise NetworkAway(f"{url} leads to {reply.url}, which anybody on the way writes")
-    return data
+    place = url
+    async with asyncio.timeout(_LONGEST), _client() as client:
+        for _ in range(1 + _MOST_REDIRECTS):
+            try:
+                reply, data = await ask(client, "GET", place, most=LARGEST_FILE, seconds=_LONGEST)
+            except TooLong as error:  # a page of something else
+                raise NetworkAway(f"what {url} answers is no network's file: {error}") from None
+            if not reply.has_redirect_location:
+                reply.raise_for_status()
+                return data
+            # httpx has refused what is no URL.
+            place = _redirected(url, urljoin(place, reply.headers["location"]))
+    raise NetworkAway(f"{url} leads on more than {_MOST_REDIRECTS} times")
+
+
+def _redirected(url: str, place: str) -> str:
+    """Return the place that ``url`` leads to, before anything is asked of it. Raises NetworkAway.
+
+    Whoever can write to the founder's web site would else have this machine ask its neighbours.
+    """
+    shown, parts = repr(place)[1:201], urlsplit(place)
+    # The signature tells who wrote the file, not that it is today's.
+    if parts.scheme != "https" or "@" in parts.netloc or not parts.hostname:
+        raise NetworkAway(f"{url} leads to {shown}, which anybody on the way writes")
+    # An operator's own URL may be of the own network. A proxy reaches no private address.
+    if proxy_for(place) is None and _is_inside(place) and not _is_inside(url):
+        raise NetworkAway(f"{url} leads to {shown}, an internal address, so it was not asked")
+    return place
+
+
+def _is_inside(url: str) -> bool:
+    """Return whether the host of ``url`` has an address that is not a public one."""
+    try:
+        found = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_STREAM)
+        addresses = [ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in found]
+    except (OSError, ValueError):  # the request will say so
+        return False
+    return not all((getattr(a, "ipv4_mapped", None) or a).is_global for a in addresses)
 
 
 def _client() -> httpx.AsyncClient:
@@ -537,7 +569,7 @@ def _client() -> httpx.AsyncClient:
     from distributed_training.common.transports import AsyncTransport
 
     transport = AsyncTransport(verify=certificates())
-    return httpx.AsyncClient(transport=transport, timeout=_TIMEOUT, follow_redirects=True)
+    return httpx.AsyncClient(transport=transport, timeout=_TIMEOUT)
 
 
 def certificates() -> ssl.SSLContext:

@@ -26,6 +26,8 @@ async def ask(
 ) -> tuple[httpx.Response, bytes]:
     """Return an answer and its body of at most ``most`` bytes, whatever its status.
 
+    One that leads elsewhere is returned as it is: the caller decides what to ask next.
+
     ``seconds`` cover all of it, from the connection to the last byte. ``compressed``: take gzip;
     ``most`` counts what comes out of it. Raises TooLong, TimeoutError and httpx's errors,
     HTTPStatusError only if there are more bytes.
@@ -36,7 +38,9 @@ async def ask(
     # httpx bounds each read alone: a head or a body that trickles in would never end.
     async with (
         asyncio.timeout(seconds),
-        client.stream(method, url, content=content, headers=headers) as reply,
+        client.stream(
+            method, url, content=content, headers=headers, follow_redirects=False
+        ) as reply,
     ):
         async for part in reply.aiter_bytes() if compressed else reply.aiter_raw():
             body += part

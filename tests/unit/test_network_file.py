@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import tomllib
@@ -23,6 +24,7 @@ from distributed_training.config import Config, ConfigError, describe, load_conf
 from distributed_training.config.types import ConfigAway
 from distributed_training.network import (
     BUILT_IN,
+    NetworkAway,
     NetworkFileError,
     digest_of,
     keep,
@@ -308,6 +310,62 @@ def test_certificates_that_cannot_be_read_are_named(monkeypatch: pytest.MonkeyPa
     ):
         with pytest.raises(ConfigError, match=r"SSL_CERT_FILE.* cannot be read .*: correct that"):
             start()
+
+
+HOSTS = {"founder.example": "203.0.112.7", "inside.example": "10.0.0.5", "own.lan": "10.0.0.9"}
+PUBLIC, OWN = "https://founder.example/a/network.toml", "https://own.lan/network.toml"
+
+
+@pytest.mark.parametrize(
+    ("url", "steps", "words"),
+    [
+        (PUBLIC, [], ""),
+        (PUBLIC, ["other.toml"], ""),
+        (PUBLIC, ["https://founder.example/b", "/c", "d", "../e", "?f=1"], ""),
+        (PUBLIC, ["/b"] * 6, "leads on more than 5 times"),
+        (PUBLIC, ["http://founder.example/b"], "leads to http://founder"),
+        (PUBLIC, ["/b", "http://inside.example/admin"], "leads to http://inside"),
+        (PUBLIC, ["https://inside.example/admin"], "an internal address"),
+        (PUBLIC, ["https://127.0.0.1/"], "an internal address"),
+        (PUBLIC, ["https://[::1]/"], "an internal address"),
+        (PUBLIC, ["https://[::ffff:10.0.0.1]/"], "an internal address"),
+        (PUBLIC, ["https://169.254.169.254/latest"], "an internal address"),
+        (PUBLIC, ["https://2130706433/", ""], "an internal address"),
+        (PUBLIC, ["https://me:word@founder.example/"], "anybody on the way"),
+        (PUBLIC, ["file:///etc/passwd"], "anybody on the way"),
+        (PUBLIC, ["https://[x/"], "does not answer (Invalid URL"),
+        (PUBLIC, ["https://founder.example:x/"], "does not answer (Invalid URL"),
+        (OWN, ["https://inside.example/network.toml"], ""),  # an operator's own network
+        (OWN, ["http://inside.example/network.toml"], "leads to http://inside"),
+    ],
+)
+def test_redirects_lead_over_https_and_not_inside(
+    url: str, steps: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is asked of a place that it may not lead to."""
+    real = socket.getaddrinfo
+
+    def resolve(host: str, port: object, **how: int) -> object:
+        return real(HOSTS.get(host, host), port, flags=socket.AI_NUMERICHOST, **how)
+
+    asked: list[str] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        asked.append(str(request.url))
+        if len(asked) <= len(steps):
+            return httpx.Response(302, headers={"location": steps[len(asked) - 1]})
+        return httpx.Response(200, text="found")
+
+    monkeypatch.setattr("distributed_training.network.socket.getaddrinfo", resolve)
+    monkeypatch.setattr(network, "_FIRST_WAIT", 0.0)
+    monkeypatch.setattr(network, "_client", by(answer))
+    if not words:
+        assert network._fetch(url) == "found" and len(asked) == 1 + len(steps)
+        return
+    with pytest.raises(NetworkAway, match=re.escape(words)):
+        network._fetch(url)
+    assert not [place for place in asked if "http://" in place or "admin" in place]
+    assert all(place.startswith(url[:20]) for place in asked)
 
 
 @pytest.mark.slow
