@@ -19,72 +19,31 @@ from collections.abc import Callable
 from typing import Any
 
 _NUMBERS = (
-    0,
-    1,
-    -1,
-    7,
-    127,
-    255,
-    256,
-    2**15,
-    2**31 - 1,
-    2**31,
-    2**32,
-    2**53,
-    2**63,
-    2**64,
-    10**400,
+    *(0, 1, -1, 7, 127, 255, 256, 2**15, 2**31 - 1, 2**31, 2**32),
+    *(2**53, 2**63, 2**64, 10**400),
 )
 _VALUES: tuple[Any, ...] = (
     *(None, True, False, "", "x", "x" * 5000, "\x00", "\ud800", "../..", "9" * 400, 1.5, -0.0),
     *(float("nan"), float("inf"), 1e308, [], {}, [[]], [None] * 300, {"a": {"a": 1}}, ["x"], [-1]),
     *_NUMBERS,
 )
-#: Instructions that a file may do without, of every kind that the protocol of torch.save has.
+#: Instructions of every kind that torch.save writes, and some that it does not: without arguments,
+#: with one, and names of what torch.load allows or refuses.
 _SNIPPETS = (
+    *(bytes([code]) for code in b"N\x88\x89)]}(012.tRbaesuQ\x81\x85\x86\x87\x93\x94"),
+    *(b"K\1", b"J\xff\xff\xff\xff", b"G\x7f\xf8" + bytes(6), b"\x8a\xff" + b"\x7f" * 255),
+    *(b"X\1\0\0\0x", b"X\3\0\0\0cpu", b"\x8c\1x", b"\x80\x04", b"\x95" + bytes(8)),
+    *(b"q\0", b"h\0", b"r\0\0\0\x7f", b"j\0\0\0\1"),
     *(
-        b"N",
-        b"\x88",
-        b"\x89",
-        b")",
-        b"]",
-        b"}",
-        b"(",
-        b"0",
-        b"1",
-        b"2",
-        b"K\1",
-        b"J\xff\xff\xff\xff",
+        b"c%s\n%s\n" % tuple(name.encode().rsplit(b".", 1))
+        for name in (
+            *("torch.Size", "torch.device", "torch.float32", "torch.HalfStorage"),
+            *("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_parameter"),
+            *("torch._utils._rebuild_sparse_tensor", "torch._utils._rebuild_qtensor"),
+            *("torch.ComplexFloatStorage", "torch.nn.parameter.Parameter"),
+            *("collections.OrderedDict", "collections.Counter", "builtins.bytearray", "os.system"),
+        )
     ),
-    *(
-        b"X\1\0\0\0x",
-        b"X\3\0\0\0cpu",
-        b"\x8a\xff" + b"\x7f" * 255,
-        b"G\x7f\xf8" + bytes(6),
-        b"\x85",
-    ),
-    *(
-        b"\x86",
-        b"\x87",
-        b"t",
-        b"R",
-        b"b",
-        b"\x81",
-        b"a",
-        b"e",
-        b"s",
-        b"u",
-        b"Q",
-        b"q\0",
-        b"h\0",
-        b".",
-    ),
-    *(b"r\0\0\0\x7f", b"j\0\0\0\1", b"\x80\x04", b"\x95" + bytes(8), b"\x8c\1x", b"\x93", b"\x94"),
-    *(b"cos\nsystem\n", b"ctorch\nSize\n", b"ctorch\ndevice\n", b"ccollections\nOrderedDict\n"),
-    *(b"ctorch._utils\n_rebuild_tensor_v2\n", b"ctorch._utils\n_rebuild_parameter\n"),
-    *(b"ctorch._utils\n_rebuild_sparse_tensor\n", b"ctorch._utils\n_rebuild_qtensor\n"),
-    *(b"ctorch\nHalfStorage\n", b"ctorch\nComplexFloatStorage\n", b"ctorch\nfloat32\n"),
-    *(b"ctorch.nn.parameter\nParameter\n", b"ccollections\nCounter\n", b"cbuiltins\nbytearray\n"),
 )
 
 

@@ -6,8 +6,9 @@ import io
 import itertools
 import pickle
 import struct
+import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -264,6 +265,54 @@ def test_only_torch_saves_own_protocol_is_read() -> None:
     data = with_pickle(_bytes({"a": 1}), lambda body: b"\x80\4" + body[2:])
     with pytest.raises(PtFileError, match="protocol 2"):
         read_pt(io.BytesIO(data))
+
+
+_SHAPE = codec.encoded_shape(SCHEMA[0][1])
+_OTHER_KINDS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "sparse": ("vals", lambda: torch.zeros(_SHAPE).to_sparse()),
+    "compressed rows": ("vals", lambda: torch.zeros(64, 64).to_sparse_csr()),
+    "quantized": (
+        "vals",
+        lambda: torch.quantize_per_tensor(torch.zeros(_SHAPE), 1.0, 0, torch.qint8),
+    ),
+    "complex": ("vals", lambda: torch.zeros(_SHAPE, dtype=torch.complex64)),
+    "half": ("vals", lambda: torch.zeros(_SHAPE, dtype=torch.bfloat16)),
+    "double": ("vals", lambda: torch.zeros(_SHAPE, dtype=torch.float64)),
+    "eight bits": ("vals", lambda: torch.zeros(_SHAPE).to(torch.float8_e4m3fn)),
+    "truths": ("idxs", lambda: torch.zeros(_SHAPE, dtype=torch.bool)),
+    "floats": ("idxs", lambda: torch.zeros(_SHAPE)),
+    "negative": ("idxs", lambda: torch.full(_SHAPE, -1, dtype=torch.int16)),
+    "beyond": ("idxs", lambda: torch.full(_SHAPE, 2**62, dtype=torch.int64)),
+    "conjugate": ("vals", lambda: torch.zeros(_SHAPE, dtype=torch.complex64).conj()),
+    "imaginary": ("vals", lambda: torch.ones(_SHAPE, dtype=torch.complex64).conj().imag),
+    "meta": ("vals", lambda: torch.empty(_SHAPE, device="meta")),
+    "nested": ("vals", lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])),
+    "one element, many times": ("vals", lambda: torch.zeros(1).expand(2**40)),
+    "a number": ("vals", lambda: 5.0),
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", _OTHER_KINDS)
+def test_tensors_of_another_kind_are_refused(kind: str) -> None:
+    which, made = _OTHER_KINDS[kind]
+    payload = build_payload(_codes(), META)
+    payload[SCHEMA[0][0] + which] = made()
+    with pytest.raises(PayloadError):
+        load_payload(_bytes(payload), SCHEMA)
+
+
+def test_tensors_that_overlap_and_many_that_are_tiny_cost_little() -> None:
+    payload = build_payload(_codes(), META)
+    name, shape = SCHEMA[0]
+    payload[f"{name}vals"] = torch.ones(1).expand(_SHAPE)
+    payload[f"{name}idxs"] = torch.zeros(1, dtype=torch.int16).expand(_SHAPE)
+    tiny = torch.zeros(1)
+    payload["more"] = [tiny[:1] for _ in range(300)]  # each is a call, all of one storage
+    began = time.process_time()
+    decoded = load_payload(_bytes(payload), SCHEMA).decode(name, shape)
+    assert decoded is not None and bool(torch.isfinite(decoded).all())
+    assert time.process_time() - began < 5
 
 
 def test_an_encrypted_member_is_refused() -> None:
