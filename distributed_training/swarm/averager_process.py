@@ -335,9 +335,10 @@ class DTGradAverager(ServicerBase):
         called = str(stream.peer) in self._admitted
         async with asyncio.timeout(_FIRST_PART_TIMEOUT if called else _UNCALLED_TIMEOUT):
             await self._search_over.wait()  # it may know of our group before we do
-            all_reduce = self._all_reduce
-            if all_reduce is None or stream.peer not in all_reduce.group.peers:
-                return None
+        all_reduce = self._all_reduce
+        if all_reduce is None or stream.peer not in all_reduce.group.peers:
+            return None
+        async with asyncio.timeout(_FIRST_PART_TIMEOUT):
             first = await wire.begin(stream, part_bytes=self._config.part_size)
         if first is None or first.group_id != all_reduce.group.id:
             return None

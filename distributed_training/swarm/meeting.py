@@ -31,7 +31,7 @@ from distributed_training.protocol.synapses import ADDRESSES_EACH
 from .address_book import AddressBook
 from .bounds import Known
 from .supervisor import RoundOrder, address_of
-from .wire import Daemon
+from .wire import NONSENSE, Daemon
 
 _PROBE_TIMEOUT = 3.0  # seconds for a port to open
 _MEET_TIMEOUT = 10.0  # seconds for connection, handshake and first answer
@@ -189,7 +189,10 @@ class Meeting:
                 ping = dht_pb2.PingRequest(peer=protocol.node_info)
                 answer = await protocol.get_stub(peer).rpc_ping(ping, timeout=_MEET_TIMEOUT)
                 ended = get_dht_time()
-        except (OSError, TimeoutError, P2PDaemonError, P2PHandlerError) as error:
+                # A peer that is no DHT node has none.
+                node_id = DHTID.from_bytes(answer.peer.node_id) if answer.peer.node_id else None
+        # Addresses and answers are others': p2pd's and hivemind's libraries raise much.
+        except (OSError, TimeoutError, P2PDaemonError, P2PHandlerError, *NONSENSE) as error:
             why = str(error) or f"nothing in {_MEET_TIMEOUT:.0f} s"
             return Obstacle(
                 Kind.SILENT,
@@ -205,8 +208,8 @@ class Meeting:
                 f"{MAX_DHT_TIME_DISCREPANCY_SECONDS} s: "
                 "compare with `timedatectl`, and let it set the time (`timedatectl set-ntp true`)",
             )
-        if answer.peer.node_id:
-            await protocol.update_routing_table(DHTID.from_bytes(answer.peer.node_id), peer)
+        if node_id is not None:
+            await protocol.update_routing_table(node_id, peer)
         return Obstacle()
 
 

@@ -1,22 +1,26 @@
-"""The address book, and which addresses of a call are used."""
+"""The address book, addresses of a call, and what peers that are met may answer."""
 
 from __future__ import annotations
 
 import asyncio
+import math
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2PDaemonError, P2PHandlerError, PeerID
+from hivemind.proto import dht_pb2
 
 from distributed_training.protocol.keys import addressed_peer
-from distributed_training.swarm import address_book
+from distributed_training.swarm import address_book, meeting
 from distributed_training.swarm.address_book import AddressBook
 from distributed_training.swarm.bounds import Known
 from distributed_training.swarm.meeting import Meeting, Obstacle
 from distributed_training.swarm.supervisor import RoundOrder
+from distributed_training.swarm.wire import StreamError
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,11 +36,11 @@ def drawn(draw: random.Random, peer: str) -> str:
     return f"/{draw.choice(HOSTS)}/tcp/{draw.choice([0, 80, 8009, 99999])}/p2p/{whose}"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_the_address_book_is_bounded_and_holds_full_addresses(tmp_path: Path, seed: int) -> None:
     draw, path = random.Random(seed), tmp_path / "swarm" / "peers.json"
     book = AddressBook(path, "run")
-    for _ in range(draw.choice([3, 40])):
+    for _ in range(draw.choice([3, 12])):
         peers = draw.sample(IDS, draw.choice([1, 16, 150]))
         book.add(
             {peer: [drawn(draw, peer) for _ in range(draw.choice([0, 1, 9]))] for peer in peers}
@@ -105,11 +109,55 @@ def test_of_a_calls_addresses_few_are_used_and_of_named_peers_alone(
             protocol=SimpleNamespace(routing_table=table),
         )
         book, daemon = AddressBook(tmp_path / "peers.json", "run"), SimpleNamespace()
-        meeting: Any = Meeting(node, daemon, initial_peers=[], book=book, known=Known())  # type: ignore[arg-type]
-        meeting._meet = meet
-        await meeting.before_round(order)
+        own_meeting: Any = Meeting(node, daemon, initial_peers=[], book=book, known=Known())  # type: ignore[arg-type]
+        own_meeting._meet = meet
+        await own_meeting.before_round(order)
 
     asyncio.run(run())
     assert set(asked) <= set(named) - {str(own)}
     assert sum(map(len, asked.values())) <= 2 * len(named)
     assert all(addressed_peer(each) == peer for peer, places in asked.items() for each in places)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whatever_a_peer_answers_is_named_or_harmless(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """An initial peer is somebody else's program; it may answer anything, or nothing."""
+    draw, added = random.Random(seed), []
+    monkeypatch.setattr(meeting, "_any_opens", lambda _: asyncio.sleep(0, draw.random() < 0.9))
+    monkeypatch.setattr(meeting, "_MEET_TIMEOUT", 0.01)
+    times = [0.0, time.time(), time.time() + 9, time.time() - 9, math.inf, -math.inf, math.nan]
+
+    async def connect(*_: Any) -> None:
+        if draw.random() < 0.2:
+            raise draw.choice([StreamError("refused"), ValueError("no address"), OSError(24, "x")])
+
+    async def rpc_ping(*_: Any, timeout: float) -> Any:
+        if draw.random() < 0.2:
+            await asyncio.sleep(9)
+        if draw.random() < 0.2:
+            raise draw.choice([P2PHandlerError("a" * 9000), P2PDaemonError("reset"), TypeError()])
+        node_id = draw.randbytes(draw.choice([0, 20, 20, 21, 4000]))
+        answer = dht_pb2.PingResponse(dht_time=draw.choice(times))
+        answer.peer.node_id = node_id
+        return answer
+
+    async def update(node_id: Any, peer: PeerID) -> None:
+        added.append(node_id)
+
+    async def run() -> Obstacle:
+        protocol = SimpleNamespace(
+            node_info=dht_pb2.NodeInfo(),
+            get_stub=lambda _: SimpleNamespace(rpc_ping=rpc_ping),
+            update_routing_table=update,
+        )
+        node: Any = SimpleNamespace(peer_id=PeerID.from_base58(IDS[0]), protocol=protocol)
+        book, daemon = AddressBook(tmp_path / "peers.json", "run"), SimpleNamespace(connect=connect)
+        own: Any = Meeting(node, daemon, initial_peers=[], book=book, known=Known())  # type: ignore[arg-type]
+        address = f"/ip4/127.0.0.1/tcp/9/p2p/{IDS[1]}"
+        return await own._meet(PeerID.from_base58(IDS[1]), [address], draw.random() < 0.3)
+
+    obstacle = asyncio.run(run())
+    assert not (obstacle.kind and added)
+    assert len(obstacle.text) < 600
