@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -166,6 +167,40 @@ def parse_config(data: bytes | str) -> tuple[dict[str, Any], ConfigExtras]:
 
 def _dump(value: Mapping[str, Any]) -> bytes:
     return json.dumps(value, indent=4, sort_keys=True).encode()
+
+
+_LONGEST_NOTE = 300  # characters
+
+
+@dataclass(frozen=True)
+class RoundNotes:
+    """``round.json``: what the validator's last round says of single miners.
+
+    ``outer_step``: which the round was meant to end; ``miners``: by uid, why one was not called or
+    is not in the average.
+    """
+
+    outer_step: int
+    miners: Mapping[int, str] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        miners = {str(uid): why[:_LONGEST_NOTE] for uid, why in self.miners.items()}
+        return json.dumps({"outer_step": self.outer_step, "miners": miners}).encode()
+
+    @classmethod
+    def parse(cls, data: bytes | str) -> RoundNotes:
+        """Read ``round.json``. Raises MetadataError."""
+        raw = _load(data, "round.json", MAX_METADATA_BYTES)
+        miners = raw.get("miners")
+        if not isinstance(miners, dict):
+            raise MetadataError("round.json: miners is no object")
+        outer_step = _count(raw.get("outer_step"), "round.json: outer_step")
+        notes = {
+            int(uid): " ".join(why.split())[:_LONGEST_NOTE]
+            for uid, why in miners.items()
+            if re.fullmatch("[0-9]{1,5}", uid) and isinstance(why, str) and why.isprintable()
+        }
+        return cls(outer_step, notes)
 
 
 def _load(data: bytes | str, what: str, limit: int) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ ADDRESSES_EACH = 2  # of one peer, in a call or an answer: a public one, and tha
 # again: a body that is too large by one byte ends all rounds of a full network.
 _OF_EACH = LONGEST_PEER_ID + 4 + ADDRESSES_EACH * (LONGEST_ADDRESS + 4)
 MAX_BODY_BYTES = 3 * (1024 + LARGEST_GROUP * _OF_EACH) // 2
-_LONGEST_RUN_ID = 64
+_RUN_ID = r"[!-~]{1,64}"  # it is logged
 
 # Legacy freshness: a nonce is nanoseconds since the epoch; the first nonce of a (hotkey, uuid) must
 # be newer than now - LEGACY_ALLOWANCE - timeout. The timeout header is not signed, so it is capped.
@@ -120,7 +121,7 @@ def parse_is_alive_reply(body: Mapping[str, Any]) -> IsAliveReply:
         raise SynapseError(f"IsAlive: epoch {reprlib.repr(epoch)} is not a non-negative integer")
     peer_id, addresses, run_id = (body.get(name) for name in ("peer_id", "addresses", "run_id"))
     peer_id = peer_id if is_peer_id(peer_id) else None
-    known = isinstance(run_id, str) and 0 < len(run_id) <= _LONGEST_RUN_ID
+    known = isinstance(run_id, str) and re.fullmatch(_RUN_ID, run_id)
     return IsAliveReply(
         alive=body.get("completion") == "True",
         epoch=epoch,

@@ -408,10 +408,11 @@ def _chance(judgement: Judgement | None) -> str:
 def _sentence(row: Row) -> str:
     """Word the cause of a miner's low score, and its one fix."""
     start = f"uid {row.neuron.uid:03d}: "
+    of_round = f"; {row.of_round}" if row.of_round else ""
     if row.cause is None:
-        return f"{start}nothing stands in its way"
+        return f"{start}nothing stands in its way{of_round}"
     why = f" ({row.reason})" if row.reason else ""
-    return f"{start}{row.cause.costs}{why}. Fix: {row.cause.remedy}"
+    return f"{start}{row.cause.costs}{why}. Fix: {row.cause.remedy}{of_round}"
 
 
 def to_json(preview: Preview) -> dict[str, Any]:
@@ -443,6 +444,7 @@ def row_fields(row: Row) -> dict[str, Any]:
         "reason": row.reason,
         "costs": row.cause.costs if row.cause else "",
         "remedy": row.cause.remedy if row.cause else "",
+        "of_round": row.of_round,
         "assigned_wins": judgement.assigned_wins if judgement else None,
         "assigned_wins_chance": judgement.chance if judgement else None,
         "rank": standing.rank if standing else None,

@@ -45,6 +45,7 @@ from distributed_training.node.identity import follow_chain, miners_of
 from distributed_training.node.start import fetch_tokenizer
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
+from distributed_training.protocol.metadata import MAX_METADATA_BYTES, MetadataError, RoundNotes
 from distributed_training.protocol.scoring import (
     RESET,
     ScoreBoard,
@@ -292,6 +293,7 @@ class Row:
     cause: Cause | None
     reason: str
     standing: Standing | None = None
+    of_round: str = ""  # why the validator's last round was without it
 
 
 @dataclass(frozen=True)
@@ -558,9 +560,14 @@ class Session:
             timeout=wanted.timeout,
         )
         blocks = wanted.random_blocks or draw_random_blocks(block, wanted.draws, self._random)
-        return previewer.run(
+        found = previewer.run(
             choose(sources.miners(), wanted), random_blocks=blocks, passes=wanted.passes
         )
+        notes = read_round_notes(self._sources.global_bucket())
+        rows = (
+            dataclasses.replace(row, of_round=notes.get(row.neuron.uid, "")) for row in found.rows
+        )
+        return dataclasses.replace(found, rows=tuple(rows))
 
     def _judged(self, block: int) -> PublishedState:
         try:
@@ -583,6 +590,19 @@ class Session:
         if self._model is None or list(self._model.schema) != list(judged.schema):
             self._model = EvaluationModel(model_config=judged.model_config, device=self._device)
         return self._model
+
+
+def read_round_notes(bucket: BucketReader) -> dict[int, str]:
+    """Return why the last round was without single miners, by uid; nothing of it is needed."""
+    try:
+        data = bucket.get(keys.ROUND, limit=MAX_METADATA_BYTES)
+        notes = RoundNotes.parse(data) if data is not None else RoundNotes(0)
+    except (StoreError, MetadataError) as error:
+        log.debug("%s: %s", keys.ROUND, error)
+        return {}
+    return {
+        u: f"in the round of outer step {notes.outer_step} {w}" for u, w in notes.miners.items()
+    }
 
 
 def choose(miners: Sequence[Neuron], wanted: Wanted) -> Sequence[Neuron]:

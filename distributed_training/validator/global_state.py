@@ -42,7 +42,7 @@ from distributed_training.network import LARGEST_SHOWN, Network, Shown
 from distributed_training.node.start import WrongNetwork
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
-from distributed_training.protocol.metadata import ConfigExtras, Metadata
+from distributed_training.protocol.metadata import ConfigExtras, Metadata, RoundNotes
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store.bucket_reader import (
     BucketReader,
@@ -261,6 +261,10 @@ class GlobalPublisher:
             limit = model_bytes(schema)
             self._bucket.fetch(outer_step, self._folder, (keys.MODEL,), limit=limit)
         return load_weights(folder / keys.MODEL, schema)
+
+    def tell_round(self, notes: RoundNotes) -> None:
+        """Write who was not in the last round, for whoever looks up a score. Raises StoreError."""
+        self._put(keys.ROUND, notes.to_json())
 
     def _put(self, key: str, data: bytes) -> None:
         patient(self._store, each=_SMALL).put(key, data)

@@ -71,7 +71,8 @@ from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.config.settings import ValidatorSettings
 from distributed_training.node.identity import Member, miners_of
 from distributed_training.node.start import Stopped
-from distributed_training.protocol import lines
+from distributed_training.protocol import keys, lines
+from distributed_training.protocol.metadata import RoundNotes
 from distributed_training.protocol.scoring import round_due
 from distributed_training.protocol.types import AllReduceFault
 from distributed_training.scoring.evaluator import Judgement
@@ -138,6 +139,7 @@ class Validator:
         self._standings_path = run.folder / "ledger.json"
         self.state: GlobalState  # since the start
         self._loss = math.nan  # held-out loss of the state
+        self._noted = False  # whether the bucket may say something of the round before
         self._unsure = False  # whether a publication that failed may have reached the bucket
         self._scored_at = -1
         self._weights_at = -1
@@ -257,6 +259,7 @@ class Validator:
                 following = None
         self._told_round(outcome, fault, detail)
         self._remember(outcome, fault)
+        self._tell_miners(outcome)
         if following is not None:
             self._keep_round(following.outer_step, outcome)
             if self._published(following):
@@ -280,6 +283,22 @@ class Validator:
                 lines.counted(sentence.rest, "good round"),
                 sentence.cause,
             )
+
+    def _tell_miners(self, outcome: RoundOutcome) -> None:
+        """Write into the global bucket who was not in the round, and why."""
+        other = "its network's file is another version: it runs {}, so it is not called"
+        notes = {u: other.format(run) for u, run in outcome.attendance.other_runs.items()}
+        notes |= {uid: f"it was not called: {why}" for uid, why in outcome.left_out.items()}
+        notes |= {uid: f"it is not in the average: {why}" for uid, why in outcome.causes.items()}
+        # Nothing to say after a round with nothing to say: one write less.
+        if not notes and not self._noted:
+            return
+        write = partial(self._publisher.tell_round, RoundNotes(self.state.outer_step, notes))
+        try:
+            unless_stopped(write, stop=self._stop)
+            self._noted = bool(notes)
+        except StoreError as error:
+            log.info("%s was not written (%s): it is after the next round", keys.ROUND, error)
 
     def _outer_step(self, averaged: Sequence[Tensor]) -> GlobalState | None:
         """Take the outer step along the average; None if the result is not finite."""

@@ -166,7 +166,7 @@ def test_an_address_that_is_none_or_another_peers_counts_as_not_told(address: An
     assert not synapses.parse_is_alive_reply({**body, "peer_id": None}).addresses
 
 
-@pytest.mark.parametrize("run_id", [None, "", 7, "x" * 65, ["x"]])
+@pytest.mark.parametrize("run_id", [None, "", 7, "x" * 65, ["x"], "a\nb", "ä"])
 def test_a_run_id_that_is_none_counts_as_not_told(run_id: Any) -> None:
     body = {"completion": "True", "epoch": 3, "run_id": run_id}
     assert synapses.parse_is_alive_reply(body).run_id is None

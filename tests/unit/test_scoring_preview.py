@@ -25,7 +25,7 @@ from distributed_training.common.memory import ModelShape, disk_space
 from distributed_training.config import ConfigError
 from distributed_training.node.identity import miners_of
 from distributed_training.protocol import keys
-from distributed_training.protocol.metadata import ConfigExtras, Metadata
+from distributed_training.protocol.metadata import ConfigExtras, Metadata, RoundNotes
 from distributed_training.protocol.scoring import ScoreBoard
 from distributed_training.scoring import command, score_preview
 from distributed_training.scoring.evaluator import (
@@ -46,12 +46,14 @@ from distributed_training.scoring.score_preview import (
     in_folders,
     rank,
     read_judged,
+    read_round_notes,
 )
 from distributed_training.scoring.upload import Cause, DataUnavailable, folder_reader, inspect
 from distributed_training.store.bucket_reader import BucketReader
 from tests.tools.validator_world import (  # noqa: F401
     MODEL_CONFIG,
     VOCABULARY,
+    MemoryBucket,
     TwinMiner,
     World,
     one_thread,
@@ -311,6 +313,36 @@ def test_folders_stand_for_buckets(world: World, tmp_path: Path) -> None:
     reader = folder_reader(upload)
     damaged = inspect(Neuron(17, ""), lambda _: reader, outer_step=0, age_limit=timedelta(1))
     assert not damaged.valid and "metadata.json is not JSON" in damaged.reason
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        (None, {}),
+        (b"{", {}),
+        (b'{"outer_step": 3, "miners": []}', {}),
+        (b'{"outer_step": -3, "miners": {}}', {}),
+        (b"[" * 100_000, {}),
+        (
+            RoundNotes(
+                3, {17: "it was not called: it sent NaN", 4: "a\nb", 10**6: "no uid"}
+            ).to_json(),
+            {17: "in the round of outer step 3 it was not called: it sent NaN"},
+        ),
+    ],
+)
+def test_what_the_validator_says_of_its_last_round_is_shown(
+    content: bytes | None, found: dict[int, str]
+) -> None:
+    bucket = MemoryBucket()
+    if content is not None:
+        bucket.put(keys.ROUND, content)
+    notes = read_round_notes(BucketReader(bucket))
+    assert notes == found
+    repository = SimpleNamespace(tag="", valid=True, age=None)
+    row = Row(Neuron(17, "m"), repository, timedelta(1), None, None, "", of_round=notes.get(17, ""))
+    shown = command._sentence(row)
+    assert ("it sent NaN" in shown) == bool(found) == bool(command.row_fields(row)["of_round"])
 
 
 def test_who_is_looked_at() -> None:
