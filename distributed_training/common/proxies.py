@@ -37,7 +37,8 @@ _PROXY = re.compile(
 def proxy_for(url: str) -> str | None:
     """Return the proxy's URL for a request to ``url``, None where it goes straight there.
 
-    Proxies that are not HTTP or whose URL cannot be read are not used: :func:`unusable` names them.
+    Proxies that are not HTTP or whose URL cannot be read count as not set: :func:`unusable` names
+    them.
     """
     try:
         parts = urlsplit(url)
@@ -45,7 +46,7 @@ def proxy_for(url: str) -> str | None:
     except ValueError:  # whoever sends the request says so
         return None
     scheme = _LIKE.get(parts.scheme, parts.scheme)
-    proxy = _usable(variable(f"{scheme}_proxy") or variable("all_proxy"))
+    proxy = _usable(variable(f"{scheme}_proxy")) or _usable(variable("all_proxy"))
     if proxy is None or not host or host == "localhost" or host.endswith(".localhost"):
         return None
     address = _address(host)
@@ -62,6 +63,9 @@ def via(url: str) -> str:
 
 def share(url: str) -> None:
     """Set the environment so that libraries which read it send ``url`` where we would."""
+    for name in unusable():  # the hub's client refuses to be made where one is of SOCKS
+        for spelled in (name, name.upper()):
+            os.environ.pop(spelled, None)
     proxy, parts = proxy_for(url), urlsplit(url)
     if proxy is not None:
         os.environ[f"{parts.scheme}_proxy"] = proxy
