@@ -7,7 +7,9 @@ start is printed as the operator documents show it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -189,23 +191,51 @@ def _stop(nvml: Any) -> None:
 
 
 def _visible_handles(nvml: Any) -> list[Any]:
-    """List handles in the order CUDA numbers them; like CUDA's, it ends at the first bad entry."""
+    """List handles in the order CUDA numbers them; like CUDA's, it ends at the first bad entry.
+
+    One card named twice hides all of them.
+    """
     chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if chosen is None:
         return list(_all_handles(nvml))
-    handles = []
+    handles: list[Any] = []
     for word in (w.strip() for w in chosen.split(",")):
-        try:
-            if word.isdigit():
-                handles.append(nvml.nvmlDeviceGetHandleByIndex(int(word)))
+        handle = None
+        with contextlib.suppress(nvml.NVMLError):
+            # CUDA reads a number up to its end, and nothing behind one that does not end there.
+            if number := re.match(r"\d+", word):
+                handle = nvml.nvmlDeviceGetHandleByIndex(int(number[0]))
             # "-1", as some schedulers write, and all that is no card hide what follows.
             elif word.startswith(("GPU-", "MIG-")):
-                handles.append(nvml.nvmlDeviceGetHandleByUUID(word))
-            else:
-                break
-        except nvml.NVMLError:
+                handle = _handle_by_uuid(nvml, word)
+        if handle is None:
+            break
+        if any(_is_same(handle, other) for other in handles):
+            return []
+        handles.append(handle)
+        if number and number[0] != word:
             break
     return handles
+
+
+def _handle_by_uuid(nvml: Any, word: str) -> Any:
+    """Return the handle of a UUID or of the one card that it is the beginning of; else None."""
+    try:
+        return nvml.nvmlDeviceGetHandleByUUID(word)
+    except nvml.NVMLError:
+        of_card = [
+            handle
+            for handle in _all_handles(nvml)
+            if _text(nvml.nvmlDeviceGetUUID(handle)).startswith(word)
+        ]
+        return of_card[0] if len(of_card) == 1 else None
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    """Compare handles, which are pointers of ctypes."""
+    if isinstance(one, ctypes._Pointer) and isinstance(other, ctypes._Pointer):
+        return ctypes.addressof(one.contents) == ctypes.addressof(other.contents)
+    return bool(one == other)
 
 
 def _all_handles(nvml: Any) -> Iterator[Any]:

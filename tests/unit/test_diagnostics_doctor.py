@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import shutil
@@ -398,6 +399,44 @@ def test_sampler(fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus.visible_gpu_count() == 2  # like CUDA: the list ends at the first bad entry
     assert gpus.sample_gpu(1) == sample
     assert fake_nvml.open == 0
+
+
+@pytest.mark.parametrize(
+    ("form", "cards"),
+    [
+        *(("", 0), ("-1", 0), ("0", 1), ("1,0", 2), ("0,-1,1", 1), (" 0 , 1 ", 2), ("7", 0)),
+        *(("GPU-a", 1), ("GPU-c,GPU-a", 2), ("GPU-lo", 1), ("GPU-lon,0", 2), ("GPU-", 0)),
+        *(("0,0", 0), ("0,1,0", 0), ("GPU-long-one,GPU-lo", 0), ("3,GPU-lo", 0)),
+        *(("0;1", 1), ("0;1,1", 1), ("none", 0), ("NoDevFiles", 0), ("GPU-x", 0), ("MIG-x", 0)),
+    ],
+)
+def test_the_forms_that_cuda_takes(
+    form: str, cards: int, fake_nvml: FakeNvml, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uuids = ["GPU-a", "GPU-b", "GPU-c", "GPU-long-one"]
+    monkeypatch.setattr(fake_nvml, "nvmlDeviceGetCount", lambda: 4)
+    monkeypatch.setattr(fake_nvml, "nvmlDeviceGetUUID", lambda handle: uuids[handle])
+
+    def by_index(index: int) -> int:
+        if index >= len(uuids):
+            raise fake_nvml.NVMLError
+        return index
+
+    def by_uuid(uuid: str) -> int:
+        if uuid not in uuids:
+            raise fake_nvml.NVMLError
+        return uuids.index(uuid)
+
+    monkeypatch.setattr(fake_nvml, "nvmlDeviceGetHandleByIndex", by_index)
+    monkeypatch.setattr(fake_nvml, "nvmlDeviceGetHandleByUUID", by_uuid)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", form)
+    assert gpus.visible_gpu_count() == cards
+
+
+def test_handles_of_ctypes_are_compared_by_what_they_point_to() -> None:
+    cards = [ctypes.c_int(1), ctypes.c_int(1)]
+    first, again, other = (ctypes.pointer(cards[i]) for i in (0, 0, 1))
+    assert gpus._is_same(first, again) and not gpus._is_same(first, other)
 
 
 def test_gpus_in_use_are_told(fake_nvml: FakeNvml) -> None:
