@@ -144,8 +144,9 @@ def test_of_two_peers_the_longer_values_move_the_others_by_a_bounded_step(pair: 
     fill(pair[0], 1.0)
     fill(pair[1], 1e6)
     outcome = together(*pair)[0]
-    assert isinstance(outcome, AllReduceError) or outcome.partial or outcome.average_norm
-    if isinstance(outcome, AllReduceResult):
+    if isinstance(outcome, AllReduceError):  # most of so few values are one part
+        assert outcome.fault is AllReduceFault.PEER_FAILED, outcome
+    else:
         assert all(float(buffer.abs().max()) <= 20 for buffer in pair[0].buffers)
 
 
