@@ -302,6 +302,9 @@ class Evaluator:
             raise DataUnavailable(str(error)) from None
         except Exception as error:  # of rows or of this machine: the upload was not looked at yet
             raise DataUnavailable(f"its text cannot be measured: {in_a_line(error)}") from error
+        # Scores are computed from both: one that is not finite would end the pass of all.
+        if not all(math.isfinite(loss) for losses in before for loss in losses):
+            raise DataUnavailable("the loss before it is not finite")
         try:
             self._apply(upload.payload, judged.learning_rate)
             after = [self.model.losses(text) for text in texts]
@@ -318,7 +321,6 @@ class Evaluator:
                 (random_blocks, assigned), texts, before, after, strict=True
             )
         )
-        # Only after: the weights themselves were checked when they were published.
         if not all(map(math.isfinite, (*on_random.after, *on_assigned.after))):
             cause = Cause.NOT_FINITE
             return Judgement.reset(uid, outer_step, cause, "the loss after it is not finite")

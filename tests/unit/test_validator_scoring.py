@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import random
 import threading
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.scoring import MAX_MISSED_SWEEPS
 from distributed_training.protocol.synapses import IsAliveReply
 from distributed_training.scoring import upload
-from distributed_training.scoring.evaluator import Evaluator
+from distributed_training.scoring.evaluator import EvaluationModel, Evaluator
 from distributed_training.scoring.upload import Cause, DataUnavailable, inspect
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import StoreError
@@ -223,6 +224,22 @@ def test_crafted_uploads_leave_the_honest_ones_their_scores(tmp_path: Path) -> N
     judged = {j.uid: j for j in world.validator.score()}
     assert [uid for uid in judged if judged[uid].ok] == list(honest)
     assert {judged[uid].cause for uid in crafted} == {Cause.BAD_GRADIENT}
+
+
+def test_a_loss_that_is_not_finite_without_the_upload_is_not_its_fault(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = EvaluationModel.losses
+
+    def losses(self: Any, text: torch.Tensor) -> tuple[float, ...]:
+        return (
+            (math.nan,)
+            if text.equal(pages(17, world.miners[17].blocks[0]))
+            else measured(self, text)
+        )
+
+    monkeypatch.setattr(EvaluationModel, "losses", losses)
+    assert [j.uid for j in world.validator.score()] == [3, 42]
 
 
 class Killed(BaseException):
