@@ -522,7 +522,8 @@ class Services:
         else:
             flags["validator.alive_wanted"] = str(len(options.ranks))
             flags["validator.alive_least"] = str(least)
-            flags["validator.minimum_peers"] = str(least + 1)
+            # All are waited for, but one that spoils its part of a round costs the others nothing.
+            flags["validator.minimum_peers"] = str(max(2, least))
         return flags
 
     def environment(self, plan: NeuronPlan) -> dict[str, str]:

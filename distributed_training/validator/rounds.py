@@ -295,9 +295,9 @@ class RoundCaller:
             )
         if choice.no_choice:
             log.warning(
-                "Rounds fail and no choice is left: of %d miners that are alive %d are needed, so "
-                "uids %s are called although rounds with them failed; ask their operators, expel "
-                "whose fault it is (dt-registry expel), or lower --validator.minimum_peers",
+                "Among the miners no choice is left: of %d that are alive %d are needed, so "
+                "uids %s are called although they spoil rounds; ask their operators, expel whose "
+                "fault it is (dt-registry expel), or lower --validator.minimum_peers",
                 len(able),
                 max(1, peers - 1),
                 ", ".join(map(str, choice.no_choice)),

@@ -463,9 +463,7 @@ def test_two_miners_of_which_one_spoils_all_leave_no_choice(
         assert not world.validator.round()
         assert set(world.client.called[-1]) == {3, 17}
         _go_back(world)
-    assert (
-        "no choice is left: of 2 miners that are alive 2 are needed, so uids 3, 17" in caplog.text
-    )
+    assert "no choice is left: of 2 that are alive 2 are needed, so uids 3, 17" in caplog.text
 
 
 @pytest.mark.parametrize("fault", [AllReduceFault.SWARM_DOWN, AllReduceFault.NO_GROUP])
