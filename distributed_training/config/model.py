@@ -9,11 +9,13 @@ launcher gives addresses, ports and keys as flags and environment variables on t
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
@@ -320,6 +322,16 @@ def check_addresses(config: Config) -> Iterator[str]:
         )
 
 
+def check_store(config: Config) -> Iterator[str]:
+    url, bucket = config.store.endpoint_url or "", config.store.global_model_name
+    name = urlsplit(url).path.rstrip("/").rpartition("/")[2]
+    if name == bucket or re.fullmatch(rf"{re.escape(bucket)}-\d{{3,}}", name):
+        yield (
+            f"--r2.endpoint_url {url} ends with a bucket, whose name is added here, so uploads "
+            f"would go where no validator looks: leave out /{name}"
+        )
+
+
 def _is_nowhere(text: str) -> bool:
     """Return whether an address cannot be reached from the internet.
 
@@ -391,6 +403,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_run_folder,
     check_ports,
     check_addresses,
+    check_store,
     check_sources,
     check_keys,
 )

@@ -290,8 +290,12 @@ WebUrl = Annotated[
 
 
 def _is_endpoint(text: str) -> str:
-    host, rest = urlsplit(text).hostname or "", re.sub(r"^[^:]*://[^/?#]*", "", text)
-    if rest.strip("/"):
+    parts = urlsplit(text)
+    host, rest = parts.hostname or "", re.sub(r"^[^:]*://[^/?#]*", "", text)
+    # Some stores lie below a path. One that a bucket could be called is what R2's dashboard shows.
+    path = rest.strip("/")
+    is_r2 = host.endswith(".r2.cloudflarestorage.com")
+    if path and (is_r2 or "//" in rest or rest != parts.path or _is_bucket(path)):
         raise ValueError(
             f"the endpoint alone: leave out {rest!r:.100}, the bucket's name is added here"
         )

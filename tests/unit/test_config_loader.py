@@ -395,12 +395,18 @@ def test_the_user_part_of_a_url_is_never_shown() -> None:
         ("https://a.example?x=1", r"leave out '\?x=1'"),
         ("https://a.example//b", "leave out '//b'"),
         ("http://a.example:9000/#f", "leave out '/#f'"),
+        ("https://a.eu.r2.cloudflarestorage.com/some/path", "leave out '/some/path'"),
+        ("https://a.example/storage/v1/s3?x=1", r"leave out '/storage/v1/s3\?x=1'"),
+        ("https://a.example/storage/v1/s3/llama-4b-ws-4/", "leave out /llama-4b-ws-4$"),
+        ("https://a.example/storage/v1/s3/llama-4b-ws-4-007", "leave out /llama-4b-ws-4-007$"),
         ("https://pub-12ab.r2.dev", "cloudflarestorage.com"),
         ("https://a.r2.cloudflarestorage.com", ""),
+        ("https://project.supabase.co/storage/v1/s3", ""),
+        ("https://gateway.example/s3/", ""),
         ("http://[::1]:9000/", ""),
     ],
 )
-def test_an_endpoint_is_a_host_alone(url: str, text: str) -> None:
+def test_an_endpoint_holds_no_bucket(url: str, text: str) -> None:
     if not text:
         assert load("--r2.endpoint_url", url).store.endpoint_url == url
         return
