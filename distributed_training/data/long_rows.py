@@ -111,19 +111,21 @@ class Fronts:
         while self.known and size < min(len(row), most):
             end = (_END_OF_WORD if self._joined else _END).search(row, size, _GROWTH * size)
             if end is not None:
-                encoding = self._tokenizer.encode(row[: end.start()])
-                if self._is_settled(encoding, end.start()):
-                    return row[: end.start()]
+                front = row[: end.start()]
+                if self._is_settled(self._tokenizer.encode(front), front):
+                    return front
             size *= _GROWTH
         return row if len(row) <= most else None
 
-    def _is_settled(self, cut: Encoding, size: int) -> bool:
-        """Return whether more text behind the ``size`` characters leaves the tokens as they are."""
+    def _is_settled(self, cut: Encoding, front: str) -> bool:
+        """Return whether more text behind ``front`` leaves the tokens as they are."""
         kept = [(i, word) for i, word in enumerate(cut.word_ids) if word is not None]
         if not kept or not cut.overflowing:
             return False
         last, word = kept[-1]
-        if cut.offsets[last][1] > size - self._margin:
+        # Blanks alone are not enough: an added token that begins behind them may take them all.
+        behind = front[cut.offsets[last][1] : max(0, len(front) - self._margin)]
+        if not behind.strip():
             return False
         left = max((w for w in cut.overflowing[-1].word_ids if w is not None), default=0) - word
         return self._single or self._joined or left >= _WORDS

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import random
 import re
@@ -229,6 +230,19 @@ def test_the_tokens_of_a_long_row_are_those_of_all_of_it(name: str, cases: int =
         shorter += front != row
         assert tokenizer.encode(front).ids == tokenizer.encode(row).ids, (row, front)
     assert shorter > cases // 8
+
+
+@pytest.mark.parametrize("name", ["gpt2", "pattern 0", "llama2", "newlines"])
+def test_a_token_that_takes_the_blanks_before_it_is_not_cut(name: str) -> None:
+    tokenizer = TOKENIZERS[name]()
+    tokenizer.add_tokens([AddedToken("<a mask of many words and more>", lstrip=True)])
+    tokenizer.enable_truncation(4)
+    fronts = Fronts(tokenizer)
+    for back, blank in itertools.product((9, 21), " \t"):
+        row = f"1{blank * (1024 - back)}<a mask of many words and more>{' a' * 3000}"
+        front = fronts.of(row, max_length=4, most=10**6)
+        assert front is not None and len(front) < len(row)
+        assert tokenizer.encode(front).ids == tokenizer.encode(row).ids, (back, blank)
 
 
 @pytest.mark.parametrize(
