@@ -26,6 +26,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from distributed_training.common.processes import (
     wait_or_kill,
     write_stacks_on_signal,
 )
+from distributed_training.common.proxies import HUB
 from distributed_training.config.settings import DataSettings, SourceSpec
 from distributed_training.config.types import ConfigError, extra
 from distributed_training.protocol.pages import pages_read_by, select_pages
@@ -110,6 +112,19 @@ def check_folder(spec: SourceSpec) -> None:
         )
 
 
+def _hub_token(url: str) -> str | None:
+    """Return HF_TOKEN, Hugging Face's own convention, if ``url`` is of its hub.
+
+    That is huggingface.co or what HF_ENDPOINT names. A network's file may name any other server.
+    """
+    asked = urlsplit(url)
+    for hub in map(urlsplit, ("https://huggingface.co", HUB)):
+        below = f".{asked.hostname}".endswith(f".{hub.hostname}")
+        if below and asked.scheme == hub.scheme:
+            return os.environ.get("HF_TOKEN")
+    return None
+
+
 def open_rows(
     settings: DataSettings, spec: SourceSpec, *, cache: Path | None, counts: Counts
 ) -> PageSource:
@@ -129,7 +144,7 @@ def open_rows(
 
         return RowsApiSource(
             settings=settings,
-            token=os.environ.get("HF_TOKEN"),  # Hugging Face's own convention
+            token=_hub_token(settings.rows_url),
             cache=PageCache(cache, limit_bytes=size) if cache and size > 0 else None,
             counts=counts,
         )

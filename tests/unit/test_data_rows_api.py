@@ -18,6 +18,7 @@ from unittest.mock import Mock
 import pytest
 
 from distributed_training.config.settings import DataSettings
+from distributed_training.data.block_builder import open_source
 from distributed_training.data.dataset_server import PageCache, RowsApiSource, retry_after
 from distributed_training.data.page_source import Counts, NothingToRead, OtherData, PageUnavailable
 from tests.tools.support_data import DATASET, Fault, RowsServer, tables
@@ -133,6 +134,30 @@ def test_a_refused_token_is_named_and_left_out_where_the_data_need_none(
         assert len(server.row_requests()) == asked
     lines = [record.getMessage() for record in caplog.records if "HF_TOKEN" in record.getMessage()]
     assert len(lines) == public and "hf_old" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("url", "hub", "sent"),
+    [
+        ("https://datasets-server.huggingface.co", "https://huggingface.co", True),
+        ("https://Huggingface.co/api", "https://huggingface.co", True),
+        ("http://datasets-server.huggingface.co", "https://huggingface.co", False),
+        ("https://nothuggingface.co", "https://huggingface.co", False),
+        ("https://huggingface.co.example.org", "https://huggingface.co", False),
+        ("https://example.org/huggingface.co", "https://huggingface.co", False),
+        ("https://data.mirror.example", "https://mirror.example", True),
+        ("https://datasets-server.huggingface.co", "https://mirror.example", True),
+        ("https://mirror.example", "https://huggingface.co", False),
+    ],
+)
+def test_the_token_goes_to_the_hub_alone(
+    url: str, hub: str, sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setattr("distributed_training.data.block_builder.HUB", hub)
+    opened = open_source(dataclasses.replace(DataSettings(), rows_url=url))
+    assert isinstance(opened, RowsApiSource)
+    assert opened._token == ("hf_secret" if sent else None)
 
 
 @pytest.mark.slow
