@@ -22,7 +22,14 @@ from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import httpx
-from pydantic import BeforeValidator, Field, SecretStr, TypeAdapter, ValidationError
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SecretStr,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+)
 
 from distributed_training.common import http
 from distributed_training.common.backoff import Backoff
@@ -49,20 +56,29 @@ _Row = tuple[int, Neuron | None, str | None]
 _ROW: TypeAdapter[_Row] = TypeAdapter(_Row)
 
 
-def _usable(rows: Any) -> Any:
+def _usable(rows: Any, info: ValidationInfo) -> Any:
     """Leave out what is no row: one must not hide all others.
 
-    With more of those than rows it is another program's state, and none of it is taken.
+    A whole state with more of those than rows is another program's, and none of it is taken.
     """
     if not isinstance(rows, list):
         return rows
-    found = []
+    found, damaged = [], []
     for row in rows:
         try:
             found.append(_ROW.validate_python(row))
         except ValidationError:
-            log.warning("A row of the registry is damaged and left out: %s", reprlib.repr(row))
-    return found if 2 * len(found) >= len(rows) else rows
+            damaged.append(row)
+    if info.data.get("full") and len(damaged) > len(found):
+        return rows
+    if damaged:
+        log.warning(
+            "%d of %d rows of the registry are damaged and left out: %s",
+            len(damaged),
+            len(rows),
+            reprlib.repr(damaged[0]),
+        )
+    return found
 
 
 @dataclass(frozen=True)

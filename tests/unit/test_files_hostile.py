@@ -103,14 +103,20 @@ def test_a_hundred_thousand_mutations_end_no_reader(name: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("row", [[4], [4, {"uid": 4}, "x"], ["a", None, None], None, {"uid": 4}])
-def test_one_row_of_the_registry_hides_no_other(row: Any, tmp_path: Path) -> None:
+def test_one_row_of_the_registry_hides_no_other(
+    row: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     reader, path = READERS["registry"], tmp_path / "state.json"
     whole = json.loads(reader.honest())
     path.write_text(json.dumps(whole | {"rows": [whole["rows"][0], row]}))
     assert [uid for uid, *_ in reader.read(path).rows] == [3]
+    path.write_text(json.dumps(whole | {"rows": [row], "full": False}))
+    assert reader.read(path).rows == ()  # the one that changed
+    caplog.clear()
     path.write_text(json.dumps(whole | {"rows": [whole["rows"][0], row, row]}))
     with pytest.raises(ValueError):
         reader.read(path)  # another program's
+    assert not caplog.records
 
 
 @pytest.mark.long
