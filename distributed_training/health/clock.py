@@ -69,10 +69,10 @@ class Offset:
 def store_offset(config: Config) -> Offset:
     """Compare this machine's clock with the store's. Raises ClockUnknown."""
     try:
-        began = time.time()
         with httpx.Client(transport=Transport(), timeout=_TIMEOUT.total_seconds()) as client:
+            began = time.time()
             reply = client.head(endpoint_of(config.store))
-        ended = time.time()
+            ended = time.time()
         theirs = parsedate_to_datetime(reply.headers["date"]).timestamp() + 0.5  # whole seconds
     except _SILENT as error:
         raise ClockUnknown(f"the store does not tell its time ({error})") from None
@@ -162,7 +162,8 @@ class ClockWatch:
                 found,
                 LIMIT,
             )
-        elif found.sure < WARN and self._wrong:
+        # Well below: an offset near the limit comes out a second more or less, and every minute.
+        elif found.sure < WARN / 2 and self._wrong:
             self._wrong = False
             log.info("This machine's clock is right again: %s", found)
 

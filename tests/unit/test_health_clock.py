@@ -172,6 +172,18 @@ def test_a_clock_that_goes_wrong_and_right_is_one_line_each(
     assert running.fault() == ""
 
 
+def test_a_clock_at_the_limit_is_one_line_however_it_is_read(
+    watch: Callable[[list[Offset | None]], ClockWatch], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is told in whole seconds, so what is found differs by one from minute to minute."""
+    caplog.set_level(logging.INFO)
+    readings = [Offset(seconds, 0.1, "the store's") for seconds in (2.0, 1.1) * 5]
+    left: list[Offset | None] = [*readings, Offset(0.1, 0.1, "the store's")]
+    watch(left)
+    wait_for(lambda: len(left) == 1 and "right again" in caplog.text)
+    assert len(caplog.messages) == 2
+
+
 def test_a_clock_that_is_set_is_known_before_it_is_measured_again(
     watch: Callable[[list[Offset | None]], ClockWatch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
