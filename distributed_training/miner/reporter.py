@@ -342,6 +342,9 @@ class MissedRounds:
                 self._cause = f"a rank could not apply the average ({detail})"
                 if committed:
                     self._called_at = -math.inf
+            # Nothing else is asked of the bucket while a state is fetched, which may take hours.
+            case ev.GlobalFetched() | ev.GlobalFetchFailed():
+                self._seen_at = math.inf
             case ev.GlobalEpochSeen(outer_step=seen, at=at):
                 if at - self._seen_at > self._gap:
                     self._outage = at, at - self._seen_at

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,8 +42,11 @@ Row = tuple[str, Say, list[str], list[str]]  # what happened, the line, what is 
 HOUR = 3600.0
 
 
-def missed(*looks: float, listens_at: float = 0.0) -> Say:
-    """A round is missed; the global bucket was read at ``looks``, and at the last it is ahead."""
+def missed(*looks: float, listens_at: float = 0.0, fetched: float | None = None) -> Say:
+    """A round is missed; the global bucket was read at ``looks``, and at the last it is ahead.
+
+    ``fetched``: when a fetch ended, during which nothing was read.
+    """
 
     def say(caplog: pytest.LogCaptureFixture, _: pytest.MonkeyPatch) -> str:
         rounds = MissedRounds(
@@ -54,6 +58,8 @@ def missed(*looks: float, listens_at: float = 0.0) -> Say:
         )
         for at in looks:
             state = MinerState(mode=Mode.TRAINING, outer_step=3)
+            if at == fetched:
+                rounds.see(ev.GlobalFetched(Path()), state)
             rounds.see(ev.GlobalEpochSeen(4 if at == looks[-1] else 3, at), state)
         return caplog.messages[-1]
 
@@ -119,6 +125,12 @@ TABLE: list[Row] = [
         missed(*regularly(2 * HOUR), 3 * HOUR + 60),
         ["did not answer this machine for 3660 s", "its network"],
         [PORT, STARTING],
+    ),
+    (
+        "a fetch of an hour",
+        missed(*regularly(2 * HOUR), 3 * HOUR, 3 * HOUR + 300, fetched=3 * HOUR),
+        [PORT],
+        ["did not answer"],
     ),
     ("a slow step of a GPU", slow_step(40.0), ["SLOW STEP: 62.1s (expected 10-30s)", GPU], []),
     ("of one that is not used", slow_step(None, expect_gpu=True), [GPU, "LOW GPU"], []),
