@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,7 +53,7 @@ class EpochStarts:
         self._seed: int = stream.from_rank_0(secrets.randbits(48))
         self._left: dict[int, _Start] = {}
 
-    def sketch(self, rows: Sequence[Tensor]) -> Tensor:
+    def sketch(self, rows: Iterable[Tensor]) -> Tensor:
         """Return the sketch of weights, given this rank's host ``rows``. Collective.
 
         Raises RankFailedError on all ranks alike when one has no memory.
@@ -63,8 +63,8 @@ class EpochStarts:
         # Each copy of the model has added the same.
         return whole.view_as(own) / self._stream.layout.replicas
 
-    def _of_rows(self, rows: Sequence[Tensor]) -> Tensor:
-        found = torch.zeros(len(rows), SIGNS * SIGNS)
+    def _of_rows(self, rows: Iterable[Tensor]) -> Tensor:
+        found = torch.zeros(len(self._shards), SIGNS * SIGNS)
         for index, (shard, values) in enumerate(zip(self._shards, rows, strict=True)):
             generator = torch.Generator().manual_seed(self._seed + index)
             width = math.prod(shard.shape[1:])
@@ -87,7 +87,7 @@ class EpochStarts:
     def knows(self, outer_step: int) -> bool:
         return outer_step in self._left
 
-    def are_ours(self, outer_step: int, rows: Sequence[Tensor]) -> bool:
+    def are_ours(self, outer_step: int, rows: Iterable[Tensor]) -> bool:
         """Return whether ``rows`` are what that known outer step began with. Collective."""
         ours, theirs = self._left[outer_step].sketch, self.sketch(rows)
         # Each parameter by itself: a small one may be broken beside a large one. NaN is not equal.

@@ -247,9 +247,8 @@ class Trainer:
         self.drop_step()
 
     def _were_ours(self, outer_step: int) -> bool:
-        # In the memory of this machine, which may end on one rank alone.
-        rows = self.stream.together(lambda: [on_host(s.local) for s in self.sharded.shards])
-        return self.starts.are_ours(outer_step, rows)
+        # One parameter at a time: a copy of all would take as much memory as the model.
+        return self.starts.are_ours(outer_step, (on_host(s.local) for s in self.sharded.shards))
 
     @property
     def measured_sequences(self) -> int:
