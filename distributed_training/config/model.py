@@ -8,7 +8,6 @@ launcher gives addresses, ports and keys as flags and environment variables on t
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
+from distributed_training.common.addresses import Reach, reach
 from distributed_training.network import Network
 
 from .settings import AllSettings, ChainSettings, SwarmSettings
@@ -308,7 +308,7 @@ def check_ports(config: Config) -> Iterator[str]:
 def check_addresses(config: Config) -> Iterator[str]:
     for name in ("axon.external_ip", "dht.ip"):
         value = (config.get(name) or "").strip("[]")
-        if config.is_public and value and _is_nowhere(value):
+        if config.is_public and value and reach(value) is not Reach.EVERYWHERE:
             yield (
                 f"--{name} {value} cannot be reached from other machines, so no validator and no "
                 "peer on the public network could call this miner: give its public address, or "
@@ -330,17 +330,6 @@ def check_store(config: Config) -> Iterator[str]:
             f"--r2.endpoint_url {url} ends with a bucket, whose name is added here, so uploads "
             f"would go where no validator looks: leave out /{name}"
         )
-
-
-def _is_nowhere(text: str) -> bool:
-    """Return whether an address cannot be reached from the internet.
-
-    It is of this machine, of a local network, of many machines (broadcast and multicast) or of
-    nobody (reserved, of documents).
-    """
-    address = ipaddress.ip_address(text)
-    # Asked apart: Python calls most multicast addresses global.
-    return address.is_multicast or not address.is_global
 
 
 def check_sources(config: Config) -> Iterator[str]:
