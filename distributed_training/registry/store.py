@@ -739,9 +739,10 @@ def _keep_expelled(source: Path, target: Path) -> None:
     """Expel from the registry's file ``target`` the hotkeys that ``source`` has expelled since."""
     with contextlib.closing(_open(source)) as db, contextlib.closing(_open(target)) as copy:
         _upgrade(copy)
+        found: list[tuple[str]] = []
         with contextlib.suppress(sqlite3.OperationalError):  # of a version that expelled nobody
             found = db.execute("SELECT hotkey FROM expelled").fetchall()
-            copy.executemany("INSERT OR IGNORE INTO expelled VALUES (?)", found)
+        copy.executemany("INSERT OR IGNORE INTO expelled VALUES (?)", found)
 
 
 def restore(source: Path, folder: Path) -> Path | None:
