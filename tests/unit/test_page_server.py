@@ -214,7 +214,6 @@ def test_clients_that_say_nothing_or_do_not_read_lose_their_connections(
     """All of them together would keep Prometheus out, for as long as they like."""
     monkeypatch.setattr(served_page, "_PATIENCE", 0.5)
     monkeypatch.setattr(served_page, "_CONNECTIONS", 4)
-    monkeypatch.setattr(served_page, "_MOST_CONNECTIONS", 6)
     monkeypatch.setattr(served_page, "_GAUGES_SECONDS", 0.0)
     (tmp_path / "metrics.prom").write_text("dt_dht_peers 3.0\n")
     neuron = NeuronState(tmp_path)
@@ -307,7 +306,9 @@ def test_a_defect_is_a_500_and_one_line(
             return await client.get("http://127.0.0.1:8010/history")
 
     assert asyncio.run(answer()).status_code == 500
-    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    (line,) = [
+        record.getMessage() for record in caplog.records if record.levelno == logging.WARNING
+    ]
     assert line.startswith("The page failed to answer '/history' (KeyError")
 
 

@@ -50,8 +50,7 @@ _GAUGES_SECONDS = 2.0
 _QUEUED = 2000  # events that a slow reader may be behind before it is sent away
 _READERS = 32
 _NICENESS = 10  # training goes first
-_CONNECTIONS = 256  # more get 503; fewer than the usual limit of open files, 1024
-_MOST_CONNECTIONS = 2 * _CONNECTIONS  # more are cut before they cost a descriptor for long
+_CONNECTIONS = 256  # fewer than the usual limit of open files, 1024
 _PATIENCE = 10.0  # seconds for a request, and for a client to read on
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _HOST = re.compile(rb"([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::([0-9]{1,5}))?")
@@ -292,8 +291,6 @@ class Connection(H11Protocol):
             # At once: uvicorn answers 503 while as many are counted.
             self.connections.discard(longest)
             longest.transport.abort()
-        if len(self.connections) > _MOST_CONNECTIONS:
-            transport.abort()
         self._expect()
 
     @property
