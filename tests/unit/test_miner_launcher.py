@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
@@ -188,7 +189,7 @@ def test_ranks_that_fail_by_themselves_are_given_up_after_six_times(
 ) -> None:
     ranks.left = [(LONG, FAULT), *[(0, HALF), (0, FAULT)] * 2, (0, HALF), (0, STOPPED)]
     assert launch(argv) == FAULT and ranks.left == [(0, STOPPED)]
-    (error,) = [r for r in caplog.records if r.levelname == "ERROR"]
+    (error,) = [r for r in caplog.records if r.levelno == logging.ERROR]
     assert "failed 6 times in a row: giving up" in error.getMessage()
 
 
