@@ -16,7 +16,7 @@ A failing peer costs its own values only. A *sender* that fails is left out of t
 sent; of the share of a *reducer* that fails the remaining parts keep the local values.
 
 Nor is a peer believed. What is not finite, weighs more than one, or cannot be done in time counts
-as a failure. A sender's part is shortened where it is longer than twice what is usual for it
+as a failure. A contribution is shortened where it is longer than twice what is usual for its part
 (:func:`usual_norm`). A reducer's average is held against our own values, before it is taken: a part
 that is out of bounds (:data:`BOUND`) keeps the local values.
 """
@@ -58,8 +58,9 @@ BOUND = 2.0
 #: A contribution is shortened to this many times what is usual. Norms grow by less than the inner
 #: steps do: where most peers took half of them, those that took all are not longer than that.
 LONGEST = 2.0
-#: A sound average is at most this many times as long as usual, with one contribution of LONGEST.
-_MOST_OF_USUAL = 1.4
+#: A sound average is at most this many times as long as usual: half of the contributions are at
+#: most usual then, and the others LONGEST.
+_MOST_OF_USUAL = 1.5
 #: Of two contributions the longer may be this many times as long as the shorter: no third tells
 #: which of them is usual, and a peer that joined late has a short one.
 _BETWEEN_TWO = 10.0
@@ -67,8 +68,10 @@ _BETWEEN_TWO = 10.0
 MOST_WEIGHT_OF_NOTHING = 1e-6
 #: Of fewer values chance alone may make a part far longer at some peers than at others.
 _FEW_VALUES = 64
-#: A peer whose own values are zeros knows the scale of one share, not of each layer.
+#: A peer whose own values are zeros, or few steps old, knows the scale of one share, not of each
+#: layer. Few values of other layers (norms') may still be out of bounds, at nobody's fault.
 _SCALE_OF_LAYERS = 5.0
+_FEW_OF_A_SHARE = 0.05
 # Shares of the time for the all-reduce: the last ones are for senders, and for reducers.
 _FIRST_LOOK, _LAST_LOOKS = 0.25, (0.85, 0.95)
 _LEAST_WINDOW = 5.0  # seconds: over a shorter time a pace says little
@@ -273,6 +276,7 @@ class AllReduce:
 
     async def _take_differences(self, stream: Stream, left: list[Tensor]) -> None:
         difference = self._buffers.take()
+        refused, few = 0, _FEW_OF_A_SHARE * sum(map(len, left))
         while left:
             part = left[-1]
             values = difference[: len(part)]
@@ -286,8 +290,10 @@ class AllReduce:
             if await self._in_bounds(part, values):
                 part.copy_(values)
             else:
-                self._blame(stream.peer, "its averages are out of proportion")
+                refused += len(part)
                 self.kept_local += len(part)
+                if refused > few:
+                    self._blame(stream.peer, "its averages are out of proportion")
             left.pop()
         self._buffers.give_back(difference)
 
@@ -306,12 +312,13 @@ class AllReduce:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._terms.chunk_timeout / 2):
                 await self.reducer.heard.wait()
-        seen = self.reducer.scale
+        seen, usual = self.reducer.scale, self._terms.usual_rms
+        past = BOUND * _norm_of(usual, len(part))
         if seen is not None:
-            return norm <= seen.longest(own, len(part))
+            longest = seen.longest(own, len(part))
+            return norm <= (longest if seen.own else max(longest, _SCALE_OF_LAYERS * past))
         # Where we average nothing for others, past averages are all that is known, if they are.
-        usual = self._terms.usual_rms
-        return norm <= BOUND * _norm_of(usual, len(part)) or not (usual or self._shares[self._mine])
+        return norm <= past or not (usual or self._shares[self._mine])
 
     async def _close_after(self, stream: Stream, opened: contextlib.AsyncExitStack) -> None:
         async with opened:
@@ -459,16 +466,16 @@ class Scale(NamedTuple):
     def longest(self, own: float, values: int) -> float:
         """Return how long an average of so many values may be where our part is ``own`` long.
 
-        At most twice as long as our part, or as one of that many values usually is of ours. But a
-        sound average is longer than that where our values are short. They are so at a peer that
-        joined late: by how much, our share shows. Where they are zeros nothing is known of layers.
+        At most twice as long as our part. But a sound average is longer than that where our values
+        are short, as they are at a peer that joined late. By how much, our share shows. Another
+        layer may differ: norms grow at least with the square root of the inner steps, and at most
+        with the steps. Where our values are zeros nothing is known of layers.
         """
-        if self.own and self.usual <= BOUND * self.own:
-            times = max(BOUND, _MOST_OF_USUAL * self.usual / self.own)
-            return times * max(own, _norm_of(self.own, values))
-        if self.own:
-            return BOUND * max(self.usual / self.own * own, _norm_of(self.usual, values))
-        return BOUND * _SCALE_OF_LAYERS * _norm_of(self.usual, values)
+        if not self.own:
+            return BOUND * _SCALE_OF_LAYERS * _norm_of(self.usual, values)
+        longer = max(1.0, self.usual / self.own)
+        times = max(BOUND, _MOST_OF_USUAL * longer * min(longer, _SCALE_OF_LAYERS))
+        return times * max(own, _norm_of(self.own, values))
 
 
 def _norm_of(rms: float, values: int) -> float:
@@ -497,30 +504,28 @@ def _norm(values: Tensor) -> float:
     return math.sqrt(torch.dot(values, values))  # vector_norm takes half as long again
 
 
-def usual_norm(own: float | None, norms: Collection[float]) -> float:
-    """Return the norm that is usual among ``norms`` of contributions, which include our ``own``.
+def usual_norm(norms: Collection[float]) -> float:
+    """Return the norm that is usual among ``norms`` of contributions.
 
     It is the median, of an even number the greater of both: one peer alone, were it the longest,
     never makes it, and those that joined late and have short ones do not either, unless they are
-    the majority. It is at least ``own``, which is no lie; None: we do not contribute. Of two
-    contributions no majority tells which is usual: the longer counts, but for at most ten times the
-    shorter.
+    the majority. Of two contributions no majority tells which is usual: the longer counts, but for
+    at most ten times the shorter.
     """
     ordered = sorted(norms)
     usual = ordered[len(ordered) // 2]
-    if len(ordered) == 2:
-        usual = min(usual, _BETWEEN_TWO * ordered[0])
-    return max(own or 0.0, usual)
+    return min(usual, _BETWEEN_TWO * ordered[0]) if len(ordered) == 2 else usual
 
 
 class Reducer:
     """Averages ``parts``, this peer's own values of its share, in place.
 
     A part is complete once every one of ``senders`` (the others) that has not failed has sent it.
-    It is summed then, in the order of ``senders``, each contribution shortened to at most
-    :data:`LONGEST` times what is usual (:func:`usual_norm`): so one peer of n moves the average by
-    at most 1/n of a vector of that norm. Peers that took half as many inner steps, or one, are
-    honest: what they send is short, and stays as it is.
+    It is summed then, in the order of ``senders``, each contribution, our own too, shortened to at
+    most :data:`LONGEST` times what is usual (:func:`usual_norm`): so one peer of n moves the
+    average by at most 1/n of a vector of that norm, and the averages of all reducers have one
+    scale. Peers that took half as many inner steps, or one, are honest: what they send is short,
+    and stays as it is.
 
     ``complete`` is set once all parts are; the averages then stand in ``parts``. What a sender has
     sent before it failed stays in the sums: all peers get the same averages. ``heard`` is set once
@@ -635,14 +640,17 @@ class Reducer:
         del self._sums[index]
         own, total = self._parts[index], self._weight
         longest = self._longest(sums)
-        if self._weight != 1:
-            own.mul_(self._weight)
+
+        def share(weight: float, norm: float) -> float:
+            return weight * longest / norm if norm > longest else weight
+
+        if (ours := share(self._weight, sums.own_norm)) != 1:
+            own.mul_(ours)
         # In place of our own values, and in one order: floating-point sums depend on it.
         for sender in self._senders:
             if sender in sums.came_from:
                 values, weight, norm = sums.came_from[sender]
-                shortened = longest / norm if norm > longest else 1.0
-                own.add_(values, alpha=weight * shortened)
+                own.add_(values, alpha=share(weight, norm))
                 total += weight
         own.div_(total)
         for values, _, _ in sums.came_from.values():
@@ -661,8 +669,9 @@ class Reducer:
 
     def _usual(self, own: float, norms: Sequence[float]) -> float:
         if self._weight == 1:
-            return usual_norm(own, [own, *norms])
-        return usual_norm(None, norms) if norms else math.inf
+            # Who sends zeros, after no step, must not shorten ours to nothing.
+            norms = [own, *(norm for norm in norms if norm or not own)]
+        return usual_norm(norms) if norms else math.inf
 
     def _look_whether_complete(self) -> None:
         # Without senders, the parts that nobody has sent keep their values.

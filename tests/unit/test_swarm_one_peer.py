@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import selectors
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from hivemind.averaging.load_balancing import load_balance_peers
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils import MSGPackSerializer
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -361,6 +362,49 @@ def test_peers_that_took_fewer_steps_shorten_nobody() -> None:
         mean = torch.stack(world.before).mean(0)
         for tensor in world.tensors:
             assert torch.allclose(tensor, mean, atol=1e-6), steps
+
+
+def of_layers(steps: Sequence[int], seed: int) -> list[Tensor]:
+    """Return pseudo-gradients whose parts grow as layers do, by the inner steps or their root."""
+    draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    tensors = [torch.empty(0)] * len(steps)
+    for _ in range(len(steps) * PARTS):
+        growth, scale = draw.uniform(0.5, 1.0), 10 ** draw.uniform(-4, -2)
+        common = torch.randn(PART, generator=generator)
+        for i, count in enumerate(steps):
+            own = common + 0.7 * torch.randn(PART, generator=generator)
+            tensors[i] = torch.cat([tensors[i], scale * count**growth * own])
+    return tensors
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    steps=st.sampled_from([2, 3, 8]).flatmap(
+        lambda n: st.lists(st.integers(1, 64) | st.sampled_from([1, 64]), min_size=n, max_size=n)
+    ),
+    validator=st.booleans(),
+    seed=st.integers(0, 9),
+)
+@example(steps=[10, 20, 64], validator=False, seed=0)
+@example(steps=[1, 1, 1, 1, 1, 64, 64, 64], validator=False, seed=0)
+def test_whatever_steps_honest_peers_took_none_is_named(
+    steps: list[int], validator: bool, seed: int
+) -> None:
+    """``validator``: one more, that contributes nothing."""
+    tensors = of_layers([*steps, 0] if validator else steps, seed)
+    past = float(torch.stack(tensors).mean(0).square().mean().sqrt())
+    weights = {len(steps): 1e-6} if validator else {}
+    world = World(tensors, weights=weights, usual_rms=past)
+    for each in world.reduces.values():
+        assert not each.causes
+        assert each.kept_local < 0.05 * len(tensors[0])
+
+
+def test_who_took_no_step_leaves_the_other_its_own() -> None:
+    world = World(contributions(2, [0.0, 1.0]))
+    own = world.parts(world.before[1])
+    for (reducer, result), (_, part) in zip(world.parts(world.tensors[1]), own, strict=True):
+        assert reducer == 0 or torch.allclose(result, part / 2)
 
 
 def test_who_contributes_nothing_takes_what_the_others_averaged() -> None:
