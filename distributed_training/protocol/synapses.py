@@ -113,12 +113,12 @@ def answer_is_alive(
 def parse_is_alive_reply(body: Mapping[str, Any]) -> IsAliveReply:
     """Read a reply to IsAlive.
 
-    Raises SynapseError if ``epoch`` is neither absent nor a non-negative integer. Whatever else is
-    not of its form counts as not said.
+    Raises SynapseError if ``epoch`` is neither absent nor an integer of an outer step. Whatever
+    else is not of its form counts as not said.
     """
     epoch = body.get("epoch")
     if epoch is not None and not _is_epoch(epoch):
-        raise SynapseError(f"IsAlive: epoch {reprlib.repr(epoch)} is not a non-negative integer")
+        raise SynapseError(f"IsAlive: epoch {reprlib.repr(epoch)} is no outer step")
     peer_id, addresses, run_id = (body.get(name) for name in ("peer_id", "addresses", "run_id"))
     peer_id = peer_id if is_peer_id(peer_id) else None
     known = isinstance(run_id, str) and re.fullmatch(_RUN_ID, run_id)
@@ -132,7 +132,8 @@ def parse_is_alive_reply(body: Mapping[str, Any]) -> IsAliveReply:
 
 
 def _is_epoch(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    # Bounded as in the keys of buckets: it is logged, and has as many digits as its sender likes.
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 10**15
 
 
 def _addresses_of(peer_id: str | None, addresses: Iterable[Any]) -> tuple[str, ...]:

@@ -105,7 +105,7 @@ def test_bad_all_reduce(body: dict) -> None:
         synapses.parse_all_reduce(body, caller="5X", bounds=BOUNDS)
 
 
-@pytest.mark.parametrize("epoch", [-1, True, "3", 2.0])
+@pytest.mark.parametrize("epoch", [-1, True, "3", 2.0, 10**15])
 def test_bad_epochs(epoch: object) -> None:
     with pytest.raises(synapses.SynapseError):
         synapses.parse_is_alive_reply({"completion": "True", "epoch": epoch})
