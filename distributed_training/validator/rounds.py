@@ -12,6 +12,7 @@ import queue
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
@@ -103,7 +104,7 @@ def unless_stopped(task: Callable[[], Result], *, stop: threading.Event) -> Resu
 
 _AT_ONCE = 16  # buckets that are asked
 _LOOK = 0.2  # seconds between two looks at a stop
-_ALL_ASKED = 10  # each so many sweeps for a round; between them those that answered are asked
+_ALL_ASKED = 10  # after so many sweeps for a round those that were silent are asked again
 # Our weight when no miner's checkpoint could be loaded: a pseudo-gradient of zeros must not dilute
 # the miners', but hivemind wants a positive weight.
 WEIGHT_OF_NOTHING = 1e-6
@@ -329,19 +330,21 @@ class RoundCaller:
         """Sweep until two sweeps find the same, enough are alive or patience ends.
 
         Returns who is registered then, and who of them answered. The endpoints of a chain are dead
-        for the most part, and each that drops packets costs a call's whole time: those that did not
-        answer are asked again in each tenth sweep.
+        for the most part, and each that drops packets costs a call's whole time: those that were
+        silent twice are asked again after each tenth sweep.
         """
         deadline = time.monotonic() + self._settings.sweep_patience.total_seconds()
-        silent: set[tuple[str, str, int | None]] = set()
+        silences: Counter[tuple[str, str, int | None]] = Counter()
         before: set[int] | None = None
         for number in count():
             neurons = miners()
             if number % _ALL_ASKED == 0:
-                silent = set()
-            asked = [n for n in neurons if (n.hotkey, n.ip, n.port) not in silent]
+                silences.clear()
+            # Twice: one call that is lost must not cost a miner that trains its round.
+            asked = [n for n in neurons if silences[n.hotkey, n.ip, n.port] < 2]
             attendance = self.sweep(asked, outer_step)
-            silent |= {(n.hotkey, n.ip, n.port) for n in asked if n.uid not in attendance.answered}
+            missing = (n for n in asked if n.uid not in attendance.answered)
+            silences.update((n.hotkey, n.ip, n.port) for n in missing)
             attendance = replace(attendance, asked=tuple(n.uid for n in neurons))
             on_sweep(attendance)
             alive = set(attendance.alive)
