@@ -259,15 +259,18 @@ class Validator:
                 following = None
         self._told_round(outcome, fault, detail)
         self._remember(outcome, fault)
-        self._tell_miners(outcome)
+        good = False
         if following is not None:
             self._keep_round(following.outer_step, outcome)
-            if self._published(following):
+            if good := self._published(following):
                 self._succeeded(following, after, outcome, began)
-                return True
-            self._unsure = True
-        self._failed(fault or "publication", detail)
-        return False
+            else:
+                self._unsure = True
+        if not good:
+            self._failed(fault or "publication", detail)
+        # Last: a bucket that is slow, or a stop, must not keep a good round from being published.
+        self._tell_miners(outcome, state.outer_step)
+        return good
 
     def _remember(self, outcome: RoundOutcome, fault: str) -> None:
         """Take in who was in a round, so that the next one leaves out who spoils it."""
@@ -284,8 +287,8 @@ class Validator:
                 sentence.cause,
             )
 
-    def _tell_miners(self, outcome: RoundOutcome) -> None:
-        """Write into the global bucket who was not in the round, and why."""
+    def _tell_miners(self, outcome: RoundOutcome, outer_step: int) -> None:
+        """Write into the global bucket who was not in the round of ``outer_step``, and why."""
         other = "its network's file is another version: it runs {}, so it is not called"
         notes = {u: other.format(run) for u, run in outcome.attendance.other_runs.items()}
         notes |= {uid: f"it was not called: {why}" for uid, why in outcome.left_out.items()}
@@ -293,7 +296,7 @@ class Validator:
         # Nothing to say after a round with nothing to say: one write less.
         if not notes and not self._noted:
             return
-        write = partial(self._publisher.tell_round, RoundNotes(self.state.outer_step, notes))
+        write = partial(self._publisher.tell_round, RoundNotes(outer_step, notes))
         try:
             unless_stopped(write, stop=self._stop)
             self._noted = bool(notes)

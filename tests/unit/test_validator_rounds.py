@@ -454,6 +454,20 @@ def test_a_miner_that_spoils_rounds_is_not_called_for_long_nor_after_a_restart(
     assert "uid 42 is not called for 1 good round (rounds with it failed" in caplog.text
 
 
+def test_a_stop_while_the_miners_are_told_loses_no_good_round(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def never_ends(notes: RoundNotes) -> None:
+        world.stop.set()
+        time.sleep(2)
+
+    monkeypatch.setattr(world.publisher, "tell_round", never_ends)
+    world.miners[17].run_id = "0123456789abcdef"
+    with pytest.raises(Stopped):
+        world.validator.round()
+    assert _root(world).outer_step == world.validator.state.outer_step == 1
+
+
 def test_two_miners_of_which_one_spoils_all_leave_no_choice(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
