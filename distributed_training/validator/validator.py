@@ -278,6 +278,8 @@ class Validator:
             return
         # Of a round without an average nobody knows who was in the group.
         group = outcome.called if outcome.result is None else outcome.participants
+        if outcome.result is not None and outcome.fault is AllReduceFault.PEER_FAILED:
+            group = ()  # too few: whoever is in it is not to blame for who is not
         found = self.standings.suspects.ended(group, fault=fault, causes=outcome.causes)
         for uid, sentence in sorted(found.items()):
             log.warning(

@@ -454,6 +454,14 @@ def test_a_miner_that_spoils_rounds_is_not_called_for_long_nor_after_a_restart(
     assert "uid 42 is not called for 1 good round (rounds with it failed" in caplog.text
 
 
+def test_who_is_in_a_group_that_is_too_small_is_not_blamed_for_it(tmp_path: Path) -> None:
+    world = trained(tmp_path, uids=(3, 17, 42), minimum_peers=3)
+    world.swarm.absent = {17, 42}
+    assert not world.validator.round()
+    assert world.events.of("round")[-1]["fault"] == "PEER_FAILED"
+    assert world.validator.standings.suspects == Suspects()
+
+
 def test_a_stop_while_the_miners_are_told_loses_no_good_round(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
