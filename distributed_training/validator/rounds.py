@@ -279,8 +279,10 @@ class RoundCaller:
         called = [able[uid] for uid in self._choose(outcome, list(able), suspects)]
         self._rounds += 1
         self._called.update(dict.fromkeys((n.uid for n in called), self._rounds))
-        outcome.top_uid = self._contribute(state, candidates)
         outcome.called = tuple(n.uid for n in called)
+        # A checkpoint of one that is not called would spoil the round without it as well.
+        candidates = [c for c in candidates if c.neuron.uid in outcome.called]
+        outcome.top_uid = self._contribute(state, candidates)
         addresses = [a for n in called for a in answered[n.uid].addresses]
         self._average(outcome, called, {peer_ids[n.uid]: n.uid for n in called}, addresses)
 

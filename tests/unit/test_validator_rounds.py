@@ -454,6 +454,16 @@ def test_a_miner_that_spoils_rounds_is_not_called_for_long_nor_after_a_restart(
     assert "uid 42 is not called for 1 good round (rounds with it failed" in caplog.text
 
 
+def test_the_checkpoint_of_one_that_is_not_called_is_not_contributed(tmp_path: Path) -> None:
+    world = trained(tmp_path, uids=(3, 17, 42))
+    world.validator.standings.sync(world.validator._miners())
+    world.validator.standings.entries[42].published = 1.0
+    world.validator.standings.suspects.ended([42], causes={42: "it sent NaN"})
+    assert world.validator.round()
+    event = world.events.of("round")[0]
+    assert sorted(event["called"]) == [3, 17] and event["top_uid"] in (3, 17)
+
+
 def test_who_is_in_a_group_that_is_too_small_is_not_blamed_for_it(tmp_path: Path) -> None:
     world = trained(tmp_path, uids=(3, 17, 42), minimum_peers=3)
     world.swarm.absent = {17, 42}
