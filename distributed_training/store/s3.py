@@ -301,7 +301,7 @@ def _authorities() -> str | None:
     for name in ("AWS_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "SSL_CERT_FILE"):
         if path := os.environ.get(name):
             try:
-                ssl.create_default_context(cafile=path)
+                _load_authorities(path)
             except OSError as error:  # ssl's errors too
                 raise ValueError(
                     f"the certificates of {name}={path:.200} cannot be read ({error.strerror}), so "
@@ -309,6 +309,12 @@ def _authorities() -> str | None:
                 ) from None
             return path
     return None
+
+
+# Of all authorities it takes a tenth of a second, and a validator opens hundreds of buckets.
+@functools.lru_cache(maxsize=4)
+def _load_authorities(path: str) -> None:
+    ssl.create_default_context(cafile=path)
 
 
 def endpoint_of(settings: StoreSettings, account_id: str | None = None) -> str:
