@@ -108,7 +108,9 @@ class Fronts:
         None: more than ``most`` characters would have to be read.
         """
         size = _PER_TOKEN * max_length
-        while self.known and size < min(len(row), most):
+        # The front is read twice, so that of a row which may be read whole must be half of it.
+        longest = most if len(row) > most else len(row) // 2
+        while self.known and size < longest:
             end = (_END_OF_WORD if self._joined else _END).search(row, size, _GROWTH * size)
             if end is not None:
                 front = row[: end.start()]

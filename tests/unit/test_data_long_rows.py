@@ -239,7 +239,7 @@ def test_a_token_that_takes_the_blanks_before_it_is_not_cut(name: str) -> None:
     tokenizer.enable_truncation(4)
     fronts = Fronts(tokenizer)
     for back, blank in itertools.product((9, 21), " \t"):
-        row = f"1{blank * (1024 - back)}<a mask of many words and more>{' a' * 3000}"
+        row = f"1{blank * (1024 - back)}<a mask of many words and more>{' a' * 5000}"
         front = fronts.of(row, max_length=4, most=10**6)
         assert front is not None and len(front) < len(row)
         assert tokenizer.encode(front).ids == tokenizer.encode(row).ids, (back, blank)
