@@ -533,17 +533,22 @@ async def _download(url: str) -> bytes:
             if not reply.has_redirect_location:
                 reply.raise_for_status()
                 return data
-            # httpx has refused what is no URL.
-            place = _redirected(url, urljoin(place, reply.headers["location"]))
+            place = _redirected(url, place, reply.headers["location"])
     raise NetworkAway(f"{url} leads on more than {_MOST_REDIRECTS} times")
 
 
-def _redirected(url: str, place: str) -> str:
-    """Return the place that ``url`` leads to, before anything is asked of it. Raises NetworkAway.
+def _redirected(url: str, place: str, location: str) -> str:
+    """Return where ``place`` leads, before anything is asked of it. Raises NetworkAway.
 
-    Whoever can write to the founder's web site would else have this machine ask its neighbours.
+    ``url``: what was asked first. Whoever can write to the founder's web site would else have this
+    machine ask its neighbours.
     """
-    shown, parts = repr(place)[1:201], urlsplit(place)
+    try:
+        place = urljoin(place, location)
+        parts = urlsplit(place)
+    except ValueError:  # httpx takes some of those for names
+        raise NetworkAway(f"{url} leads to {location!r:.200}, which is no URL") from None
+    shown = repr(place)[1:201]
     # The signature tells who wrote the file, not that it is today's.
     if parts.scheme != "https" or "@" in parts.netloc or not parts.hostname:
         raise NetworkAway(f"{url} leads to {shown}, which anybody on the way writes")

@@ -333,8 +333,8 @@ PUBLIC, OWN = "https://founder.example/a/network.toml", "https://own.lan/network
         (PUBLIC, ["https://2130706433/", ""], "an internal address"),
         (PUBLIC, ["https://me:word@founder.example/"], "anybody on the way"),
         (PUBLIC, ["file:///etc/passwd"], "anybody on the way"),
-        (PUBLIC, ["https://[x/"], "does not answer (Invalid URL"),
-        (PUBLIC, ["https://founder.example:x/"], "does not answer (Invalid URL"),
+        (PUBLIC, ["https://[x/"], "'https://[x/', which is no URL"),
+        (PUBLIC, ["https://founder.example:x/"] * 3, "does not answer (Invalid URL"),
         (OWN, ["https://inside.example/network.toml"], ""),  # an operator's own network
         (OWN, ["http://inside.example/network.toml"], "leads to http://inside"),
     ],
