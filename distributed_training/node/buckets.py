@@ -28,7 +28,6 @@ from distributed_training.protocol.metadata import (
 from distributed_training.store.bucket_reader import BucketReader, check_read_key
 from distributed_training.store.s3 import (
     BucketMissingError,
-    CertificateError,
     ClockSkewError,
     DeadlineError,
     RefusedError,
@@ -105,7 +104,7 @@ def _errors_of_a_start(bucket: str) -> Iterator[None]:
         ) from None
     except StoreError as error:
         # A clock may be set, and a service come back, without anyone: pm2 tries again.
-        passing = (CertificateError, ClockSkewError, DeadlineError, RefusedError)
+        passing = (ClockSkewError, DeadlineError, RefusedError)
         passes = error.retryable or isinstance(error, passing)
         raise (NetworkFailure if passes else ConfigError)(str(error)) from None
 

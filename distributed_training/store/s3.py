@@ -62,6 +62,13 @@ class ContradictionError(TransientError):
     """
 
 
+class CertificateError(TransientError):
+    """The store's certificate is not accepted: by its authority, its name or its time.
+
+    One machine of many may show it; a few times in a row all do: see :func:`~.transfer.patient`.
+    """
+
+
 class RefusedError(StoreError):
     """The store refuses for a reason of its own, which it says: a quota, a bill, a lock."""
 
@@ -76,10 +83,6 @@ class BucketMissingError(StoreError):
 
 class ObjectMissingError(StoreError):
     """There is no such object."""
-
-
-class CertificateError(StoreError):
-    """The store's certificate is not accepted: by its authority, its name or its time."""
 
 
 class UploadMissingError(StoreError):
@@ -761,7 +764,6 @@ class S3ObjectStore:
         found = re.search(r"certificate verify failed: (.*?)\.? \(_ssl", error)
         if found is None:
             return TransientError(f"{place}: no answer from {self._endpoint} (SSLError)")
-        # Tried again by whoever asked, after minutes: no retry of ours makes it another one.
         return CertificateError(
             f"{place}: the certificate of {self._endpoint} is not accepted ({found[1]}): name the "
             "file of its authority in AWS_CA_BUNDLE, or set this machine's clock (timedatectl)"

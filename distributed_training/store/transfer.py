@@ -39,6 +39,7 @@ from distributed_training.common.files import (
 from . import snapshot_folder
 from .journal import Journal, UploadRecord
 from .s3 import (
+    CertificateError,
     ContradictionError,
     DeadlineError,
     IntegrityError,
@@ -126,6 +127,7 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 FIRST_WAIT = timedelta(seconds=0.25)
+_MOST_UNTRUSTED = 6  # certificates that are not accepted, over 8 s
 LONGEST_WAIT = timedelta(seconds=15)
 
 
@@ -141,8 +143,8 @@ def patient(
     ``until``: ``uplink.clock()`` at which the last operation must be done (``time.monotonic()``
     where there is no uplink to pause); ``each``: how long one may take. Only errors marked
     retryable are tried again; of a ContradictionError the second one in an operation is an
-    IntegrityError. DeadlineError holds the last of the others. Time spent paused counts neither as
-    an attempt nor against a deadline.
+    IntegrityError, and a CertificateError is raised after some seconds. DeadlineError holds the
+    last of the others. Time spent paused counts neither as an attempt nor against a deadline.
     """
     return cast(S3ObjectStore, _Patient(store, until, each, uplink or Uplink()))
 
@@ -168,7 +170,7 @@ class _Patient:
 
 def _retrying(attempt: Callable[[], Result], deadline: float, uplink: Uplink) -> Result:
     waits = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
-    damaged = False
+    damaged, untrusted = False, 0
     while True:
         uplink.wait_open()
         try:
@@ -185,6 +187,10 @@ def _retrying(attempt: Callable[[], Result], deadline: float, uplink: Uplink) ->
                         f"{error}; so it was twice, and it is not sent again"
                     ) from None
                 damaged = True
+            if isinstance(error, CertificateError):
+                untrusted += 1
+                if untrusted == _MOST_UNTRUSTED:
+                    raise
             pause = waits.failed().total_seconds()
             if uplink.clock() + pause > deadline:
                 raise DeadlineError(f"{error}: no success in the time allowed") from None

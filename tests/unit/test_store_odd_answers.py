@@ -14,6 +14,7 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import botocore.loaders
 import pytest
@@ -22,11 +23,12 @@ from pydantic import SecretStr
 from distributed_training.config.settings import StoreSettings
 from distributed_training.node.buckets import _errors_of_a_start
 from distributed_training.node.start import NetworkFailure
-from distributed_training.store import s3
+from distributed_training.store import s3, transfer
 from distributed_training.store.s3 import (
     AccessKeys,
     CertificateError,
     IntegrityError,
+    ObjectInfo,
     PartInfo,
     S3ObjectStore,
     StoreError,
@@ -364,13 +366,19 @@ def test_what_s3_is_is_read_once_for_all_buckets(monkeypatch: pytest.MonkeyPatch
 def test_a_certificate_that_is_not_accepted_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not as an outage, which would be tried again until the deadline."""
+    """Not as an outage, which would be tried again until the deadline; one machine of many is."""
     for name in BUNDLES:
         monkeypatch.delenv(name, raising=False)
     certificate = make_certificate(tmp_path)
     with store_at(Page, certificate) as store:
+        monkeypatch.setattr(transfer, "FIRST_WAIT", timedelta(milliseconds=1))
+        asked = transfer.patient(store, each=timedelta(hours=1))
         with pytest.raises(CertificateError, match=r"not accepted \(self-signed.*AWS_CA_BUNDLE"):
-            store.list_objects()
+            asked.list_objects()
+        answers = [CertificateError("x"), CertificateError("x"), [ObjectInfo("k", 1, "e", 0.0)]]
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "list_objects", Mock(side_effect=answers))
+            assert len(asked.list_objects()) == 1
     with pytest.raises(NetworkFailure, match="not accepted"), _errors_of_a_start("llama-007"):
         raise CertificateError("it is not accepted")
     for name in BUNDLES:
