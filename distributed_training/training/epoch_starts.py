@@ -79,9 +79,10 @@ class EpochStarts:
 
     def leave(self, outer_step: int, sketch: Tensor) -> None:
         """Remember the outer step that is left, by the ``sketch`` of its start. Local."""
+        # Later ones were given up when the network went back: they must not push this one out.
+        before = sorted(step for step in self._left if step < outer_step)[1 - REMEMBERED :]
+        self._left = {step: self._left[step] for step in before}
         self._left[outer_step] = _Start(self.loss, sketch)
-        for old in sorted(self._left)[:-REMEMBERED]:
-            del self._left[old]
         self.loss = None
 
     def knows(self, outer_step: int) -> bool:

@@ -78,3 +78,5 @@ def test_the_last_outer_steps_are_remembered_with_their_losses() -> None:
     assert made.loss_before(11, ours=12) == 3.0
     assert made.loss_before(10, ours=12) == float("inf"), "nothing was trained there"
     assert starts().loss_before(3, ours=3) is None
+    made.leave(2, made.sketch(weights()))  # the network went back
+    assert [step for step in range(12) if made.knows(step)] == [2]
