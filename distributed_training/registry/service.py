@@ -304,7 +304,8 @@ class Service(BoundedServer):
         if reach(ip) > allowed:
             raise ChainError(
                 f"serve: {ip} cannot be reached from everywhere, and this call did not come from a "
-                "private network: give the public address with --axon.external_ip"
+                "private network: give the public address with --axon.external_ip, or call the "
+                "registry by its own private address"
             )
         self.registry.serve(hotkey, ip, port)
 
