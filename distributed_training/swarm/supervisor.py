@@ -54,9 +54,12 @@ _LOOK = 0.5  # seconds between two checks of the swarm process
 _PROBE_TIMEOUT = timedelta(seconds=3)
 _AGAIN_FIRST, _AGAIN_LONGEST = timedelta(seconds=2), timedelta(minutes=2)
 _LOG_BYTES = 8 * 1024 * 1024
-#: What a swarm process may take beyond what it took at its start: this, and parts in flight.
+#: What a swarm process may take beyond what it took at its start: this, parts in flight, and what
+#: it averages for peers that average nothing themselves, which take it at their end. Of n peers
+#: n - 1 may be such, and a share has at most 2/n of the values.
 _MEMORY_MARGIN = 512 * 1024 * 1024
 _PARTS_IN_FLIGHT = 8 * LARGEST_GROUP
+_SHARES_HELD = 2  # times the values
 
 
 class SwarmUnavailable(RuntimeError):
@@ -547,7 +550,8 @@ class HostProcess:
         # Several threads send, and no line may be cut by another.
         self._sending = threading.Lock()
         self._launch, self._process = launch, launch.process
-        self._may_grow = _MEMORY_MARGIN + _PARTS_IN_FLIGHT * config.part_size
+        held = _SHARES_HELD * 4 * sum(map(math.prod, config.shapes))
+        self._may_grow = _MEMORY_MARGIN + _PARTS_IN_FLIGHT * config.part_size + held
         self._most_memory: int | None = None  # bytes; from the first sign of life on
         self._connection = launch.connection
         threading.Thread(target=self._read, name="swarm-answers", daemon=True).start()
