@@ -290,11 +290,12 @@ def read_dotenv(
         line = binding.original.line + len(text) - len(text.lstrip("\r\n"))
         where = f"{path}, line {line}"
         if binding.error or (binding.key is not None and binding.value is None):
-            # The name alone: what follows it may be a secret.
+            # Of others nothing is shown, and of ours the name: the rest may be a secret.
             found_name = re.match(r"[\s{\"']*(?:(?:export|set)\s+)?(\w*)", text)
             name = found_name[1] if found_name else ""
-            what = f"{where}: {f'{name} ' if name else ''}is not NAME=value on one line"
-            if name.upper().startswith(_OURS):
+            ours = name.upper().startswith(_OURS)
+            what = f"{where}: {f'{name} ' if ours else ''}is not NAME=value on one line"
+            if ours:
                 raise ConfigError(f"{what}, so nothing was started: correct it")
             warn(f"{what}, so it is not read: correct it, or take it out")
         elif binding.key is not None:
