@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import difflib
 import hashlib
-import ipaddress
 import json
 import os
 import re
@@ -31,6 +30,7 @@ from urllib.parse import urljoin, urlsplit
 from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
+from distributed_training.common.addresses import Reach, reach
 from distributed_training.common.files import json_line, parse_toml, write_bytes
 from distributed_training.common.http import TooLong, ask
 from distributed_training.common.memory import ModelShape
@@ -562,10 +562,10 @@ def _is_inside(url: str) -> bool:
     """Return whether the host of ``url`` has an address that is not a public one."""
     try:
         found = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_STREAM)
-        addresses = [ipaddress.ip_address(str(info[4][0]).partition("%")[0]) for info in found]
+        addresses = [str(info[4][0]).partition("%")[0] for info in found]
+        return any(reach(address) is not Reach.EVERYWHERE for address in addresses)
     except (OSError, ValueError):  # the request will say so
         return False
-    return not all((getattr(a, "ipv4_mapped", None) or a).is_global for a in addresses)
 
 
 def _client() -> httpx.AsyncClient:

@@ -331,6 +331,8 @@ PUBLIC, OWN = "https://founder.example/a/network.toml", "https://own.lan/network
         (PUBLIC, ["https://[::ffff:10.0.0.1]/"], "an internal address"),
         (PUBLIC, ["https://169.254.169.254/latest"], "an internal address"),
         (PUBLIC, ["https://2130706433/", ""], "an internal address"),
+        (PUBLIC, ["https://168.63.129.16/"], "an internal address"),
+        (PUBLIC, ["https://[2002:a00:1::]/"], "an internal address"),
         (PUBLIC, ["https://me:word@founder.example/"], "anybody on the way"),
         (PUBLIC, ["file:///etc/passwd"], "anybody on the way"),
         (PUBLIC, ["https://[x/"], "'https://[x/', which is no URL"),
