@@ -84,7 +84,6 @@ class Repeats:
     """A :class:`Throttle` that counts what it holds back, for the next line of the same key."""
 
     def __init__(self, every: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._every = every
         self._throttle = Throttle(every, clock=clock)
         self._held: Counter[Hashable] = Counter()
 
