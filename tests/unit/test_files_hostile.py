@@ -91,6 +91,7 @@ def test_the_mutations_are_ten_thousand() -> None:
     assert sum(_CASES.values()) >= 10_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
 def test_whatever_a_mutation_is_it_ends_no_reader(name: str, tmp_path: Path) -> None:
     mutate(name, tmp_path, seed=0, cases=_CASES[name])
@@ -120,6 +121,7 @@ def test_one_row_of_the_registry_hides_no_other(
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)  # 80 s of CPU
 def test_time_and_memory_are_bounded(tmp_path: Path) -> None:
     expected = 0
     for name, reader in READERS.items():

@@ -42,7 +42,7 @@ from tests.tools.validator_world import (  # noqa: F401
     trained,
 )
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(180)
 
 
 @pytest.fixture
