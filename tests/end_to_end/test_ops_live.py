@@ -103,6 +103,7 @@ class Miner:
                     "block_list_newest_block": lambda: 1000,
                     "next_round_timestamp_seconds": lambda: unix_time(time.monotonic() + 600),
                     "dht_peers": lambda: 12,
+                    "clock_offset_seconds": lambda: 0.1,
                     "global_run": lambda: 5,
                     "protocol_run": lambda: 5,
                     **blocks,

@@ -170,7 +170,8 @@ def test_what_a_store_accepted_is_there_and_was_sent_once(
                 failed += 1
                 with pytest.raises(IntegrityError, match="twice"):
                     sender.upload_all([("k", path)])
-                assert client.received <= min(2 * size, 4 * PART), (style, damages)
+                # Each part twice at most; the next ones may be under way as the first fails.
+                assert client.received <= 2 * size, (style, damages)
                 continue
             sender.upload_all([("k", path)])
         assert client.objects["k"][0] == content, (style, damages)
