@@ -311,7 +311,6 @@ _STANDINGS = {
     "last_round_block": 5,
 }
 
-_PEER = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
 _ALIVE = {"peer_id": _PEER, "addresses": [f"/ip4/203.0.113.7/tcp/8009/p2p/{_PEER}"], "run_id": "r"}
 _BOUNDS = {
     **{"timeout": (5.0, 1800.0), "min_group_size": (2.0, 256.0), "request_timeout": (1.0, 120.0)},
