@@ -270,21 +270,25 @@ class RoundCaller:
             key=lambda n: (-scores.get(n.uid, 0), self._called.get(n.uid, 0), -steps.get(n.uid, 0)),
         )
         # All ids go to every miner, which refuses the whole call for one that is none. Of two
-        # miners with one id the better is believed, or the other could blame it.
+        # miners with one id the better answers for it.
         owners: dict[str, Neuron] = {}
         for neuron in ordered:
             if is_peer_id(peer_id := peer_ids.get(neuron.uid)):
                 owners.setdefault(peer_id, neuron)
         able = {neuron.uid: neuron for neuron in owners.values()}
-        called = [able[uid] for uid in self._choose(outcome, list(able), suspects)]
+        chosen = self._choose(outcome, list(able), suspects)
+        uids_of = {peer_ids[uid]: uid for uid in chosen}
+        # Both are called: the better may have copied the id, to keep the other out of the round.
+        copies = (n for n in ordered if n.uid not in chosen and peer_ids.get(n.uid) in uids_of)
+        called = [*(able[uid] for uid in chosen), *copies]
         self._rounds += 1
-        self._called.update(dict.fromkeys((n.uid for n in called), self._rounds))
-        outcome.called = tuple(n.uid for n in called)
+        self._called.update(dict.fromkeys(chosen, self._rounds))
+        outcome.called = tuple(chosen)
         # A checkpoint of one that is not called would spoil the round without it as well.
-        candidates = [c for c in candidates if c.neuron.uid in outcome.called]
+        candidates = [c for c in candidates if c.neuron.uid in chosen]
         outcome.top_uid = self._contribute(state, candidates)
         addresses = [a for n in called for a in answered[n.uid].addresses]
-        self._average(outcome, called, {peer_ids[n.uid]: n.uid for n in called}, addresses)
+        self._average(outcome, called, uids_of, addresses[: ADDRESSES_EACH * MOST_CALLED])
 
     def _choose(self, outcome: RoundOutcome, able: Sequence[int], suspects: Suspects) -> list[int]:
         """Return which of the uids that are ``able`` to call, the best first."""

@@ -234,12 +234,16 @@ def test_what_a_miner_says_of_itself_does_not_put_it_before_who_has_a_score(worl
     assert honest.peer_id in world.swarm.requests[0][0].peers
 
 
-def test_of_two_miners_with_one_peer_id_the_better_is_called(world: World) -> None:
-    world.miners[3].peer_id = world.miners[17].peer_id
+def test_who_copies_a_peer_id_keeps_nobody_out_of_the_round(world: World) -> None:
+    copies, honest = world.miners[17], world.miners[3]
+    copies.peer_id = honest.peer_id
     world.validator.standings.sync(world.validator._miners())
     world.validator.standings.entries[17].published = 0.1
+    world.swarm.absent = {17}  # there is one peer of that id
     assert world.validator.round()
-    assert world.client.called == [[17]]
+    assert world.client.called == [[17, 3]] and honest.outer_step == 1
+    assert world.swarm.requests[0][0].peers == (world.swarm.peer_id, honest.peer_id)
+    assert world.events.of("round")[0]["participants"] == [17]  # and answers for what it does
 
 
 def test_more_miners_than_a_call_holds_take_turns(
