@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, ClassVar
 from unittest.mock import Mock
+from urllib.parse import urlsplit
 
 import botocore.loaders
 import pytest
@@ -199,6 +200,21 @@ def test_a_refusal_is_called_by_its_cause(status: int, code: str, text: str) -> 
 def one_at(url: str) -> S3ObjectStore:
     keys = AccessKeys(SecretStr(KEY), SecretStr(SECRET), "R2_WRITE")
     return S3ObjectStore(bucket="b-7", endpoint_url=url, keys=keys, settings=StoreSettings())
+
+
+def test_a_store_below_a_path_is_asked_there() -> None:
+    store = one_at("https://a.example/storage/v1/s3")
+    asked = []
+
+    def send(request: Any, **_: Any) -> None:
+        asked.append(urlsplit(request.url).path)
+        raise ConnectionError
+
+    store._client.meta.events.register("before-send.s3", send)
+    for operation in OPERATIONS.values():
+        with pytest.raises(TransientError):
+            operation(store)
+    assert set(asked) == {"/storage/v1/s3/b-7/k"} and len(asked) == len(OPERATIONS)
 
 
 def refused(status: int, code: str, message: str, *, at: str = "http://a", more: Any = None) -> str:
