@@ -175,6 +175,7 @@ class Validator:
             # If the last process was killed while it published, the bucket tells whether it had.
             self.standings.published(state.outer_step)
             self._publisher.announce(state.outer_step, self._rounds.peer_id)
+            self._noted = True
         self.state = state
         self._loss = self._held_out_loss(state.weights)
         # Miners need time to load and to train: a period never starts before the validator does.

@@ -476,6 +476,17 @@ def test_who_is_in_a_group_that_is_too_small_is_not_blamed_for_it(tmp_path: Path
     assert world.validator.standings.suspects == Suspects()
 
 
+def test_what_was_said_of_a_miner_does_not_outlast_the_next_round(tmp_path: Path) -> None:
+    world = trained(tmp_path, loss_tolerance=1000)
+    world.miners[17].run_id = "0123456789abcdef"
+    assert world.validator.round() and 17 in _notes(world)
+    world.restart()
+    world.start()
+    world.miners[17].run_id = None
+    _go_back(world)
+    assert world.validator.round() and not _notes(world)
+
+
 def test_a_stop_while_the_miners_are_told_loses_no_good_round(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
