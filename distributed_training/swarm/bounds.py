@@ -38,6 +38,7 @@ _BYTES_A_CALL = 4096  # as many cost what one call costs
 _LONGEST_WAIT = 1.0  # seconds; a caller of hivemind's gives up after three
 # Calls a second, and at once. A call takes about a millisecond of the loop that rounds run on.
 _KNOWN, _UNKNOWN, _ALL_UNKNOWN = (100.0, 400.0), (10.0, 40.0), (100.0, 200.0)
+_MOST_HELD = 16 << 20  # bytes of calls that wait to be refused
 _MOST_REMEMBERED = 1024  # peers whose calls are counted, and peers that are known
 _CONNECTIONS = {"connLo": 128, "connHi": 256, "connGrace": "20s"}  # p2pd's, when it closes some
 
@@ -125,6 +126,7 @@ class BoundedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
         super().__init__()
         self.known = Known()
         self._budget = Budget(self.known)
+        self._held = 0  # bytes of calls that wait to be refused
 
     @staticmethod
     def _make_process_args(*args: Any, **options: Any) -> list[str]:
@@ -142,7 +144,7 @@ class BoundedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
     ) -> None:
         async def answer(data: bytes, peer: PeerID) -> bytes:
             try:
-                await asyncio.sleep(self._budget.spend(peer, len(data)))
+                await asyncio.sleep(await self._paid(peer, len(data)))
                 request = input_protobuf_type.FromString(data)
                 context = P2PContext(handle_name, self.peer_id, peer)
                 response: Message = await handler(request, context)
@@ -152,6 +154,20 @@ class BoundedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
                 raise Refused("cancelled") from None
 
         await self._client.add_unary_handler(handle_name, answer, balanced=balanced)
+
+    async def _paid(self, peer: PeerID, size: int) -> float:
+        """Return how long a call has to wait. Raises Refused, later: who waits asks less."""
+        try:
+            return self._budget.spend(peer, size)
+        except Refused:
+            held = size + _BYTES_A_CALL
+            if self._held + held <= _MOST_HELD:
+                self._held += held
+                try:
+                    await asyncio.sleep(_LONGEST_WAIT)
+                finally:
+                    self._held -= held
+            raise
 
     def forget_cancelled(self) -> None:
         """Forget calls that were cancelled before they began, which hivemind keeps for good."""

@@ -304,3 +304,29 @@ def test_streams_are_bounded_for_each_peer_and_in_all(when: str, seed: int) -> N
         assert not averager._streams
 
     asyncio.run(run())
+
+
+def test_who_is_refused_hears_of_it_later_and_takes_little_memory_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever is refused at once asks again at once."""
+    waits: list[float] = []
+    p2p = bounds.BoundedP2P()
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        assert p2p._held <= bounds._MOST_HELD
+        await asyncio.Event().wait()
+
+    async def flood() -> None:
+        monkeypatch.setattr(bounds.asyncio, "sleep", sleep)
+        calls = [asyncio.ensure_future(p2p._paid(peer(0), 60_000)) for _ in range(400)]
+        done, waiting = await asyncio.wait(calls, timeout=0.1)
+        assert 200 < len(waiting) == len(waits) < 300  # of calls that hold 16 MiB
+        assert waits == [1.0] * len(waits) and p2p._held
+        for call in waiting:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+        assert not p2p._held and all(isinstance(c.exception(), Refused | None) for c in done)
+
+    asyncio.run(flood())
