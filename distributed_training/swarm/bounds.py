@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import random
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -164,7 +165,8 @@ class BoundedP2P(P2P):  # type: ignore[misc]  # hivemind has no types
             if self._held + held <= _MOST_HELD:
                 self._held += held
                 try:
-                    await asyncio.sleep(_LONGEST_WAIT)
+                    # Not all at once: they would come back as a wave.
+                    await asyncio.sleep(random.uniform(1, 2) * _LONGEST_WAIT)
                 finally:
                     self._held -= held
             raise

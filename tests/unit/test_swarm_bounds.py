@@ -323,7 +323,7 @@ def test_who_is_refused_hears_of_it_later_and_takes_little_memory_meanwhile(
         calls = [asyncio.ensure_future(p2p._paid(peer(0), 60_000)) for _ in range(400)]
         done, waiting = await asyncio.wait(calls, timeout=0.1)
         assert 200 < len(waiting) == len(waits) < 300  # of calls that hold 16 MiB
-        assert waits == [1.0] * len(waits) and p2p._held
+        assert 1 <= min(waits) < 1.2 and 1.8 < max(waits) <= 2 and p2p._held  # no wave
         for call in waiting:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
