@@ -461,27 +461,29 @@ def _registered_again(
                     f"weights are kept: register it with `{config.chain.how_to_register}`, then "
                     "start the miner"
                 )
-            if chain.expelled(record.hotkey) and say():
-                log.warning(
-                    "The founder expelled hotkey %s from this network, so nothing is trained or "
-                    "uploaded; weights and run folder are kept. Ask the founder, who can let it in "
-                    "again with `dt-registry expel --again`; then register it with `%s`. The miner "
-                    "ends with status 3 in %.1f h (--neuron.deregistered_wait)",
-                    record.hotkey,
-                    config.chain.how_to_register,
-                    (longest - record.waited) / 3600,
-                )
-            elif say():
-                log.warning(
-                    "Hotkey %s is not registered on subnet %d any more, so nothing is trained or "
-                    "uploaded; weights and run folder are kept. Register it with `%s`, and the "
-                    "miner goes on by itself. It ends with status 3 in %.1f h "
-                    "(--neuron.deregistered_wait)",
-                    record.hotkey,
-                    config.chain.netuid,
-                    config.chain.how_to_register,
-                    (longest - record.waited) / 3600,
-                )
+            if say():
+                hours_left = (longest - record.waited) / 3600
+                if chain.expelled(record.hotkey):
+                    log.warning(
+                        "The founder expelled hotkey %s from this network, so nothing is trained "
+                        "or uploaded; weights and run folder are kept. Ask the founder, who can "
+                        "let it in again with `dt-registry expel --again`; then register it with "
+                        "`%s`. The miner ends with status 3 in %.1f h (--neuron.deregistered_wait)",
+                        record.hotkey,
+                        config.chain.how_to_register,
+                        hours_left,
+                    )
+                else:
+                    log.warning(
+                        "Hotkey %s is not registered on subnet %d any more, so nothing is trained "
+                        "or uploaded; weights and run folder are kept. Register it with `%s`, and "
+                        "the miner goes on by itself. It ends with status 3 in %.1f h "
+                        "(--neuron.deregistered_wait)",
+                        record.hotkey,
+                        config.chain.netuid,
+                        config.chain.how_to_register,
+                        hours_left,
+                    )
             if ask():
                 chain.ask_another()
                 record.save(folder / REGISTRATION_FILE)

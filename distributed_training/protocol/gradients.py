@@ -417,7 +417,7 @@ def _read(source: Path | bytes, limit: int) -> dict[str, Any]:
         raw = torch.load(file, map_location="cpu", weights_only=True)
     except PtFileError as error:
         raise PayloadError(f"gradients.pt cannot be read: {error}") from None
-    except Exception as error:
+    except Exception as error:  # torch promises none for foreign bytes, and asserts in places
         first = str(error).strip().splitlines()[:1]
         raise PayloadError(
             f"gradients.pt cannot be read: {first[0] if first else error!r}"

@@ -137,7 +137,7 @@ def load_outer_optimizer(path: Path, schema: Schema) -> OuterOptimizerState:
         buffers = [entries[key].get("momentum_buffer") for key in sorted(entries)]
         if not (math.isfinite(learning_rate) and learning_rate > 0 and 0 <= mu < 1):
             raise ValueError(f"learning rate {learning_rate}, momentum {mu}")
-    except Exception as error:
+    except Exception as error:  # foreign bytes: whatever they made torch raise
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ValueError(
             f"{path} is not an outer optimizer's state ({why:.200}), so it was not loaded: fetch "
