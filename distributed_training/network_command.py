@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 from distributed_training.chain.base import ChainError
 from distributed_training.common.files import write_bytes
+from distributed_training.common.kinds import PluginError, import_plugins
 from distributed_training.common.proxies import HUB, share
 from distributed_training.config import Config, ConfigError, exit_with, load_config
 from distributed_training.config.loader import WALLET, Parser, add_wallet, argument, ranged
@@ -89,6 +90,10 @@ def build_parser() -> Parser:
     add_wallet(join)
     show = commands.add_parser("show", help="verify a network's file and print its rules")
     show.add_argument("place", type=text)
+    for command in (init, sign, join, show):
+        command.add_argument(
+            "--plugins", nargs="+", default=[], metavar="MODULE", help="modules of your own"
+        )
     return parser
 
 
@@ -106,12 +111,15 @@ def _assignment(word: str) -> tuple[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     try:
+        import_plugins(options.plugins)
         {"init": _init, "join": _join, "sign": _sign, "show": _show}[options.command](options)
     except ConfigError as error:
         return exit_with(error)
     except ChainError as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitStatus.FAULT
+    except PluginError as error:
+        return exit_with(ConfigError(f"--plugins: {error}"))
     except NetworkFileError as error:
         return exit_with(ConfigError(f"{error}, so nothing was signed: {error.remedy}"))
     return 0
@@ -412,7 +420,7 @@ def _join(options: argparse.Namespace) -> None:
         for setting in schema("miner")
         if setting.env in KEY_VARIABLES and config.get(setting.name) is None
     ]
-    flags = shlex.join(["--network", options.place, *wallet_flags])
+    flags = shlex.join(["--network", options.place, *wallet_flags, *_plugin_flags(options)])
     print(f"bucket {bucket}: make it, with a key that may read it and one that may write it")
     if missing:
         print(f"missing in .env: {', '.join(filter(None, missing))}")
@@ -456,6 +464,10 @@ def _show(options: argparse.Namespace, *, rules: bool = True) -> None:
             print(f"  {key} = {_value(value)}")
 
 
+def _plugin_flags(options: argparse.Namespace) -> list[str]:
+    return ["--plugins", *options.plugins] if options.plugins else []
+
+
 def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
     file, wallets = (
         folder / FILE,
@@ -464,6 +476,7 @@ def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
     least = min(2, options.miners)
     validator = [
         *("--network", str(file), "--neuron.run_folder", str(folder / "validator"), *wallets),
+        *_plugin_flags(options),
         *("--neuron.initial_peers", "none"),  # it is the first peer itself
         *("--dht.port", str(options.dht_port)),
         # It takes no name: for that the validator finds its address, as every miner does.

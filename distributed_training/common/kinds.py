@@ -8,7 +8,10 @@ may come from anywhere, can choose among kinds and can import nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import importlib
+import os
+import sys
+from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
 Made = TypeVar("Made")
@@ -43,3 +46,49 @@ class Kinds(Generic[Made]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._made)
+
+
+#: Environment variable with the names of the operator's modules, for a start and for its children.
+PLUGINS = "DT_PLUGINS"
+
+_imported: list[str] = []
+
+
+class PluginError(ValueError):
+    """A module of ``--plugins`` is missing, or raised; the message is one line for the operator."""
+
+
+def import_plugins(modules: Iterable[str]) -> None:
+    """Import the operator's modules, which register more kinds. Idempotent.
+
+    They are found where Python finds every module, and in the working folder. Raises PluginError.
+    """
+    for module in modules:
+        if module in _imported:
+            continue
+        # Last, so that no file there takes the place of a library. Children get this path too.
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # whatever its code raises costs the start, with one line
+            text = "".join(filter(str.isprintable, str(error).partition("\n")[0]))
+            raise PluginError(
+                f"the module {module} cannot be imported ({type(error).__name__}: {text:.300}), so "
+                "what it registers is not there and nothing was started: correct the module, or "
+                "its name (my_plugin for the file my_plugin.py of this folder)"
+            ) from error
+        _imported.append(module)
+
+
+def plugin_environment() -> dict[str, str]:
+    """Return the variables with which a child imports the same modules; empty without plug-ins."""
+    if not _imported:
+        return {}
+    path = os.pathsep.join(filter(None, sys.path))
+    return {PLUGINS: " ".join(_imported), "PYTHONPATH": path}
+
+
+def import_inherited_plugins() -> None:
+    """Import what the process that started this one has imported. Raises PluginError."""
+    import_plugins(os.environ.get(PLUGINS, "").split())

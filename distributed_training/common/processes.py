@@ -42,6 +42,8 @@ from typing import IO, Any, NoReturn
 
 import psutil
 
+from .kinds import import_inherited_plugins, plugin_environment
+
 log = logging.getLogger(__name__)
 
 _PREFIXES = ("R2_", "AWS_", "BT_PW_")  # whole families; bittensor keeps wallet passwords in BT_PW_
@@ -332,7 +334,7 @@ def start_child(
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             # The cores belong to the ranks: a library with a thread for each would slow training.
-            env=without_secrets(keep=keep) | path | _ONE_THREAD,
+            env=without_secrets(keep=keep) | path | _ONE_THREAD | plugin_environment(),
             **options,
         )
     return process, Connection(ours.detach())
@@ -371,6 +373,7 @@ class Parent:
     def __init__(self) -> None:
         self._connection = Connection(int(sys.argv[1]))
         self._lock = threading.Lock()
+        import_inherited_plugins()
 
     def receive(self) -> Any:
         """Receive a message. Raises EOFError, OSError when the parent is gone."""

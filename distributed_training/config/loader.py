@@ -36,6 +36,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 from distributed_training.common.files import parse_toml
+from distributed_training.common.kinds import PluginError, import_plugins
 from distributed_training.network import Network, NetworkAway, NetworkFileError, read_network
 
 from .model import OPERATORS_FILE, PRESETS, TASKS, TITLES, Config, Kind, problems
@@ -430,6 +431,11 @@ def load_config(
     }
     # After the merge: an old flag that stands in several places is one line.
     given, warnings = settle(given)
+    if "plugins" in given:  # before any other value, which may name a kind that they register
+        try:
+            import_plugins(_text(given["plugins"]).split())
+        except PluginError as error:
+            raise ConfigError(f"{given['plugins'].source}: {error}") from None
     # Only if a setting came from it: another program's .env is its own affair.
     warning = open_to_others(dotenv) if dotenv and from_dotenv else None
     warnings += (warning,) if warning else ()

@@ -72,6 +72,9 @@ class GeneralSettings:
     config: File | None = flag("config", None)
     """TOML file of flags, e.g. [neuron] upload_steps = 60, in place of miner.toml; flags win over
     it"""
+    plugins: Words[str] = flag("plugins", (), env="DT_PLUGINS")
+    """modules of your own, imported before anything else, that register an optimizer, a data source
+    or another kind"""
 
 
 @dataclass(frozen=True, config=SETTINGS)

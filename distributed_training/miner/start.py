@@ -30,6 +30,7 @@ import psutil
 import torch
 
 from distributed_training.chain.server import MinerCallbacks, SignedServer
+from distributed_training.common.kinds import import_plugins
 from distributed_training.common.memory import checkpoint_bytes, snapshot_bytes
 from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, exit_with
@@ -271,6 +272,7 @@ def _run(
     stop: RankStop,
     stack: ExitStack,
 ) -> tuple[int, str]:
+    import_plugins(config.general.plugins)  # the launcher's own are not those of its fork server
     device = rank_device(config.miner.device, me.local_rank, remembered=remembered_gpus(folder))
     ranks = join_ranks(
         environ=os.environ,

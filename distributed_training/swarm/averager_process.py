@@ -52,6 +52,7 @@ from hivemind.utils import MSGPackSerializer, get_dht_time
 from torch import Tensor
 
 from distributed_training.common.backoff import Backoff
+from distributed_training.common.kinds import import_inherited_plugins
 from distributed_training.common.processes import write_stacks_on_signal
 from distributed_training.protocol.synapses import LARGEST_GROUP
 
@@ -746,6 +747,7 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     # Training needs the cores; sums of parts are short.
     torch.set_num_threads(1)
+    import_inherited_plugins()
     connection = socket.socket(fileno=int(sys.argv[1]))
     config = _first_line(connection)
     try:

@@ -36,6 +36,7 @@ from typing import Any
 import torch
 
 from distributed_training.common.backoff import Backoff
+from distributed_training.common.kinds import plugin_environment
 from distributed_training.common.processes import (
     process_folder,
     remove_process_folder,
@@ -519,7 +520,9 @@ class HostLaunch:
                 start_new_session=True,
                 cwd=Path(__file__).resolve().parents[2],
                 # It talks to whoever is in the swarm: no secret in its memory.
-                env=without_secrets() | {"HIVEMIND_COLORS": "false", "CUDA_VISIBLE_DEVICES": ""},
+                env=without_secrets()
+                | {"HIVEMIND_COLORS": "false", "CUDA_VISIBLE_DEVICES": ""}
+                | plugin_environment(),
             )
 
     def end(self) -> None:
