@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 
 from distributed_training.common.backoff import Throttle
@@ -42,6 +43,7 @@ from .state_machine import (
     Rules,
     Task,
     decide,
+    rebases,
     trains_now,
 )
 
@@ -106,11 +108,11 @@ class Controller:
         if self._pending:
             return self._command(self._pending.popleft(), data)
         if may_train and (data.begin or self._blocks.available):
-            return Command(Action.TRAIN, 0, data)
+            return Command(Action.TRAIN, data=data)
         # With a request at hand there is no wait: ranks begin to fetch only with the command.
         if not data.request:
             self._take(_IDLE_WAIT)
-        return Command(Action.WAIT_FOR_DATA if may_train else Action.IDLE, 0, data)
+        return Command(Action.WAIT_FOR_DATA if may_train else Action.IDLE, data=data)
 
     def drain(self) -> None:
         """Handle every event that was posted until now."""
@@ -182,30 +184,29 @@ class Controller:
             self.post(ev.RoundFailed(AllReduceFault.SWARM_DOWN, repr(error)))
 
     def _command(self, action: Action, data: DataPart) -> Command:
-        """Return ``action`` with its number and rank 0's own part, as they are at its turn."""
-        state, blocks, request = self.state, self._blocks, DataPart(data.request)
+        """Return ``action`` with what it needs and rank 0's own part, as they are at its turn."""
+        state, blocks = self.state, self._blocks
         match action:
             case Action.LOAD | Action.REBASE:
                 # A roll-back to another outer step may have come between: then it is a load.
-                action = Action.REBASE if state.rebase else Action.LOAD
-                target = state.fetch_target or 0
-                return Command(action, target, request, LocalPart(folder=state.fetched))
-            case Action.SNAPSHOT:
-                return Command(
-                    action, blocks.chain_block(), request, LocalPart(blocks=blocks.blocks())
+                command = Command(
+                    Action.REBASE if rebases(state) else Action.LOAD,
+                    outer_step=state.fetch_target or 0,
+                    local=LocalPart(folder=state.fetched),
                 )
+            case Action.SNAPSHOT:
+                taken = LocalPart(blocks=blocks.blocks())
+                command = Command(action, chain_block=blocks.chain_block(), local=taken)
             case Action.WRITE_PSEUDO_GRADIENT:
-                return Command(action, int(self._rules.train_in_rounds), request)
+                command = Command(action, trains_on=self._rules.train_in_rounds)
             case Action.CHECK_GRADIENT:
-                pause = state.mode is Mode.AVERAGING and not state.trains_on
-                return Command(action, int(pause), request)
-            case Action.CHECKPOINT:
-                return Command(action, 0, request, self._kept())
-            case Action.STOP:
-                return Command(action, state.exit_status, request, self._kept())
+                in_pause = state.mode is Mode.AVERAGING and not state.trains_on
+                command = Command(action, in_pause=in_pause)
+            case Action.CHECKPOINT | Action.STOP:
+                kept = {"rank_zero": {"blocks": blocks.state_dict()}}
+                local = LocalPart(blocks=blocks.blocks(), kept=kept)
+                status = state.exit_status if action is Action.STOP else 0
+                command = Command(action, exit_status=status, local=local)
             case _:
-                return Command(action, 0, request)
-
-    def _kept(self) -> LocalPart:
-        kept = {"rank_zero": {"blocks": self._blocks.state_dict()}}
-        return LocalPart(blocks=self._blocks.blocks(), kept=kept)
+                command = Command(action)
+        return replace(command, data=DataPart(data.request))

@@ -109,13 +109,12 @@ class MinerLoop:
             # First: a block begins with the micro-batch of the same boundary.
             self._follow_data(command.data)
             event = self._carry_out(command, began)
-            in_a_round = command.action is Action.CHECK_GRADIENT and command.arg
-            if command.action in PAUSES or in_a_round:
+            if command.action in PAUSES or command.in_pause:
                 self._trainer.pause(time.perf_counter() - began)
             if self._controller is not None and event is not None:
                 self._controller.post(event)
             if command.action is Action.STOP:
-                return command.arg
+                return command.exit_status
 
     def _carry_out(self, command: Command, began: float) -> ev.Event | None:
         """Carry out a command; an error not answered with an event ends the miner on all ranks.
@@ -130,7 +129,7 @@ class MinerLoop:
             case Action.WAIT_FOR_DATA:
                 self._data.missed(time.perf_counter() - began)
             case Action.WRITE_PSEUDO_GRADIENT:
-                return self._write_pseudo_gradient(trains_on=bool(command.arg))
+                return self._write_pseudo_gradient(trains_on=command.trains_on)
             case Action.OUTER_STEP:
                 return self._outer_step()
             case Action.LOAD | Action.REBASE:
@@ -228,14 +227,14 @@ class MinerLoop:
             if command.action is Action.REBASE:
                 self._trainer.rebase(weights, outer_optimizer, sample)
             else:
-                self._trainer.load_global(weights, outer_optimizer, command.arg, sample)
+                self._trainer.load_global(weights, outer_optimizer, command.outer_step, sample)
         except RankFailedError as error:  # on all ranks alike; the state may be sound
             return ev.GlobalFetchFailed(not_loaded(error), time.monotonic())
         except ValueError as error:  # on all ranks alike: another model's, say
             awful = isinstance(error, AwfulWeights)
             return ev.LoadFailed(str(error), time.monotonic(), awful)
         self._hold_others_back()
-        return ev.Loaded(command.arg)
+        return ev.Loaded(command.outer_step)
 
     # --- snapshots and checkpoints -------------------------------------------------------------
 
@@ -254,12 +253,12 @@ class MinerLoop:
             self._snapshot = None  # nobody previews it, and its error may hold memory
         # The block tells it from one of the same step that an uploader may still read: a miner that
         # went back to a checkpoint comes by again.
-        name = f"{progress.outer_step}.{progress.inner_step}.{command.arg}"
+        name = f"{progress.outer_step}.{progress.inner_step}.{command.chain_block}"
         try:
             self._snapshot = self._trainer.snapshot(
                 self._snapshots / name,
                 progress=progress,
-                block=command.arg,
+                block=command.chain_block,
                 last_loss=self._last_loss,
             )
         except (OSError, RankFailedError) as error:  # raised on all ranks alike
@@ -293,4 +292,4 @@ class MinerLoop:
             )
         # A thread writes it, and threads do not outlive the process.
         self._checkpointer.wait()
-        return ev.Stopped(command.arg)
+        return ev.Stopped(command.exit_status)

@@ -1,6 +1,6 @@
 """Send rank 0's decision to all ranks: one small broadcast per micro-batch boundary.
 
-The vector is int64 and always of the same length, so a boundary costs one gloo broadcast of 48
+The vector is int64 and always of the same length, so a boundary costs one gloo broadcast of 80
 bytes whatever the command. Data beyond integers (a folder, a round's request) stays on rank 0
 (:class:`~.state_machine.LocalPart`) or is derived from the integers.
 """
@@ -20,10 +20,9 @@ from distributed_training.common.ports import listen
 from distributed_training.node.start import NetworkFailure
 
 from .run_folder import RANK_STORE
-from .state_machine import Action, Command, DataPart
+from .state_machine import COMMAND_INTEGERS, Command
 
 _SHARE_POLL = 0.1  # seconds
-_INTEGERS = 6  # of a command
 
 
 class Ranks:
@@ -47,11 +46,10 @@ class Ranks:
     def agree(self, command: Command | None) -> Command:
         """Rank 0 passes its command, the others None; all return the same, what is given apart."""
         if self.world_size > 1:
-            integers = [command.action, command.arg, *command.data] if command else [0] * _INTEGERS
+            integers = command.to_integers() if command else [0] * COMMAND_INTEGERS
             vector = torch.tensor(integers, dtype=torch.int64)
             dist.broadcast(vector, src=0, group=self._group)
-            action, arg, *data = vector.tolist()
-            command = command or Command(Action(action), arg, DataPart(*data))
+            command = command or Command.from_integers(vector.tolist())
         assert command is not None
         return command
 

@@ -475,7 +475,7 @@ class Reporter:
                 self._record("roll_back", outer_step=outer, inner_step=inner)
             case ev.ModeChanged(before=before, after=after):
                 self._record("state", before=before.value, after=after.value)
-                if after is Mode.FETCHING and not state.rebase and state.fetch_target is not None:
+                if after is Mode.FETCHING and state.fetch_target not in (None, state.outer_step):
                     log.info("%s", lines.epochs_differ(state.outer_step, state.fetch_target))
             case ev.Stopped(exit_status=status):
                 self._record("stop", reason=state.stop_reason, exit_status=status)

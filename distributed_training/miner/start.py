@@ -84,7 +84,7 @@ from .run_folder import (
     write_pid_file,
 )
 from .services import Services, StartupInfo, global_interval
-from .state_machine import MinerState, Mode, Rules, ignores_calls
+from .state_machine import GlobalView, MinerState, Mode, Rules, ignores_calls
 from .uploads import Publishing
 
 log = logging.getLogger(__name__)
@@ -543,7 +543,7 @@ class RankZero:
         )
         self.global_epoch.start()
         # The network's file too: whoever has another version of it trains for nothing.
-        if state.unseen or context.config.network is not None:
+        if state.view is GlobalView.UNREAD or context.config.network is not None:
             self.global_epoch.compare_soon()
         if self.training.kept and state.mode is Mode.TRAINING:
             self.global_epoch.compare_weights(trainer.outer_step)  # of the last round, perhaps
@@ -574,16 +574,15 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
 
     # who decides
     blocks = _block_list(context, training, services)
-    unseen, reload = not info.global_seen, config.round_reload_timeout.total_seconds()
+    unread, reload = not info.global_seen, config.round_reload_timeout.total_seconds()
     # A checkpoint ahead of the bucket is no mistake: the validator may still be publishing.
-    behind = unseen or trainer.outer_step != info.global_outer_step
+    behind = unread or trainer.outer_step != info.global_outer_step
     controller = Controller(
         state=MinerState(
             mode=Mode.AWAITING_GLOBAL if behind else Mode.TRAINING,
             outer_step=trainer.outer_step,
             global_due=time.monotonic() + reload,
-            unpublished=unseen,
-            unseen=unseen,
+            view=GlobalView.UNREAD if unread else GlobalView.SAME,
         ),
         rules=Rules(
             reload_seconds=reload,

@@ -48,20 +48,20 @@ if TYPE_CHECKING:
 
 
 class Action(enum.IntEnum):
-    """The action that every rank carries out next. ``Command.arg`` is 0 unless noted."""
+    """The action that every rank carries out next."""
 
     TRAIN = 0  # one micro-batch
     IDLE = 1  # nothing: rank 0 waits for something
     WAIT_FOR_DATA = 2  # nothing: no block is ready on all ranks
-    WRITE_PSEUDO_GRADIENT = 3  # into the swarm's buffers; arg: 1 if inner steps go on after it
+    WRITE_PSEUDO_GRADIENT = 3  # into the swarm's buffers
     OUTER_STEP = 4  # prepare, vote, commit everywhere or nowhere
-    LOAD = 5  # the fetched global state; arg: its outer step
-    REBASE = 6  # the same, keeping what was trained in this outer step; arg: outer step
-    SNAPSHOT = 7  # of everything an upload needs; arg: the chain's block
-    CHECK_GRADIENT = 8  # on held-out data, as a validator would; arg: 1 in a round's pause
+    LOAD = 5  # the fetched global state
+    REBASE = 6  # the same, keeping what was trained in this outer step
+    SNAPSHOT = 7  # of everything an upload needs
+    CHECK_GRADIENT = 8  # on held-out data, as a validator would
     CHECKPOINT = 9
     ROLL_BACK = 10  # to the last good checkpoint
-    STOP = 11  # checkpoint and leave the loop; arg: exit status
+    STOP = 11  # checkpoint and leave the loop
 
 
 class Task(enum.Enum):
@@ -98,12 +98,38 @@ class LocalPart(NamedTuple):
 
 @dataclass(frozen=True)
 class Command:
-    """One boundary: the action and its number, the part about data, and rank 0's own part."""
+    """One boundary: the action with what it needs, the part about data, and rank 0's own part."""
 
     action: Action
-    arg: int = 0
+    outer_step: int = 0  # LOAD, REBASE: of the fetched global state
+    chain_block: int = 0  # SNAPSHOT: at this boundary
+    exit_status: int = 0  # STOP: of the miner
+    trains_on: bool = False  # WRITE_PSEUDO_GRADIENT: inner steps go on after it
+    in_pause: bool = False  # CHECK_GRADIENT: a round holds up training anyway
     data: DataPart = field(default=DataPart())
     local: LocalPart = field(default=LocalPart(), compare=False)
+
+    def to_integers(self) -> list[int]:
+        """Return :data:`COMMAND_INTEGERS` integers: all but rank 0's own part."""
+        flags = int(self.trains_on), int(self.in_pause)
+        numbers = self.outer_step, self.chain_block, self.exit_status
+        return [self.action, *numbers, *flags, *self.data]
+
+    @classmethod
+    def from_integers(cls, integers: Sequence[int]) -> Command:
+        action, outer_step, chain_block, exit_status, trains_on, in_pause, *data = integers
+        return cls(
+            Action(action),
+            outer_step=outer_step,
+            chain_block=chain_block,
+            exit_status=exit_status,
+            trains_on=bool(trains_on),
+            in_pause=bool(in_pause),
+            data=DataPart(*data),
+        )
+
+
+COMMAND_INTEGERS = len(Command(Action.TRAIN).to_integers())
 
 
 class Mode(enum.Enum):
@@ -357,6 +383,22 @@ class PublicationEnded(Event):
     report: PublicationReport
 
 
+class GlobalView(enum.Enum):
+    """The global bucket, compared with the outer step and the epoch-start weights of ours."""
+
+    UNREAD = "it was not read since a start from the disk, whose state may be old"
+    SAME = "no difference is known"
+    UNPUBLISHED = "it was not seen at our last outer step yet"
+    UNPUBLISHED_PARTIAL = "neither, and parts of that outer step's average failed here"
+    DIFFERENT = "its weights of our outer step are, or may be, others than ours"
+
+
+#: What becomes of a view once nothing more is expected of the bucket at our last outer step.
+_NO_LONGER_AWAITED = {
+    GlobalView.UNPUBLISHED: GlobalView.SAME,
+    GlobalView.UNPUBLISHED_PARTIAL: GlobalView.DIFFERENT,
+}
+
 _FETCH_AGAIN = timedelta(minutes=1)  # after a fetch that failed, doubled by each further one
 _FETCH_AGAIN_LONGEST = timedelta(hours=1)
 
@@ -372,17 +414,14 @@ class MinerState:
     called_at: float = 0.0
     averaged: AllReduceResult | None = None  # what the outer step under way is made of
     trains_on: bool = False  # inner steps go on while the swarm averages
-    partial: bool = False  # our last outer step may differ from that of others
-    unpublished: bool = False  # the bucket was not seen at our last outer step yet
     # the global state
+    view: GlobalView = GlobalView.SAME
     global_due: float = 0.0  # when AWAITING_GLOBAL ends
     fetch_target: int | None = None  # the outer step being fetched
     fetched: Path | None = None  # its files
     problem: str = ""  # why the state that was fetched last was not loaded
-    rebase: bool = False  # the outer step is ours, its first weights are not
     fetch_failures: int = 0  # in a row, of failed_target
     failed_target: int | None = None
-    unseen: bool = False  # the bucket, since a start from the disk: that state may be old
     # trained since the last checkpoint
     unsaved_steps: int = 0
     unsaved_seconds: float = 0.0
@@ -434,7 +473,13 @@ def may_check(state: MinerState) -> bool:
 
 def ignores_calls(state: MinerState) -> bool:
     """Return whether an AllReduce call leads to nothing: no pseudo-gradient is at hand."""
-    return state.unseen or state.mode in (Mode.FETCHING, Mode.LOADING, Mode.STOPPING)
+    fetches = state.mode in (Mode.FETCHING, Mode.LOADING)
+    return fetches or state.mode is Mode.STOPPING or state.view is GlobalView.UNREAD
+
+
+def rebases(state: MinerState) -> bool:
+    """Return whether the state being fetched or loaded is of our outer step: training is kept."""
+    return state.fetch_target == state.outer_step
 
 
 def goes_back(state: MinerState) -> bool:
@@ -465,13 +510,13 @@ def decide(state: MinerState, event: Event, rules: Rules) -> Decision:
         case SnapshotWanted() if trains(state.mode):
             # A checkpoint of the same boundary shares the snapshot's copies in host memory.
             if 0 < rules.checkpoint_seconds <= 2 * state.unsaved_seconds:
-                return _saved(state), (Action.SNAPSHOT, Action.CHECKPOINT)
+                return _clear_unsaved(state), (Action.SNAPSHOT, Action.CHECKPOINT)
             return state, (Action.SNAPSHOT,)
         case SnapshotComplete() if may_check(state):
             return state, (Action.CHECK_GRADIENT,)
         case RolledBack(progress=Progress(outer_step=outer)) if outer != state.outer_step:
-            # A rebase would keep what was trained in an outer step that is not ours any more.
-            after = replace(state, outer_step=outer, rebase=False, unpublished=False)
+            view = _NO_LONGER_AWAITED.get(state.view, state.view)
+            after = replace(state, outer_step=outer, view=view)
             return after, (Task.COMPARE_EPOCHS,)
         case AllReduceCalled() if ignores_calls(state):
             return state, ()
@@ -491,7 +536,7 @@ def _after_step(state: MinerState, event: InnerStepDone, rules: Rules) -> Decisi
             # No roll-back: its checkpoint may be of the outer step before, and the average is of
             # this one. Skipped steps changed no weights.
             return replace(state, trains_on=False), ()
-        return _saved(state), (Action.ROLL_BACK,)
+        return _clear_unsaved(state), (Action.ROLL_BACK,)
     report = event.report
     if report.skipped:
         return state, ()
@@ -501,11 +546,11 @@ def _after_step(state: MinerState, event: InnerStepDone, rules: Rules) -> Decisi
     due = steps >= rules.checkpoint_steps and seconds >= rules.checkpoint_seconds
     if averaging or not due:  # in a round its copies would be in host memory beside the round's
         return replace(state, unsaved_steps=steps, unsaved_seconds=seconds), ()
-    return _saved(state), (Action.CHECKPOINT,)
+    return _clear_unsaved(state), (Action.CHECKPOINT,)
 
 
-def _saved(state: MinerState) -> MinerState:
-    """Note that all training is in a checkpoint, or given up."""
+def _clear_unsaved(state: MinerState) -> MinerState:
+    """Return the state after a checkpoint of all that was trained, or a roll-back of it."""
     return replace(state, unsaved_steps=0, unsaved_seconds=0.0)
 
 
@@ -522,9 +567,10 @@ def _in_round(state: MinerState, event: Event, rules: Rules) -> Decision:
             if not committed:
                 return after, ()
             partial = state.averaged is not None and state.averaged.partial
+            view = GlobalView.UNPUBLISHED_PARTIAL if partial else GlobalView.UNPUBLISHED
             # Commit and checkpoint belong together: after a SIGKILL the checkpoint decides.
-            after = replace(after, partial=partial, unpublished=True)
-            return _saved(after), (Action.CHECKPOINT,)
+            after = replace(after, view=view)
+            return _clear_unsaved(after), (Action.CHECKPOINT,)
         case _:
             return state, ()
 
@@ -555,14 +601,16 @@ def _global_state(state: MinerState, event: Event) -> Decision:
             # It calls nobody while it averages or publishes: our outer step is not on its way.
             return replace(state, global_due=min(at, state.global_due)), ()
         case GlobalEpochSeen(outer_step=seen, at=at):
-            return _epoch_seen(replace(state, unseen=False), seen, at)
+            if state.view is GlobalView.UNREAD:
+                state = replace(state, view=GlobalView.UNPUBLISHED)
+            return _epoch_seen(state, seen, at)
         case WeightsCompared(outer_step=outer, same=False) if (
             state.mode is Mode.TRAINING and outer == state.outer_step
         ):
-            return _fetch(state, outer, rebase=True)
+            return _fetch(state, outer)
         case GlobalFetched(folder=folder) if state.mode is Mode.FETCHING:
             after = replace(state, mode=Mode.LOADING, fetched=folder)
-            return after, (Action.REBASE if state.rebase else Action.LOAD,)
+            return after, (Action.REBASE if rebases(state) else Action.LOAD,)
         case GlobalFetchFailed(at=at) if state.mode in (Mode.FETCHING, Mode.LOADING):
             return _fetch_failed(state, at), ()
         case LoadFailed(problem=problem, at=at) if state.mode is Mode.LOADING:
@@ -577,14 +625,15 @@ def _global_state(state: MinerState, event: Event) -> Decision:
 
 
 def _epoch_seen(state: MinerState, seen: int, at: float) -> Decision:
+    view = _NO_LONGER_AWAITED.get(state.view, state.view)
     if state.mode is Mode.AWAITING_GLOBAL:
         # The root metadata is written last: our outer step in it is published whole. The next round
         # may be called before the time to publish is up, and must begin from the same weights.
-        published = state.unpublished and seen != state.failed_target
+        published = view is not state.view and seen != state.failed_target
         if seen == state.outer_step and (published or at >= state.global_due):
-            if state.partial:
-                return _fetch(state, seen, rebase=True)
-            after = replace(state, mode=Mode.TRAINING, unpublished=False)
+            if view is GlobalView.DIFFERENT:
+                return _fetch(state, seen)
+            after = replace(state, mode=Mode.TRAINING, view=view)
             return after, (Task.COMPARE_WEIGHTS,)
         # Before its time is up the validator may still be publishing the one we already have.
         # An outer step ahead of ours is never on its way: it is there.
@@ -593,15 +642,16 @@ def _epoch_seen(state: MinerState, seen: int, at: float) -> Decision:
             return state, ()
     elif state.mode is not Mode.TRAINING:
         return state, ()
-    if seen != state.outer_step:
-        return _fetch(state, seen, rebase=False)
-    return _fetch(state, seen, rebase=True) if state.partial else (state, ())
+    if seen != state.outer_step or view is GlobalView.DIFFERENT:
+        return _fetch(state, seen)
+    return state, ()
 
 
-def _fetch(state: MinerState, target: int, *, rebase: bool) -> Decision:
-    after = replace(
-        state, mode=Mode.FETCHING, fetch_target=target, rebase=rebase, unpublished=False
-    )
+def _fetch(state: MinerState, target: int) -> Decision:
+    view = _NO_LONGER_AWAITED.get(state.view, state.view)
+    if target == state.outer_step:
+        view = GlobalView.DIFFERENT
+    after = replace(state, mode=Mode.FETCHING, fetch_target=target, view=view)
     return after, (Task.FETCH_GLOBAL,)
 
 
@@ -615,8 +665,6 @@ def _fetch_failed(state: MinerState, at: float) -> MinerState:
         mode=Mode.AWAITING_GLOBAL,
         fetch_target=None,
         fetched=None,
-        rebase=False,
-        partial=state.partial or state.rebase,
         fetch_failures=failures,
         failed_target=state.fetch_target,
         global_due=at + wait.total_seconds(),

@@ -25,9 +25,12 @@ from tests.tools.waiting import wait_for
 pytestmark = pytest.mark.timeout(120)
 
 SCRIPT = [
-    Command(Action.TRAIN, 0, DataPart(11, 10, 64, 24)),
-    Command(Action.SNAPSHOT, 2**40),
-    Command(Action.STOP, 3),
+    Command(Action.TRAIN, data=DataPart(11, 10, 64, 24)),
+    Command(Action.SNAPSHOT, chain_block=2**40),
+    Command(Action.LOAD, outer_step=7),
+    Command(Action.WRITE_PSEUDO_GRADIENT, trains_on=True),
+    Command(Action.CHECK_GRADIENT, in_pause=True),
+    Command(Action.STOP, exit_status=3),
 ]
 
 

@@ -127,16 +127,16 @@ def test_it_waits_without_data_and_begins_when_a_block_is_ready() -> None:
     rig = Rig()
     rig.blocks.available = False
     rig.blocks.request = 555
-    assert rig.command() == Command(Action.WAIT_FOR_DATA, 0, DataPart(555))
+    assert rig.command() == Command(Action.WAIT_FOR_DATA, data=DataPart(555))
     rig.blocks.begin = (555, 64)
-    assert rig.command() == Command(Action.TRAIN, 0, DataPart(0, 555, 64))
+    assert rig.command() == Command(Action.TRAIN, data=DataPart(0, 555, 64))
 
 
 def test_a_ready_block_is_kept_while_an_order_goes_first() -> None:
     rig = Rig(unsaved_steps=9)
     rig.blocks.begin = (555, 64)
     assert rig.action(step(10)) is Action.CHECKPOINT
-    assert rig.command() == Command(Action.TRAIN, 0, DataPart(0, 555, 64))
+    assert rig.command() == Command(Action.TRAIN, data=DataPart(0, 555, 64))
 
 
 def test_a_whole_round() -> None:
@@ -175,7 +175,7 @@ def test_a_failed_round_costs_time_only(error: Exception, fault: AllReduceFault)
 def test_stop_in_a_round_cancels_it_and_drops_what_was_pending() -> None:
     rig = Rig()
     command = rig.command(call(), ev.StopRequested("deregistered", 3))
-    assert (command.action, command.arg) == (Action.STOP, 3)
+    assert (command.action, command.exit_status) == (Action.STOP, 3)
     assert command.local.kept == {"rank_zero": {"blocks": {"blocks": [[554, 3]]}}}
     assert rig.swarm.cancelled
     assert rig.action() is Action.IDLE, "nothing follows"
@@ -187,7 +187,7 @@ def test_the_fetched_state_comes_with_the_order_to_load_it() -> None:
     assert rig.action(ev.GlobalEpochSeen(6, 1000.0)) is Action.TRAIN  # also while it is fetched
     rig.global_epoch.fetch.assert_called_once_with(6)
     command = rig.command(ev.GlobalFetched(Path("epoch-6")))
-    assert command == Command(Action.LOAD, 6)
+    assert command == Command(Action.LOAD, outer_step=6)
     assert command.local.folder == Path("epoch-6")
     rig.action(ev.LoadFailed("another shape", 1001.0))
     rig.global_epoch.refuse_fetched.assert_called_once_with("another shape")
@@ -197,7 +197,7 @@ def test_a_rebase_after_a_roll_back_to_another_epoch_is_a_load() -> None:
     rig = Rig()
     rig.action(ev.WeightsCompared(4, same=False))
     rig.controller.post(ev.GlobalFetched(Path("epoch-4")))
-    assert rig.command(ev.RolledBack(Progress(outer_step=3))) == Command(Action.LOAD, 4)
+    assert rig.command(ev.RolledBack(Progress(outer_step=3))) == Command(Action.LOAD, outer_step=4)
 
 
 def test_deadlines_are_looked_at_once_per_tick() -> None:

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from distributed_training.miner import state_machine as ev
 from distributed_training.miner.state_machine import (
     Action,
+    GlobalView,
     MinerState,
     Mode,
     Rules,
     Task,
     decide,
+    rebases,
     trains,
     trains_now,
 )
@@ -82,6 +84,7 @@ CHECKPOINT, ROLL_BACK = (Action.CHECKPOINT,), (Action.ROLL_BACK,)
 
 TRAINING, AVERAGING, AWAITING_GLOBAL = Mode.TRAINING, Mode.AVERAGING, Mode.AWAITING_GLOBAL
 FETCHING, LOADING, STOPPING = Mode.FETCHING, Mode.LOADING, Mode.STOPPING
+PARTIAL = GlobalView.UNPUBLISHED_PARTIAL
 CALLED, seen = ev.AllReduceCalled(CALL, 1000.0), ev.GlobalEpochSeen
 Row = tuple[str, MinerState, ev.Event, Mode, tuple[Action | Task, ...]]
 
@@ -171,16 +174,16 @@ TABLE = [
         AWAITING_GLOBAL, seen(12, 2000.0), AWAITING_GLOBAL),
     row("agreed after it", AWAITING_GLOBAL, seen(12, 3641.0), TRAINING, Task.COMPARE_WEIGHTS),
     row("agreed after a round that lost parts: others' weights may differ",
-        state(AWAITING_GLOBAL, partial=True), seen(12, 3641.0), FETCHING, Task.FETCH_GLOBAL),
+        state(AWAITING_GLOBAL, view=PARTIAL), seen(12, 3641.0), FETCHING, Task.FETCH_GLOBAL),
     row("the same, seen while training",
-        state(TRAINING, partial=True), seen(12, 5000.0), FETCHING, Task.FETCH_GLOBAL),
+        state(TRAINING, view=PARTIAL), seen(12, 5000.0), FETCHING, Task.FETCH_GLOBAL),
     row("our weights are the global ones", TRAINING, ev.WeightsCompared(12, True), TRAINING),
     row("our weights are not the global ones",
         TRAINING, ev.WeightsCompared(12, False), FETCHING, Task.FETCH_GLOBAL),
     row("a comparison of an epoch that is over", TRAINING, ev.WeightsCompared(11, False), TRAINING),
     row("a comparison that ends in a round", AVERAGING, ev.WeightsCompared(12, False), AVERAGING),
     row("fetched because our weights differed: what was trained is kept",
-        state(FETCHING, rebase=True), ev.GlobalFetched(Path("epoch-12")), LOADING, Action.REBASE),
+        state(FETCHING, fetch_target=12), ev.GlobalFetched(Path("a")), LOADING, Action.REBASE),
     row("disagreed after it", AWAITING_GLOBAL, seen(11, 3641.0), FETCHING, Task.FETCH_GLOBAL),
     row("an epoch seen in a round does not end it", AVERAGING, seen(13, 2000.0), AVERAGING),
     row("not yet", AWAITING_GLOBAL, ev.Tick(3639.0), AWAITING_GLOBAL),
@@ -243,7 +246,7 @@ def test_table(
     assert after.mode is mode
     assert decided == actions
     if Task.FETCH_GLOBAL in actions:  # what was trained is kept if the outer step is ours
-        assert after.rebase == (after.fetch_target == after.outer_step)
+        assert rebases(after) == (after.view is GlobalView.DIFFERENT)
 
 
 def test_fetches_that_fail_are_tried_more_and_more_seldom() -> None:
@@ -277,14 +280,14 @@ def test_a_newer_epoch_is_not_held_back_by_one_that_failed() -> None:
 
 def test_a_failed_fetch_does_not_forget_that_weights_differ() -> None:
     loading, _ = decide(state(Mode.TRAINING), ev.WeightsCompared(12, False), RULES)
-    assert loading.rebase and loading.fetch_target == 12
+    assert rebases(loading) and loading.fetch_target == 12
     waiting, _ = decide(loading, ev.GlobalFetchFailed("404", 5000.0), RULES)
-    assert waiting.partial and not waiting.rebase
+    assert waiting.view is GlobalView.DIFFERENT and not rebases(waiting)
     again, actions = decide(waiting, ev.GlobalEpochSeen(12, 5060.0), RULES)
-    assert again.rebase and Task.FETCH_GLOBAL in actions
+    assert rebases(again) and Task.FETCH_GLOBAL in actions
     loading, _ = decide(again, ev.GlobalFetched(Path("epoch-12")), RULES)
     done, _ = decide(loading, ev.Loaded(12), RULES)
-    assert (done.mode, done.partial, done.rebase) == (Mode.TRAINING, False, False)
+    assert (done.mode, done.view, rebases(done)) == (Mode.TRAINING, GlobalView.SAME, False)
 
 
 @pytest.mark.parametrize(
@@ -300,16 +303,17 @@ def test_a_start_from_the_disk_joins_no_round_before_the_bucket_was_seen(
 ) -> None:
     """Its state may be of an outer step that is long over: it trains, and nothing else."""
     call = ev.AllReduceCalled(CALL, 1000.0)
-    disk = state(Mode.AWAITING_GLOBAL, unseen=True, unpublished=True)
+    disk = state(Mode.AWAITING_GLOBAL, view=GlobalView.UNREAD)
     assert decide(disk, call, RULES) == (disk, ())
     late, _ = decide(disk, ev.Tick(4000.0), RULES)
     assert late.mode is Mode.TRAINING and decide(late, call, RULES) == (late, ())
     after, actions = decide(disk, ev.GlobalEpochSeen(seen, 100.0), RULES)
-    assert (after.mode, actions) == (mode, follows) and not after.unseen
+    assert (after.mode, actions) == (mode, follows) and after.view is not GlobalView.UNREAD
     called, _ = decide(after, call, RULES)
     assert (called.mode is Mode.AVERAGING) == (mode is not Mode.FETCHING)
 
 
+DIFFERS = (PARTIAL, GlobalView.DIFFERENT)
 EVENTS = st.sampled_from([row[2] for row in TABLE])
 
 
@@ -335,7 +339,7 @@ def test_invariants_over_any_sequence_of_events(events: list[ev.Event]) -> None:
         if Action.SNAPSHOT in actions:
             assert trains(current.mode)
         # What makes a difference to others' weights is not forgotten before it is mended.
-        if before.partial and not current.partial:
+        if before.view in DIFFERS and current.view not in DIFFERS:
             assert isinstance(event, (ev.Loaded, ev.OuterStepEnded))
 
 

@@ -235,7 +235,7 @@ def test_uploads_go_on_while_the_global_state_is_fetched(tmp_path: Path) -> None
     """In a rebase they are of the present outer step, else of the one judged until half a round
     period after its end."""
     rig = Rig(tmp_path)
-    fetching = MinerState(mode=Mode.FETCHING, outer_step=3, fetch_target=3, rebase=True)
+    fetching = MinerState(mode=Mode.FETCHING, outer_step=3, fetch_target=3)
     assert rig.steps(range(1, 11), fetching) == [ev.SnapshotWanted()]
     rig.take(10)
     preview = ev.GradientChecked(-0.1, 1.0)
