@@ -2,8 +2,9 @@
 
 Whoever reaches the swarm's port is served, since a newcomer has to be. Identities of libp2p are
 free, so a bound for each peer holds nobody off. Here peers that we *know* (initial peers, those
-that a call named, those of rounds before) have a budget of their own, and all others share one:
-a flood by untrusted clients slows down newcomers, and no round.
+that a call named, those of rounds before) have a budget of their own, and all others share two.
+One is for those that have asked little, so a flood by untrusted clients slows down no round, and
+no newcomer that is not one of the flood.
 
 p2pd delivers a call as bytes (at most ``MOST_MESSAGE_BYTES``). It is paid for before it is parsed:
 a peer that is a little too fast waits, as the stock peers' searches do, and one that is far too
@@ -38,7 +39,9 @@ MOST_MESSAGE_BYTES = 64 * 1024
 _BYTES_A_CALL = 4096  # as many cost what one call costs
 _LONGEST_WAIT = 1.0  # seconds; a caller of hivemind's gives up after three
 # Calls a second, and at once. A call takes about a millisecond of the loop that rounds run on.
-_KNOWN, _UNKNOWN, _ALL_UNKNOWN = (100.0, 400.0), (10.0, 40.0), (100.0, 200.0)
+_KNOWN, _UNKNOWN = (100.0, 400.0), (10.0, 40.0)
+_HALF_OF_UNKNOWN = (50.0, 100.0)  # of all together: those that ask little, and the others
+_MODEST = 0.75  # of its own account is there: so a new identity makes ten calls as a modest one
 _MOST_HELD = 16 << 20  # bytes of calls that wait to be refused
 _MOST_REMEMBERED = 1024  # peers whose calls are counted, and peers that are known
 _CONNECTIONS = {"connLo": 128, "connHi": 256, "connGrace": "20s"}  # p2pd's, when it closes some
@@ -87,6 +90,15 @@ class _Account:
     def spend(self, cost: float) -> None:
         self._left -= cost
 
+    def forfeit(self, cost: float) -> None:
+        """Take the cost of a call that is refused, without a debt."""
+        self._left = min(self._left, max(0.0, self._left - cost))
+
+    @property
+    def modest(self) -> bool:
+        """True while its owner asks for little; as of the last :meth:`wait`."""
+        return self._left >= _MODEST * self._burst
+
 
 class Budget:
     """Accounts for calls, of each peer and for all that are not known. ``clock``: in seconds."""
@@ -94,29 +106,34 @@ class Budget:
     def __init__(self, known: Known, clock: Callable[[], float] = time.monotonic) -> None:
         self._known = known
         self._clock = clock
-        self._all_unknown = _Account(*_ALL_UNKNOWN, clock())
+        self._unknown = {modest: _Account(*_HALF_OF_UNKNOWN, clock()) for modest in (False, True)}
         self._accounts: OrderedDict[tuple[PeerID, bool], _Account] = OrderedDict()
 
     def spend(self, peer: PeerID, size: int) -> float:
         """Pay for a call of ``size`` bytes. Return how many seconds it has to wait first.
 
-        Raises Refused when that is too long; nothing is paid then.
+        Raises Refused when that is too long.
         """
         now, known = self._clock(), peer in self._known
         cost = 1 + size / _BYTES_A_CALL
         account = self._accounts.get((peer, known))
         if account is None:
             account = _Account(*(_KNOWN if known else _UNKNOWN), now)
-        accounts = [account] if known else [account, self._all_unknown]
-        wait = max(each.wait(cost, now) for each in accounts)
-        if wait > _LONGEST_WAIT:
-            raise Refused("too many calls")
-        for each in accounts:
-            each.spend(cost)
         self._accounts[peer, known] = account
         self._accounts.move_to_end((peer, known))
         if len(self._accounts) > _MOST_REMEMBERED:
             self._accounts.popitem(last=False)
+        wait = account.wait(cost, now)
+        accounts = [account]
+        if not known:
+            accounts.append(self._unknown[account.modest])
+            wait = max(wait, accounts[1].wait(cost, now))
+        if wait > _LONGEST_WAIT:
+            # Or who asks on and is refused would soon count as modest again.
+            account.forfeit(cost)
+            raise Refused("too many calls")
+        for each in accounts:
+            each.spend(cost)
         return wait
 
 

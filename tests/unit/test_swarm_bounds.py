@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import heapq
 import math
 import random
 import time
@@ -214,12 +215,39 @@ def test_a_flood_of_identities_takes_nothing_from_those_that_we_know(seed: int) 
             continue
         assert waits <= bounds._LONGEST_WAIT
         served += 1
-    rate, burst = bounds._ALL_UNKNOWN
+    rate, burst = (2 * each for each in bounds._HALF_OF_UNKNOWN)
     assert served <= burst + rate * (now + bounds._LONGEST_WAIT)
     if identities == 1:
         rate, burst = bounds._UNKNOWN
         assert served <= burst + rate * (now + bounds._LONGEST_WAIT)
     assert len(budget._accounts) <= bounds._MOST_REMEMBERED
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_flood_does_not_slow_down_a_newcomer_that_asks_little(seed: int) -> None:
+    """Simulated time: greedy identities ask again as soon as they may, the newcomer 9 a second."""
+    draw, now = random.Random(seed), 0.0
+    budget = Budget(Known(), clock=lambda: now)
+    greedy, calls_each, came = draw.choice([1, 8, 30]), draw.choice([20, 200]), 4.0
+    asks = [(draw.random(), 2 + i) for i in range(greedy) for _ in range(calls_each)]
+    asks.append((came, 1))
+    heapq.heapify(asks)
+    served = 0
+    while asks[0][0] < 30:
+        now, who = heapq.heappop(asks)
+        size = draw.randrange(100 if who == 1 else 65536)
+        try:
+            answered = budget.spend(peer(who), size)
+            served += 1
+            if who == 1:
+                assert answered <= 0.1
+                answered += 0.11
+        except Refused:
+            assert who != 1
+            answered = draw.uniform(1, 2) * bounds._LONGEST_WAIT
+        heapq.heappush(asks, (now + answered + 0.001, who))
+    rate, burst = (2 * each for each in bounds._HALF_OF_UNKNOWN)
+    assert served <= burst + rate * (30 + bounds._LONGEST_WAIT)
 
 
 def test_a_peer_that_asks_as_fast_as_it_is_answered_is_slowed_down_not_refused() -> None:
