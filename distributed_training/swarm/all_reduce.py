@@ -75,6 +75,7 @@ _FEW_OF_A_SHARE = 0.05
 # Shares of the time for the all-reduce: the last ones are for senders, and for reducers.
 _FIRST_LOOK, _LAST_LOOKS = 0.25, (0.85, 0.95)
 _LEAST_WINDOW = 5.0  # seconds: over a shorter time a pace says little
+_HELD_UP = 0.1  # of a window: if our own loop stood still for longer, its pace says nothing
 _BEHIND = 2  # parts: senders of one pace are about this far apart
 
 OpenStream = Callable[[PeerID], AbstractAsyncContextManager[Stream]]
@@ -197,7 +198,9 @@ class AllReduce:
         window = max(_FIRST_LOOK * timeout, _LEAST_WINDOW)
         averaged, left = self.reducer.averaged, [len(parts) for parts in self._left]
         while loop.time() + window < all_sent:
-            await asyncio.sleep(window)
+            if await _sleep(window) > _HELD_UP * window:
+                averaged, left = self.reducer.averaged, [len(parts) for parts in self._left]
+                continue
             remaining = (all_sent - loop.time()) / window  # windows of the same pace
             missing = len(self._shares[self._mine]) - self.reducer.averaged
             if (self.reducer.averaged - averaged) * remaining < missing:
@@ -208,7 +211,9 @@ class AllReduce:
                 if late and self.group.peers[index] in self.reducer.causes:
                     self._give_up(index, "it is too slow to be done in time")
             averaged, left = self.reducer.averaged, [len(parts) for parts in self._left]
-        await asyncio.sleep(all_sent - loop.time())
+        if (held_up := await _sleep(all_sent - loop.time())) > _HELD_UP * window:
+            # What came meanwhile has yet to be read.
+            await asyncio.sleep(min(held_up, (all_averaged - loop.time()) / 2))
         for sender in self.reducer.unfinished():
             self.out_of_time = True
             self.reducer.leave_out(sender, "it was not done in time")
@@ -407,6 +412,17 @@ class AllReduce:
         await _until_closed(stream, min(max(took, _TAKEN_WITHIN[0]), _TAKEN_WITHIN[1]))
         stream.end_sending()
         await _until_closed(stream, self._terms.chunk_timeout)
+
+
+async def _sleep(seconds: float) -> float:
+    """Sleep; return for how many of the seconds something else held up this event loop."""
+    loop = asyncio.get_running_loop()
+    ends, held_up = loop.time() + seconds, 0.0
+    while (now := loop.time()) < ends:
+        due = min(ends, now + max(_HELD_UP * seconds, 0.1))
+        await asyncio.sleep(due - now)
+        held_up += loop.time() - due
+    return held_up
 
 
 @dataclass(frozen=True)

@@ -342,6 +342,25 @@ def test_who_slows_down_for_one_reducer_does_not_set_it_against_the_others(passe
     assert all(world.reduces[i].kept_local == 0 for i in world.honest)
 
 
+@pytest.mark.parametrize("when", [150.0, 350.0, 600.0])
+def test_a_loop_that_stood_still_names_nobody(when: float) -> None:
+    """While ours did nothing, nobody's parts were read: that is no pace of theirs."""
+
+    class Late(Liar):
+        async def _send_parts(self, stream: Stream, share: Sequence[Tensor]) -> None:
+            selector: Any = asyncio.get_running_loop()._selector  # type: ignore[attr-defined]
+
+            def stand_still() -> None:
+                selector.now += 80
+
+            if stream.peer == peer(0):
+                asyncio.get_running_loop().call_later(when, stand_still)
+            await super()._send_parts(stream, share)
+
+    world = World(contributions(4, [1.0] * 4), Lie(pause=92.0), liar=Late, chunk=200.0)
+    assert not any(world.reduces[i].causes for i in world.honest)
+
+
 def test_peers_of_one_pace_leave_nobody_out_however_slow_they_are() -> None:
     world = World(contributions(4, [1.0] * 4), all_do=Lie(pause=100.0), chunk=200.0)
     for i in world.honest:
