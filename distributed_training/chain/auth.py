@@ -209,27 +209,6 @@ def proven(claimed: Claim, headers: Mapping[str, str], body: bytes, *, path: str
         raise Refused(Refusal.MALFORMED) from None
 
 
-def prove_same_key(wallet: Wallet, claimed: Claim) -> str:
-    """Return the answer to a proven call of our own hotkey: our signature of that very call.
-
-    Nobody without the key can make it, or have had it made before.
-    """
-    return "0x" + bytes(wallet.hotkey.sign(_same_key_text(wallet.ss58, claimed))).hex()
-
-
-def proves_same_key(wallet: Wallet, headers: Mapping[str, str], proof: object) -> bool:
-    """Return whether ``proof`` is :func:`prove_same_key` of our call with ``headers``."""
-    if not isinstance(proof, str) or not _SIGNATURE.fullmatch(proof):
-        return False
-    claimed = claim({name.lower(): value for name, value in headers.items()}, (BTAUTH, LEGACY))
-    text = _same_key_text(wallet.ss58, claimed)
-    return bool(verify_signature(text, bytes.fromhex(proof[2:]), wallet.ss58))
-
-
-def _same_key_text(hotkey: str, claimed: Claim) -> bytes:
-    return f"a miner with {hotkey} answers {claimed.nonce}.{claimed.salt}".encode()
-
-
 class _NoStore:
     """Replays are the business of :class:`NonceMemory`."""
 

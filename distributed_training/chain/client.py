@@ -6,9 +6,8 @@ import asyncio
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import httpx
 
@@ -21,7 +20,6 @@ from distributed_training.protocol.synapses import IsAliveReply, SynapseError
 from distributed_training.protocol.types import RoundRequest
 
 from . import auth
-from .auth import Refusal
 from .base import Neuron
 from .identity import Wallet
 
@@ -35,11 +33,6 @@ ACKNOWLEDGE_TIMEOUT = timedelta(seconds=12)
 
 
 Reply = tuple[int, dict[str, Any]]  # status and fields
-
-
-class _Call(NamedTuple):
-    headers: Mapping[str, str]
-    reply: Reply | None
 
 
 class SignedClient:
@@ -72,8 +65,8 @@ class SignedClient:
         ``timeout`` covers each call, not the sweep. ``epoch``: our outer step, of which they are
         told.
         """
-        calls = self._sweep(neurons, synapses.IS_ALIVE, synapses.build_is_alive(epoch), timeout)
-        return {uid: _is_alive(call.reply) for uid, call in calls.items()}
+        replies = self._sweep(neurons, synapses.IS_ALIVE, synapses.build_is_alive(epoch), timeout)
+        return {uid: _is_alive(reply) for uid, reply in replies.items()}
 
     def sweep_all_reduce(
         self, neurons: Sequence[Neuron], request: RoundRequest
@@ -83,36 +76,14 @@ class SignedClient:
         By uid: the miner's word on the round it is already in, empty when it took the call; None
         when it did not acknowledge it.
         """
-        calls = self._sweep(
+        replies = self._sweep(
             neurons,
             synapses.ALL_REDUCE,
             synapses.build_all_reduce(request),
             ACKNOWLEDGE_TIMEOUT,
             announced=request.timeout or synapses.ALL_REDUCE_TIMEOUT,
         )
-        return {uid: _acknowledged(call.reply) for uid, call in calls.items()}
-
-    def same_key_at(self, neuron: Neuron, timeout: timedelta) -> bool | None:
-        """Ask the chain's endpoint of our own hotkey whether a miner runs there with it.
-
-        True: it has proven that it holds the key. False: it answers as the public miner does, or an
-        older version of this program; anybody who has the address now may. None: no such answer.
-
-        Both schemes are tried: this program's servers may have one of them off, and the public
-        miner understands the legacy one alone. ``timeout`` covers each call.
-        """
-        asked = replace(neuron, hotkey=self._wallet.ss58)
-        body = synapses.build_is_alive()
-        answered = False
-        for scheme in (auth.BTAUTH, auth.LEGACY):
-            calls = self._sweep([asked], synapses.IS_ALIVE, body, timeout, scheme=scheme)
-            call = calls[asked.uid]
-            status, fields = call.reply or (0, {})
-            if auth.proves_same_key(self._wallet, call.headers, fields.get("proof")):
-                return True
-            alive = status == 200 and fields.get("completion") == "True"
-            answered |= alive or fields.get("message") == Refusal.OWN_HOTKEY.message
-        return False if answered else None
+        return {uid: _acknowledged(reply) for uid, reply in replies.items()}
 
     def _sweep(
         self,
@@ -122,23 +93,20 @@ class SignedClient:
         timeout: timedelta,
         *,
         announced: timedelta | None = None,
-        scheme: str | None = None,
-    ) -> dict[int, _Call]:
+    ) -> dict[int, Reply | None]:
         """Call all ``neurons``, by uid. ``announced`` goes into the legacy timeout header."""
         body = json.dumps(fields).encode()
         gate = asyncio.Semaphore(PARALLEL)
 
-        async def one(client: httpx.AsyncClient, neuron: Neuron) -> _Call:
+        async def one(client: httpx.AsyncClient, neuron: Neuron) -> Reply | None:
             async with gate:
-                # When it is its turn: a nonce that waited for the others would be stale.
-                how = scheme or self._scheme
-                headers = self._sign(neuron, name, body, announced or timeout, how)
                 if not self._may_call(neuron):
-                    return _Call(headers, None)
-                reply = await _post(client, neuron, name, body, headers, timeout)
-                return _Call(headers, reply)
+                    return None
+                # When it is its turn: a nonce that waited for the others would be stale.
+                headers = self._sign(neuron, name, body, announced or timeout)
+                return await _post(client, neuron, name, body, headers, timeout)
 
-        async def sweep() -> list[_Call]:
+        async def sweep() -> list[Reply | None]:
             # Without redirects and TLS: endpoints are chain addresses.
             async with httpx.AsyncClient(transport=AsyncTransport(verify=False)) as client:
                 return await asyncio.gather(*(one(client, neuron) for neuron in neurons))
@@ -160,10 +128,8 @@ class SignedClient:
             )
         return allowed
 
-    def _sign(
-        self, neuron: Neuron, name: str, body: bytes, announced: timedelta, scheme: str
-    ) -> dict[str, str]:
-        if scheme == auth.BTAUTH:
+    def _sign(self, neuron: Neuron, name: str, body: bytes, announced: timedelta) -> dict[str, str]:
+        if self._scheme == auth.BTAUTH:
             return auth.sign_btauth(
                 self._wallet, path=f"/{name}", body=body, receiver=neuron.hotkey
             )

@@ -534,8 +534,6 @@ class BoundedServer(abc.ABC):
         if refusal is Refusal.METHOD and headers.get("host") == PROBE_HOST:
             # The operator's own. Whoever pretends to be one gains a quieter line, no more.
             log.info("doctor --probe reached this server from %s", address)
-        elif refusal is Refusal.OWN_HOTKEY:
-            log.warning("Another miner with this hotkey is starting: it called from %s", address)
         else:
             log.warning("Refused a call from %s: %s [%s]", caller, refusal.message, refusal.reason)
 

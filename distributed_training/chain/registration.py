@@ -1,4 +1,4 @@
-"""Watch that this hotkey is still ours alone: deregistered, moved to another uid, mined twice.
+"""Watch that this hotkey is still registered, and that the chain shows what we wrote.
 
 A deregistration stops training, so one broken chain node must not be able to report it. A list of
 neurons that is empty, or lacks the subnet's master hotkey, counts as no answer. "Not there" is
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +30,7 @@ log = logging.getLogger(__name__)
 INTERVAL = timedelta(seconds=10)
 # A reorganization can take back a registration for a moment; reads of the chain, in a row.
 CONFIRMATIONS = 2
-TAKEN_BACK_AT_MOST = 2
-TAKEN_BACK_WITHIN = 3600.0  # seconds
+REWRITE_EVERY = 600.0  # seconds: two miners with one hotkey would write in turn without end
 #: From the first read without our hotkey until a deregistration is believed.
 MISSING_FOR = timedelta(minutes=30)
 #: The same where one endpoint alone answered all that time.
@@ -44,7 +44,6 @@ class Change(enum.Enum):
     DEREGISTERED = "deregistered"  # the next start waits for the registration
     EXPELLED = "expelled"  # the same, until the founder lets it in again
     UID_CHANGED = "uid changed"  # another bucket: start again
-    DOUBLE = "a second miner uses this hotkey"  # exit status 3
 
 
 @dataclass(frozen=True)
@@ -173,63 +172,16 @@ class RegistrationRecord:
         write_state(path, self, lost=lost)
 
 
-class _Written:
-    """Something we write to the chain, and what the chain has shown in its place."""
-
-    def __init__(self, name: str, ours: object, clock: Callable[[], float]) -> None:
-        self.name = name
-        self._ours = ours
-        self._clock = clock
-        self._before: object = None
-        self._shown = False
-        self._taken_back_at: list[float] = []
-        self._lost = False
-
-    def look(self, shown: object) -> str:
-        """Compare the chain's value with ours: ``ours``, ``waiting``, ``lost`` or ``foreign``.
-
-        ``waiting``: not on the chain yet; ``lost``: a reorganization took it back.
-        """
-        if shown == self._ours:
-            self._shown, self._lost = True, False
-            return "ours"
-        if not self._shown:
-            self._before = shown
-            return "waiting"
-        if shown is not None and shown != self._before:
-            return "foreign"
-        if self._lost:
-            return "waiting"
-        # Once is a reorganization (or a node that is behind). Again and again is a second miner
-        # whose endpoint was there before ours and who puts it back as we put back ours.
-        now = self._clock()
-        recent = [t for t in self._taken_back_at if now - t < TAKEN_BACK_WITHIN]
-        return "foreign" if shown is not None and len(recent) >= TAKEN_BACK_AT_MOST else "lost"
-
-    def follow(self, ours: object) -> None:
-        """Take another value as ours now; the one that this miner wrote before is not foreign."""
-        if ours != self._ours:
-            self._ours, self._before, self._shown, self._lost = ours, self._ours, False, False
-
-    def lost(self) -> None:
-        """Note that the value was lost and is to be written again."""
-        self._lost = True
-        self._taken_back_at.append(self._clock())
-
-
-#: What one read shows: a change, the uid that we have now, or what a reorganization took back.
-_Suspicion = Change | int | _Written
+#: What one read shows: a change, the uid that we have now, or the name of what was lost.
+_Suspicion = Change | int | str
 
 
 class RegistrationWatcher:
     """Looks at the last known state of the chain and reports each change once.
 
-    A second miner with our hotkey shows itself by overwriting what we wrote: once the chain has
-    shown our endpoint (or commitment), another one in its place was written by somebody else who
-    holds the key. What stood there before ours, or nothing, is different: a reorganization took
-    back our write, and it is written again; only when that happens more than twice within an hour
-    it is a second miner after all. ``ours``: what this miner writes, an ``endpoint`` (address and
-    port), a ``commitment`` or both; the values may change.
+    ``ours``: what this miner writes, an ``endpoint`` (address and port), a ``commitment`` or both;
+    the values may change. A value that the chain has shown and shows no longer was taken back by a
+    reorganization, or overwritten. It is written again, at most once in :data:`REWRITE_EVERY`.
     """
 
     def __init__(
@@ -251,7 +203,9 @@ class RegistrationWatcher:
         self._callbacks = callbacks
         self._belief = belief
         self._missing = _Missing(chain=chain, hotkey=hotkey, belief=belief, clock=clock)
-        self._written = [_Written(name, value, clock) for name, value in ours.items()]
+        self._clock = clock
+        self._shown: dict[str, object] = {}  # by the chain, of ours
+        self._rewritten: dict[str, float] = {}  # by name: when it was lost last
         self._interval = interval.total_seconds()
         self._reported: set[Change] = set()
         self._suspicion: _Suspicion | None = None
@@ -305,14 +259,14 @@ class RegistrationWatcher:
         if self._seen < CONFIRMATIONS:
             return None
         self._suspicion, self._seen = None, 0
-        if isinstance(found, _Written):
+        if isinstance(found, str):
             log.warning(
-                "The chain does not show our %s any more (a reorganization, or the hotkey was "
-                "registered again): writing it again",
-                found.name,
+                "The chain does not show our %s any more (a reorganization, a new registration, or "
+                "a second miner with this hotkey): writing it again",
+                found,
             )
-            found.lost()
-            self._callbacks.on_lost(found.name)
+            self._rewritten[found] = self._clock()
+            self._callbacks.on_lost(found)
             return None
         if isinstance(found, int):
             old, self._uid = self._uid, found
@@ -341,14 +295,15 @@ class RegistrationWatcher:
             "endpoint": (me.ip, me.port) if me.port is not None else None,
             "commitment": self._chain.commitment(self._hotkey),
         }
-        # First: a value that we changed ourselves is no second miner's.
-        for written in self._written:
-            written.follow(self._ours[written.name])
-        # Reversed, so that of two that were lost the first one stays, and is written first.
-        verdicts = {w.look(shown[w.name]): w for w in reversed(self._written)}
-        if "foreign" in verdicts:
-            return Change.DOUBLE
-        return verdicts.get("lost")
+        for name, ours in self._ours.items():
+            if shown[name] == ours:
+                self._shown[name] = ours
+            elif self._shown.get(name) == ours:
+                # Not compared with what it was before: a value that we changed is on its way.
+                since = self._clock() - self._rewritten.get(name, -math.inf)
+                if since >= REWRITE_EVERY:
+                    return name
+        return None
 
     def _line(self, change: Change) -> str:
         if change is Change.EXPELLED:
@@ -357,14 +312,8 @@ class RegistrationWatcher:
                 "nothing and training stops; its weights are kept: ask the founder, who can let it "
                 "in again with `dt-registry expel --again`"
             )
-        if change is Change.DEREGISTERED:
-            return (
-                f"hotkey {self._hotkey} is no longer registered on the subnet, so it earns nothing "
-                "and training stops; its weights are kept: register it again with "
-                f"`{self._belief.remedy}`, and the miner goes on by itself"
-            )
         return (
-            f"another miner writes to the chain with hotkey {self._hotkey}, so validators see two "
-            "miners in turn and pay neither: stop the other one, or give each its own "
-            "--wallet.hotkey"
+            f"hotkey {self._hotkey} is no longer registered on the subnet, so it earns nothing "
+            "and training stops; its weights are kept: register it again with "
+            f"`{self._belief.remedy}`, and the miner goes on by itself"
         )

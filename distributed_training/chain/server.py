@@ -103,7 +103,6 @@ class SignedServer(BoundedServer):
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings = settings
-        self._wallet = wallet
         self._own = wallet.ss58
         self._chain = chain
         self._master = master_hotkey
@@ -231,9 +230,7 @@ class SignedServer(BoundedServer):
         """Check and carry out a whole request; return the fields of its reply. Raises Refused."""
         auth.proven(claim, head.headers, body, path=head.target, own=self._own)
         if claim.hotkey == self._own:
-            # A second miner that is being started asks whether this one runs.
-            proof = auth.prove_same_key(self._wallet, claim)
-            raise Refused(Refusal.OWN_HOTKEY, proof=proof)
+            raise Refused(Refusal.OWN_HOTKEY)
         # After the proof: an unproven call must not spend a validator's nonce.
         if not self._nonces.use(claim.hotkey, claim.nonce, claim.salt):
             raise Refused(Refusal.REPLAY)

@@ -51,7 +51,6 @@ from distributed_training.node.identity import (
     join_subnet,
     keep_state,
     public_address,
-    refuse_second_node,
     require_network,
 )
 from distributed_training.node.start import (
@@ -240,8 +239,6 @@ def connect(
     bucket = keys.miner_bucket(config.store.global_model_name, member.uid)
     log.info("%s", identity_line(member, netuid=config.chain.netuid, bucket=bucket))
     ip = _address(config, member)
-    # Before our bucket is touched: the other miner's uploads lie there.
-    refuse_second_node(member)
     published, commitment = _open_bucket(config, member, bucket)
     # After the read key was tried: what is committed stays on the chain for good.
     identity.commit(member, commitment)

@@ -19,11 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from distributed_training.chain.base import Chain, ChainError, ChainState, Neuron, find
-from distributed_training.chain.client import SignedClient
 from distributed_training.chain.identity import Wallet, external_ip, load_wallet
 from distributed_training.chain.registration import (
     Belief,
-    Change,
     RegistrationEvent,
     RegistrationWatcher,
     WatcherCallbacks,
@@ -35,12 +33,7 @@ from distributed_training.common.backoff import doubling
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import ChainSettings
 from distributed_training.node.buckets import NoBucket, PeerBuckets
-from distributed_training.node.start import (
-    HotkeyInUse,
-    NetworkFailure,
-    NotRegistered,
-    WrongNetwork,
-)
+from distributed_training.node.start import NetworkFailure, NotRegistered, WrongNetwork
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.types import Check, ExitStatus
 from distributed_training.store.s3 import StoreError
@@ -53,8 +46,6 @@ log = logging.getLogger(__name__)
 
 STATE_FILE = "chain.json"  # in the run folder
 SOON = timedelta(seconds=30)  # for an endpoint to answer, where a kept state would do
-_SECOND_NODE_TIMEOUT = timedelta(seconds=2.3)  # as long as validators wait for IsAlive
-_SECOND_NODE_PATIENCE, _ASK_SECOND_NODE_AGAIN = 300.0, 15.0  # seconds
 
 _UNREGISTERED = {
     "miner": "so nobody would score or pay this miner",
@@ -262,47 +253,6 @@ def _uid(chain: Chain, hotkey: str, settings: ChainSettings, master: str) -> int
     return uid
 
 
-def refuse_second_node(member: Member) -> None:
-    """Raise HotkeyInUse if the chain's endpoint of this hotkey proves that it holds the key too.
-
-    A miner that answers there without a proof may be the public one with our key, or anybody who
-    has the address by now. It cannot end a start, only hold it up for five minutes.
-    """
-    me = find(member.chain.neurons(), member.hotkey)
-    if me is None or me.port is None:
-        return
-    client, began, told = SignedClient(wallet=member.wallet), time.monotonic(), False
-    # None: no miner answers there. False: one does, and proves nothing.
-    while (proven := client.same_key_at(me, _SECOND_NODE_TIMEOUT)) is not None:
-        if proven:
-            raise HotkeyInUse(
-                f"another miner with hotkey {member.hotkey} answers at {me.ip}:{me.port}, so both "
-                "would overwrite each other's uploads: stop it first, or give another "
-                "--wallet.hotkey"
-            )
-        if time.monotonic() - began >= _SECOND_NODE_PATIENCE:
-            log.warning(
-                "A miner still answers at %s:%d: the start goes on; if it has this hotkey, both "
-                "overwrite each other's uploads until one is stopped",
-                me.ip,
-                me.port,
-            )
-            return
-        if not told:
-            told = True
-            log.warning(
-                "A miner answers at %s:%d, the address the chain has for hotkey %s, and does not "
-                "prove that it holds the key. If it is yours (the public miner, or an older "
-                "version of this one), stop it: both would overwrite each other's uploads. The "
-                "start waits up to %.0f minutes for that",
-                me.ip,
-                me.port,
-                member.hotkey,
-                _SECOND_NODE_PATIENCE / 60,
-            )
-        time.sleep(_ASK_SECOND_NODE_AGAIN)
-
-
 def miners_of(neurons: Sequence[Neuron], *, minimum_stake: float, max_uids: int) -> list[Neuron]:
     """List the miners that validators call and score.
 
@@ -381,25 +331,24 @@ def follow_registration(
     public_ip: Callable[[], str | None],
     moved: Callable[[str], None],
 ) -> RegistrationWatcher:
-    """Watch that the hotkey stays registered and ours alone. Close what is returned.
+    """Watch that the hotkey stays registered. Close what is returned.
 
-    ``stop(reason, exit status)`` is called when it does not: used by a second node (3: starting
-    again would not help), deregistered (1: the next start waits until it is registered again),
-    moved to another uid (1: a new start publishes to the new bucket). What a reorganization took
-    back is written again. ``belief``, ``on_read``: see :class:`RegistrationWatcher`.
+    ``stop(reason, exit status)`` is called when it does not: deregistered (the next start waits
+    until it is registered again), or moved to another uid (a new start publishes to the new
+    bucket). What the chain does not show any more is written again. ``belief``, ``on_read``: see
+    :class:`RegistrationWatcher`.
 
     ``public_ip`` is asked every five minutes; it returns None if there is no reason to look. A
     provider or a cloud may give the machine another address, and validators would call the old one
     for ever. An address that it tells twice in a row is written to the chain, and handed to
     ``moved``.
     """
-    # Shared with the watcher, and changed by _follow_address: what we write ourselves must not
-    # look like a second miner, which ends this one with status 3.
+    # Shared with the watcher, and changed when this machine moves: an old address must not be
+    # written again.
     ours: dict[str, Any] = {"endpoint": endpoint, "commitment": commitment}
 
     def changed(event: RegistrationEvent) -> None:
-        double = event.change is Change.DOUBLE
-        stop(event.line, ExitStatus.DEREGISTERED if double else ExitStatus.FAULT)
+        stop(event.line, ExitStatus.FAULT)
 
     def lost(what: str) -> None:
         if what == "endpoint":
@@ -420,7 +369,7 @@ def follow_registration(
 
     def changed_address(ip: str) -> None:
         _, port = ours["endpoint"]
-        ours["endpoint"] = (ip, port)  # first: what we write is no second miner's
+        ours["endpoint"] = (ip, port)
         announce(member, ip, port)
         moved(ip)
 

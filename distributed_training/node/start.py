@@ -74,16 +74,12 @@ class Deregistered(NotRegistered):
     """The hotkey was registered on an earlier run; it was waited for in vain. Exit status 3."""
 
 
-class HotkeyInUse(ConfigError):
-    """Another miner uses this hotkey. Exit status 3, also if it appears later."""
-
-
 def exit_status_of(error: Exception) -> ExitStatus:
     """Return the exit status of a start that ``error`` ended after the settings were checked."""
     if isinstance(error, WrongNetwork | WrongData):
         return ExitStatus.BAD_CONFIGURATION
     # The rest may pass. After 2 or 3 pm2 and systemd leave a miner down for good.
-    lost = isinstance(error, Deregistered | HotkeyInUse)
+    lost = isinstance(error, Deregistered)
     return ExitStatus.DEREGISTERED if lost else ExitStatus.FAULT
 
 

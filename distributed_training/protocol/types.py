@@ -23,7 +23,7 @@ class ExitStatus(enum.IntEnum):
     STOPPED = 0  # as asked
     FAULT = 1  # a start may help
     BAD_CONFIGURATION = 2  # parsing, the settings themselves, or for minutes node 0 refuse them
-    DEREGISTERED = 3  # the hotkey had no uid for long, or another miner runs with it
+    DEREGISTERED = 3  # the hotkey had no uid for long
     INTERRUPTED = 130  # commands: by Ctrl-C, after which a neuron ends with STOPPED
 
 

@@ -162,18 +162,3 @@ def answers(answer: Callable[[BaseHTTPRequestHandler], tuple[int, bytes]]) -> It
         finally:
             server.shutdown()
             thread.join(5)
-
-
-def public_miner(refusal: dict[str, str] | None = None) -> AbstractContextManager[int]:
-    """The port of a server that answers a call as the public miner does: who does not name its
-    hotkey in the legacy header is not registered. ``refusal``: the answer to all others."""
-
-    def answer(request: BaseHTTPRequestHandler) -> tuple[int, bytes]:
-        status, fields = 403, {"message": "Forbidden. Key is blacklisted: not registered."}
-        if refusal is not None:
-            fields = refusal
-        elif request.headers.get("bt_header_dendrite_hotkey"):
-            status, fields = 200, {"completion": "True"}
-        return status, json.dumps(fields).encode()
-
-    return answers(answer)

@@ -1,4 +1,4 @@
-"""The validator's calls over HTTP, both schemes; a second miner with one hotkey."""
+"""The validator's calls over HTTP, both schemes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
-import httpx
 import pytest
 
-from distributed_training.chain import auth
 from distributed_training.chain.base import Neuron
 from distributed_training.chain.client import MAX_REPLY_BYTES, SignedClient
 from distributed_training.chain.identity import Wallet
@@ -29,8 +27,6 @@ from tests.tools.chain_world import (
     VALIDATOR,
     World,
     answers,
-    public_miner,
-    sign,
     world,
 )
 
@@ -124,35 +120,3 @@ def test_a_sweep_does_not_wait_for_those_who_are_silent(server: World) -> None:
         replies = SignedClient(wallet=VALIDATOR).sweep_is_alive(asked, timedelta(seconds=3))
     assert {uid for uid, reply in replies.items() if reply is not None} == {0, 4}
     assert set(replies) == {0, 1, 2, 3, 4, 5}
-
-
-@pytest.mark.parametrize("scheme", ["btauth", "legacy"])
-def test_a_running_miner_with_our_hotkey_proves_that_it_has_the_key(scheme: str) -> None:
-    with world(replace(SETTINGS, auth_schemes=(scheme,))) as server:
-        assert SignedClient(wallet=MINER).same_key_at(neuron(server), LONG) is True
-        # Another miner's server at the endpoint we once had is none of ours.
-        assert SignedClient(wallet=PEER).same_key_at(neuron(server), LONG) is None
-        assert SignedClient(wallet=MINER).same_key_at(neuron(server, port=1), LONG) is None
-
-
-def test_the_public_miner_with_our_hotkey_is_found_and_proves_nothing() -> None:
-    with public_miner() as port:
-        miner = Neuron(uid=7, hotkey=MINER.ss58, ip="127.0.0.1", port=port)
-        assert SignedClient(wallet=MINER).same_key_at(miner, LONG) is False
-
-
-def test_a_proof_that_was_overheard_is_none(server: World) -> None:
-    body = b"{}"
-    headers = sign("btauth", MINER, "/IsAlive", body)
-    told = httpx.post(server.url + "/IsAlive", content=body, headers=headers, trust_env=False)
-    assert told.status_code == 403
-    proof = told.json()["proof"]
-    assert auth.proves_same_key(MINER, headers, proof)
-    with public_miner(refusal=told.json()) as port:
-        miner = Neuron(uid=7, hotkey=MINER.ss58, ip="127.0.0.1", port=port)
-        assert SignedClient(wallet=MINER).same_key_at(miner, LONG) is False
-    # Nobody without the key can have a proof made.
-    headers = sign("btauth", STRANGER, "/IsAlive", body)
-    headers["X-Bittensor-Hotkey"] = MINER.ss58
-    forged = httpx.post(server.url + "/IsAlive", content=body, headers=headers, trust_env=False)
-    assert forged.status_code == 401 and set(forged.json()) == {"message"}

@@ -33,7 +33,7 @@ from distributed_training.miner.run_folder import INSTANCE
 from distributed_training.miner.services import StartupInfo
 from distributed_training.miner.state_machine import MinerState, Mode, Rules, decide
 from distributed_training.node import identity as node_chain
-from distributed_training.node.start import Deregistered, HotkeyInUse, NetworkFailure
+from distributed_training.node.start import Deregistered, NetworkFailure
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import (
@@ -372,8 +372,8 @@ def test_what_is_found_after_the_settings_were_checked_may_pass(
     for error in (ConfigError("the store answers 403"), NetworkFailure("the chain is silent")):
         assert rank_ends(raises(error)) == (1, (ExitStatus.FAULT, str(error), True))
     assert not caplog.records, "the launcher reports it"
-    for error in (Deregistered("no uid any more"), HotkeyInUse("another miner")):
-        assert rank_ends(raises(error)) == (3, (ExitStatus.DEREGISTERED, str(error), False))
+    lost = Deregistered("no uid any more")
+    assert rank_ends(raises(lost)) == (3, (ExitStatus.DEREGISTERED, str(lost), False))
     status, told = rank_ends(raises(RuntimeError("a bug")))
     assert (status, told.outside) == (1, False), "trying for ever does not help"
     assert "a bug" in caplog.text

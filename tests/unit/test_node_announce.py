@@ -57,14 +57,15 @@ def following(
         yield stops
 
 
-def test_endpoint_and_commitment_come_back_and_a_second_miner_does_not_pass() -> None:
+def test_endpoint_and_commitment_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "REWRITE_EVERY", 0.0)
     ledger, member = registered()
     chain, before = member.chain, dict(ledger.slots)
     identity.commit(member, TEXT)
     wait_for(lambda: ledger.commitments)
     identity.announce(member, *ENDPOINT)
     with following(member, commitment=TEXT) as stops:
-        for _ in range(registration.TAKEN_BACK_AT_MOST):
+        for _ in range(3):
             wait_for(
                 lambda: chain.neurons()[0].port == 8091 and chain.commitment(MINER.ss58) == TEXT
             )
@@ -73,12 +74,9 @@ def test_endpoint_and_commitment_come_back_and_a_second_miner_does_not_pass() ->
             assert len(ledger.writes) == written and stops == []  # nothing is written twice
             ledger.slots = dict(before)
         wait_for(lambda: chain.neurons()[0].port == 8091 and chain.commitment(MINER.ss58) == TEXT)
-        MemoryChain(hotkey=MINER.ss58, ledger=ledger).serve("5.6.7.8", 8091)
-        ((reason, status),) = wait_for(lambda: stops)
-        assert status == ExitStatus.DEREGISTERED and "--wallet.hotkey" in reason
 
 
-def test_another_public_address_is_written_to_the_chain_and_is_no_second_miner(
+def test_another_public_address_is_written_to_the_chain(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(identity, "ASK_EVERY", OFTEN)
@@ -118,9 +116,6 @@ def test_another_public_address_is_written_to_the_chain_and_is_no_second_miner(
         MemoryChain(hotkey=MINER.ss58, ledger=ledger).serve(*ENDPOINT)
         wait_for(lambda: on_chain() == new)
         assert stops == []
-        MemoryChain(hotkey=MINER.ss58, ledger=ledger).serve("5.6.7.8", 8091)
-        ((_, status),) = wait_for(lambda: stops)
-        assert status == ExitStatus.DEREGISTERED
 
 
 def test_another_uid_ends_the_miner_for_a_new_start() -> None:

@@ -20,11 +20,11 @@ from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import ChainSettings, MinerSettings
 from distributed_training.node import identity as node_chain
-from distributed_training.node.start import HotkeyInUse, NetworkFailure, NotRegistered
+from distributed_training.node.start import NetworkFailure, NotRegistered
 from distributed_training.registry.store import hash_of
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_server_thread import RegistryServer
-from tests.tools.chain_world import MINER, MINER_IP, PEER, VALIDATOR, public_miner, world
+from tests.tools.chain_world import MINER, PEER, VALIDATOR
 from tests.tools.miner_parts import config_of
 from tests.tools.waiting import wait_for
 
@@ -127,45 +127,6 @@ def test_a_list_that_cannot_be_the_subnets_ends_nobody_for_good(
     chain.ledger.register(VALIDATOR.ss58)
     uid = chain.ledger.register(MINER.ss58)
     assert joined(chain, monkeypatch) == uid
-
-
-def member_at(port: int) -> node_chain.Member:
-    ledger = MemoryLedger()
-    uid = ledger.register(MINER.ss58)
-    ledger.serve(MINER.ss58, MINER_IP, port)
-    return node_chain.Member(MINER, MemoryChain(hotkey=MINER.ss58, ledger=ledger), uid)
-
-
-def test_a_second_miner_that_proves_to_have_our_key_ends_the_start() -> None:
-    with world() as running:
-        with pytest.raises(HotkeyInUse, match=r"--wallet\.hotkey"):
-            node_chain.refuse_second_node(member_at(running.server.port))
-
-
-def test_an_answer_without_a_proof_holds_a_start_up_and_does_not_end_it(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    now = 1000.0
-    pauses: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        nonlocal now
-        now += seconds
-        pauses.append(seconds)
-
-    monkeypatch.setattr(node_chain, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-    with public_miner() as port:
-        member = member_at(port)
-        node_chain.refuse_second_node(member)
-    waits, goes_on = caplog.messages
-    assert "the public miner" in waits and "stop it" in waits and f":{port}" in waits
-    assert "the start goes on" in goes_on
-    assert 180 <= sum(pauses) <= 600 and max(pauses) <= 30
-    # Stopped meanwhile, or gone: the start goes on at once.
-    caplog.clear()
-    pauses.clear()
-    node_chain.refuse_second_node(member)
-    assert caplog.messages == [] and pauses == []
 
 
 class Kept:
