@@ -37,10 +37,12 @@ from pydantic.fields import FieldInfo
 
 from distributed_training.common.files import parse_toml
 from distributed_training.common.kinds import PluginError, import_plugins
+from distributed_training.common.processes import is_secret
 from distributed_training.network import Network, NetworkAway, NetworkFileError, read_network
 
 from .model import OPERATORS_FILE, PRESETS, TASKS, TITLES, Config, Kind, problems
-from .schema import FLAGS, SECRETS, Given, Schema, Setting, canonical, schema, settle
+from .removed import REMOVED, why_refused
+from .schema import Given, Schema, Setting, canonical, schema
 from .types import ConfigAway, ConfigError, mask, show
 
 _LONGEST_TEXT = 4096  # characters of one value
@@ -192,9 +194,9 @@ def parser_of(known: Schema, *, everything: bool = False) -> Parser:
                 metavar=setting.metavar,
                 **_arity(setting),
             )
-    for name in sorted(FLAGS):
+    for name in REMOVED:
         # Some start scripts gave it a value, some did not.
-        parser.add_argument(f"--{name}", dest=name, nargs="?", const="true", help=argparse.SUPPRESS)
+        parser.add_argument(f"--{name}", dest=name, nargs="*", help=argparse.SUPPRESS)
     return parser
 
 
@@ -243,9 +245,12 @@ def read_argv(argv: Sequence[str], known: Schema) -> dict[str, Given]:
         raise ConfigError(
             f"{word!r} is not a flag, so nothing was started: flags start with --; see --help"
         )
+    joined = {
+        name: text if isinstance(text, str) else " ".join(text) for name, text in given.items()
+    }
     return {
-        name: Given(text if isinstance(text, str) else " ".join(text), f"--{name}")
-        for name, text in given.items()
+        name: Given("true" if text == "" and name in REMOVED else text, f"--{name}")
+        for name, text in joined.items()
     }
 
 
@@ -253,7 +258,7 @@ def _refuse_secret(name: str, known: Schema, why: str) -> None:
     setting = known.get(name)
     if setting is not None and setting.secret:
         remedy = f"put {setting.env}=... into .env"
-    elif name in SECRETS:
+    elif name in REMOVED and is_secret(name.rpartition(".")[2]):
         remedy = "leave it out"
     else:
         return
@@ -265,11 +270,9 @@ def _refuse_secret(name: str, known: Schema, why: str) -> None:
 
 def read_environment(environ: Mapping[str, str], known: Schema) -> dict[str, Given]:
     """Read the variables that name a setting; empty ones count as not set."""
-    return {
-        setting.name: Given(environ[setting.env], setting.env)
-        for setting in known
-        if setting.env and environ.get(setting.env)
-    }
+    names = {setting.env: setting.name for setting in known if setting.env}
+    names |= {name: name for name in REMOVED if name.isupper()}
+    return {name: Given(environ[env], env) for env, name in names.items() if environ.get(env)}
 
 
 def read_dotenv(
@@ -343,8 +346,8 @@ def read_toml(path: Path, known: Schema) -> dict[str, Given]:
         ) from None
     found = {}
     for name, value in _flatten(tree, ""):
-        # Retired names are settled later, with those of the command line.
-        name = canonical(name) if canonical(name) in FLAGS else known.find(name).name
+        # The removed ones are settled later, with those of the command line.
+        name = canonical(name) if canonical(name) in REMOVED else known.find(name).name
         _refuse_secret(name, known, f"does not belong into a configuration file such as {path}")
         found[name] = Given(_words(value), f"{name} in {path}")
     return found
@@ -427,10 +430,16 @@ def load_config(
     defaults = {
         name: Given(text, f"preset {preset}")
         for name, text in PRESETS.get(preset, {}).items()
-        if known.get(name) is not None
+        if known.get(name) is not None or name in known.fields
     }
-    # After the merge: an old flag that stands in several places is one line.
-    given, warnings = settle(given)
+    # After the merge: a removed flag that stands in several places counts once.
+    removed = {name: given.pop(name) for name in REMOVED & given.keys()}
+    reasons = {entry.source: why_refused(name, _text(entry)) for name, entry in removed.items()}
+    _refuse([f"{source} {reason}" for source, reason in sorted(reasons.items()) if reason])
+    warnings: tuple[str, ...] = ()
+    if removed:
+        sources = ", ".join(sorted(reasons))
+        warnings = (f"no settings any more, without effect, and can be taken out: {sources}",)
     if "plugins" in given:  # before any other value, which may name a kind that they register
         try:
             import_plugins(_text(given["plugins"]).split())
@@ -520,8 +529,12 @@ def _build(
 ) -> Config:
     arguments: dict[str, dict[str, Any]] = {package: {} for package in known.classes}
     for name, entry in given.items():
-        setting = known.settings[name]
         text = _text(entry)
+        if name in known.fields:
+            package, _, field = name.partition(".")
+            arguments[package][field] = text
+            continue
+        setting = known.settings[name]
         empty = setting.optional and text.strip().lower() in ("", "none")
         for package, field in setting.places:
             arguments[package][field] = None if empty else text

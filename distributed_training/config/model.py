@@ -94,7 +94,8 @@ CARDS: Mapping[int, tuple[str, int, int]] = {
     141: ("none", 8, 1),
 }
 
-PRESETS: Mapping[str, Mapping[str, str]] = {
+#: By flag, or ``package.field`` of a setting that has none.
+PRESETS: dict[str, Mapping[str, str]] = {
     "public": {},
     **{
         f"public-{size}gb": {

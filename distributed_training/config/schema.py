@@ -1,17 +1,15 @@
-"""The flags that the settings declare: found by name, shown to people, and those retired.
+"""The flags that the settings declare: found by name, and shown to people.
 
 A :class:`Schema` reads the declarations of ``settings.py``. From it follow what a start prints,
 ``config.txt`` and docs/flags.md; the loader asks it what a name means.
-
-Retired flags are no settings: neither ``--help`` nor a settings class knows them. A flag without
-effect is accepted with one line. A flag is refused if a run that relied on it would go wrong.
 """
 
 from __future__ import annotations
 
 import difflib
+import textwrap
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cached_property, lru_cache
@@ -25,6 +23,7 @@ from pydantic import ByteSize, SecretStr
 from pydantic.fields import FieldInfo
 
 from .model import PRESETS, TITLES, USUAL, Config, Kind
+from .removed import FIXED, MOVED, NO_EFFECT
 from .settings import AllSettings
 from .types import ConfigError, show
 
@@ -122,16 +121,21 @@ class Schema:
         self.kind = kind
         self.classes: dict[str, Any] = typing.get_type_hints(AllSettings)
         self.settings: dict[str, Setting] = {}
+        #: ``store.part_size``: those without a flag, which a preset or a test gives.
+        self.fields: set[str] = set()
         for package, settings_class in self.classes.items():
             if package != "validator" or kind == "validator":
                 defaults = settings_class()
                 for field_name in settings_class.__pydantic_fields__:
                     field = _declared(settings_class, field_name)
-                    if field.json_schema_extra:  # else it has no flag: tests alone give it
+                    if field.json_schema_extra:
                         self._add(package, field_name, field, getattr(defaults, field_name))
+                    else:
+                        self.fields.add(f"{package}.{field_name}")
         order = list(TITLES)
         grouped = sorted(self.settings.items(), key=lambda item: order.index(item[1].group))
         self.settings = dict(grouped)
+        self.fields -= self.settings.keys()
         self._spellings = {canonical(setting.name): setting for setting in self}
 
     def _add(self, package: str, field_name: str, field: FieldInfo, default: Any) -> None:
@@ -210,107 +214,11 @@ def schema(kind: Kind) -> Schema:
     return Schema(kind)
 
 
-# --- retired flags ------------------------------------------------------------------------------
-
-
 class Given(NamedTuple):
     """The text for one setting in one place."""
 
     text: str  # several words are separated by spaces
     source: str  # as an operator calls the place: --neuron.upload_steps, R2_ACCOUNT_ID
-
-
-_NO_INFLUX = "this miner does not send anything to InfluxDB"
-_NO_QUANTIZATION = "gradients travel as float32 values and int16 indices; nothing is quantized"
-
-#: Flags that nobody needed; their values are constants.
-_CONSTANTS = """
-axon.clock_skew axon.legacy_timeout_cap axon.read_timeout axon.requests_per_hotkey
-chain.neurons_interval chain.poll_interval
-chain.write_timeout clamp.allreduce_timeout clamp.min_group_size clamp.min_matchmaking_time
-clamp.next_chunk_timeout clamp.request_timeout clamp.timeout data.page_deadline
-data.request_attempts data.request_timeout data.table_age dht.start_timeout
-diagnostics.expected_step_max diagnostics.expected_step_min diagnostics.low_gpu_memory_gb
-neuron.fsdp_wrap neuron.gradient_sync neuron.keep_unsharded neuron.nan_limit neuron.nan_slow_steps
-neuron.snapshot_timeout profile.start r2.checksum_mode r2.connect_timeout r2.part_size
-r2.write_interval validator.alive_timeout validator.evaluation_ranks validator.held_out_sequences
-validator.publication_budget validator.seed validator.sweep_patience validator.tick
-validator.top_candidates
-"""
-
-#: Flag -> why it has no effect.
-NO_EFFECT: Mapping[str, str] = {
-    **dict.fromkeys(_CONSTANTS.split(), "its value is fixed"),
-    "axon.max_workers": "the signed server answers on one event loop; see --axon.max_connections",
-    "neuron.dont_wandb_log": "Weights & Biases gets nothing unless --neuron.wandb asks for it",
-    "neuron.global_batch_size_train": (
-        "no peer reads it; the batch of a step is --neuron.local_batch_size_train_effective"
-    ),
-    "neuron.influxdb_bucket": _NO_INFLUX,
-    "neuron.influxdb_org": _NO_INFLUX,
-    "neuron.influxdb_token": _NO_INFLUX,
-    "neuron.influxdb_url": _NO_INFLUX,
-    "neuron.loss_kernel": "the built-in chunked cross-entropy is the only one",
-    "neuron.quantization_bins": _NO_QUANTIZATION,
-    "neuron.quantization_range": _NO_QUANTIZATION,
-    "neuron.score_preview": "python scripts/score.py tells what a validator would score",
-    "no_prompt": "this miner never asks questions",
-    "strict": "unknown flags are always errors",
-}
-SECRETS = frozenset({"neuron.influxdb_token"})
-
-#: Old name of a flag -> its name.
-RENAMED: Mapping[str, str] = {
-    "chain.local_url": "chain.registry_url",
-    "neuron.nproc_per_node": "nproc_per_node",
-    "show_all_rank_logs": "neuron.show_all_rank_logs",
-    "validator.initial_seed": "neuron.seed",
-    "validator.upload_age_limit": "neuron.repo_age_limit",
-}
-
-#: Flag -> what to do; refused unless its value is false.
-REFUSED: Mapping[str, str] = {
-    "neuron.shard_across_nodes": (
-        "each node holds a copy of the model, so leave the flag out, and where the model does not "
-        "fit one node's GPUs give --neuron.activation_checkpointing full or use larger GPUs"
-    ),
-}
-
-#: Flag -> old value -> the value that took its place.
-OLD_VALUES: Mapping[str, Mapping[str, str]] = {"neuron.error_feedback": {"round": "best"}}
-
-FLAGS = frozenset({*NO_EFFECT, *REFUSED, *RENAMED})
-
-
-def settle(given: Mapping[str, Given]) -> tuple[dict[str, Given], tuple[str, ...]]:
-    """Return what is left for the settings, and a line for each thing that was settled here.
-
-    Raises ConfigError for a flag whose function is gone and was relied on.
-    """
-    left: dict[str, Given] = {}
-    lines = []
-    for name, entry in given.items():
-        text = entry.text.strip()
-        if name in NO_EFFECT:
-            lines.append(f"{entry.source} has no effect: {NO_EFFECT[name]}")
-        elif name in REFUSED:
-            if text.lower() not in ("false", "0", "no", "off"):
-                raise ConfigError(
-                    f"{entry.source} is not offered any more, so nothing was started: "
-                    f"{REFUSED[name]}"
-                )
-            lines.append(f"{entry.source} has no effect: its function is not offered any more")
-        elif name in RENAMED:
-            lines.append(f"{entry.source} is an older name of --{RENAMED[name]}")
-            # Where both names are given the new one counts.
-            left.setdefault(RENAMED[name], entry)
-        elif text in OLD_VALUES.get(name, ()):
-            new = OLD_VALUES[name][text]
-            lines.append(f"{entry.source} {text} is an older name of {new}, which takes its place")
-            left[name] = Given(new, entry.source)
-        else:
-            left[name] = entry
-    return left, tuple(lines)
 
 
 # --- what people read ---------------------------------------------------------------------------
@@ -386,10 +294,14 @@ def markdown() -> str:
             lines += ["Understood by `neurons/validator.py` only.", ""]
         lines += ["| Flag | Default | Range | Environment | Meaning |", "| --- " * 5 + "|"]
         lines += [_row(setting) for setting in settings]
-    lines += ["", "## Accepted, without effect", ""]
-    lines += ["A start script may still have them; one line says so at each start.", ""]
-    lines += ["| Flag | Why |", "| --- | --- |"]
-    lines += [f"| `--{name}` | {why} |" for name, why in sorted(NO_EFFECT.items())]
+    lines += ["", "## No flags any more", ""]
+    lines += ["Any value is taken, with one line at the start: flags of the public miner that mean"]
+    lines += ["nothing here, and such by which no result changes.", "", "```"]
+    lines += [*textwrap.wrap(" ".join(sorted(NO_EFFECT)), 96), "```", ""]
+    lines += ["Another value than this one is refused:", "", "```"]
+    lines += [f"{name} = {value}" for name, value in sorted(FIXED.items())]
+    lines += ["```", "", "Refused, with what to do instead:", ""]
+    lines += [f"- `--{name}`: {remedy}" for name, remedy in sorted(MOVED.items())]
     lines += ["", "## Presets", ""]
     for preset, values in PRESETS.items():
         if not values:

@@ -15,10 +15,12 @@ from distributed_training.config import (
     all_settings,
     describe,
     load_config,
+    removed,
 )
 from distributed_training.config.loader import parser_of
-from distributed_training.config.model import CARDS
-from distributed_training.config.schema import FLAGS, NO_EFFECT, SECRETS, schema
+from distributed_training.config.model import CARDS, PRESETS
+from distributed_training.config.removed import FIXED, MOVED, NO_EFFECT, REMOVED
+from distributed_training.config.schema import schema
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.health.machine import check_configuration
 from distributed_training.training.memory_plan import named_config
@@ -75,12 +77,10 @@ nproc_per_node show_all_rank_logs
 def test_every_flag_of_the_protocol_page_is_known() -> None:
     known = schema("miner")
     unknown = [name for name in SPEC_FLAGS.split() if known.get(name) is None]
-    assert set(unknown) <= FLAGS
+    assert set(unknown) <= REMOVED
 
 
 def test_every_preset_can_be_asked_for() -> None:
-    from distributed_training.config.model import PRESETS
-
     assert set(schema("miner").settings["preset"].choices) == set(PRESETS)
     for preset in PRESETS:
         config = load("--preset", preset)
@@ -138,7 +138,6 @@ def test_values_of_the_wrong_type() -> None:
 def test_switches_with_and_without_a_value() -> None:
     name = "neuron.show_all_rank_logs"
     assert load(f"--{name}").get(name) is True
-    assert load("--show_all_rank_logs").get(name) is True  # the name in the public README
     assert load(f"--{name}", "false").get(name) is False
     assert load(f"--{name}=true").get(name) is True
     assert load(f"--{name}", "--neuron.name", "x").get(name) is True
@@ -265,34 +264,43 @@ def test_a_start_prints_what_was_given_and_keeps_all(tmp_path: Path) -> None:
     assert "a" * 64 not in all_settings(config) and "********" in all_settings(config)
 
 
-@pytest.mark.parametrize("name", sorted(NO_EFFECT.keys() - SECRETS))
-def test_a_flag_without_effect_is_taken_in_every_spelling(name: str, tmp_path: Path) -> None:
+def test_removed_flags_of_any_spelling_are_one_line(tmp_path: Path) -> None:
     toml = tmp_path / "miner.toml"
-    toml.write_text(f'"{name}" = 1\n')
-    spellings = [
-        (f"--{name}", "7"), (f"--{name}=7",), (f"--{name}",),
-        (f"--{name.replace('_', '-')}", "7"), ("--config", str(toml)),
-    ]  # fmt: skip
-    for spelling in spellings:
-        config = load(*spelling, "--neuron.upload_steps", "60")
-        assert config.get("neuron.upload_steps") == 60
-        (line,) = [x for x in describe(config) if "has no effect" in x]
-        assert name in line and NO_EFFECT[name] in line
-    assert f"--{name}" not in parser_of(schema("miner"), everything=True).format_help()
+    for name in sorted({*NO_EFFECT, *FIXED} - {"neuron.influxdb_token"}):
+        value = FIXED.get(name, "7")
+        toml.write_text(f'"{name}" = "{value}"\n')
+        dashes = f"--{name.replace('_', '-')}"
+        for spelling in ((f"--{name}={value}",), (dashes, value), ("--config", str(toml))):
+            (line,) = load(*spelling).warnings
+            assert name in line and line.startswith("no settings any more")
+        if name in FIXED:
+            assert f"it is always {value} now" in refused(f"--{name}", "another")
+    assert load("--no_prompt", "--strict").warnings[0].endswith(": --no_prompt, --strict")
+    for name in MOVED:
+        assert MOVED[name] in refused(f"--{name}", "1")
+    assert not [n for n in REMOVED if f"--{n} " in parser_of(schema("miner")).format_help()]
+    assert not [name for name in REMOVED if schema("validator").get(name)]
 
 
-def test_a_function_that_is_gone_and_an_old_value() -> None:
-    line = refused("--neuron.shard_across_nodes")
-    assert "--neuron.shard_across_nodes is not offered any more" in line
-    assert "each node holds a copy of the model" in line
-    was = ("--neuron.shard_across_nodes", "false", "--neuron.error_feedback", "round")
-    config = load(*was)
-    assert config.training.error_feedback == "best"
-    for text in (
-        "shard_across_nodes has no effect",
-        "error_feedback round is an older name of best",
-    ):
-        assert any(text in line for line in describe(config))
+@pytest.mark.parametrize(
+    ("text", "fixed", "same"),
+    [
+        ("1m", "60s", True), ("2.50", "2.5", True),
+        ("off", "false", True), ("legacy,btauth", "btauth legacy", True), ("61", "60s", False),
+        ("btauth", "btauth legacy", False), ("yes", "false", False), ("", "60s", False),
+    ],
+)  # fmt: skip
+def test_a_removed_flag_may_have_the_value_that_holds(
+    text: str, fixed: str, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(removed.FIXED, "neuron.shard_across_nodes", fixed)
+    assert (removed.why_refused("neuron.shard_across_nodes", text) is None) is same
+
+
+def test_a_preset_gives_values_to_settings_without_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PRESETS, "public", {"store.part_size": "5"})
+    assert load().store.part_size == 5
+    assert "--store.part_size is not a known flag" in refused("--store.part_size", "5")
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

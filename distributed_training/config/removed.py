@@ -1,0 +1,71 @@
+"""The flags that are gone: what a start script, ``.env`` or ``miner.toml`` may still name.
+
+Neither ``--help`` nor a settings class knows them. What had no effect on this miner, or has the
+value that holds now, is accepted, with one line for all of them. Anything else is refused, since a
+run that relied on it would go wrong. A name in capitals is that of an environment variable.
+"""
+
+from __future__ import annotations
+
+from .types import parse_duration
+
+_NO_EFFECT = """
+axon.clock_skew axon.legacy_timeout_cap axon.max_workers axon.read_timeout axon.requests_per_hotkey
+chain.neurons_interval chain.poll_interval chain.write_timeout
+clamp.allreduce_timeout clamp.min_group_size clamp.min_matchmaking_time clamp.next_chunk_timeout
+clamp.request_timeout clamp.timeout
+data.page_deadline data.request_attempts data.request_timeout data.table_age
+dht.start_timeout
+diagnostics.expected_step_max diagnostics.expected_step_min diagnostics.low_gpu_memory_gb
+neuron.dont_wandb_log neuron.fsdp_wrap neuron.global_batch_size_train neuron.gradient_sync
+neuron.influxdb_bucket neuron.influxdb_org neuron.influxdb_token neuron.influxdb_url
+neuron.keep_unsharded neuron.loss_kernel neuron.nan_limit neuron.nan_slow_steps
+neuron.quantization_bins neuron.quantization_range neuron.score_preview neuron.snapshot_timeout
+no_prompt
+profile.start
+r2.checksum_mode r2.connect_timeout r2.part_size r2.write_interval
+show_all_rank_logs
+strict
+validator.alive_timeout validator.evaluation_ranks validator.held_out_sequences
+validator.publication_budget validator.seed validator.sweep_patience validator.tick
+validator.top_candidates
+"""
+#: Any value is accepted: flags of the public miner that mean nothing here, and those by which no
+#: result, no limit and no permission could change.
+NO_EFFECT = frozenset(_NO_EFFECT.split())
+
+#: Flag -> the value that holds now. Another one is refused.
+FIXED: dict[str, str] = {
+    "neuron.shard_across_nodes": "false",  # each machine holds a copy of the model
+}
+
+#: Flag -> what an operator does instead. Any value is refused.
+MOVED: dict[str, str] = {
+    "neuron.nproc_per_node": "give --nproc_per_node",
+}
+
+REMOVED = NO_EFFECT | FIXED.keys() | MOVED.keys()
+
+
+def why_refused(name: str, text: str) -> str | None:
+    """Return why ``text`` cannot be taken for a removed flag, with the remedy; None if it can."""
+    if name in MOVED:
+        return f"is no setting any more, so nothing was started: {MOVED[name]}"
+    if name in FIXED and not _is_same(text, FIXED[name]):
+        return f"is not offered any more, so nothing was started: it is always {FIXED[name]} now"
+    return None
+
+
+def _is_same(text: str, fixed: str) -> bool:
+    """Return whether two texts are one value: ``1m`` is ``60s``, ``off`` is ``false``."""
+    return _value(text) == _value(fixed)
+
+
+def _value(text: str) -> object:
+    words = text.lower().replace(",", " ").split()
+    text = words[0] if words else ""
+    text = "1" if text in ("true", "yes", "on") else "0" if text in ("false", "no", "off") else text
+    try:
+        return parse_duration(text)
+    except ValueError:
+        return sorted(words)
