@@ -92,28 +92,23 @@ class Facts:
 
     ``upload_age`` is that of the newest upload, ``blocks_left`` how many blocks its block list will
     still count (negative: it does not). ``behind``: how long the network has been at a later outer
-    step. ``called``: since a validator called. ``patience``: how long a load of the global state
-    may take. ``round_period``: within it every validator calls. ``chain_silent``: since when no
-    chain endpoint answers. ``other_version``: how the network's file of the global bucket differs
-    from ours, in words.
+    step. ``silent``: since a validator called, or since the start. ``patience``: how long a load of
+    the global state may take. ``round_period``: within it every validator calls. ``chain_silent``:
+    since when no chain endpoint answers. ``other_version``: how the network's file of the global
+    bucket differs from ours, in words.
     """
 
     standing: Standing | None
-    chain_block: int
     running: float
     upload_age: float | None
     age_limit: float
     blocks_left: float | None
     behind: float | None
-    called: float | None
+    silent: float
     patience: float
     round_period: float
     chain_silent: float = 0.0
     other_version: str = ""
-
-    @property
-    def silent(self) -> float:
-        return self.running if self.called is None else self.called
 
 
 def judge(facts: Facts) -> tuple[Verdict, str, bool]:
@@ -121,14 +116,25 @@ def judge(facts: Facts) -> tuple[Verdict, str, bool]:
     standing = facts.standing
     if standing is None:
         return Verdict.UNKNOWN, "the chain does not show this hotkey now", False
-    verdict, words, bad = _in_the_way(facts) or _paid(facts, standing)
-    if standing.incentive > 0 and verdict is not Verdict.EARNING:
+    obstacle = find_obstacle(facts)
+    if obstacle is None:
+        if standing.incentive > 0:
+            return Verdict.EARNING, standing.words, False
+        words = "uploads count; no validator has set weights yet"
+        if standing.weights_block:
+            words = (
+                "uploads count; the weights that validators set last give nothing to it yet "
+                "(python scripts/score.py --background scores the upload here)"
+            )
+        return Verdict.NOT_YET, words, False
+    verdict, words, bad = obstacle
+    if standing.incentive > 0:
         words += f". Still paid for earlier scores: {standing.words}"
     return verdict, words, bad
 
 
-def _in_the_way(facts: Facts) -> tuple[Verdict, str, bool] | None:
-    """Return what makes the next score zero, if anything does."""
+def find_obstacle(facts: Facts) -> tuple[Verdict, str, bool] | None:
+    """Return what makes the next score zero, if anything does, as :func:`judge` does."""
     # In this order: what stands first makes all that follows meaningless.
     if facts.other_version:
         return Verdict.OTHER_VERSION, facts.other_version, True
@@ -139,65 +145,37 @@ def _in_the_way(facts: Facts) -> tuple[Verdict, str, bool] | None:
         remedy = "; grep -iE 'UPLOAD BLOCKED|upload failed|snapshot' in the log for the cause"
         return Verdict.NOTHING_UPLOADED, words + remedy * late, late
     if facts.upload_age > facts.age_limit:
-        return (
-            Verdict.RESET,
+        words = (
             f"the newest upload is {_span(facts.upload_age)} old, and validators take none older "
-            f"than {_span(facts.age_limit)}; grep -iE 'UPLOAD BLOCKED|upload failed' in the log",
-            True,
+            f"than {_span(facts.age_limit)}; grep -iE 'UPLOAD BLOCKED|upload failed' in the log"
         )
+        return Verdict.RESET, words, True
     if facts.blocks_left is not None and facts.blocks_left < 0:
-        return (
-            Verdict.RESET,
+        words = (
             f"the newest upload lists blocks that are {counted(-facts.blocks_left, 'block')} too "
-            "old for validators; the next upload cures it; if it lasts, steps are too slow",
-            # Behind the network the load that is due helps here as well, without an operator.
-            facts.behind is None,
+            "old for validators; the next upload cures it; if it lasts, steps are too slow"
         )
+        # Behind the network the load that is due helps here as well, without an operator.
+        return Verdict.RESET, words, facts.behind is None
     if facts.behind is not None and facts.behind > facts.patience:
-        return (
-            Verdict.BEHIND,
+        words = (
             f"the network has been at a later outer step for {_span(facts.behind)}; grep "
-            "'global state' in the log for why it is not loaded",
-            True,
+            "'global state' in the log for why it is not loaded"
         )
+        return Verdict.BEHIND, words, True
     if facts.silent > facts.round_period:
-        see = (
+        remedy = (
             "see from another machine whether --axon.port is reached (python -m "
             "distributed_training doctor --probe IP)"
         )
         if facts.chain_silent > _OFFLINE:
-            see = (
+            remedy = (
                 f"nor has the chain answered for {_span(facts.chain_silent)}, so see the network "
                 "of this machine first"
             )
-        words = f"no validator has called for {_span(facts.silent)}: {see}"
+        words = f"no validator has called for {_span(facts.silent)}: {remedy}"
         return Verdict.NOT_CALLED, words, True
     return None
-
-
-def _paid(facts: Facts, standing: Standing) -> tuple[Verdict, str, bool]:
-    if standing.incentive > 0:
-        return Verdict.EARNING, standing.words, False
-    if not standing.weights_block:
-        return Verdict.NOT_YET, "uploads count; no validator has set weights yet", False
-    return (
-        Verdict.NOT_YET,
-        "uploads count; the weights that validators set last give nothing to it yet "
-        "(python scripts/score.py --background scores the upload here)",
-        False,
-    )
-
-
-def _seen_of_validators(facts: Facts) -> str:
-    """Say when they called and when they judged. The page has cards and metrics for that."""
-    called = "no validator has called since the start"
-    if facts.called is not None:
-        called = f"a validator called {_span(facts.called)} ago"
-    if facts.standing is None or not facts.standing.weights_block:
-        return called
-    # The list of neurons may be of a later block than ours.
-    blocks = counted(max(0, facts.chain_block - facts.standing.weights_block), "block")
-    return f"{called}, weights were set {blocks} ago"
 
 
 def _span(seconds: float) -> str:
@@ -211,7 +189,7 @@ class Income:
 
     ``limits``: measures of the uploads by metric (``reporter.limits``). ``called_at``: moment of a
     validator's last call, of ``clock``. ``round_period``: in seconds. ``patience``: see
-    :class:`Facts`. ``chain_age``: seconds since the chain's last answer.
+    :class:`Facts`.
     """
 
     def __init__(
@@ -224,10 +202,8 @@ class Income:
         round_period: Callable[[], float],
         patience: float,
         record: Callable[..., None],
-        chain_age: Callable[[], float] = float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._chain_age = chain_age
         self._other_version = ""
         self._hotkey = hotkey
         self._chain = chain
@@ -280,38 +256,30 @@ class Income:
         }
 
     def _judge(self) -> None:
-        facts = self._facts()
-        if facts is None:
-            return
-        self._standing = facts.standing
-        verdict, words, bad = judge(facts)
-        changed = (verdict, bad) != (self._verdict, self._bad)
-        self._verdict, self._bad = verdict, bad
-        if self._log_again() or changed:
-            level = logging.WARNING if bad else logging.INFO
-            log.log(level, "Income: %s: %s; %s", verdict, words, _seen_of_validators(facts))
-        if self._record_again() or changed:
-            found = asdict(facts.standing) if facts.standing else {}
-            self._record("income", verdict=verdict.value, words=words, bad=bad, **found)
-
-    def _facts(self) -> Facts | None:
-        """Return None while the chain has not answered once."""
         now, called_at = self._clock(), self._called_at()
         try:
-            neurons, block = self._chain.neurons(), self._chain.block()
-        except ChainUnavailable:
-            return None
-        return Facts(
-            standing=standing(neurons, self._hotkey),
-            chain_block=block,
+            self._standing = standing(self._chain.neurons(), self._hotkey)
+        except ChainUnavailable:  # it has not answered once
+            return
+        facts = Facts(
+            standing=self._standing,
             running=now - self._began,
             upload_age=self._limits["publication_age_seconds"](),
             age_limit=self._limits["publication_age_limit_seconds"]() or math.inf,
             blocks_left=self._limits["block_list_blocks_left"](),
             behind=None if self._behind_since is None else now - self._behind_since,
-            called=None if called_at is None else now - called_at,
+            silent=now - (self._began if called_at is None else called_at),
             patience=self._patience,
             round_period=self._round_period(),
-            chain_silent=self._chain_age(),
+            chain_silent=self._chain.age().total_seconds(),
             other_version=self._other_version,
         )
+        verdict, words, bad = judge(facts)
+        changed = (verdict, bad) != (self._verdict, self._bad)
+        self._verdict, self._bad = verdict, bad
+        if self._log_again() or changed:
+            level = logging.WARNING if bad else logging.INFO
+            log.log(level, "Income: %s: %s", verdict, words)
+        if self._record_again() or changed:
+            found = asdict(facts.standing) if facts.standing else {}
+            self._record("income", verdict=verdict.value, words=words, bad=bad, **found)

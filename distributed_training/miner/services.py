@@ -459,28 +459,20 @@ def _registered_again(
                     "start the miner"
                 )
             if say():
-                hours_left = (longest - record.waited) / 3600
+                subnet, first = config.chain.netuid, ""
+                lost = f"Hotkey {record.hotkey} is not registered on subnet {subnet} any more"
                 if chain.expelled(record.hotkey):
-                    log.warning(
-                        "The founder expelled hotkey %s from this network, so nothing is trained "
-                        "or uploaded; weights and run folder are kept. Ask the founder, who can "
-                        "let it in again with `dt-registry expel --again`; then register it with "
-                        "`%s`. The miner ends with status 3 in %.1f h (--neuron.deregistered_wait)",
-                        record.hotkey,
-                        config.chain.how_to_register,
-                        hours_left,
-                    )
-                else:
-                    log.warning(
-                        "Hotkey %s is not registered on subnet %d any more, so nothing is trained "
-                        "or uploaded; weights and run folder are kept. Register it with `%s`, and "
-                        "the miner goes on by itself. It ends with status 3 in %.1f h "
-                        "(--neuron.deregistered_wait)",
-                        record.hotkey,
-                        config.chain.netuid,
-                        config.chain.how_to_register,
-                        hours_left,
-                    )
+                    lost = f"The founder expelled hotkey {record.hotkey} from this network"
+                    first = "Ask the founder, who lets it in again by `dt-registry expel --again`. "
+                log.warning(
+                    "%s, so nothing is trained or uploaded; weights and run folder are kept. "
+                    "%sRegister it with `%s`, and the miner goes on by itself. It ends with status "
+                    "3 in %.1f h (--neuron.deregistered_wait)",
+                    lost,
+                    first,
+                    config.chain.how_to_register,
+                    (longest - record.waited) / 3600,
+                )
             if ask():
                 chain.ask_another()
                 record.save(folder / REGISTRATION_FILE)

@@ -678,7 +678,6 @@ def _subscribers(rank_zero: RankZero) -> list[Subscriber]:
         round_period=lambda: 2 * clock.half() * config.chain.seconds_per_block,
         patience=config.miner.round_reload_timeout.total_seconds(),
         record=rank_zero.record,
-        chain_age=lambda: services.chain.age().total_seconds(),
     )
     reporter = Reporter(
         record=rank_zero.record,

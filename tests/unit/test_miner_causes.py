@@ -93,7 +93,7 @@ def launcher(*, alive: bool) -> Any:
 
 
 def not_called(**facts: float) -> Say:
-    found = replace(WELL, called=None, running=3 * HOUR, **facts)  # type: ignore[arg-type]
+    found = replace(WELL, silent=3 * HOUR, **facts)  # type: ignore[arg-type]
     return lambda *_: judge(found)[1]
 
 
