@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any
 from distributed_training.common.backoff import Repeats, Throttle
 from distributed_training.protocol.types import Progress, Revision
 
-from . import state_machine as ev
+from . import events as ev
+from .events import DataPart, MinerState
 from .ranks import Ranks
-from .state_machine import DataPart, MinerState
 
 if TYPE_CHECKING:
     from distributed_training.data.pipeline import DataPipeline

@@ -13,39 +13,20 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
 from distributed_training.common.backoff import Throttle
-from distributed_training.protocol.types import (
-    AllReduceError,
-    AllReduceFault,
-    AllReduceResult,
-    RoundRequest,
-)
-from distributed_training.swarm.swarm import HivemindSwarm
 
-from . import state_machine as ev
+from . import events as ev
 from .block_list import BlockList
+from .events import Action, Command, DataPart, LocalPart, MinerState, Mode, Rules, Task
 from .global_state import GlobalEpoch
-from .state_machine import (
-    Action,
-    Command,
-    DataPart,
-    LocalPart,
-    MinerState,
-    Mode,
-    Rules,
-    Task,
-    decide,
-    rebases,
-    trains_now,
-)
+from .round import Averaging
+from .state_machine import decide, rebases, trains_now
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +49,7 @@ class Controller:
         rules: Rules,
         events: queue.SimpleQueue[ev.Event],
         blocks: BlockList,
-        swarm: HivemindSwarm,
+        averaging: Averaging,
         global_epoch: GlobalEpoch,
         clock: Callable[[], float] = time.monotonic,
         tick: timedelta = timedelta(seconds=1),
@@ -77,11 +58,7 @@ class Controller:
         self._rules = rules
         self._events = events
         self._blocks = blocks
-        self._swarm = swarm
-        self._cancelled = threading.Event()  # the last round
-        # Several: a round that was cancelled may not have ended when the next begins. The end of a
-        # rank (processes.leave) waits for none of them.
-        self._averages = ThreadPoolExecutor(thread_name_prefix="averaging")
+        self._averaging = averaging
         self._global_epoch = global_epoch
         self._clock = clock
         self._tick_due = Throttle(tick.total_seconds(), clock=clock)
@@ -152,10 +129,9 @@ class Controller:
         match task:
             case Task.AVERAGE:
                 assert state.round is not None
-                self._average(state.round)
+                self._averaging.begin(state.round)
             case Task.CANCEL_AVERAGE:
-                self._cancelled.set()  # its thread may not have come to the swarm yet
-                self._swarm.cancel()
+                self._averaging.cancel()
             case Task.COMPARE_EPOCHS:
                 self._global_epoch.compare_soon()
             case Task.COMPARE_WEIGHTS:
@@ -165,23 +141,6 @@ class Controller:
                 self._global_epoch.fetch(state.fetch_target)
             case Task.REFUSE_GLOBAL:
                 self._global_epoch.refuse_fetched(state.problem)
-
-    def _average(self, request: RoundRequest) -> None:
-        """Begin a round; exactly one ``Averaged`` or ``RoundFailed`` answers."""
-        self._cancelled = threading.Event()
-        average = self._averages.submit(self._swarm.average, request, cancelled=self._cancelled)
-        average.add_done_callback(self._answer)
-
-    def _answer(self, average: Future[AllReduceResult]) -> None:
-        # Whatever it was: without an event the miner would wait for the round's end for ever.
-        error = average.exception()
-        if error is None:
-            self.post(ev.Averaged(average.result()))
-        elif isinstance(error, AllReduceError):
-            self.post(ev.RoundFailed(error.fault, error.detail, causes=error.causes))
-        else:
-            log.error("The swarm failed with an unexpected error; please report it", exc_info=error)
-            self.post(ev.RoundFailed(AllReduceFault.SWARM_DOWN, repr(error)))
 
     def _command(self, action: Action, data: DataPart) -> Command:
         """Return ``action`` with what it needs and rank 0's own part, as they are at its turn."""

@@ -47,7 +47,7 @@ from distributed_training.store.bucket_reader import (
 from distributed_training.store.s3 import DeadlineError, StoppedError, StoreError
 from distributed_training.training.outer_step import Rows
 
-from . import state_machine as ev
+from . import events as ev
 
 if TYPE_CHECKING:
     from distributed_training.training.trainer import Trainer

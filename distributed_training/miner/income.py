@@ -24,8 +24,8 @@ from distributed_training.common.backoff import Throttle
 from distributed_training.protocol.lines import counted
 from distributed_training.telemetry import unix_time
 
-from . import state_machine as ev
-from .state_machine import MinerState
+from . import events as ev
+from .events import MinerState
 
 log = logging.getLogger(__name__)
 

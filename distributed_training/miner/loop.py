@@ -18,17 +18,16 @@ import torch
 
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import (
-    AllReduceError,
-    AllReduceFault,
     Progress,
     RankFailedError,
 )
 from distributed_training.training.local_evaluation import AwfulWeights
 
-from . import state_machine as ev
+from . import events as ev
 from .controller import Controller
+from .events import Action, Command, DataPart, LocalPart
 from .ranks import Ranks
-from .state_machine import Action, Command, DataPart, LocalPart
+from .round import take_outer_step, write_pseudo_gradient
 
 if TYPE_CHECKING:  # heavy; a start that cannot succeed must say so before
     from distributed_training.data.pipeline import DataPipeline
@@ -129,9 +128,13 @@ class MinerLoop:
             case Action.WAIT_FOR_DATA:
                 self._data.missed(time.perf_counter() - began)
             case Action.WRITE_PSEUDO_GRADIENT:
-                return self._write_pseudo_gradient(trains_on=command.trains_on)
+                on = command.trains_on
+                return write_pseudo_gradient(self._trainer, self._buffers, trains_on=on)
             case Action.OUTER_STEP:
-                return self._outer_step()
+                ended = take_outer_step(self._trainer, self._ranks, self._buffers)
+                if ended.committed:
+                    self._hold_others_back()
+                return ended
             case Action.LOAD | Action.REBASE:
                 return self._load(command)
             case Action.SNAPSHOT:
@@ -191,33 +194,7 @@ class MinerLoop:
         self._last_loss = report.loss
         return ev.InnerStepDone(report, diverged=self._trainer.wants_roll_back)
 
-    # --- the round -----------------------------------------------------------------------------
-
-    def _write_pseudo_gradient(self, *, trains_on: bool) -> ev.Event:
-        try:
-            norm = self._trainer.write_pseudo_gradient(self._buffers, trains_on=trains_on)
-        except AllReduceError as error:  # raised on all ranks alike
-            return ev.RoundFailed(error.fault, error.detail, began=False)
-        return ev.PseudoGradientWritten(norm)
-
-    def _outer_step(self) -> ev.Event:
-        """Prepare aside, vote, then commit everywhere or nowhere."""
-        detail = ""
-        try:
-            self._trainer.prepare_outer_step(self._buffers)
-        except (AllReduceError, RuntimeError, ValueError, OSError) as error:
-            detail = str(error) or type(error).__name__
-            log.warning("Rank %d votes against the outer step: %s", self._ranks.rank, detail)
-        # A rank that failed votes too: without its vote the others would wait for ever.
-        committed = self._ranks.all_agree(not detail)
-        # On all ranks or on none: a round that fails leaves the public miner half changed.
-        if committed:
-            self._trainer.commit_outer_step()
-            self._hold_others_back()
-        else:
-            self._trainer.roll_back_outer_step()
-            detail = detail or AllReduceFault.LOCAL.value
-        return ev.OuterStepEnded(committed, self._trainer.outer_step, detail)
+    # --- the global state, snapshots and checkpoints -------------------------------------------
 
     def _load(self, command: Command) -> ev.Event:
         # On rank 0 alone: the others get their rows from it.
@@ -235,8 +212,6 @@ class MinerLoop:
             return ev.LoadFailed(str(error), time.monotonic(), awful)
         self._hold_others_back()
         return ev.Loaded(command.outer_step)
-
-    # --- snapshots and checkpoints -------------------------------------------------------------
 
     def _progress(self, local: LocalPart) -> Progress:
         return Progress(

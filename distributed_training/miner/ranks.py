@@ -2,7 +2,7 @@
 
 The vector is int64 and always of the same length, so a boundary costs one gloo broadcast of 80
 bytes whatever the command. Data beyond integers (a folder, a round's request) stays on rank 0
-(:class:`~.state_machine.LocalPart`) or is derived from the integers.
+(:class:`~.events.LocalPart`) or is derived from the integers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch.distributed as dist
 from distributed_training.common.ports import listen
 from distributed_training.node.start import NetworkFailure
 
+from .events import COMMAND_INTEGERS, Command
 from .run_folder import RANK_STORE
-from .state_machine import COMMAND_INTEGERS, Command
 
 _SHARE_POLL = 0.1  # seconds
 

@@ -40,9 +40,11 @@ from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.telemetry import MetricsFile, record_step, unix_time
 from distributed_training.telemetry.trackers import Tracker
 
-from . import state_machine as ev
+from . import events as ev
+from .events import MinerState, Mode
+from .round import ignores_calls
 from .run_folder import INSTANCE, listening_ranks
-from .state_machine import MinerState, Mode, goes_back, ignores_calls
+from .state_machine import goes_back
 
 log = logging.getLogger(__name__)
 

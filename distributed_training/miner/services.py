@@ -32,7 +32,7 @@ from distributed_training.common.memory import ModelShape
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import StoreSettings
 from distributed_training.health.clock import ClockWatch, measure
-from distributed_training.miner import state_machine as ev
+from distributed_training.miner import events as ev
 from distributed_training.miner.global_state import (
     GlobalBucket,
     GlobalEpoch,

@@ -53,7 +53,6 @@ from distributed_training.protocol import lines
 from distributed_training.protocol.types import (
     ExitStatus,
     RankFailedError,
-    RoundRequest,
     StepReport,
 )
 from distributed_training.store.bucket_reader import refuse
@@ -65,15 +64,17 @@ from distributed_training.training.collectives import COLLECTIVE_TIMEOUT, Layout
 from distributed_training.training.local_evaluation import AwfulWeights
 from distributed_training.training.trainer import Trainer
 
+from . import events as ev
 from . import services
-from . import state_machine as ev
 from .block_list import BlockList
 from .controller import Controller, Subscriber
+from .events import GlobalView, MinerState, Mode, Rules
 from .global_state import GlobalEpoch, StopBeforeStart, begin_fresh
 from .income import Income
 from .loop import MinerLoop, not_loaded, state_files
 from .ranks import Ranks, join_ranks
 from .reporter import MachineGauges, Metrics, MissedRounds, Record, Reporter, limits
+from .round import Averaging, ignores_calls
 from .run_folder import (
     INSTANCE,
     Heartbeat,
@@ -84,7 +85,6 @@ from .run_folder import (
     write_pid_file,
 )
 from .services import Services, StartupInfo, global_interval
-from .state_machine import GlobalView, MinerState, Mode, Rules, ignores_calls
 from .uploads import Publishing
 
 log = logging.getLogger(__name__)
@@ -567,6 +567,7 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
     # who posts events, beside the loop itself and the signals
     swarm = services.open_swarm(trainer.schema)
     at_end(swarm.close)
+    averaging = Averaging(swarm, post)
     global_epoch = services.watch_global_bucket(
         post, lambda: (trainer.outer_step, trainer.outer.epoch_start_rows())
     )
@@ -592,15 +593,10 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
         ),
         events=context.events,
         blocks=blocks,
-        swarm=swarm,
+        averaging=averaging,
         global_epoch=global_epoch,
         tick=context.tick,
     )
-
-    def called(request: RoundRequest) -> None:
-        log.info("%s", lines.RECEIVED_MAIN_ALL_REDUCE)
-        # In the server's thread, so it is posted and nothing more.
-        post(ev.AllReduceCalled(request, time.monotonic()))
 
     def heard(outer_step: int) -> None:
         if outer_step < trainer.outer_step:
@@ -613,7 +609,7 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
     server = services.open_server(
         MinerCallbacks(
             epoch=lambda: trainer.outer_step,
-            on_all_reduce=called,
+            on_all_reduce=averaging.receive_call,
             round_phase=phase,
             round_due=due,
             peer_id=lambda: swarm.peer_id,

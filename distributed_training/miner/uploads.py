@@ -38,9 +38,10 @@ from distributed_training.store.snapshot_folder import read_config, upload_gate
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.store.uploader import Uploader
 
-from . import state_machine as ev
+from . import events as ev
 from .block_list import BlockList
-from .state_machine import MinerState, Mode, may_check, trains
+from .events import MinerState, Mode
+from .state_machine import may_check, trains
 
 log = logging.getLogger(__name__)
 

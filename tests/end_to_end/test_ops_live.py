@@ -25,13 +25,13 @@ import yaml
 from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.common.ports import free_ports
 from distributed_training.config import load_config
+from distributed_training.miner import events as ev
 from distributed_training.miner import services
-from distributed_training.miner import state_machine as ev
+from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.income import Income
 from distributed_training.miner.launcher import Outages
 from distributed_training.miner.reporter import MachineGauges, Metrics, Reporter, limits
 from distributed_training.miner.run_folder import INSTANCE, write_pid_file
-from distributed_training.miner.state_machine import MinerState, Mode
 from distributed_training.protocol.types import (
     AllReduceFault,
     AllReduceResult,

@@ -21,8 +21,8 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from distributed_training.miner.events import Action, Mode
 from distributed_training.miner.global_state import TOLERANCE, drift
-from distributed_training.miner.state_machine import Action, Mode
 from distributed_training.protocol.types import AllReduceResult, RoundRequest
 from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.training.outer_step import Rows, nesterov_sgd

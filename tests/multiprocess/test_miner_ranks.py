@@ -15,10 +15,10 @@ import torch.multiprocessing as mp
 
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import process_folder
+from distributed_training.miner.events import Action, Command, DataPart
 from distributed_training.miner.rank_group import rank_variables
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.run_folder import RANK_STORE
-from distributed_training.miner.state_machine import Action, Command, DataPart
 from tests.tools import forked
 from tests.tools.waiting import wait_for
 

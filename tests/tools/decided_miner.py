@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distributed_training.miner import state_machine as ev
-from distributed_training.miner.state_machine import Action, MinerState, Mode, Rules, Task, decide
+from distributed_training.miner import events as ev
+from distributed_training.miner.events import Action, MinerState, Mode, Rules, Task
+from distributed_training.miner.state_machine import decide
 from distributed_training.protocol.types import AllReduceError, AllReduceResult, RoundRequest
 
 RULES = Rules(reload_seconds=2640.0, checkpoint_steps=10)

@@ -29,12 +29,12 @@ from distributed_training.chain.base import Neuron
 from distributed_training.chain.server import SignedServer
 from distributed_training.common.processes import leave
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, build_tokenizer
+from distributed_training.miner import events as ev
 from distributed_training.miner import start
-from distributed_training.miner import state_machine as ev
+from distributed_training.miner.events import MinerState
 from distributed_training.miner.global_state import GlobalEpoch
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.services import Published, StartupInfo
-from distributed_training.miner.state_machine import MinerState
 from distributed_training.miner.uploads import RoundClock
 from distributed_training.protocol.types import (
     AllReduceError,

@@ -15,8 +15,8 @@ import torch
 
 from distributed_training.config import Config
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
+from distributed_training.miner import events as ev
 from distributed_training.miner import start
-from distributed_training.miner import state_machine as ev
 from distributed_training.miner.services import StartupInfo
 from distributed_training.node.start import fetch_tokenizer
 from tests.tools import miner_ranks

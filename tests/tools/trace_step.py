@@ -64,7 +64,7 @@ class Tracer:
 
     def see(self, miner: Any, event: object) -> None:
         """Begin or end a trace with ``event``, which the product's subscribers have seen."""
-        from distributed_training.miner import state_machine as ev
+        from distributed_training.miner import events as ev
 
         spans = (
             ("the step", ev.InnerStepDone, ev.InnerStepDone),

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from distributed_training.miner import state_machine as ev
+from distributed_training.miner import events as ev
 from distributed_training.miner.block_list import BlockList
-from distributed_training.miner.state_machine import DataPart, MinerState, Mode
+from distributed_training.miner.events import DataPart, MinerState, Mode
 from distributed_training.protocol.types import Progress, PublicationReport, Revision
 from tests.tools.miner_parts import step_report
 

@@ -19,8 +19,9 @@ from typing import Any
 
 import pytest
 
+from distributed_training.miner import events as ev
 from distributed_training.miner import start
-from distributed_training.miner import state_machine as ev
+from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.global_state import (
     GlobalEpoch,
     GlobalSilentError,
@@ -28,7 +29,6 @@ from distributed_training.miner.global_state import (
 )
 from distributed_training.miner.income import judge
 from distributed_training.miner.reporter import MissedRounds
-from distributed_training.miner.state_machine import MinerState, Mode
 from distributed_training.node.start import Stopped
 from distributed_training.protocol.lines import step_warnings
 from tests.tools.miner_parts import step_report

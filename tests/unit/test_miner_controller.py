@@ -11,17 +11,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from distributed_training.miner import state_machine as ev
+from distributed_training.miner import events as ev
 from distributed_training.miner.controller import Controller
+from distributed_training.miner.events import Action, Command, DataPart, MinerState, Mode, Rules
 from distributed_training.miner.global_state import GlobalEpoch
-from distributed_training.miner.state_machine import (
-    Action,
-    Command,
-    DataPart,
-    MinerState,
-    Mode,
-    Rules,
-)
+from distributed_training.miner.round import Averaging
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
@@ -92,7 +86,7 @@ class Rig:
             rules=Rules(reload_seconds=60, checkpoint_steps=10),
             events=events,
             blocks=self.blocks,
-            swarm=self.swarm,
+            averaging=Averaging(self.swarm, events.put),
             global_epoch=self.global_epoch,
             clock=lambda: self.now,
         )

@@ -10,19 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed_training.miner import state_machine as ev
-from distributed_training.miner.state_machine import (
-    Action,
-    GlobalView,
-    MinerState,
-    Mode,
-    Rules,
-    Task,
-    decide,
-    rebases,
-    trains,
-    trains_now,
-)
+from distributed_training.miner import events as ev
+from distributed_training.miner.events import Action, GlobalView, MinerState, Mode, Rules, Task
+from distributed_training.miner.state_machine import decide, rebases, trains, trains_now
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,

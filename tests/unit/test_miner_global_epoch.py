@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import save
 
 from distributed_training.config.settings import StoreSettings
+from distributed_training.miner import events as ev
 from distributed_training.miner import global_state
-from distributed_training.miner import state_machine as ev
 from distributed_training.miner.global_state import (
     TOLERANCE,
     GlobalBucket,

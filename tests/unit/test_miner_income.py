@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from distributed_training.chain.base import Neuron
-from distributed_training.miner import state_machine as ev
+from distributed_training.miner import events as ev
+from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.income import Facts, Income, Standing, Verdict, judge, standing
-from distributed_training.miner.state_machine import MinerState, Mode
 from distributed_training.telemetry.metrics import METRICS
 
 pytestmark = pytest.mark.timeout(30)

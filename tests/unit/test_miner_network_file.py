@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from distributed_training.miner import state_machine as ev
+from distributed_training.miner import events as ev
 from distributed_training.miner.global_state import (
     GlobalBucket,
     GlobalEpoch,

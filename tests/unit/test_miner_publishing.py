@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from distributed_training.miner import state_machine as ev
-from distributed_training.miner.state_machine import MinerState, Mode
+from distributed_training.miner import events as ev
+from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.uploads import Publishing, RoundClock
 from distributed_training.protocol.types import (
     AllReduceFault,

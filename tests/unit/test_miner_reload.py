@@ -15,16 +15,9 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distributed_training.miner import state_machine as ev
-from distributed_training.miner.state_machine import (
-    Action,
-    GlobalView,
-    MinerState,
-    Mode,
-    Rules,
-    Task,
-    decide,
-)
+from distributed_training.miner import events as ev
+from distributed_training.miner.events import Action, GlobalView, MinerState, Mode, Rules, Task
+from distributed_training.miner.state_machine import decide
 from distributed_training.protocol.types import AllReduceResult, RoundRequest
 
 CALL = RoundRequest(caller="5Validator")

@@ -15,7 +15,8 @@ import psutil
 import pytest
 
 from distributed_training.health.gpus import GpuSample, NvmlSampler
-from distributed_training.miner import state_machine as ev
+from distributed_training.miner import events as ev
+from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.reporter import (
     Growth,
     MachineGauges,
@@ -25,7 +26,6 @@ from distributed_training.miner.reporter import (
     limits,
 )
 from distributed_training.miner.run_folder import INSTANCE, write_pid_file
-from distributed_training.miner.state_machine import MinerState, Mode
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import (
     AllReduceFault,

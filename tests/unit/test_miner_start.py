@@ -22,8 +22,9 @@ import torch
 from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import StoreSettings
+from distributed_training.miner import events as ev
 from distributed_training.miner import global_state, run_folder, services, start
-from distributed_training.miner import state_machine as ev
+from distributed_training.miner.events import MinerState, Mode, Rules
 from distributed_training.miner.global_state import (
     GlobalBucket,
     GlobalEmptyError,
@@ -31,7 +32,7 @@ from distributed_training.miner.global_state import (
 )
 from distributed_training.miner.run_folder import INSTANCE
 from distributed_training.miner.services import StartupInfo
-from distributed_training.miner.state_machine import MinerState, Mode, Rules, decide
+from distributed_training.miner.state_machine import decide
 from distributed_training.node import identity as node_chain
 from distributed_training.node.start import Deregistered, NetworkFailure
 from distributed_training.protocol import keys

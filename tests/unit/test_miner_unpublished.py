@@ -19,11 +19,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from distributed_training.miner import events as ev
 from distributed_training.miner import start
-from distributed_training.miner import state_machine as ev
+from distributed_training.miner.events import Action, MinerState, Mode, Task
 from distributed_training.miner.loop import state_files
 from distributed_training.miner.services import StartupInfo
-from distributed_training.miner.state_machine import Action, MinerState, Mode, Task
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import (
     AllReduceError,

@@ -1,0 +1,154 @@
+"""One round of the miner, in the order in which it happens.
+
+========================  =========================================================================
+who                       what
+========================  =========================================================================
+rank 0's server           :meth:`Averaging.receive_call`: a validator calls
+rank 0                    :func:`decide_round`: from here to the end, what follows from what
+all ranks                 :func:`write_pseudo_gradient`, into the swarm's buffers
+a thread of rank 0        :meth:`Averaging.begin`: the swarm averages in the buffers
+all ranks                 :func:`take_outer_step`: prepare, vote, commit everywhere or nowhere
+========================  =========================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from distributed_training.protocol import lines
+from distributed_training.protocol.types import (
+    AllReduceError,
+    AllReduceFault,
+    AllReduceResult,
+    RoundRequest,
+)
+
+from . import events as ev
+from .events import Action, Decision, GlobalView, MinerState, Mode, Rules, Task
+from .ranks import Ranks
+
+if TYPE_CHECKING:
+    from distributed_training.swarm.swarm import HivemindSwarm
+    from distributed_training.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def ignores_calls(state: MinerState) -> bool:
+    """Return whether an AllReduce call leads to nothing: no pseudo-gradient is at hand."""
+    fetches = state.mode in (Mode.FETCHING, Mode.LOADING)
+    return fetches or state.mode is Mode.STOPPING or state.view is GlobalView.UNREAD
+
+
+def decide_round(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
+    """Return the next state and what follows, as ``decide`` does; in a round or at a call."""
+    match event:
+        case ev.AllReduceCalled(request=request, at=at) if state.mode is not Mode.AVERAGING:
+            if ignores_calls(state):
+                return state, ()
+            after = replace(state, mode=Mode.AVERAGING, round=request, called_at=at)
+            return after, (Action.WRITE_PSEUDO_GRADIENT,)
+        case ev.PseudoGradientWritten():
+            return replace(state, trains_on=rules.train_in_rounds), (Task.AVERAGE,)
+        case ev.Averaged(result=result):
+            return replace(state, averaged=result, trains_on=False), (Action.OUTER_STEP,)
+        case ev.OuterStepEnded() | ev.RoundFailed():
+            after = replace(
+                state,
+                mode=Mode.AWAITING_GLOBAL,
+                round=None,
+                averaged=None,
+                trains_on=False,
+                fetch_failures=0,
+                failed_target=None,
+                global_due=state.called_at + rules.reload_seconds,
+            )
+            if isinstance(event, ev.RoundFailed) or not event.committed:
+                return after, ()
+            partial = state.averaged is not None and state.averaged.partial
+            view = GlobalView.UNPUBLISHED_PARTIAL if partial else GlobalView.UNPUBLISHED
+            after = replace(after.clear_unsaved(), outer_step=event.outer_step, view=view)
+            # Commit and checkpoint belong together: after a SIGKILL the checkpoint decides.
+            return after, (Action.CHECKPOINT,)
+        case _:
+            return state, ()
+
+
+def write_pseudo_gradient(
+    trainer: Trainer, buffers: Sequence[torch.Tensor] | None, *, trains_on: bool
+) -> ev.Event:
+    """Write this rank's rows into rank 0's ``buffers``. Collective."""
+    try:
+        return ev.PseudoGradientWritten(trainer.write_pseudo_gradient(buffers, trains_on=trains_on))
+    except AllReduceError as error:  # raised on all ranks alike
+        return ev.RoundFailed(error.fault, error.detail, began=False)
+
+
+class Averaging:
+    """Rank 0 in a round: what runs beside its loop, and answers with events.
+
+    ``post``: queues an event, from any thread.
+    """
+
+    def __init__(self, swarm: HivemindSwarm, post: Callable[[ev.Event], None]) -> None:
+        self._swarm = swarm
+        self._post = post
+        self._cancelled = threading.Event()  # the last round
+        # Several: a round that was cancelled may not have ended when the next begins. The end of a
+        # rank (processes.leave) waits for none of them.
+        self._threads = ThreadPoolExecutor(thread_name_prefix="averaging")
+
+    def receive_call(self, request: RoundRequest) -> None:
+        """Take a validator's call, in the server's thread: it is posted and nothing more."""
+        log.info("%s", lines.RECEIVED_MAIN_ALL_REDUCE)
+        self._post(ev.AllReduceCalled(request, time.monotonic()))
+
+    def begin(self, request: RoundRequest) -> None:
+        """Begin to average; exactly one ``Averaged`` or ``RoundFailed`` answers."""
+        self._cancelled = threading.Event()
+        average = self._threads.submit(self._swarm.average, request, cancelled=self._cancelled)
+        average.add_done_callback(self._answer)
+
+    def _answer(self, average: Future[AllReduceResult]) -> None:
+        # Whatever it was: without an event the miner would wait for the round's end for ever.
+        error = average.exception()
+        if error is None:
+            self._post(ev.Averaged(average.result()))
+        elif isinstance(error, AllReduceError):
+            self._post(ev.RoundFailed(error.fault, error.detail, causes=error.causes))
+        else:
+            log.error("The swarm failed with an unexpected error; please report it", exc_info=error)
+            self._post(ev.RoundFailed(AllReduceFault.SWARM_DOWN, repr(error)))
+
+    def cancel(self) -> None:
+        self._cancelled.set()  # its thread may not have come to the swarm yet
+        self._swarm.cancel()
+
+
+def take_outer_step(
+    trainer: Trainer, ranks: Ranks, buffers: Sequence[torch.Tensor] | None
+) -> ev.OuterStepEnded:
+    """Take the outer step with the average in rank 0's ``buffers``. Collective."""
+    detail = ""
+    try:
+        trainer.prepare_outer_step(buffers)
+    except (AllReduceError, RuntimeError, ValueError, OSError) as error:
+        detail = str(error) or type(error).__name__
+        log.warning("Rank %d votes against the outer step: %s", ranks.rank, detail)
+    # A rank that failed votes too: without its vote the others would wait for ever.
+    committed = ranks.all_agree(not detail)
+    # On all ranks or on none: a round that fails leaves the public miner half changed.
+    if committed:
+        trainer.commit_outer_step()
+    else:
+        trainer.roll_back_outer_step()
+        detail = detail or AllReduceFault.LOCAL.value
+    return ev.OuterStepEnded(committed, trainer.outer_step, detail)
