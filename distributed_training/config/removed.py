@@ -42,6 +42,7 @@ FIXED: dict[str, str] = {
 #: Flag -> what an operator does instead. Any value is refused.
 MOVED: dict[str, str] = {
     "neuron.nproc_per_node": "give --nproc_per_node",
+    "neuron.wandb_entity": "give WANDB_ENTITY in the environment",
 }
 
 REMOVED = NO_EFFECT | FIXED.keys() | MOVED.keys()

@@ -616,9 +616,7 @@ class TelemetrySettings:
     """send every step's figures to Weights & Biases; offline: keep them in the run folder for
     `wandb sync`"""
     wandb_project: Text = flag("neuron.wandb_project", "distributed_training")
-    """project of W&B"""
-    wandb_entity: Text = flag("neuron.wandb_entity", "")
-    """team of W&B (default: that of the key)"""
+    """project of W&B; its team is the key's, or WANDB_ENTITY in the environment"""
     wandb_api_key: Secret | None = flag("neuron.wandb_api_key", None, env="WANDB_API_KEY")
     """key of W&B (default: that of `wandb login`)"""
 

@@ -1,36 +1,27 @@
 """TensorBoard and Weights & Biases: every step's figures where operators compare runs.
 
-    python -m distributed_training.telemetry.trackers     W&B's process; started by rank 0
-
 Both are optional and show the catalogue's metrics over one axis, the inner steps since the first
 outer step. Neither may cost training anything: each has a thread of its own behind a bounded queue,
 and one that cannot be opened or fails is left out from then on, with one line.
 
-W&B's library starts a helper with its whole environment, replaces hooks of the interpreter and may
-wait for its server: none of that belongs into rank 0. So it runs in a process that knows nothing
-that W&B does not need. Standard input: a line of JSON with what the run is, then one for each step;
-its end ends the run. Standard output: one line, whether there is a run, and what the operator
-should know.
+    python -m distributed_training.telemetry.trackers FD     W&B's process; started by rank 0
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import queue
-import secrets
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from distributed_training.common.files import write_bytes
-from distributed_training.common.processes import without_secrets
+from distributed_training.common.processes import Parent, start_child
 from distributed_training.common.proxies import share
 from distributed_training.config.settings import TelemetrySettings
 
@@ -93,55 +84,52 @@ class TensorBoard:
 
 
 class WandB:
-    """One run of W&B for the life of a run folder: ``wandb.id`` there keeps its id.
+    """A run of W&B for each start; those of one miner are a group, over one axis of steps.
 
-    Sent are the figures and the miner's name, nothing else: no console, code, git state, host or
-    arguments. Raises OSError when its process has ended.
+    W&B's library hands its helper this process's whole environment, secrets too, and replaces hooks
+    of the interpreter. So it runs in a child. Sent are the figures and the miner's name, nothing
+    else: no console, code, git state, host or arguments.
     """
 
     def __init__(self, settings: TelemetrySettings, folder: Path, name: str) -> None:
+        if find_spec("wandb") is None:
+            raise ImportError(name="wandb")
         if server := os.environ.get("WANDB_BASE_URL"):
             share(server)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "distributed_training.telemetry.trackers"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+        self._process, self._connection = start_child(
+            "distributed_training.telemetry.trackers",
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            text=True,
-            env=without_secrets(),
         )
         key = settings.wandb_api_key
-        self._send(
+        self._connection.send(
             {
                 "mode": settings.wandb,
                 "project": settings.wandb_project,
-                "entity": settings.wandb_entity or None,
                 "name": name,
-                # Through the pipe: arguments and environments of a process can be read in /proc.
                 "key": key.get_secret_value() if key is not None else None,
                 "folder": str(folder),
                 "patience": _SERVER_SECONDS,
             }
         )
-        assert self._process.stdout is not None
-        # No limit: this thread alone waits, and an ended process is an end of file.
-        answer = json.loads(self._process.stdout.readline() or '{"open": false}')
-        if not answer["open"]:
-            raise OSError(answer.get("problem", "its process ended"))
-        if answer["problem"]:
-            log.warning("W&B: %s", answer["problem"])
-
-    def _send(self, line: Mapping[str, Any]) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(line) + "\n")
-        self._process.stdin.flush()
+        try:
+            # No limit: this thread alone waits.
+            problem = self._connection.recv()
+        except EOFError:
+            raise OSError("its process ended") from None
+        if problem:
+            log.warning(
+                "W&B: %s. The figures are kept in %s, `wandb sync` sends them: check "
+                "WANDB_API_KEY in .env and the network",
+                problem,
+                folder / "wandb",
+            )
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
-        self._send({STEP: step, **figures})
+        self._connection.send({STEP: step, **figures})
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._connection.close()
         self._process.wait()
 
 
@@ -182,14 +170,21 @@ class Tracker:
             log.warning(
                 "%s shows nothing: %s is missing. Training goes on; `.venv/bin/pip install "
                 "-c constraints.txt %s`, then restart",
-                *(self._name, error.name, self._name.lower()),
+                self._name,
+                error.name,
+                error.name,
             )
-        except (OSError, ValueError, TypeError) as error:  # others end this thread alone
+        except Exception as error:  # noqa: BLE001 - whatever a foreign library raises
             log.warning(
                 "%s shows nothing from here on (%s). Training goes on; events.jsonl has the same "
                 "figures",
-                *(self._name, str(error).partition("\n")[0] or type(error).__name__),
+                self._name,
+                _first_line(error),
             )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
 
 
 def figures(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -226,73 +221,42 @@ def open_trackers(
     return trackers
 
 
-# --- W&B's process --------------------------------------------------------------------------------
-
-
-def main() -> int:
-    # Ctrl-C reaches the whole terminal; the rank ends this run by closing its input.
+def main() -> None:
+    """Send the figures that :class:`WandB` sends here to W&B, until it closes the connection."""
+    # Ctrl-C reaches the whole terminal; the rank ends this run by closing the connection.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.nice(10)  # training goes first
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # nobody reads what the library prints, and a full pipe would stop this process
-    run, problem = _begin(json.loads(sys.stdin.readline()))
-    print(json.dumps({"open": run is not None, "problem": problem}), file=answers, flush=True)
-    if run is None:
-        return 1
-    run.define_metric("*", step_metric=STEP)
-    for line in sys.stdin:
-        run.log(json.loads(line))
-    run.finish()
-    return 0
+    import wandb
 
-
-def _begin(asked: dict[str, Any]) -> tuple[Any, str]:
-    """Begin a W&B run; return it or None, and the line for the operator or ""."""
-    folder = Path(asked["folder"])
-    try:
-        import wandb
-    except ImportError as error:
-        return None, f"{error.name} is missing: `.venv/bin/pip install -c constraints.txt wandb`"
-    logging.getLogger("wandb").setLevel(logging.CRITICAL)  # what it has to say, we say
-    wanted: dict[str, Any] = {
-        **{key: asked[key] for key in ("project", "entity", "name")},
-        "id": _run_id(folder / "wandb.id"),
-        # A restart goes on in the same run.
-        "resume": "allow",
-        "dir": str(folder),
+    logging.getLogger("wandb").setLevel(logging.CRITICAL)  # the rank logs what it has to say
+    parent = Parent()
+    given = parent.receive()
+    options: dict[str, Any] = {
+        "project": given["project"],
+        "name": given["name"],
+        "group": given["name"],
+        "dir": given["folder"],
         "settings": wandb.Settings(
-            api_key=asked["key"], init_timeout=asked["patience"], silent=True, console="off",
+            api_key=given["key"], init_timeout=given["patience"], silent=True, console="off",
             save_code=False, disable_code=True, disable_git=True, disable_job_creation=True,
             x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True,
             x_save_requirements=False,
         ),
     }  # fmt: skip
+    problem = ""
     try:
-        try:
-            return wandb.init(mode=asked["mode"], **wanted), ""
-        except wandb.Error as error:
-            wandb.teardown()  # its helper still holds the run that failed
-            return wandb.init(mode="offline", **wanted), (
-                f"{_first_line(error)}. The figures are kept in {folder / 'wandb'}, `wandb sync` "
-                "sends them: check WANDB_API_KEY in .env and the network"
-            )
-    except (wandb.Error, OSError, ValueError) as error:
-        return None, _first_line(error)
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-
-
-def _run_id(path: Path) -> str:
-    """Return an id that stays the same for the life of a run folder."""
-    with contextlib.suppress(OSError):
-        if known := path.read_text().strip():
-            return known
-    made = secrets.token_hex(8)
-    write_bytes(path, made.encode())
-    return made
+        run = wandb.init(mode=given["mode"], **options)
+    except wandb.Error as error:
+        wandb.teardown()  # its helper still holds the run that failed
+        problem = _first_line(error)
+        run = wandb.init(mode="offline", **options)
+    parent.send(problem)
+    run.define_metric("*", step_metric=STEP)
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            run.log(parent.receive())
+    run.finish()
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

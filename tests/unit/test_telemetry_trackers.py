@@ -30,20 +30,21 @@ pytestmark = pytest.mark.timeout(200)
 REPORT = StepReport(
     3, 7, 2.5, 1e-3, 256, 8, 2.0, 0.5, 2, grad_norm=1.5, mfu=0.4, total_inner_steps=107
 )
-#: A library in W&B's place that prints more than a pipe holds.
-PRINTING = """
+STAND_IN = """
 import json
 class Error(Exception): pass
 class Settings:
     def __init__(self, **_): pass
 class Run:
+    logged = 0
     def define_metric(self, *_, **__): pass
     def log(self, figures):
         print("x" * 100_000, flush=True)
+        self.logged += 1
+        if self.logged == 3:
+            raise RuntimeError("a defect")
         with open(self.folder + "/figures", "a") as file: file.write(json.dumps(figures) + "\\n")
-    def finish(self): pass
 def init(dir, **_):
-    print("hello", flush=True)
     run = Run()
     run.folder = dir
     return run
@@ -187,17 +188,28 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETRC", os.devnull)
 
 
-def test_what_wandb_prints_stops_no_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "wandb.py").write_text(PRINTING)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    log_steps(TelemetrySettings(wandb="offline"), tmp_path, range(1, 4), first=1)
+def test_whatever_wandb_raises_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A stand-in for the library: it prints more than a pipe holds, and fails at the third step."""
+    (tmp_path / "wandb.py").write_text(STAND_IN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = TelemetrySettings(wandb="offline")
+    (tracker,) = open_trackers(settings, tmp_path, name="m", first_step=1)
+
+    def logs() -> bool:
+        tracker.log(1, {"train_loss": 1.0})
+        return tracker._thread.is_alive()
+
+    wait_for(lambda: not logs(), "that it gives up")
     rows = [json.loads(row) for row in (tmp_path / "figures").read_text().splitlines()]
-    assert [row["inner_step_total"] for row in rows] == [1, 2, 3]
+    assert rows == 2 * [{"inner_step_total": 1, "loss_metrics/global_avg_loss": 1.0}]
+    assert warning(caplog).startswith("W&B shows nothing from here on")
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("wandb")
-def test_wandb_goes_on_with_its_run_over_one_axis_of_steps(
+def test_wandb_gets_a_run_for_each_start_over_one_axis_of_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["neurons/miner.py", "--an.argument"])
@@ -205,7 +217,7 @@ def test_wandb_goes_on_with_its_run_over_one_axis_of_steps(
     log_steps(settings, tmp_path, range(1, 4), first=1)
     log_steps(settings, tmp_path, range(3, 6), first=3)
     (first, before), (second, after) = offline_runs(tmp_path)
-    assert first == second == (tmp_path / "wandb.id").read_text()
+    assert first != second
     assert [row["inner_step_total"] for row in before] == [1, 2, 3]
     assert [row["inner_step_total"] for row in after] == [3, 4, 5]
     assert after[-1]["loss_metrics/global_avg_loss"] == 0.05
