@@ -18,6 +18,7 @@ data.page_deadline data.request_attempts data.request_timeout data.table_age
 dht.start_timeout
 diagnostics.expected_step_max diagnostics.expected_step_min diagnostics.low_gpu_memory_gb
 neuron.dont_wandb_log neuron.fsdp_wrap neuron.global_batch_size_train neuron.gradient_sync
+neuron.begin_at_peak
 neuron.influxdb_bucket neuron.influxdb_org neuron.influxdb_token neuron.influxdb_url
 neuron.keep_unsharded neuron.loss_kernel neuron.nan_limit neuron.nan_slow_steps
 neuron.quantization_bins neuron.quantization_range neuron.score_preview neuron.snapshot_timeout
@@ -27,6 +28,7 @@ r2.checksum_mode r2.connect_timeout r2.part_size r2.write_interval
 show_all_rank_logs
 strict
 validator.alive_timeout validator.evaluation_ranks validator.held_out_sequences
+validator.inner_optimizer_budget
 validator.publication_budget validator.seed validator.sweep_patience validator.tick
 validator.top_candidates
 """

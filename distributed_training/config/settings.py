@@ -647,9 +647,6 @@ class TrainingSettings:
     """highest learning rate of AdamW, reached after the warm-up"""
     warmup_steps: int = flag("neuron.warmup_steps", network="training.warmup_steps", ge=0, le=10**9)
     """inner steps of linear warm-up of the learning rate"""
-    begin_at_peak: bool = flag("neuron.begin_at_peak", False)
-    """where a first start finds no inner optimizer to take over, in the global bucket or this
-    miner's own, begin at the highest learning rate instead of with the warm-up"""
     total_steps: int = flag("neuron.total_steps", network="training.total_steps", ge=1, le=10**9)
     """inner steps in total at which the cosine schedule of the learning rate ends; where the cosine
     falls below a tenth of the highest rate, the rate stays at a tenth"""
@@ -751,9 +748,6 @@ class ValidatorSettings(RoundSettings):
     top_candidates: int = 3  # miners, best first, whose checkpoint is tried as our contribution
 
     publication_budget: timedelta = 1800 * SECOND  # to upload a global state; then it is given up
-    inner_optimizer_budget: Span = flag("validator.inner_optimizer_budget", 1800 * SECOND)
-    """how long the upload of a miner's inner optimizer may take, which newcomers take over; 0: none
-    is published, and public miners cannot join"""
 
     # the initial model, only when the global bucket is empty
     model_config: File | None = flag("validator.model_config", None)

@@ -36,7 +36,6 @@ from distributed_training.miner import events as ev
 from distributed_training.miner.global_state import (
     GlobalBucket,
     GlobalEpoch,
-    fetch_inner_optimizer,
     first_global_state,
     open_global_bucket,
     pause,
@@ -125,7 +124,6 @@ class Services:
     uploader: Uploader
     metrics: MetricsFile
     clock: ClockWatch
-    inner_folder: Path | None = None  # shards that a first start takes over
 
     @property
     def chain(self) -> Chain:
@@ -247,11 +245,6 @@ def connect(
     outer_step, global_folder, seen = first_global_state(global_bucket, wanted, resumes=resumes)
     model = model_config(global_folder)
     log.info("%s", model_line(model, outer_step))
-    inner_folder = None
-    if not resumes:
-        inner_folder = fetch_inner_optimizer(
-            config, global_bucket, outer_step, bucket=bucket, folder=folder
-        )
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)
     snapshots = folder / "snapshots"
     uploader = Uploader(settings=config.store, bucket=bucket, folder=folder, snapshots=snapshots)
@@ -283,7 +276,6 @@ def connect(
         uploader=uploader,
         metrics=MetricsFile(folder / "metrics.prom"),
         clock=clock,
-        inner_folder=inner_folder,
     )
 
 

@@ -69,7 +69,7 @@ from . import services
 from .block_list import BlockList
 from .controller import Controller, Subscriber
 from .events import GlobalView, MinerState, Mode, Rules
-from .global_state import GlobalEpoch, StopBeforeStart, begin_fresh
+from .global_state import GlobalEpoch, StopBeforeStart
 from .income import Income
 from .loop import MinerLoop, not_loaded, state_files
 from .ranks import Ranks, join_ranks
@@ -416,7 +416,6 @@ def build_training(
         checkpointer,
         info,
         services.global_folder if services else None,
-        services.inner_folder if services else None,
         sample=lambda: _first_sample(data, info.first_block, trainer.measured_sequences, alive),
     )
     data.load_state_dict(kept.get("data", {}))
@@ -451,14 +450,13 @@ def resume(
     checkpointer: Checkpointer,
     info: StartupInfo,
     global_folder: Path | None,
-    inner_folder: Path | None = None,
     *,
     sample: Callable[[], torch.Tensor | None] = lambda: None,
 ) -> dict[str, Any]:
     """Load the checkpoint where it belongs to the global state, else the global state.
 
-    Without any checkpoint the inner optimizer of others is loaded too. Returns what was kept in the
-    checkpoint. ``sample``: text of this rank, to measure the global state with.
+    Returns what was kept in the checkpoint. Without any, training begins at the network's place in
+    the learning rate's schedule. ``sample``: text of this rank, to measure the global state with.
 
     A checkpoint one outer step ahead is kept: this miner was ended between its outer step and the
     validator's upload; comparing outer steps later decides. So is any later one where the global
@@ -501,7 +499,7 @@ def resume(
         log.warning("%s", lines.not_fetched(not_loaded(error)))
         return restored[1]
     if restored is None:
-        begin_fresh(trainer, inner_folder)
+        trainer.begin_schedule(info.model_config.get("total_inner_steps") or 0)
     return {}
 
 

@@ -20,14 +20,12 @@ CONFIG = "config.json"
 MODEL = "model.safetensors"
 GRADIENTS = "gradients.pt"
 OUTER_OPTIMIZER = "outer_optimizer.pt"  # global bucket only
-PUBLIC_RANKS = 4  # of the public network's inner optimizers
 SAFETENSORS_METADATA = {"format": "pt"}
 
 # No zero in front: epoch-07 would be a second folder of outer step 7. Numbers have an end, since
 # others choose them and readers count up to them.
 _EPOCH_KEY = re.compile(r"epoch-(0|[1-9][0-9]{0,14})/(.+)")
 _ACCOUNT_ID = re.compile(r"[0-9a-f]{32}")
-_INNER_OPTIMIZER = re.compile(r"inner_optimizer\.rank([0-9]{4})-of-([1-9][0-9]{0,3})\.pt")
 
 
 def miner_bucket(global_bucket: str, uid: int) -> str:
@@ -137,19 +135,6 @@ def inner_optimizer(rank: int, world_size: int) -> str:
     if not 0 <= rank < world_size:
         raise ValueError(f"rank {rank} is outside a world of {world_size}")
     return f"inner_optimizer.rank{rank + 1:04d}-of-{world_size}.pt"
-
-
-def parse_inner_optimizer(name: str) -> tuple[int, int] | None:
-    """Return ``(rank, world_size)`` of a shard's file name, None for any other; ranks from 0.
-
-    Worlds have up to 9,999 ranks.
-    """
-    match = _INNER_OPTIMIZER.fullmatch(name)
-    if match is None:
-        return None
-    rank, world_size = int(match[1]) - 1, int(match[2])
-    # rank0000 matches as well, and is none.
-    return (rank, world_size) if 0 <= rank < world_size else None
 
 
 def data_files(world_size: int) -> tuple[str, ...]:

@@ -20,7 +20,6 @@ import shutil
 import threading
 import time
 import zipfile
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -75,7 +74,6 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 MOST_BYTES = 256 * 1024**3  # of one file
-_MOST_LISTED = 20_000  # objects of one outer step, of which 9,999 may be ranks
 RANGE = 4 * 1024 * 1024  # bytes of one request of a read into memory
 _SAMPLE = timedelta(minutes=5)  # for all that is read of one object piece by piece
 _ETAGS = ".etags.json"  # in a state's folder: of the objects that its files are
@@ -274,27 +272,11 @@ class BucketReader:
                 _put_in_place(aside, final)
             return final
 
-    def fetch_inner_optimizer(self, outer_step: int, destination: Path) -> Path | None:
-        """Fetch the shards of the inner optimizer, one of each rank, as :meth:`fetch` does.
-
-        Returns None if they are not all there.
-        """
-        objects = self._store.list_objects(f"{keys.epoch_folder(outer_step)}/", most=_MOST_LISTED)
-        names = (each.key.partition("/")[2] for each in objects)
-        shards = Counter(found[1] for name in names if (found := keys.parse_inner_optimizer(name)))
-        # By how many there are: the name of one may give any number of ranks.
-        whole = [ranks for ranks, found in shards.items() if found == ranks]
-        if not whole:
-            return None
-        wanted = [keys.inner_optimizer(rank, min(whole)) for rank in range(min(whole))]
-        return self.fetch(outer_step, destination, wanted)
-
     def _fetch(
         self, before: Metadata, objects: Mapping[str, ObjectInfo], aside: Path, reserved: int
     ) -> None:
         began = time.monotonic()
-        kind = "global state" if keys.MODEL in objects else "inner optimizer"
-        what = f"{kind} of outer step {before.outer_step}"
+        what = f"global state of outer step {before.outer_step}"
         came = self._fetch_missing(what, aside, objects, reserved)
         # After the last byte: tens of gigabytes take minutes, in which the owner may publish again.
         self._check_unchanged(before, objects, came)

@@ -513,6 +513,7 @@ class GlobalState:
     """The network's model between two rounds.
 
     Tensors are float32 on the CPU, in schema order, and never changed in place.
+    ``total_inner_steps``: of a miner that trained from the beginning; 0 too where it is unknown.
     """
 
     model_config: Mapping[str, Any]
@@ -523,6 +524,7 @@ class GlobalState:
     learning_rate: float
     mu: float
     last_allreduce_block: int
+    total_inner_steps: int = 0
 
     @classmethod
     def read(cls, folder: Path, outer_step: int) -> GlobalState:
@@ -543,14 +545,18 @@ class GlobalState:
             learning_rate=outer.learning_rate,
             mu=outer.mu,
             last_allreduce_block=config.get("last_allreduce_block") or 0,
+            total_inner_steps=config.get("total_inner_steps") or 0,
         )
 
-    def after(self, weights: list[Tensor], momentum: list[Tensor], *, block: int) -> GlobalState:
-        """Return the state that follows by one outer step."""
+    def after(
+        self, weights: list[Tensor], momentum: list[Tensor], *, block: int, inner_steps: int = 0
+    ) -> GlobalState:
+        """Return the state that follows by one outer step, of ``inner_steps`` inner steps."""
         return replace(
             self,
             outer_step=self.outer_step + 1,
             weights=weights,
             momentum=momentum,
             last_allreduce_block=block,
+            total_inner_steps=self.total_inner_steps + inner_steps,
         )

@@ -27,7 +27,6 @@ from .collectives import Layout, on_host, open_stream
 from .epoch_starts import EpochStarts
 from .error_feedback import Codec, ErrorFeedback
 from .inner_optimizer import CosineSchedule, InnerOptimizer
-from .inner_state import MOMENTS, InnerFacts, InnerState
 from .local_evaluation import MEASURED, GradientCheck, Text, load_measured
 from .memory_plan import plan_batch
 from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
@@ -493,6 +492,21 @@ class Trainer:
         log.warning(line)
         self.step.notes.append(line)
 
+    def begin_schedule(self, network_steps: int) -> None:
+        """Begin at the network's place in the learning rate's schedule, at a first start.
+
+        ``network_steps``: inner steps that the network has taken, 0 where its state does not say.
+        """
+        # The warm-up is for the random weights of a new network. With trained ones it would cost a
+        # newcomer's first outer steps, and AdamW finds its moments without it.
+        if self.outer_step > 0:
+            self.total_inner_steps = max(network_steps, self.schedule.warmup_steps - 1)
+        rate = self.schedule.rate(self.total_inner_steps)
+        self._say(
+            f"Training begins at inner step {self.total_inner_steps} of the learning rate's "
+            f"schedule, at {rate:.3g}"
+        )
+
     @property
     def wants_roll_back(self) -> bool:
         """So many inner steps in a row were skipped: load the last good checkpoint."""
@@ -577,37 +591,3 @@ class Trainer:
         return self.gradient_check.run(
             handle, micro_batch=self.micro_batch_size, batches=self.preview_micro_batches
         )
-
-
-def take_over(trainer: Trainer, folder: Path | None) -> InnerFacts | None:
-    """Take moments and place in the schedule from the shards in rank 0's ``folder``.
-
-    Collective.
-
-    Returns None if the folder gives none. Raises ValueError on all ranks alike if they are not of
-    this model; nothing has changed then.
-    """
-    stream = trainer.stream
-    state = stream.read_on_rank_0(
-        lambda: None if folder is None else InnerState(folder, trainer.schema)
-    )
-    facts = stream.from_rank_0(None if state is None else state.facts)
-    if facts is None:
-        return None
-    # All of them before the first is loaded: a file that is unsound must change nothing.
-    moments = {
-        kind: [_own_rows(trainer, state, kind, index) for index in range(len(trainer.schema))]
-        for kind in MOMENTS
-    }
-    trainer.optimizer.load_state_dict({"steps": facts.steps, **moments})
-    trainer.total_inner_steps = facts.finished_steps
-    return facts
-
-
-def _own_rows(trainer: Trainer, state: InnerState | None, kind: str, index: int) -> Tensor:
-    shard, stream = trainer.sharded.shards[index], trainer.stream
-    # A vote for each: rank 0 alone reads, and the others would wait in the scatter.
-    whole = stream.read_on_rank_0(lambda: None if state is None else state.moment(kind, index))
-    rows = shard.empty_rows()
-    stream.scatter(shard.shape, whole, rows)
-    return rows

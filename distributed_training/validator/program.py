@@ -62,7 +62,6 @@ from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.global_state import (
     GlobalPublisher,
     GlobalStateError,
-    InnerPublisher,
     claim,
     initial_weights,
     read_model_config,
@@ -217,16 +216,6 @@ def build(
     model = EvaluationModel(
         model_config=state.model_config, device=evaluation_device(config.miner.device), stop=stop
     )
-    inner_optimizer = InnerPublisher(
-        store=parts.store,
-        folder=folder / "inner-optimizer",
-        schema=state.schema,
-        training=config.training,
-        budget=settings.inner_optimizer_budget,
-        record=run.record,
-    )
-    stack.callback(inner_optimizer.close)
-
     held_out_loss = partial(model.loss_of, sequences=parts.held_out)
     validator = Validator(
         settings=settings,
@@ -242,7 +231,6 @@ def build(
             loss=held_out_loss,
         ),
         publisher=publisher,
-        inner_optimizer=inner_optimizer,
         scorer=Scorer(
             settings=settings,
             open_bucket=parts.open_bucket,

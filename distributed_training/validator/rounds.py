@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import queue
 import random
+import statistics
 import threading
 import time
 from collections import Counter
@@ -129,8 +130,9 @@ class Attendance:
 class RoundOutcome:
     """The course of a round, filled in as it goes on.
 
-    ``averaged``: copies of the buffers after a good round, None after a failed one. ``left_out``:
-    who was alive and not called, and why; ``causes``: who was called and is not in the average.
+    ``averaged``: copies of the buffers after a good round, None after a failed one;
+    ``inner_steps``: the median of those that the called miners uploaded. ``left_out``: who was
+    alive and not called, and why; ``causes``: who was called and is not in the average.
     """
 
     attendance: Attendance
@@ -142,6 +144,7 @@ class RoundOutcome:
     top_uid: int | None = None
     result: AllReduceResult | None = None
     averaged: list[Tensor] | None = None
+    inner_steps: int = 0
     fault: AllReduceFault | None = None
     detail: str = ""
     seconds: float = 0.0
@@ -286,6 +289,11 @@ class RoundCaller:
         outcome.called = tuple(chosen)
         # A checkpoint of one that is not called would spoil the round without it as well.
         candidates = [c for c in candidates if c.neuron.uid in chosen]
+        steps_now = [
+            c.metadata.inner_step for c in candidates if c.metadata.outer_step == state.outer_step
+        ]
+        # The median: one miner, a liar or a beginner, does not move it.
+        outcome.inner_steps = statistics.median_low(steps_now) if steps_now else 0
         outcome.top_uid = self._contribute(state, candidates)
         addresses = [a for n in called for a in answered[n.uid].addresses]
         self._average(outcome, called, uids_of, addresses[: ADDRESSES_EACH * MOST_CALLED])

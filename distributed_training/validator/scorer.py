@@ -54,7 +54,7 @@ from distributed_training.scoring.upload import (
 )
 from distributed_training.store.s3 import StoreError
 from distributed_training.training.outer_step import GlobalState
-from distributed_training.validator.global_state import Donor, GlobalPublisher
+from distributed_training.validator.global_state import GlobalPublisher
 from distributed_training.validator.rounds import Attendance, each, unless_stopped
 from distributed_training.validator.suspects import Suspects
 
@@ -282,8 +282,6 @@ class Scorer:
     record: Callable[..., None]
     stop: threading.Event
     ledger: Path | None = None  # the file of the standings; None: they are in no file
-    judged: int = -1  # outer step of the last pass
-    donors: list[Donor] = field(default_factory=list)  # who had a valid upload then, best first
 
     def score(
         self,
@@ -331,8 +329,6 @@ class Scorer:
             block=block,
             scores={str(uid): figures for uid, figures in scores.items()},
         )
-        self.judged = outer_step
-        self.donors = _donors(repositories, judgements, self.standings)
         return judgements
 
     def store_answers(self) -> bool:
@@ -486,16 +482,6 @@ class Scorer:
                 outer_step=outer_step,
                 age_seconds=repository.age.total_seconds() if repository.age else None,
             )
-
-
-def _donors(
-    repositories: Sequence[Repository], judgements: Sequence[Judgement], standings: Standings
-) -> list[Donor]:
-    reset = {each.uid for each in judgements if each.random is None}
-    # Unjudged ones too: a pass judges only some, and any sound optimizer will do.
-    valid = [r for r in repositories if r.valid and r.cause is None and r.uid not in reset]
-    valid.sort(key=lambda r: standings.entries[r.uid].published, reverse=True)
-    return [Donor(r.uid, r.bucket) for r in valid if r.bucket is not None]
 
 
 def _line(judgement: Judgement, tag: str) -> str:

@@ -81,7 +81,6 @@ from distributed_training.training.outer_step import GlobalState, nesterov_sgd
 from distributed_training.validator.global_state import (
     GlobalPublisher,
     GlobalStateError,
-    InnerPublisher,
 )
 from distributed_training.validator.rounds import (
     Attendance,
@@ -95,7 +94,7 @@ from distributed_training.validator.scorer import Reached, Scorer
 log = logging.getLogger(__name__)
 
 PUBLICATION_RETRY = timedelta(seconds=2)
-LATE = 2 / 3  # of a period: from then on the next outer step's inner optimizer is made
+MOST_STEPS_OF_A_BLOCK = 12  # inner steps: one a second is more than any network takes
 WORSE = "WORSE"  # fault of a round whose average made the model worse than tolerated
 # Faults that somebody who was called may be the cause of.
 THEIRS = frozenset({"TIMEOUT", "PEER_FAILED", "NOT_FINITE", "OUT_OF_BOUNDS", "SCHEMA", WORSE})
@@ -116,7 +115,6 @@ class Validator:
         member: Member,
         rounds: RoundCaller,
         publisher: GlobalPublisher,
-        inner_optimizer: InnerPublisher,
         scorer: Scorer,
         held_out_loss: Callable[[Sequence[Tensor]], float],
         run: Run,
@@ -128,7 +126,6 @@ class Validator:
         self._chain = member.chain
         self._rounds = rounds
         self._publisher = publisher
-        self._inner_optimizer = inner_optimizer
         self._scorer = scorer
         self._held_out_loss = held_out_loss
         self._clock_fault = clock_fault
@@ -249,7 +246,7 @@ class Validator:
             detail = f"{detail}; {why}" if detail else why
         following: GlobalState | None = None
         if outcome.averaged is not None:
-            following = self._outer_step(outcome.averaged)
+            following = self._outer_step(outcome.averaged, outcome.inner_steps)
             if following is None:
                 fault, detail = AllReduceFault.NOT_FINITE.name, "the new weights are not finite"
         if following is not None:
@@ -306,8 +303,11 @@ class Validator:
         except StoreError as error:
             log.info("%s was not written (%s): it is after the next round", keys.ROUND, error)
 
-    def _outer_step(self, averaged: Sequence[Tensor]) -> GlobalState | None:
-        """Take the outer step along the average; None if the result is not finite."""
+    def _outer_step(self, averaged: Sequence[Tensor], inner_steps: int) -> GlobalState | None:
+        """Take the outer step along the average; None if the result is not finite.
+
+        ``inner_steps``: that its miners say they took.
+        """
         state = self.state
         weights, momentum = [], []
         for i, (start, gradient) in enumerate(zip(state.weights, averaged, strict=True)):
@@ -319,7 +319,9 @@ class Validator:
             weights.append(new)
             momentum.append(buffer)
         # Of now: miners read it in config.json and count their period from it.
-        return state.after(weights, momentum, block=self._chain.block())
+        block = self._chain.block()
+        most = MOST_STEPS_OF_A_BLOCK * max(0, block - state.last_allreduce_block)
+        return state.after(weights, momentum, block=block, inner_steps=min(inner_steps, most))
 
     def _succeeded(
         self, following: GlobalState, loss: float, outcome: RoundOutcome, began: float
@@ -426,14 +428,6 @@ class Validator:
             interrupted=lambda: self._round_due(self._chain.block()),
         )
         self._save()
-        self._inner_optimizer.look(
-            state.outer_step,
-            self._scorer.donors,
-            judged=self._scorer.judged,
-            # After failed rounds the inner steps of one outer step took several periods.
-            period=self.blocks_per_allreduce * (1 + self.standings.failed_rounds),
-            late=block - self.last_allreduce_block >= LATE * self.blocks_per_allreduce,
-        )
         return judgements
 
     def _set_weights(self, block: int) -> None:

@@ -48,7 +48,7 @@ from distributed_training.network import Shown
 from distributed_training.protocol.gradients import GradientMetadata, encode, load_payload
 from distributed_training.protocol.metadata import Metadata, parse_commitment
 from distributed_training.protocol.synapses import parse_all_reduce, parse_is_alive_reply
-from distributed_training.store.bucket_reader import check_file, pt_content
+from distributed_training.store.bucket_reader import check_file
 from distributed_training.store.cleanup import OWNER_KEY, check_claim, instance_of
 from distributed_training.store.s3 import Uplink
 from distributed_training.store.snapshot_folder import read_config, wait_complete
@@ -61,14 +61,6 @@ from distributed_training.swarm.averager_process import set_aside_damaged
 from distributed_training.swarm.swarm import Judge
 from distributed_training.swarm.wire import StreamError
 from distributed_training.telemetry.events import EventFollower, read_events
-from distributed_training.training.inner_optimizer import CosineSchedule
-from distributed_training.training.inner_state import (
-    MOMENTS,
-    InnerState,
-    describe_inner,
-    finished_steps,
-    write_shard,
-)
 from distributed_training.training.outer_step import Rows, load_outer_optimizer, load_weights
 from distributed_training.validator.scorer import Standings
 from extras.line_files import JsonLinesSource
@@ -166,11 +158,6 @@ def _identity(path: Path) -> Any:
     return PeerID.from_identity(path.read_bytes()) if path.exists() else None
 
 
-def _moments(path: Path) -> Any:
-    state = InnerState(path.parent, SCHEMA)
-    return [state.moment(kind, index) for kind in MOMENTS for index in range(len(SCHEMA))]
-
-
 def _object(path: Path) -> Any:
     """Return the object of JSON that a caller has read before; an empty one if there is none."""
     try:
@@ -239,18 +226,6 @@ def honest_outer() -> bytes:
     state = {i: {"momentum_buffer": torch.ones(s)} for i, (_, s) in enumerate(SCHEMA)}
     optimizer = {"state": state, "param_groups": [{"lr": 0.8, "momentum": 0.9}]}
     return torch_bytes({"optimizer_state_dict": optimizer, "learning_rate": 0.8, "epoch": 3})
-
-
-def honest_moments() -> bytes:
-    place: dict[str, Any] = {"finished_steps": 5, "outer_step": 3}
-    schedule = CosineSchedule(1e-3, 1, 10)
-    description = describe_inner(SCHEMA, schedule, **place, betas=(0.9, 0.95), weight_decay=0.1)
-    moments = {kind: [torch.ones(shape) for _, shape in SCHEMA] for kind in MOMENTS}
-    how: dict[str, Any] = {"schema": SCHEMA, "rank": 0, "ranks": 1, "steps": 5}
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "inner.pt")
-        write_shard(path, description, **how, moments=moments)
-        return path.read_bytes()
 
 
 def honest_frames() -> bytes:
@@ -375,15 +350,6 @@ READERS: dict[str, Reader] = {
         lambda path: load_weights(path, SCHEMA),
         honest_safetensors,
         ("ValueError",),
-    ),
-    "moments": Reader(
-        "inner_optimizer.rank0001-of-1.pt", _moments, honest_moments, ("ValueError", "OSError")
-    ),
-    "place": Reader(
-        "inner.pt",
-        lambda path: finished_steps(pt_content(path)),
-        honest_moments,
-        ("IntegrityError", "ValueError"),
     ),
     "commitment": Reader(
         "commitment.txt",

@@ -85,7 +85,7 @@ class Alone:
 class Network:
     """In the place of ``services.Services``, and of the chain in it."""
 
-    bucket, global_folder, inner_folder, published = "mine", None, None, Published()
+    bucket, global_folder, published = "mine", None, Published()
     global_bucket: Any = types.SimpleNamespace(run_seen=None)
     clock: Any = types.SimpleNamespace(fault=str, seconds=float)
 

@@ -38,7 +38,7 @@ from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
 from distributed_training.training.local_evaluation import AwfulWeights
 from distributed_training.training.outer_step import nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
-from distributed_training.training.trainer import Trainer, take_over
+from distributed_training.training.trainer import Trainer
 from tests.tools.training_world import (
     evaluate,
     finished,
@@ -440,26 +440,6 @@ def preview(folder: Path) -> None:
     assert after is not None and after < 0
     assert abs(after - by_hand()) < 1e-5, "measured from where its own outer step began"
     same(now, made.outer.current())
-
-
-def inner_optimizer(folder: Path) -> None:
-    """Ranks take over what ranks published; rank 0 alone has the files."""
-    donor, made = (trainer(rank=RANK, world_size=WORLD) for _ in range(2))
-    train(donor, 0, 3)
-    donor.total_inner_steps = 4000
-    progress = Progress(0, 3, 4000, [7])
-    handle = donor.snapshot(folder / "shards", progress=progress, block=9, last_loss=1.0)
-    finished(handle)
-    dist.barrier()
-    facts = take_over(made, folder / "shards" if RANK == 0 else None)
-    assert facts is not None and (facts.steps, facts.finished_steps) == (3, 4000)
-    for kind in ("exp_avg", "exp_avg_sq"):
-        same(getattr(donor.optimizer, kind), getattr(made.optimizer, kind))
-    dist.barrier()
-    if RANK == 0:
-        (folder / "shards" / "inner_optimizer.rank0002-of-2.pt").unlink()
-    with pytest.raises(ValueError, match="one inner optimizer of each rank"):
-        take_over(made, folder / "shards" if RANK == 0 else None)
 
 
 def evaluated(made: Trainer, rows: list[torch.Tensor], batches: torch.Tensor) -> float:

@@ -83,7 +83,7 @@ def mutate(name: str, folder: Path, *, seed: int, cases: int) -> None:
 _CASES = dict.fromkeys(READERS, 300) | {
     **dict.fromkeys(("payload", "gradients", "outer"), 900),
     **dict.fromkeys(("journal", "kept", "notes", "standings"), 150),
-    **{"identity": 50, "moments": 100, "place": 250, "parquet": 200},
+    **{"identity": 50, "parquet": 200},
 }
 
 

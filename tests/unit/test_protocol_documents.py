@@ -42,7 +42,6 @@ def test_keys() -> None:
     assert keys.epoch_key(12, keys.GRADIENTS) == "epoch-12/gradients.pt"
     assert keys.parse_epoch_key("epoch-12/gradients.pt") == (12, "gradients.pt")
     assert keys.inner_optimizer(0, 4) == "inner_optimizer.rank0001-of-4.pt"
-    assert keys.parse_inner_optimizer("inner_optimizer.rank0004-of-4.pt") == (3, 4)
     assert keys.data_files(2) == (
         "config.json",
         "model.safetensors",
@@ -55,11 +54,6 @@ def test_keys() -> None:
 @pytest.mark.parametrize("key", ["metadata.json", "epoch-x/a", "epoch-01/a", "epoch-1/", "epoch-1"])
 def test_other_keys_are_no_epoch_keys(key: str) -> None:
     assert keys.parse_epoch_key(key) is None
-
-
-@pytest.mark.parametrize("name", ["inner_optimizer.rank0005-of-4.pt", "inner_optimizer.pt"])
-def test_other_files_are_no_shards(name: str) -> None:
-    assert keys.parse_inner_optimizer(name) is None
 
 
 @pytest.mark.parametrize("rank, world", [(-1, 2), (2, 2)])

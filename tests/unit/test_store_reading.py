@@ -214,15 +214,6 @@ def test_a_state_given_up_at_its_end_does_not_block_the_next_one(
     assert not list(folder.glob(".epoch-*"))
 
 
-@pytest.mark.parametrize("ranks", [30_000_000, 10**12, 10**400, 9999])
-def test_a_name_that_gives_many_ranks_costs_nothing(ranks: int, tmp_path: Path) -> None:
-    store = MemoryObjectStore()
-    store.put(f"epoch-3/inner_optimizer.rank0001-of-{ranks}.pt", b"")
-    began = time.process_time()
-    assert remote(store).fetch_inner_optimizer(3, tmp_path / "inner") is None
-    assert time.process_time() - began < 1
-
-
 def test_the_oldest_state_makes_room_and_only_where_that_is_enough(
     tmp_path: Path, small_disk: SmallDisk, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,7 +8,7 @@ import math
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -351,6 +351,25 @@ def test_rounds_come_by_the_block_clock_and_the_period_grows_after_the_first(
     world.chain_ledger.advance(1)
     world.validator.tick()
     assert world.validator.state.outer_step == 2
+
+
+@pytest.mark.parametrize(
+    ("blocks", "uploaded", "place"),
+    [(60, (30, 45), 30), (60, (30, 10**12), 30), (2, (30, 45), 24), (60, (10**12, 10**12), 720)],
+)
+def test_the_place_in_the_schedule_is_what_the_network_can_have_made(
+    world: World, blocks: int, uploaded: Sequence[int], place: int
+) -> None:
+    """Nobody's word alone moves it; a network of liars by 12 inner steps a block at most."""
+    world.chain_ledger.advance(blocks)
+    for miner, inner_step in zip(world.miners.values(), uploaded, strict=True):
+        miner.publish(inner_step=inner_step)
+    assert world.validator.round()
+    _, extras = parse_config(world.bucket.objects["epoch-1/config.json"][0])
+    assert extras.total_inner_steps == world.validator.state.total_inner_steps == place
+    world.restart()
+    world.start()
+    assert world.validator.state.total_inner_steps == place
 
 
 # --- rounds that fail ---
