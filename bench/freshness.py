@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 from bench.common import parser, table
-from distributed_training.miner.uploads import RoundClock
+from distributed_training.miner.round_clock import RoundClock
 from distributed_training.protocol.scoring import SECONDS_PER_BLOCK, UPLOAD_AGE_LIMIT
 from distributed_training.protocol.types import PublicationReport, Revision, StepReport
 from distributed_training.store.upload_schedule import UploadSchedule

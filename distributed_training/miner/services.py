@@ -42,7 +42,7 @@ from distributed_training.miner.global_state import (
 )
 from distributed_training.miner.income import standing
 from distributed_training.miner.ranks import Ranks
-from distributed_training.miner.uploads import RoundClock
+from distributed_training.miner.round_clock import RoundClock
 from distributed_training.node import buckets, identity
 from distributed_training.node.identity import (
     Member,

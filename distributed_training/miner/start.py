@@ -85,7 +85,7 @@ from .run_folder import (
     write_pid_file,
 )
 from .services import Services, StartupInfo, global_interval
-from .uploads import Publishing
+from .uploads import Uploads
 
 log = logging.getLogger(__name__)
 
@@ -691,18 +691,18 @@ def _subscribers(rank_zero: RankZero) -> list[Subscriber]:
         started=psutil.Process().create_time(),
         interval=global_interval(context.config),
     )
-    publishing = Publishing(
+    uploads = Uploads(
         schedule=services.schedule,
         round_clock=services.round_clock,
         blocks=rank_zero.blocks,
-        publisher=services.uploader,
+        uploader=services.uploader,
         disk_problem=lambda: services.disk_problem(snapshot),
         world_size=trainer.stream.layout.shards,
         run=config.store.run,
     )
     ends_rounds = end_rounds_of(rank_zero.server)
     # The reporter before the uploads: a step's line stands above what it led to.
-    return [income.see, reporter.see, missed.see, publishing.see, ends_rounds]
+    return [income.see, reporter.see, missed.see, uploads.on_event, ends_rounds]
 
 
 def _metrics(

@@ -34,8 +34,8 @@ from distributed_training.miner import start
 from distributed_training.miner.events import MinerState
 from distributed_training.miner.global_state import GlobalEpoch
 from distributed_training.miner.ranks import join_ranks
+from distributed_training.miner.round_clock import RoundClock
 from distributed_training.miner.services import Published, StartupInfo
-from distributed_training.miner.uploads import RoundClock
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from distributed_training.miner.uploads import RoundClock
+from distributed_training.miner.round_clock import RoundClock
 
 
 class Chain:

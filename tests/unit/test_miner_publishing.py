@@ -1,4 +1,4 @@
-"""Publishing: which steps become snapshots, and what happens to those that cannot be published."""
+"""Uploads: which steps become snapshots, and what happens to those that cannot be published."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import pytest
 
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
-from distributed_training.miner.uploads import Publishing, RoundClock
+from distributed_training.miner.round_clock import RoundClock
+from distributed_training.miner.uploads import Uploads
 from distributed_training.protocol.types import (
     AllReduceFault,
     AllReduceResult,
@@ -63,18 +64,18 @@ class Rig:
         self.folder, self.now, self.block = folder, 1000.0, 50
         self.disk: str | None = None
         self.blocks: Any = Blocks()
-        self.publisher: Any = KeptUploads(last_checked=last_checked)
+        self.uploader: Any = KeptUploads(last_checked=last_checked)
         self.round_clock = RoundClock(
             chain_block=lambda: self.block,
             blocks_per_allreduce=100,
             last_allreduce_block=None,
             clock=lambda: self.now,
         )
-        self.publishing = Publishing(
+        self.uploads = Uploads(
             schedule=upload_schedule(published_at=900.0),
             round_clock=self.round_clock,
             blocks=self.blocks,
-            publisher=self.publisher,
+            uploader=self.uploader,
             disk_problem=lambda: self.disk,
             world_size=2,
             run=5,
@@ -83,7 +84,7 @@ class Rig:
 
     def see(self, event: ev.Event, state: MinerState = TRAINING) -> list[ev.Event]:
         """As the controller does it: what follows is seen too."""
-        follows = self.publishing.see(event, state)
+        follows = self.uploads.on_event(event, state)
         for other in follows:
             self.see(other, state)
         return follows
@@ -112,10 +113,10 @@ def test_a_publication_from_step_to_report(tmp_path: Path) -> None:
     revision = Revision(5, 3, 10)
     assert rig.see(preview) == [ev.SnapshotSubmitted(revision, preview, 40.0)]
     given = {"tag": "5.3.10", "delta": -0.1, "paused": False}
-    assert rig.publisher.submitted == [given | {"folder": f"{tmp_path}/10", "world_size": 2}]
+    assert rig.uploader.submitted == [given | {"folder": f"{tmp_path}/10", "world_size": 2}]
     assert rig.steps(range(15, 25)) == [], "one after the other"
     report = PublicationReport(revision, True, 3.0, 1, "", finished_at=1.7e9)
-    rig.publisher.answers.append(report)
+    rig.uploader.answers.append(report)
     assert rig.see(ev.Tick(rig.now)) == [ev.PublicationEnded(report)]
     assert rig.steps(range(25, 31)) == [ev.SnapshotWanted()]
 
@@ -169,7 +170,7 @@ def test_an_unchecked_gradient_replaces_no_checked_one_that_counts(
     rig.see(ev.SnapshotTaken(handle, Progress(outer_step, 90)))
     (came,) = rig.see(ev.GradientChecked(None, 0.0))
     assert isinstance(came, ev.SnapshotFailed) == withheld
-    assert len(rig.publisher.submitted) == len(before) + 1 - withheld
+    assert len(rig.uploader.submitted) == len(before) + 1 - withheld
     assert handle.folder.exists() != withheld
     if isinstance(came, ev.SnapshotFailed):
         assert (came.revision, came.kind) == (Revision(5, outer_step, 90), "unchecked")
@@ -240,25 +241,25 @@ def test_uploads_go_on_while_the_global_state_is_fetched(tmp_path: Path) -> None
     rig.take(10)
     preview = ev.GradientChecked(-0.1, 1.0)
     assert rig.see(preview, fetching) == [ev.SnapshotSubmitted(Revision(5, 3, 10), preview, 0.0)]
-    assert len(rig.publisher.submitted) == 1
+    assert len(rig.uploader.submitted) == 1
 
 
 def test_uploads_give_way_to_rounds_and_to_nothing_else(tmp_path: Path) -> None:
     for before in set(Mode) - {Mode.STOPPING}:
         for after in set(Mode) - {before}:
             rig = Rig(tmp_path)
-            rig.publisher.paused = before is Mode.AVERAGING
+            rig.uploader.paused = before is Mode.AVERAGING
             rig.see(ev.ModeChanged(before, after))
             if after is Mode.STOPPING:
-                assert rig.publisher.paused == (before is Mode.AVERAGING)
+                assert rig.uploader.paused == (before is Mode.AVERAGING)
             else:
-                assert rig.publisher.paused == (after is Mode.AVERAGING)
+                assert rig.uploader.paused == (after is Mode.AVERAGING)
 
 
 def test_time_in_which_uploads_give_way_is_no_upload_time(tmp_path: Path) -> None:
     """Or one failed round would make the miner believe that its line is slow."""
     rig = Rig(tmp_path)
-    schedule = rig.publishing._schedule
+    schedule = rig.uploads._schedule
 
     def publish(first: int, pause: float) -> None:
         rig.steps(range(first, first + 10))
