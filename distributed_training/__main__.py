@@ -3,6 +3,7 @@
 python -m distributed_training doctor ...             check all before a start; see its --help
 python -m distributed_training flags [FILE]           write the table of all flags
 python -m distributed_training stop-seconds KIND ...  how long a stop may take, with these flags
+python -m distributed_training run-folder KIND ...    the run folder, with these flags
 """
 
 from __future__ import annotations
@@ -24,22 +25,22 @@ def main(argv: list[str]) -> int:
         case ["flags", *file] if len(file) <= 1:
             Path(*file or [PUBLIC_DOCUMENT]).write_text(markdown(), encoding="utf-8")
             return 0
-        case ["stop-seconds", ("miner" | "validator") as kind, *flags]:
-            return _stop_seconds(kind, flags)
+        case ["stop-seconds" | "run-folder" as what, ("miner" | "validator") as kind, *flags]:
+            return _answer(what, kind, flags)
     print(__doc__, file=sys.stderr)
     return 2
 
 
-def _stop_seconds(kind: Kind, flags: list[str]) -> int:
-    """Print what app.config.js tells pm2."""
+def _answer(what: str, kind: Kind, flags: list[str]) -> int:
+    """Print what app.config.js tells pm2, or where scripts/update.sh finds the events."""
     file = OPERATORS_FILE if kind == "miner" else None
     try:
-        # Without the checks across settings: pm2 needs the time alone, and the start tells what is
-        # wrong.
+        # Without the checks across settings: the start tells what is wrong.
         config = load_config(kind, flags, file=file, check=False)
     except ConfigError as error:
         return exit_with(error)
-    print(config.miner.stop_timeout.total_seconds())
+    longest = config.miner.stop_timeout.total_seconds()
+    print(longest if what == "stop-seconds" else config.run_folder.absolute())
     return 0
 
 

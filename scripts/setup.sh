@@ -24,13 +24,6 @@ for word in "$@"; do
     esac
 done
 
-# The update program of a version from before these lists sets up in versions/TAG (now TAG.new) and
-# then runs the unit tests with what is installed there.
-case $PWD in
-*/versions/*.new) ;;
-*/versions/*) [ -f .venv/.installed ] || sets+=(test) ;;
-esac
-
 lists=(requirements/build.txt requirements/torch-*.txt requirements/production.txt)
 base=$(cat pyproject.toml scripts/setup.sh "${lists[@]}" | sha256sum | cut -d' ' -f1)-${DT_TORCH:-auto}
 # Each set has a stamp, so that `make setup` leaves what `make dev` added.

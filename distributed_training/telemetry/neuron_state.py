@@ -1,8 +1,8 @@
 """The state of one neuron, built from the events that it writes in its run folder.
 
-The local subnet with its summary, the page and ``scripts/update.py`` ask a :class:`NeuronState`, so
-they agree about a neuron. Only this module interprets ``events.jsonl``. It reads on while the file
-grows, and again after a restart: the page begins with the past.
+The local subnet with its summary and the page ask a :class:`NeuronState`, so they agree about a
+neuron. Only this module interprets ``events.jsonl``. It reads on while the file grows, and again
+after a restart: the page begins with the past.
 """
 
 from __future__ import annotations

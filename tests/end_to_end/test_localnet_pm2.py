@@ -68,9 +68,7 @@ def test_a_life_under_pm2(tmp_path: Path) -> None:
         assert stop_miner(subnet, 0) == 0
         pm2 = LocalMiner(subnet, tmp_path / "pm2")
         try:
-            checkout(
-                tmp_path / "miner", {"scripts/update.py": "\n_ROUND_NEAR = timedelta(seconds=5)\n"}
-            )
+            checkout(tmp_path / "miner", {})
             pm2("start", str(tmp_path / "miner" / "app.config.js"))
             kills.clean_round(subnet)
             update(subnet, pm2, tmp_path / "miner")

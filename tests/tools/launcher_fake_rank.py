@@ -26,18 +26,12 @@ CLOSING = 4.0  # seconds; longer than the tests' LINGER
 
 
 def _train(folder: Path) -> Iterator[None]:
-    """Write what a miner that trains does, an inner step each time, going on with the last one.
-    While there is a file ``round``, it averages."""
+    """Write what a miner that trains does, an inner step each time, going on with the last one."""
     events = EventLog(folder / "events.jsonl")
     done = max((e["inner_step"] for e in read_events(events.path, "step")), default=0)
     events.write("start", resumed=done > 0)
-    mode = ""
+    events.write("state", before="", after="training")
     for number in itertools.count(done + 1):
-        while (wanted := "averaging" if (folder / "round").exists() else "training") != mode:
-            events.write("state", before=mode, after=(mode := wanted))
-            yield
-        while (folder / "round").exists():
-            yield
         events.write("step", outer_step=0, inner_step=number, loss=1.0)
         yield
 

@@ -62,6 +62,8 @@ def checkout(home: Path, changes: Mapping[str, str]) -> None:
     shutil.copy(ROOT / "app.config.js", home)
     git("init", "--quiet")
     git("remote", "add", "origin", "https://nowhere.invalid/miner.git")
+    setup = f'#!/bin/sh\nln -sfn {sys.prefix} "$(dirname "$0")/../.venv"\n'
+    (home / "scripts" / "setup.sh").write_text(setup)
     release("v1", changes)
     for tag, broken in VERSIONS.items():
         git("checkout", "--quiet", "v1")
@@ -70,14 +72,12 @@ def checkout(home: Path, changes: Mapping[str, str]) -> None:
     (home / ".venv").symlink_to(sys.prefix)
 
 
-def start_update(pm2: Pm2, home: Path, *words: str, tests: str = "true") -> subprocess.Popen[str]:
+def start_update(pm2: Pm2, home: Path, *words: str) -> subprocess.Popen[str]:
     """From another shell: none of the miner's settings and keys are in its environment."""
     plain = {k: os.environ[k] for k in ("PATH", "HOME") if k in os.environ}
     return subprocess.Popen(
         [str(home / "scripts" / "update.sh"), "--pm2", str(PM2), *words],
-        env=plain
-        | {"PM2_HOME": str(pm2.folder), "DT_UPDATE_TESTS": tests}
-        | {"DT_UPDATE_SETUP": f"ln -sfn {sys.prefix} .venv"},
+        env=plain | {"PM2_HOME": str(pm2.folder)},
         cwd="/",
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

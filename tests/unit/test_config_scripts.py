@@ -26,7 +26,6 @@ SCRIPTS = {
     "localnet": ("distributed_training.localnet.command", ()),
     "pretokenize": ("extras.pretokenize", ("stdlib", "/tmp/shards")),
     "score": ("distributed_training.scoring.command", ()),
-    "update": ("scripts.update", ("v1",)),
 }
 # These take the miner's flags and nothing else, or no arguments at all.
 OTHERS = {"bootstrap_pip", "lock", "release"}
@@ -111,7 +110,6 @@ def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
         (("pretokenize", "text:nowhere", "out"), "nowhere"),
         (("pretokenize", "stdlib", "/proc/x"), "out /proc/x"),
         (("pretokenize", "stdlib", "/dev/null"), "out /dev/null"),
-        (("update", "-v1"), "target"),
         (("score", "--subnet", "nowhere"), "--subnet nowhere"),
     ],
 )
