@@ -249,7 +249,7 @@ class BlockList:
 
     # --- what was trained ----------------------------------------------------------------------
 
-    def see(self, event: ev.Event, state: MinerState) -> None:
+    def on_event(self, event: ev.Event, state: MinerState) -> None:
         """Keep the list as micro-batches, steps, rounds and publications end."""
         del state
         match event:

@@ -64,7 +64,7 @@ class Controller:
         self._tick_due = Throttle(tick.total_seconds(), clock=clock)
         self._pending: deque[Action] = deque()
         # First: whoever decides on an upload reads the list as it is after the event.
-        self._subscribers: list[Subscriber] = [blocks.see]
+        self._subscribers: list[Subscriber] = [blocks.on_event]
 
     def subscribe(self, subscriber: Subscriber) -> None:
         """Show it every event from now on, after those that subscribed before."""

@@ -222,7 +222,7 @@ class Income:
         self._verdict = Verdict.UNKNOWN
         self._bad = False
 
-    def see(self, event: ev.Event, state: MinerState) -> None:
+    def on_event(self, event: ev.Event, state: MinerState) -> None:
         match event:
             case ev.GlobalEpochSeen(outer_step=seen):
                 # The state is that before the event: right after a round ours may be ahead.

@@ -316,7 +316,7 @@ class MissedRounds:
         self._called_at = -math.inf
         self._cause = ""  # why the last call led to no outer step
 
-    def see(self, event: ev.Event, state: MinerState) -> None:
+    def on_event(self, event: ev.Event, state: MinerState) -> None:
         # At every event: a roll-back must not make an outer step of ours a missed one.
         self._known = max(self._known, state.outer_step)
         match event:
@@ -414,7 +414,7 @@ class Reporter:
         self._no_snapshot = Repeats(_SAY_AGAIN, clock=clock)
         self._global_outer_step = 0  # when the global bucket was last looked at
 
-    def see(self, event: ev.Event, state: MinerState) -> None:
+    def on_event(self, event: ev.Event, state: MinerState) -> None:
         """Report an event; ``state`` is the state it found, before any decision on it."""
         in_round = state.mode is Mode.AVERAGING
         match event:

@@ -625,8 +625,8 @@ def build_rank_zero(context: RankContext, training: Training, services: Services
     rank_zero = RankZero(
         context, services, training, swarm, global_epoch, blocks, controller, server, record
     )
-    for see in _subscribers(rank_zero):
-        controller.subscribe(see)
+    for subscriber in _subscribers(rank_zero):
+        controller.subscribe(subscriber)
     return rank_zero
 
 
@@ -702,7 +702,7 @@ def _subscribers(rank_zero: RankZero) -> list[Subscriber]:
     )
     ends_rounds = end_rounds_of(rank_zero.server)
     # The reporter before the uploads: a step's line stands above what it led to.
-    return [income.see, reporter.see, missed.see, uploads.on_event, ends_rounds]
+    return [income.on_event, reporter.on_event, missed.on_event, uploads.on_event, ends_rounds]
 
 
 def _metrics(
@@ -754,11 +754,11 @@ def end_rounds_of(server: SignedServer) -> Subscriber:
     Without it the server keeps answering that a round is running.
     """
 
-    def see(event: ev.Event, state: MinerState) -> None:
+    def on_event(event: ev.Event, state: MinerState) -> None:
         match event:
             case ev.ModeChanged(before=Mode.AVERAGING):
                 server.round_ended()
             case ev.AllReduceCalled() if ignores_calls(state):
                 server.round_ended()
 
-    return see
+    return on_event

@@ -90,7 +90,7 @@ class Miner:
             patience=60.0,
             record=lambda kind, **fields: None,
         )
-        income.see(ev.Tick(time.monotonic()), TRAINING)
+        income.on_event(ev.Tick(time.monotonic()), TRAINING)
         self.reporter = Reporter(
             record=lambda kind, **fields: None,
             metrics=Metrics(
@@ -136,11 +136,11 @@ class Miner:
             grad_norm=1.0, gpu_memory_gb=70.0, gpu_utilization=98.0, mfu=0.5,
             learning_rate_share=0.5,
         )  # fmt: skip
-        self.reporter.see(ev.InnerStepDone(report), TRAINING)
+        self.reporter.on_event(ev.InnerStepDone(report), TRAINING)
 
     def everything_else(self) -> None:
         """One of each of the other events that leave a figure behind."""
-        see = self.reporter.see
+        see = self.reporter.on_event
         averaging = MinerState(
             mode=Mode.AVERAGING,
             outer_step=3,

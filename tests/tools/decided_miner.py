@@ -55,21 +55,21 @@ class DecidedMiner(ABC):
     def call(self) -> None:
         """The validator calls a round; returns when it is over here."""
         self.outcome = None
-        self.see(ev.AllReduceCalled(CALL, self.now))
+        self.on_event(ev.AllReduceCalled(CALL, self.now))
 
     def follow(self, published: Published) -> None:
         """Look at the global bucket soon after the round, and again when the time is up."""
         self._published = published
-        self.see(ev.GlobalEpochSeen(published.outer_step, self.now))
+        self.on_event(ev.GlobalEpochSeen(published.outer_step, self.now))
         self.now += RULES.reload_seconds + 1
-        self.see(ev.Tick(self.now))
+        self.on_event(ev.Tick(self.now))
 
-    def see(self, event: ev.Event) -> None:
+    def on_event(self, event: ev.Event) -> None:
         self.state, actions = decide(self.state, event, RULES)
         for action in actions:
             answer = self._carry_out(action)
             if answer is not None:
-                self.see(answer)
+                self.on_event(answer)
 
     def _carry_out(self, action: Action | Task) -> ev.Event | None:
         published = self._published

@@ -177,9 +177,9 @@ class Miner:
                 network.uploader,
                 network.server,
             )
-            self.rank_zero.controller.subscribe(self.see)
+            self.rank_zero.controller.subscribe(self.on_event)
 
-    def see(self, event: ev.Event, state: MinerState) -> None:
+    def on_event(self, event: ev.Event, state: MinerState) -> None:
         match event:
             case ev.InnerStepDone(report=report):
                 self.losses.append(report.loss)

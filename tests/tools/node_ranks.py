@@ -40,9 +40,9 @@ class Played:
         if self.rank.rank_zero is not None:
             blocks = self.rank.rank_zero.blocks
             network.last_requested = lambda: blocks._last_requested
-            self.rank.rank_zero.controller.subscribe(self.see)
+            self.rank.rank_zero.controller.subscribe(self.on_event)
 
-    def see(self, event: ev.Event, state: Any) -> None:
+    def on_event(self, event: ev.Event, state: Any) -> None:
         if isinstance(event, ev.InnerStepDone) and event.report.total_inner_steps == STEPS:
             self.context.events.put(ev.StopRequested("the test is over"))
 

@@ -62,7 +62,7 @@ class Tracer:
         self.traces: list[Trace] = []
         self._runs = False
 
-    def see(self, miner: Any, event: object) -> None:
+    def on_event(self, miner: Any, event: object) -> None:
         """Begin or end a trace with ``event``, which the product's subscribers have seen."""
         from distributed_training.miner import events as ev
 
@@ -100,7 +100,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         miner = miner_ranks.Miner(Path(folder), on_step=lambda miner, step: None)
         assert miner.rank_zero is not None
-        miner.rank_zero.controller.subscribe(lambda event, state: tracer.see(miner, event))
+        miner.rank_zero.controller.subscribe(lambda event, state: tracer.on_event(miner, event))
         miner.run("traced")
     for trace in tracer.traces:
         trace.show()

@@ -80,14 +80,14 @@ def test_sequences_are_left_out_once_for_each_outer_step() -> None:
 
     mode = MinerState(mode=Mode.TRAINING, outer_step=4)
     assert sequences(feed, 3) == [6, 10, 10]
-    feed.see(ev.OuterStepEnded(False, 4), mode)
+    feed.on_event(ev.OuterStepEnded(False, 4), mode)
     assert sequences(feed, 1) == [10]
-    feed.see(ev.OuterStepEnded(True, 5), mode)
+    feed.on_event(ev.OuterStepEnded(True, 5), mode)
     world.held_before = True
     again = world.feed(hold_back=2)
     again.load_state_dict(feed.state_dict(), {})  # killed before the next block
     assert sequences(again, 3).count(6) == 1
-    feed.see(ev.Loaded(5), mode)
+    feed.on_event(ev.Loaded(5), mode)
     assert sequences(feed, 2) == [6, 10]
     world.default, world.held_before = 8, False
     assert sequences(world.feed(hold_back=2), 2) == [4, 8], "twice as long is long enough"
@@ -360,7 +360,7 @@ def test_it_follows_the_event_stream() -> None:
 
     def see(*events: ev.Event) -> list[int]:
         for event in events:
-            feed.see(event, state)
+            feed.on_event(event, state)
         return feed.blocks()
 
     feed.on_boundary(may_begin=True)

@@ -59,8 +59,8 @@ def missed(*looks: float, listens_at: float = 0.0, fetched: float | None = None)
         for at in looks:
             state = MinerState(mode=Mode.TRAINING, outer_step=3)
             if at == fetched:
-                rounds.see(ev.GlobalFetched(Path()), state)
-            rounds.see(ev.GlobalEpochSeen(4 if at == looks[-1] else 3, at), state)
+                rounds.on_event(ev.GlobalFetched(Path()), state)
+            rounds.on_event(ev.GlobalEpochSeen(4 if at == looks[-1] else 3, at), state)
         return caplog.messages[-1]
 
     return say

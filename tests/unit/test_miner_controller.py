@@ -54,7 +54,7 @@ class Blocks:
         self.request = 0
         self.available = True
 
-    def see(self, event: ev.Event, state: MinerState) -> None: ...
+    def on_event(self, event: ev.Event, state: MinerState) -> None: ...
 
     def chain_block(self) -> int:
         return 777

@@ -115,7 +115,7 @@ def test_a_change_is_logged_at_once_and_the_rest_once_an_hour(
         for second in range(7100):
             now[0] = float(second)
             age[0] = 5000.0 if second >= 7000 else 60.0
-            income.see(ev.Tick(now[0]), state)
+            income.on_event(ev.Tick(now[0]), state)
     # By number: hivemind, once imported, gives levels other names.
     lines = [(r.levelno, r.message.split(":")[1].strip()) for r in caplog.records]
     well = (logging.INFO, "earning")
@@ -123,11 +123,11 @@ def test_a_change_is_logged_at_once_and_the_rest_once_an_hour(
     assert len(written) == pytest.approx(7100 / 300 + 1, abs=2)
     assert written[-1]["verdict"] == "reset" and written[-1]["rank"] == 2
     assert measured()["earning"] == 0 and measured()["incentive"] == 0.2
-    income.see(ev.GlobalEpochSeen(4, now[0]), state)
+    income.on_event(ev.GlobalEpochSeen(4, now[0]), state)
     age[0], now[0] = 60.0, 9000.0
-    income.see(ev.Tick(now[0]), state)
+    income.on_event(ev.Tick(now[0]), state)
     assert written[-1]["verdict"] == "behind the network"
-    income.see(ev.Loaded(4), state)
+    income.on_event(ev.Loaded(4), state)
     now[0] += 20
-    income.see(ev.Tick(now[0]), state)
+    income.on_event(ev.Tick(now[0]), state)
     assert written[-1]["verdict"] == "earning"

@@ -82,23 +82,23 @@ class Rig:
             clock=lambda: self.now,
         )
 
-    def see(self, event: ev.Event, state: MinerState = TRAINING) -> list[ev.Event]:
+    def on_event(self, event: ev.Event, state: MinerState = TRAINING) -> list[ev.Event]:
         """As the controller does it: what follows is seen too."""
         follows = self.uploads.on_event(event, state)
         for other in follows:
-            self.see(other, state)
+            self.on_event(other, state)
         return follows
 
     def steps(self, numbers: Iterable[int], state: MinerState = TRAINING) -> list[ev.Event]:
         found = []
         for number in numbers:
             self.now += 10
-            found += self.see(ev.InnerStepDone(step_report(number, seconds=10.0)), state)
+            found += self.on_event(ev.InnerStepDone(step_report(number, seconds=10.0)), state)
         return found
 
     def take(self, inner_step: int) -> Handle:
         handle: Any = Handle(self.folder / str(inner_step))
-        self.see(ev.SnapshotTaken(handle, Progress(3, inner_step)))
+        self.on_event(ev.SnapshotTaken(handle, Progress(3, inner_step)))
         return handle
 
 
@@ -111,13 +111,13 @@ def test_a_publication_from_step_to_report(tmp_path: Path) -> None:
     assert rig.steps([13, 14]) == [ev.SnapshotComplete()], "told once"
     preview = ev.GradientChecked(-0.1, 0.5)
     revision = Revision(5, 3, 10)
-    assert rig.see(preview) == [ev.SnapshotSubmitted(revision, preview, 40.0)]
+    assert rig.on_event(preview) == [ev.SnapshotSubmitted(revision, preview, 40.0)]
     given = {"tag": "5.3.10", "delta": -0.1, "paused": False}
     assert rig.uploader.submitted == [given | {"folder": f"{tmp_path}/10", "world_size": 2}]
     assert rig.steps(range(15, 25)) == [], "one after the other"
     report = PublicationReport(revision, True, 3.0, 1, "", finished_at=1.7e9)
     rig.uploader.answers.append(report)
-    assert rig.see(ev.Tick(rig.now)) == [ev.PublicationEnded(report)]
+    assert rig.on_event(ev.Tick(rig.now)) == [ev.PublicationEnded(report)]
     assert rig.steps(range(25, 31)) == [ev.SnapshotWanted()]
 
 
@@ -129,10 +129,10 @@ def test_a_finished_snapshot_is_looked_for_in_a_round_until_it_has_its_average(
     rig.take(10).complete = True
     result = AllReduceResult((), (), 0.0, 0.0, 0.0)
     averaged = MinerState(mode=Mode.AVERAGING, outer_step=3, averaged=result)
-    assert rig.see(ev.Tick(rig.now), averaged) == []
+    assert rig.on_event(ev.Tick(rig.now), averaged) == []
     averaging = MinerState(mode=Mode.AVERAGING, outer_step=3)
-    assert rig.see(ev.Tick(rig.now), averaging) == [ev.SnapshotComplete()]
-    assert rig.see(ev.Tick(rig.now)) == [], "its order waits for the boundary"
+    assert rig.on_event(ev.Tick(rig.now), averaging) == [ev.SnapshotComplete()]
+    assert rig.on_event(ev.Tick(rig.now)) == [], "its order waits for the boundary"
 
 
 @pytest.mark.parametrize(
@@ -154,21 +154,21 @@ def test_an_unchecked_gradient_replaces_no_checked_one_that_counts(
     tmp_path: Path,
 ) -> None:
     rig = Rig(tmp_path)
-    rig.see(ev.OuterStepEnded(True, 3))
+    rig.on_event(ev.OuterStepEnded(True, 3))
     for number, (delta, ok) in enumerate(before):
         rig.steps(range(10 * number + 1, 10 * number + 11))
         handle = rig.take(10 * number + 10)
         handle.complete = True
-        assert ev.SnapshotComplete() in rig.see(ev.Tick(rig.now)), "each of them"
-        rig.see(ev.GradientChecked(delta, 0.5))
+        assert ev.SnapshotComplete() in rig.on_event(ev.Tick(rig.now)), "each of them"
+        rig.on_event(ev.GradientChecked(delta, 0.5))
         revision = Revision(5, 3, 10 * number + 10)
         checked = delta is not None
         report = PublicationReport(revision, ok, 3.0, 1, "", finished_at=1.7e9, checked=checked)
-        rig.see(ev.PublicationEnded(report))
+        rig.on_event(ev.PublicationEnded(report))
     rig.now += later
     handle = Handle(tmp_path / "last")
-    rig.see(ev.SnapshotTaken(handle, Progress(outer_step, 90)))
-    (came,) = rig.see(ev.GradientChecked(None, 0.0))
+    rig.on_event(ev.SnapshotTaken(handle, Progress(outer_step, 90)))
+    (came,) = rig.on_event(ev.GradientChecked(None, 0.0))
     assert isinstance(came, ev.SnapshotFailed) == withheld
     assert len(rig.uploader.submitted) == len(before) + 1 - withheld
     assert handle.folder.exists() != withheld
@@ -183,7 +183,7 @@ def test_a_restart_knows_whether_the_upload_before_was_checked(
 ) -> None:
     rig = Rig(tmp_path, last)
     rig.take(20)
-    (came,) = rig.see(ev.GradientChecked(None, 0.0))
+    (came,) = rig.on_event(ev.GradientChecked(None, 0.0))
     assert isinstance(came, ev.SnapshotFailed) == withheld
 
 
@@ -240,7 +240,9 @@ def test_uploads_go_on_while_the_global_state_is_fetched(tmp_path: Path) -> None
     assert rig.steps(range(1, 11), fetching) == [ev.SnapshotWanted()]
     rig.take(10)
     preview = ev.GradientChecked(-0.1, 1.0)
-    assert rig.see(preview, fetching) == [ev.SnapshotSubmitted(Revision(5, 3, 10), preview, 0.0)]
+    assert rig.on_event(preview, fetching) == [
+        ev.SnapshotSubmitted(Revision(5, 3, 10), preview, 0.0)
+    ]
     assert len(rig.uploader.submitted) == 1
 
 
@@ -249,7 +251,7 @@ def test_uploads_give_way_to_rounds_and_to_nothing_else(tmp_path: Path) -> None:
         for after in set(Mode) - {before}:
             rig = Rig(tmp_path)
             rig.uploader.paused = before is Mode.AVERAGING
-            rig.see(ev.ModeChanged(before, after))
+            rig.on_event(ev.ModeChanged(before, after))
             if after is Mode.STOPPING:
                 assert rig.uploader.paused == (before is Mode.AVERAGING)
             else:
@@ -264,14 +266,14 @@ def test_time_in_which_uploads_give_way_is_no_upload_time(tmp_path: Path) -> Non
     def publish(first: int, pause: float) -> None:
         rig.steps(range(first, first + 10))
         rig.take(first + 9).complete = True
-        rig.see(ev.GradientChecked(-0.1, 0.5))
+        rig.on_event(ev.GradientChecked(-0.1, 0.5))
         rig.now += 100
         if pause:
-            rig.see(ev.ModeChanged(Mode.TRAINING, Mode.AVERAGING))
+            rig.on_event(ev.ModeChanged(Mode.TRAINING, Mode.AVERAGING))
             rig.now += pause
-            rig.see(ev.ModeChanged(Mode.AVERAGING, Mode.AWAITING_GLOBAL))
+            rig.on_event(ev.ModeChanged(Mode.AVERAGING, Mode.AWAITING_GLOBAL))
         report = PublicationReport(Revision(5, 3, first + 9), True, 100 + pause, 1, "", 1.7e9)
-        rig.see(ev.PublicationEnded(report))
+        rig.on_event(ev.PublicationEnded(report))
 
     publish(1, pause=0)
     assert schedule.upload_seconds == 100
@@ -281,13 +283,13 @@ def test_time_in_which_uploads_give_way_is_no_upload_time(tmp_path: Path) -> Non
 
 def test_each_round_starts_the_period_anew(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
-    rig.see(ev.OuterStepEnded(True, 4))
+    rig.on_event(ev.OuterStepEnded(True, 4))
     assert rig.round_clock.next_at() == rig.now + 100 * 12
     rig.block += 50
     rig.now += 50 * 12
-    rig.see(ev.RoundFailed(AllReduceFault.TIMEOUT))
+    rig.on_event(ev.RoundFailed(AllReduceFault.TIMEOUT))
     assert rig.round_clock.next_at() == rig.now + 50 * 12, "of a round that was given up before"
-    rig.see(ev.RoundFailed(AllReduceFault.TIMEOUT), MinerState(Mode.AVERAGING, 4))
+    rig.on_event(ev.RoundFailed(AllReduceFault.TIMEOUT), MinerState(Mode.AVERAGING, 4))
     assert rig.round_clock.next_at() == rig.now + 100 * 12
     assert rig.round_clock.due() is False, "only a successful one begins a time without calls"
 
@@ -295,15 +297,15 @@ def test_each_round_starts_the_period_anew(tmp_path: Path) -> None:
 def test_a_missed_round_is_known_once_its_state_is_loaded(tmp_path: Path) -> None:
     """Else the plan is blind until the next round this miner takes part in."""
     rig = Rig(tmp_path)
-    rig.see(ev.OuterStepEnded(True, 4))
+    rig.on_event(ev.OuterStepEnded(True, 4))
     rig.block += 130
     rig.now += 130 * 12
     assert rig.round_clock.next_at() is None
     extras = {"block_list": [], "inner_step": 0, "outer_step": 5, "last_allreduce_block": 152}
     (tmp_path / "config.json").write_text(json.dumps(extras))
     loading = MinerState(Mode.LOADING, 4, fetched=tmp_path)
-    rig.see(ev.Loaded(5), loading)
+    rig.on_event(ev.Loaded(5), loading)
     assert rig.round_clock.next_at() == rig.now + 72 * 12
     (tmp_path / "config.json").unlink()
-    rig.see(ev.Loaded(5), loading)
+    rig.on_event(ev.Loaded(5), loading)
     assert rig.round_clock.next_at() == rig.now + 72 * 12

@@ -71,10 +71,10 @@ class Rig:
             clock=lambda: self.now,
         )
 
-    def see(self, event: ev.Event, state: MinerState = TRAINING) -> list[str]:
+    def on_event(self, event: ev.Event, state: MinerState = TRAINING) -> list[str]:
         """The lines said; a warning begins with "! "."""
         self.caplog.clear()
-        self.reporter.see(event, state)
+        self.reporter.on_event(event, state)
         # By number: hivemind, where a test imported it, calls WARNING something else.
         marks = {logging.INFO: "", logging.WARNING: "! "}
         return [marks[r.levelno] + r.getMessage() for r in self.caplog.records]
@@ -87,7 +87,7 @@ def rig(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Rig:
 
 def test_a_step(rig: Rig) -> None:
     rig.warnings = ["the GPU sleeps"]
-    step, throughput, warning = rig.see(ev.InnerStepDone(REPORT))
+    step, throughput, warning = rig.on_event(ev.InnerStepDone(REPORT))
     assert (step, warning) == (lines.step_line(REPORT), "! the GPU sleeps")
     assert throughput == f"{lines.throughput_line(REPORT)} | Repo age: 100s of 32400s"
     ((kind, fields),) = rig.records
@@ -102,11 +102,11 @@ def test_a_step(rig: Rig) -> None:
 
 def test_behind_the_subnet_a_young_publication_is_not_called_well(rig: Rig) -> None:
     def said(outer_step: int) -> str:
-        return rig.see(ev.InnerStepDone(replace(REPORT, outer_step=outer_step)))[1]
+        return rig.on_event(ev.InnerStepDone(replace(REPORT, outer_step=outer_step)))[1]
 
-    rig.see(ev.GlobalEpochSeen(3, 1.0))
+    rig.on_event(ev.GlobalEpochSeen(3, 1.0))
     assert said(3).endswith("Repo age: 100s of 32400s")
-    rig.see(ev.GlobalEpochSeen(4, 1.0))
+    rig.on_event(ev.GlobalEpochSeen(4, 1.0))
     assert said(3).endswith("Repo age: 100s of 32400s, of outer step 3, validators read 4")
     assert "dt_global_outer_step 4" in rig.file.read_text()
     for ours in (4, 5):  # loaded; or a round of our own, which the validator is about to publish
@@ -133,24 +133,26 @@ def test_trackers_get_each_step_once_by_its_number(rig: Rig, tmp_path: Path) -> 
 def test_a_round_that_only_others_had_counts_as_missed(rig: Rig) -> None:
     registry = rig.reporter._metrics._file.registry
     averaged = MinerState(mode=Mode.AVERAGING, outer_step=3, averaged=RESULT)
-    rig.see(ev.OuterStepEnded(True, 4), averaged)
-    rig.see(ev.RoundFailed(AllReduceFault.TIMEOUT), MinerState(Mode.AVERAGING, outer_step=4))
-    rig.see(ev.Loaded(7), MinerState(Mode.TRAINING, outer_step=4))  # 4 failed here; not asked: 5, 6
+    rig.on_event(ev.OuterStepEnded(True, 4), averaged)
+    rig.on_event(ev.RoundFailed(AllReduceFault.TIMEOUT), MinerState(Mode.AVERAGING, outer_step=4))
+    # Outer step 4 failed here; of 5 and 6 nothing was heard.
+    rig.on_event(ev.Loaded(7), MinerState(Mode.TRAINING, outer_step=4))
     values = registry.values()
     assert values["round_participation_ratio"] == 1 / 4
     assert values["rounds_missed_total"] == 3 and values["rounds_total"] == 2
     assert values["rounds_failed_in_a_row"] == 3
-    rig.see(ev.Loaded(7), MinerState(Mode.TRAINING, outer_step=7))  # a rebase: nothing was missed
+    # A rebase: nothing was missed.
+    rig.on_event(ev.Loaded(7), MinerState(Mode.TRAINING, outer_step=7))
     assert registry.values() == values
 
 
 def test_a_successful_round(rig: Rig) -> None:
     began = [lines.PAUSING, lines.AVERAGING_START]
     began.append(f"{lines.ALL_REDUCE_START} (pseudo-gradient norm 0.5000)")
-    assert rig.see(ev.PseudoGradientWritten(0.5), IN_ROUND) == began
+    assert rig.on_event(ev.PseudoGradientWritten(0.5), IN_ROUND) == began
     rig.now += 6
     averaged = MinerState(mode=Mode.AVERAGING, outer_step=3, averaged=RESULT)
-    said = rig.see(ev.OuterStepEnded(True, 4), averaged)
+    said = rig.on_event(ev.OuterStepEnded(True, 4), averaged)
     assert said[:3] == [
         lines.ALL_REDUCE_FINISH,
         f"{lines.ALL_REDUCE_DONE}: outer step 4 with 2 peers in 6.0 s",
@@ -178,7 +180,7 @@ def test_a_successful_round(rig: Rig) -> None:
 def test_a_round_without_an_average(
     event: ev.RoundFailed, checkpoint: int | None, rig: Rig
 ) -> None:
-    said = rig.see(event, IN_ROUND)
+    said = rig.on_event(event, IN_ROUND)
     assert said[0].startswith(f"! All Reduce Failed: {event.fault.value}")
     assert event.detail in said[0]
     numbered = [text for text in said if "At Checkpoint" in text]
@@ -191,7 +193,7 @@ def test_a_round_without_an_average(
 
 def test_a_vote_against_the_outer_step(rig: Rig) -> None:
     averaged = MinerState(mode=Mode.AVERAGING, outer_step=3, averaged=RESULT)
-    said = rig.see(ev.OuterStepEnded(False, 3, "no memory"), averaged)
+    said = rig.on_event(ev.OuterStepEnded(False, 3, "no memory"), averaged)
     assert said[0] == f"! {lines.all_reduce_failed(3)} (no memory)"
     ((_, fields),) = rig.records
     assert (fields["ok"], fields["fault"], fields["detail"]) == (False, "LOCAL", "no memory")
@@ -200,7 +202,7 @@ def test_a_vote_against_the_outer_step(rig: Rig) -> None:
 @pytest.mark.parametrize("mode", list(Mode))
 def test_a_call_that_leads_to_nothing_is_said(mode: Mode, rig: Rig) -> None:
     call = ev.AllReduceCalled(RoundRequest("5V"), 1.0)
-    said = rig.see(call, MinerState(mode=mode, outer_step=3))
+    said = rig.on_event(call, MinerState(mode=mode, outer_step=3))
     if mode in (Mode.FETCHING, Mode.LOADING, Mode.STOPPING):
         assert said == [f"! An AllReduce call is ignored: this miner is {mode.value}"]
     else:
@@ -210,25 +212,25 @@ def test_a_call_that_leads_to_nothing_is_said(mode: Mode, rig: Rig) -> None:
 def test_a_publication(rig: Rig) -> None:
     handle: Any = type("Handle", (), {"hold_seconds": 0.25})
     revision = Revision(5, 3, 10)
-    saved, full, held = rig.see(ev.SnapshotTaken(handle, Progress(3, 10)))
+    saved, full, held = rig.on_event(ev.SnapshotTaken(handle, Progress(3, 10)))
     assert (saved, full) == (lines.saving_state(3), lines.FULL_STATE)
     assert held == f"{lines.EXTRACTED_STATE}: training was held for 0.25 s"
     preview = ev.GradientChecked(-0.0123, 0.5)
     begun = [lines.UPLOAD_MODEL_START, lines.uploading("mine")]
-    assert rig.see(ev.SnapshotSubmitted(revision, ev.GradientChecked(None, 0.0))) == begun
+    assert rig.on_event(ev.SnapshotSubmitted(revision, ev.GradientChecked(None, 0.0))) == begun
     assert rig.records == [], "that gradient could not be tried"
-    assert rig.see(ev.SnapshotSubmitted(revision, preview)) == begun
+    assert rig.on_event(ev.SnapshotSubmitted(revision, preview)) == begun
     report = PublicationReport(revision, True, 3.0, 2_500_000, "", 1.7e9)
     pushed = f"{lines.pushed(revision, 'mine')} (2.5 MB in 3.0 s)"
-    assert rig.see(ev.PublicationEnded(report)) == [pushed]
+    assert rig.on_event(ev.PublicationEnded(report)) == [pushed]
     failed = PublicationReport(revision, False, 3.0, 0, "403")
-    assert rig.see(ev.PublicationEnded(failed)) == [f"! {lines.upload_failed('403')}"]
+    assert rig.on_event(ev.PublicationEnded(failed)) == [f"! {lines.upload_failed('403')}"]
     assert [kind for kind, _ in rig.records] == ["preview", "publication", "publication"]
     assert rig.records[0][1] == {"revision": "5.3.10", "delta": -0.0123, "seconds": 0.5}
     stays = {"revision": "5.3.10", "ok": True, "seconds": 3.0, "bytes_sent": 2_500_000}
     stays |= {"reason": "", "finished_at": 1.7e9, "age_seconds": None}
     assert stays.items() <= rig.records[1][1].items()
-    rig.see(ev.InnerStepDone(REPORT))
+    rig.on_event(ev.InnerStepDone(REPORT))
     text = rig.file.read_text()
     assert "dt_publications_total 2" in text and "dt_publications_failed_total 1" in text
     assert "dt_uploaded_bytes_total 2.5e+06" in text
@@ -273,29 +275,29 @@ AWFUL = "loss 14.00, limit 11.82"
     ],
 )
 def test_the_rest(event: ev.Event, line: str, kind: str, fields: dict[str, Any], rig: Rig) -> None:
-    assert rig.see(event) == ([line] if line else [])
+    assert rig.on_event(event) == ([line] if line else [])
     assert rig.records == ([(kind, fields)] if kind else [])
 
 
 def test_a_stop_is_recorded_and_its_line_left_to_the_launcher(rig: Rig) -> None:
     state = MinerState(mode=Mode.STOPPING, outer_step=3, stop_reason="deregistered")
-    assert rig.see(ev.Stopped(3), state) == []
+    assert rig.on_event(ev.Stopped(3), state) == []
     assert rig.records == [("stop", {"reason": "deregistered", "exit_status": 3})]
 
 
 def test_the_metrics_are_written_where_no_step_ends(rig: Rig) -> None:
     """In a round and without data; how long ago the last step was stays to be seen."""
     began = time.time()
-    rig.see(ev.Tick(1.0), IN_ROUND)
+    rig.on_event(ev.Tick(1.0), IN_ROUND)
     first = figures(rig)
     assert first["dt_metrics_written_timestamp_seconds"] >= began
     stood = rig.reporter._metrics._file.registry.values()["last_step_timestamp_seconds"]
     assert first["dt_last_step_timestamp_seconds"] == stood >= first["dt_start_timestamp_seconds"]
     assert "dt_last_publication_timestamp_seconds" not in first, "nothing was published"
     wait_for(lambda: time.time() > stood + 0.01, "the clock")
-    rig.see(ev.Tick(2.0), IN_ROUND)
+    rig.on_event(ev.Tick(2.0), IN_ROUND)
     assert figures(rig)["dt_last_step_timestamp_seconds"] == stood
-    rig.see(ev.InnerStepDone(REPORT))
+    rig.on_event(ev.InnerStepDone(REPORT))
     assert figures(rig)["dt_last_step_timestamp_seconds"] > stood
 
 
@@ -304,14 +306,14 @@ def test_snapshots_that_are_not_published_are_counted_by_kind(rig: Rig) -> None:
         name = "dt_snapshots_refused_total"
         return {k.partition('"')[2][:-2]: v for k, v in figures(rig).items() if name in k}
 
-    rig.see(ev.Tick(1.0))
+    rig.on_event(ev.Tick(1.0))
     zero = {"disk": 0, "blocks": 0, "list": 0, "write": 0, "unchecked": 0}
     assert refused() == zero, "from zero on"
-    rig.see(ev.SnapshotFailed("no room", kind="disk"))
-    rig.see(ev.SnapshotFailed("No space left on device", Revision(5, 3, 10)))
-    rig.see(ev.SnapshotPutOff())
-    rig.see(ev.SnapshotPutOff())
-    rig.see(ev.Tick(2.0))
+    rig.on_event(ev.SnapshotFailed("no room", kind="disk"))
+    rig.on_event(ev.SnapshotFailed("No space left on device", Revision(5, 3, 10)))
+    rig.on_event(ev.SnapshotPutOff())
+    rig.on_event(ev.SnapshotPutOff())
+    rig.on_event(ev.Tick(2.0))
     assert refused() == zero | {"disk": 1, "list": 2, "write": 1}
 
 
@@ -335,7 +337,7 @@ def test_what_cannot_be_measured_is_absent_and_ends_nothing(
     rig = Rig(tmp_path, caplog)
     rig.reporter._metrics._gauges = {"memory_bytes": fails, "chain_block": lambda: 9}
     rig.reporter._metrics._by_rank = fails
-    rig.see(ev.InnerStepDone(REPORT))
+    rig.on_event(ev.InnerStepDone(REPORT))
     text = rig.file.read_text()
     assert "dt_chain_block 9" in text and "dt_memory_bytes" not in text
 
@@ -351,13 +353,13 @@ class Missed:
             clock_fault=lambda: self.clock_fault,
         )
 
-    def see(self, event: ev.Event, mode: Mode = Mode.TRAINING, *, ours: int = 3) -> list[str]:
+    def on_event(self, event: ev.Event, mode: Mode = Mode.TRAINING, *, ours: int = 3) -> list[str]:
         self.caplog.clear()
-        self.rounds.see(event, MinerState(mode=mode, outer_step=ours))
+        self.rounds.on_event(event, MinerState(mode=mode, outer_step=ours))
         return [r.getMessage() for r in self.caplog.records if r.levelno == logging.WARNING]
 
     def call(self, at: float, mode: Mode = Mode.TRAINING) -> None:
-        assert self.see(ev.AllReduceCalled(RoundRequest("5Master"), at), mode) == []
+        assert self.on_event(ev.AllReduceCalled(RoundRequest("5Master"), at), mode) == []
 
 
 @pytest.fixture
@@ -366,17 +368,17 @@ def missed(caplog: pytest.LogCaptureFixture) -> Missed:
 
 
 def test_a_round_that_nobody_called_here_is_one_warning(missed: Missed) -> None:
-    assert missed.see(ev.GlobalEpochSeen(3, 100.0)) == []
-    (line,) = missed.see(ev.GlobalEpochSeen(4, 400.0))
+    assert missed.on_event(ev.GlobalEpochSeen(3, 100.0)) == []
+    (line,) = missed.on_event(ev.GlobalEpochSeen(4, 400.0))
     assert "took outer step 4 without this miner: the validator did not call it" in line
     assert "doctor" in line and "--axon.port" in line
     for mode in (Mode.FETCHING, Mode.LOADING, Mode.AWAITING_GLOBAL):
-        assert missed.see(ev.GlobalEpochSeen(4, 700.0), mode) == [], "once"
-    (line,) = missed.see(ev.GlobalEpochSeen(7, 1000.0), Mode.FETCHING)
+        assert missed.on_event(ev.GlobalEpochSeen(4, 700.0), mode) == [], "once"
+    (line,) = missed.on_event(ev.GlobalEpochSeen(7, 1000.0), Mode.FETCHING)
     assert "outer step 5 to 7 without" in line
-    assert missed.see(ev.GlobalEpochSeen(7, 1300.0), ours=7) == []
+    assert missed.on_event(ev.GlobalEpochSeen(7, 1300.0), ours=7) == []
     # Back to a checkpoint of before: the network took nothing without us.
-    assert missed.see(ev.GlobalEpochSeen(7, 1600.0), ours=6) == []
+    assert missed.on_event(ev.GlobalEpochSeen(7, 1600.0), ours=6) == []
 
 
 @pytest.mark.parametrize("fault", [AllReduceFault.NO_GROUP, AllReduceFault.TIMEOUT])
@@ -385,11 +387,11 @@ def test_a_wrong_clock_is_the_cause_of_a_round_without_a_group(
 ) -> None:
     wrong = "this machine's clock is 5.0 s ahead of the store's"
     rig.clock_fault = missed.clock_fault = wrong
-    said = rig.see(ev.RoundFailed(fault), IN_ROUND)
+    said = rig.on_event(ev.RoundFailed(fault), IN_ROUND)
     ((_, fields),) = rig.records
     missed.call(1000.0)
-    missed.see(ev.RoundFailed(fault), Mode.AVERAGING)
-    (line,) = missed.see(ev.GlobalEpochSeen(4, 2000.0), Mode.AWAITING_GLOBAL)
+    missed.on_event(ev.RoundFailed(fault), Mode.AVERAGING)
+    (line,) = missed.on_event(ev.GlobalEpochSeen(4, 2000.0), Mode.AWAITING_GLOBAL)
     named = fault is AllReduceFault.NO_GROUP
     assert [wrong in said[0], wrong in fields["detail"], wrong in line] == [named] * 3
     assert not (named and "--dht.port" in line)
@@ -406,34 +408,34 @@ def test_a_round_that_failed_here_alone_is_a_warning_with_its_cause(
     fault: AllReduceFault, cause: str, missed: Missed
 ) -> None:
     missed.call(1000.0)
-    missed.see(ev.RoundFailed(fault), Mode.AVERAGING)
-    (line,) = missed.see(ev.GlobalEpochSeen(4, 2000.0), Mode.AWAITING_GLOBAL)
+    missed.on_event(ev.RoundFailed(fault), Mode.AVERAGING)
+    (line,) = missed.on_event(ev.GlobalEpochSeen(4, 2000.0), Mode.AWAITING_GLOBAL)
     assert cause in line
     # The network had no outer step in that round either, and the next one was not called here.
     missed.call(10_000.0)
-    missed.see(ev.RoundFailed(fault), Mode.AVERAGING, ours=4)
-    (line,) = missed.see(ev.GlobalEpochSeen(5, 16_000.0), ours=4)
+    missed.on_event(ev.RoundFailed(fault), Mode.AVERAGING, ours=4)
+    (line,) = missed.on_event(ev.GlobalEpochSeen(5, 16_000.0), ours=4)
     assert "did not call it" in line
 
 
 def test_a_vote_or_a_fetch_in_the_way_of_a_round_is_named(missed: Missed) -> None:
     missed.call(1000.0)
-    missed.see(ev.OuterStepEnded(False, 3, "out of memory"), Mode.AVERAGING)
-    (line,) = missed.see(ev.GlobalEpochSeen(4, 2000.0), Mode.AWAITING_GLOBAL)
+    missed.on_event(ev.OuterStepEnded(False, 3, "out of memory"), Mode.AVERAGING)
+    (line,) = missed.on_event(ev.GlobalEpochSeen(4, 2000.0), Mode.AWAITING_GLOBAL)
     assert "a rank could not apply the average (out of memory)" in line
     missed.call(6000.0, Mode.FETCHING)
-    missed.see(ev.Loaded(4), Mode.LOADING)
-    assert missed.see(ev.GlobalEpochSeen(4, 6300.0), ours=4) == []
-    (line,) = missed.see(ev.GlobalEpochSeen(5, 7000.0), ours=4)
+    missed.on_event(ev.Loaded(4), Mode.LOADING)
+    assert missed.on_event(ev.GlobalEpochSeen(4, 6300.0), ours=4) == []
+    (line,) = missed.on_event(ev.GlobalEpochSeen(5, 7000.0), ours=4)
     assert "called while it was fetching" in line
 
 
 def test_a_round_of_ours_is_none_missed_whoever_is_first(missed: Missed) -> None:
     missed.call(1000.0)
-    assert missed.see(ev.GlobalEpochSeen(4, 1500.0), Mode.AVERAGING) == []
-    missed.see(ev.OuterStepEnded(True, 4), Mode.AVERAGING)
-    assert missed.see(ev.GlobalEpochSeen(4, 1800.0), Mode.AWAITING_GLOBAL, ours=4) == []
-    (line,) = missed.see(ev.GlobalEpochSeen(5, 3000.0), ours=4)
+    assert missed.on_event(ev.GlobalEpochSeen(4, 1500.0), Mode.AVERAGING) == []
+    missed.on_event(ev.OuterStepEnded(True, 4), Mode.AVERAGING)
+    assert missed.on_event(ev.GlobalEpochSeen(4, 1800.0), Mode.AWAITING_GLOBAL, ours=4) == []
+    (line,) = missed.on_event(ev.GlobalEpochSeen(5, 3000.0), ours=4)
     assert "did not call it" in line, "that call was of the round before"
 
 

@@ -126,10 +126,10 @@ class Miner(DecidedMiner):
     def hear(self, published: Published) -> None:
         """The validator's next IsAlive comes long before the time to publish is up."""
         self._published = published
-        self.see(ev.GlobalEpochSeen(published.outer_step, self.now))
-        self.see(ev.ValidatorHeard(published.outer_step, self.now))
+        self.on_event(ev.GlobalEpochSeen(published.outer_step, self.now))
+        self.on_event(ev.ValidatorHeard(published.outer_step, self.now))
         self.now += 1
-        self.see(ev.Tick(self.now))
+        self.on_event(ev.Tick(self.now))
 
     def restart(self, published: Published) -> None:
         """A new process with the folder of this one."""
