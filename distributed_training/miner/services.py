@@ -7,9 +7,8 @@ unregistered hotkey is reported at once.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -17,17 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from distributed_training import __version__
-from distributed_training.chain.base import Chain, ChainUnavailable, find
+from distributed_training.chain.base import Chain, find
 from distributed_training.chain.identity import AddressUnknown
 from distributed_training.chain.registration import INTERVAL as REGISTRATION_INTERVAL
 from distributed_training.chain.registration import (
     MISSING_FOR,
     Belief,
-    RegistrationRecord,
-    believable,
 )
 from distributed_training.chain.server import MinerCallbacks, SignedServer
-from distributed_training.common.backoff import Throttle
 from distributed_training.common.memory import ModelShape
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import StoreSettings
@@ -38,30 +34,25 @@ from distributed_training.miner.global_state import (
     GlobalEpoch,
     first_global_state,
     open_global_bucket,
-    pause,
 )
 from distributed_training.miner.income import standing
+from distributed_training.miner.own_bucket import Published, open_own_bucket
 from distributed_training.miner.ranks import Ranks
+from distributed_training.miner.registration import join_network
 from distributed_training.miner.round_clock import RoundClock
-from distributed_training.node import buckets, identity
+from distributed_training.node import identity
 from distributed_training.node.identity import (
     Member,
     check_global_state,
-    join_subnet,
     keep_state,
     public_address,
-    require_network,
 )
 from distributed_training.node.start import (
-    Deregistered,
     NetworkFailure,
-    NotRegistered,
     fetch_tokenizer,
     require_data,
 )
 from distributed_training.protocol import keys
-from distributed_training.store.bucket_reader import BucketReader
-from distributed_training.store.s3 import StoreError
 from distributed_training.store.snapshot_folder import disk_allows
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.store.uploader import Uploader
@@ -71,13 +62,6 @@ from distributed_training.telemetry import MetricsFile
 from distributed_training.training.outer_step import Rows, model_config
 
 log = logging.getLogger(__name__)
-
-REGISTRATION_FILE = "registration.json"  # in the run folder
-#: While a start waits for the registration: between two questions to another chain endpoint, and
-#: two writes of how long it has waited; between two lines in the log.
-ASK_ANOTHER, SAY_AGAIN = timedelta(minutes=5), timedelta(minutes=30)
-#: Neurons that were not read for so long, beyond the interval, say nothing about us.
-SILENT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -94,14 +78,6 @@ class StartupInfo:
     first_block: int = 0  # of the chain: what a fresh start trains on first
     hotkey: str = ""
     problem: str = ""  # why there is no start; the other ranks leave quietly then
-
-
-@dataclass(frozen=True)
-class Published:
-    """Our bucket's content when this process started; None: empty, or it could not be read."""
-
-    at: float | None = None  # time.monotonic() of its newest gradients.pt
-    newest_block: int | None = None  # of the block list beside it
 
 
 @dataclass(frozen=True)
@@ -228,7 +204,7 @@ def connect(
     swarm_launch = launch_host(folder)
     stack.callback(swarm_launch.end)
     require_data(config)
-    member = _join(config, folder, stack, wanted)
+    member = join_network(config, folder, stack, wanted)
     clock = ClockWatch(partial(measure, config, member.chain))
     stack.callback(clock.close)
     # Before a download of hours: the network's rounds may have stopped.
@@ -237,7 +213,7 @@ def connect(
     bucket = keys.miner_bucket(config.store.global_model_name, member.uid)
     log.info("%s", identity_line(member, netuid=config.chain.netuid, bucket=bucket))
     ip = _address(config, member)
-    published, commitment = _open_bucket(config, member, bucket)
+    published, commitment = open_own_bucket(config, member, bucket)
     # After the read key was tried: what is committed stays on the chain for good.
     identity.commit(member, commitment)
     global_bucket = open_global_bucket(config, member.chain, folder, wanted)
@@ -336,34 +312,6 @@ def _upload_schedule(settings: StoreSettings, published: Published) -> UploadSch
     )
 
 
-def _open_bucket(config: Config, member: Member, bucket: str) -> tuple[Published, str]:
-    """Return our bucket's content and the commitment to it, both keys checked.
-
-    Raises ConfigError, NetworkFailure.
-    """
-    try:
-        with closing(buckets.open_own(config.store, bucket)) as store:
-            buckets.check_own(store)
-            published = read_published(BucketReader(store, large=buckets.BUCKET_CHECK))
-        return published, buckets.own_commitment(config.store, bucket)
-    except NetworkFailure as error:
-        commitment = buckets.commitment_text(config.store)
-        try:
-            shown = member.chain.commitment(member.hotkey)
-        except ChainUnavailable:  # only the neurons could be read so far
-            shown = None
-        # What the chain shows was tried by an earlier start; other keys are not published untried.
-        if shown != commitment:
-            raise
-        log.warning(
-            "Bucket %s does not answer (%s): starting without a look into it; uploads are tried "
-            "until it answers",
-            bucket,
-            error,
-        )
-        return Published(), commitment
-
-
 def identity_line(member: Member, *, netuid: int, bucket: str) -> str:
     """Return who this miner is and what it earns, for the log: before anything is downloaded."""
     found = standing(member.chain.neurons(), member.hotkey)
@@ -383,100 +331,6 @@ def model_line(content: Mapping[str, Any], outer_step: int) -> str:
     return f"Global state of outer step {outer_step}: a model of {size} parameters"
 
 
-def _join(config: Config, folder: Path, stack: ExitStack, wanted: Callable[[], bool]) -> Member:
-    """Join the subnet as :func:`join_subnet` does.
-
-    A hotkey that was registered when this run folder's miner ran, and is not now, is waited for;
-    one that never was ends the start with :class:`NotRegistered`.
-    """
-    path = folder / REGISTRATION_FILE
-    record = RegistrationRecord.load(path)
-
-    def absent(chain: Chain, hotkey: str, problem: NotRegistered) -> int:
-        if record.hotkey != hotkey:
-            raise problem
-        return _registered_again(config, chain, record, folder, wanted)
-
-    def belongs(chain: Chain) -> None:
-        if config.is_public:  # the local subnet's master may be registered after its miners
-            require_network(config, chain)
-
-    member = join_subnet(config, stack, folder=folder, belongs=belongs, absent=absent)
-    # From here on a lost uid is waited for, over restarts too.
-    RegistrationRecord(member.hotkey, member.uid).save(path)
-    return member
-
-
-def _registered_again(
-    config: Config,
-    chain: Chain,
-    record: RegistrationRecord,
-    folder: Path,
-    wanted: Callable[[], bool],
-) -> int:
-    """Wait until the chain shows the record's hotkey; its uid, which may be another.
-
-    Nothing is trained, uploaded or on the GPU meanwhile. Raises Deregistered after
-    ``--neuron.deregistered_wait``, StopBeforeStart.
-    """
-    longest = config.miner.deregistered_wait.total_seconds()
-    metrics = MetricsFile(folder / "metrics.prom", every=60.0)
-    metrics.registry.set("registered", 0)
-    metrics.registry.set("protocol_run", config.store.run)
-    say, ask = (
-        Throttle(every.total_seconds(), clock=lambda: time.monotonic())
-        for every in (SAY_AGAIN, ASK_ANOTHER)
-    )
-    silent = (config.chain.neurons_interval + SILENT).total_seconds()
-    before = read_at = time.monotonic()
-    reads = chain.reads()
-    try:
-        while (uid := chain.uid(record.hotkey)) is None:
-            now = time.monotonic()
-            # The list has no date of its own: while the chain is away it is an old one.
-            if reads != chain.reads():
-                reads, read_at = chain.reads(), now
-            if now - read_at < silent and believable(
-                chain.neurons(), config.miner.master_ss58_address
-            ):
-                # Only while a list that can be true says so: an outage uses up none of the wait.
-                record.waited += now - before
-            before = now
-            if record.waited >= longest:
-                record.waited = 0.0  # a start by hand waits again
-                raise Deregistered(
-                    f"hotkey {record.hotkey} was not registered again within "
-                    f"--neuron.deregistered_wait ({longest / 3600:.1f} h), so the miner ends; its "
-                    f"weights are kept: register it with `{config.chain.how_to_register}`, then "
-                    "start the miner"
-                )
-            if say():
-                subnet, first = config.chain.netuid, ""
-                lost = f"Hotkey {record.hotkey} is not registered on subnet {subnet} any more"
-                if chain.expelled(record.hotkey):
-                    lost = f"The founder expelled hotkey {record.hotkey} from this network"
-                    first = "Ask the founder, who lets it in again by `dt-registry expel --again`. "
-                log.warning(
-                    "%s, so nothing is trained or uploaded; weights and run folder are kept. "
-                    "%sRegister it with `%s`, and the miner goes on by itself. It ends with status "
-                    "3 in %.1f h (--neuron.deregistered_wait)",
-                    lost,
-                    first,
-                    config.chain.how_to_register,
-                    (longest - record.waited) / 3600,
-                )
-            if ask():
-                chain.ask_another()
-                record.save(folder / REGISTRATION_FILE)
-            # The loop, which writes them later, is not there yet, and an alert waits for this one.
-            metrics.write(lambda: None)
-            pause(wanted)
-    finally:  # what was waited counts for the next start
-        record.save(folder / REGISTRATION_FILE)
-    log.info("Hotkey %s is registered again, with uid %d: the miner goes on", record.hotkey, uid)
-    return uid
-
-
 def on_this_node(config: Config, folder: Path, ranks: Ranks, info: StartupInfo) -> StartupInfo:
     """Rank 0's ``info``, where other machines have the tokenizer in a folder of their own."""
     node, found = ranks.rank // ranks.local_world_size, None
@@ -492,19 +346,3 @@ def on_this_node(config: Config, folder: Path, ranks: Ranks, info: StartupInfo) 
             )
         found = {"path": str(path)}
     return replace(info, tokenizer_path=ranks.share(f"tokenizer-{node}", found)["path"])
-
-
-def read_published(bucket: BucketReader) -> Published:
-    found = Published()
-    try:
-        root = bucket.metadata()
-        age = None if root is None else bucket.age(root.outer_step)
-        if root is not None and age is not None:
-            found = Published(at=time.monotonic() - age.total_seconds())
-            # After the age is noted: a list that cannot be read leaves the age known.
-            newest = max(bucket.config(root.outer_step)[1].block_list, default=None)
-            found = replace(found, newest_block=newest)
-    except StoreError as error:
-        what = "the newest upload" if found.at is None else "the uploaded block list"
-        log.warning("The age of %s is not known before the next upload: %s", what, error)
-    return found

@@ -14,13 +14,11 @@ Tests build the same rank with services of their own.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import queue
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -36,12 +34,6 @@ from distributed_training.common.processes import die_with_parent, write_stacks_
 from distributed_training.config import Config, ConfigError, exit_with
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.pipeline import DataPipeline
-from distributed_training.health.gpus import (
-    NvmlSampler,
-    cuda_state,
-    gpu_report_lines,
-    visible_gpu_count,
-)
 from distributed_training.node.start import (
     NetworkFailure,
     Stopped,
@@ -53,7 +45,6 @@ from distributed_training.protocol import lines
 from distributed_training.protocol.types import (
     ExitStatus,
     RankFailedError,
-    StepReport,
 )
 from distributed_training.store.bucket_reader import refuse
 from distributed_training.swarm.swarm import HivemindSwarm
@@ -68,6 +59,7 @@ from . import events as ev
 from . import services
 from .block_list import BlockList
 from .controller import Controller, Subscriber
+from .device import rank_device, report_device, utilization_of, warnings_of
 from .events import GlobalView, MinerState, Mode, Rules
 from .global_state import GlobalEpoch, StopBeforeStart
 from .income import Income
@@ -85,121 +77,10 @@ from .run_folder import (
     write_pid_file,
 )
 from .services import Services, StartupInfo, global_interval
+from .signals import RankStop, who_stops
 from .uploads import Uploads
 
 log = logging.getLogger(__name__)
-
-
-def rank_device(wanted: str, local_rank: int, *, remembered: int = 0) -> torch.device:
-    """Return the device of ``--neuron.device``; a GPU becomes the process's current one.
-
-    ``remembered``: GPUs that earlier ranks of this run folder ran on. Raises ConfigError for cuda
-    without a GPU. Raises NetworkFailure for auto if there are GPUs, or were before: just after a
-    reboot or a driver's upgrade that passes, and a rank that is once on the CPU would stay there,
-    and take days for a step.
-    """
-    if wanted != "cpu" and torch.cuda.is_available():
-        device = torch.device("cuda", local_rank)
-        torch.cuda.set_device(device)
-        return device
-    if wanted == "cuda":
-        raise ConfigError(
-            f"--neuron.device cuda, but torch {torch.__version__} sees no GPU, so nothing would be "
-            "trained in time: python scripts/diagnose.py says why; --neuron.device cpu takes the "
-            "CPU"
-        )
-    if wanted == "auto" and (gpus := visible_gpu_count() or remembered):
-        raise NetworkFailure(
-            f"torch {torch.__version__} cannot use the {gpus} GPUs this miner has, so nothing is "
-            "trained until it can, rather than on the CPU: nvidia-smi and python "
-            "scripts/diagnose.py say why; --neuron.device cpu takes the CPU"
-        )
-    return torch.device("cpu")
-
-
-def warnings_of(config: Config, device: torch.device) -> Callable[[StepReport], list[str]]:
-    """Return a function that lists the warnings of an inner step.
-
-    A step that used no GPU memory is wrong where a GPU is used, or is there to be used.
-    """
-
-    def expects_gpu() -> bool:
-        return device.type == "cuda" or (config.miner.device != "cpu" and visible_gpu_count() > 0)
-
-    slow = config.diagnostics.slow_step
-    return lambda step: lines.step_warnings(step, slow_step=slow, expect_gpu=expects_gpu())
-
-
-def utilization_of(device: torch.device) -> Callable[[], float | None] | None:
-    """Return what measures the device's utilization in percent; None if nothing does."""
-    if device.type != "cuda":
-        return None
-    sampler = NvmlSampler.open(device.index)
-    if sampler is not None:
-        return sampler.utilization
-    log.warning(
-        "GPU utilization is not reported: NVML is not usable (`python scripts/diagnose.py`)"
-    )
-    return None
-
-
-def report_device(
-    config: Config, device: torch.device, *, micro_batch: int, world_size: int
-) -> None:
-    """Log the GPU block, once the model is there; problems as warnings."""
-    for line in gpu_report_lines(
-        cuda=cuda_state(device.index),
-        model_device=str(device),
-        micro_batch=micro_batch,
-        effective=config.training.local_batch_size_train_effective,
-        world_size=world_size,
-        expect_gpu=config.miner.device != "cpu",
-    ):
-        log.log(logging.WARNING if line.startswith("❌") else logging.INFO, "%s", line)
-
-
-def who_stops() -> str:
-    """Return why SIGTERM came, as far as a rank can see: also who started it has it sent."""
-    launcher = multiprocessing.parent_process()
-    if launcher is not None and not launcher.is_alive():
-        return f"the launcher (pid {launcher.pid}) is gone"
-    return "asked to stop"
-
-
-class RankStop:
-    """SIGTERM asks for a stop; SIGINT is the launcher's to handle (a terminal sends it to all).
-
-    ``events``: rank 0's queue, in which the stop arrives as an event like any other.
-    """
-
-    def __init__(self) -> None:
-        self.events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
-        self.wanted = False
-        self._interrupts = False
-
-    def install(self) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, self._handle)
-
-    @contextmanager
-    def interrupting(self) -> Iterator[None]:
-        """Let a stop raise :class:`Stopped` inside, whatever the main thread waits for there."""
-        self._interrupts = True
-        try:
-            if self.wanted:
-                raise Stopped
-            yield
-        finally:
-            self._interrupts = False
-
-    def _handle(self, number: int, frame: object) -> None:
-        del number, frame
-        self.wanted = True
-        # Of a SimpleQueue: another put, in the code that the signal interrupts, does no harm.
-        self.events.put(ev.StopRequested(who_stops()))
-        if self._interrupts:
-            self._interrupts = False  # once: the next one would cut its clean-up short
-            raise Stopped
 
 
 #: Covers every collective of the control channel. Rank 0 comes to a boundary at least every 0.2 s

@@ -26,7 +26,7 @@ from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.common.ports import free_ports
 from distributed_training.config import load_config
 from distributed_training.miner import events as ev
-from distributed_training.miner import services
+from distributed_training.miner import registration
 from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.income import Income
 from distributed_training.miner.launcher import Outages
@@ -270,7 +270,7 @@ def test_a_miner_that_waits_for_its_registration_fires_one_alert_until_it_is_bac
     chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
     argv = ["--neuron.master_ss58_address", VALIDATOR.ss58]
     config = load_config("miner", argv, environ={}, dotenv=None, check=False)
-    monkeypatch.setattr(services, "pause", lambda wanted: time.sleep(0.05))
+    monkeypatch.setattr(registration, "pause", lambda wanted: time.sleep(0.05))
     record = RegistrationRecord(MINER.ss58, 7)
     waits = (config, chain, record, tmp_path, lambda: True)
     said: list[str] = []
@@ -285,7 +285,7 @@ def test_a_miner_that_waits_for_its_registration_fires_one_alert_until_it_is_bac
 
         wait_for(prometheus.answers, "a scrape before there are figures")
         assert firing() == []
-        start = pool.submit(services._registered_again, *waits)
+        start = pool.submit(registration.wait_for_registration, *waits)
         stack.callback(ledger.register, MINER.ss58)  # or the start would wait on
         wait_for(lambda: firing() == ["Deregistered"], "the alert")
         scrapes = "count_over_time(dt_registered[5m]) >= 5"

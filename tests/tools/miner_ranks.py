@@ -33,9 +33,10 @@ from distributed_training.miner import events as ev
 from distributed_training.miner import start
 from distributed_training.miner.events import MinerState
 from distributed_training.miner.global_state import GlobalEpoch
+from distributed_training.miner.own_bucket import Published
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.round_clock import RoundClock
-from distributed_training.miner.services import Published, StartupInfo
+from distributed_training.miner.services import StartupInfo
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from distributed_training.miner import events as ev
-from distributed_training.miner import start
+from distributed_training.miner import signals
 from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.global_state import (
     GlobalEpoch,
@@ -79,7 +79,7 @@ def slow_step(memory: float | None, *, expect_gpu: bool = False) -> Say:
 def sigterm(starter: Any) -> Say:
     def say(_: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(multiprocessing, "parent_process", lambda: starter)
-        stop = start.RankStop()
+        stop = signals.RankStop()
         stop._handle(signal.SIGTERM, None)
         event = stop.events.get_nowait()
         assert isinstance(event, ev.StopRequested)
@@ -166,7 +166,7 @@ def test_a_line_names_no_cause_that_was_not_looked_at(
 
 def test_a_stop_ends_a_start_that_waits_for_a_store() -> None:
     """Once: what the start cleans up then is not cut short by a second signal."""
-    stop = start.RankStop()
+    stop = signals.RankStop()
     stop.install()
     try:
         began = time.monotonic()

@@ -13,8 +13,8 @@ import pytest
 from distributed_training.chain.base import ChainUnavailable
 from distributed_training.chain.identity import AddressUnknown
 from distributed_training.config.settings import StoreSettings
-from distributed_training.miner import services
-from distributed_training.miner.services import Published, read_published
+from distributed_training.miner import own_bucket, services
+from distributed_training.miner.own_bucket import Published, read_published
 from distributed_training.node import identity
 from distributed_training.node.identity import Member
 from distributed_training.node.start import NetworkFailure
@@ -109,9 +109,9 @@ class Outage:
         def unknown(*_: object) -> None:
             raise AddressUnknown("the public address of this machine is unknown")
 
-        monkeypatch.setattr(services.buckets, "open_own", away)
+        monkeypatch.setattr(own_bucket.buckets, "open_own", away)
         monkeypatch.setattr(services, "public_address", unknown)
-        monkeypatch.setattr(services.buckets, "commitment_text", lambda _: "our read keys")
+        monkeypatch.setattr(own_bucket.buckets, "commitment_text", lambda _: "our read keys")
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_a_start_in_an_outage_goes_by_what_the_chain_shows_of_this_miner(outage:
     outage.ledger.serve(MINER.ss58, "1.2.3.4", 8091)
     outage.ledger.commit(MINER.ss58, "our read keys")
     assert services._address(outage.config, outage.member) == "1.2.3.4"
-    found = services._open_bucket(outage.config, outage.member, "mine")
+    found = own_bucket.open_own_bucket(outage.config, outage.member, "mine")
     assert found == (Published(), "our read keys")
 
 
@@ -140,7 +140,7 @@ def test_keys_that_no_start_has_checked_are_not_gone_on_with(
     elif committed is not None:
         outage.ledger.commit(MINER.ss58, committed)
     with pytest.raises(NetworkFailure, match="the store is away"):
-        services._open_bucket(outage.config, outage.member, "mine")
+        own_bucket.open_own_bucket(outage.config, outage.member, "mine")
     with pytest.raises(NetworkFailure, match="address"):
         services._address(outage.config, outage.member)
 

@@ -22,8 +22,8 @@ import torch
 from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import StoreSettings
+from distributed_training.miner import device, global_state, registration, run_folder, start
 from distributed_training.miner import events as ev
-from distributed_training.miner import global_state, run_folder, services, start
 from distributed_training.miner.events import MinerState, Mode, Rules
 from distributed_training.miner.global_state import (
     GlobalBucket,
@@ -63,12 +63,12 @@ from tests.tools.support_store import publish_state
 pytestmark = pytest.mark.timeout(30)
 
 
-@pytest.mark.parametrize(("device", "told"), [("cuda:0", True), ("cpu", False)])
+@pytest.mark.parametrize(("name", "told"), [("cuda:0", True), ("cpu", False)])
 def test_a_gpu_whose_utilization_nobody_measures_is_told_once(
-    device: str, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    name: str, told: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(start.NvmlSampler, "open", lambda index: None)
-    assert start.utilization_of(torch.device(device)) is None
+    monkeypatch.setattr(device.NvmlSampler, "open", lambda index: None)
+    assert device.utilization_of(torch.device(name)) is None
     assert caplog.text.count("GPU utilization is not reported: NVML is not usable") == told
 
 
@@ -388,9 +388,9 @@ def test_ranks_do_not_train_on_the_cpu_while_the_gpus_are_away(
     rank_ends: Callable[..., Any],
 ) -> None:
     """The driver, or the fabric manager, is not ready after a reboot."""
-    monkeypatch.setattr(start.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(start, "visible_gpu_count", lambda: shown)
-    rank_device, cpu = start.rank_device, torch.device("cpu")
+    monkeypatch.setattr(device.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(device, "visible_gpu_count", lambda: shown)
+    rank_device, cpu = device.rank_device, torch.device("cpu")
     status, (told, reason, outside) = rank_ends(
         lambda *_: rank_device("auto", 0, remembered=remembered)
     )
@@ -402,9 +402,9 @@ def test_ranks_do_not_train_on_the_cpu_while_the_gpus_are_away(
     step: Any = SimpleNamespace(seconds=1.0, gpu_memory_gb=None)
     for wanted in ("auto", "cuda", "cpu"):
         config = config_of("--neuron.device", wanted)
-        warned = "LOW GPU MEMORY" in str(start.warnings_of(config, cpu)(step))
+        warned = "LOW GPU MEMORY" in str(device.warnings_of(config, cpu)(step))
         assert warned == (shown > 0 and wanted != "cpu"), wanted
-    monkeypatch.setattr(start, "visible_gpu_count", lambda: 0)
+    monkeypatch.setattr(device, "visible_gpu_count", lambda: 0)
     assert rank_device("auto", 0) == cpu, "a machine without GPUs"
 
 
@@ -422,8 +422,8 @@ class Lost:
         self.config = config_of(*master, "--neuron.deregistered_wait", "6h")
         monkeypatch.setattr(node_chain, "load_wallet", lambda _: MINER)
         monkeypatch.setattr(node_chain, "follow_chain", lambda *_, **named: self.chain)
-        monkeypatch.setattr(services, "pause", self.pause)
-        monkeypatch.setattr(services, "time", SimpleNamespace(monotonic=lambda: self.now))
+        monkeypatch.setattr(registration, "pause", self.pause)
+        monkeypatch.setattr(registration, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def pause(self, wanted: Callable[[], bool]) -> None:
         if not wanted():
@@ -434,7 +434,7 @@ class Lost:
 
     def join(self, *_: object, wanted: Callable[[], bool] = lambda: True) -> tuple[int, str]:
         with ExitStack() as stack:
-            member = services._join(self.config, self.folder, stack, wanted)
+            member = registration.join_network(self.config, self.folder, stack, wanted)
             return ExitStatus.STOPPED, f"uid {member.uid}"
 
     @property
@@ -510,7 +510,7 @@ def test_a_hotkey_that_never_ran_here_is_refused_and_tried_again(
     before: str, lost: Lost, rank_ends: Callable[..., Any]
 ) -> None:
     if before != "nobody":
-        RegistrationRecord("5Another", 3).save(lost.folder / services.REGISTRATION_FILE)
+        RegistrationRecord("5Another", 3).save(lost.folder / registration.REGISTRATION_FILE)
     lost.ledger.deregister(MINER.ss58)
     status, (told, reason, outside) = rank_ends(lost.join)
     assert status == told == ExitStatus.FAULT and outside and lost.now == 0

@@ -1,0 +1,89 @@
+"""The device of a rank, and what is reported of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+from distributed_training.config import Config, ConfigError
+from distributed_training.health.gpus import (
+    NvmlSampler,
+    cuda_state,
+    gpu_report_lines,
+    visible_gpu_count,
+)
+from distributed_training.node.start import NetworkFailure
+from distributed_training.protocol import lines
+from distributed_training.protocol.types import StepReport
+
+log = logging.getLogger(__name__)
+
+
+def rank_device(wanted: str, local_rank: int, *, remembered: int = 0) -> torch.device:
+    """Return the device of ``--neuron.device``; a GPU becomes the process's current one.
+
+    ``remembered``: GPUs that earlier ranks of this run folder ran on. Raises ConfigError for cuda
+    without a GPU. Raises NetworkFailure for auto if there are GPUs, or were before: just after a
+    reboot or a driver's upgrade that passes, and a rank that is once on the CPU would stay there,
+    and take days for a step.
+    """
+    if wanted != "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda", local_rank)
+        torch.cuda.set_device(device)
+        return device
+    if wanted == "cuda":
+        raise ConfigError(
+            f"--neuron.device cuda, but torch {torch.__version__} sees no GPU, so nothing would be "
+            "trained in time: python scripts/diagnose.py says why; --neuron.device cpu takes the "
+            "CPU"
+        )
+    if wanted == "auto" and (gpus := visible_gpu_count() or remembered):
+        raise NetworkFailure(
+            f"torch {torch.__version__} cannot use the {gpus} GPUs this miner has, so nothing is "
+            "trained until it can, rather than on the CPU: nvidia-smi and python "
+            "scripts/diagnose.py say why; --neuron.device cpu takes the CPU"
+        )
+    return torch.device("cpu")
+
+
+def warnings_of(config: Config, device: torch.device) -> Callable[[StepReport], list[str]]:
+    """Return a function that lists the warnings of an inner step.
+
+    A step that used no GPU memory is wrong where a GPU is used, or is there to be used.
+    """
+
+    def expects_gpu() -> bool:
+        return device.type == "cuda" or (config.miner.device != "cpu" and visible_gpu_count() > 0)
+
+    slow = config.diagnostics.slow_step
+    return lambda step: lines.step_warnings(step, slow_step=slow, expect_gpu=expects_gpu())
+
+
+def utilization_of(device: torch.device) -> Callable[[], float | None] | None:
+    """Return what measures the device's utilization in percent; None if nothing does."""
+    if device.type != "cuda":
+        return None
+    sampler = NvmlSampler.open(device.index)
+    if sampler is not None:
+        return sampler.utilization
+    log.warning(
+        "GPU utilization is not reported: NVML is not usable (`python scripts/diagnose.py`)"
+    )
+    return None
+
+
+def report_device(
+    config: Config, device: torch.device, *, micro_batch: int, world_size: int
+) -> None:
+    """Log the GPU block, once the model is there; problems as warnings."""
+    for line in gpu_report_lines(
+        cuda=cuda_state(device.index),
+        model_device=str(device),
+        micro_batch=micro_batch,
+        effective=config.training.local_batch_size_train_effective,
+        world_size=world_size,
+        expect_gpu=config.miner.device != "cpu",
+    ):
+        log.log(logging.WARNING if line.startswith("❌") else logging.INFO, "%s", line)

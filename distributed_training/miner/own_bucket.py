@@ -1,0 +1,70 @@
+"""This miner's own bucket, as a start finds it."""
+
+from __future__ import annotations
+
+import logging
+import time
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+from distributed_training.chain.base import ChainUnavailable
+from distributed_training.config import Config
+from distributed_training.node import buckets
+from distributed_training.node.identity import Member
+from distributed_training.node.start import NetworkFailure
+from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.store.s3 import StoreError
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Published:
+    """Our bucket's content when this process started; None: empty, or it could not be read."""
+
+    at: float | None = None  # time.monotonic() of its newest gradients.pt
+    newest_block: int | None = None  # of the block list beside it
+
+
+def open_own_bucket(config: Config, member: Member, bucket: str) -> tuple[Published, str]:
+    """Return our bucket's content and the commitment to it, both keys checked.
+
+    Raises ConfigError, NetworkFailure.
+    """
+    try:
+        with closing(buckets.open_own(config.store, bucket)) as store:
+            buckets.check_own(store)
+            published = read_published(BucketReader(store, large=buckets.BUCKET_CHECK))
+        return published, buckets.own_commitment(config.store, bucket)
+    except NetworkFailure as error:
+        commitment = buckets.commitment_text(config.store)
+        try:
+            shown = member.chain.commitment(member.hotkey)
+        except ChainUnavailable:  # only the neurons could be read so far
+            shown = None
+        # What the chain shows was tried by an earlier start; other keys are not published untried.
+        if shown != commitment:
+            raise
+        log.warning(
+            "Bucket %s does not answer (%s): starting without a look into it; uploads are tried "
+            "until it answers",
+            bucket,
+            error,
+        )
+        return Published(), commitment
+
+
+def read_published(bucket: BucketReader) -> Published:
+    found = Published()
+    try:
+        root = bucket.metadata()
+        age = None if root is None else bucket.age(root.outer_step)
+        if root is not None and age is not None:
+            found = Published(at=time.monotonic() - age.total_seconds())
+            # After the age is noted: a list that cannot be read leaves the age known.
+            newest = max(bucket.config(root.outer_step)[1].block_list, default=None)
+            found = replace(found, newest_block=newest)
+    except StoreError as error:
+        what = "the newest upload" if found.at is None else "the uploaded block list"
+        log.warning("The age of %s is not known before the next upload: %s", what, error)
+    return found

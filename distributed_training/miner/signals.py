@@ -1,0 +1,57 @@
+"""The signals that stop a rank."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from distributed_training.node.start import Stopped
+
+from . import events as ev
+
+
+def who_stops() -> str:
+    """Return why SIGTERM came, as far as a rank can see: also who started it has it sent."""
+    launcher = multiprocessing.parent_process()
+    if launcher is not None and not launcher.is_alive():
+        return f"the launcher (pid {launcher.pid}) is gone"
+    return "asked to stop"
+
+
+class RankStop:
+    """SIGTERM asks for a stop; SIGINT is the launcher's to handle (a terminal sends it to all).
+
+    ``events``: rank 0's queue, in which the stop arrives as an event like any other.
+    """
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
+        self.wanted = False
+        self._interrupts = False
+
+    def install(self) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, self._handle)
+
+    @contextmanager
+    def interrupting(self) -> Iterator[None]:
+        """Let a stop raise :class:`Stopped` inside, whatever the main thread waits for there."""
+        self._interrupts = True
+        try:
+            if self.wanted:
+                raise Stopped
+            yield
+        finally:
+            self._interrupts = False
+
+    def _handle(self, number: int, frame: object) -> None:
+        del number, frame
+        self.wanted = True
+        # Of a SimpleQueue: another put, in the code that the signal interrupts, does no harm.
+        self.events.put(ev.StopRequested(who_stops()))
+        if self._interrupts:
+            self._interrupts = False  # once: the next one would cut its clean-up short
+            raise Stopped
