@@ -24,7 +24,6 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -135,7 +134,6 @@ def our_miner(world: World) -> Miner:
         upload_steps=5,
         minimum_inner_step=50,
         age_limit=UPLOAD_AGE_LIMIT,
-        slack=timedelta(seconds=240),
     )
 
     def decide(

@@ -123,7 +123,6 @@ PRESETS: dict[str, Mapping[str, str]] = {
         "neuron.warmup_steps": "20",
         "neuron.total_steps": "2000",
         "neuron.upload_steps": "10",
-        "neuron.upload_slack": "2",
         "neuron.minimum_valid_inner_step": "5",
         "neuron.min_group_size": "2",
         "neuron.blocks_per_allreduce": "60",

@@ -24,7 +24,8 @@ neuron.keep_unsharded neuron.loss_kernel neuron.nan_limit neuron.nan_slow_steps
 neuron.quantization_bins neuron.quantization_range neuron.score_preview neuron.snapshot_timeout
 no_prompt
 profile.start
-r2.checksum_mode r2.connect_timeout r2.part_size r2.write_interval
+r2.checksum_mode r2.concurrency r2.connect_timeout r2.part_size r2.read_timeout r2.uploader_nice
+r2.write_interval
 show_all_rank_logs
 strict
 validator.alive_timeout validator.evaluation_ranks validator.held_out_sequences
@@ -38,7 +39,11 @@ NO_EFFECT = frozenset(_NO_EFFECT.split())
 
 #: Flag -> the value that holds now. Another one is refused.
 FIXED: dict[str, str] = {
+    "neuron.allow_failed_peers": "true",
+    "neuron.max_average_norm_ratio": "20",
     "neuron.shard_across_nodes": "false",  # each machine holds a copy of the model
+    "neuron.upload_slack": "240s",
+    "r2.file_deadline": "0s",  # as long as the age limit of an upload
 }
 
 #: Flag -> what an operator does instead. Any value is refused.

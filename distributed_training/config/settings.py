@@ -480,8 +480,7 @@ class StoreSettings:
     """region name that requests are signed for"""
     write_interval: timedelta = 1.1 * SECOND  # between two writes of a key: R2 allows one a second
     connect_timeout: timedelta = 10 * SECOND
-    read_timeout: Wait = flag("r2.read_timeout", 60 * SECOND)
-    """wait for the object store's answer, or for the next bytes of a download"""
+    read_timeout: timedelta = 60 * SECOND  # between two pieces of the store's answer
     global_model_name: GlobalBucket = flag(
         "neuron.global_model_name", network="store.global_bucket"
     )
@@ -496,32 +495,23 @@ class StoreSettings:
     """first inner step of an outer step to upload; lowered, with a warning, if that is too late"""
     age_limit: Age = flag("neuron.repo_age_limit", network="round.upload_age_limit")
     """age of gradients.pt from which validators count the bucket as stale"""
-    upload_slack: Span = flag("neuron.upload_slack", 240 * SECOND)
-    """an upload should end at least this long before a round or the age limit"""
     block_on_preview: bool = flag("neuron.block_on_preview", False)
     """do not upload a gradient whose own decode does not lower the loss (default: warn only)"""
     keep_epochs: int = flag("neuron.keep_epochs", 3, ge=1, le=1000)
     """outer steps kept in the bucket; of local snapshots only the newest uploaded one stays"""
     part_size: int = 0  # bytes of a multipart upload's parts; 0: by the file's size
-    concurrency: int = flag("r2.concurrency", 6, ge=1, le=256)
-    """parts sent or fetched at the same time"""
-    uploader_nice: int = flag("r2.uploader_nice", 15, ge=0, le=19)
-    """the uploader's niceness above training's; less where training fills every core"""
-    file_deadline: Span = flag("r2.file_deadline", 0 * SECOND)
-    """longest time an upload, or the download of a state, may take: all files and retries, without
-    the pauses of a round; 0: as long as --neuron.repo_age_limit"""
+    concurrency: int = 6  # parts sent or fetched at the same time
     snapshot_timeout: timedelta = 600 * SECOND  # until all ranks have written their files of one
     take_bucket: bool = flag("r2.take_bucket", False)
     """upload even though another miner claimed this bucket within the last minutes"""
 
     @property
     def longest_transfer(self) -> timedelta:
-        """``--r2.file_deadline``.
+        """The time that an upload, or the download of a state, may take, without pauses.
 
-        An upload counts until the age limit, so none is given up before that unless an operator
-        asks for it.
+        An upload counts until the age limit, so none is given up before that.
         """
-        return self.file_deadline or min(self.age_limit, DAY)
+        return min(self.age_limit, DAY)
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -573,13 +563,6 @@ class SwarmSettings:
     compression: Literal["none", "float16"] = flag("neuron.all_reduce_compression", "none")
     """how this peer sends tensors in a round: 'none' as the public network does; 'float16' halves
     the bytes and rounds the values, which every peer understands"""
-    # One peer's NaN makes every peer's average NaN, and the swarm calls that a success.
-    max_norm_ratio: float = flag("neuron.max_average_norm_ratio", 20.0, ge=0, le=1e9)
-    """an average whose norm is more than this times the median of the last rounds' (the local
-    pseudo-gradient's, until three are known) is refused; 0 accepts any"""
-    allow_failed_peers: bool = flag("neuron.allow_failed_peers", True)
-    """take the outer step although a peer of the group failed in mid-transfer, as the public
-    network does (its parts keep local values); 'no' refuses such a round"""
 
 
 @dataclass(frozen=True, config=SETTINGS)

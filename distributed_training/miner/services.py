@@ -307,7 +307,6 @@ def _upload_schedule(settings: StoreSettings, published: Published) -> UploadSch
         upload_steps=settings.upload_steps,
         minimum_inner_step=settings.minimum_valid_inner_step,
         age_limit=settings.age_limit,
-        slack=settings.upload_slack,
         published_at=published.at,
     )
 

@@ -614,8 +614,8 @@ class Sender:
             if self._uplink.clock() > until:
                 raise DeadlineError(
                     f"{record.key}: part {number} of {len(cut.numbers)} was not sent in the time "
-                    "an upload has (--r2.file_deadline), so it is given up: the next snapshot is "
-                    "younger"
+                    "an upload has (--neuron.repo_age_limit), so it is given up: the next snapshot "
+                    "is younger"
                 )
             body = cut.section(number)
             try:

@@ -32,6 +32,8 @@ from numpy.typing import NDArray
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import PublicationReport, StepReport
 
+#: How long before a round or the age limit an upload should end at least, in seconds.
+SLACK = 240.0
 _MOST_MOMENTS = 150  # that are considered
 # Between the last snapshot and the expected call: steps vary, and an earlier call leaves none. Each
 # whole step costs 1 % of the looks that find an upload. The check goes on in the round.
@@ -196,8 +198,8 @@ class UploadSchedule:
     """Fed with each inner step and the report of each upload; times are of one monotonic clock.
 
     ``minimum_inner_step``: nothing of an outer step is uploaded before it, unless that would come
-    too late for validators, who refuse inner step 0 only. ``age_limit``: of a file, ``slack``: how
-    long before such a limit things are to happen. ``published_at``: of what the bucket held at the
+    too late for validators, who refuse inner step 0 only. ``age_limit``: of a file.
+    ``published_at``: of what the bucket held at the
     start.
     """
 
@@ -207,13 +209,11 @@ class UploadSchedule:
         upload_steps: int,
         minimum_inner_step: int,
         age_limit: timedelta,
-        slack: timedelta,
         published_at: float | None = None,
     ) -> None:
         self._every = max(upload_steps, 1)
         self._minimum = minimum_inner_step
         self.age_limit = age_limit.total_seconds()
-        self._slack = slack.total_seconds()
         self.step_seconds: float | None = None
         self.upload_seconds: float | None = None  # snapshot and upload, measured
         self._upload_varies: float | None = None  # by so many seconds, measured
@@ -369,7 +369,7 @@ class UploadSchedule:
 
     def _margin(self) -> float:
         """Return the time by which sending may take longer than it took so far."""
-        return min(self._slack, 1.5 * self._variation())
+        return min(SLACK, 1.5 * self._variation())
 
     def _lowered_minimum(self, now: float) -> int:
         """Return the lowest inner step to upload, at least 1: validators refuse step 0."""
@@ -381,7 +381,7 @@ class UploadSchedule:
 
     def _counts_until(self, rounds: Rounds, outer_step: int) -> float:
         """Return the time at which the last upload of this outer step stops counting."""
-        fresh = self.age_limit - self._slack
+        fresh = self.age_limit - SLACK
         if self.published_at is None:
             # The bucket is empty. Without a round in sight it is treated as one that was fresh when
             # this process began to train.
@@ -412,7 +412,7 @@ class UploadSchedule:
                 self._mean_block_age or self._age_of_blocks(),
             ),
             bounds=Bounds(
-                age_limit=self.age_limit - self._slack,
+                age_limit=self.age_limit - SLACK,
                 margin=self._margin(),
                 spacing=self._every * step,
                 first=minimum * step,
@@ -439,7 +439,7 @@ class UploadSchedule:
     def _pace_warnings(self, now: float, upload: float) -> list[tuple[str, str]]:
         assert self.step_seconds is not None
         said, rounds = [], self._rounds(now)
-        limit, what = self.age_limit - self._slack, "the age limit"
+        limit, what = self.age_limit - SLACK, "the age limit"
         consequence = "count this bucket as stale"
         if rounds.half - self._margin() < limit:
             limit, what = rounds.half - self._margin(), "half the time between two rounds"
@@ -468,7 +468,7 @@ class UploadSchedule:
                 f"after validators begin to judge it, half a period ({rounds.half:.0f}s) after the "
                 "round. They refuse only inner step 0",
             )
-        elif minimum * self.step_seconds + upload > self.age_limit - self._slack:
+        elif minimum * self.step_seconds + upload > self.age_limit - SLACK:
             said += self._once(
                 "first",
                 f"⚠️  Step {minimum}, before which nothing is uploaded, ends "
@@ -480,7 +480,7 @@ class UploadSchedule:
 
     def _age_warning(self, now: float, upload: float) -> list[tuple[str, str]]:
         age = self.repo_age(now)
-        if age is None or age <= self.age_limit - self._slack - upload:
+        if age is None or age <= self.age_limit - SLACK - upload:
             return []
         why = "no step could be uploaded since"
         if self._asked is not None:

@@ -77,6 +77,7 @@ from .uploader import Close, Paused, PeerId, Start
 
 log = logging.getLogger("distributed_training.store.uploader")  # __name__ is __main__ here
 
+_NICENESS = 15  # above training's: at 19 nothing is sent where training fills every core
 SWEEP_EVERY = timedelta(hours=1)
 _CLAIM_RETRY = timedelta(seconds=15)
 _CLAIM_LINES_EVERY = 600.0  # seconds between two lines with the same problem
@@ -105,7 +106,7 @@ class Publication:
     def run(self, submission: Submission) -> PublicationReport:
         """Publish; every failure but a stop is a report with its reason.
 
-        ``--r2.file_deadline`` covers all transfers with their retries, without the pauses.
+        ``settings.longest_transfer`` covers all transfers with their retries, without the pauses.
         Raises StoppedError; the journal then holds what the next process needs to go on.
         """
         began = time.monotonic()
@@ -502,7 +503,7 @@ def main() -> int:
     write_stacks_on_signal()
 
     start: Start = parent.receive()
-    lower_priority(start.settings.uploader_nice)
+    lower_priority(_NICENESS)
     parent.take_log()
     logging.getLogger("distributed_training").setLevel(logging.INFO)
     try:

@@ -27,7 +27,6 @@ from pydantic import Field
 
 from distributed_training.common.files import read_state, write_state
 from distributed_training.config.settings import SwarmSettings
-from distributed_training.protocol.lines import counted
 from distributed_training.protocol.synapses import round_timeout
 from distributed_training.protocol.types import (
     AllReduceError,
@@ -85,9 +84,7 @@ class HivemindSwarm:
         self._settings = settings
         self._memory = SharedTensors([shape for _, shape in schema])
         self.buffers: Sequence[torch.Tensor] = self._memory.tensors
-        self._judge = Judge(
-            folder / "norms.json", run_id=settings.run_id, max_ratio=settings.max_norm_ratio
-        )
+        self._judge = Judge(folder / "norms.json", run_id=settings.run_id)
         self._one_round = threading.Lock()
         self._cancelled = threading.Event()  # of the round that runs
         self._number = 0
@@ -254,13 +251,6 @@ class HivemindSwarm:
         except AllReduceError as error:
             raise AllReduceError(error.fault, error.detail, answer.causes) from None
         failed = tuple(sorted(answer.causes))
-        if (failed or answer.kept_local > 0) and not self._settings.allow_failed_peers:
-            raise AllReduceError(
-                AllReduceFault.PEER_FAILED,
-                f"{counted(len(failed), 'peer')} failed, {answer.kept_local:.1%} of the "
-                "values have no average (--neuron.allow_failed_peers no)",
-                answer.causes,
-            )
         if answer.transfer > _SHORTEST_MEASURE and not failed:
             # What passed through this peer in both directions, as load balancing counts it.
             self._bandwidth = 8e-6 * 4 * self._memory.values / answer.transfer
@@ -282,6 +272,8 @@ def _log_left_out(causes: Mapping[str, str]) -> None:
         log.warning("Peer %s was left out of the round: %s", peer, cause)
 
 
+#: Of an average's norm to what is usual: one that is longer is refused.
+MAX_NORM_RATIO = 20.0
 _KEPT = 5
 _ENOUGH_ROUNDS = 3  # as many past norms make a median that one bad round does not move
 
@@ -301,15 +293,13 @@ class Judge:
     own pseudo-gradient is the worse measure: short when we joined late, long when it is we who
     diverged. What others sent us to average is the better one: one peer alone does not make it.
 
-    ``max_ratio``: of an average's norm to what is usual; 0 accepts any that is finite. ``path``
-    keeps ``norms`` of the swarm named ``run_id`` over a restart. A file that cannot be read or
-    written costs the memory of past rounds, never a round.
+    ``path`` keeps ``norms`` of the swarm named ``run_id`` over a restart. A file that cannot be
+    read or written costs the memory of past rounds, never a round.
     """
 
-    def __init__(self, path: Path, *, run_id: str, max_ratio: float) -> None:
+    def __init__(self, path: Path, *, run_id: str) -> None:
         self._path = path
         self._run_id = run_id
-        self._max_ratio = max_ratio
         lost = "averages are held against this round's pseudo-gradients for three rounds"
         kept = read_state(path, _Norms, lost=lost)
         # Oldest first. Another swarm's do not count.
@@ -334,7 +324,7 @@ class Judge:
         if usual is None:
             usual = math.inf if others_norm is None else max(local_norm, others_norm)
             known = "ours" if usual == local_norm else "the others'"
-        refused = 0 < self._max_ratio * usual < average_norm
+        refused = 0 < MAX_NORM_RATIO * usual < average_norm
         # When the run itself changes, the measure must follow; but slowly, or three rounds of
         # nonsense would make nonsense usual.
         self._remember(min(average_norm, 2 * usual) if refused else average_norm)
@@ -342,7 +332,7 @@ class Judge:
             raise AllReduceError(
                 AllReduceFault.OUT_OF_BOUNDS,
                 f"norm {average_norm:.4g} against {usual:.4g} of {known}, more than "
-                f"--neuron.max_average_norm_ratio {self._max_ratio:g}",
+                f"{MAX_NORM_RATIO:g} times as much",
             )
 
     def _remember(self, norm: float) -> None:

@@ -70,7 +70,6 @@ class Miner:
             upload_steps=10,
             minimum_inner_step=10,
             age_limit=timedelta(seconds=4800),
-            slack=timedelta(0),
             published_at=time.monotonic() - 100,
         )
         self.machine = MachineGauges(folder, needed=10**6, gpus=0)

@@ -146,7 +146,7 @@ def test_a_pause_in_the_middle_of_parts_frees_the_line(
 def test_an_outage_longer_than_the_deadline_is_a_report_and_the_next_try_resumes(
     server: ObjectStoreServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    upload = Upload(server, tmp_path, file_deadline=timedelta(minutes=10))
+    upload = Upload(server, tmp_path, age_limit=timedelta(minutes=10))
     direct = upload.bucket
     away: list[Call] = []  # each try takes five minutes
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 300 * len(away))

@@ -103,7 +103,7 @@ HOW = [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
 def test_killed_at_a_point_the_next_process_goes_on(
     server: ObjectStoreServer, tmp_path: Path, point: str, how: signal.Signals
 ) -> None:
-    base = settings_for(server, file_deadline=timedelta(seconds=90))
+    base = settings_for(server, age_limit=timedelta(seconds=90))
     direct = new_bucket(server, base)
     older = Revision(5, 4, 5)
     digests = {}

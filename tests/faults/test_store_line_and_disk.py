@@ -44,7 +44,7 @@ def test_a_bucket_deleted_in_the_middle_of_an_upload(
     server: ObjectStoreServer, tmp_path: Path
 ) -> None:
     """Told apart from a passing fault at once; once the bucket is there again, so is the state."""
-    sending = Upload(server, tmp_path, file_deadline=timedelta(seconds=80))
+    sending = Upload(server, tmp_path, age_limit=timedelta(seconds=80))
     direct = sending.bucket
     gone = threading.Event()
 

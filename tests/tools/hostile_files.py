@@ -323,7 +323,7 @@ READERS: dict[str, Reader] = {
     "lines": Reader("events.jsonl", _lines, lambda: _LINE * 9),
     "norms": Reader(
         "norms.json",
-        lambda path: Judge(path, run_id="run", max_ratio=20.0).norms,
+        lambda path: Judge(path, run_id="run").norms,
         _json({"run_id": "run", "norms": [1.5, 2]}),
     ),
     "peers": Reader(

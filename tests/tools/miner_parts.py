@@ -33,7 +33,6 @@ def upload_schedule(
         upload_steps=upload_steps,
         minimum_inner_step=first,
         age_limit=timedelta(hours=9),
-        slack=timedelta(0),
         published_at=published_at,
     )
 

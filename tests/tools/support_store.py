@@ -52,7 +52,7 @@ def settings_for(server: ObjectStoreServer, **changes: Any) -> StoreSettings:
         "concurrency": 3,
         "write_interval": timedelta(0),
         "minimum_valid_inner_step": 5,
-        "file_deadline": timedelta(seconds=30),
+        "age_limit": timedelta(seconds=30),
         "snapshot_timeout": timedelta(seconds=10),
         "connect_timeout": timedelta(seconds=3),
         "read_timeout": timedelta(seconds=5),

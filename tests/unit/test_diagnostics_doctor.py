@@ -220,8 +220,6 @@ def test_the_doctor_of_a_miner_that_deletes_folders_meanwhile(
     [
         ({}, 2000, "ok", "about 33 min"),
         ({}, 3000, "warn", "validators refuse it after 80 min"),
-        ({"file_deadline": "40m"}, 2000, "warn", "--r2.file_deadline gives it up after 40 min"),
-        ({"file_deadline": "9h"}, 3000, "warn", "validators refuse it after 80 min"),
         ({"age_limit": "60m"}, 2000, "warn", "validators refuse it after 60 min"),
     ],
 )

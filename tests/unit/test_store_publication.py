@@ -50,7 +50,7 @@ pytestmark = pytest.mark.timeout(120)
 REVISION = Revision(5, 3, 50)
 MINER_FILES = keys.data_files(1)
 SETTINGS = StoreSettings(
-    file_deadline=timedelta(seconds=60),
+    age_limit=timedelta(seconds=60),
     snapshot_timeout=timedelta(seconds=0.3),
     write_interval=timedelta(0),
     part_size=5 * 2**20,
@@ -405,7 +405,7 @@ def test_an_upload_over_a_slow_link_ends_at_its_deadline(
     monkeypatch.setattr(time, "monotonic", lambda: real() + later)
     store = MemoryObjectStore(before=before)
     write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=2400)
-    report = run(store, tmp_path / "s", file_deadline=timedelta(seconds=20), concurrency=1)
+    report = run(store, tmp_path / "s", age_limit=timedelta(seconds=20), concurrency=1)
     assert not report.ok and "part 3 of 4 was not sent in the time" in report.reason
     assert parts == 2 and store.list_objects("epoch-") == []
 

@@ -56,7 +56,6 @@ def schedule(every: int = 5, **changes: object) -> UploadSchedule:
         "upload_steps": every,
         "minimum_inner_step": 50,
         "age_limit": timedelta(seconds=4800),
-        "slack": timedelta(seconds=240),
     }
     return UploadSchedule(**values | changes)
 

@@ -25,7 +25,7 @@ from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(240)
 SETTINGS = StoreSettings(
-    file_deadline=timedelta(seconds=60),
+    age_limit=timedelta(seconds=60),
     snapshot_timeout=timedelta(seconds=60),
     write_interval=timedelta(0),
     keep_epochs=2,
