@@ -2,5 +2,5 @@
 
 ``upload`` (bucket, block list, text and content, checked; why a score is zero, and what fixes it),
 ``evaluator`` (the loss before and after it). The preview of ``scripts/score.py``:
-``score_preview`` and ``command`` (table and JSON). Nothing is imported here.
+``score_preview`` and ``command`` (lines and JSON). Nothing is imported here.
 """

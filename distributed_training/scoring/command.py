@@ -1,27 +1,22 @@
-"""Score a miner as a validator would now, with the cause of its score and the one thing to change.
+"""Find the verdict that a validator would reach now on an upload, its cause, and its one fix.
 
     python scripts/score.py [--uid N... | --all] [--watch [SECONDS]] [--json] [options] [flags]...
 
     python scripts/score.py                          the miner of this wallet
-    python scripts/score.py --uid 227 31             two miners, against the best paid others
+    python scripts/score.py --uid 227 31             two miners
     python scripts/score.py --all --json             everybody, for programs
     python scripts/score.py --subnet runs/localnet --all        a local subnet that runs
-    python scripts/score.py --uid 5 --folder UPLOAD --global GLOBAL   two folders, no network
 
-    --uid N...           whose score (default: of the hotkey that the wallet flags name)
+    --uid N...           whose upload (default: of the hotkey that the wallet flags name)
     --all                every miner's
-    --others N           so many other miners to rank them among, the best paid first (8)
     --random-block N...  text of these blocks; without it one is drawn as validators do
-    --draws N            draw so many blocks: slower, and surer figures (1)
     --sequences N        at most so many sequences a block; 0: all, as validators do
-    --passes N           of which rank and share speak; 1: these figures alone (40)
     --timeout SECONDS    for all that is read from one miner (60)
     --watch [SECONDS]    look again and again (every 300)
     --json               one JSON object a look
     --subnet FOLDER      the local subnet whose run folder this is
     --bucket NAME        read the one --uid from this bucket of yours, with the R2_READ keys
     --folder FOLDER      read the one --uid from a folder: a snapshot, or a bucket's copy
-    --global FOLDER      the global state from a folder; with --folder no chain is asked
     --background         at the lowest priority, one thread, no GPU, 32 sequences a block
     --cache FOLDER       keeps the global weights (default ~/.cache/distributed-training/score)
 
@@ -29,7 +24,7 @@ A GPU that another process uses is left alone: without a free one this runs as w
 ``--neuron.device cuda`` takes the first GPU all the same.
 Takes every flag of neurons/validator.py, .env and the environment. Reads only what is public.
 Exit status: 0 looked, 1 the chain or the global state could not be read or memory ran out, 2 a flag
-is wrong.
+is wrong. (--passes changes nothing: up to 0.2.0 ranks and shares were simulated.)
 """
 
 from __future__ import annotations
@@ -39,7 +34,7 @@ import json
 import logging
 import math
 import os
-import shutil
+import random
 import signal
 import sys
 import time
@@ -65,9 +60,7 @@ from distributed_training.config.types import File
 from distributed_training.telemetry.neuron_state import SCORE_FILE
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from distributed_training.scoring.evaluator import Comparison, Judgement
+    from distributed_training.scoring.evaluator import Comparison, EvaluationModel
     from distributed_training.scoring.score_preview import Preview, Row, Sources
     from distributed_training.store.bucket_reader import BucketReader
 
@@ -102,7 +95,6 @@ def main(argv: Sequence[str]) -> int:
         return exit_with(error)
 
 
-_WIDTH = 160  # where there is no terminal
 BACKGROUND_SEQUENCES = 32  # of each block, unless --sequences says otherwise
 
 
@@ -136,18 +128,15 @@ def build_parser() -> Parser:
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--uid", type=ranged(0, 65535), nargs="+")
     parser.add_argument("--all", action="store_true")
-    parser.add_argument("--others", type=ranged(0, 256), default=8)
     parser.add_argument("--random-block", type=ranged(1, 10**12), nargs="+", default=[])
-    parser.add_argument("--draws", type=ranged(1, 100), default=1)
     parser.add_argument("--sequences", type=ranged(0, 10**6))
-    parser.add_argument("--passes", type=ranged(1, 1000), default=40)
+    parser.add_argument("--passes", type=ranged(1, 1000))
     parser.add_argument("--timeout", type=ranged(1.0, 3600.0), default=60.0)
     parser.add_argument("--watch", type=ranged(1.0, 86400.0), nargs="?", const=300.0)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--subnet", type=argument(File))
     parser.add_argument("--bucket", type=argument(str))
     parser.add_argument("--folder", type=argument(File))
-    parser.add_argument("--global", type=argument(File), dest="global_folder")
     parser.add_argument("--background", action="store_true")
     parser.add_argument("--cache", type=argument(File))
     return parser
@@ -175,8 +164,18 @@ def score(config: Config, options: argparse.Namespace) -> int:
     """Look once, or until Ctrl-C."""
     # The heavy imports, once the flags are known to be right.
     from distributed_training.chain.base import ChainError
-    from distributed_training.node.start import NetworkFailure
-    from distributed_training.scoring.score_preview import NotJudgeable, Session, Wanted
+    from distributed_training.node.start import NetworkFailure, fetch_tokenizer
+    from distributed_training.protocol.scoring import random_block_range
+    from distributed_training.scoring.evaluator import EvaluationModel, Evaluator, evaluation_device
+    from distributed_training.scoring.score_preview import (
+        NotJudgeable,
+        Previewer,
+        choose_miners,
+        read_judged,
+        read_round_notes,
+    )
+    from distributed_training.scoring.upload import PageReader
+    from distributed_training.store.s3 import StoreError
 
     if options.background:
         _stay_out_of_the_way()
@@ -188,24 +187,44 @@ def score(config: Config, options: argparse.Namespace) -> int:
         try:
             sources, uids = find_sources(config, options, stack)
             folder = cache_folder(options)
-            miners = None if options.subnet else config.run_folder.parent
             # Once for all looks: tokenizer and model take longer to load than most looks.
-            session = Session(config, sources, folder=folder, miners=miners)
+            pages = PageReader.from_settings(config, *fetch_tokenizer(config, folder))
         except NetworkFailure as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-        wanted = Wanted(
-            uids=uids,
-            others=options.others,
-            random_blocks=options.random_block,
-            draws=options.draws,
-            passes=options.passes,
-            timeout=timedelta(seconds=options.timeout),
-        )
+        model: EvaluationModel | None = None
+        # Unseeded, as a validator's: text that is known before could be trained on.
+        generator = random.Random()
         looked = False
         while True:
             try:
-                preview = session.look(wanted)
+                # Once: the chain moves on while buckets are read, and all are judged alike.
+                block = sources.block()
+                try:
+                    bucket = sources.global_bucket()
+                except StoreError as error:
+                    raise NotJudgeable(
+                        f"the global bucket cannot be found ({error}): check "
+                        "--neuron.master_ss58_address"
+                    ) from None
+                miners = None if options.subnet else config.run_folder.parent
+                judged = read_judged(bucket, folder / "global", config, block=block, miners=miners)
+                if model is None or list(model.schema) != list(judged.schema):
+                    device = evaluation_device(config.miner.device)
+                    model = EvaluationModel(model_config=judged.model_config, device=device)
+                previewer = Previewer(
+                    judged=judged,
+                    open_bucket=sources.open_bucket,
+                    evaluator=Evaluator(model=model, pages=pages),
+                    age_limit=config.validator.upload_age_limit,
+                    timeout=timedelta(seconds=options.timeout),
+                )
+                drawn = generator.randrange(*random_block_range(block))
+                preview = previewer.run(
+                    choose_miners(sources.miners(), uids),
+                    random_blocks=options.random_block or [drawn],
+                    notes=read_round_notes(bucket),
+                )
                 looked = True
                 keep(preview, config.run_folder)
                 show(preview, as_json=options.json)
@@ -232,7 +251,7 @@ def find_sources(
     """
     from distributed_training.chain.identity import load_wallet
     from distributed_training.node.buckets import open_own
-    from distributed_training.scoring.score_preview import in_folders, on_chain
+    from distributed_training.scoring.score_preview import on_chain
     from distributed_training.scoring.upload import folder_reader
     from distributed_training.store.bucket_reader import BucketReader
 
@@ -244,9 +263,6 @@ def find_sources(
                 "--folder and --bucket hold one miner's upload, and its uid decides on which text "
                 "it is judged, so nothing was scored: give one --uid"
             )
-        if options.folder and options.global_folder:
-            folders = (options.folder, options.global_folder)
-            return in_folders(*folders, uids[0], run=config.store.run), uids
         if options.folder:
             instead[uids[0]] = folder_reader(options.folder, run=config.store.run)
         else:
@@ -257,9 +273,6 @@ def find_sources(
     timeout = timedelta(seconds=options.timeout)
     master = None if options.subnet else config.miner.master_ss58_address
     sources = on_chain(config, stack, master=master, timeout=timeout, instead=instead)
-    if options.global_folder:
-        state = folder_reader(options.global_folder)
-        sources = replace(sources, global_bucket=lambda: state)
     if hotkey is None:
         return sources, None if options.all else uids
     mine = [neuron.uid for neuron in sources.miners() if neuron.hotkey == hotkey]
@@ -310,18 +323,9 @@ def keep(preview: Preview, run_folder: Path) -> None:
 
 
 def show(preview: Preview, *, as_json: bool) -> None:
-    if as_json:
-        text = json.dumps(to_json(preview)) + "\n"
-    else:
-        from rich.console import Console
-
-        width = shutil.get_terminal_size((_WIDTH, 0)).columns
-        console = Console(width=width)
-        with console.capture() as captured:
-            console.print(table(preview))
-        text = captured.get()
+    text = json.dumps(to_json(preview)) if as_json else "\n".join(lines_of(preview))
     try:
-        print(text, end="", flush=True)
+        print(text, flush=True)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
@@ -339,80 +343,40 @@ def _stay_out_of_the_way() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
 
 
-# --- the output: a table and one sentence for each miner, or JSON ---------------------------------
+# --- the output: two lines for each miner, or JSON ------------------------------------------------
 
 
-def table(preview: Preview) -> RenderableType:
-    """Make the table, best first, those without a rank last; below it each one's cause."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    # 80 columns hold it whole.
-    grid = Table(title=_title(preview), title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for name in ("uid", "upload", "age", "random", "assigned", "a > r", "rank", "share"):
-        grid.add_column(name, justify="left" if name == "upload" else "right", no_wrap=True)
-    rows = sorted(
-        preview.rows, key=lambda r: (r.standing.rank if r.standing else math.inf, r.neuron.uid)
-    )
-    for row in rows:
-        judged = row.judgement is not None and row.judgement.ok
-        grid.add_row(*_cells(row, preview.compared), style=None if judged else "dim")
-    # As Text: rich obeys markup in a str, and a reason may quote what others wrote.
-    notes = [Text(_sentence(row), style="" if row.cause is None else "yellow") for row in rows]
-    return Group(grid, *notes)
-
-
-def _title(preview: Preview) -> str:
+def lines_of(preview: Preview) -> list[str]:
+    """Say of each miner what was found, and below it the cause and its one fix."""
     blocks = ", ".join(map(str, preview.random_blocks))
-    return (
+    lines = [
         f"block {preview.block}, outer step {preview.outer_step} is judged, random block {blocks}; "
         f"{preview.seconds:.1f} s"
-    )
-
-
-def _cells(row: Row, compared: int) -> list[str]:
-    judgement, standing = row.judgement, row.standing
-    return [
-        f"{row.neuron.uid:03d}",
-        row.repository.tag or "-",
-        _age(row.repository.age, row.age_limit),
-        _percent(judgement.random if judgement else None),
-        _percent(judgement.assigned if judgement else None),
-        _chance(judgement),
-        f"{standing.rank}/{compared}" if standing else "-",
-        f"{100 * standing.share:.1f} %" if standing else "-",
     ]
+    for row in preview.rows:
+        repository, judgement, cause = row.repository, row.judgement, row.cause
+        found = [repository.tag or "no upload"]
+        if repository.age is not None:
+            age, limit = repository.age.total_seconds(), row.age_limit.total_seconds()
+            found.append(f"{age:.0f} s old of {limit:.0f} s")
+        if judgement is not None and judgement.random and judgement.assigned:
+            found.append(f"random {_percent(judgement.random)}")
+            found.append(f"assigned {_percent(judgement.assigned)}")
+            chance = "" if judgement.chance is None else f" ({100 * judgement.chance:.0f} %)"
+            wins = "yes" if judgement.assigned_wins else "no"
+            found.append(f"assigned gains more: {wins}{chance}")
+        lines.append(f"uid {row.neuron.uid:03d}: {', '.join(found)}")
+        verdict = "nothing stands in its way"
+        if cause is not None:
+            why = f" ({row.reason})" if row.reason else ""
+            verdict = f"{cause.costs}{why}. Fix: {cause.remedy}"
+        lines.append("         " + "; ".join(filter(None, (verdict, row.of_round))))
+    return lines
 
 
-def _age(age: timedelta | None, limit: timedelta) -> str:
-    if age is None:
-        return "-"
-    return f"{age.total_seconds():.0f}/{limit.total_seconds():.0f} s"
-
-
-def _percent(found: Comparison | None) -> str:
-    if found is None:
-        return "-"
+def _percent(found: Comparison) -> str:
     reach = 100 * (found.interval[1] - found.relative)
     return f"{100 * found.relative:+.2f}" + (f" ± {reach:.2f} %" if math.isfinite(reach) else " %")
-
-
-def _chance(judgement: Judgement | None) -> str:
-    if judgement is None or judgement.assigned_wins is None:
-        return "-"
-    word = "yes" if judgement.assigned_wins else "no"
-    return word if judgement.chance is None else f"{word} ({100 * judgement.chance:.0f} %)"
-
-
-def _sentence(row: Row) -> str:
-    """Word the cause of a miner's low score, and its one fix."""
-    start = f"uid {row.neuron.uid:03d}: "
-    of_round = f"; {row.of_round}" if row.of_round else ""
-    if row.cause is None:
-        return f"{start}nothing stands in its way{of_round}"
-    why = f" ({row.reason})" if row.reason else ""
-    return f"{start}{row.cause.costs}{why}. Fix: {row.cause.remedy}{of_round}"
 
 
 def to_json(preview: Preview) -> dict[str, Any]:
@@ -425,14 +389,13 @@ def to_json(preview: Preview) -> dict[str, Any]:
         "global_outer_step": preview.global_outer_step,
         "outer_step": preview.outer_step,
         "random_blocks": list(preview.random_blocks),
-        "compared": preview.compared,
         "seconds": round(preview.seconds, 3),
         "miners": [row_fields(row) for row in preview.rows],
     }
 
 
 def row_fields(row: Row) -> dict[str, Any]:
-    repository, judgement, standing = row.repository, row.judgement, row.standing
+    repository, judgement = row.repository, row.judgement
     fields: dict[str, Any] = {
         "uid": row.neuron.uid,
         "hotkey": row.neuron.hotkey,
@@ -447,10 +410,6 @@ def row_fields(row: Row) -> dict[str, Any]:
         "of_round": row.of_round,
         "assigned_wins": judgement.assigned_wins if judgement else None,
         "assigned_wins_chance": judgement.chance if judgement else None,
-        "rank": standing.rank if standing else None,
-        "rating": standing.rating if standing else None,
-        "assigned_score": standing.assigned if standing else None,
-        "train_share": standing.share if standing else None,
     }
     for name in ("random", "assigned"):
         found: Comparison | None = getattr(judgement, name, None)

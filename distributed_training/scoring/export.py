@@ -298,8 +298,8 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> float:
     from distributed_training.common.files import read_json_object
     from distributed_training.node.start import fetch_tokenizer
     from distributed_training.protocol import keys
+    from distributed_training.protocol.scoring import random_block_range
     from distributed_training.scoring.evaluator import EvaluationModel
-    from distributed_training.scoring.score_preview import draw_random_blocks
     from distributed_training.scoring.upload import PageReader
     from distributed_training.training.outer_step import load_weights
 
@@ -312,7 +312,7 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> float:
         generator = random.Random(0)
         texts: list[torch.Tensor] = []
         while sum(map(len, texts)) < sequences:
-            texts.append(read(0, *draw_random_blocks(10**6, 1, generator)))
+            texts.append(read(0, generator.randrange(*random_block_range(10**6))))
     return model.loss(torch.cat(texts)[:sequences])
 
 

@@ -127,10 +127,6 @@ class Cause(enum.Enum):
         "assigned score falls by 5 %: its own text does not gain more than unseen text",
         "train on every judged page of the listed blocks; more inner steps before each upload",
     )
-    RANKED_LOW = (
-        "train score 0: others' uploads lower the loss more",
-        "upload a better step: --neuron.step_length search, more inner steps before an upload",
-    )
 
     def __init__(self, costs: str, remedy: str) -> None:
         self.costs = costs

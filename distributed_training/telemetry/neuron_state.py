@@ -235,7 +235,7 @@ class NeuronState:
         found = read_json_object(self.folder / SCORE_FILE) or {}
         with contextlib.suppress(*_DAMAGED):
             (row,) = (row for row in found["miners"] if row["uid"] == self.uid)
-            return {**row, "time": found["time"], "compared": found["compared"]}
+            return {**row, "time": found["time"]}
         return None
 
     def life(self) -> dict[str, Any]:

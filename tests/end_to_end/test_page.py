@@ -88,11 +88,11 @@ def test_it_shows_what_happens_and_survives_a_restart(
         assert verdict(browser) == ["training", "look at: Uploaded", "wait"]
         events.write("income", verdict="earning", words="incentive 0.0120", bad=False)
         events.write("start", uid=17)
-        row = {"uid": 17, "train_share": 0.121, "rank": 2, "cause": None}
-        score = {"time": time.time(), "compared": 9, "miners": [{"uid": 3}, row]}
+        row = {"uid": 17, "random_relative": 0.0121, "cause": None}
+        score = {"time": time.time(), "miners": [{"uid": 3}, row]}
         (folder / "score.json").write_text(json.dumps(score))
-        wait_for(lambda: "12.1 %" in card(browser, "Score"), "what scripts/score.py found")
-        assert "rank 2 of 9; scripts/score.py" in card(browser, "Score")
+        wait_for(lambda: "1.21 %" in card(browser, "Score"), "what scripts/score.py found")
+        assert "better on unseen text; scripts/score.py" in card(browser, "Score")
         wait_for(lambda: "incentive 0.0120" in verdict(browser)[1], "what it earns")
         text = browser.find_element("tag name", "body").text
         assert "5.3.40" in text and "<b>disk</b> nearly full: free some" in text

@@ -26,7 +26,6 @@ from distributed_training.config import ConfigError
 from distributed_training.node.identity import miners_of
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import ConfigExtras, Metadata, RoundNotes
-from distributed_training.protocol.scoring import ScoreBoard
 from distributed_training.scoring import command, score_preview
 from distributed_training.scoring.evaluator import (
     Comparison,
@@ -41,10 +40,7 @@ from distributed_training.scoring.score_preview import (
     Previewer,
     PublishedState,
     Row,
-    Wanted,
-    choose,
-    in_folders,
-    rank,
+    choose_miners,
     read_judged,
     read_round_notes,
 )
@@ -89,7 +85,7 @@ def preview(
 ) -> Preview:
     made = previewer(judged_of(world), world.open_bucket, text, timeout=timedelta(seconds=timeout))
     neurons = miners_of(world.chain.neurons(), minimum_stake=40960, max_uids=256)
-    return made.run(neurons, random_blocks=blocks, passes=1)
+    return made.run(neurons, random_blocks=blocks)
 
 
 def rows_of(found: Preview) -> dict[int, Row]:
@@ -109,22 +105,14 @@ def test_its_figures_are_the_validators_for_the_same_blocks(world: World) -> Non
             world.chain_ledger.advance(advance)
             world.train_and_publish()
             world.miners[17].bucket.put("epoch-1/gradients.pt", b"garbage")
-        world.validator.standings.board.__init__(world.uids)  # type: ignore[misc]
         world.validator.score()
         scored = {e["uid"]: e for e in world.events.of("upload_scored")[-3:]}
         found = preview(world, blocks=(scored[3]["random_block"],))
-        assert found.outer_step == scored[3]["outer_step"] and found.compared == 3
+        assert found.outer_step == scored[3]["outer_step"]
         for uid, row in rows_of(found).items():
             event, fields = scored[uid], command.row_fields(row)
             assert event["ok"] == _ok(row) and event["reason"] == row.reason
-            assert row.repository.tag == event["revision"] and row.standing is not None
-            assert (row.standing.rating, row.standing.assigned) == pytest.approx(
-                (
-                    world.validator.standings.board.random_score(uid),
-                    world.validator.standings.board.assigned_score(uid),
-                ),
-                abs=1e-6,
-            )
+            assert row.repository.tag == event["revision"]
             for name in ("random", "assigned"):
                 assert fields[f"{name}_blocks"] == ([event[f"{name}_block"]] if event["ok"] else [])
                 for figure in ("before", "after", "relative"):
@@ -253,7 +241,7 @@ def test_text_that_cannot_be_had_is_nobodys_fault(world: World) -> None:
     found = preview(world, text=flaky)
     for uid in (3, 17):
         row = rows_of(found)[uid]
-        assert row.cause is Cause.NO_DATA and row.standing is None and found.compared == 1
+        assert row.cause is Cause.NO_DATA and row.judgement is None
     assert "and the model has 64 words" in row.reason and "tokenizer_name" in row.reason
 
 
@@ -281,34 +269,18 @@ def test_weights_are_fetched_once_an_outer_step(world: World) -> None:
         judged_of(world)
 
 
-def test_folders_stand_for_buckets(world: World, tmp_path: Path) -> None:
-    """A snapshot that is not published yet, against a miner's copy of the global state."""
-    upload, state = tmp_path / "upload", tmp_path / "state"
-    for bucket, folder, names in (
-        (world.miners[17].bucket, upload, (keys.CONFIG, keys.GRADIENTS)),
-        (world.bucket, state / "epoch-0", (*keys.GLOBAL_DATA_FILES, keys.METADATA)),
-    ):
-        folder.mkdir(parents=True)
-        for name in names:
-            (folder / name).write_bytes(bucket.objects[f"epoch-0/{name}"][0])
-            os.utime(folder / name, (0, 0))  # a copy that has lain here for long
-    sources = in_folders(upload, state, 17, run=5)
-    judged = read_judged(
-        sources.global_bucket(),
-        tmp_path / "score",
-        world.config,
-        block=sources.block(),
-        outer_step=sources.outer_step,
-    )
-    found = previewer(judged, sources.open_bucket).run(sources.miners(), random_blocks=BLOCKS)
-    (row,) = found.rows
+def test_a_folder_stands_for_a_bucket(world: World, tmp_path: Path) -> None:
+    """A snapshot that is not published yet."""
+    upload, bucket = tmp_path / "upload", world.miners[17].bucket
+    upload.mkdir()
+    for name in (keys.CONFIG, keys.GRADIENTS):
+        (upload / name).write_bytes(bucket.objects[f"epoch-0/{name}"][0])
+        os.utime(upload / name, (0, 0))  # a copy that has lain here for long
+    (neuron,) = (n for n in world.chain.neurons() if n.uid == 17)
+    made = previewer(judged_of(world), lambda _: folder_reader(upload, run=5))
+    (row,) = made.run([neuron], random_blocks=BLOCKS).rows
     assert row.judgement == rows_of(preview(world))[17].judgement
     assert row.repository.tag == "5.0.30" and row.repository.valid
-    # Nobody to compare it with: no rank and no share, and not "ranked low" either.
-    assert found.compared == 1 and row.standing is None
-    assert row.cause in (None, Cause.ASSIGNED_NOT_BETTER)
-    with pytest.raises(ConfigError, match="--folder"):
-        in_folders(tmp_path / "none", state, 17, run=5)
     (upload / keys.METADATA).write_text("{")
     reader = folder_reader(upload)
     damaged = inspect(Neuron(17, ""), lambda _: reader, outer_step=0, age_limit=timedelta(1))
@@ -341,17 +313,16 @@ def test_what_the_validator_says_of_its_last_round_is_shown(
     assert notes == found
     repository = SimpleNamespace(tag="", valid=True, age=None)
     row = Row(Neuron(17, "m"), repository, timedelta(1), None, None, "", of_round=notes.get(17, ""))
-    shown = command._sentence(row)
+    shown = "\n".join(command.lines_of(Preview(1, 3, 3, (7,), (row,), 1.0)))
     assert ("it sent NaN" in shown) == bool(found) == bool(command.row_fields(row)["of_round"])
 
 
 def test_who_is_looked_at() -> None:
-    miners = [Neuron(uid, f"m{uid}", port=1, incentive=uid / 10) for uid in (1, 2, 3, 4)]
-    assert choose(miners, Wanted()) == miners
-    assert [n.uid for n in choose(miners, Wanted(uids=[2], others=2))] == [2, 4, 3]
-    assert [n.uid for n in choose(miners, Wanted(uids=[4, 2, 4], others=0))] == [4, 2]
+    miners = [Neuron(uid, f"m{uid}", port=1) for uid in (1, 2, 3, 4)]
+    assert choose_miners(miners, None) == miners
+    assert [n.uid for n in choose_miners(miners, [4, 2, 4])] == [4, 2]
     with pytest.raises(ConfigError, match="uid 9"):
-        choose(miners, Wanted(uids=[9]))
+        choose_miners(miners, [9])
 
 
 def test_the_guide_lists_every_cause_as_the_script_tells_it() -> None:
@@ -421,36 +392,3 @@ def test_the_chance_that_assigned_wins() -> None:
     unsure = judgement(1, 0.1, assigned=0.1, spread=0.05).chance
     assert unsure == pytest.approx(0.5)
     assert Judgement.reset(1, 0, Cause.STALE, "old").chance is None
-
-
-def test_one_pass_is_the_validators_board() -> None:
-    field = [
-        judgement(1, 0.3, assigned=0.4),
-        judgement(2, 0.2, assigned=0.1),
-        Judgement.reset(3, 0, Cause.STALE, "old"),
-    ]
-    board = ScoreBoard([1, 2, 3])
-    board.update_round(
-        random={1: (5.0, 4.7), 2: (5.0, 4.8), 3: (0.0, 0.0)},
-        assigned={1: (5.0, 4.6), 2: (5.0, 4.9), 3: (0.0, 0.0)},
-    )
-    found = rank(field, passes=1)
-    for uid, standing in found.items():
-        assert standing.rating == pytest.approx(board.random_score(uid), abs=1e-9)
-        assert standing.assigned == board.assigned_score(uid)
-    assert [s.uid for s in found.values()] == [1, 2, 3]
-    assert [s.rank for s in found.values()] == [1, 2, 3]
-
-
-def test_many_passes_tell_who_is_paid() -> None:
-    field = [
-        judgement(1, 0.30, assigned=0.40, spread=0.02),
-        judgement(2, 0.20, assigned=0.30, spread=0.02),
-        judgement(3, 0.35, assigned=0.30, spread=0.02),  # the best, but assigned does not win
-    ]
-    found = rank(field, passes=40)
-    assert found == rank(field, passes=40)  # the same seed, the same figures
-    assert [found[uid].rank for uid in (3, 1, 2)] == [1, 2, 3]
-    assert found[1].share > 0.8 and found[3].assigned < 0.1
-    assert sum(s.share for s in found.values()) == pytest.approx(1.0)
-    assert found[1].assigned > 0.8

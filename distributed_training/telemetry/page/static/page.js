@@ -236,9 +236,9 @@ function judged(neuron) {  // by a validator whose folder is shown too
 function previewed(row) {  // by scripts/score.py, for a miner whose validator is elsewhere
   if (!row) return undefined;
   const ago = `scripts/score.py, ${span(present() - row.time)} ago`;
-  const share = row.train_share === null ? "–" : `${number(100 * row.train_share, 1)} %`;
-  if (row.cause) return [share, `${row.costs}: ${row.remedy}; ${ago}`, "bad"];
-  return [share, `of the train score${row.rank === null ? "" : `, rank ${row.rank} of ${row.compared}`}; ${ago}`, ""];
+  const gain = row.random_relative == null ? "–" : `${number(100 * row.random_relative, 2)} %`;
+  if (row.cause) return [gain, `${row.costs}: ${row.remedy}; ${ago}`, "bad"];
+  return [gain, `better on unseen text; ${ago}`, ""];
 }
 
 // --- curves -----------------------------------------------------------------------------------
