@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from distributed_training.chain.base import ChainUnavailable
 from distributed_training.config import Config
@@ -19,23 +19,29 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Published:
-    """Our bucket's content when this process started; None: empty, or it could not be read."""
+class OwnBucket:
+    """``commitment``: its read credentials, as the chain holds them.
 
-    at: float | None = None  # time.monotonic() of its newest gradients.pt
-    newest_block: int | None = None  # of the block list beside it
+    The others are of the newest upload when this process started: ``time.monotonic()`` of its
+    gradients, and the newest block of its list. None: there is none, or it could not be read.
+    """
+
+    name: str
+    commitment: str
+    published_at: float | None = None
+    newest_block: int | None = None
 
 
-def open_own_bucket(config: Config, member: Member, bucket: str) -> tuple[Published, str]:
-    """Return our bucket's content and the commitment to it, both keys checked.
+def open_own_bucket(config: Config, member: Member, bucket: str) -> OwnBucket:
+    """Return our bucket as it is now, both keys checked.
 
     Raises ConfigError, NetworkFailure.
     """
     try:
         with closing(buckets.open_own(config.store, bucket)) as store:
             buckets.check_own(store)
-            published = read_published(BucketReader(store, large=buckets.BUCKET_CHECK))
-        return published, buckets.own_commitment(config.store, bucket)
+            newest = read_newest(BucketReader(store, large=buckets.BUCKET_CHECK))
+        return OwnBucket(bucket, buckets.own_commitment(config.store, bucket), *newest)
     except NetworkFailure as error:
         commitment = buckets.commitment_text(config.store)
         try:
@@ -51,20 +57,20 @@ def open_own_bucket(config: Config, member: Member, bucket: str) -> tuple[Publis
             bucket,
             error,
         )
-        return Published(), commitment
+        return OwnBucket(bucket, commitment)
 
 
-def read_published(bucket: BucketReader) -> Published:
-    found = Published()
+def read_newest(bucket: BucketReader) -> tuple[float | None, int | None]:
+    """Return the last two fields of :class:`OwnBucket`."""
+    at = block = None
     try:
         root = bucket.metadata()
         age = None if root is None else bucket.age(root.outer_step)
         if root is not None and age is not None:
-            found = Published(at=time.monotonic() - age.total_seconds())
+            at = time.monotonic() - age.total_seconds()
             # After the age is noted: a list that cannot be read leaves the age known.
-            newest = max(bucket.config(root.outer_step)[1].block_list, default=None)
-            found = replace(found, newest_block=newest)
+            block = max(bucket.config(root.outer_step)[1].block_list, default=None)
     except StoreError as error:
-        what = "the newest upload" if found.at is None else "the uploaded block list"
+        what = "the newest upload" if at is None else "the uploaded block list"
         log.warning("The age of %s is not known before the next upload: %s", what, error)
-    return found
+    return at, block

@@ -36,6 +36,7 @@ from .events import Action, Decision, GlobalView, MinerState, Mode, Rules, Task
 from .ranks import Ranks
 
 if TYPE_CHECKING:
+    from distributed_training.chain.server import SignedServer
     from distributed_training.swarm.swarm import HivemindSwarm
     from distributed_training.training.trainer import Trainer
 
@@ -131,6 +132,22 @@ class Averaging:
     def cancel(self) -> None:
         self._cancelled.set()  # its thread may not have come to the swarm yet
         self._swarm.cancel()
+
+
+def end_rounds_of(server: SignedServer) -> Callable[[ev.Event, MinerState], None]:
+    """Return a subscriber that marks a call as finished, once it led to nothing more.
+
+    Without it the server keeps answering that a round is running.
+    """
+
+    def on_event(event: ev.Event, state: MinerState) -> None:
+        match event:
+            case ev.ModeChanged(before=Mode.AVERAGING):
+                server.round_ended()
+            case ev.AllReduceCalled() if ignores_calls(state):
+                server.round_ended()
+
+    return on_event
 
 
 def take_outer_step(

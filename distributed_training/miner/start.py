@@ -2,13 +2,15 @@
 
 Read it from top to bottom:
 
-    run_rank          log, signals
-    _connect          rank 0: wallet, chain, buckets; all ranks: what it found there
-    build_rank        every rank: model, checkpoint, data, loop
-    build_rank_zero   rank 0: swarm, watch of the global bucket, controller, server, subscribers
-    Rank.run          until STOP
+    run_rank         the process: signals, log, exit status
+    train            device and fellow ranks; then what follows
+    connect          rank 0: wallet, chain, own bucket, global state; all ranks: what it found there
+    build_training   every rank: model, data, and what it goes on from
+    RankZero         rank 0: exchange, controller, server, then telemetry
+    Rank             the loop, until STOP
 
-Tests build the same rank with services of their own.
+All that may fail outside is opened first and on rank 0 alone: a missing key or an unregistered
+hotkey shows before a model is built. Each part is closed by the stack in the opposite order.
 """
 
 from __future__ import annotations
@@ -17,56 +19,81 @@ import logging
 import os
 import queue
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from distributed_training import __version__
+from distributed_training.chain.base import find
+from distributed_training.chain.identity import AddressUnknown
+from distributed_training.chain.registration import INTERVAL as REGISTRATION_INTERVAL
+from distributed_training.chain.registration import MISSING_FOR, Belief
 from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.common.kinds import import_plugins
-from distributed_training.common.memory import checkpoint_bytes, snapshot_bytes
+from distributed_training.common.memory import ModelShape, checkpoint_bytes, snapshot_bytes
 from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, exit_with
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.pipeline import DataPipeline
+from distributed_training.health.clock import ClockWatch, measure
+from distributed_training.node import identity
+from distributed_training.node.identity import (
+    Member,
+    check_global_state,
+    keep_state,
+    public_address,
+)
 from distributed_training.node.start import (
     NetworkFailure,
     Stopped,
     exit_status_of,
+    fetch_tokenizer,
     make_run_folder,
+    require_data,
     start_log,
 )
-from distributed_training.protocol import lines
-from distributed_training.protocol.types import (
-    ExitStatus,
-    RankFailedError,
-)
-from distributed_training.store.bucket_reader import refuse
-from distributed_training.swarm.swarm import HivemindSwarm
-from distributed_training.telemetry import EventLog, unix_time
+from distributed_training.protocol import keys, lines
+from distributed_training.protocol.types import ExitStatus
+from distributed_training.store.snapshot_folder import disk_allows
+from distributed_training.store.upload_schedule import UploadSchedule
+from distributed_training.store.uploader import Uploader
+from distributed_training.swarm.supervisor import HostLaunch, SwarmUnavailable
+from distributed_training.swarm.swarm import HivemindSwarm, launch_host
+from distributed_training.telemetry import EventLog, MetricsFile, unix_time
 from distributed_training.telemetry.trackers import open_trackers
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT, Layout
-from distributed_training.training.local_evaluation import AwfulWeights
+from distributed_training.training.outer_step import model_config
 from distributed_training.training.trainer import Trainer
 
 from . import events as ev
-from . import services
 from .block_list import BlockList
-from .controller import Controller, Subscriber
+from .controller import Controller
 from .device import rank_device, report_device, utilization_of, warnings_of
 from .events import GlobalView, MinerState, Mode, Rules
-from .global_state import GlobalEpoch, StopBeforeStart
-from .income import Income
-from .loop import MinerLoop, not_loaded, state_files
+from .global_state import (
+    GlobalBucket,
+    GlobalEpoch,
+    StopBeforeStart,
+    first_global_state,
+    open_global_bucket,
+)
+from .income import Income, standing
+from .loop import MinerLoop
+from .own_bucket import OwnBucket, open_own_bucket
 from .ranks import Ranks, join_ranks
+from .registration import join_network
 from .reporter import MachineGauges, Metrics, MissedRounds, Record, Reporter, limits
-from .round import Averaging, ignores_calls
+from .resume import StartupInfo, first_sample, resume
+from .round import Averaging, end_rounds_of
+from .round_clock import RoundClock
 from .run_folder import (
     INSTANCE,
     Heartbeat,
@@ -76,7 +103,6 @@ from .run_folder import (
     write_exit_status,
     write_pid_file,
 )
-from .services import Services, StartupInfo, global_interval
 from .signals import RankStop, who_stops
 from .uploads import Uploads
 
@@ -87,23 +113,6 @@ log = logging.getLogger(__name__)
 #: while there is nothing to do; the longest thing between two boundaries is writing the
 #: pseudo-gradient, loading weights or compiling the model.
 CONTROL_TIMEOUT = timedelta(minutes=30)
-
-
-@dataclass(frozen=True)
-class RankContext:
-    """The surroundings in which a rank is built.
-
-    Its settings, folder, device and fellow ranks, rank 0's queue of events, and the stack that
-    closes what was opened. ``tick``: of the controller.
-    """
-
-    config: Config
-    folder: Path
-    device: torch.device
-    ranks: Ranks
-    events: queue.SimpleQueue[ev.Event]
-    stack: ExitStack
-    tick: timedelta = timedelta(seconds=1)
 
 
 def run_rank(config: Config) -> int:
@@ -128,7 +137,7 @@ def run_rank(config: Config) -> int:
         write_pid_file(folder, me.local_rank)
         Heartbeat(folder, me.local_rank)()
         with ExitStack() as stack:
-            status, reason = _run(config, me, folder, stop, stack)
+            status, reason = train(config, me, folder, stop, stack)
     except (StopBeforeStart, Stopped):
         status, reason = ExitStatus.STOPPED, f"{who_stops()} before the start was complete"
     except (ConfigError, NetworkFailure) as error:
@@ -146,13 +155,27 @@ def run_rank(config: Config) -> int:
     return status
 
 
-def _run(
-    config: Config,
-    me: RankEnvironment,
-    folder: Path,
-    stop: RankStop,
-    stack: ExitStack,
+@dataclass(frozen=True)
+class RankContext:
+    """The surroundings in which a rank is built.
+
+    Its settings, folder, device and fellow ranks, rank 0's queue of events, and the stack that
+    closes what was opened. ``tick``: of the controller.
+    """
+
+    config: Config
+    folder: Path
+    device: torch.device
+    ranks: Ranks
+    events: queue.SimpleQueue[ev.Event]
+    stack: ExitStack
+    tick: timedelta = timedelta(seconds=1)
+
+
+def train(
+    config: Config, me: RankEnvironment, folder: Path, stop: RankStop, stack: ExitStack
 ) -> tuple[int, str]:
+    """Build this rank and train. Return the exit status and, on rank 0, the reason."""
     import_plugins(config.general.plugins)  # the launcher's own are not those of its fork server
     device = rank_device(config.miner.device, me.local_rank, remembered=remembered_gpus(folder))
     ranks = join_ranks(
@@ -161,34 +184,152 @@ def _run(
         collective_timeout=COLLECTIVE_TIMEOUT,
         backend="cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
     )
-    context = RankContext(config, folder, device, ranks, stop.events, stack)
+    connections = None
     # Chain and store may be asked for hours: that is no hang.
     with Heartbeat(folder, me.local_rank).steady():
-        services, info = _connect(context, stop)
+        if ranks.rank == 0:
+            try:
+                # A store that is away may take all the time of a stop for one answer.
+                with stop.interrupting():
+                    connections, info = connect(
+                        config, folder, stack, wanted=lambda: not stop.wanted
+                    )
+            except (ConfigError, NetworkFailure, StopBeforeStart, Stopped) as error:
+                # The other ranks wait for this word, and would end only by the launcher's SIGKILL.
+                ranks.share("start", {"problem": str(error) or "stopped"})
+                raise
+            ranks.share("start", asdict(info))
+        else:
+            info = StartupInfo(**ranks.share("start", None))
+            info = on_this_node(config, folder, ranks, info)
     if info.problem:
         return ExitStatus.STOPPED, ""  # rank 0 says why; this rank did not fail
-    status, reason = build_rank(context, info, services).run()
+    context = RankContext(config, folder, device, ranks, stop.events, stack)
+    status, reason = build_rank(context, info, connections).run()
     with suppress(RuntimeError):  # the others may be gone already
         ranks.close()
     return status, reason
 
 
-def _connect(context: RankContext, stop: RankStop) -> tuple[Services | None, StartupInfo]:
-    """Connect first, and only on rank 0: problems show before a model is built."""
-    config, folder, ranks = context.config, context.folder, context.ranks
-    if ranks.rank != 0:
-        shared = StartupInfo(**ranks.share("start", None))
-        return None, services.on_this_node(config, folder, ranks, shared)
+# --- rank 0: what lies outside ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Connections:
+    """The connections that rank 0 opens before there is a model.
+
+    ``address``: where others call this miner. ``global_folder``: files of the global state.
+    """
+
+    member: Member
+    address: str
+    own: OwnBucket
+    global_bucket: GlobalBucket
+    global_folder: Path
+    swarm_launch: HostLaunch
+    uploader: Uploader
+    clock: ClockWatch
+
+
+def connect(
+    config: Config, folder: Path, stack: ExitStack, *, wanted: Callable[[], bool]
+) -> tuple[Connections, StartupInfo]:
+    """Open rank 0's connections; return what they are, and what every rank needs of them.
+
+    Raises ConfigError, NetworkFailure, StopBeforeStart (``wanted`` turned False).
+    """
+    # First: it imports hivemind, for seconds, while all else is asked.
+    swarm_launch = launch_host(folder)
+    stack.callback(swarm_launch.end)
+    require_data(config)
+    # wallet and chain
+    member = join_network(config, folder, stack, wanted)
+    clock = ClockWatch(partial(measure, config, member.chain))
+    stack.callback(clock.close)
+    # Before a download of hours: the network's rounds may have stopped.
+    if config.is_public and (state := check_global_state(config, member.chain)).status == "warn":
+        log.warning("%s", state.line)
+    bucket = keys.miner_bucket(config.store.global_model_name, member.uid)
+    found = standing(member.chain.neurons(), member.hotkey)
+    log.info(
+        "Miner %s: uid %d, hotkey %s, netuid %d, bucket %s%s",
+        __version__,
+        member.uid,
+        member.hotkey,
+        config.chain.netuid,
+        bucket,
+        f", {found.words}" if found else "",
+    )
+    # addresses and buckets
+    address = find_address(config, member)
+    own = open_own_bucket(config, member, bucket)
+    # After the read key was tried: what is committed stays on the chain for good.
+    identity.commit(member, own.commitment)
+    global_bucket = open_global_bucket(config, member.chain, folder, wanted)
+    resumes = any((folder / "checkpoints").glob("checkpoint-*"))
+    outer_step, global_folder, seen = first_global_state(global_bucket, wanted, resumes=resumes)
+    model = model_config(global_folder)
+    log.info("Global state of outer step %d%s", outer_step, describe_size(model))
+    tokenizer_path, eos_id = fetch_tokenizer(config, folder)
+    snapshots = folder / "snapshots"
+    uploader = Uploader(settings=config.store, bucket=bucket, folder=folder, snapshots=snapshots)
+    stack.callback(uploader.close)
+    info = StartupInfo(
+        uid=member.uid,
+        model_config=model,
+        tokenizer_path=str(tokenizer_path),
+        eos_id=eos_id,
+        global_outer_step=outer_step,
+        global_seen=seen,
+        global_uid=member.chain.uid(config.miner.master_ss58_address),
+        first_block=member.chain.block(),
+        hotkey=member.hotkey,
+    )
+    connections = Connections(
+        member, address, own, global_bucket, global_folder, swarm_launch, uploader, clock
+    )
+    return connections, info
+
+
+def find_address(config: Config, member: Member) -> str:
+    """Return the address that others call. Raises NetworkFailure."""
     try:
-        # A store that is away may take all the time of a stop for one answer.
-        with stop.interrupting():
-            opened = services.connect(config, folder, context.stack, wanted=lambda: not stop.wanted)
-    except (ConfigError, NetworkFailure, StopBeforeStart, Stopped) as error:
-        # The other ranks wait for this word, and would end only by the launcher's SIGKILL.
-        ranks.share("start", {"problem": str(error) or "stopped"})
-        raise
-    ranks.share("start", asdict(opened.info))
-    return opened, opened.info
+        return public_address(config)
+    except AddressUnknown as error:
+        # What was right before the restart mostly is; should it not be, no call comes, and the
+        # address is asked for again.
+        me = find(member.chain.neurons(), member.hotkey)
+        if me is None or me.port is None:
+            raise NetworkFailure(str(error)) from None
+        log.warning("%s. Going on with %s, which the chain shows for it", error, me.ip)
+        return me.ip
+
+
+def describe_size(content: Mapping[str, Any]) -> str:
+    """Return the size of a model in words, for the log; nothing if it is not known."""
+    try:
+        parameters = ModelShape.from_config(content).parameters
+    except ValueError:  # the trainer refuses it in words
+        return ""
+    size = f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
+    return f": a model of {size} parameters"
+
+
+def on_this_node(config: Config, folder: Path, ranks: Ranks, info: StartupInfo) -> StartupInfo:
+    """Rank 0's ``info``, where other machines have the tokenizer in a folder of their own."""
+    node, found = ranks.rank // ranks.local_world_size, None
+    if node == 0 or info.problem:
+        return info
+    if ranks.local_rank == 0:
+        path, eos_id = fetch_tokenizer(config, folder)
+        if eos_id != info.eos_id:
+            raise ConfigError(
+                "--neuron.global_tokenizer_name is another tokenizer here than on node 0 (its end "
+                f"of text is token {eos_id}, there {info.eos_id}), so this node would train on "
+                f"other tokens: remove {path}, and start again"
+            )
+        found = {"path": str(path)}
+    return replace(info, tokenizer_path=ranks.share(f"tokenizer-{node}", found)["path"])
 
 
 # --- every rank ---------------------------------------------------------------------------------
@@ -209,55 +350,8 @@ class Training:
     first_block: int
 
 
-@dataclass(frozen=True)
-class Rank:
-    """One rank, ready to run. ``rank_zero``: rank 0's own part, else None."""
-
-    training: Training
-    rank_zero: RankZero | None
-    loop: MinerLoop
-
-    def run(self) -> tuple[int, str]:
-        """Train until stopped. Return the exit status and, on rank 0, the reason.
-
-        Rank 0 alone gives the miner's status. A rank that ends by a command has not failed: another
-        status than 0 would have the launcher end rank 0 while it still closes what it has.
-        """
-        if self.rank_zero is None:
-            self.loop.run()
-            return ExitStatus.STOPPED, ""
-        self.rank_zero.go_live()
-        status = self.loop.run()
-        controller = self.rank_zero.controller
-        controller.drain()  # what the last command came to is reported too
-        return status, controller.state.stop_reason
-
-
-def build_rank(context: RankContext, info: StartupInfo, services: Services | None) -> Rank:
-    """Build one rank. ``services``: rank 0's, else None. Raises ConfigError, NetworkFailure."""
-    alive = Heartbeat(context.folder, context.ranks.local_rank)
-    training = build_training(context, info, services, alive)
-    # After the model: the swarm's buffers have its shapes.
-    rank_zero = build_rank_zero(context, training, services) if services else None
-    swarm = rank_zero.swarm if rank_zero else None
-    buffers = swarm.buffers if swarm else None
-    # Collective: the other ranks wait here for rank 0's swarm.
-    training.trainer.outer.open_window(buffers, swarm.memory_path if swarm else None)
-    loop = MinerLoop(
-        ranks=context.ranks,
-        trainer=training.trainer,
-        data=training.data,
-        checkpointer=training.checkpointer,
-        snapshots=context.folder / "snapshots",
-        controller=rank_zero.controller if rank_zero else None,
-        buffers=buffers,
-        alive=alive,
-    )
-    return Rank(training, rank_zero, loop)
-
-
 def build_training(
-    context: RankContext, info: StartupInfo, services: Services | None, alive: Callable[[], None]
+    context: RankContext, info: StartupInfo, global_folder: Path | None, alive: Callable[[], None]
 ) -> Training:
     """Build model and data, and go on from the last checkpoint or the global state."""
     config, ranks, folder = context.config, context.ranks, context.folder
@@ -296,8 +390,8 @@ def build_training(
         trainer,
         checkpointer,
         info,
-        services.global_folder if services else None,
-        sample=lambda: _first_sample(data, info.first_block, trainer.measured_sequences, alive),
+        global_folder,
+        sample=lambda: first_sample(data, info.first_block, trainer.measured_sequences, alive),
     )
     data.load_state_dict(kept.get("data", {}))
     first_block = 0 if kept else info.first_block
@@ -307,103 +401,224 @@ def build_training(
     return Training(trainer, checkpointer, data, kept, first_block)
 
 
-_SAMPLE_PATIENCE = 30.0  # seconds, half of --neuron.stop_timeout: a stop is not looked at here
+# --- rank 0: what posts events, what decides, what subscribes -------------------------------------
 
 
-def _first_sample(
-    data: DataPipeline, block: int, count: int, alive: Callable[[], None]
-) -> torch.Tensor | None:
-    """Return text to measure the global state with, before the loop; None if it does not come."""
-    sample = data.sample(count)
-    if sample is not None or not block:
-        return sample
-    data.request(block)  # the block that a fresh start trains on first
-    deadline = time.monotonic() + _SAMPLE_PATIENCE
-    # A source that is away holds up no start: its workers ask on, beside the swarm's start.
-    while data.ready(block) is None and time.monotonic() < deadline:
-        alive()
-        time.sleep(0.05)
-    return data.sample(count)
-
-
-def resume(
-    trainer: Trainer,
-    checkpointer: Checkpointer,
-    info: StartupInfo,
-    global_folder: Path | None,
-    *,
-    sample: Callable[[], torch.Tensor | None] = lambda: None,
-) -> dict[str, Any]:
-    """Load the checkpoint where it belongs to the global state, else the global state.
-
-    Returns what was kept in the checkpoint. Without any, training begins at the network's place in
-    the learning rate's schedule. ``sample``: text of this rank, to measure the global state with.
-
-    A checkpoint one outer step ahead is kept: this miner was ended between its outer step and the
-    validator's upload; comparing outer steps later decides. So is any later one where the global
-    state is the newest on the disk, since the bucket did not answer. Raises NetworkFailure.
-    """
-    restored, outer_step = checkpointer.restore(), info.global_outer_step
-    if restored is not None:
-        progress, kept = restored
-        reached = progress.outer_step
-        if reached in (outer_step, outer_step + 1) or (
-            reached > outer_step and not info.global_seen
-        ):
-            log.info("Resumed at outer step %d, inner step %d", reached, progress.inner_step)
-            return kept
-        log.info(lines.epochs_differ(reached, outer_step))
-    try:
-        trainer.load_global(*state_files(global_folder), outer_step, sample())
-    except ValueError as error:  # on all ranks alike; nothing has changed
-        awful, back = None, restored is not None and restored[0].outer_step > outer_step
-        if isinstance(error, AwfulWeights):
-            awful = lines.awful(info.global_uid, error)
-            if restored is not None and back:
-                awful = lines.awful_back(outer_step, restored[0].outer_step, error)
-        # Not what is awful by the losses of this miner alone, which tries it again as it runs.
-        if global_folder is not None and not (awful and back):
-            refuse(global_folder, str(error))  # the next start waits for another one
-        if restored is None:
-            raise NetworkFailure(
-                awful
-                or f"the global state does not fit this program ({error}), so nothing is trained: "
-                "look for a newer version; another state is fetched as soon as it is published"
-            ) from None
-        if awful is None:
-            awful = f"The global state cannot be loaded ({error}). Training goes on without it."
-        log.warning("%s", awful)
-        return restored[1]
-    except RankFailedError as error:  # on all ranks alike, before anything has changed
-        if restored is None:
-            raise
-        log.warning("%s", lines.not_fetched(not_loaded(error)))
-        return restored[1]
-    if restored is None:
-        trainer.begin_schedule(info.model_config.get("total_inner_steps") or 0)
-    return {}
-
-
-# --- rank 0 -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
 class RankZero:
-    """The controller with those who post events to it and those who subscribe to them."""
+    """Rank 0's own part. Its attributes are built in the order in which they stand."""
 
-    context: RankContext
-    services: Services
-    training: Training
-    swarm: HivemindSwarm
-    global_epoch: GlobalEpoch
-    blocks: BlockList
-    controller: Controller
-    server: SignedServer
-    record: Record
+    def __init__(
+        self,
+        context: RankContext,
+        info: StartupInfo,
+        connections: Connections,
+        training: Training,
+    ) -> None:
+        self._context, self._info = context, info
+        self._connections, self._training = connections, training
+        config, post, at_end = context.config, context.events.put, context.stack.callback
+        trainer, chain = training.trainer, connections.member.chain
+        self.round_clock = RoundClock.from_start(
+            chain,
+            config.miner,
+            seconds_per_block=config.chain.seconds_per_block,
+            outer_step=info.global_outer_step,
+            model_config=info.model_config,
+        )
+        # --- who posts events, beside the loop itself, the server and the signals
+        self.exchange = open_hivemind(config, context.folder, connections, trainer.schema)
+        at_end(self.exchange.close)
+        averaging = Averaging(self.exchange, post)
+        self.global_epoch = GlobalEpoch(
+            bucket=connections.global_bucket,
+            post=post,
+            interval=global_interval(config),
+            epoch_start=lambda: (trainer.outer_step, trainer.outer.epoch_start_rows()),
+            network=config.network,
+        )
+        at_end(self.global_epoch.close)
+        # --- who decides
+        self.blocks = BlockList(
+            chain_block=chain.block,
+            data=training.data,
+            ranks=context.ranks,
+            micro_batch_size=trainer.micro_batch_size,
+            uid=info.uid,
+            hold_back=trainer.preview_micro_batches,
+            recent=self.round_clock.half,
+        )
+        self.blocks.load_state_dict(
+            training.kept.get("rank_zero", {}).get("blocks", {}),
+            training.kept.get("data", {}),
+            exact=training.checkpointer.exact,
+        )
+        if training.first_block:
+            self.blocks.begin_with(training.first_block)
+        self.blocks.newest_published = connections.own.newest_block
+        reload = config.miner.round_reload_timeout.total_seconds()
+        # A checkpoint ahead of the bucket is no mistake: the validator may still be publishing.
+        behind = not info.global_seen or trainer.outer_step != info.global_outer_step
+        self.controller = Controller(
+            state=MinerState(
+                mode=Mode.AWAITING_GLOBAL if behind else Mode.TRAINING,
+                outer_step=trainer.outer_step,
+                global_due=time.monotonic() + reload,
+                view=GlobalView.SAME if info.global_seen else GlobalView.UNREAD,
+            ),
+            rules=Rules(
+                reload_seconds=reload,
+                checkpoint_steps=config.miner.checkpoint_steps,
+                checkpoint_seconds=config.miner.checkpoint_interval.total_seconds(),
+                train_in_rounds=config.miner.train_in_rounds,
+            ),
+            events=context.events,
+            blocks=self.blocks,
+            averaging=averaging,
+            global_epoch=self.global_epoch,
+            tick=context.tick,
+        )
+        self.server = self._open_server(averaging)
+        # Closed first, since it was opened last: no call comes into a swarm that ends.
+        at_end(self.server.close)
+        self._subscribe()
+
+    def _open_server(self, averaging: Averaging) -> SignedServer:
+        """Return it bound, not yet answering. Raises ConfigError when the port is taken."""
+        config, member = self._context.config, self._connections.member
+        trainer, exchange, controller = self._training.trainer, self.exchange, self.controller
+
+        def heard(outer_step: int) -> None:
+            if outer_step < trainer.outer_step:
+                self._context.events.put(ev.ValidatorHeard(outer_step, time.monotonic()))
+
+        def phase() -> str | None:
+            return "averaging" if controller.state.mode is Mode.AVERAGING else None
+
+        return SignedServer(
+            settings=config.chain,
+            wallet=member.wallet,
+            chain=member.chain,
+            master_hotkey=config.miner.master_ss58_address,
+            miner=MinerCallbacks(
+                epoch=lambda: trainer.outer_step,
+                on_all_reduce=averaging.receive_call,
+                round_phase=phase,
+                round_due=self.round_clock.due,
+                peer_id=lambda: exchange.peer_id,
+                addresses=lambda: exchange.visible_maddrs,
+                run_id=config.swarm.run_id,
+                on_validator_epoch=heard,
+            ),
+            folder=self._context.folder,
+        )
+
+    def _subscribe(self) -> None:
+        """Build who is shown each event, in this order, after the block list."""
+        config, folder = self._context.config, self._context.folder
+        trainer, connections = self._training.trainer, self._connections
+        chain, blocks, clock = connections.member.chain, self.blocks, self.round_clock
+        events = EventLog.from_settings(config.telemetry, folder)
+        self.record: Record = events.write if events else (lambda kind, **fields: None)
+        schedule = UploadSchedule(
+            upload_steps=config.store.upload_steps,
+            minimum_inner_step=config.store.minimum_valid_inner_step,
+            age_limit=config.store.age_limit,
+            published_at=connections.own.published_at,
+        )
+        uploaded = limits(
+            schedule,
+            newest=lambda: blocks.newest_published,
+            chain_block=chain.block,
+            most_blocks=clock.half,
+        )
+        income = Income(
+            hotkey=self._info.hotkey,
+            chain=chain,
+            limits=uploaded,
+            called_at=self.server.called_at,
+            round_period=lambda: 2 * clock.half() * config.chain.seconds_per_block,
+            patience=config.miner.round_reload_timeout.total_seconds(),
+            record=self.record,
+        )
+        reporter = Reporter(
+            record=self.record,
+            metrics=self._open_metrics({**uploaded, **income.gauges()}),
+            schedule=schedule,
+            warnings=warnings_of(config, self._context.device),
+            bucket=connections.own.name,
+            global_uid=self._info.global_uid,
+            reload_timeout=config.miner.round_reload_timeout,
+            clock_fault=connections.clock.fault,
+        )
+        missed = MissedRounds(
+            outer_step=trainer.outer_step,
+            clock_fault=connections.clock.fault,
+            published_within=1.25 * config.miner.round_reload_timeout,
+            listens_at=time.monotonic(),
+            started=psutil.Process().create_time(),
+            interval=global_interval(config),
+        )
+        needed = snapshot_bytes(shape for _, shape in trainer.schema)
+        uploads = Uploads(
+            schedule=schedule,
+            round_clock=clock,
+            blocks=blocks,
+            uploader=connections.uploader,
+            disk_problem=lambda: disk_allows(folder, needed),
+            world_size=trainer.stream.layout.shards,
+            run=config.store.run,
+        )
+        # The reporter before the uploads: a step's line stands above what it led to.
+        for subscriber in (income, reporter, missed, uploads):
+            self.controller.subscribe(subscriber.on_event)
+        self.controller.subscribe(end_rounds_of(self.server))
+
+    def _open_metrics(self, measured: Mapping[str, Callable[[], float | None]]) -> Metrics:
+        """Open the metrics file. ``measured``: gauges of uploads and income."""
+        context, connections, blocks = self._context, self._connections, self.blocks
+        config, trainer = context.config, self._training.trainer
+        open_until_end = context.stack.enter_context
+        chain, clock = connections.member.chain, self.round_clock
+        trackers = open_trackers(
+            config.telemetry,
+            context.folder,
+            name=f"{config.miner.name}-{self._info.uid}",
+            first_step=trainer.total_inner_steps + 1,
+        )
+        shapes = [shape for _, shape in trainer.schema]
+        machine = MachineGauges(
+            context.folder,
+            needed=snapshot_bytes(shapes) + checkpoint_bytes(shapes),
+            gpus=context.ranks.local_world_size if context.device.type == "cuda" else 0,
+        )
+        file = MetricsFile(context.folder / "metrics.prom")
+        file.registry.set("protocol_run", config.store.run)
+        return Metrics(
+            trackers=[open_until_end(closing(tracker)) for tracker in trackers],
+            file=file,
+            counts={
+                "data": self._training.data.counters,
+                "chain": chain.counters,
+                "server": self.server.counters,
+            },
+            gauges={
+                "chain_age_seconds": lambda: chain.age().total_seconds(),
+                "chain_block": chain.block,
+                "chain_seconds_per_block": lambda: clock.seconds(1),
+                "block_list_newest_block": lambda: blocks.newest_trained,
+                "next_round_timestamp_seconds": lambda: unix_time(clock.expected_at()),
+                "dht_peers": self.exchange.known_peers,
+                "clock_offset_seconds": connections.clock.seconds,
+                "global_run": lambda: connections.global_bucket.run_seen,
+                **measured,
+                **machine.single(),
+            },
+            by_rank=open_until_end(closing(machine)).by_rank,
+        )
 
     def go_live(self) -> None:
         """Show this miner to others, and begin to follow them."""
-        trainer, context, state = self.training.trainer, self.context, self.controller.state
+        trainer, context, state = self._training.trainer, self._context, self.controller.state
         report_device(
             context.config,
             context.device,
@@ -411,235 +626,148 @@ class RankZero:
             world_size=context.ranks.world_size,
         )
         # Validators read it in the root metadata, to name this peer in their calls.
-        self.services.uploader.publish_peer_id(self.swarm.peer_id)
+        self._connections.uploader.publish_peer_id(self.exchange.peer_id)
         # Before the endpoint is announced: a validator that reads it may call at once.
         self.server.start()
-        self.services.announce(
-            self.server.port,
-            self.swarm,
-            lambda why, status: context.events.put(ev.StopRequested(why, status)),
-            context.stack,
-        )
+        self._announce()
         self.global_epoch.start()
         # The network's file too: whoever has another version of it trains for nothing.
         if state.view is GlobalView.UNREAD or context.config.network is not None:
             self.global_epoch.compare_soon()
-        if self.training.kept and state.mode is Mode.TRAINING:
+        if self._training.kept and state.mode is Mode.TRAINING:
             self.global_epoch.compare_weights(trainer.outer_step)  # of the last round, perhaps
         self.record(
             "start",
-            uid=self.services.info.uid,
-            hotkey=self.services.info.hotkey,
-            peer_id=self.swarm.peer_id,
+            uid=self._info.uid,
+            hotkey=self._info.hotkey,
+            peer_id=self.exchange.peer_id,
             outer_step=trainer.outer_step,
             inner_step=trainer.inner_step,
             world_size=context.ranks.world_size,
-            resumed=bool(self.training.kept),
+            resumed=bool(self._training.kept),
         )
 
+    def _announce(self) -> None:
+        """Write our endpoint to the chain unless it is there, and follow the chain's view of us.
 
-def build_rank_zero(context: RankContext, training: Training, services: Services) -> RankZero:
-    """Build what posts events, what decides, and what subscribes, in this order."""
-    config, trainer, info = context.config.miner, training.trainer, services.info
-    post, at_end = context.events.put, context.stack.callback
+        Returns at once. Chain and swarm get another address of this machine when it changes.
+        """
+        config, folder = self._context.config, self._context.folder
+        member = self._connections.member
+        endpoint = self._connections.address, config.chain.external_port or self.server.port
+        identity.announce(member, *endpoint)
 
-    # who posts events, beside the loop itself and the signals
-    swarm = services.open_swarm(trainer.schema)
-    at_end(swarm.close)
-    averaging = Averaging(swarm, post)
-    global_epoch = services.watch_global_bucket(
-        post, lambda: (trainer.outer_step, trainer.outer.epoch_start_rows())
-    )
-    at_end(global_epoch.close)
+        # A miner that is called has the right address: the services that tell it are left alone.
+        def public_ip() -> str | None:
+            with suppress(AddressUnknown):
+                return public_address(config) if self.round_clock.missed() else None
+            return None
 
-    # who decides
-    blocks = _block_list(context, training, services)
-    unread, reload = not info.global_seen, config.round_reload_timeout.total_seconds()
-    # A checkpoint ahead of the bucket is no mistake: the validator may still be publishing.
-    behind = unread or trainer.outer_step != info.global_outer_step
-    controller = Controller(
-        state=MinerState(
-            mode=Mode.AWAITING_GLOBAL if behind else Mode.TRAINING,
-            outer_step=trainer.outer_step,
-            global_due=time.monotonic() + reload,
-            view=GlobalView.UNREAD if unread else GlobalView.SAME,
-        ),
-        rules=Rules(
-            reload_seconds=reload,
-            checkpoint_steps=config.checkpoint_steps,
-            checkpoint_seconds=config.checkpoint_interval.total_seconds(),
-            train_in_rounds=config.train_in_rounds,
-        ),
-        events=context.events,
-        blocks=blocks,
-        averaging=averaging,
-        global_epoch=global_epoch,
-        tick=context.tick,
-    )
+        def moved(ip: str) -> None:
+            try:
+                if (announced := swarm_address(config, ip)) is not None:
+                    self.exchange.announce(announced)
+            except SwarmUnavailable as error:  # its keeper goes on trying, with the new address
+                log.warning("%s", error)
 
-    def heard(outer_step: int) -> None:
-        if outer_step < trainer.outer_step:
-            post(ev.ValidatorHeard(outer_step, time.monotonic()))
-
-    def phase() -> str | None:
-        return "averaging" if controller.state.mode is Mode.AVERAGING else None
-
-    due = services.round_clock.due
-    server = services.open_server(
-        MinerCallbacks(
-            epoch=lambda: trainer.outer_step,
-            on_all_reduce=averaging.receive_call,
-            round_phase=phase,
-            round_due=due,
-            peer_id=lambda: swarm.peer_id,
-            addresses=lambda: swarm.visible_maddrs,
-            run_id=context.config.swarm.run_id,
-            on_validator_epoch=heard,
+        local = config.preset == "local"  # where a minute is a long time
+        watcher = identity.follow_registration(
+            member,
+            endpoint=endpoint,
+            commitment=self._connections.own.commitment,
+            stop=lambda why, status: self._context.events.put(ev.StopRequested(why, status)),
+            belief=Belief(
+                config.miner.master_ss58_address,
+                timedelta(seconds=5) if local else MISSING_FOR,
+                config.chain.how_to_register,
+            ),
+            on_read=lambda: keep_state(member.chain, config.chain, folder),
+            interval=timedelta(seconds=1) if local else REGISTRATION_INTERVAL,
+            public_ip=public_ip,
+            moved=moved,
         )
-    )
-    # Closed first, since it was opened last: no call comes into a swarm that ends.
-    at_end(server.close)
-
-    # who subscribes to them
-    events = EventLog.from_settings(context.config.telemetry, context.folder)
-    record: Record = events.write if events else (lambda kind, **fields: None)
-    rank_zero = RankZero(
-        context, services, training, swarm, global_epoch, blocks, controller, server, record
-    )
-    for subscriber in _subscribers(rank_zero):
-        controller.subscribe(subscriber)
-    return rank_zero
+        self._context.stack.callback(watcher.close)
 
 
-def _block_list(context: RankContext, training: Training, services: Services) -> BlockList:
-    trainer, data, kept = training.trainer, training.data, training.kept
-    blocks = BlockList(
-        chain_block=services.chain.block,
-        data=data,
-        ranks=context.ranks,
-        micro_batch_size=trainer.micro_batch_size,
-        uid=services.info.uid,
-        hold_back=trainer.preview_micro_batches,
-        recent=services.round_clock.half,
-    )
-    blocks.load_state_dict(
-        kept.get("rank_zero", {}).get("blocks", {}),
-        kept.get("data", {}),
-        exact=training.checkpointer.exact,
-    )
-    if training.first_block:
-        blocks.begin_with(training.first_block)
-    blocks.newest_published = services.published.newest_block
-    return blocks
+def open_hivemind(
+    config: Config,
+    folder: Path,
+    connections: Connections,
+    schema: Sequence[tuple[str, tuple[int, ...]]],
+) -> HivemindSwarm:
+    """Open the exchange of kind hivemind. Raises NetworkFailure."""
+    try:
+        return HivemindSwarm(
+            settings=replace(config.swarm, dht_ip=swarm_address(config, connections.address)),
+            schema=schema,
+            run_folder=folder,
+            launch=connections.swarm_launch,
+        )
+    except SwarmUnavailable as error:
+        why = connections.clock.fault()
+        raise NetworkFailure(f"{error}; {why}" if why else str(error)) from None
 
 
-def _subscribers(rank_zero: RankZero) -> list[Subscriber]:
-    """Return who is shown each event, in this order, after the block list."""
-    context, services = rank_zero.context, rank_zero.services
-    trainer, config = rank_zero.training.trainer, context.config
-    snapshot = snapshot_bytes(shape for _, shape in trainer.schema)
-    blocks, clock = rank_zero.blocks, services.round_clock
-    uploaded = limits(
-        services.schedule,
-        newest=lambda: blocks.newest_published,
-        chain_block=services.chain.block,
-        most_blocks=clock.half,
-    )
-    income = Income(
-        hotkey=services.info.hotkey,
-        chain=services.chain,
-        limits=uploaded,
-        called_at=rank_zero.server.called_at,
-        round_period=lambda: 2 * clock.half() * config.chain.seconds_per_block,
-        patience=config.miner.round_reload_timeout.total_seconds(),
-        record=rank_zero.record,
-    )
-    reporter = Reporter(
-        record=rank_zero.record,
-        metrics=_metrics(rank_zero, snapshot, {**uploaded, **income.gauges()}),
-        schedule=services.schedule,
-        warnings=warnings_of(config, context.device),
-        bucket=services.bucket,
-        global_uid=services.info.global_uid,
-        reload_timeout=config.miner.round_reload_timeout,
-        clock_fault=services.clock.fault,
-    )
-    missed = MissedRounds(
-        outer_step=trainer.outer_step,
-        clock_fault=services.clock.fault,
-        published_within=1.25 * config.miner.round_reload_timeout,
-        listens_at=time.monotonic(),
-        started=psutil.Process().create_time(),
-        interval=global_interval(context.config),
-    )
-    uploads = Uploads(
-        schedule=services.schedule,
-        round_clock=services.round_clock,
-        blocks=rank_zero.blocks,
-        uploader=services.uploader,
-        disk_problem=lambda: services.disk_problem(snapshot),
-        world_size=trainer.stream.layout.shards,
-        run=config.store.run,
-    )
-    ends_rounds = end_rounds_of(rank_zero.server)
-    # The reporter before the uploads: a step's line stands above what it led to.
-    return [income.on_event, reporter.on_event, missed.on_event, uploads.on_event, ends_rounds]
+def swarm_address(config: Config, ip: str) -> str | None:
+    """Return the address to announce to the swarm, which knows IPv4 only; None: p2pd's own guess.
 
-
-def _metrics(
-    rank_zero: RankZero, snapshot: int, measured: Mapping[str, Callable[[], float | None]]
-) -> Metrics:
-    """Make the metrics. ``snapshot``: bytes of one; ``measured``: of uploads and income."""
-    context, services, blocks = rank_zero.context, rank_zero.services, rank_zero.blocks
-    trainer, opened = rank_zero.training.trainer, context.stack.enter_context
-    config, chain, clock = context.config, services.chain, services.round_clock
-    trackers = open_trackers(
-        config.telemetry,
-        context.folder,
-        name=f"{config.miner.name}-{services.info.uid}",
-        first_step=trainer.total_inner_steps + 1,
-    )
-    machine = MachineGauges(
-        context.folder,
-        needed=snapshot + checkpoint_bytes(shape for _, shape in trainer.schema),
-        gpus=context.ranks.local_world_size if context.device.type == "cuda" else 0,
-    )
-    services.metrics.registry.set("protocol_run", config.store.run)
-    return Metrics(
-        trackers=[opened(closing(tracker)) for tracker in trackers],
-        file=services.metrics,
-        counts={
-            "data": rank_zero.training.data.counters,
-            "chain": chain.counters,
-            "server": rank_zero.server.counters,
-        },
-        gauges={
-            "chain_age_seconds": lambda: chain.age().total_seconds(),
-            "chain_block": chain.block,
-            "chain_seconds_per_block": lambda: clock.seconds(1),
-            "block_list_newest_block": lambda: blocks.newest_trained,
-            "next_round_timestamp_seconds": lambda: unix_time(clock.expected_at()),
-            "dht_peers": rank_zero.swarm.known_peers,
-            "clock_offset_seconds": services.clock.seconds,
-            "global_run": lambda: services.global_bucket.run_seen,
-            **measured,
-            **machine.single(),
-        },
-        by_rank=opened(closing(machine)).by_rank,
-    )
-
-
-def end_rounds_of(server: SignedServer) -> Subscriber:
-    """Return a subscriber that marks a call as finished, once it led to nothing more.
-
-    Without it the server keeps answering that a round is running.
+    ``ip``: at which others reach this machine, where ``--dht.ip`` gives no other.
     """
+    return config.swarm.dht_ip or (None if ":" in ip else ip)
 
-    def on_event(event: ev.Event, state: MinerState) -> None:
-        match event:
-            case ev.ModeChanged(before=Mode.AVERAGING):
-                server.round_ended()
-            case ev.AllReduceCalled() if ignores_calls(state):
-                server.round_ended()
 
-    return on_event
+def global_interval(config: Config) -> timedelta:
+    """Return the time between two looks at the global bucket."""
+    blocks = config.miner.epoch_check_blocks
+    return timedelta(seconds=blocks * config.chain.seconds_per_block)
+
+
+# --- the loop -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank, ready to run. ``rank_zero``: rank 0's own part, else None."""
+
+    training: Training
+    rank_zero: RankZero | None
+    loop: MinerLoop
+
+    def run(self) -> tuple[int, str]:
+        """Train until stopped. Return the exit status and, on rank 0, the reason.
+
+        Rank 0 alone gives the miner's status. A rank that ends by a command has not failed: another
+        status than 0 would have the launcher end rank 0 while it still closes what it has.
+        """
+        if self.rank_zero is None:
+            self.loop.run()
+            return ExitStatus.STOPPED, ""
+        self.rank_zero.go_live()
+        status = self.loop.run()
+        controller = self.rank_zero.controller
+        controller.drain()  # what the last command came to is reported too
+        return status, controller.state.stop_reason
+
+
+def build_rank(context: RankContext, info: StartupInfo, connections: Connections | None) -> Rank:
+    """Build one rank. ``connections``: rank 0's, else None. Raises ConfigError, NetworkFailure."""
+    alive = Heartbeat(context.folder, context.ranks.local_rank)
+    global_folder = connections.global_folder if connections else None
+    training = build_training(context, info, global_folder, alive)
+    # After the model: the swarm's buffers have its shapes.
+    rank_zero = RankZero(context, info, connections, training) if connections else None
+    exchange = rank_zero.exchange if rank_zero else None
+    buffers = exchange.buffers if exchange else None
+    # Collective: the other ranks wait here for rank 0's swarm.
+    training.trainer.outer.open_window(buffers, exchange.memory_path if exchange else None)
+    loop = MinerLoop(
+        ranks=context.ranks,
+        trainer=training.trainer,
+        data=training.data,
+        checkpointer=training.checkpointer,
+        snapshots=context.folder / "snapshots",
+        controller=rank_zero.controller if rank_zero else None,
+        buffers=buffers,
+        alive=alive,
+    )
+    return Rank(training, rank_zero, loop)

@@ -19,8 +19,9 @@ import types
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import Mock
 
 import torch
@@ -33,10 +34,10 @@ from distributed_training.miner import events as ev
 from distributed_training.miner import start
 from distributed_training.miner.events import MinerState
 from distributed_training.miner.global_state import GlobalEpoch
-from distributed_training.miner.own_bucket import Published
+from distributed_training.miner.own_bucket import OwnBucket
 from distributed_training.miner.ranks import join_ranks
-from distributed_training.miner.round_clock import RoundClock
-from distributed_training.miner.services import StartupInfo
+from distributed_training.miner.resume import StartupInfo
+from distributed_training.node.identity import Member
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
@@ -84,24 +85,38 @@ class Alone:
 
 
 class Network:
-    """In the place of ``services.Services``, and of the chain in it."""
-
-    bucket, global_folder, published = "mine", None, Published()
-    global_bucket: Any = types.SimpleNamespace(run_seen=None)
-    clock: Any = types.SimpleNamespace(fault=str, seconds=float)
+    """The chain, and all else outside of a miner, in the place of what ``start.connect`` opens."""
 
     def __init__(self, folder: Path, info: StartupInfo) -> None:
-        self.chain, self.info = self, info
+        self.info = info
         self.uploader, self.server = KeptUploads(succeeds=True), Mock(SignedServer, port=0)
         self.server.counters.return_value = {"connections": 0}
         self.server.called_at.return_value = None
-        self.metrics = MetricsFile(folder / "metrics.prom", every=0.0)
         self.no_room: str | None = None
         self.last_requested: Callable[[], int] = lambda: 0
-        self.schedule = upload_schedule(upload_steps=4, first=2)
-        self.round_clock = RoundClock(
-            chain_block=lambda: 7, blocks_per_allreduce=400, last_allreduce_block=None
+        nobody: Any = None
+        clock: Any = types.SimpleNamespace(fault=str, seconds=float)
+        bucket: Any = types.SimpleNamespace(run_seen=None)
+        member = Member(nobody, self, info.uid)  # type: ignore[arg-type]
+        own, uploader = OwnBucket("mine", ""), cast(Any, self.uploader)
+        self.connections = start.Connections(
+            member, "", own, bucket, nobody, nobody, uploader, clock
         )
+
+    def play(self) -> None:
+        """Replace what a rank opens later."""
+        product: Any = start
+        product.open_hivemind = self._open_hivemind
+        product.SignedServer = lambda **_: self.server
+        product.GlobalEpoch = lambda **_: Mock(GlobalEpoch)  # the global bucket never changes
+        product.UploadSchedule = lambda **_: upload_schedule(upload_steps=4, first=2)
+        product.MetricsFile = partial(MetricsFile, every=0.0)
+        product.disk_allows = lambda folder, needed: self.no_room
+        product.RankZero._announce = lambda rank_zero: None
+
+    def _open_hivemind(self, *given: Any) -> Alone:
+        self.swarm = Alone(given[-1])
+        return self.swarm
 
     def block(self) -> int:
         return max(100, self.last_requested()) + 1
@@ -114,21 +129,6 @@ class Network:
 
     def neurons(self) -> list[Neuron]:
         return []
-
-    def disk_problem(self, needed: int) -> str | None:
-        return self.no_room
-
-    def open_swarm(self, schema: Any) -> Alone:
-        self.swarm = Alone(schema)
-        return self.swarm
-
-    def open_server(self, callbacks: Any) -> Mock:
-        return self.server
-
-    def watch_global_bucket(self, *called: Any) -> Mock:
-        return Mock(GlobalEpoch)  # the global bucket never changes
-
-    def announce(self, port: int, *called: Any) -> None: ...
 
 
 class Miner:
@@ -153,7 +153,10 @@ class Miner:
         argv = [f"--{name}={value}" for name, value in {**FLAGS, **flags}.items()]
         tokenizer, eos = build_tokenizer("bytes", folder / f"tokenizer-{RANK}")
         info = StartupInfo(3, tiny(vocab=BYTE_VOCABULARY), str(tokenizer), eos, hotkey="5Miner")
-        network: Any = Network(folder, info) if RANK == 0 else None
+        network: Any = None
+        if RANK == 0:
+            network = Network(folder, info)
+            network.play()
         self.product = start.build_rank(
             start.RankContext(
                 config=config_of(*argv),
@@ -165,7 +168,7 @@ class Miner:
                 tick=timedelta(milliseconds=1),
             ),
             info,
-            network,
+            network and network.connections,
         )
         training, self.rank_zero = self.product.training, self.product.rank_zero
         self.trainer, self.data = training.trainer, training.data

@@ -17,7 +17,7 @@ from distributed_training.config import Config
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.miner import events as ev
 from distributed_training.miner import start
-from distributed_training.miner.services import StartupInfo
+from distributed_training.miner.resume import StartupInfo
 from distributed_training.node.start import fetch_tokenizer
 from tests.tools import miner_ranks
 from tests.tools.training_world import tiny, whole_weights
@@ -25,10 +25,16 @@ from tests.tools.training_world import tiny, whole_weights
 STEPS = int(os.environ.get("NODE_STEPS", "0"))
 
 
+NETWORK: list[miner_ranks.Network] = []  # of rank 0
+
+
 def connect(config: Config, folder: Path, stack: Any, *, wanted: Any) -> Any:
     tokenizer, eos = fetch_tokenizer(config, folder)
     model = tiny(vocab=BYTE_VOCABULARY)
-    return miner_ranks.Network(folder, StartupInfo(3, model, str(tokenizer), eos, hotkey="5Miner"))
+    info = StartupInfo(3, model, str(tokenizer), eos, hotkey="5Miner")
+    NETWORK.append(miner_ranks.Network(folder, info))
+    NETWORK[0].play()
+    return NETWORK[0].connections, info
 
 
 class Played:
@@ -39,7 +45,7 @@ class Played:
         self.rank = build_rank(self.context, info, network)
         if self.rank.rank_zero is not None:
             blocks = self.rank.rank_zero.blocks
-            network.last_requested = lambda: blocks._last_requested
+            NETWORK[0].last_requested = lambda: blocks._last_requested
             self.rank.rank_zero.controller.subscribe(self.on_event)
 
     def on_event(self, event: ev.Event, state: Any) -> None:
@@ -61,6 +67,6 @@ build_rank = start.build_rank
 
 
 def run_rank(config: Config) -> int:
-    start.services.connect = connect  # type: ignore[assignment]
+    start.connect = connect  # type: ignore[assignment]
     start.build_rank = Played  # type: ignore[assignment]
     return start.run_rank(config)

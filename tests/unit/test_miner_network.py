@@ -13,8 +13,8 @@ import pytest
 from distributed_training.chain.base import ChainUnavailable
 from distributed_training.chain.identity import AddressUnknown
 from distributed_training.config.settings import StoreSettings
-from distributed_training.miner import own_bucket, services
-from distributed_training.miner.own_bucket import Published, read_published
+from distributed_training.miner import own_bucket, start
+from distributed_training.miner.own_bucket import OwnBucket, read_newest
 from distributed_training.node import identity
 from distributed_training.node.identity import Member
 from distributed_training.node.start import NetworkFailure
@@ -51,8 +51,8 @@ class Bucket:
         if key == self.lost:
             raise TransientError("the store is away")
 
-    def read(self) -> Published:
-        return read_published(BucketReader(self.store, large=timedelta(seconds=1)))
+    def read(self) -> tuple[float | None, int | None]:
+        return read_newest(BucketReader(self.store, large=timedelta(seconds=1)))
 
 
 @pytest.fixture
@@ -61,14 +61,14 @@ def bucket(tmp_path: Path) -> Bucket:
 
 
 def test_a_start_knows_how_old_the_upload_and_its_blocks_are(bucket: Bucket) -> None:
-    found = bucket.read()
-    assert found.at == pytest.approx(time.monotonic() - 600, abs=20)
-    assert found.newest_block == 1007
+    at, newest_block = bucket.read()
+    assert at == pytest.approx(time.monotonic() - 600, abs=20)
+    assert newest_block == 1007
 
 
 def test_an_empty_bucket_tells_nothing() -> None:
     empty = BucketReader(MemoryObjectStore(), large=timedelta(seconds=1))
-    assert read_published(empty) == Published()
+    assert read_newest(empty) == (None, None)
 
 
 @pytest.mark.parametrize("spoilt", [b"{", b'{"block_list": 5}', None])
@@ -79,8 +79,8 @@ def test_a_block_list_that_cannot_be_read_costs_nothing_else(
         bucket.lost = CONFIG
     else:
         bucket.store.put(CONFIG, spoilt)
-    found = bucket.read()
-    assert found.at is not None and found.newest_block is None
+    at, newest_block = bucket.read()
+    assert at is not None and newest_block is None
     (line,) = [m for m in caplog.messages if "is not known before the next upload" in m]
     assert line.startswith("The age of the uploaded block list")  # that of the upload is known
 
@@ -89,7 +89,7 @@ def test_a_store_that_does_not_answer_is_no_reason_not_to_start(
     bucket: Bucket, caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket.lost = keys.ROOT_METADATA
-    assert bucket.read() == Published()
+    assert bucket.read() == (None, None)
     assert "The age of the newest upload is not known before the next upload" in caplog.text
 
 
@@ -110,7 +110,7 @@ class Outage:
             raise AddressUnknown("the public address of this machine is unknown")
 
         monkeypatch.setattr(own_bucket.buckets, "open_own", away)
-        monkeypatch.setattr(services, "public_address", unknown)
+        monkeypatch.setattr(start, "public_address", unknown)
         monkeypatch.setattr(own_bucket.buckets, "commitment_text", lambda _: "our read keys")
 
 
@@ -122,9 +122,9 @@ def outage(monkeypatch: pytest.MonkeyPatch) -> Outage:
 def test_a_start_in_an_outage_goes_by_what_the_chain_shows_of_this_miner(outage: Outage) -> None:
     outage.ledger.serve(MINER.ss58, "1.2.3.4", 8091)
     outage.ledger.commit(MINER.ss58, "our read keys")
-    assert services._address(outage.config, outage.member) == "1.2.3.4"
+    assert start.find_address(outage.config, outage.member) == "1.2.3.4"
     found = own_bucket.open_own_bucket(outage.config, outage.member, "mine")
-    assert found == (Published(), "our read keys")
+    assert found == OwnBucket("mine", "our read keys")
 
 
 @pytest.mark.parametrize("committed", [None, "other read keys", "not read yet"])
@@ -142,7 +142,7 @@ def test_keys_that_no_start_has_checked_are_not_gone_on_with(
     with pytest.raises(NetworkFailure, match="the store is away"):
         own_bucket.open_own_bucket(outage.config, outage.member, "mine")
     with pytest.raises(NetworkFailure, match="address"):
-        services._address(outage.config, outage.member)
+        start.find_address(outage.config, outage.member)
 
 
 @pytest.mark.parametrize(
@@ -165,10 +165,10 @@ def test_the_swarm_announces_the_address_that_is_found_for_calls(
     config = config_of(*flags)
     monkeypatch.setattr(identity, "external_ip", lambda c, **_: c.external_ip or "8.8.4.4")
     opened: list[Any] = []
-    monkeypatch.setattr(services, "HivemindSwarm", lambda **given: opened.append(given))
+    monkeypatch.setattr(start, "HivemindSwarm", lambda **given: opened.append(given))
     member: Any = None
-    ours: Any = SimpleNamespace(
-        config=config, ip=services._address(config, member), folder=tmp_path, swarm_launch=None
+    connections: Any = SimpleNamespace(
+        address=start.find_address(config, member), swarm_launch=None
     )
-    services.Services.open_swarm(ours, [])
-    assert (ours.ip, opened[0]["settings"].dht_ip) == (calls, swarm)
+    start.open_hivemind(config, tmp_path, connections, [])
+    assert (connections.address, opened[0]["settings"].dht_ip) == (calls, swarm)

@@ -24,14 +24,16 @@ from distributed_training.config import ConfigError
 from distributed_training.config.settings import StoreSettings
 from distributed_training.miner import device, global_state, registration, run_folder, start
 from distributed_training.miner import events as ev
+from distributed_training.miner import resume as resume_module
 from distributed_training.miner.events import MinerState, Mode, Rules
 from distributed_training.miner.global_state import (
     GlobalBucket,
     GlobalEmptyError,
     GlobalUnavailableError,
 )
+from distributed_training.miner.resume import StartupInfo, resume
+from distributed_training.miner.round import end_rounds_of
 from distributed_training.miner.run_folder import INSTANCE
-from distributed_training.miner.services import StartupInfo
 from distributed_training.miner.state_machine import decide
 from distributed_training.node import identity as node_chain
 from distributed_training.node.start import Deregistered, NetworkFailure
@@ -157,12 +159,12 @@ def test_a_state_that_cannot_be_loaded_is_not_downloaded_by_the_next_start(
     checkpointer.restore.return_value = (Progress(3, 5, 5), {"kept": 1}) if checkpoint else None
     info = StartupInfo(global_outer_step=outer_step, global_uid=3)
     if checkpoint:
-        assert start.resume(trainer, checkpointer, info, folder) == {"kept": 1}
+        assert resume(trainer, checkpointer, info, folder) == {"kept": 1}
         assert error is ValueError or re.search(line, caplog.text)
         assert restart() == (7, folder)
     else:
         with pytest.raises(NetworkFailure, match=line):
-            start.resume(trainer, checkpointer, info, folder)
+            resume(trainer, checkpointer, info, folder)
 
     def pause(wanted: Callable[[], bool]) -> None:
         """While the start waits, the owner of the bucket publishes a good state."""
@@ -189,12 +191,12 @@ def test_a_start_goes_on_from_its_checkpoint_where_a_rank_has_no_memory_to_load(
     trainer.load_global.side_effect = RankFailedError("rank 1: none")
     checkpointer.restore.return_value = Progress(3, 5, 5), {"kept": 1}
     info = StartupInfo(global_outer_step=7)
-    assert start.resume(trainer, checkpointer, info, tmp_path) == {"kept": 1}
+    assert resume(trainer, checkpointer, info, tmp_path) == {"kept": 1}
     assert "rank 1: none" in caplog.text
     assert refusal(tmp_path) is None
     checkpointer.restore.return_value = None
     with pytest.raises(RankFailedError):
-        start.resume(trainer, checkpointer, info, tmp_path)
+        resume(trainer, checkpointer, info, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -221,8 +223,10 @@ def test_a_start_waits_a_while_for_text_to_measure_the_global_state(
 
     beats: list[int] = []
     data: Any = Data()
-    monkeypatch.setattr(start, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
-    sample = start._first_sample(data, 9, 4, lambda: beats.append(1))
+    monkeypatch.setattr(
+        resume_module, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep)
+    )
+    sample = resume_module.first_sample(data, 9, 4, lambda: beats.append(1))
     assert (sample is text) == found and data.requested == ([] if stored else [9])
     assert now[0] < 61 and bool(beats) != stored  # no hang, to the launcher
 
@@ -284,7 +288,7 @@ def test_from_the_disk_the_checkpoint_is_taken_unless_the_global_state_is_later(
     trainer, checkpointer = Mock(), Mock()
     checkpointer.restore.return_value = Progress(reached, 5, 5), {"kept": 1}
     info = StartupInfo(global_outer_step=10, global_seen=False)
-    assert bool(start.resume(trainer, checkpointer, info, tmp_path)) == kept
+    assert bool(resume(trainer, checkpointer, info, tmp_path)) == kept
     assert trainer.load_global.called != kept
 
 
@@ -349,7 +353,7 @@ def rank_ends(
     monkeypatch.setattr(start, "make_run_folder", lambda _: tmp_path)
 
     def run(played: Callable[..., Any]) -> tuple[int, run_folder.Ending | None]:
-        monkeypatch.setattr(start, "_run", played)
+        monkeypatch.setattr(start, "train", played)
         return start.run_rank(config), run_folder.read_exit_status(tmp_path, instance="x")
 
     return run
@@ -567,7 +571,7 @@ def test_no_room_for_a_ranks_first_file_is_a_line(
 def test_the_server_is_told_of_a_call_that_leads_to_nothing(mode: Mode) -> None:
     """Else it answers the validator that a round is running, until a restart."""
     server = Mock()
-    see = start.end_rounds_of(server)
+    see = end_rounds_of(server)
     call = ev.AllReduceCalled(RoundRequest(caller="5V"), 1000.0)
     state = MinerState(mode=mode, outer_step=4)
     see(call, state)

@@ -1,0 +1,118 @@
+"""Decide what a start goes on from: its last checkpoint, or the global state."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distributed_training.data.pipeline import DataPipeline
+from distributed_training.node.start import NetworkFailure
+from distributed_training.protocol import lines
+from distributed_training.protocol.types import RankFailedError
+from distributed_training.store.bucket_reader import refuse
+from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.local_evaluation import AwfulWeights
+from distributed_training.training.trainer import Trainer
+
+from .loop import not_loaded, state_files
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class StartupInfo:
+    """The facts that rank 0 found out and every rank needs; JSON-able."""
+
+    uid: int = 0
+    model_config: dict[str, Any] = field(default_factory=dict)
+    tokenizer_path: str = ""
+    eos_id: int = 0
+    global_outer_step: int = 0
+    global_seen: bool = True  # in the bucket; else it is the newest on rank 0's disk
+    global_uid: int | None = None  # of that bucket's owner
+    first_block: int = 0  # of the chain: what a fresh start trains on first
+    hotkey: str = ""
+    problem: str = ""  # why there is no start; the other ranks leave quietly then
+
+
+_SAMPLE_PATIENCE = 30.0  # seconds, half of --neuron.stop_timeout: a stop is not looked at here
+
+
+def first_sample(
+    data: DataPipeline, block: int, count: int, alive: Callable[[], None]
+) -> torch.Tensor | None:
+    """Return text to measure the global state with, before the loop; None if it does not come."""
+    sample = data.sample(count)
+    if sample is not None or not block:
+        return sample
+    data.request(block)  # the block that a fresh start trains on first
+    deadline = time.monotonic() + _SAMPLE_PATIENCE
+    # A source that is away holds up no start: its workers ask on, beside the swarm's start.
+    while data.ready(block) is None and time.monotonic() < deadline:
+        alive()
+        time.sleep(0.05)
+    return data.sample(count)
+
+
+def resume(
+    trainer: Trainer,
+    checkpointer: Checkpointer,
+    info: StartupInfo,
+    global_folder: Path | None,
+    *,
+    sample: Callable[[], torch.Tensor | None] = lambda: None,
+) -> dict[str, Any]:
+    """Load the checkpoint where it belongs to the global state, else the global state.
+
+    Returns what was kept in the checkpoint. Without any, training begins at the network's place in
+    the learning rate's schedule. ``sample``: text of this rank, to measure the global state with.
+
+    A checkpoint one outer step ahead is kept: this miner was ended between its outer step and the
+    validator's upload; comparing outer steps later decides. So is any later one where the global
+    state is the newest on the disk, since the bucket did not answer. Raises NetworkFailure.
+    """
+    restored, outer_step = checkpointer.restore(), info.global_outer_step
+    if restored is not None:
+        progress, kept = restored
+        reached = progress.outer_step
+        if reached in (outer_step, outer_step + 1) or (
+            reached > outer_step and not info.global_seen
+        ):
+            log.info("Resumed at outer step %d, inner step %d", reached, progress.inner_step)
+            return kept
+        log.info(lines.epochs_differ(reached, outer_step))
+    try:
+        trainer.load_global(*state_files(global_folder), outer_step, sample())
+    except ValueError as error:  # on all ranks alike; nothing has changed
+        awful, back = None, restored is not None and restored[0].outer_step > outer_step
+        if isinstance(error, AwfulWeights):
+            awful = lines.awful(info.global_uid, error)
+            if restored is not None and back:
+                awful = lines.awful_back(outer_step, restored[0].outer_step, error)
+        # Not what is awful by the losses of this miner alone, which tries it again as it runs.
+        if global_folder is not None and not (awful and back):
+            refuse(global_folder, str(error))  # the next start waits for another one
+        if restored is None:
+            raise NetworkFailure(
+                awful
+                or f"the global state does not fit this program ({error}), so nothing is trained: "
+                "look for a newer version; another state is fetched as soon as it is published"
+            ) from None
+        if awful is None:
+            awful = f"The global state cannot be loaded ({error}). Training goes on without it."
+        log.warning("%s", awful)
+        return restored[1]
+    except RankFailedError as error:  # on all ranks alike, before anything has changed
+        if restored is None:
+            raise
+        log.warning("%s", lines.not_fetched(not_loaded(error)))
+        return restored[1]
+    if restored is None:
+        trainer.begin_schedule(info.model_config.get("total_inner_steps") or 0)
+    return {}
