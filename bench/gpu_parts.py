@@ -307,7 +307,6 @@ def sweep(bench: Bench) -> None:
         "checkpointing budget": {"activation_checkpointing": "budget"},
         "checkpointing selective": {"activation_checkpointing": "selective"},
         "checkpointing full": {"activation_checkpointing": "full"},
-        "compile mode max-autotune": {"compile_mode": "max-autotune"},
     }
     plain = {"local_batch_size_train": micro, "local_batch_size_train_effective": 4 * micro}
     for name, changes in variations.items():

@@ -127,7 +127,7 @@ PRESETS: dict[str, Mapping[str, str]] = {
         "neuron.min_group_size": "2",
         "neuron.blocks_per_allreduce": "60",
         "neuron.epoch_length": "10",
-        "neuron.epoch_check_blocks": "2",
+        "miner.epoch_check_blocks": "2",
         "neuron.checkpoint_steps": "10",
         "neuron.checkpoint_interval": "0",
         "neuron.stop_timeout": "30",

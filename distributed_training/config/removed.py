@@ -18,7 +18,7 @@ data.page_deadline data.request_attempts data.request_timeout data.table_age
 dht.start_timeout
 diagnostics.expected_step_max diagnostics.expected_step_min diagnostics.low_gpu_memory_gb
 neuron.dont_wandb_log neuron.fsdp_wrap neuron.global_batch_size_train neuron.gradient_sync
-neuron.begin_at_peak
+neuron.begin_at_peak neuron.compile_mode neuron.epoch_check_blocks
 neuron.influxdb_bucket neuron.influxdb_org neuron.influxdb_token neuron.influxdb_url
 neuron.keep_unsharded neuron.loss_kernel neuron.nan_limit neuron.nan_slow_steps
 neuron.quantization_bins neuron.quantization_range neuron.score_preview neuron.snapshot_timeout
@@ -40,10 +40,13 @@ NO_EFFECT = frozenset(_NO_EFFECT.split())
 #: Flag -> the value that holds now. Another one is refused.
 FIXED: dict[str, str] = {
     "neuron.allow_failed_peers": "true",
+    "neuron.block_on_preview": "false",
+    "neuron.error_feedback": "best",
     "neuron.max_average_norm_ratio": "20",
     "neuron.shard_across_nodes": "false",  # each machine holds a copy of the model
     "neuron.upload_slack": "240s",
     "r2.file_deadline": "0s",  # as long as the age limit of an upload
+    "train.pcgrad": "false",
 }
 
 #: Flag -> what an operator does instead. Any value is refused.

@@ -361,8 +361,7 @@ class MinerSettings(RoundSettings):
     train_in_rounds: bool = flag("neuron.train_in_rounds", False)
     """inner steps go on while the swarm averages, and the outer step keeps what they trained. Takes
     4 bytes of host memory a parameter more in a round"""
-    epoch_check_blocks: Count = flag("neuron.epoch_check_blocks", 25)
-    """blocks between two looks at the outer step of the global bucket while training"""
+    epoch_check_blocks: Count = 25  # between two looks at the global bucket while training
     checkpoint_steps: Count = flag("neuron.checkpoint_steps", 25)
     """inner steps between two local checkpoints, at least; one is also written after each outer
     step and at each stop"""
@@ -495,8 +494,6 @@ class StoreSettings:
     """first inner step of an outer step to upload; lowered, with a warning, if that is too late"""
     age_limit: Age = flag("neuron.repo_age_limit", network="round.upload_age_limit")
     """age of gradients.pt from which validators count the bucket as stale"""
-    block_on_preview: bool = flag("neuron.block_on_preview", False)
-    """do not upload a gradient whose own decode does not lower the loss (default: warn only)"""
     keep_epochs: int = flag("neuron.keep_epochs", 3, ge=1, le=1000)
     """outer steps kept in the bucket; of local snapshots only the newest uploaded one stays"""
     part_size: int = 0  # bytes of a multipart upload's parts; 0: by the file's size
@@ -663,22 +660,15 @@ class TrainingSettings:
         "neuron.momentum_decay", network="compression.momentum_decay", ge=0, le=1
     )
     """decay of the error feedback of the uploaded gradient"""
-    error_feedback: Literal["best", "upload", "off"] = flag("neuron.error_feedback", "best")
-    """what is uploaded of the pseudo-gradient, and what is remembered of the rest: 'upload' adds
-    what earlier uploads left out, as the public miner does; 'off' uploads the largest entries
-    and forgets the rest; 'best' tries both at each upload, and entries chosen by AdamW's second
-    moment, and uploads what lowers the loss most. Never part of the all-reduce"""
+    # What is uploaded (training/error_feedback.py); the benches train by 'upload' too.
+    error_feedback: Literal["best", "upload", "off"] = "best"
     step_length: Literal["search", "plain"] = flag("neuron.step_length", "search")
     """'search': multiply the uploaded values by the factor that lowers the loss on held-out
     sequences most, as validators apply them; 'plain': upload them as they are, as the public
-    miner does; --neuron.error_feedback best is then 'upload'. 'search' needs
-    --neuron.preview_sequences"""
+    miner does. 'search' needs --neuron.preview_sequences"""
     preview_sequences: int = flag("neuron.preview_sequences", 32, ge=0, le=10_000)
     """sequences of the miner, over all ranks, that are left out of training, others after each
     outer step: each gradient to be uploaded is tried on them as validators do; 0: no preview"""
-    pcgrad: bool = flag("train.pcgrad", False)
-    """of several --data.source, project each source's gradient off those it conflicts with
-    (gradient surgery); reduces at every micro-batch, one more gradient in memory per source"""
     precision: Literal["auto", "bf16", "fp32"] = flag("neuron.precision", "auto")
     """of the computation; weights and optimizer are always float32. 'auto': bf16 where the hardware
     has it, else float32"""
@@ -690,8 +680,6 @@ class TrainingSettings:
     costs up to a third of the speed"""
     compile: Literal["auto", "on", "off"] = flag("neuron.compile", "auto")
     """torch.compile of each block; 'auto': on with a GPU, off without"""
-    compile_mode: Literal["default", "max-autotune"] = flag("neuron.compile_mode", "default")
-    """'max-autotune' tries more kernels: minutes at the first start, perhaps a few percent after"""
     # When ranks reduce their gradients: at the last micro-batch of a step (fastest; holds the whole
     # gradient on each GPU) or at every one. auto: by memory, as the next one.
     gradient_sync: Literal["auto", "last", "every"] = "auto"

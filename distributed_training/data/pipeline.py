@@ -88,7 +88,6 @@ _TIMED_LEAST = 3  # blocks, before what is measured is more than the start of ev
 class _Block:
     sequences: np.ndarray[Any, Any]  # (sequences, sequence_length), memory-mapped
     order: np.ndarray[Any, Any]  # int64, indices into it as they are served
-    sources: list[int]  # of each micro-batch
 
 
 class DataPipeline:
@@ -194,18 +193,12 @@ class DataPipeline:
             log.warning("Block %d is left out: %s", prepared.block, error)
             self._counts["blocks_failed"] += 1
             return None
-        return _Block(sequences, *self._order(header.extra["sources"]))
-
-    def _order(self, counts: list[int]) -> tuple[np.ndarray[Any, Any], list[int]]:
-        """Return the order of a block's sequences, and the source of each micro-batch.
-
-        ``counts``: sequences of each source. One source alone keeps its sequences in order.
-        """
+        counts = header.extra["sources"]  # sequences of each; one alone keeps them in order
         if len(self._weights) == 1:
-            return np.arange(counts[0]), [0] * (counts[0] // self._micro_batch_size)
+            return _Block(sequences, np.arange(counts[0]))
         mixture = extra("mixture", wanted_by="--data.source with several sources")
-        order, sources = mixture.interleave(self._weights, counts, self._micro_batch_size)
-        return order, sources
+        order, _ = mixture.interleave(self._weights, counts, self._micro_batch_size)
+        return _Block(sequences, order)
 
     # --- the block in training -----------------------------------------------------------------
 
@@ -319,18 +312,6 @@ class DataPipeline:
         if kept is None or (vocabulary and not (kept.min() >= 0 and kept.max() < vocabulary)):
             return None
         return kept
-
-    @property
-    def domain(self) -> int:
-        """The source of the last batch in a mixture, by its place in ``--data.source``.
-
-        The same on all ranks.
-        """
-        held = self._blocks.get(self._current)
-        served = self._offset // self._micro_batch_size - 1
-        if held is None or not 0 <= served < len(held.sources):
-            return 0
-        return held.sources[served]
 
     # --- position ------------------------------------------------------------------------------
 

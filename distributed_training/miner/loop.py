@@ -186,9 +186,7 @@ class MinerLoop:
         if batch is None:
             # All ranks serve equally many sequences, so all of them are at the end now.
             return ev.BlockUsedUp()
-        report = self._trainer.add_micro_batch(
-            batch, data_wait_seconds=self._data.wait_seconds, domain=self._data.domain
-        )
+        report = self._trainer.add_micro_batch(batch, data_wait_seconds=self._data.wait_seconds)
         if report is None:
             return ev.MicroBatchTrained()
         self._last_loss = report.loss

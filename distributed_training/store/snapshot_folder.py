@@ -142,14 +142,11 @@ def upload_gate(
     *,
     blocks: Sequence[int],
     not_finite: str | None = None,
-    preview_delta: float | None = None,
-    block_on_preview: bool = False,
 ) -> str | None:
     """Return the line that forbids this upload with its reason, or None.
 
     ``blocks``: the block list to be uploaded. ``not_finite``: the name of a part that holds NaN or
-    Inf. ``preview_delta``: loss after minus before applying the gradient's own decode to held-out
-    data, in nats; None if not measured.
+    Inf.
     """
     if not_finite:
         return (
@@ -161,13 +158,15 @@ def upload_gate(
             "⚠️  UPLOAD BLOCKED: the block list is empty. Validators will reject this! "
             "Waiting until a block was trained since the last upload"
         )
-    if block_on_preview:
-        return preview_warning(preview_delta)
     return None
 
 
 def preview_warning(preview_delta: float | None) -> str | None:
-    """Word a gradient that would not help whoever applies it, or return None."""
+    """Describe a gradient that would not help whoever applies it, or return None.
+
+    ``preview_delta``: loss after minus before applying the gradient's own decode to held-out data,
+    in nats; None if not measured.
+    """
     # Not ``>= 0`` below: NaN, the worst of all, must be warned of too.
     if preview_delta is None or preview_delta < 0:
         return None
@@ -178,7 +177,7 @@ def preview_warning(preview_delta: float | None) -> str | None:
     )
     return (
         f"⚠️  UPLOAD DOUBTFUL: this gradient, decoded as a validator would, {change} on held "
-        "batches instead of lowering it; with --neuron.block_on_preview it is not uploaded"
+        "batches instead of lowering it"
     )
 
 

@@ -153,12 +153,7 @@ class Publication:
             give_up=self.newer,
         )
         extras, not_finite = check_files(submission.folder, files, revision)
-        blocked = upload_gate(
-            blocks=extras.block_list,
-            not_finite=not_finite,
-            preview_delta=submission.preview_delta,
-            block_on_preview=settings.block_on_preview,
-        )
+        blocked = upload_gate(blocks=extras.block_list, not_finite=not_finite)
         if blocked:
             raise StoreError(blocked)
         if warning := preview_warning(submission.preview_delta):

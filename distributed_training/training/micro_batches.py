@@ -137,9 +137,6 @@ class MicroBatches:
     ``say`` gets a line for each thing that was decided, as when compiling failed.
     """
 
-    #: Whether every micro-batch is reduced over ranks by itself.
-    reduces_each = False
-
     def __init__(
         self,
         *,
@@ -151,7 +148,6 @@ class MicroBatches:
         # Of the step under way, as they came: on the device, or after a restart on the host. Kept
         # to run the step again in smaller pieces, and for checkpoints.
         self.batches: list[Tensor] = []
-        self.domains: list[int] = []
         self.notes: list[str] = []
         self.loss_sum = torch.zeros((), dtype=torch.float32, device=sharded.device)
         self.compiled = sharded.compiled
@@ -164,7 +160,7 @@ class MicroBatches:
         if known.most is not None:
             say(f"At most {known.most} sequences at once: more ran out of memory before")
 
-    def add(self, batch: Tensor, domain: int, plan: BatchPlan) -> None:
+    def add(self, batch: Tensor, plan: BatchPlan) -> None:
         """Run one; when memory ran out, the whole step again in smaller pieces.
 
         One rank alone can do that. With several the others are left in a collective, so this rank
@@ -172,10 +168,9 @@ class MicroBatches:
         even one sequence fits.
         """
         self.batches.append(batch)
-        self.domains.append(domain)
         started = time.perf_counter()
         try:
-            self._run(batch, domain, plan, last=len(self.batches) == plan.micro_batches)
+            self._run(batch, plan, last=len(self.batches) == plan.micro_batches)
             if self._tell_compiled:
                 self._tell_compiled = False
                 seconds = time.perf_counter() - started
@@ -191,10 +186,9 @@ class MicroBatches:
         # The pieces are of another size: what the allocator keeps in the old one would not fit
         # them.
         _free_memory()
-        again = list(zip(self.batches, self.domains, strict=True))
-        self.batches, self.domains = [], []
-        for each, where in again:
-            self.add(each, where, plan)
+        again, self.batches = self.batches, []
+        for each in again:
+            self.add(each, plan)
 
     def seconds_per_sequence(
         self, sequences: int, length: int, *, end_step: Callable[[], None] = lambda: None
@@ -233,12 +227,6 @@ class MicroBatches:
             if self.compiled:
                 torch._dynamo.reset()  # after a second size it would compile for any size
 
-    def combine(self, seed: int) -> None:
-        """Combine the gradients of all micro-batches of a step.
-
-        ``seed``: equal on all ranks, another for each step.
-        """
-
     @torch.no_grad()  # else ``to_local`` goes through autograd, parameter by parameter
     def gradients(self) -> list[Tensor]:
         """Return this rank's rows of every parameter's gradient, reduced over ranks.
@@ -275,7 +263,7 @@ class MicroBatches:
     def forget(self) -> None:
         """Forget the step's micro-batches: it is over."""
         self.loss_sum.zero_()
-        self.batches, self.domains, self.notes = [], [], []
+        self.batches, self.notes = [], []
 
     def discard(self) -> None:
         """Drop what was computed of the step under way; its batches stay."""
@@ -313,12 +301,12 @@ class MicroBatches:
         """Return how many sequences run together: all, unless memory ran out before."""
         return min(micro_batch, self.known.most or micro_batch)
 
-    def _run(self, batch: Tensor, domain: int, plan: BatchPlan, *, last: bool) -> None:
+    def _run(self, batch: Tensor, plan: BatchPlan, *, last: bool) -> None:
         # FSDP divides by the world size; a rank's share of the mean is therefore its own mean.
         tokens = plan.micro_batches * batch.shape[0] * (batch.shape[1] - 1)
         pieces = batch.to(self.sharded.device, non_blocking=True).split(self._at_once(len(batch)))
         for i, piece in enumerate(pieces):
-            self._set_last((last or self.reduces_each) and i == len(pieces) - 1)
+            self._set_last(last and i == len(pieces) - 1)
             loss = self.sharded.root(piece)
             (loss / tokens).backward()
             # Added up on the device: ``float(loss)`` would wait for all that is queued, at each

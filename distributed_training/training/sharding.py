@@ -239,11 +239,12 @@ def _recompute_and_compile(
         )
     checkpoint_activations(model, mode)
     if compiled:
-        _compile_blocks(model, settings.compile_mode)
+        # Shapes are fixed: a second size would otherwise make torch compile for any size, which is
+        # slower ever after.
+        for block in blocks_of(model):
+            block.compile(dynamic=False)
     if wanted:
-        how = (
-            f"each decoder layer, mode {settings.compile_mode}, for the one shape of a micro-batch"
-        )
+        how = "each decoder layer, for the one shape of a micro-batch"
         say(f"torch.compile: {how if problem is None else 'off: ' + problem}")
     return compiled
 
@@ -275,17 +276,6 @@ def _compiler_problem(device: torch.device) -> str | None:
         # The type in front: an assertion of the compiler's may have no text, and so no line.
         return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     return None
-
-
-def _compile_blocks(model: nn.Module, mode: str) -> None:
-    """Run ``torch.compile`` on each decoder layer in place.
-
-    Shapes are fixed: a second size would otherwise make torch compile for any size, which is slower
-    ever after. CUDA graphs stay off, since FSDP moves the weights they would remember.
-    """
-    modes = {"default": None, "max-autotune": "max-autotune-no-cudagraphs"}
-    for block in blocks_of(model):
-        block.compile(dynamic=False, mode=modes[mode])
 
 
 def _make_mesh(device: torch.device, layout: Layout) -> DeviceMesh:

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from distributed_training.config.settings import TrainingSettings
-from distributed_training.config.types import extra
 from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.types import Progress, StepReport
 
@@ -159,15 +158,14 @@ class Trainer:
         self._left_sketch: Tensor | None = None  # of the outer step that a round is to end
 
     def _build_step(self, run_folder: Path | None) -> None:
-        kind = MicroBatches
-        if self.settings.pcgrad:
-            kind = extra("pcgrad", wanted_by="--train.pcgrad").SurgeryMicroBatches
         path = None if run_folder is None else run_folder / "micro-batch.json"
         ranks = self.stream.layout.shards
         known = KnownSize(path, facts_of(self.sharded, self.settings, ranks))
         if self.world_size > 1:
             known.agree(self.stream)
-        self.step = kind(sharded=self.sharded, stream=self.stream, known=known, say=self._say)
+        self.step = MicroBatches(
+            sharded=self.sharded, stream=self.stream, known=known, say=self._say
+        )
 
     # --- batch arithmetic ----------------------------------------------------------------------
 
@@ -338,7 +336,9 @@ class Trainer:
             "total_inner_steps": self.total_inner_steps,
             "schedule": self.schedule.state_dict(),
             "pending": self.step.pending(),  # so that no micro-batch is lost or trained twice
-            "domains": list(self.step.domains),
+            # One for each, alike on all ranks: at another layout none is there to run again.
+            # Named as in 0.2.0, which reads these checkpoints after an update was taken back.
+            "domains": [0] * self.pending_micro_batches,
         }
         for component in self.components:
             state |= component.state_dict()
@@ -360,9 +360,9 @@ class Trainer:
         self.total_inner_steps = int(state["total_inner_steps"])
         if state["pending"] is None:
             return not state["domains"]
-        return self._run_again(state["pending"], state["domains"])
+        return self._run_again(state["pending"])
 
-    def _run_again(self, pending: Tensor, domains: Sequence[int]) -> bool:
+    def _run_again(self, pending: Tensor) -> bool:
         """Run stored batches again, since their gradients were not stored.
 
         Returns False if they fit no step of these flags.
@@ -375,31 +375,29 @@ class Trainer:
                 f"{self.batch_plan.micro_batches} a step"
             )
             return False
-        for batch, domain in zip(pending, domains, strict=True):
-            self.add_micro_batch(batch, domain=domain)
+        for batch in pending:
+            self.add_micro_batch(batch)
         return True
 
     # --- inner step ----------------------------------------------------------------------------
 
     def add_micro_batch(
-        self, batch: Tensor, *, data_wait_seconds: float = 0.0, domain: int = 0
+        self, batch: Tensor, *, data_wait_seconds: float = 0.0
     ) -> StepReport | None:
         """Forward and backward of int64 (micro-batch, sequence); the report of a finished step.
 
         The loss of the step is the mean over the predicted tokens of all micro-batches of all
-        ranks; the gradient is that mean's, at every world size. ``domain``: of a mixture, equal on
-        all ranks; see ``--train.pcgrad``. Raises ValueError for another shape than that of the
-        settings.
+        ranks; the gradient is that mean's, at every world size. Raises ValueError for another shape
+        than that of the settings.
         """
         expected = (self.micro_batch_size, self.settings.sequence_length)
         if tuple(batch.shape) != expected:
             raise ValueError(f"micro-batch of shape {tuple(batch.shape)}, expected {expected}")
         self._meter.micro_batch(data_wait_seconds)
-        self.step.add(batch, domain, self.batch_plan)  # forward and backward
+        self.step.add(batch, self.batch_plan)  # forward and backward
         if self.pending_micro_batches < self.batch_plan.micro_batches:
             return None
 
-        self.step.combine(self.total_inner_steps)
         gradients = self.step.gradients()
         loss, norm = self._sum_over_ranks(gradients)
         rate = self.schedule.rate(self.total_inner_steps)

@@ -51,22 +51,6 @@ def test_ranks_that_ran_out_of_memory_start_again_and_know(tmp_path: Path) -> No
     assert content["losses"] == pytest.approx(GOLDEN["losses"], abs=2e-4)
 
 
-def test_gradient_surgery_is_the_same_at_world_sizes_1_and_2_and_on_two_nodes(
-    tmp_path: Path,
-) -> None:
-    for run in [Ranks("surgery", world, tmp_path) for world in (1, 2)]:
-        run.finish()
-    Ranks("surgery_of_nodes", 2, tmp_path).finish()
-    one, *others = (
-        json.loads((tmp_path / f"{name}.json").read_text())
-        for name in ("surgery-1", "surgery-2", "nodes-2")
-    )
-    for two in others:
-        assert one["losses"] == pytest.approx(two["losses"], abs=2e-4)
-        assert one["norms"] == pytest.approx(two["norms"], rel=2e-3)
-        assert one["notes"] == two["notes"] and any("PCGrad" in note for note in one["notes"])
-
-
 @pytest.mark.parametrize("how", ["outer", "outer_window"])
 def test_an_outer_step_commits_or_leaves_every_bit(how: str, tmp_path: Path) -> None:
     Ranks(how, 2, tmp_path).finish()

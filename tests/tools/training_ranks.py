@@ -97,30 +97,6 @@ def out_of_memory(folder: Path) -> None:
         (folder / "again.json").write_text(json.dumps(content))
 
 
-def surgery_of_nodes(folder: Path) -> None:
-    """WORLD nodes of one rank, each with a copy of the model."""
-    surgery(folder, "nodes", local_ranks=1)
-
-
-def surgery(folder: Path, name: str = "surgery", **place: int) -> None:
-    """Two domains that contradict each other: text forwards and backwards."""
-    made = trainer(rank=RANK, world_size=WORLD, pcgrad=True, **place)
-    reports = []
-    for number in range(8):
-        mine = sequences(number)[:4][made.rank :: made.world_size]
-        for domain, part in enumerate((mine, mine.flip(1))):
-            for batch in part.split(made.micro_batch_size):
-                report = made.add_micro_batch(batch, domain=domain)
-        reports.append(report)
-    if RANK == 0:
-        content = {
-            "losses": [r.loss for r in reports],
-            "norms": [r.grad_norm for r in reports],
-            "notes": [r.note for r in reports],
-        }
-        (folder / f"{name}-{WORLD}.json").write_text(json.dumps(content))
-
-
 def outer(folder: Path) -> None:
     outer_steps(window=None)
 

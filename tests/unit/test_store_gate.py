@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training.store.snapshot_folder import disk_allows, upload_gate
+from distributed_training.store.snapshot_folder import disk_allows, preview_warning, upload_gate
 from distributed_training.store.transfer import MIB, part_size_for
 
 pytestmark = pytest.mark.timeout(10)
@@ -20,18 +20,23 @@ pytestmark = pytest.mark.timeout(10)
     [
         ({"blocks": ()}, "block list is empty"),
         ({"not_finite": "x of model.safetensors"}, "NaN or Inf in x of model.safetensors"),
-        ({"preview_delta": 0.01, "block_on_preview": True}, "+0.0100"),
-        ({"preview_delta": float("nan"), "block_on_preview": True}, "NaN"),
     ],
 )
 def test_each_block_has_its_line(change: dict, text: str) -> None:
-    good = {"blocks": (7,), "preview_delta": -0.1}
+    good = {"blocks": (7,)}
     assert upload_gate(**good) is None
-    assert upload_gate(blocks=(7,), block_on_preview=True) is None, "nothing was measured"
     line = upload_gate(**good | change)
     assert line is not None
     assert text in line
     assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("delta", "text"), [(0.01, "+0.0100"), (float("nan"), "NaN"), (-0.1, None), (None, None)]
+)
+def test_a_gradient_that_helps_nobody_is_warned_of(delta: float | None, text: str | None) -> None:
+    line = preview_warning(delta)
+    assert line is None if text is None else line is not None and text in line
 
 
 def test_parts_are_equal_and_never_too_many() -> None:

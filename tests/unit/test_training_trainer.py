@@ -267,13 +267,13 @@ def test_a_size_of_auto_that_runs_out_in_its_backward_leaves_nothing_behind() ->
 def test_a_parameter_without_a_gradient_ends_the_miner_instead_of_learning() -> None:
     made = trainer()
     dropped = made.sharded.shards[3]
-    real = made.step.combine
+    real = made.step.gradients
 
-    def combine(seed: int) -> None:
-        real(seed)
+    def gradients() -> list[torch.Tensor]:
         dropped.dtensor.grad = None
+        return real()
 
-    made.step.combine = combine
+    made.step.gradients = gradients
     before = whole_weights(made)
     with pytest.raises(RuntimeError, match=f"{dropped.name} has no gradient after the last"):
         train(made, 0, 1)
