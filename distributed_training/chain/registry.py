@@ -1,7 +1,7 @@
 """Client of a registry, the chain of a network without a public one (:mod:`..registry`).
 
-A thread polls with the version it knows and gets what changed; reads never wait for it. A registry
-that is away costs nothing but age. One that came back from an old backup shows an older state, so
+A thread polls with the ETag of the list it knows; reads never wait for it. A registry that is away
+costs nothing but age. One that came back from an old backup shows an older state, so
 this client writes again what it had written before it takes that state.
 """
 
@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -28,7 +28,6 @@ from pydantic import (
     SecretStr,
     TypeAdapter,
     ValidationError,
-    ValidationInfo,
 )
 
 from distributed_training.common import http
@@ -56,10 +55,10 @@ _Row = tuple[int, Neuron | None, str | None]
 _ROW: TypeAdapter[_Row] = TypeAdapter(_Row)
 
 
-def _usable(rows: Any, info: ValidationInfo) -> Any:
+def _usable(rows: Any) -> Any:
     """Leave out what is no row: one must not hide all others.
 
-    A whole state with more of those than rows is another program's, and none of it is taken.
+    A list with more of those than rows is another program's, and none of it is taken.
     """
     if not isinstance(rows, list):
         return rows
@@ -69,7 +68,7 @@ def _usable(rows: Any, info: ValidationInfo) -> Any:
             found.append(_ROW.validate_python(row))
         except ValidationError:
             damaged.append(row)
-    if info.data.get("full") and len(damaged) > len(found):
+    if len(damaged) > len(found):
         return rows
     if damaged:
         log.warning(
@@ -85,9 +84,8 @@ def _usable(rows: Any, info: ValidationInfo) -> Any:
 class State:
     """An answer to ``/state``.
 
-    ``start``: which process answered. ``rows``: uid, neuron and commitment of each uid that changed
-    since the version asked with; of all if ``full``. ``scores``: uid and incentive, where nothing
-    else did. ``expelled``: all hotkeys that are, None if they are the same as before.
+    ``start``: which process answered; ``version`` counts its writes. ``rows``: uid, neuron and
+    commitment of each uid. ``expelled``: all hotkeys that are.
     """
 
     registry: Annotated[str, Field(pattern=r"^[a-z0-9.-]{1,63}/[0-9a-f]{1,32}/\w{40,60}$")]
@@ -96,18 +94,20 @@ class State:
     block: int
     time: float
     seconds_per_block: Annotated[float, Field(gt=0)]
-    full: bool = True
     rows: Annotated[tuple[_Row, ...], BeforeValidator(_usable)] = field(default=())
-    scores: tuple[tuple[int, float], ...] = field(default=())
-    expelled: tuple[str, ...] | None = None
+    expelled: tuple[str, ...] = ()
+    etag: str = ""  # of rows and expelled
 
 
 _STATE = TypeAdapter(State)
 
 
-def state_path(seen: State | None) -> str:
-    """Return the path to ask for with that state known."""
-    return f"/state?since={seen.version}&start={seen.start}" if seen else "/state"
+class Answer(NamedTuple):
+    """An answer of the registry over HTTP."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
 
 
 class Unusable(ValueError):
@@ -158,7 +158,6 @@ class RegistryChain(Chain):
         self._stop = threading.Event()
         self._seen: State | None = None
         self.identity = ""  # of the registry, once it has answered
-        self._rows: dict[int, tuple[Neuron, str | None]] = {}
         self.all_expelled: frozenset[str] = frozenset()  # hotkeys, as last read
         # For a registry that comes back from an old backup.
         self._written: dict[str, dict[str, Any]] = {}  # by kind, what was accepted last
@@ -259,9 +258,9 @@ class RegistryChain(Chain):
         """
         if self._wallet is None:
             raise ChainError(f"{kind}: no wallet was given, so nothing can be signed")
-        status, answer = self._fetch(f"/{kind}", json.dumps(fields).encode())
-        content = json.loads(answer)
-        if status != 200:
+        answer = self._fetch(f"/{kind}", json.dumps(fields).encode())
+        content = json.loads(answer.body)
+        if answer.status != 200:
             message, apart = str(content["message"])[:300], self._clocks_apart()
             # Where we know that it is this machine's clock, the registry's remedy says it twice.
             message = message.partition("; see whether")[0] if apart else message
@@ -279,7 +278,7 @@ class RegistryChain(Chain):
             "timedatectl says 'synchronized: yes')"
         )
 
-    def _fetch(self, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    def _fetch(self, path: str, body: bytes | None = None) -> Answer:
         try:
             return self._runner.run(self._exchange(path, body))
         except (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError):
@@ -287,11 +286,11 @@ class RegistryChain(Chain):
             # same is signed again here, and changes nothing the second time.
             return self._runner.run(self._exchange(path, body))
 
-    async def _exchange(self, path: str, body: bytes | None) -> tuple[int, bytes]:
-        """Return status and body of the answer to a read, or to a write that is signed now."""
+    async def _exchange(self, path: str, body: bytes | None) -> Answer:
+        """Return the answer to a read, or to a write that is signed now."""
         from .auth import sign_btauth
 
-        method, headers = "GET", {}
+        method, headers = "GET", {"if-none-match": self._seen.etag} if self._seen else {}
         if body is not None and self._wallet is not None:
             receiver = self.identity
             method = "POST"
@@ -310,7 +309,7 @@ class RegistryChain(Chain):
             )
         except (http.TooLong, TimeoutError):
             raise Unusable("its answer does not end") from None
-        return reply.status_code, answer
+        return Answer(reply.status_code, reply.headers, answer)
 
     # reads
 
@@ -363,22 +362,11 @@ class RegistryChain(Chain):
         if self._went_back(state):
             self._write_again(state)
             state = self._ask()
-        rows = {} if state.full else dict(self._rows)
-        for uid, neuron, commitment in state.rows:
-            rows.pop(uid, None)
-            if neuron is not None:
-                rows[uid] = (neuron, commitment)
-        for uid, incentive in state.scores:
-            if uid not in rows:
-                continue  # it was left out
-            old, commitment = rows[uid]
-            rows[uid] = (replace(old, incentive=incentive, consensus=incentive), commitment)
-        self._rows = rows
-        if state.expelled is not None:
-            self.all_expelled = frozenset(state.expelled)
-        neurons = tuple(rows[uid][0] for uid in sorted(rows))
-        self._saw_neurons(neurons)
-        self._saw_commitments({n.hotkey: text for n, text in rows.values() if text is not None})
+        found = {uid: (neuron, text) for uid, neuron, text in state.rows if neuron is not None}
+        rows = [found[uid] for uid in sorted(found)]
+        self.all_expelled = frozenset(state.expelled)
+        self._saw_neurons(tuple(neuron for neuron, _ in rows))
+        self._saw_commitments({n.hotkey: text for n, text in rows if text is not None})
         self._seen = state
         self._interval = max(
             min(SHORTEST_INTERVAL, self._longest),
@@ -389,17 +377,20 @@ class RegistryChain(Chain):
 
     def _ask(self) -> State:
         """Ask for the state. Raises httpx.HTTPError, ValueError."""
-        status, answer = self._fetch(state_path(self._seen))
-        if status != 200:
-            raise Unusable(f"status {status}")
-        state = _STATE.validate_json(answer)
+        answer = self._fetch("/state")
+        if answer.status == 304 and self._seen is not None:
+            block, seconds = int(answer.headers["x-block"]), float(answer.headers["x-time"])
+            return replace(self._seen, block=block, time=seconds)
+        if answer.status != 200:
+            raise Unusable(f"status {answer.status}")
+        state = _STATE.validate_json(answer.body)
         founder = state.registry.rpartition("/")[2]
         if self._master is not None and founder != self._master:
             raise Unusable(f"it was founded by {founder}, not by {self._master}")
         if self.identity and state.registry != self.identity:
             raise Unusable(f"it is {state.registry} now, no longer {self.identity}")
         self.identity = state.registry
-        return state
+        return replace(state, etag=answer.headers.get("etag", ""))
 
     def _went_back(self, state: State) -> bool:
         """Return whether the registry came back without some of what we have read of it."""

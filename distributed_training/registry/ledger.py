@@ -1,20 +1,27 @@
-"""The rules of a chain, in memory: uids, stake, commitments, endpoints, weights, a block clock.
+"""The rules of a chain on SQL tables: uids, stake, commitments, endpoints, weights, a block clock.
 
 Limits are the public chain's. Its staking and its consensus are not: the founder gives stake and
 permits, and a neuron's incentive is the mean of the validators' weights.
+
+Each write is one transaction. After it the tables are read once to an immutable :class:`View`, so
+readers wait for no writer and no disk.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import ipaddress
+import json
 import math
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Annotated, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
@@ -26,6 +33,21 @@ MAX_COMMITMENT = 128  # bytes, as on the public chain
 IMMUNITY = 4096
 MOST_LOSSES = 1000  # outer steps of which the held-out loss is kept
 _DAY = 86400.0
+
+TABLES = """
+CREATE TABLE neurons (
+    uid INTEGER PRIMARY KEY, hotkey TEXT NOT NULL UNIQUE, ip TEXT NOT NULL, port INTEGER,
+    stake REAL NOT NULL, permit INTEGER NOT NULL, incentive REAL NOT NULL DEFAULT 0,
+    last_update INTEGER NOT NULL, since_block INTEGER NOT NULL, since REAL NOT NULL,
+    commitment TEXT, earned REAL NOT NULL DEFAULT 0, counted REAL
+);
+CREATE TABLE weights (
+    voter INTEGER, uid INTEGER, weight REAL NOT NULL, PRIMARY KEY (voter, uid)
+) WITHOUT ROWID;
+CREATE TABLE losses (outer_step INTEGER PRIMARY KEY, loss REAL NOT NULL, at REAL NOT NULL);
+CREATE TABLE expelled (hotkey TEXT PRIMARY KEY);
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+"""
 
 
 def _plain_ip(text: str) -> str:
@@ -49,54 +71,81 @@ Losses = dict[int, tuple[float, float]]  # by outer step: nats per token, and wh
 
 
 @dataclass(frozen=True)
-class Since:
-    """The block at which a uid was given away, and the seconds since the epoch."""
+class Member:
+    """A neuron and what only the founder's page shows of it.
 
-    block: int
-    at: float
-
-
-class Slot(NamedTuple):
-    """The facts that the chain keeps of one uid; a change replaces the slot."""
+    ``since``: when its uid was given away, in seconds since the epoch. ``earned``: its mean
+    incentive of a day, as of ``counted``; see :meth:`earned_by`.
+    """
 
     neuron: Neuron
-    since: Since
-    commitment: str | None = None
-    weights: dict[int, float] | None = None  # that it has given, as a validator
-    earned: tuple[float, float] | None = None  # mean of a day, as of; see earned_by
+    since: float
+    commitment: str | None
+    earned: float
+    counted: float | None
 
     def earned_by(self, now: float) -> float:
         """Return the mean of the neuron's incentive over about a day, until ``now``.
 
         It decays exponentially.
         """
-        mean, counted = self.earned or (0.0, now)
-        kept = math.exp(-max(0.0, now - counted) / _DAY)
-        return mean * kept + self.neuron.incentive * (1 - kept)
+        if self.counted is None:
+            return 0.0
+        kept = math.exp(-max(0.0, now - self.counted) / _DAY)
+        return self.earned * kept + self.neuron.incentive * (1 - kept)
+
+
+@dataclass(frozen=True)
+class View:
+    """The state that readers see after one write. ``version`` counts the writes."""
+
+    version: int
+    members: tuple[Member, ...]  # by uid
+    losses: Losses
+    expelled: tuple[str, ...]  # hotkeys
+
+    @property
+    def neurons(self) -> tuple[Neuron, ...]:
+        """All neurons by uid."""
+        return tuple(member.neuron for member in self.members)
+
+    @cached_property
+    def content(self) -> bytes:
+        """The fields of JSON that pollers get: uid, neuron and commitment of each; the expelled."""
+        rows = [[m.neuron.uid, vars(m.neuron), m.commitment] for m in self.members]
+        return f'"rows": {json.dumps(rows)}, "expelled": {json.dumps(self.expelled)}'.encode()
+
+    @cached_property
+    def etag(self) -> str:
+        """The name of :attr:`content` in HTTP: equal content, equal name.
+
+        A weak one, which proxies that compress leave as it is.
+        """
+        return f'W/"{hashlib.sha256(self.content).hexdigest()[:32]}"'
 
 
 class Ledger:
-    """Thread-safe. Writes raise ChainError when the chain does not accept them.
+    """A chain on the tables of ``db``. Thread-safe.
 
-    Blocks pass by the clock, one every ``seconds_per_block`` (``math.inf``: only by
-    :meth:`advance`). A wall clock that is set changes nothing.
+    Writes raise ChainError when the chain does not accept them. Blocks pass by the clock, one every
+    ``seconds_per_block`` (``math.inf``: only by :meth:`advance`). A wall clock that is set changes
+    nothing.
     """
 
     def __init__(
         self,
+        db: sqlite3.Connection,
         *,
         seconds_per_block: float = math.inf,
         first_block: int = 1000,
         most_uids: int = MAX_UIDS,
     ) -> None:
+        self._db = db
         self.seconds_per_block = seconds_per_block
         self.most_uids = most_uids
-        self.slots: dict[int, Slot] = {}  # by uid
-        self.losses: Losses = {}  # of the global model on held-out data
-        self.version = 0  # of the state; each write adds one
         self._lock = threading.RLock()
-        self._changing = False
         self._origin = (first_block, time.monotonic())
+        self.view = self._read_view()
 
     # blocks
 
@@ -111,44 +160,78 @@ class Ledger:
         block, since = self._origin
         self._origin = (block + blocks, since)
 
-    # changes
+    # the tables
+
+    def _one(self, query: str, *values: Any) -> Any:
+        return self._db.execute(query, values).fetchone()
+
+    def _meta(self, key: str) -> Any:
+        """Read a value; None if it was never set."""
+        found = self._one("SELECT value FROM meta WHERE key = ?", key)
+        return json.loads(found[0]) if found is not None else None
+
+    def _set_meta(self, key: str, value: Any) -> None:
+        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
 
     @contextmanager
-    def _change(self) -> Iterator[None]:
+    def change(self) -> Iterator[None]:
         """Make one write, all of it or nothing; a write within a write is part of it."""
         with self._lock:
-            if self._changing:
+            if self._db.in_transaction:
                 yield
                 return
-            before = {"slots": {**self.slots}, "losses": self.losses, "version": self.version}
-            self._changing = True
             try:
-                with self._kept():
-                    yield
-                    self._score()
-                    self.version += 1
-            except BaseException:  # Ctrl-C too: half a change must not be served
-                vars(self).update(before)
+                self._db.execute("BEGIN IMMEDIATE")
+                yield
+                self._score()
+                self._set_meta("version", self.view.version + 1)
+                view = self._read_view()
+                self._db.execute("COMMIT")
+            except BaseException:  # Ctrl-C too: no later write may join this transaction
+                with contextlib.suppress(sqlite3.Error):
+                    self._db.execute("ROLLBACK")
                 raise
-            finally:
-                self._changing = False
+            self.view = view
 
-    def _kept(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context of a write, which makes it last (:class:`.store.Registry`)."""
-        return contextlib.nullcontext()
+    def _read_view(self) -> View:
+        found = self._db.execute(
+            "SELECT uid, hotkey, ip, port, stake, permit, incentive, last_update, since, "
+            "commitment, earned, counted FROM neurons ORDER BY uid"
+        )
+        members = []
+        for uid, hotkey, ip, port, stake, permit, incentive, updated, *rest in found:
+            neuron = Neuron(
+                uid=uid,
+                hotkey=hotkey,
+                ip=ip,
+                port=port,
+                stake=stake,
+                validator_permit=bool(permit),
+                incentive=incentive,
+                consensus=incentive,
+                last_update=updated,
+            )
+            members.append(Member(neuron, *rest))
+        losses = self._db.execute("SELECT outer_step, loss, at FROM losses ORDER BY outer_step")
+        expelled = self._db.execute("SELECT hotkey FROM expelled ORDER BY hotkey")
+        return View(
+            self._meta("version") or 0,
+            tuple(members),
+            {step: (loss, at) for step, loss, at in losses},
+            tuple(hotkey for (hotkey,) in expelled),
+        )
 
-    def _find(self, hotkey: str) -> Slot | None:
-        slots = self.slots.values()
-        return next((slot for slot in slots if slot.neuron.hotkey == hotkey), None)
+    def uid_of(self, hotkey: str) -> int | None:
+        """Return the uid of ``hotkey``; None: it is not registered."""
+        found = self._one("SELECT uid FROM neurons WHERE hotkey = ?", hotkey)
+        return found[0] if found is not None else None
 
-    def _own(self, kind: str, hotkey: str) -> Slot:
-        slot = self._find(hotkey)
-        if slot is None:
+    def _own(self, kind: str, hotkey: str) -> int:
+        """Return the uid of a caller. Raises ChainError."""
+        uid = self.uid_of(hotkey)
+        if uid is None:
             raise ChainError(f"{kind}: hotkey {hotkey} is not registered")
-        return slot
-
-    def _put(self, slot: Slot) -> None:
-        self.slots[slot.neuron.uid] = slot
+        return uid
 
     # writes
 
@@ -167,115 +250,125 @@ class Ledger:
         A hotkey that is registered keeps its endpoint. A uid that is taken goes to the new hotkey,
         whose owner is thereby deregistered, as on the public chain.
         """
-        with self._change():
-            old = self._find(hotkey)
+        with self.change():
+            old = self.uid_of(hotkey)
             if uid is None:
-                uid = old.neuron.uid if old is not None else self._next_uid()
+                uid = old if old is not None else self._next_uid()
             if uid >= self.most_uids:
                 raise ChainError(f"register: uids are 0 to {self.most_uids - 1} here")
-            neuron = replace(
-                old.neuron if old is not None else Neuron(uid=uid, hotkey=hotkey),
-                uid=uid,
-                stake=stake,
-                validator_permit=validator_permit,
-                last_update=self.height,
-            )
-            if old is not None and old.neuron.uid == uid:
+            if old == uid:
                 # A change of stake or permit is no new registration: the immunity goes on.
-                self._put(old._replace(neuron=neuron))
+                self._db.execute(
+                    "UPDATE neurons SET stake = ?, permit = ?, last_update = ? WHERE uid = ?",
+                    (stake, validator_permit, self.height, uid),
+                )
                 return uid
-            for slot in (old, self.slots.get(uid)):
-                if slot is not None:
-                    self._remove(slot)
-            # The commitment is the hotkey's and stays: others read its bucket by it.
-            commitment = old.commitment if old is not None else None
-            self._put(Slot(neuron, Since(self.height, time.time()), commitment))
+            # Endpoint and commitment are the hotkey's and stay: others read its bucket by it.
+            find = "SELECT ip, port, commitment FROM neurons WHERE hotkey = ?"
+            ip, port, commitment = self._one(find, hotkey) or (Neuron.ip, None, None)
+            for left in (old, uid):
+                self._remove(left)
+            self._db.execute(
+                "INSERT INTO neurons (uid, hotkey, ip, port, stake, permit, commitment, "
+                "last_update, since_block, since) VALUES (?, ?, ?, ?, ?, ?, ?, ?8, ?8, ?9)",
+                (
+                    uid,
+                    hotkey,
+                    ip,
+                    port,
+                    stake,
+                    validator_permit,
+                    commitment,
+                    self.height,
+                    time.time(),
+                ),
+            )
             return uid
 
     def _next_uid(self) -> int:
-        free = next((i for i in range(self.most_uids) if i not in self.slots), None)
+        taken = {uid for (uid,) in self._db.execute("SELECT uid FROM neurons")}
+        free = next((i for i in range(self.most_uids) if i not in taken), None)
         if free is not None:
             return free
-        oldest = self.height - IMMUNITY
-        candidates = [
-            (slot.neuron.incentive, slot.since.block, uid)
-            for uid, slot in self.slots.items()
-            if not slot.neuron.validator_permit and slot.since.block <= oldest
-        ]
-        if not candidates:
+        # Of those that earn equally little the one that was there longest goes.
+        least = self._one(
+            "SELECT uid FROM neurons WHERE NOT permit AND since_block <= ? "
+            "ORDER BY incentive, since_block, uid LIMIT 1",
+            self.height - IMMUNITY,
+        )
+        if least is None:
             raise ChainError(
                 f"register: all {self.most_uids} uids are taken by validators or by neurons "
                 f"registered within {IMMUNITY} blocks: try again later"
             )
-        # Of those that earn equally little the one that was there longest goes.
-        return min(candidates)[2]
+        return int(least[0])
 
-    def _remove(self, slot: Slot) -> None:
-        uid = slot.neuron.uid
-        del self.slots[uid]
+    def _remove(self, uid: int | None) -> None:
+        self._db.execute("DELETE FROM neurons WHERE uid = ?", (uid,))
         # Others' weights of this uid too: who gets it next has earned none of them.
-        for voter in list(self.slots.values()):
-            if voter.weights and uid in voter.weights:
-                left = {of: weight for of, weight in voter.weights.items() if of != uid}
-                self._put(voter._replace(weights=left))
+        self._db.execute("DELETE FROM weights WHERE ? IN (voter, uid)", (uid,))
 
     def deregister(self, hotkey: str) -> None:
-        with self._change():
+        with self.change():
             self._remove(self._own("deregister", hotkey))
 
     def commit(self, hotkey: str, text: str) -> None:
-        with self._change():
-            slot = self._own("commit", hotkey)
+        with self.change():
+            uid = self._own("commit", hotkey)
             if len(text.encode()) > MAX_COMMITMENT:
                 raise ChainError(f"commit: a commitment has at most {MAX_COMMITMENT} bytes")
-            self._put(slot._replace(commitment=text))
+            self._db.execute("UPDATE neurons SET commitment = ? WHERE uid = ?", (text, uid))
 
     def serve(self, hotkey: str, ip: Address, port: Port) -> None:
-        with self._change():
-            slot = self._own("serve", hotkey)
-            self._put(slot._replace(neuron=replace(slot.neuron, ip=ip, port=port)))
+        with self.change():
+            uid = self._own("serve", hotkey)
+            self._db.execute("UPDATE neurons SET ip = ?, port = ? WHERE uid = ?", (ip, port, uid))
 
     def set_weights(self, hotkey: str, weights: Mapping[Uid, Amount]) -> None:
-        with self._change():
-            slot = self._own("weights", hotkey)
-            if not slot.neuron.validator_permit:
+        with self.change():
+            voter = self._own("weights", hotkey)
+            if not self._one("SELECT permit FROM neurons WHERE uid = ?", voter)[0]:
                 raise ChainError("weights: only a validator with a permit sets weights")
             # Else who gets that uid next would begin with weights it has not earned.
-            unknown = sorted(set(weights) - set(self.slots))
-            if unknown:
+            known = {uid for (uid,) in self._db.execute("SELECT uid FROM neurons")}
+            if unknown := sorted(set(weights) - known):
                 raise ChainError(f"weights: no such uids: {unknown[:10]}")
-            neuron = replace(slot.neuron, last_update=self.height)
-            self._put(slot._replace(neuron=neuron, weights=dict(weights)))
+            self._db.execute("DELETE FROM weights WHERE voter = ?", (voter,))
+            rows = [(voter, uid, weight) for uid, weight in weights.items()]
+            self._db.executemany("INSERT INTO weights VALUES (?, ?, ?)", rows)
+            update = "UPDATE neurons SET last_update = ? WHERE uid = ?"
+            self._db.execute(update, (self.height, voter))
 
     def report_loss(self, outer_step: Step, loss: Amount) -> None:
         """Note the global model's held-out loss. Outer steps above this one were taken back."""
-        with self._change():
-            # Bounded: all of them go into each page, and into the file with each report.
-            oldest = outer_step - MOST_LOSSES
-            kept = {
-                step: known for step, known in self.losses.items() if oldest < step < outer_step
-            }
-            self.losses = {**kept, outer_step: (loss, time.time())}
+        with self.change():
+            # Bounded: all of them go into each page.
+            self._db.execute(
+                "DELETE FROM losses WHERE outer_step >= ? OR outer_step <= ?",
+                (outer_step, outer_step - MOST_LOSSES),
+            )
+            values = (outer_step, loss, time.time())
+            self._db.execute("INSERT INTO losses VALUES (?, ?, ?)", values)
 
     def _score(self) -> None:
         """Set incentive = mean of the validators' normalized weights, weighted by stake.
 
         Simpler than Yuma consensus (no clipping, no bonds), enough to see who is paid.
         """
-        totals = dict.fromkeys(self.slots, 0.0)
-        for slot in self.slots.values():
-            weights = slot.weights or {}
-            total = sum(weights.values())
-            for uid, weight in weights.items():
-                if uid in totals and total > 0:
-                    totals[uid] += slot.neuron.stake * weight / total
-        everything = sum(totals.values())
-        now = time.time()
-        for slot in list(self.slots.values()):
-            neuron = slot.neuron
-            share = totals[neuron.uid] / everything if everything > 0 else 0.0
-            if share != neuron.incentive:
+        found = self._db.execute(
+            "SELECT weights.uid, sum(neurons.stake * weights.weight / total) FROM weights "
+            "JOIN (SELECT voter, sum(weight) AS total FROM weights GROUP BY voter) AS totals "
+            "ON totals.voter = weights.voter AND total > 0 "
+            "JOIN neurons ON neurons.uid = weights.voter GROUP BY weights.uid"
+        )
+        given = dict(found.fetchall())
+        everything, now = sum(given.values()), time.time()
+        shares = {uid: weight / everything for uid, weight in given.items() if everything > 0}
+        for member in self._read_view().members:
+            uid = member.neuron.uid
+            if (share := shares.get(uid, 0.0)) != member.neuron.incentive:
                 # The mean up to now is of the old incentive; the new one counts from here.
-                earned = (slot.earned_by(now), now)
-                scored = replace(neuron, incentive=share, consensus=share)
-                self._put(slot._replace(neuron=scored, earned=earned))
+                self._db.execute(
+                    "UPDATE neurons SET incentive = ?, earned = ?, counted = ? WHERE uid = ?",
+                    (share, member.earned_by(now), now, uid),
+                )

@@ -1,10 +1,10 @@
 """Answer a registry's callers over HTTP, all of it bounded (:mod:`..chain.http_server`).
 
-Reads are open and come from an immutable view; a poller that knows the newest version gets 250
-bytes. Writes are checked cheapest first: path, size, rates, receiver, freshness, signature; then a
-thread stores them, one after the other, while reads go on.
+Reads are open and come from an immutable view; a poller that names the ETag of what it has gets 304
+and the block alone. Writes are checked cheapest first: path, size, rates, receiver, freshness,
+signature; then a thread stores them, one after the other, while reads go on.
 
-``GET /state?since=VERSION&start=START``, ``/health``, ``/metrics`` and ``/``, the page.
+``GET /state``, ``/health``, ``/metrics`` and ``/``, the page.
 ``POST /register``, ``/deregister``, ``/commit``, ``/serve``, ``/weights``; for the founder also
 ``/enroll``, ``/expel``, ``/invite``, ``/invitations``, ``/revoke``, ``/allow``, ``/loss``.
 """
@@ -23,7 +23,6 @@ from datetime import timedelta
 from functools import partial
 from html import escape
 from typing import Any
-from urllib.parse import parse_qs
 
 from pydantic import ValidationError, validate_call
 
@@ -43,7 +42,7 @@ from distributed_training.chain.http_server import (
 )
 from distributed_training.common.addresses import Reach, reach
 
-from .ledger import Address, Losses, Port, Slot
+from .ledger import Address, Losses, Member, Port
 from .store import CLOCK_SKEW, Registry, Replayed
 
 log = logging.getLogger(__name__)
@@ -55,6 +54,7 @@ _FOUNDERS = frozenset(
     {"/enroll", "/expel", "/invite", "/invitations", "/revoke", "/allow", "/loss"}
 )
 
+_JSON = "application/json"
 _PAGE_TYPE = "text/html; charset=utf-8"
 # Hotkeys and addresses come from others: no script runs, even where an escape were forgotten.
 _PAGE_HEADERS = {
@@ -223,16 +223,14 @@ class Service(BoundedServer):
     # reads
 
     def _state(self, head: Head) -> bytes:
-        registry = self.registry
-        try:
-            query = parse_qs(head.target.partition("?")[2], max_num_fields=4)
-        except ValueError:
-            raise Refused(Refusal.MALFORMED) from None
-        since, start = query.get("since", [""])[0], query.get("start", [""])[0]
-        view = registry.view
-        full = start != registry.start or not since.isascii() or not since.isdigit()
-        # Cut before int(), which refuses thousands of digits.
-        known = -1 if full else min(int(since[:18]), view.version)
+        registry, view = self.registry, self.registry.view
+        # Before any body, so that they are there without one too.
+        now = {"x-block": str(registry.height), "x-time": f"{time.time():.3f}"}
+        headers = {"cache-control": "no-cache", "etag": view.etag, **now}
+        if head.headers.get("if-none-match") == view.etag:
+            return whole_reply(304, b"", _JSON, headers)
+        # Clients of 0.2.0 name a version instead, and take an answer without rows for no news.
+        known = f"/state?since={view.version}&start={registry.start}" == head.target
         fields = {
             "registry": registry.charter.identity,
             "start": registry.start,
@@ -241,12 +239,12 @@ class Service(BoundedServer):
             # By it a client tells that a refused write is its own clock's fault.
             "time": time.time(),
             "seconds_per_block": registry.seconds_per_block,
-            "full": full,
+            "full": not known,
         }
         content = json.dumps(fields).encode()
-        if full or known < view.version:
-            content = content[:-1] + b", " + view.changes(known) + b"}"
-        return whole_reply(200, content, "application/json", {"cache-control": "no-store"})
+        if not known:
+            content = content[:-1] + b", " + view.content + b"}"
+        return whole_reply(200, content, _JSON, headers)
 
     def _health(self, head: Head) -> bytes:
         fields = {"registry": self.registry.charter.identity, "block": self.registry.height}
@@ -345,7 +343,7 @@ def _reason(error: Exception) -> str:
 
 
 def _json(status: int, fields: dict[str, Any]) -> bytes:
-    return whole_reply(status, json.dumps(fields).encode(), "application/json", {})
+    return whole_reply(status, json.dumps(fields).encode(), _JSON, {})
 
 
 def _text(status: int, text: str) -> bytes:
@@ -357,14 +355,14 @@ def _text(status: int, text: str) -> bytes:
 
 def page(registry: Registry) -> str:
     """Return the page: how the model gets better, who is there, and what each one earned."""
-    charter, slots = registry.charter, registry.view.slots
+    charter, members = registry.charter, registry.view.members
     facts = (
         f"block {registry.height}, one every {charter.seconds_per_block:g} s; "
-        f"{len(slots)} of {registry.most_uids} uids; registration: {charter.admission}; founded "
+        f"{len(members)} of {registry.most_uids} uids; registration: {charter.admission}; founded "
         f"by <code>{escape(charter.master)}</code>; version {registry.view.version}"
     )
     head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-    rows = "\n".join(_row(slots[uid]) for uid in sorted(slots))
+    rows = "\n".join(map(_row, members))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(charter.name)}'
         '</title><meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
@@ -400,17 +398,17 @@ def _time(seconds: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
 
 
-def _row(slot: Slot) -> str:
-    neuron = slot.neuron
+def _row(member: Member) -> str:
+    neuron = member.neuron
     ip = f"[{neuron.ip}]" if ":" in neuron.ip else neuron.ip
     cells = (
         str(neuron.uid),
         neuron.hotkey,
         f"{ip}:{neuron.port}" if neuron.port is not None else "-",
-        _time(slot.since.at),
+        _time(member.since),
         f"validator, stake {neuron.stake:g}" if neuron.validator_permit else "miner",
         f"{neuron.incentive:.4f}",
-        f"{slot.earned_by(time.time()):.4f}",
+        f"{member.earned_by(time.time()):.4f}",
         f"block {neuron.last_update}",
     )
     return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"

@@ -1,8 +1,7 @@
 """The ledger kept in SQLite, so that a SIGKILL at any moment loses no acknowledged write.
 
 One folder holds one registry: ``registry.db`` (WAL mode, each write synced before it is answered)
-and a lock. A write changes memory and file together, or neither. Readers see an immutable
-:class:`View`, so a slow disk holds up writers only.
+and a lock.
 
 *Blocks* pass by the wall clock from the founding on, and by a monotonic clock while a process runs.
 The file holds a block number that is ahead of what was shown. A start whose clock is behind goes on
@@ -32,23 +31,23 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import Field
 
-from distributed_training.chain.base import ChainError, Neuron
+from distributed_training.chain.base import ChainError
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import sync_folder
 from distributed_training.config.types import ConfigError, Hotkey
 
-from .ledger import Amount, Ledger, Losses, Slot, Uid
+from .ledger import TABLES, Amount, Ledger, Uid
 
 log = logging.getLogger(__name__)
 
 FILE = "registry.db"
 NAME = re.compile(r"[a-z0-9][a-z0-9.-]{0,62}")
 FOUNDER_STAKE = 100_000.0  # above what miners ask of a validator
-SCHEMA = 2
+SCHEMA = 3
 #: Seconds that a caller's clock may be ahead of ours.
 CLOCK_SKEW = 4.0
 _OF_THE_DISK = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOPEN")
@@ -61,21 +60,15 @@ ID_LENGTH = 12  # letters of its hash that name an invitation
 _TAKEN_BACK = -1  # uses of an invitation
 _MOST_GONE = 65536  # hotkeys that are not registered, whose nonces are kept
 _FIRST_BLOCK = 1000
-_MOST_MADE = 32  # answers that a view keeps: pollers know one of the last few versions
+# ``used``: accepted nonces above the floor of their hotkey. ``joined``: the hash of the invitation
+# by which a hotkey came.
 _TABLES = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
-CREATE TABLE slots (uid INTEGER PRIMARY KEY, content TEXT NOT NULL);
 CREATE TABLE nonces (
     hotkey TEXT PRIMARY KEY, nonce INTEGER NOT NULL, floor INTEGER NOT NULL DEFAULT -1
 );
+CREATE TABLE used (hotkey TEXT, nonce INTEGER, PRIMARY KEY (hotkey, nonce)) WITHOUT ROWID;
 CREATE TABLE invitations (hash TEXT PRIMARY KEY, uses INTEGER NOT NULL, expires REAL NOT NULL);
 CREATE TABLE allowed (hotkey TEXT PRIMARY KEY);
-"""
-# Since schema 2. ``used``: accepted nonces above the floor of their hotkey. ``joined``: the hash of
-# the invitation by which a hotkey came.
-_NEW_TABLES = """
-CREATE TABLE used (hotkey TEXT, nonce INTEGER, PRIMARY KEY (hotkey, nonce)) WITHOUT ROWID;
-CREATE TABLE expelled (hotkey TEXT PRIMARY KEY);
 CREATE TABLE joined (hotkey TEXT PRIMARY KEY, hash TEXT NOT NULL);
 """
 
@@ -85,7 +78,6 @@ _Uses = Annotated[int, Field(ge=1, le=4096)]
 _Expires = Annotated[float, Field(ge=0, le=1e11)]
 _Id = Annotated[str, Field(pattern="^[0-9a-f]{12,64}$")]  # of an invitation: how its hash begins
 Admission = Literal["open", "invited", "listed"]
-_SLOT = TypeAdapter(Slot)
 
 
 class StoreFault(RuntimeError):
@@ -116,64 +108,6 @@ class Charter:
         return f"{self.name}/{self.genesis}/{self.master}"
 
 
-class Row(NamedTuple):
-    """One uid's row: its versions, and its content as JSON.
-
-    The version that changed the uid, the one that changed at least its incentive, and JSON: uid,
-    neuron or null, commitment or null.
-    """
-
-    changed: int
-    scored: int
-    text: str
-    score: str
-
-
-@dataclass(frozen=True)
-class View:
-    """The state that readers see after one write."""
-
-    version: int
-    slots: dict[int, Slot]  # by uid
-    rows: dict[int, Row]  # by uid
-    made: dict[int, bytes]  # answers, by the version that they were asked with
-    losses: Losses
-    expelled: tuple[str, ...] | None = None  # hotkeys
-    expelled_at: int = -1  # version that changed them
-
-    @property
-    def neurons(self) -> list[Neuron]:
-        """All neurons by uid."""
-        return [self.slots[uid].neuron for uid in sorted(self.slots)]
-
-    def changes(self, known: int) -> bytes:
-        """Return what changed after version ``known`` (-1: all), as JSON: a field ``rows``.
-
-        A field ``scores`` has short ones of the uids of which nothing but the incentive did, a
-        field ``expelled`` all hotkeys that are, if those changed.
-        """
-        answer = self.made.get(known)
-        if answer is None:
-            rows = [row.text for row in self.rows.values() if row.changed > known]
-            short = [r.score for r in self.rows.values() if r.changed <= known < r.scored]
-            # Joined as text: thousands poll, and each row was made JSON when it changed.
-            text = f'"rows": [{",".join(rows)}], "scores": [{",".join(short)}]'
-            if self.expelled_at > known:
-                text += f', "expelled": {json.dumps(self.expelled)}'
-            answer = text.encode()
-            # Anybody may name any version: to keep them all would take gigabytes.
-            if len(self.made) < _MOST_MADE:
-                self.made[known] = answer
-        return answer
-
-
-def _is_but_scored(new: Slot, old: Slot) -> bool:
-    """Return whether callers see nothing new but the incentive."""
-    share = old.neuron.incentive
-    same = replace(new.neuron, incentive=share, consensus=share) == old.neuron
-    return same and new.commitment == old.commitment
-
-
 def found(folder: Path, charter: Charter) -> None:
     """Write a new registry. It appears whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -183,8 +117,8 @@ def found(folder: Path, charter: Charter) -> None:
     with contextlib.closing(db):
         db.executescript(
             f"PRAGMA application_id = {_APPLICATION}; PRAGMA user_version = {SCHEMA};"
+            + TABLES
             + _TABLES
-            + _NEW_TABLES
         )
         meta = {"charter": asdict(charter), "version": 0, "reserved": _FIRST_BLOCK}
         rows = [(key, json.dumps(value)) for key, value in meta.items()]
@@ -215,31 +149,33 @@ class Registry(Ledger):
         # First of all: two services of one file would each give out the same uid.
         self._lock_file = _lock(folder)
         self.folder = folder
-        self.start = secrets.token_hex(4)  # of this process: known versions count within it only
+        self.start = secrets.token_hex(4)  # of this process: versions count within it only
         self.faults = 0  # writes that could not be stored
         # Blocks are tried every 2 s and writes come from anybody: the log shares the full disk.
         self._may_warn = Throttle(60.0)
         with ExitStack() as failed:
             failed.callback(self._lock_file.close)  # Ctrl-C too: it would keep the next start out
-            self._db = _open(folder / FILE)
-            self._begin()
+            self._begin(_open(folder / FILE))
             failed.pop_all()
 
-    def _begin(self) -> None:
+    def _begin(self, db: sqlite3.Connection) -> None:
         """Go on from the file. Raises StoreFault."""
         try:
-            self._db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA journal_mode = WAL")
             # NORMAL would lose acknowledged writes in a power failure.
-            self._db.execute("PRAGMA synchronous = FULL")
-            _upgrade(self._db)
-            self.charter = Charter(**self._meta("charter"))
+            db.execute("PRAGMA synchronous = FULL")
+            _upgrade(db)
+            (charter,) = db.execute("SELECT value FROM meta WHERE key = 'charter'").fetchone()
+            self.charter = Charter(**json.loads(charter))
             super().__init__(
-                seconds_per_block=self.charter.seconds_per_block, most_uids=self.charter.most_uids
+                db,
+                seconds_per_block=self.charter.seconds_per_block,
+                most_uids=self.charter.most_uids,
             )
-            self._load()
+            self._forget_nonces()
             self._start_clock()
         except (sqlite3.Error, LookupError, TypeError, ValueError, AttributeError) as error:
-            self._db.close()
+            db.close()
             raise _unusable(self.folder / FILE, error) from None
 
     @classmethod
@@ -252,10 +188,10 @@ class Registry(Ledger):
             found(folder, charter)
         registry = cls(folder)
         # Of a backup that is older than its expulsion.
-        for hotkey in registry.view.expelled or ():
-            if registry._find(hotkey) is not None:
+        for hotkey in registry.view.expelled:
+            if registry.uid_of(hotkey) is not None:
                 registry.deregister(hotkey)
-        if not registry.slots:
+        if not registry.view.members:
             registry.enroll(registry.charter.master, stake=FOUNDER_STAKE, validator_permit=True)
         return registry
 
@@ -268,100 +204,34 @@ class Registry(Ledger):
             self._db.close()
             self._lock_file.close()
 
-    # reading and writing the file
+    # the file
 
-    def _meta(self, key: str) -> Any:
-        """Read a value; None if it was never set."""
-        found = self._one("SELECT value FROM meta WHERE key = ?", key)
-        return json.loads(found[0]) if found is not None else None
-
-    def _set_meta(self, key: str, value: Any) -> None:
-        self._db.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, json.dumps(value)))
-
-    def _load(self) -> None:
-        self.version = self._meta("version")
-        for uid, content in self._db.execute("SELECT uid, content FROM slots"):
-            try:
-                self.slots[uid] = _SLOT.validate_json(content)
-            except ValidationError:
-                raise ValueError(f"the content of uid {uid} is damaged") from None
-        losses = self._meta("losses") or {}
-        self.losses = {int(step): (loss, at) for step, (loss, at) in losses.items()}
-        self.view = View(self.version, {}, {}, {}, self.losses)
-        self._show()
-        self._forget_nonces([slot.neuron.hotkey for slot in self.slots.values()])
-
-    def _forget_nonces(self, registered: list[str]) -> None:
+    def _forget_nonces(self) -> None:
         """Forget those of the hotkeys that left first, beyond the number of them that is kept."""
-        marks = ",".join("?" * len(registered))
         # By number: by age, a start with a wrong clock would forget those that are still fresh.
         gone = self._db.execute(
-            f"SELECT hotkey FROM nonces WHERE hotkey NOT IN ({marks}) ORDER BY nonce DESC "
-            "LIMIT -1 OFFSET ?",
-            (*registered, _MOST_GONE),
+            "SELECT hotkey FROM nonces WHERE hotkey NOT IN (SELECT hotkey FROM neurons) "
+            "ORDER BY nonce DESC LIMIT -1 OFFSET ?",
+            (_MOST_GONE,),
         ).fetchall()
         for table in ("used", "nonces"):
             self._db.executemany(f"DELETE FROM {table} WHERE hotkey = ?", gone)
 
     @contextmanager
-    def _kept(self) -> Iterator[None]:
+    def change(self) -> Iterator[None]:
         try:
-            self._db.execute("BEGIN IMMEDIATE")
-            yield
-            self._store_changes()
-            self._db.execute("COMMIT")
-        except BaseException as error:  # Ctrl-C too: no later write may join this transaction
-            with contextlib.suppress(sqlite3.Error):
-                self._db.execute("ROLLBACK")
-            if isinstance(error, sqlite3.Error):
-                self.faults += 1
-                if self._may_warn("write"):
-                    log.warning(
-                        "A write was not stored (%s), so it is refused: free the disk of %s or "
-                        "correct its permissions",
-                        error,
-                        self.folder,
-                    )
-                raise ChainError(f"the registry cannot store writes now ({error})") from None
-            raise
-        self._show()
-
-    def _differences(self) -> tuple[set[int], dict[int, Slot]]:
-        """Return the uids that are free since the view was made, and the slots that changed."""
-        before = self.view.slots
-        changed = {uid: slot for uid, slot in self.slots.items() if slot != before.get(uid)}
-        return before.keys() - self.slots.keys(), changed
-
-    def _store_changes(self) -> None:
-        gone, changed = self._differences()
-        self._db.executemany("DELETE FROM slots WHERE uid = ?", [(uid,) for uid in gone])
-        self._db.executemany(
-            "INSERT OR REPLACE INTO slots VALUES (?, ?)",
-            [(uid, json.dumps(slot._asdict(), default=vars)) for uid, slot in changed.items()],
-        )
-        self._set_meta("version", self.version)
-        if self.losses != self.view.losses:
-            self._set_meta("losses", self.losses)
-
-    def _show(self) -> None:
-        """Replace the view."""
-        before, rows = self.view, dict(self.view.rows)
-        gone, changed = self._differences()
-        for uid in gone:
-            # A row all the same: pollers that know an older version must see that it is free.
-            rows[uid] = Row(self.version, self.version, json.dumps([uid, None, None]), "")
-        for uid, slot in changed.items():
-            text = json.dumps([uid, vars(slot.neuron), slot.commitment])
-            if uid in rows and rows[uid].text == text:
-                continue  # only the file has more of it: weights, what was earned
-            score = json.dumps([uid, slot.neuron.incentive])
-            known = uid in before.slots and _is_but_scored(slot, before.slots[uid])
-            rows[uid] = Row(rows[uid].changed if known else self.version, self.version, text, score)
-        found = self._db.execute("SELECT hotkey FROM expelled ORDER BY hotkey")
-        expelled = tuple(hotkey for (hotkey,) in found)
-        since = before.expelled_at if expelled == before.expelled else self.version
-        slots = dict(self.slots)
-        self.view = View(self.version, slots, rows, {}, self.losses, expelled, since)
+            with super().change():
+                yield
+        except sqlite3.Error as error:
+            self.faults += 1
+            if self._may_warn("write"):
+                log.warning(
+                    "A write was not stored (%s), so it is refused: free the disk of %s or "
+                    "correct its permissions",
+                    error,
+                    self.folder,
+                )
+            raise ChainError(f"the registry cannot store writes now ({error})") from None
 
     # the block clock
 
@@ -426,7 +296,7 @@ class Registry(Ledger):
 
     def write(self, hotkey: str, nonce: int, action: Callable[[], Any]) -> Any:
         """Do ``action`` once for a proven call. Raises Replayed, ChainError."""
-        with self._change():
+        with self.change():
             self._refuse_replay(hotkey, nonce)
             result = action()
             # In the action's transaction: a kill between the two would let the call be replayed.
@@ -462,27 +332,25 @@ class Registry(Ledger):
             self._db.execute("DELETE FROM used WHERE nonce <= ? AND hotkey = ?", values)
             self._db.execute("UPDATE nonces SET floor = ? WHERE hotkey = ?", values)
 
-    def _one(self, query: str, *values: Any) -> Any:
-        return self._db.execute(query, values).fetchone()
-
     def join(self, hotkey: str, invitation: _Short | None = None, uid: Uid | None = None) -> int:
         """Register ``hotkey`` if it may. Returns its uid; one that is registered keeps all.
 
         ``uid``: what it had before an older backup was put back; it gets that if nobody has it.
         """
-        with self._change():
-            known = self._find(hotkey)
+        with self.change():
+            known = self.uid_of(hotkey)
             if known is not None:
-                return known.neuron.uid
+                return known
             self._admit(hotkey, invitation)
             # Its own uid again: weights, bucket and pages of data go by it.
-            free = uid is not None and uid < self.most_uids and uid not in self.slots
+            taken = self._one("SELECT 1 FROM neurons WHERE uid = ?", uid)
+            free = uid is not None and uid < self.most_uids and not taken
             uid = self.register(hotkey, uid=uid if free else None)
         log.info("Hotkey %s is registered as uid %d", hotkey, uid)
         return uid
 
-    def _own(self, kind: str, hotkey: str) -> Slot:
-        if self._find(hotkey) is None:
+    def _own(self, kind: str, hotkey: str) -> int:
+        if self.uid_of(hotkey) is None:
             self._refuse_expelled(kind, hotkey)
         return super()._own(kind, hotkey)
 
@@ -529,19 +397,17 @@ class Registry(Ledger):
         validator_permit: bool | None = None,
     ) -> int:
         """Register ``hotkey``, or change the uid, stake or permit that it has. Returns the uid."""
-        with self._change():
+        with self.change():
             self._refuse_expelled("enroll", hotkey)
-            known = self._find(hotkey)
-            old = known.neuron if known is not None else Neuron(uid=0, hotkey=hotkey)
-            taken = self.slots.get(uid) if uid is not None else None
-            if taken is not None and taken.neuron.hotkey == self.charter.master != hotkey:
+            if uid is not None and uid == self.uid_of(self.charter.master) != self.uid_of(hotkey):
                 raise ChainError(f"enroll: uid {uid} is the founder's")
-            permit = old.validator_permit if validator_permit is None else validator_permit
+            find = "SELECT stake, permit FROM neurons WHERE hotkey = ?"
+            old_stake, permit = self._one(find, hotkey) or (0.0, False)
             return self.register(
                 hotkey,
                 uid=uid,
-                stake=old.stake if stake is None else stake,
-                validator_permit=permit,
+                stake=old_stake if stake is None else stake,
+                validator_permit=bool(permit) if validator_permit is None else validator_permit,
             )
 
     def remove(self, hotkey: str) -> None:
@@ -559,20 +425,19 @@ class Registry(Ledger):
         """
         if hotkey == self.charter.master:
             raise ChainError("expel: the founder's hotkey stays registered")
-        with self._change():
+        with self.change():
             if again:
                 lifted = self._db.execute("DELETE FROM expelled WHERE hotkey = ?", (hotkey,))
                 if not lifted.rowcount:
                     raise ChainError(f"expel: hotkey {hotkey} is not expelled")
                 return {"uid": None, "invitation": None, "others": []}
-            slot = self._find(hotkey)
-            if slot is not None:
-                self.deregister(hotkey)
+            uid = self.uid_of(hotkey)
+            self._remove(uid)
             self._db.execute("INSERT OR IGNORE INTO expelled VALUES (?)", (hotkey,))
             self._db.execute("DELETE FROM allowed WHERE hotkey = ?", (hotkey,))
             (hashed,) = self._one("SELECT hash FROM joined WHERE hotkey = ?", hotkey) or ("",)
             return {
-                "uid": slot.neuron.uid if slot is not None else None,
+                "uid": uid,
                 "invitation": hashed[:ID_LENGTH] if self._take_back(hashed) else None,
                 "others": self._came_by(hashed),
             }
@@ -586,8 +451,11 @@ class Registry(Ledger):
 
     def _came_by(self, hashed: str) -> list[str]:
         """Return the registered hotkeys that came by an invitation."""
-        found = self._db.execute("SELECT hotkey FROM joined WHERE hash = ? ORDER BY 1", (hashed,))
-        return [hotkey for (hotkey,) in found if self._find(hotkey) is not None]
+        found = self._db.execute(
+            "SELECT hotkey FROM joined JOIN neurons USING (hotkey) WHERE hash = ? ORDER BY 1",
+            (hashed,),
+        )
+        return [hotkey for (hotkey,) in found]
 
     def invitations(self) -> list[dict[str, Any]]:
         """Return id, uses left (-1: taken back), end and hotkeys of each invitation."""
@@ -599,7 +467,7 @@ class Registry(Ledger):
 
     def revoke(self, invitation: _Id) -> list[str]:
         """End the invitation with this id; return the registered hotkeys that came by it."""
-        with self._change():
+        with self.change():
             # An id has no wildcards, so LIKE compares how the hash begins.
             found = self._one("SELECT hash FROM invitations WHERE hash LIKE ?", f"{invitation}%")
             if found is None:
@@ -610,7 +478,7 @@ class Registry(Ledger):
 
     def invite(self, hashed: _Hash, uses: _Uses, expires: _Expires) -> None:
         """Make the invitation whose token has the hash ``hashed`` good for ``uses`` hotkeys."""
-        with self._change():
+        with self.change():
             oldest = time.time() - _INVITATIONS_KEPT
             self._db.execute("DELETE FROM invitations WHERE expires < ?", (oldest,))
             self._db.execute(
@@ -619,7 +487,7 @@ class Registry(Ledger):
 
     def allow(self, hotkey: Hotkey, allowed: bool) -> None:
         """Put ``hotkey`` on the list of those who may register, or take it off."""
-        with self._change():
+        with self.change():
             self._db.execute("DELETE FROM allowed WHERE hotkey = ?", (hotkey,))
             if allowed:
                 self._refuse_expelled("allow", hotkey)
@@ -680,20 +548,49 @@ def _open(path: Path) -> sqlite3.Connection:
     return db
 
 
+#: By the schema of the file, what makes the next one of it. ``{now}``: ns, with the skew of clocks.
+_UPGRADES = {
+    # The last nonces alone are known. One of the future is remembered as used; what else was
+    # accepted while the clocks were ahead cannot be told from what was not.
+    1: """
+    CREATE TABLE used (hotkey TEXT, nonce INTEGER, PRIMARY KEY (hotkey, nonce)) WITHOUT ROWID;
+    CREATE TABLE expelled (hotkey TEXT PRIMARY KEY);
+    CREATE TABLE joined (hotkey TEXT PRIMARY KEY, hash TEXT NOT NULL);
+    ALTER TABLE nonces ADD COLUMN floor INTEGER NOT NULL DEFAULT -1;
+    UPDATE nonces SET floor = min(nonce, {now});
+    INSERT INTO used SELECT hotkey, nonce FROM nonces WHERE nonce > {now};
+    """,
+    # A neuron was one text of JSON.
+    2: TABLES.partition("CREATE TABLE expelled")[0]
+    + """
+    INSERT INTO neurons SELECT uid, json_extract(content, '$.neuron.hotkey'),
+        json_extract(content, '$.neuron.ip'), json_extract(content, '$.neuron.port'),
+        json_extract(content, '$.neuron.stake'),
+        json_extract(content, '$.neuron.validator_permit'),
+        json_extract(content, '$.neuron.incentive'),
+        json_extract(content, '$.neuron.last_update'),
+        json_extract(content, '$.since.block'), json_extract(content, '$.since.at'),
+        json_extract(content, '$.commitment'),
+        coalesce(json_extract(content, '$.earned[0]'), 0), json_extract(content, '$.earned[1]')
+        FROM slots;
+    INSERT INTO weights SELECT slots.uid, CAST(given.key AS INTEGER), given.value
+        FROM slots, json_each(slots.content, '$.weights') AS given
+        WHERE json_type(slots.content, '$.weights') = 'object';
+    INSERT INTO losses SELECT CAST(given.key AS INTEGER),
+        json_extract(given.value, '$[0]'), json_extract(given.value, '$[1]')
+        FROM meta, json_each(meta.value) AS given WHERE meta.key = 'losses';
+    DELETE FROM meta WHERE key = 'losses';
+    DROP TABLE slots;
+    """,
+}
+
+
 def _upgrade(db: sqlite3.Connection) -> None:
-    """Bring the file of an older version to this one's tables, all of it or nothing."""
-    if db.execute("PRAGMA user_version").fetchone()[0] == SCHEMA:
-        return
-    # Of schema 1 the last nonces alone are known. One of the future is remembered as used; what
-    # else was accepted while the clocks were ahead cannot be told from what was not.
+    """Bring the file of an older version to this one's tables, each step of it or nothing."""
     now = time.time_ns() + round(CLOCK_SKEW * 1e9)
-    db.executescript(
-        f"""BEGIN IMMEDIATE; {_NEW_TABLES}
-        ALTER TABLE nonces ADD COLUMN floor INTEGER NOT NULL DEFAULT -1;
-        UPDATE nonces SET floor = min(nonce, {now});
-        INSERT INTO used SELECT hotkey, nonce FROM nonces WHERE nonce > {now};
-        PRAGMA user_version = {SCHEMA}; COMMIT;"""
-    )
+    for schema in range(db.execute("PRAGMA user_version").fetchone()[0], SCHEMA):
+        step = _UPGRADES[schema].replace("{now}", str(now))
+        db.executescript(f"BEGIN IMMEDIATE; {step} PRAGMA user_version = {schema + 1}; COMMIT;")
 
 
 def backup(source: Path, target: Path, *, to_restore: bool = False) -> int:

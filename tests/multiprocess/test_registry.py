@@ -32,7 +32,7 @@ from pydantic import SecretStr
 from distributed_training.chain.base import ChainError, find
 from distributed_training.chain.http_server import Admission
 from distributed_training.chain.identity import Wallet, create_wallet
-from distributed_training.chain.registry import RegistryChain
+from distributed_training.chain.registry import Answer, RegistryChain
 from distributed_training.common import files
 from distributed_training.common.ports import free_ports
 from distributed_training.registry import __main__ as program
@@ -343,11 +343,11 @@ def test_an_impossible_answer_ends_neither_the_polling_nor_a_write(
     said = {"registry": f"a/1/{'5' * 48}", "start": "1", "version": 1, "block": 7, "time": 9.0}
     waits = [-1e308, 12.0]  # seconds, the last for good
 
-    def fetch(chain: RegistryChain, path: str, body: bytes | None = None) -> tuple[int, bytes]:
+    def fetch(chain: RegistryChain, path: str, body: bytes | None = None) -> Answer:
         if body is not None:
-            return 200, b"[" * 100_000  # which ends the stack of whoever parses it
+            return Answer(200, {}, b"[" * 100_000)  # which ends the stack of whoever parses it
         seconds = waits.pop(0) if len(waits) > 1 else waits[0]
-        return 200, json.dumps({**said, "seconds_per_block": seconds}).encode()
+        return Answer(200, {}, json.dumps({**said, "seconds_per_block": seconds}).encode())
 
     monkeypatch.setattr(RegistryChain, "_fetch", fetch)
     with closing(RegistryChain(url="http://127.0.0.1:1", wallet=MINER)) as chain:
@@ -442,7 +442,7 @@ class TestKept:
         ):
             chain.register()
             chain.serve("1.2.3.4", 1)
-            assert store.backup(server.folder / store.FILE, copy) == server.registry.version
+            assert store.backup(server.folder / store.FILE, copy) == server.registry.view.version
             chain.serve("5.6.7.8", 2)
             chain.commit("newer")
             assert late.register() == 2 and later.register() == 3
@@ -535,7 +535,7 @@ class TestKept:
             chain.commit("y")
             process.kill()
         with closing(Registry(folder)) as registry:
-            assert registry.slots[1].commitment == "y"
+            assert registry.view.members[1].commitment == "y"
 
     def test_a_start_on_a_full_disk_asks_for_room_and_no_backup(
         self, server: RegistryServer
@@ -562,7 +562,7 @@ class TestKept:
         path = server.folder / store.FILE
         if bytes_at is None:  # whole, and what is in it is not what this program writes
             with closing(sqlite3.connect(path)) as db, db:
-                db.execute("UPDATE slots SET content = '{}'")
+                db.execute("DROP TABLE neurons")
         else:
             first, count = bytes_at
             data = path.read_bytes()
@@ -674,28 +674,51 @@ class TestReading:
     def get(self, server: RegistryServer, path: str, **headers: str) -> httpx.Response:
         return httpx.get(server.url + path, headers=headers, trust_env=False)
 
-    def test_a_poller_gets_what_changed(self, server: RegistryServer) -> None:
+    def test_a_poller_gets_the_list_when_it_changed(self, server: RegistryServer) -> None:
+        with chain_of(server.url, PEER) as chain:
+            chain.register()
+            first = self.get(server, "/state")
+            assert [row[0] for row in first.json()["rows"]] == [0, 1]
+            etag = first.headers["etag"]
+            again = self.get(server, "/state", **{"if-none-match": etag})
+            assert (again.status_code, again.content) == (304, b"")
+            assert int(again.headers["x-block"]) >= first.json()["block"]
+            assert abs(float(again.headers["x-time"]) - time.time()) < 60
+            chain.commit("x")
+            second = self.get(server, "/state", **{"if-none-match": etag})
+            assert [row[::2] for row in second.json()["rows"]] == [[0, None], [1, "x"]]
+            chain.commit("x")
+            assert self.get(server, "/state").headers["etag"] == second.headers["etag"]
+            chain.deregister()
+            assert [row[0] for row in self.get(server, "/state").json()["rows"]] == [0]
+            for odd in ("?since=-1", "?since=9" + "9" * 40, "?start=%ff&since=x", "?&&&&&&"):
+                assert self.get(server, "/state" + odd).json()["full"]
+
+    def test_a_poller_of_0_2_0_names_a_version(self, server: RegistryServer) -> None:
+        """It takes an answer without rows for no news, and ``full`` for all of them."""
         with chain_of(server.url, PEER) as chain:
             chain.register()
             first = self.get(server, "/state").json()
-            assert first["full"] and [row[0] for row in first["rows"]] == [0, 1]
+            assert first["full"]
             known = f"/state?since={first['version']}&start={first['start']}"
-            assert "rows" not in self.get(server, known).json()
+            nothing = self.get(server, known).json()
+            assert not nothing["full"] and "rows" not in nothing
+            assert nothing["version"] == first["version"]
             chain.commit("x")
-            assert [row[::2] for row in self.get(server, known).json()["rows"]] == [[1, "x"]]
-            between = f"/state?since={server.registry.version}&start={first['start']}"
-            server.registry.set_weights(VALIDATOR.ss58, {1: 1.0})
-            brief = self.get(server, between).json()
-            assert brief["scores"] == [[1, 1.0]] and 1 not in [row[0] for row in brief["rows"]]
-            wait_for(lambda: [n.incentive for n in chain.neurons()] == [0.0, 1.0])
-            assert chain.commitment(PEER.ss58) == "x"
-            chain.deregister()
-            assert self.get(server, known).json()["rows"][-1] == [1, None, None]
-            for version in range(200):  # anybody may name any: what is kept of it has a bound
-                server.registry.view.changes(version)
-            assert len(server.registry.view.made) < 50
-            for odd in ("?since=-1", "?since=9" + "9" * 40, "?start=%ff&since=x", "?&&&&&&"):
-                assert self.get(server, "/state" + odd).status_code in (200, 400)
+            after = self.get(server, known).json()
+            assert after["full"] and after["rows"][1][2] == "x"
+
+    def test_a_client_asks_for_the_list_once(self, server: RegistryServer) -> None:
+        counts = server._service._counts
+        with chain_of(server.url, PEER) as chain:
+            chain.register()
+            neurons, before = chain.neurons(), chain.counters()["reads"]
+            content = server.registry.view.content
+            server.registry.view.__dict__["content"] = b"not JSON"  # nobody is sent it again
+            wait_for(lambda: chain.counters()["reads"] > before + 5)
+            assert chain.neurons() is neurons and not chain.counters().get("failures")
+            server.registry.view.__dict__["content"] = content
+        assert counts["read/state"] > 5
 
     def test_the_page_shows_who_is_there(self, server: RegistryServer) -> None:
         server.registry.register(PEER.ss58)

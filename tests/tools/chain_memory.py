@@ -2,39 +2,59 @@
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Mapping
 from datetime import timedelta
 from types import MappingProxyType
 
 from distributed_training.chain.base import Chain, ChainError, Neuron
-from distributed_training.registry.ledger import Ledger, Slot
+from distributed_training.registry.ledger import TABLES, Ledger
 
 
 class MemoryLedger(Ledger):
     """``up`` False: writes fail, reads keep the last state. ``writes``: (kind, hotkey)."""
 
     def __init__(self, *, block: int = 1000) -> None:
-        super().__init__(first_block=block)
+        db = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
+        db.executescript(TABLES)
+        super().__init__(db, first_block=block)
         self.up = True
         self.writes: list[tuple[str, str]] = []
 
+    def weights(self, voter: int) -> dict[int, float]:
+        """Return the weights that a validator has given, by uid."""
+        return dict(self._db.execute("SELECT uid, weight FROM weights WHERE voter = ?", (voter,)))
+
+    def save(self) -> bytes:
+        """Return the whole state, for :meth:`restore`."""
+        return self._db.serialize()
+
+    def restore(self, state: bytes) -> None:
+        self._db.deserialize(state)
+        self.view = self._read_view()
+
+    def clear(self) -> None:
+        """Deregister everybody."""
+        with self.change():
+            self._db.execute("DELETE FROM neurons")
+
     @property
     def neurons(self) -> tuple[Neuron, ...]:
-        return tuple(slot.neuron for _, slot in sorted(self.slots.items()))
+        return self.view.neurons
 
     @property
     def commitments(self) -> Mapping[str, str]:
         """The texts by hotkey, which nobody changes here."""
-        slots = list(self.slots.values())
-        texts = {s.neuron.hotkey: s.commitment for s in slots if s.commitment is not None}
+        members = self.view.members
+        texts = {m.neuron.hotkey: m.commitment for m in members if m.commitment is not None}
         return MappingProxyType(texts)
 
-    def _own(self, kind: str, hotkey: str) -> Slot:
+    def _own(self, kind: str, hotkey: str) -> int:
         if not self.up:
             raise ChainError(f"{kind}: the chain does not answer")
-        slot = super()._own(kind, hotkey)
+        uid = super()._own(kind, hotkey)
         self.writes.append((kind, hotkey))
-        return slot
+        return uid
 
 
 class MemoryChain(Chain):

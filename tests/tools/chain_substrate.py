@@ -98,7 +98,7 @@ class LedgerSubstrate:
             "MinAllowedWeights": 0,
             "Tempo": 360,
             "NetworksAdded": True,
-            "SubnetworkN": len(self.ledger.slots),
+            "SubnetworkN": len(self.ledger.neurons),
         }
         return defaults.get(item, 0)
 

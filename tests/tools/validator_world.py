@@ -370,8 +370,9 @@ class World:
 
     def uncommit(self, uid: int) -> None:
         """Take a miner's commitment from the chain."""
-        slots = self.chain_ledger.slots
-        slots[uid] = slots[uid]._replace(commitment=None)
+        ledger = self.chain_ledger
+        with ledger.change():
+            ledger._db.execute("UPDATE neurons SET commitment = NULL WHERE uid = ?", (uid,))
 
     def parts(self) -> Parts:
         wallet: Any = SimpleNamespace(ss58=self.hotkeys[200])

@@ -92,7 +92,7 @@ def two_nodes() -> tuple[Watched, Nodes]:
     """A watcher with the product's patience, and the nodes that it looks at."""
     watched = Watched(missing_for=MISSING_FOR)
     other = MemoryLedger()
-    other.slots = dict(watched.ledger.slots)
+    other.restore(watched.ledger.save())
     chain = Nodes(watched.ledger, other)
     watched.watcher._chain = watched.watcher._missing._chain = chain
     assert watched.looks() == []
@@ -116,7 +116,7 @@ def test_a_list_that_cannot_be_the_subnets_deregisters_nobody(
     some, without the master hotkey. It lasts a day, on both nodes."""
     watched, chain = two_nodes()
     for ledger in chain.nodes.values():
-        ledger.slots.clear()
+        ledger.clear()
         if not nobody:
             ledger.register("5Other", uid=5)
     assert play(watched, timedelta(days=1)) == []
@@ -192,12 +192,12 @@ class Fork:
 
     def __init__(self, ledger: MemoryLedger) -> None:
         self._ledger = ledger
-        self._kept = dict(ledger.slots), ledger.height
+        self._kept = ledger.save(), ledger.height
 
     def reorganize(self) -> None:
         """Drop what was written since; other blocks stand in its place."""
-        slots, height = self._kept
-        self._ledger.slots = dict(slots)
+        state, height = self._kept
+        self._ledger.restore(state)
         self._ledger.advance(height - 1 - self._ledger.height)
 
 

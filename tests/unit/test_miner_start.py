@@ -495,9 +495,9 @@ def test_the_wait_for_a_registration_ends_with_status_3_also_over_restarts(
         begun = lost.now
         with pytest.raises(global_state.StopBeforeStart):
             lost.join(wanted=lambda begun=begun: lost.now < begun + 7200)
-    away = {"slots": dict(lost.ledger.slots)}
-    lost.at[14_460.0] = lambda: lost.ledger.slots.clear()
-    lost.at[20_000.0] = lambda: lost.ledger.slots.update(away["slots"])
+    shown = lost.ledger.save()
+    lost.at[14_460.0] = lost.ledger.clear
+    lost.at[20_000.0] = lambda: lost.ledger.restore(shown)
     lost.at[21_000.0] = lambda: setattr(lost.ledger, "up", False)
     lost.at[25_000.0] = lambda: setattr(lost.ledger, "up", True)
     status, (told, reason, outside) = rank_ends(lost.join)
@@ -546,7 +546,7 @@ def test_an_outage_is_no_other_network(
     lost.config = replace(config, chain=quick)
     assert lost.chain.wait_ready(timedelta(0))
     if shown == "nobody":
-        lost.ledger.slots.clear()
+        lost.ledger.clear()
     elif shown == "old blocks":
         monkeypatch.setattr(lost.chain, "clock", lambda: now - 7200)
     else:

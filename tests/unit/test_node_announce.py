@@ -60,7 +60,7 @@ def following(
 def test_endpoint_and_commitment_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "REWRITE_EVERY", 0.0)
     ledger, member = registered()
-    chain, before = member.chain, dict(ledger.slots)
+    chain, before = member.chain, ledger.save()
     identity.commit(member, TEXT)
     wait_for(lambda: ledger.commitments)
     identity.announce(member, *ENDPOINT)
@@ -72,7 +72,7 @@ def test_endpoint_and_commitment_come_back(monkeypatch: pytest.MonkeyPatch) -> N
             written = len(ledger.writes)
             wait_for(lambda r=chain.reads(): chain.reads() > r + 20)
             assert len(ledger.writes) == written and stops == []  # nothing is written twice
-            ledger.slots = dict(before)
+            ledger.restore(before)
         wait_for(lambda: chain.neurons()[0].port == 8091 and chain.commitment(MINER.ss58) == TEXT)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import sqlite3
 import time
@@ -283,27 +284,66 @@ def test_a_start_on_a_full_disk_writes_nothing(
     assert world.registry.height >= block
 
 
-def test_a_file_of_schema_1_is_upgraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+OLD_TABLES = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE slots (uid INTEGER PRIMARY KEY, content TEXT NOT NULL);
+CREATE TABLE nonces (hotkey TEXT PRIMARY KEY, nonce INTEGER NOT NULL);
+CREATE TABLE invitations (hash TEXT PRIMARY KEY, uses INTEGER NOT NULL, expires REAL NOT NULL);
+CREATE TABLE allowed (hotkey TEXT PRIMARY KEY);
+"""
+
+
+def write_as_0_2_0(world: World, nonces: dict[str, int]) -> None:
+    """Replace the registry's file by one with the tables of 0.2.0, which are of schema 1."""
+    members = {member.neuron.uid: member for member in world.registry.view.members}
+    world.registry.close()
+    (world.folder / store.FILE).unlink()
+    with closing(sqlite3.connect(world.folder / store.FILE)) as db, db:
+        db.executescript(
+            f"PRAGMA application_id = {store._APPLICATION}; PRAGMA user_version = 1; {OLD_TABLES}"
+        )
+        charter = {**vars(world.registry.charter)}
+        losses = {"7": [3.5, START], "8": [3.25, START + 1]}
+        meta = {"charter": charter, "version": 40, "reserved": 1010, "losses": losses}
+        rows = [(key, json.dumps(value)) for key, value in meta.items()]
+        db.executemany("INSERT INTO meta VALUES (?, ?)", rows)
+        for uid, member in members.items():
+            content = {
+                "neuron": {**vars(member.neuron), "port": 8091 if uid else None},
+                "since": {"block": 1001, "at": START},
+                "commitment": "text" if uid else None,
+                "weights": {"1": 3.0, "2": 1.0} if not uid else None,
+                "earned": [0.5, START] if uid else None,
+            }
+            db.execute("INSERT INTO slots VALUES (?, ?)", (uid, json.dumps(content)))
+        db.executemany("INSERT INTO nonces VALUES (?, ?)", nonces.items())
+        db.execute("INSERT INTO invitations VALUES (?, 3, 1e10)", ("0" * 64,))
+
+
+def test_a_file_of_0_2_0_is_taken_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(tmp_path, monkeypatch)
     for hotkey in (PEER.ss58, MINER.ss58):
         world.sign(hotkey)
-    world.registry.close()
     locked_out = round((START + 365 * DAY) * NS)
-    with closing(sqlite3.connect(tmp_path / store.FILE)) as db:
-        db.executescript(
-            "DROP TABLE used; DROP TABLE expelled; DROP TABLE joined; PRAGMA user_version = 1;"
-            "ALTER TABLE nonces DROP COLUMN floor;"
-            f"UPDATE nonces SET nonce = {locked_out} WHERE hotkey = '{PEER.ss58}'"
-        )
+    last = dict(world.accepted)
+    write_as_0_2_0(world, {**last, PEER.ss58: locked_out})
     store.backup(tmp_path / store.FILE, tmp_path / "old.db")
     world.open()
+    founder, peer, _ = world.registry.view.members
+    assert (founder.neuron.stake, founder.neuron.validator_permit) == (store.FOUNDER_STAKE, True)
+    assert (peer.neuron.hotkey, peer.neuron.port, peer.commitment) == (PEER.ss58, 8091, "text")
+    assert (peer.since, peer.earned, founder.counted) == (START, 0.5, None)
+    assert world.registry.view.losses == {7: (3.5, START), 8: (3.25, START + 1)}
+    assert world.registry.view.version == 40
     _replay_all(world)
     world.accepted.append((PEER.ss58, locked_out))
     world.now += WINDOW
     for hotkey in (PEER.ss58, MINER.ss58):
         world.sign(hotkey)
+    assert [n.incentive for n in world.registry.view.neurons] == [0.0, 0.75, 0.25]
+    assert world.registry.invitations()[0]["uses"] == 3
     _replay_all(world)
     world.registry.close()
     store.restore(tmp_path / "old.db", tmp_path)
     world.open()
-    assert world.registry.slots[1].neuron.hotkey == PEER.ss58
+    assert world.registry.uid_of(PEER.ss58) == 1

@@ -178,7 +178,7 @@ def test_rounds_end_with_the_same_weights_everywhere_and_a_lower_loss(world: Wor
         assert all(map(torch.equal, miner.momentum, world.validator.state.momentum))
     losses = world.events.of("held_out")
     assert losses[-1]["after"] < losses[0]["after"]
-    reported = {step: loss for step, (loss, _) in world.chain_ledger.losses.items()}
+    reported = {step: loss for step, (loss, _) in world.chain_ledger.view.losses.items()}
     assert reported == {told["outer_step"]: told["after"] for told in losses}
 
 
@@ -646,14 +646,16 @@ def test_who_has_another_version_of_the_file_is_neither_called_nor_paid_and_name
 
 def test_miners_that_register_while_a_round_gathers_are_taken_in(tmp_path: Path) -> None:
     world = trained(tmp_path, sweep_patience=timedelta(seconds=20))
-    slots = world.chain_ledger.slots
-    late = {uid: slots.pop(uid) for uid in (3, 17)}
+    ledger = world.chain_ledger
+    everybody = ledger.save()
+    for uid in (3, 17):
+        ledger.deregister(world.hotkeys[uid])
     on_sweep = world.validator._on_sweep
 
     def registering(attendance: Any) -> None:
         on_sweep(attendance)
         if len(world.events.of("sweep")) == 3:
-            slots.update(late)
+            ledger.restore(everybody)
 
     world.validator._on_sweep = registering  # type: ignore[method-assign]
     assert world.validator.round()

@@ -408,9 +408,7 @@ def test_scores_are_told_and_weights_are_set(world: World) -> None:
     world.chain_ledger.up = True
     world.chain_ledger.advance(10)
     world.validator.tick()
-    assert world.chain_ledger.slots[200].weights == pytest.approx(
-        world.validator.standings.weights()
-    )
+    assert world.chain_ledger.weights(200) == pytest.approx(world.validator.standings.weights())
     assert world.events.of("weights")
 
 
