@@ -78,7 +78,7 @@ TOLD = {
     "p2pd": "The swarm process (ended|did not start)",
     "uploader": "The uploader ended",
     "data worker": "A data worker ended",
-    "page": "the page has ended",
+    "page": "The page ended",
     "resource tracker": "The resource tracker ended",
 }
 #: Those whose death ends the ranks, so that they start again.

@@ -10,9 +10,10 @@ That environment stays readable in ``/proc/PID/environ`` for the life of the pro
 is started with :func:`without_secrets`; ranks get their secrets through a pipe.
 
 A child started here is a plain program with one socket to its parent, and it ends when that socket
-closes. (``multiprocessing``'s spawn would import the parent's main module, torch included.) A
-process that hangs cannot answer a request, so each writes its stacks from a signal handler
-(:func:`write_stacks_on_signal`, :func:`collect_stacks`).
+closes. (``multiprocessing``'s spawn would import the parent's main module, torch included.)
+:class:`ChildProcess` starts one again whenever it ends. A process that hangs cannot answer a
+request, so each writes its stacks from a signal handler (:func:`write_stacks_on_signal`,
+:func:`collect_stacks`).
 """
 
 from __future__ import annotations
@@ -35,13 +36,15 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from multiprocessing import parent_process
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, Self
 
 import psutil
 
+from .backoff import Backoff
 from .kinds import import_inherited_plugins, plugin_environment
 
 log = logging.getLogger(__name__)
@@ -73,6 +76,11 @@ def without_secrets(
 
 _POLL_SECONDS = 0.05
 _KILL_SECONDS = 5.0  # that the kernel has to end a process that was killed
+#: Exit status of a child that another start could not help.
+SETTINGS_REFUSED = 2
+_FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=1), timedelta(minutes=1)  # before another start
+_END_SECONDS = 5.0  # for the end of one that hung up
+_STEADY_SECONDS = 600.0  # a child that lived so long ended for another reason
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _MOST_FILES = 1 << 20  # what Linux gives a process at most, by default
@@ -319,9 +327,9 @@ _ONE_THREAD = {
 
 
 def start_child(
-    module: str, *, keep: Collection[str] = (), **options: Any
+    module: str, *arguments: str, keep: Collection[str] = (), **options: Any
 ) -> tuple[subprocess.Popen[bytes], Connection]:
-    """Run ``python -m module FD``; FD is the child's end of the socket.
+    """Run ``python -m module arguments... FD``; FD is the child's end of the socket.
 
     ``keep``: secrets that it is meant to have in its environment; ``options``: of Popen. Raises
     OSError.
@@ -330,7 +338,7 @@ def start_child(
     path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     with theirs:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno())],
+            [sys.executable, "-m", module, *arguments, str(theirs.fileno())],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             # The cores belong to the ranks: a library with a thread for each would slow training.
@@ -359,21 +367,161 @@ def wait_or_kill(process: subprocess.Popen[Any], seconds: float) -> None:
         )
 
 
+def describe_end(status: int) -> str:
+    """Describe the end of a process by its return code: ``was killed by SIGKILL``."""
+    if status < 0:
+        with contextlib.suppress(ValueError):
+            return f"was killed by {signal.Signals(-status).name}"
+    return f"ended with status {status}"
+
+
 @dataclass(frozen=True)
-class Said:
+class ChildLog:
     """A line of a child's log, at a level of :mod:`logging`."""
 
     level: int
     text: str
 
 
-class Parent:
-    """The child's end, of the socket that its command line names."""
+def _log_line(line: ChildLog) -> None:
+    log.log(line.level, "%s", line.text)
 
-    def __init__(self) -> None:
-        self._connection = Connection(int(sys.argv[1]))
+
+class ChildProcess:
+    """A child that, from :meth:`start` to :meth:`close`, is started again whenever it ends.
+
+    ``name``: of the child in log lines, as "The uploader"; ``effect``: of its end, for the
+    operator. ``module``, ``arguments``, ``options``: see :func:`start_child`.
+
+    ``begin`` is called after each start and sends what the child must know first. It has the lock,
+    as :meth:`send` has, so no other message comes between. ``receive`` gets the child's messages in
+    a thread, ``log_line`` the lines of its log. A child that ends with :data:`SETTINGS_REFUSED` has
+    logged why, and is not started again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        *arguments: str,
+        effect: str,
+        begin: Callable[[], None] = lambda: None,
+        receive: Callable[[Any], None] = lambda message: None,
+        log_line: Callable[[ChildLog], None] = _log_line,
+        **options: Any,
+    ) -> None:
+        self.lock = threading.RLock()
+        self.starts = 0
+        self._name = name
+        self._effect = effect
+        self._begin = begin
+        self._receive = receive
+        self._log_line = log_line
+        self._start_process = partial(start_child, module, *arguments, **options)
+        self._backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._supervise, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start it for the first time. Raises OSError."""
+        with self.lock:
+            self._start()
+        self._thread.start()
+
+    @property
+    def pid(self) -> int:
+        """Id of the process that runs, or ran last."""
+        return self._process.pid
+
+    def send(self, message: Any) -> None:
+        """Send a message, from any thread. A child that has ended gets what ``begin`` sends."""
+        with self.lock, contextlib.suppress(OSError):
+            self._connection.send(message)
+
+    def close(self, last: Any = None, *, timeout: timedelta = timedelta(seconds=5)) -> None:
+        """End the child by the message ``last``, else by SIGTERM; kill it after ``timeout``.
+
+        Idempotent.
+        """
+        with self.lock:
+            # With the lock: a start is over by now, or finds this and starts nothing.
+            self._closing.set()
+            if last is None:
+                self._process.terminate()
+            else:
+                self.send(last)
+        wait_or_kill(self._process, timeout.total_seconds())
+        self._thread.join(1)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> None:
+        """Start the process, with the lock held. Raises OSError."""
+        self._process, self._connection = self._start_process()
+        self.starts += 1
+        self._begin()
+
+    def _supervise(self) -> None:
+        while True:
+            began = time.monotonic()
+            self._receive_all()
+            # Not without limit: it may be ending in the kernel, on a disk that does not answer.
+            wait_or_kill(self._process, _END_SECONDS)
+            status = self._process.returncode
+            if self._closing.is_set() or status == SETTINGS_REFUSED:
+                return
+            if time.monotonic() - began > _STEADY_SECONDS:
+                self._backoff.succeeded()
+            how = "hangs" if status is None else describe_end(status)
+            problem = f"{self._name} ended (it {how})"
+            while True:
+                wait = self._backoff.failed().total_seconds()
+                line = f"{problem}: starting it again in {wait:.0f} s; {self._effect}"
+                self._log_line(ChildLog(logging.WARNING, line))
+                if self._closing.wait(wait):
+                    return
+                with self.lock:
+                    if self._closing.is_set():
+                        return
+                    try:
+                        self._start()
+                        break
+                    except OSError as error:  # no memory, no process or no descriptor left
+                        problem = f"{self._name} could not be started ({error})"
+
+    def _receive_all(self) -> None:
+        """Hand on what the child sends, until it hangs up."""
+        try:
+            while True:
+                message = self._connection.recv()
+                if isinstance(message, ChildLog):
+                    self._log_line(message)
+                else:
+                    self._receive(message)
+        except (EOFError, OSError):
+            pass
+        except Exception:  # an update put other files under a running miner
+            self._process.kill()
+            log.exception("%s sent what is no message", self._name)
+        with self.lock:  # not in the middle of a message
+            self._connection.close()
+
+
+class ParentConnection:
+    """The child's end, of the socket that its command line ends with.
+
+    ``plugins``: whether the operator's modules are imported here too.
+    """
+
+    def __init__(self, *, plugins: bool = True) -> None:
+        if plugins:
+            import_inherited_plugins()
+        self._connection = Connection(int(sys.argv[-1]))
         self._lock = threading.Lock()
-        import_inherited_plugins()
 
     def receive(self) -> Any:
         """Receive a message. Raises EOFError, OSError when the parent is gone."""
@@ -388,16 +536,27 @@ class Parent:
         with self._lock, contextlib.suppress(OSError):
             self._connection.send(message)
 
-    def take_log(self) -> None:
-        """Send the parent a :class:`Said` for each line of information and above from now on.
+    def forward_log(self) -> None:
+        """Send the parent a :class:`ChildLog` for each line of information and above from now on.
 
         Its log, which masks and formats them, goes where the operator looks.
         """
         logging.getLogger().addHandler(_Forward(self))
 
+    def end_with_parent(self) -> None:
+        """Have SIGTERM sent to this process when the parent hangs up. Starts a thread."""
+
+        def watch() -> None:
+            with contextlib.suppress(EOFError, OSError):
+                while True:
+                    self.receive()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        threading.Thread(target=watch, name="parent-watch", daemon=True).start()
+
 
 class _Forward(logging.Handler):
-    def __init__(self, parent: Parent) -> None:
+    def __init__(self, parent: ParentConnection) -> None:
         super().__init__(logging.INFO)
         self._parent = parent
 
@@ -417,7 +576,7 @@ class _Forward(logging.Handler):
                 f"{Path(trace.tb_frame.f_code.co_filename).name}:{trace.tb_lineno}" if trace else ""
             )
             text = f"{text}: {type(error).__name__} at {place}"
-        self._parent.send(Said(record.levelno, text))
+        self._parent.send(ChildLog(record.levelno, text))
 
 
 STACKS = "DT_STACKS"  # environment variable: the file

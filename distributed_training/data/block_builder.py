@@ -6,8 +6,8 @@ started as a plain program because ``multiprocessing``'s spawn would import the 
 torch included, and because a worker must end with its rank however that ends: it does when the
 socket closes. Nothing here imports torch, so a worker starts in a fraction of a second.
 
-A worker may end for its own reasons (no memory, a kill) or because of a block. Its blocks go to the
-worker that replaces it; a block that ends three workers in a row is left out.
+A worker may end for its own reasons (no memory, a kill) or because of a block. The one in its place
+gets its blocks; a block that ends three workers in a row is left out.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import hashlib
 import json
 import logging
 import os
+import queue
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -30,12 +31,9 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from distributed_training.common.backoff import Backoff
 from distributed_training.common.processes import (
-    Parent,
-    Said,
-    start_child,
-    wait_or_kill,
+    ChildProcess,
+    ParentConnection,
     write_stacks_on_signal,
 )
 from distributed_training.common.proxies import HUB
@@ -60,7 +58,6 @@ log = logging.getLogger(__name__)
 #: Of prepared blocks: an older version that an update goes back to must not take these for its own.
 _FORMAT = 2
 _NICENESS = 5  # training goes first
-_FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=2), timedelta(seconds=60)
 _MOST_BLAMED = 2  # workers that may end over one block
 
 
@@ -447,118 +444,91 @@ class _Reopened:
 
 
 class DataWorker:
-    """The rank's end. Never blocks: what the worker has to say waits until it is asked for."""
+    """The rank's end of a worker. Nothing here waits for it.
+
+    A worker that ended gets the blocks that were under way again. One that ends workers again and
+    again is answered with a :class:`Failure`.
+    """
 
     def __init__(self, spec: WorkerSpec) -> None:
-        self._process, self._connection = start_child(
+        self._spec = spec
+        self.blocks: list[int] = []  # under way, in order
+        self._arrived: queue.SimpleQueue[Prepared | Failure] = queue.SimpleQueue()
+        self._blamed: Counter[int] = Counter()  # block: workers that ended over it
+        self.child = ChildProcess(
+            "A data worker",
             __name__,
+            begin=self._begin,
+            receive=self._receive,
+            effect="its blocks are prepared again",
             keep={"HF_TOKEN"},
             start_new_session=True,  # a Ctrl-C in the terminal is the rank's to handle
         )
-        self.blocks: list[int] = []  # under way, in order
-        self._connection.send(spec)
+        self.child.start()
 
     def submit(self, block: int) -> None:
-        """Send a block to the worker. Raises OSError when the worker is gone."""
-        self.blocks.append(block)
-        self._connection.send(block)
+        with self.child.lock:
+            self.blocks.append(block)
+            self.child.send(block)
 
-    def answers(self) -> list[Prepared | Failure]:
-        """Return the answers since the last call.
+    def answers(self) -> Iterator[Prepared | Failure]:
+        """Yield the answers since the last call."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._arrived.get_nowait()
 
-        Raises EOFError or OSError when the worker is gone and all its messages were read.
-        """
-        found: list[Prepared | Failure] = []
-        try:
-            while self._connection.poll():
-                answer = self._connection.recv()
-                if isinstance(answer, Said):
-                    log.log(answer.level, "%s", answer.text)
-                    continue
-                if answer.block in self.blocks:
-                    self.blocks.remove(answer.block)
-                found.append(answer)
-        except (EOFError, OSError):
-            # Answers that came before its end are whole: they are taken first.
-            if not found:
-                raise  # it comes again at the next call
-        return found
+    def _begin(self) -> None:
+        if self.child.starts > 1 and self.blocks:
+            # The first was under way; those behind it had not begun.
+            block = self.blocks[0]
+            self._blamed[block] += 1
+            if self._blamed[block] > _MOST_BLAMED:
+                log.warning("Block %d ends the data worker again and again: it is left out", block)
+                self._receive(Failure(block, "it ended the data worker"))
+        self.child.send(self._spec)
+        for block in self.blocks:
+            self.child.send(block)
 
-    def close(self) -> None:
-        """Close the socket, at which the worker ends by itself; wait for that, but not long."""
-        self._connection.close()
-        wait_or_kill(self._process, 3)
+    def _receive(self, answer: Prepared | Failure) -> None:
+        with self.child.lock:
+            # Here, not when it is asked for: a worker that ends now is not to prepare it again.
+            if answer.block in self.blocks:
+                self.blocks.remove(answer.block)
+            self._blamed.pop(answer.block, None)
+        self._arrived.put(answer)
 
 
 class WorkerPool:
     """``count`` workers. Not thread-safe; nothing here waits for a worker."""
 
     def __init__(self, spec: WorkerSpec, *, count: int) -> None:
-        self._spec = spec
         self._workers = [DataWorker(spec) for _ in range(count)]
-        self._backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
-        self._blamed: Counter[int] = Counter()  # block: workers that ended over it
-        self._retry_at = 0.0
-        self.restarts = 0
+
+    @property
+    def restarts(self) -> int:
+        return sum(worker.child.starts - 1 for worker in self._workers)
 
     def submit(self, block: int) -> None:
         """Give ``block`` to the worker with the least to do."""
         # By what is under way, not in turn: a worker may hang in one slow page.
-        worker = min(self._workers, key=lambda w: len(w.blocks))
-        with contextlib.suppress(OSError):  # it is gone; seen and replaced by answers()
-            worker.submit(block)
+        min(self._workers, key=lambda w: len(w.blocks)).submit(block)
 
     def answers(self) -> Iterator[Prepared | Failure]:
-        """Yield the answers since the last call. Workers that ended are replaced."""
-        for index, worker in enumerate(self._workers):
-            try:
-                arrived = worker.answers()
-            except (EOFError, OSError):
-                yield from self._replace(index)
-                continue
-            for answer in arrived:
-                if isinstance(answer, Prepared):
-                    self._backoff.succeeded()
-                self._blamed.pop(answer.block, None)
-                yield answer
-
-    def _replace(self, index: int) -> Iterator[Failure]:
-        now = time.monotonic()
-        if now < self._retry_at:
-            return
-        # For all workers together: what ends one (no memory) would end the next.
-        self._retry_at = now + self._backoff.failed().total_seconds()
-        self.restarts += 1
-        dead = self._workers[index]
-        try:
-            self._workers[index] = DataWorker(self._spec)
-        except OSError as error:  # no memory, no process or no descriptor left
-            log.warning("A data worker ended and could not be started again yet: %s", error)
-            return
-        log.warning("A data worker ended unexpectedly and is started again")
-        # Only now: without a successor it keeps its place in the list, and its blocks.
-        dead.close()
-        # The first was under way; those behind it had not begun.
-        self._blamed.update(dead.blocks[:1])
-        for block in dead.blocks:
-            if self._blamed[block] > _MOST_BLAMED and block == dead.blocks[0]:
-                log.warning("Block %d ends the data worker again and again: it is left out", block)
-                del self._blamed[block]
-                yield Failure(block, "it ended the data worker")
-            else:
-                self.submit(block)
+        """Yield the answers since the last call."""
+        for worker in self._workers:
+            yield from worker.answers()
 
     def close(self) -> None:
         for worker in self._workers:
-            worker.close()
+            worker.child.close(timeout=timedelta(seconds=3))
 
 
 # --- in the process of its own ------------------------------------------------------------------
 
 
-def _run(parent: Parent) -> None:
+def _run(parent: ParentConnection) -> None:
     spec: WorkerSpec = parent.receive()
-    parent.take_log()
+    parent.forward_log()
     logging.getLogger().setLevel(logging.WARNING)
     maker: BlockMaker | None = None
 
@@ -584,7 +554,7 @@ def main() -> None:
     os.nice(_NICENESS)
     write_stacks_on_signal()
     with contextlib.suppress(EOFError, OSError):  # the rank is gone
-        _run(Parent())
+        _run(ParentConnection())
     os._exit(0)  # without waiting for requests under way
 
 

@@ -38,11 +38,11 @@ from typing import Any
 import psutil
 
 from distributed_training.common.backoff import Throttle
-from distributed_training.common.processes import Parent, write_stacks_on_signal
+from distributed_training.common.processes import ParentConnection, write_stacks_on_signal
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
-from distributed_training.protocol.types import PublicationReport
+from distributed_training.protocol.types import ExitStatus, PublicationReport
 
 from .cleanup import (
     RENEW_EVERY,
@@ -490,7 +490,7 @@ def lower_priority(nice: int) -> None:
 
 
 def main() -> int:
-    parent = Parent()
+    parent = ParentConnection()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
     # Ends at once; the journal is always in order. Not a handler of Python's: that runs once the
     # main thread comes back from its read, and a signal just before the read is seen too late.
@@ -499,14 +499,14 @@ def main() -> int:
 
     start: Start = parent.receive()
     lower_priority(_NICENESS)
-    parent.take_log()
+    parent.forward_log()
     logging.getLogger("distributed_training").setLevel(logging.INFO)
     try:
         store = S3ObjectStore.from_settings(start.settings, bucket=start.bucket, write=True)
         loop = UploadLoop(start, store, parent.send)
     except (ValueError, OSError) as error:
         log.error("%s", disk_problem(error) if isinstance(error, OSError) else error)
-        return 2
+        return ExitStatus.FAULT
     thread = threading.Thread(target=loop.run, name="uploader", daemon=True)
     thread.start()
     try:

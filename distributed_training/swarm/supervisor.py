@@ -38,6 +38,7 @@ import torch
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.kinds import plugin_environment
 from distributed_training.common.processes import (
+    describe_end,
     process_folder,
     remove_process_folder,
     wait_or_kill,
@@ -684,14 +685,6 @@ def anonymous_memory(pid: int) -> int:
             if found := re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE):
                 total += 1024 * int(found[1])
     return total
-
-
-def describe_end(status: int) -> str:
-    """Word the end of a process by its return code."""
-    if status < 0:
-        with contextlib.suppress(ValueError):
-            return f"was killed by {signal.Signals(-status).name}"
-    return f"ended with status {status}"
 
 
 def address_of(maddr: str) -> tuple[str, int] | None:

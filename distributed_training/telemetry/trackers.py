@@ -21,7 +21,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from distributed_training.common.processes import Parent, start_child
+from distributed_training.common.processes import ParentConnection, start_child
 from distributed_training.common.proxies import share
 from distributed_training.config.settings import TelemetrySettings
 
@@ -229,7 +229,7 @@ def main() -> None:
     import wandb
 
     logging.getLogger("wandb").setLevel(logging.CRITICAL)  # the rank logs what it has to say
-    parent = Parent()
+    parent = ParentConnection(plugins=False)
     given = parent.receive()
     options: dict[str, Any] = {
         "project": given["project"],

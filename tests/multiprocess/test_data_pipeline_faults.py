@@ -13,12 +13,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from distributed_training.common import processes
 from distributed_training.data import block_builder
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import open_shard
@@ -184,7 +186,7 @@ made.begin(40, made.ready(40))
 for _ in range(7):
     made.next()
 made.request(41)
-workers = [worker._process.pid for worker in made._workers._workers]
+workers = [worker.child.pid for worker in made._workers._workers]
 print(json.dumps({"cursor": made.state_dict(), "workers": workers}), flush=True)
 time.sleep(600)
 """
@@ -262,7 +264,7 @@ def test_a_worker_that_cannot_work_says_why(
             folder.write_text("in the way")
             made.request(2)
             assert wait_ready(made, 2) == 0
-            made._workers._workers[0]._process.kill()
+            made._workers._workers[0].child._process.kill()
             made.request(3)  # the next worker finds it in the way from its start
             assert wait_ready(made, 3) == 0
             folder.unlink()
@@ -279,9 +281,8 @@ def test_what_a_worker_said_before_it_died_is_heard(
         with pipeline(server, tokenizer, tmp_path) as made:
             worker = made._workers._workers[0]
             made.request(7)
-            assert worker._connection.poll(40)
-            worker._process.kill()
-            worker._process.wait()
+            wait_for(lambda: not worker.blocks, "its answer")
+            worker.child._process.kill()
             made.request(8)
             assert wait_ready(made, 7) > 0
             assert wait_ready(made, 8) > 0
@@ -291,21 +292,23 @@ def test_what_a_worker_said_before_it_died_is_heard(
 def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
     tokenizer: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = block_builder.DataWorker
-    failed: list[Any] = []
+    real = processes.start_child
+    failed: list[str] = []
 
-    def start(spec: Any) -> Any:
+    def start(module: str, **options: Any) -> Any:
         if len(failed) < 2:
-            failed.append(spec)
+            failed.append(module)
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
-        return real(spec)
+        return real(module, **options)
 
-    monkeypatch.setattr(block_builder, "_LONGEST_WAIT", timedelta(seconds=0.1))
+    monkeypatch.setattr(processes, "_FIRST_WAIT", timedelta(seconds=0.1))
     with RowsServer(TABLES, latency=0.3) as server:
         with pipeline(server, tokenizer, tmp_path) as made:
             made.request(7)
-            monkeypatch.setattr(block_builder, "DataWorker", start)
-            made._workers._workers[0]._process.kill()
+            made._workers._workers[0].child._start_process = partial(
+                start, block_builder.__name__, keep={"HF_TOKEN"}
+            )
+            made._workers._workers[0].child._process.kill()
             assert wait_ready(made, 7) > 0
     assert len(failed) == 2
 

@@ -7,11 +7,13 @@ from contextlib import closing
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
 from pydantic import SecretStr
 
+from distributed_training.common import processes
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.processes import start_child
 from distributed_training.config.settings import StoreSettings
@@ -19,7 +21,6 @@ from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
-from distributed_training.store import uploader
 from distributed_training.store.uploader import Uploader
 from tests.tools.support_store import (
     assert_published,
@@ -96,7 +97,7 @@ def test_an_uploader_that_keeps_dying_is_started_more_and_more_seldom(
     failures: list[int] = []
     starts: list[int] = []  # each with the failures that were counted until then
 
-    def start(_: str) -> tuple[subprocess.Popen[bytes], Connection]:
+    def start(_: str, **options: Any) -> tuple[subprocess.Popen[bytes], Connection]:
         starts.append(len(failures))
         return start_child(module)
 
@@ -106,8 +107,8 @@ def test_an_uploader_that_keeps_dying_is_started_more_and_more_seldom(
             failures.append(self.failures)
             return timedelta(0)
 
-    monkeypatch.setattr(uploader, "Backoff", AtOnce)
-    monkeypatch.setattr(uploader, "start_child", start)
+    monkeypatch.setattr(processes, "Backoff", AtOnce)
+    monkeypatch.setattr(processes, "start_child", start)
     key = SecretStr("key")
     settings = StoreSettings(write_access_key_id=key, write_secret_access_key=key)
     with closing(Uploader(settings=settings, bucket="bucket", folder=tmp_path)):

@@ -16,8 +16,8 @@ from distributed_training.network_command import main as network_command
 
 CHILD = """
 import os
-from distributed_training.common.processes import Parent
-parent = Parent()
+from distributed_training.common.processes import ParentConnection
+parent = ParentConnection()
 import my_kinds
 parent.send(my_kinds.WHERE)
 """

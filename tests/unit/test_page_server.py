@@ -360,7 +360,7 @@ def test_a_disk_that_fails_at_its_start_is_a_line_and_another_try(tmp_path: Path
     with PageProcess([tmp_path], told=lines.append):
         wait_for(lambda: len(lines) >= 2, "what it says")
     assert lines[0].startswith("the page cannot begin ([Errno 21] Is a directory")
-    assert "is started again in 1 s" in lines[1]
+    assert "The page ended (it ended with status 1): starting it again in 1 s" in lines[1]
 
 
 def test_the_metrics_are_those_of_the_ranks_and_of_their_launcher(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
+from pydantic import SecretStr
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
@@ -38,7 +39,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from distributed_training.common.ports import listen
-from distributed_training.common.processes import die_with_parent
+from distributed_training.common.processes import ChildLog, ParentConnection
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.neuron_state import NeuronState
 
@@ -349,13 +350,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("folders", nargs="+", type=Path, help="run folders")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8010, help="0: any free port")
-    parser.add_argument("--with-parent", action="store_true", help="end with whoever started it")
+    parser.add_argument("--with-parent", type=int, help="socket of whoever started it")
     given = parser.parse_args(argv)
-    if given.with_parent:
-        # At once: a launcher that is killed while this starts would leave a page behind.
-        die_with_parent()
     token = os.environ.get("DT_PAGE_TOKEN", "")
-    flags = "--neuron.page_" if given.with_parent else "--"  # as the operator knows them
+    parent = None
+    if given.with_parent is not None:
+        parent = ParentConnection(plugins=False)
+        parent.forward_log()
+        secret: SecretStr | None = parent.receive()
+        token = secret.get_secret_value() if secret is not None else ""
+        parent.end_with_parent()
+
+    def tell(text: str, level: int) -> None:
+        if parent is not None:
+            parent.send(ChildLog(level, text))
+        else:
+            print(text, file=sys.stdout if level == logging.INFO else sys.stderr, flush=True)
+
+    flags = "--neuron.page_" if parent is not None else "--"  # as the operator knows them
     host = f"[{given.host}]" if ":" in given.host else given.host
     problem = _problem(given, token, flags)
     if problem is None:
@@ -367,16 +379,16 @@ def main(argv: list[str] | None = None) -> int:
                 f"none; training is not affected: give another {flags}port"
             )
     if problem is not None:
-        print(f"error: {problem}", file=sys.stderr)
+        tell(f"error: {problem}", logging.ERROR)
         return ExitStatus.BAD_CONFIGURATION
     os.nice(_NICENESS)
     # After the port is ours: reading takes seconds, and a port in use is told before.
     try:
         neurons = [NeuronState(folder).catch_up() for folder in given.folders]
     except OSError as error:  # of a disk, which may come back: no "error: ", the end for good
-        print(f"the page cannot begin ({error}): check the run folder's disk", file=sys.stderr)
+        tell(f"the page cannot begin ({error}): check the run folder's disk", logging.ERROR)
         return ExitStatus.FAULT
-    print(f"page: http://{host}:{listener.getsockname()[1]}/", flush=True)
+    tell(f"page: http://{host}:{listener.getsockname()[1]}/", logging.INFO)
     server(neurons, token=token).run(sockets=[listener])
     return ExitStatus.STOPPED
 
@@ -384,7 +396,8 @@ def main(argv: list[str] | None = None) -> int:
 def _problem(given: argparse.Namespace, token: str, flags: str) -> str | None:
     host, port = given.host, given.port
     for folder in given.folders:
-        if not folder.exists() and not given.with_parent:  # who starts both makes it in a moment
+        # Who starts both makes it in a moment.
+        if not folder.exists() and given.with_parent is None:
             return f"{folder} does not exist, so nothing is served: give run folders"
         if folder.exists() and not folder.is_dir():
             return f"{folder} is no folder, so nothing is served: give run folders"
