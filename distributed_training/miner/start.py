@@ -87,10 +87,12 @@ from .global_state import (
 )
 from .income import Income, standing
 from .loop import MinerLoop
+from .metrics import MachineGauges, Metrics, limits
+from .missed_rounds import MissedRounds
 from .own_bucket import OwnBucket, open_own_bucket
 from .ranks import Ranks, join_ranks
 from .registration import join_network
-from .reporter import MachineGauges, Metrics, MissedRounds, Record, Reporter, limits
+from .reporter import Record, Reporter
 from .resume import StartupInfo, first_sample, resume
 from .round import Averaging, end_rounds_of
 from .round_clock import RoundClock
@@ -542,7 +544,6 @@ class RankZero:
         )
         reporter = Reporter(
             record=self.record,
-            metrics=self._open_metrics({**uploaded, **income.gauges()}),
             schedule=schedule,
             warnings=warnings_of(config, self._context.device),
             bucket=connections.own.name,
@@ -550,6 +551,7 @@ class RankZero:
             reload_timeout=config.miner.round_reload_timeout,
             clock_fault=connections.clock.fault,
         )
+        metrics = self._open_metrics({**uploaded, **income.gauges()})
         missed = MissedRounds(
             outer_step=trainer.outer_step,
             clock_fault=connections.clock.fault,
@@ -569,7 +571,7 @@ class RankZero:
             run=config.store.run,
         )
         # The reporter before the uploads: a step's line stands above what it led to.
-        for subscriber in (income, reporter, missed, uploads):
+        for subscriber in (income, reporter, metrics, missed, uploads):
             self.controller.subscribe(subscriber.on_event)
         self.controller.subscribe(end_rounds_of(self.server))
 

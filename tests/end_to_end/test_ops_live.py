@@ -30,7 +30,7 @@ from distributed_training.miner import registration
 from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.income import Income
 from distributed_training.miner.launcher import Outages
-from distributed_training.miner.reporter import MachineGauges, Metrics, Reporter, limits
+from distributed_training.miner.metrics import MachineGauges, Metrics, limits
 from distributed_training.miner.run_folder import INSTANCE, write_pid_file
 from distributed_training.protocol.types import (
     AllReduceFault,
@@ -90,32 +90,24 @@ class Miner:
             record=lambda kind, **fields: None,
         )
         income.on_event(ev.Tick(time.monotonic()), TRAINING)
-        self.reporter = Reporter(
-            record=lambda kind, **fields: None,
-            metrics=Metrics(
-                file=MetricsFile(folder / "metrics.prom", every=0.0),
-                counts={"server": server.counters},
-                gauges={
-                    "chain_age_seconds": lambda: 4.0,
-                    "chain_block": lambda: 1050,
-                    "chain_seconds_per_block": lambda: 12.0,
-                    "block_list_newest_block": lambda: 1000,
-                    "next_round_timestamp_seconds": lambda: unix_time(time.monotonic() + 600),
-                    "dht_peers": lambda: 12,
-                    "clock_offset_seconds": lambda: 0.1,
-                    "global_run": lambda: 5,
-                    "protocol_run": lambda: 5,
-                    **blocks,
-                    **income.gauges(),
-                    **self.machine.single(),
-                },
-                by_rank=self.by_rank,
-            ),
-            schedule=self.schedule,
-            warnings=lambda report: [],
-            bucket="mine",
-            global_uid=0,
-            reload_timeout=timedelta(seconds=60),
+        self.metrics = Metrics(
+            file=MetricsFile(folder / "metrics.prom", every=0.0),
+            counts={"server": server.counters},
+            gauges={
+                "chain_age_seconds": lambda: 4.0,
+                "chain_block": lambda: 1050,
+                "chain_seconds_per_block": lambda: 12.0,
+                "block_list_newest_block": lambda: 1000,
+                "next_round_timestamp_seconds": lambda: unix_time(time.monotonic() + 600),
+                "dht_peers": lambda: 12,
+                "clock_offset_seconds": lambda: 0.1,
+                "global_run": lambda: 5,
+                "protocol_run": lambda: 5,
+                **blocks,
+                **income.gauges(),
+                **self.machine.single(),
+            },
+            by_rank=self.by_rank,
         )
 
     def by_rank(self) -> dict[str, dict[int, float]]:
@@ -135,11 +127,11 @@ class Miner:
             grad_norm=1.0, gpu_memory_gb=70.0, gpu_utilization=98.0, mfu=0.5,
             learning_rate_share=0.5,
         )  # fmt: skip
-        self.reporter.on_event(ev.InnerStepDone(report), TRAINING)
+        self.metrics.on_event(ev.InnerStepDone(report), TRAINING)
 
     def everything_else(self) -> None:
         """One of each of the other events that leave a figure behind."""
-        see = self.reporter.on_event
+        see = self.metrics.on_event
         averaging = MinerState(
             mode=Mode.AVERAGING,
             outer_step=3,
@@ -293,5 +285,5 @@ def test_a_miner_that_waits_for_its_registration_fires_one_alert_until_it_is_bac
         ledger.register(MINER.ss58)
         assert start.result(60) == chain.uid(MINER.ss58)
         metrics = Metrics(file=MetricsFile(tmp_path / "metrics.prom"), counts={}, gauges={})
-        metrics.write()
+        metrics.on_event(ev.Tick(0.0), TRAINING)
         wait_for(lambda: firing() == [], "the end of the alert")

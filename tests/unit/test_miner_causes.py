@@ -28,7 +28,7 @@ from distributed_training.miner.global_state import (
     GlobalUnavailableError,
 )
 from distributed_training.miner.income import judge
-from distributed_training.miner.reporter import MissedRounds
+from distributed_training.miner.missed_rounds import MissedRounds
 from distributed_training.node.start import Stopped
 from distributed_training.protocol.lines import step_warnings
 from tests.tools.miner_parts import step_report

@@ -17,14 +17,9 @@ import pytest
 from distributed_training.health.gpus import GpuSample, NvmlSampler
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
-from distributed_training.miner.reporter import (
-    Growth,
-    MachineGauges,
-    Metrics,
-    MissedRounds,
-    Reporter,
-    limits,
-)
+from distributed_training.miner.metrics import Growth, MachineGauges, Metrics, limits
+from distributed_training.miner.missed_rounds import MissedRounds
+from distributed_training.miner.reporter import Reporter
 from distributed_training.miner.run_folder import INSTANCE, write_pid_file
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import (
@@ -57,11 +52,6 @@ class Rig:
         caplog.set_level(logging.INFO)
         self.reporter = Reporter(
             record=lambda kind, **fields: self.records.append((kind, fields)),
-            metrics=Metrics(
-                file=MetricsFile(self.file, every=0.0),
-                counts={"data": lambda: {"blocks": 3}},
-                gauges={"chain_age_seconds": lambda: 4.0, "disk_free_bytes": lambda: None},
-            ),
             schedule=upload_schedule(published_at=900.0),
             warnings=lambda report: self.warnings,
             bucket="mine",
@@ -70,11 +60,18 @@ class Rig:
             clock_fault=lambda: self.clock_fault,
             clock=lambda: self.now,
         )
+        self.metrics = Metrics(
+            file=MetricsFile(self.file, every=0.0),
+            counts={"data": lambda: {"blocks": 3}},
+            gauges={"chain_age_seconds": lambda: 4.0, "disk_free_bytes": lambda: None},
+            clock=lambda: self.now,
+        )
 
     def on_event(self, event: ev.Event, state: MinerState = TRAINING) -> list[str]:
         """The lines said; a warning begins with "! "."""
         self.caplog.clear()
         self.reporter.on_event(event, state)
+        self.metrics.on_event(event, state)
         # By number: hivemind, where a test imported it, calls WARNING something else.
         marks = {logging.INFO: "", logging.WARNING: "! "}
         return [marks[r.levelno] + r.getMessage() for r in self.caplog.records]
@@ -124,14 +121,15 @@ def test_trackers_get_each_step_once_by_its_number(rig: Rig, tmp_path: Path) -> 
     kept = Kept()
     file = MetricsFile(tmp_path / "other.prom", every=0.0)
     metrics = Metrics(file=file, counts={}, gauges={}, trackers=[kept])
-    metrics.step(replace(REPORT, total_inner_steps=41))
-    metrics.step(replace(REPORT, total_inner_steps=41, loss=math.nan, skipped=True))
-    metrics.step(replace(REPORT, total_inner_steps=42, loss=2.0))
+    skipped = {"loss": math.nan, "skipped": True}
+    for changes in ({}, skipped, {"total_inner_steps": 42, "loss": 2.0}):
+        report = replace(REPORT, **({"total_inner_steps": 41} | changes))
+        metrics.on_event(ev.InnerStepDone(report), TRAINING)
     assert kept.steps == [(41, 2.5), (42, 2.0)]
 
 
 def test_a_round_that_only_others_had_counts_as_missed(rig: Rig) -> None:
-    registry = rig.reporter._metrics._file.registry
+    registry = rig.metrics._file.registry
     averaged = MinerState(mode=Mode.AVERAGING, outer_step=3, averaged=RESULT)
     rig.on_event(ev.OuterStepEnded(True, 4), averaged)
     rig.on_event(ev.RoundFailed(AllReduceFault.TIMEOUT), MinerState(Mode.AVERAGING, outer_step=4))
@@ -291,7 +289,7 @@ def test_the_metrics_are_written_where_no_step_ends(rig: Rig) -> None:
     rig.on_event(ev.Tick(1.0), IN_ROUND)
     first = figures(rig)
     assert first["dt_metrics_written_timestamp_seconds"] >= began
-    stood = rig.reporter._metrics._file.registry.values()["last_step_timestamp_seconds"]
+    stood = rig.metrics._file.registry.values()["last_step_timestamp_seconds"]
     assert first["dt_last_step_timestamp_seconds"] == stood >= first["dt_start_timestamp_seconds"]
     assert "dt_last_publication_timestamp_seconds" not in first, "nothing was published"
     wait_for(lambda: time.time() > stood + 0.01, "the clock")
@@ -335,8 +333,8 @@ def test_what_cannot_be_measured_is_absent_and_ends_nothing(
         raise problem
 
     rig = Rig(tmp_path, caplog)
-    rig.reporter._metrics._gauges = {"memory_bytes": fails, "chain_block": lambda: 9}
-    rig.reporter._metrics._by_rank = fails
+    rig.metrics._gauges = {"memory_bytes": fails, "chain_block": lambda: 9}
+    rig.metrics._by_rank = fails
     rig.on_event(ev.InnerStepDone(REPORT))
     text = rig.file.read_text()
     assert "dt_chain_block 9" in text and "dt_memory_bytes" not in text

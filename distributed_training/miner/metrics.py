@@ -1,0 +1,269 @@
+"""Turn events into metrics, and measure the machine for them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypeVar
+
+import psutil
+
+from distributed_training import __version__
+from distributed_training.common.files import free_bytes
+from distributed_training.common.memory import host_bytes
+from distributed_training.health.gpus import NvmlSampler
+from distributed_training.store.upload_schedule import UploadSchedule
+from distributed_training.telemetry import MetricsFile, record_step, unix_time
+from distributed_training.telemetry.trackers import Tracker
+
+from . import events as ev
+from .events import MinerState, Mode
+from .run_folder import INSTANCE, listening_ranks
+
+_SLOPE_SAMPLES = 240  # a minute apart
+_SLOPE_LEAST = 30  # below, warming up looks like a leak
+
+_T = TypeVar("_T")
+
+
+class MachineGauges:
+    """Gauges of the disk, memory and GPUs of one miner.
+
+    ``needed``: bytes that a snapshot and a checkpoint take in ``folder``.
+    """
+
+    def __init__(self, folder: Path, *, needed: int, gpus: int) -> None:
+        self._folder = folder
+        self._needed = needed
+        self._instance = os.environ.get(INSTANCE, "")  # as the ranks wrote it
+        self._growth = Growth()
+        self._cards = [card for i in range(gpus) if (card := NvmlSampler.open(i)) is not None]
+
+    def single(self) -> Mapping[str, Callable[[], float | None]]:
+        total = host_bytes()  # as the start found it: the step is to read no files for it
+        return {
+            "disk_free_bytes": lambda: free_bytes(self._folder),
+            "disk_needed_bytes": lambda: self._needed,
+            "memory_bytes": self._resident,
+            "memory_growth_bytes_per_hour": self._growth.per_hour,
+            "memory_total_bytes": lambda: total,
+        }
+
+    def by_rank(self) -> dict[str, dict[int, float]]:
+        """Return metric, rank -> value. A rank has the number of its GPU."""
+        found: dict[str, dict[int, float]] = {}
+        for rank, pid in listening_ranks(self._folder, instance=self._instance).items():
+            with contextlib.suppress(psutil.Error):
+                memory = psutil.Process(pid).memory_info().rss
+                found.setdefault("rank_memory_bytes", {})[rank] = memory
+        for card in self._cards:
+            sample = card.sample()
+            if sample is None:
+                continue
+            for name, value in (
+                ("rank_gpu_memory_bytes", sample.memory_used_gb * 1e9),
+                ("rank_gpu_utilization_percent", sample.utilization),
+                ("rank_gpu_temperature_celsius", sample.temperature),
+                ("rank_gpu_power_watts", sample.power_watts),
+            ):
+                if value is not None:
+                    found.setdefault(name, {})[card.index] = value
+        return found
+
+    def close(self) -> None:
+        for card in self._cards:
+            card.close()
+
+    def _resident(self) -> float:
+        """Return the resident bytes of all ranks and of the processes around them.
+
+        They are the children of the ranks and the process they were forked from, which is the
+        parent of each (without a launcher: of this rank's tree). Shared pages count for each of
+        them.
+        """
+        top = psutil.Process()
+        if self._instance:
+            top = top.parent() or top
+        total = 0
+        for process in (top, *top.children(recursive=True)):
+            with contextlib.suppress(psutil.Error):  # it ended meanwhile
+                total += process.memory_info().rss
+        self._growth.add(time.monotonic(), total)
+        return total
+
+
+def limits(
+    schedule: UploadSchedule,
+    *,
+    newest: Callable[[], int | None],
+    chain_block: Callable[[], int],
+    most_blocks: Callable[[], int],
+) -> dict[str, Callable[[], float | None]]:
+    """Return gauges of how long validators will count the last upload, by name.
+
+    They are the time left to its age limit and to that of its block list. ``newest``: block of that
+    list; ``most_blocks``: that it may be behind the chain.
+    """
+
+    def age() -> float | None:
+        return schedule.repo_age(time.monotonic())
+
+    def behind() -> float | None:
+        block = newest()
+        # A chain endpoint that lags may be behind our own list.
+        return None if block is None else max(0, chain_block() - block)
+
+    def left(limit: float, spent: float | None) -> float | None:
+        return None if spent is None else limit - spent
+
+    return {
+        "last_publication_timestamp_seconds": lambda: unix_time(schedule.published_at),
+        "publication_age_seconds": age,
+        "publication_age_limit_seconds": lambda: schedule.age_limit,
+        "publication_seconds_left": lambda: left(schedule.age_limit, age()),
+        "block_list_age_blocks": behind,
+        "block_list_limit_blocks": most_blocks,
+        "block_list_blocks_left": lambda: left(most_blocks(), behind()),
+    }
+
+
+class Growth:
+    """The slope of a figure over the last four hours, by least squares."""
+
+    def __init__(self) -> None:
+        self._samples: deque[tuple[float, float]] = deque(maxlen=_SLOPE_SAMPLES)
+
+    def add(self, now: float, value: float) -> None:
+        """Add a value; ``now``: seconds. One sample a minute is kept."""
+        if not self._samples or now - self._samples[-1][0] >= 60:
+            self._samples.append((now, value))
+
+    def per_hour(self) -> float | None:
+        """Return the growth per hour; None in the first half an hour."""
+        if len(self._samples) < _SLOPE_LEAST:
+            return None
+        moments, values = zip(*self._samples, strict=True)
+        return 3600 * statistics.linear_regression(moments, values).slope
+
+
+class Metrics:
+    """The metrics file, with what other packages count and measure; subscribes to the events.
+
+    ``counts``: totals by the name of the package; ``gauges``, ``by_rank``: measured when the file
+    is written; ``trackers``: handed all figures after each step.
+    """
+
+    def __init__(
+        self,
+        *,
+        file: MetricsFile,
+        counts: Mapping[str, Callable[[], Mapping[str, float]]],
+        gauges: Mapping[str, Callable[[], float | None]],
+        by_rank: Callable[[], Mapping[str, Mapping[int, float]]] = dict,
+        trackers: Sequence[Tracker] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._file = file
+        self._clock = clock
+        self._round_began: float | None = None
+        self._counts = counts
+        self._gauges = gauges
+        self._by_rank = by_rank
+        self._trackers = trackers
+        self._last_rounds: deque[tuple[int, bool]] = deque(maxlen=20)  # outer step, averaged
+        # From zero on: a counter that appears with 1 has no increase.
+        self._refused = dict.fromkeys(("disk", "blocks", "list", "write", "unchecked"), 0)
+        for name in ("rounds", "rounds_failed", "rounds_missed", "publications_failed"):
+            file.registry.add(f"{name}_total", 0)  # until then: the first one is an increase
+        file.registry.labelled("build_info", "version", {__version__: 1.0})
+        for name in ("start", "last_step"):
+            file.registry.set(f"{name}_timestamp_seconds", time.time())
+        file.registry.set("registered", 1)  # a start that waits for a uid writes 0
+
+    def on_event(self, event: ev.Event, state: MinerState) -> None:
+        registry = self._file.registry
+        match event:
+            case ev.InnerStepDone(report=report):
+                record_step(registry, report)
+                # A skipped step counts too: the alert by it is for a loop that stands.
+                registry.set("last_step_timestamp_seconds", time.time())
+                self._file.write(self._collect)
+                # A skipped step has no number of its own.
+                for tracker in () if report.skipped else self._trackers:
+                    tracker.log(report.total_inner_steps, registry.values())
+            case ev.Tick():  # also where no step ends, in a round or without data
+                self._file.write(self._collect)
+            case ev.PseudoGradientWritten():
+                self._round_began = self._clock()
+            case ev.RoundFailed() if state.mode is Mode.AVERAGING:
+                self._count_round(state.outer_step, ok=False)
+            case ev.OuterStepEnded(committed=committed) if state.mode is Mode.AVERAGING:
+                self._count_round(state.outer_step, ok=committed)
+            case ev.Loaded(outer_step=reached):
+                # Outer steps that others took; rounds that failed here are counted already.
+                before, known = state.outer_step, {step for step, _ in self._last_rounds}
+                recent = range(max(before, reached - 20), reached)
+                self._last_rounds.extend((step, False) for step in recent if step not in known)
+                registry.add("rounds_missed_total", max(0, reached - before))
+                self._set_participation()
+            case ev.SnapshotFailed(kind=kind):
+                self._refused[kind] += 1
+            case ev.SnapshotPutOff():
+                self._refused["list"] += 1
+            case ev.SnapshotSubmitted(preview=preview, seconds=seconds):
+                if preview.delta is not None:
+                    registry.set("preview_loss_change", preview.delta)
+                registry.set("snapshot_ready_seconds", seconds)
+            case ev.PublicationEnded(report=upload):
+                registry.add("publications_total")
+                registry.add("publications_failed_total", not upload.ok)
+                registry.add("uploaded_bytes_total", upload.bytes_sent)
+            case ev.GlobalEpochSeen(outer_step=seen):
+                registry.set("global_outer_step", seen)
+            case ev.Stopped():  # the last figures, which stay in the file
+                self._file.write(self._collect, at_once=True)
+
+    def _count_round(self, outer_step: int, *, ok: bool) -> None:
+        registry, began = self._file.registry, self._round_began
+        registry.add("rounds_total")
+        registry.add("rounds_failed_total", not ok)
+        registry.set("round_seconds", 0.0 if began is None else self._clock() - began)
+        self._round_began = None
+        self._last_rounds.append((outer_step, ok))
+        self._set_participation()
+
+    def _set_participation(self) -> None:
+        registry, worked = self._file.registry, [ok for _, ok in self._last_rounds]
+        failed = list(itertools.takewhile(lambda ok: not ok, reversed(worked)))
+        registry.set("rounds_failed_in_a_row", len(failed))
+        if worked:
+            registry.set("round_participation_ratio", sum(worked) / len(worked))
+
+    def _collect(self) -> None:
+        registry = self._file.registry
+        for name, measure in self._gauges.items():
+            registry.set(name, _unless_it_fails(measure))
+        for name, values in (_unless_it_fails(self._by_rank) or {}).items():
+            registry.labelled(name, "rank", {str(rank): value for rank, value in values.items()})
+        refused = {f"refused.{kind}": count for kind, count in self._refused.items()}
+        registry.totals("snapshots", refused)
+        for package, counts in self._counts.items():
+            counted = dict(counts())
+            if "connections" in counted:  # the one that may fall
+                registry.set(f"{package}_connections", counted.pop("connections"))
+            registry.totals(package, counted)
+
+
+def _unless_it_fails(measure: Callable[[], _T]) -> _T | None:
+    """Return a measurement, or None if it cannot be made: the metric is absent then."""
+    try:
+        return measure()
+    # Without a free descriptor /proc cannot be read, and processes end while they are read.
+    except (OSError, psutil.Error):
+        return None
