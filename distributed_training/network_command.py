@@ -481,8 +481,7 @@ def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
         *("--dht.port", str(options.dht_port)),
         # It takes no name: for that the validator finds its address, as every miner does.
         *(("--dht.ip", options.host) if _kind_of(options.host) == "ip4" else ()),
-        *("--validator.alive_wanted", str(options.miners)),
-        *("--validator.alive_least", str(least), "--validator.minimum_peers", str(least + 1)),
+        *("--validator.minimum_peers", str(least + 1)),
     ]
     lines = [
         f"\n{file} is for everybody who joins: publish it, for example over https.",

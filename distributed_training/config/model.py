@@ -145,11 +145,8 @@ PRESETS: dict[str, Mapping[str, str]] = {
         "axon.external_ip": "127.0.0.1",
         "diagnostics.minimum_disk_gb": "0.5",
         "validator.blocks_per_allreduce_later": "0",
-        "validator.sweep_interval": "1",
         "validator.minimum_peers": "2",
         "validator.score_blocks": "10",
-        "validator.evaluation_pages": "1",
-        "validator.evaluation_sequences": "8",
     },
 }
 

@@ -28,9 +28,9 @@ r2.checksum_mode r2.concurrency r2.connect_timeout r2.part_size r2.read_timeout 
 r2.write_interval
 show_all_rank_logs
 strict
-validator.alive_timeout validator.evaluation_ranks validator.held_out_sequences
-validator.inner_optimizer_budget
-validator.publication_budget validator.seed validator.sweep_patience validator.tick
+validator.alive_least validator.alive_timeout validator.alive_wanted validator.evaluation_ranks
+validator.held_out_sequences validator.inner_optimizer_budget validator.publication_budget
+validator.seed validator.sweep_interval validator.sweep_patience validator.tick
 validator.top_candidates
 """
 #: Any value is accepted: flags of the public miner that mean nothing here, and those by which no
@@ -47,6 +47,10 @@ FIXED: dict[str, str] = {
     "neuron.upload_slack": "240s",
     "r2.file_deadline": "0s",  # as long as the age limit of an upload
     "train.pcgrad": "false",
+    "validator.evaluation_pages": "2",
+    "validator.evaluation_sequences": "0",
+    "validator.minimum_stake": "40960",
+    "validator.score_uids": "25",
 }
 
 #: Flag -> what an operator does instead. Any value is refused.

@@ -700,17 +700,9 @@ class ValidatorSettings(RoundSettings):
     tick: timedelta = SECOND  # between two looks at the block clock
 
     # the round
-    alive_wanted: int = flag("validator.alive_wanted", 64, ge=1, le=4096)
-    """miners to wait for before a round is called; two sweeps that find the same ones end the wait
-    """
-    alive_least: int = flag("validator.alive_least", 3, ge=1, le=4096)
-    """fewest alive miners with which a round is called at all"""
     alive_timeout: timedelta = 2.3 * SECOND  # that a miner has to answer one IsAlive call
-    sweep_interval: Duration = flag(
-        "validator.sweep_interval", 5 * SECOND, ge=SECOND / 1000, le=HOUR
-    )
-    """time between two IsAlive sweeps while too few miners are alive"""
-    # While not even --validator.alive_least miners are alive; then the round has failed.
+    sweep_interval: timedelta = 5 * SECOND  # between two IsAlive sweeps of one round
+    # While fewer miners are alive than a round needs; then it has failed.
     sweep_patience: timedelta = 120 * SECOND
     minimum_peers: int = flag("validator.minimum_peers", 3, ge=1, le=LARGEST_GROUP)
     """peers (this validator included, failed ones not) without which an average is refused"""
@@ -728,19 +720,12 @@ class ValidatorSettings(RoundSettings):
     # scoring
     score_blocks: Count = flag("validator.score_blocks", 25)
     """blocks between two scoring passes over the miners' uploads"""
-    score_uids: int = flag("validator.score_uids", 25, ge=1, le=4096)
-    """miners scored in one pass"""
+    score_uids: int = 25  # scored in one pass
     upload_age_limit: Age = flag("neuron.repo_age_limit", network="round.upload_age_limit")
     """age of gradients.pt from which validators count the bucket as stale"""
     evaluation_ranks: int = 4  # of a miner whose pages are evaluated, as the public validators do
-    evaluation_pages: int = flag("validator.evaluation_pages", 2, ge=1, le=1000)
-    """pages evaluated for each rank: the first of the miner's"""
-    evaluation_sequences: CountFrom0 = flag("validator.evaluation_sequences", 0)
-    """at most so many sequences for each evaluation; 0: all of the pages"""
     held_out_sequences: int = 32  # on which each outer step is judged
     seed: int = 0  # of the random blocks; 0: from the system
-    minimum_stake: float = flag("validator.minimum_stake", 40960.0, ge=0, le=1e12)
-    """uids with a permit and more stake than this are validators and not called"""
 
 
 @dataclasses.dataclass(frozen=True)

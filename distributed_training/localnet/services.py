@@ -520,8 +520,6 @@ class Services:
             flags["neuron.initial_peers"] = self._initial_peer
             flags["nproc_per_node"] = str(plan.world_size)
         else:
-            flags["validator.alive_wanted"] = str(len(options.ranks))
-            flags["validator.alive_least"] = str(least)
             # All are waited for, but one that spoils its part of a round costs the others nothing.
             flags["validator.minimum_peers"] = str(max(2, least))
         return flags

@@ -253,18 +253,22 @@ def _uid(chain: Chain, hotkey: str, settings: ChainSettings, master: str) -> int
     return uid
 
 
-def miners_of(neurons: Sequence[Neuron], *, minimum_stake: float, max_uids: int) -> list[Neuron]:
+#: With a permit and more stake than this a uid is a validator, and not called.
+VALIDATOR_STAKE = 40960.0
+
+
+def miners_of(neurons: Sequence[Neuron], *, max_uids: int) -> list[Neuron]:
     """List the miners that validators call and score.
 
     They have an endpoint, a uid below ``max_uids``, and are no validators, which have a permit and
-    more than ``minimum_stake``.
+    more than ``VALIDATOR_STAKE``.
     """
     return [
         n
         for n in neurons
         if n.port is not None
         and n.uid < max_uids
-        and not (n.validator_permit and n.stake > minimum_stake)
+        and not (n.validator_permit and n.stake > VALIDATOR_STAKE)
     ]
 
 

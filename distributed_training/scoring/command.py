@@ -81,16 +81,8 @@ def main(argv: Sequence[str]) -> int:
         given = [*subnet_flags(options.subnet), *flags]
         if options.background:
             given += ["--neuron.device", "cpu"]
-        config = choose_device(
-            load_config("validator", given, file=OPERATORS_FILE, check=False), options
-        )
-        sequences = options.sequences
-        if options.background and sequences is None and not config.validator.evaluation_sequences:
-            sequences = BACKGROUND_SEQUENCES
-        if sequences is not None:
-            limited = replace(config.validator, evaluation_sequences=sequences)
-            config = replace(config, validator=limited)
-        return score(config, options)
+        config = load_config("validator", given, file=OPERATORS_FILE, check=False)
+        return score(choose_device(config, options), options)
     except ConfigError as error:
         return exit_with(error)
 
@@ -188,7 +180,10 @@ def score(config: Config, options: argparse.Namespace) -> int:
             sources, uids = find_sources(config, options, stack)
             folder = cache_folder(options)
             # Once for all looks: tokenizer and model take longer to load than most looks.
-            pages = PageReader.from_settings(config, *fetch_tokenizer(config, folder))
+            limit = BACKGROUND_SEQUENCES if options.background else 0
+            limit = limit if options.sequences is None else options.sequences
+            tokenizer = fetch_tokenizer(config, folder)
+            pages = PageReader.from_settings(config, *tokenizer, limit=limit)
         except NetworkFailure as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

@@ -323,12 +323,11 @@ def on_chain(
     peers = PeerBuckets(config.store, chain, large=timeout)
     # Without the global bucket nobody is scored; one miner's costs one row.
     patient = PeerBuckets(config.store, chain, small=timedelta(seconds=30))
-    stake, most = config.validator.minimum_stake, config.miner.max_uids
     readers = instead or {}
 
     def miners() -> Sequence[Neuron]:
         # One that is not served yet can be read all the same.
-        known = miners_of(chain.neurons(), minimum_stake=stake, max_uids=most)
+        known = miners_of(chain.neurons(), max_uids=config.miner.max_uids)
         return [*known, *(n for n in chain.neurons() if n.uid in readers and n not in known)]
 
     def global_bucket() -> BucketReader:

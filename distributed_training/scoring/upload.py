@@ -220,6 +220,7 @@ def inspect(
     return Repository(neuron.uid, valid, cause, reason, bucket, metadata, age)
 
 
+PAGES = 2  # of each rank's, its first, are evaluated, if it reads so many
 # Sequences come in pairs: a tail shorter than this many sequences is dropped.
 BATCH = 2
 
@@ -255,17 +256,19 @@ class PageReader:
     patience: timedelta = timedelta(minutes=5)  # with the pages of a block, beside the last one's
 
     @classmethod
-    def from_settings(cls, config: Config, tokenizer_path: Path, eos_id: int) -> PageReader:
+    def from_settings(
+        cls, config: Config, tokenizer_path: Path, eos_id: int, *, limit: int = 0
+    ) -> PageReader:
         """Make the reader of the validator with this configuration. Raises ConfigError."""
         return cls(
             source=open_source(config.data),
             tokenizer=TextTokenizer(tokenizer_path, eos_id=eos_id),
             sequence_length=config.training.sequence_length,
             ranks=config.validator.evaluation_ranks,
-            pages=config.validator.evaluation_pages,
+            pages=min(PAGES, config.data.pages_per_block),
             rows_per_page=config.data.rows_per_page,
             max_length=config.data.max_length,
-            limit=config.validator.evaluation_sequences,
+            limit=limit,
         )
 
     def __call__(self, uid: int, block: int) -> Tensor:

@@ -105,6 +105,7 @@ def unless_stopped(task: Callable[[], Result], *, stop: threading.Event) -> Resu
 
 _AT_ONCE = 16  # buckets that are asked
 _LOOK = 0.2  # seconds between two looks at a stop
+_ALIVE_WANTED = 64  # miners; with fewer two sweeps that find the same ones end the wait
 _ALL_ASKED = 10  # after so many sweeps for a round those that were silent are asked again
 # Our weight when no miner's checkpoint could be loaded: a pseudo-gradient of zeros must not dilute
 # the miners', but hivemind wants a positive weight.
@@ -332,8 +333,10 @@ class RoundCaller:
     # --- steps of a round -----------------------------------------------------------------------
 
     def _least(self, neurons: Sequence[Neuron]) -> int:
-        # A network that has just begun has fewer miners than are wanted at least.
-        return max(1, min(self._settings.alive_least, len(neurons)))
+        """Return how many miners must be alive for a round: what a good one takes."""
+        peers = max(self._settings.minimum_peers, self._swarm_settings.min_group_size)
+        # A network that has just begun has fewer miners.
+        return max(1, min(peers - 1, len(neurons)))
 
     def _gather(
         self,
@@ -363,7 +366,7 @@ class RoundCaller:
             on_sweep(attendance)
             alive = set(attendance.alive)
             least = self._least(neurons)
-            enough = len(alive) >= max(least, min(self._settings.alive_wanted, len(neurons)))
+            enough = len(alive) >= max(least, min(_ALIVE_WANTED, len(neurons)))
             same = alive == before and len(alive) >= least
             if enough or same or time.monotonic() >= deadline:
                 break

@@ -478,11 +478,7 @@ class Validator:
 
         The standings take them in.
         """
-        found = miners_of(
-            self._chain.neurons(),
-            minimum_stake=self._settings.minimum_stake,
-            max_uids=self._settings.max_uids,
-        )
+        found = miners_of(self._chain.neurons(), max_uids=self._settings.max_uids)
         miners = [n for n in found if n.hotkey != self._member.hotkey]
         self.standings.sync(miners)
         return miners

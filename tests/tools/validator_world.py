@@ -463,7 +463,6 @@ def settings(**changes: Any) -> ValidatorSettings:
         blocks_per_allreduce_later=0,
         epoch_length=10,
         tick=timedelta(milliseconds=10),
-        alive_least=1,
         sweep_interval=timedelta(milliseconds=5),
         sweep_patience=timedelta(milliseconds=50),
         minimum_peers=2,

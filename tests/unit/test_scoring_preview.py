@@ -84,7 +84,7 @@ def preview(
     world: World, *, blocks: Sequence[int] = BLOCKS, timeout: float = 20.0, text: Any = pages
 ) -> Preview:
     made = previewer(judged_of(world), world.open_bucket, text, timeout=timedelta(seconds=timeout))
-    neurons = miners_of(world.chain.neurons(), minimum_stake=40960, max_uids=256)
+    neurons = miners_of(world.chain.neurons(), max_uids=256)
     return made.run(neurons, random_blocks=blocks)
 
 

@@ -551,7 +551,7 @@ def test_two_sweeps_that_find_the_same_end_the_search_and_the_silent_are_asked_r
     assert attendance.alive == (1, 2, 3) and len(attendance.asked) == 12
     # One that comes back later is found after the tenth sweep.
     world.client.asked.clear()
-    world.validator._rounds._settings = replace(world.validator._rounds._settings, alive_least=4)
+    world.validator._rounds._settings = replace(world.validator._rounds._settings, minimum_peers=5)
 
     def comes_back(attendance: Attendance) -> None:
         world.miners[9].answers = len(world.client.asked) >= 3
