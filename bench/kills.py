@@ -87,11 +87,13 @@ KINDS = (*ENDS_RANKS, "swarm host", "p2pd", "uploader", "data worker", "page", "
 PHASES = ("training", "matchmaking", "transfer", "commit", "snapshot", "upload")
 BLOCKS = 40  # between two rounds, a second each: a start on a busy machine is to come in between
 #: What a killed miner waits for must be over before the next round, its reload
-#: (--neuron.round_reload_timeout) where the validator refused an outer step included.
-TIMEOUTS = (
-    *("--neuron.next_chunk_timeout", "5", "--neuron.allreduce_timeout", "12"),
-    *("--neuron.round_timeout", "18", "--neuron.round_reload_timeout", "20"),
-)
+#: (round.reload_timeout) where the validator refused an outer step included.
+TIMEOUTS = {
+    "round.next_chunk_timeout": "5s",
+    "round.allreduce_timeout": "12s",
+    "round.round_timeout": "18s",
+    "round.reload_timeout": "20s",
+}
 TURN = timedelta(seconds=240)  # the longest until every miner came to its phase
 ROUND = timedelta(seconds=240)  # the longest that a clean round may take to come
 TOLERANCE = 1e-5  # between the weights of peers: sums of float32 in another order
@@ -437,8 +439,8 @@ def run(
         least_miners=1,
         restart_miners=True,
         blocks_per_allreduce=BLOCKS if phases else None,
-        miner_flags=("--neuron.page_port", "0", *TIMEOUTS) if phases else (),
-        validator_flags=TIMEOUTS if phases else (),
+        miner_flags=("--neuron.page_port", "0") if phases else (),
+        rules=TIMEOUTS if phases else {},
     )
     cells = list(itertools.product(kinds, phases))
     subnet = LocalSubnet(options=options, stop_grace=timedelta(seconds=40))

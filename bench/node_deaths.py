@@ -204,8 +204,7 @@ def run(
             least_miners=1,
             restart_miners=True,
             blocks_per_allreduce=BLOCKS,
-            miner_flags=TIMEOUTS,
-            validator_flags=TIMEOUTS,
+            rules=TIMEOUTS,
         )
         subnet = TwoNodes(
             machine=machine,

@@ -42,7 +42,11 @@ if TYPE_CHECKING:
     import httpx
 
 FORMAT = 1
-BUILT_IN = Path(__file__).parent / "networks" / "dstrbtd-sn38.toml"
+#: The files that come with the program, by the names that ``--network`` knows them by.
+BUILT_IN = {
+    name: Path(__file__).parent / "networks" / f"{file}.toml"
+    for name, file in {"sn38": "dstrbtd-sn38", "local": "local"}.items()
+}
 LARGEST_FILE = 1 << 20  # bytes, of the file and of the model's beside it
 LARGEST_SHOWN = 4096  # bytes of what the global bucket says of its network
 KEPT = "network"  # folder of the last good copy, in the run folder
@@ -89,7 +93,7 @@ class NetworkAway(RuntimeError):
 
 @checked(frozen=True, config=ConfigDict(strict=True))
 class Head:
-    """The first lines of a network's file, beside the values of flags. An alias is the key."""
+    """The first lines of a network's file, beside those of settings. An alias is the key."""
 
     format: Annotated[Literal[1], Field(alias="format")]
     name: Annotated[str, Field(alias="name", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
@@ -112,11 +116,12 @@ HEAD_KEYS = {
 
 @dataclass(frozen=True)
 class Network:
-    """One network's rules. ``values``: of the flags, by key (``training.sequence_length``)."""
+    """One network's rules. ``values``: of the settings, by key (``training.sequence_length``)."""
 
     place: str  # path or URL
     head: Head
     digest: str
+    built_in: bool  # it came with the program
     values: Mapping[str, Any]
     files: Mapping[str, str] = field(repr=False)  # name -> text: the file, the model's beside it
 
@@ -202,13 +207,13 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def built_in_rules() -> dict[str, Any]:
-    """Return the tables of the built-in network's file."""
-    return tomllib.loads(BUILT_IN.read_text(encoding="utf-8"))
+def built_in_rules(name: str = "sn38") -> dict[str, Any]:
+    """Return the tables of a file that comes with the program."""
+    return tomllib.loads(BUILT_IN[name].read_text(encoding="utf-8"))
 
 
 def public_values() -> dict[str, Any]:
-    """Return what the built-in network gives to flags: the defaults of their settings."""
+    """Return what the public network gives to settings: their defaults."""
     flat = flatten(built_in_rules())
     return {key: tuple(value) if isinstance(value, list) else value for key, value in flat.items()}
 
@@ -218,7 +223,7 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
 
     Args:
         place: Path or URL, to name in errors.
-        keys: Of the values that flags take; with those of :class:`Head`, all there are.
+        keys: Of the values that settings take; with those of :class:`Head`, all there are.
         beside: Returns the text of another file at the same place.
 
     Raises:
@@ -237,11 +242,13 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
     head = _head({key: flat[key] for key in HEAD_KEYS & {*flat}})
     _refuse_chain(head.chain, flat)
     _refuse_size(head)
-    # The built-in file is part of the program, so whoever trusts the one trusts the other.
-    built_in = "signature" not in flat and digest == digest_of(flatten(built_in_rules()))
+    # The built-in ones are part of the program, so whoever trusts the one trusts the others.
+    built_in = "signature" not in flat and any(
+        digest == digest_of(flatten(built_in_rules(name))) for name in BUILT_IN
+    )
     if "run_id" in flat and not built_in:
         raise NetworkFileError(
-            "it names a run_id, which is the digest of every file but the public network's",
+            "it names a run_id, which is the digest of every file but those of the program",
             "remove the line",
         )
     if not built_in:
@@ -250,7 +257,7 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
     # Of the digest: peers whose files differ use other DHT keys and cannot meet.
     values.setdefault("run_id", digest[:_RUN_ID_DIGITS])
     values.setdefault("chain.netuid", 0)  # a registry is one network
-    return Network(place, head, digest, values, files)
+    return Network(place, head, digest, built_in, values, files)
 
 
 def digest_of(flat: Mapping[str, Any]) -> str:
@@ -276,6 +283,31 @@ def signed(text: str, signer: Any, *, beside: Callable[[str], str]) -> str:
     _take_model(flat, beside)
     signature = bytes(signer.sign(_message(digest_of(flat)))).hex()
     return f'{top}signature = "0x{signature}"\n\n{rest}'
+
+
+def to_toml(rules: Mapping[str, Any]) -> str:
+    """Return a network's rules as TOML: keys first, then each table, ``[model.config]`` too."""
+
+    def table(title: str, content: Mapping[str, Any]) -> str:
+        below = {key: value for key, value in content.items() if isinstance(value, dict)}
+        # First: in TOML a key below a table's head belongs to that table.
+        lines = [f"{k} = {toml_value(v)}" for k, v in content.items() if k not in below]
+        head = f"\n[{title}]\n" if title and lines else ""
+        inner = [table(f"{title}.{key}".strip("."), value) for key, value in below.items()]
+        return head + "".join(f"{line}\n" for line in lines) + "".join(inner)
+
+    return table("", rules)
+
+
+def toml_value(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml_value, value))}]"
+    try:
+        return json.dumps(value, ensure_ascii=False)  # TOML's text, numbers and booleans
+    except TypeError:
+        raise NetworkFileError(
+            "it holds a date or a time, which no key takes", "give a text"
+        ) from None
 
 
 def _message(digest: str) -> bytes:
@@ -380,7 +412,7 @@ def _take_model(flat: dict[str, Any], beside: Callable[[str], str]) -> dict[str,
 def read_network(
     place: str, *, keys: Collection[str], kept: Path, tell: Callable[[str], None]
 ) -> Network:
-    """Return the network of the file at ``place``, a path or an https URL.
+    """Return the network of the file at ``place``: a path, an https URL, or a built-in's name.
 
     Args:
         keys: See :func:`parse`.
@@ -395,7 +427,7 @@ def read_network(
         NetworkAway: The URL does not answer, or not with such a file, and there is no copy.
     """
     if "://" not in place:
-        path = Path(os.path.expanduser(place))
+        path = BUILT_IN.get(place) or Path(os.path.expanduser(place))
         return parse(
             read_text(path),
             place=place,

@@ -41,6 +41,8 @@ from distributed_training.network import (
     flatten,
     read_text,
     signed,
+    to_toml,
+    toml_value,
     tree_of,
 )
 from distributed_training.protocol.keys import miner_bucket
@@ -329,31 +331,6 @@ def _assign(rules: dict[str, Any], key: str, value: Any) -> None:
     table[name] = value
 
 
-def to_toml(rules: Mapping[str, Any]) -> str:
-    """Return a network's rules as TOML: keys first, then each table, ``[model.config]`` too."""
-
-    def table(title: str, content: Mapping[str, Any]) -> str:
-        below = {key: value for key, value in content.items() if isinstance(value, dict)}
-        # First: in TOML a key below a table's head belongs to that table.
-        lines = [f"{k} = {_value(v)}" for k, v in content.items() if k not in below]
-        head = f"\n[{title}]\n" if title and lines else ""
-        inner = [table(f"{title}.{key}".strip("."), value) for key, value in below.items()]
-        return head + "".join(f"{line}\n" for line in lines) + "".join(inner)
-
-    return table("", rules)
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
-    try:
-        return json.dumps(value, ensure_ascii=False)  # TOML's text, numbers and booleans
-    except TypeError:
-        raise NetworkFileError(
-            "it holds a date or a time, which no key takes", "give a text"
-        ) from None
-
-
 def _no_file_beside(name: str) -> str:
     raise NetworkFileError(f"model.config_file {name} is not supported here", "use model.config")
 
@@ -461,7 +438,7 @@ def _show(options: argparse.Namespace, *, rules: bool = True) -> None:
     print(config.network.line)
     if rules:
         for key, value in config.network.values.items():
-            print(f"  {key} = {_value(value)}")
+            print(f"  {key} = {toml_value(value)}")
 
 
 def _plugin_flags(options: argparse.Namespace) -> list[str]:

@@ -120,7 +120,7 @@ def _run(args: argparse.Namespace) -> int:
     try:
         tokenizer, eos_id = build_tokenizer(args.tokenizer, args.out)
     except (ValueError, OSError) as error:
-        text = str(error).replace("--neuron.global_tokenizer_name", "--tokenizer").splitlines()[0]
+        text = str(error).replace("tokenizer.name", "--tokenizer").splitlines()[0]
         raise ConfigError(
             f"the tokenizer {args.tokenizer} cannot be used, so nothing can be tokenized: {text}"
         ) from error

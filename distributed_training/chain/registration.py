@@ -107,7 +107,7 @@ class _Missing:
             log.warning(
                 "The chain node %s shows no neurons, or not the master hotkey %s, so its list is "
                 "not used: training goes on, and another endpoint is asked; if this lasts, see "
-                "--subtensor.chain_endpoint and --neuron.master_ss58_address",
+                "--subtensor.chain_endpoint and the file's chain.master_hotkey",
                 self._chain.answered_by(),
                 self._belief.master,
             )

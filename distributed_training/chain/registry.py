@@ -247,7 +247,7 @@ class RegistryChain(Chain):
         if url.scheme != "https" and url.hostname not in ("127.0.0.1", "localhost", "::1"):
             raise ChainError(
                 f"register: an invitation is a secret, and {self._url} is not https, so it was not "
-                "sent: give an https:// URL with --chain.registry_url"
+                "sent: give an https:// URL as chain.url of the network's file"
             )
         return {"invitation": self._invitation.get_secret_value()}
 
@@ -350,7 +350,7 @@ class RegistryChain(Chain):
         if not self._told or (isinstance(error, Unusable) and why != self._told):
             log.warning(
                 "The registry at %s does not answer (%s): training goes on with what was last "
-                "known, and it is asked again; if it lasts, see --chain.registry_url",
+                "known, and it is asked again; if it lasts, see chain.url of the network's file",
                 self._url,
                 why,
             )

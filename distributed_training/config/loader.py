@@ -41,7 +41,7 @@ from distributed_training.common.processes import is_secret
 from distributed_training.network import Network, NetworkAway, NetworkFileError, read_network
 
 from .model import OPERATORS_FILE, PRESETS, TASKS, TITLES, Config, Kind, problems
-from .removed import REMOVED, why_refused
+from .removed import REMOVED, RULES, why_refused
 from .schema import Given, Schema, Setting, canonical, schema
 from .types import ConfigAway, ConfigError, mask, show
 
@@ -174,7 +174,7 @@ def parser_of(known: Schema, *, everything: bool = False) -> Parser:
         description="Dashes and underscores in a flag are the same. Strongest first: flags, "
         f"environment, .env, {file}, the network's file, preset, default. Secrets come from the "
         "environment or .env only.",
-        epilog=None if everything else f"All {len(known.settings)} flags: --help-all.",
+        epilog=None if everything else f"All {len(known.flags)} flags: --help-all.",
         formatter_class=lambda prog: argparse.HelpFormatter(
             prog, max_help_position=8, width=columns
         ),
@@ -202,7 +202,7 @@ def parser_of(known: Schema, *, everything: bool = False) -> Parser:
 
 def _help_groups(known: Schema) -> Iterator[tuple[str, list[Setting]]]:
     """Yield the settings under the titles of the help: the usual ones by task, then the rest."""
-    for group, settings in groupby(known, key=lambda setting: setting.group):
+    for group, settings in groupby(known.flags, key=lambda setting: setting.group):
         if group != "usual":
             yield TITLES[group], list(settings)
             continue
@@ -436,10 +436,11 @@ def load_config(
     removed = {name: given.pop(name) for name in REMOVED & given.keys()}
     reasons = {entry.source: why_refused(name, _text(entry)) for name, entry in removed.items()}
     _refuse([f"{source} {reason}" for source, reason in sorted(reasons.items()) if reason])
-    warnings: tuple[str, ...] = ()
+    given |= {RULES[name]: removed[name] for name in RULES.keys() & removed.keys()}
+    warnings = []
     if removed:
         sources = ", ".join(sorted(reasons))
-        warnings = (f"no settings any more, without effect, and can be taken out: {sources}",)
+        warnings += [f"no settings any more, without effect, and can be taken out: {sources}"]
     if "plugins" in given:  # before any other value, which may name a kind that they register
         try:
             import_plugins(_text(given["plugins"]).split())
@@ -450,29 +451,57 @@ def load_config(
     warnings += (warning,) if warning else ()
     unread = tuple(unread_variables(lines_of_dotenv, known))
     warnings += (*odd, *unread) if from_dotenv else unread
-    # Twice where a network is named: its place is a setting, and its values rank below settings.
-    config = _build(known, {**defaults, **given}, warnings=warnings)
-    if config.general.network is not None:
-        config = _of_network(known, config, defaults, given)
+    config = _with_rules(known, defaults, given, warnings)
     if check:
         _refuse(problems(config), hints=[line for line in unread if "did you mean" in line])
     return config
 
 
-def _of_network(
-    known: Schema, alone: Config, defaults: Mapping[str, Given], given: Mapping[str, Given]
+def _with_rules(
+    known: Schema, defaults: Mapping[str, Given], given: Mapping[str, Given], warnings: list[str]
 ) -> Config:
-    """Return the configuration with the values of the network's file between preset and operator.
+    """Return the configuration with the network's rules between preset and operator.
 
-    ``alone``: it without them. Raises ConfigError, ConfigAway.
+    Raises ConfigError, ConfigAway.
     """
-    place, warnings = str(alone.general.network), list(alone.warnings)
+    # Without them: the place of the network's file is a setting itself.
+    alone = _build(known, {**defaults, **given})
+    place = alone.general.network
+    network = None if place is None else _read_network(place, alone.run_folder, warnings)
+    rules = {
+        setting.name: Given(
+            _words(network.values[setting.network]), f"{setting.network} in {place}"
+        )
+        for setting in known
+        if network is not None and setting.network in network.values
+    }
+    # Values are compared and not texts: 1m and 60s are the same rule.
+    shared = _build(known, {**defaults, **rules})
+    ours = _build(known, {**defaults, **rules, **given}, warnings=tuple(warnings), network=network)
+    founded = network is not None and not network.built_in
+    _refuse(
+        [
+            f"{given[setting.name].source} {show(ours.get(setting.name))} is not what "
+            f"{setting.network} in {place or 'its file'} says "
+            f"({show(shared.get(setting.name))}), so no peer of this network would have the same "
+            "rules and nothing was started: leave it out"
+            for setting in known
+            if setting.name in given
+            and (setting.is_rule or (setting.fixed and founded))
+            and ours.get(setting.name) != shared.get(setting.name)
+        ]
+    )
+    return ours
+
+
+def _read_network(place: str, run_folder: Path, warnings: list[str]) -> Network:
+    """Return the network of the file at ``place``. Raises ConfigError, ConfigAway."""
     try:
-        network = read_network(
+        return read_network(
             place,
             # Of the validator, for a miner too: one file serves both.
             keys={setting.network for setting in schema("validator") if setting.network},
-            kept=alone.run_folder,
+            kept=run_folder,
             tell=warnings.append,
         )
     except NetworkFileError as error:
@@ -484,28 +513,6 @@ def _of_network(
             f"--network: {error}, so its rules are not known and nothing was started: check the "
             "network, or give a file"
         ) from None
-    rules = {
-        setting.name: Given(
-            _words(network.values[setting.network]), f"{setting.network} in {place}"
-        )
-        for setting in known
-        if setting.network in network.values
-    }
-    # Values are compared and not texts: 1m and 60s are the same rule.
-    shared = _build(known, {**defaults, **rules})
-    ours = _build(known, {**defaults, **rules, **given}, warnings=tuple(warnings), network=network)
-    _refuse(
-        [
-            f"{given[setting.name].source} {show(ours.get(setting.name))} is not what "
-            f"{setting.network} in {place} says ({show(shared.get(setting.name))}), so no peer of "
-            "this network would have the same rules and nothing was started: leave it out"
-            for setting in known
-            if setting.fixed
-            and setting.name in given
-            and ours.get(setting.name) != shared.get(setting.name)
-        ]
-    )
-    return ours
 
 
 def _words(value: Any) -> str:

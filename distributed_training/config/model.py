@@ -2,8 +2,8 @@
 
 A preset is a named set of flag values between a flag's default and what the operator gives.
 ``public`` holds nothing: the network's file says it all. ``public-24gb`` and its like are what fits
-GPUs of so much memory. ``local`` is a subnet on one machine without a GPU; the local network's
-launcher gives addresses, ports and keys as flags and environment variables on top of it.
+GPUs of so much memory. ``local`` is a neuron of a subnet on one machine without a GPU, whose rules
+are in ``networks/local.toml``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pydantic import SecretStr
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.network import Network
 
-from .settings import AllSettings, ChainSettings, SwarmSettings
+from .settings import AllSettings, ChainSettings
 from .types import ConfigError, show
 
 Kind = Literal["miner", "validator"]
@@ -104,47 +104,23 @@ PRESETS: dict[str, Mapping[str, str]] = {
         }
         for size, (checkpointing, micro_batch, _) in CARDS.items()
     },
+    # Of a neuron. The subnet's rules are in its file.
     "local": {
+        "network": "local",
         "neuron.device": "cpu",
-        "chain.seconds_per_block": "1",
         "neuron.page_port": "off",  # the whole subnet has one
-        "neuron.global_tokenizer_name": "bytes",
-        "data.source": "stdlib",
-        # A block lasts seconds, as it lasts minutes on the public network: validators refuse an
-        # upload whose newest block is older than half the blocks between two rounds.
-        "data.pages_per_block": "1",
-        "data.rows_per_page": "2",
-        "neuron.sequence_length": "256",
         "neuron.local_batch_size_train": "2",
         "neuron.preview_sequences": "4",  # a local block has few
-        "neuron.local_batch_size_train_effective": "16",
-        # A public warm-up of 1000 steps would be longer than the whole local run.
-        "neuron.learning_rate": "0.001",
-        "neuron.warmup_steps": "20",
-        "neuron.total_steps": "2000",
         "neuron.upload_steps": "10",
-        "neuron.minimum_valid_inner_step": "5",
-        "neuron.min_group_size": "2",
-        "neuron.blocks_per_allreduce": "60",
-        "neuron.epoch_length": "10",
         "miner.epoch_check_blocks": "2",
         "neuron.checkpoint_steps": "10",
         "neuron.checkpoint_interval": "0",
         "neuron.stop_timeout": "30",
-        "neuron.round_reload_timeout": "60",
-        # The public bootstrap peer has no place here; the local network hands its own over.
-        "neuron.initial_peers": "none",
-        "neuron.min_matchmaking_time": "3",
-        "neuron.request_timeout": "2",
-        "neuron.next_chunk_timeout": "10",
-        "neuron.allreduce_timeout": "25",
-        "neuron.round_timeout": "40",
         "dht.ip": "127.0.0.1",
         "dht.listen_ip": "127.0.0.1",
         "axon.ip": "127.0.0.1",
         "axon.external_ip": "127.0.0.1",
         "diagnostics.minimum_disk_gb": "0.5",
-        "validator.blocks_per_allreduce_later": "0",
         "validator.minimum_peers": "2",
         "validator.score_blocks": "10",
     },
@@ -159,7 +135,7 @@ class Config(AllSettings):
     values: Mapping[str, Any] = field(repr=False)  # flag name -> value
     sources: Mapping[str, str] = field(repr=False)  # flag name -> where it was given, if anywhere
     warnings: tuple[str, ...] = ()  # what was noticed while the files were read
-    network: Network | None = None  # that --network names; None: the public one, or a preset's
+    network: Network | None = None  # that --network or the preset names; None: the public one
 
     def get(self, name: str) -> Any:
         """Return the value of a flag by its name (``neuron.upload_steps``); None if unknown."""
@@ -194,10 +170,10 @@ class Config(AllSettings):
 # Waiting times from the innermost to the outermost. Each must end before the one around it, or an
 # inner failure is never seen as what it is.
 TIMEOUT_HIERARCHY = (
-    "neuron.next_chunk_timeout",
-    "neuron.allreduce_timeout",
-    "neuron.round_timeout",
-    "neuron.round_reload_timeout",
+    "round.next_chunk_timeout",
+    "round.allreduce_timeout",
+    "round.round_timeout",
+    "round.reload_timeout",
 )
 
 # Fields of StoreSettings, and how many characters R2 gives each. A commitment on the chain has no
@@ -225,7 +201,8 @@ def check_network(config: Config) -> Iterator[str]:
             f"{source} is empty, so the miner would join the public network: give a file or its "
             "https:// URL, or remove it"
         )
-    if not config.is_public or config.network is not None:  # of a network's file: in the loader
+    founded = config.network is not None and not config.network.built_in
+    if founded or config.chain.registry_url is not None:  # those of a founded one: in the loader
         return
     if config.chain.netuid != (netuid := ChainSettings().netuid):
         yield (
@@ -236,12 +213,6 @@ def check_network(config: Config) -> Iterator[str]:
         yield (
             "--neuron.use_dct changes the meaning of the gradient's indices, so every validator of "
             "the public network would reject the uploads: remove the flag"
-        )
-    if config.swarm.part_size != (public := SwarmSettings().part_size):
-        yield (
-            f"--neuron.part_size_bytes {config.swarm.part_size} is not how the public network cuts "
-            f"tensors ({public}), so every round with this miner would fail for its "
-            "whole group: remove the flag"
         )
 
 
@@ -278,8 +249,9 @@ def check_timeouts(config: Config) -> Iterator[str]:
         # Equal ones too: chance would decide which of the two ends first.
         if inner >= outer:
             yield (
-                f"--{name} ({show(inner)}) is not shorter than --{around} ({show(outer)}), so a "
-                f"slow peer would use up the whole wait: give --{name} less than {show(outer)}"
+                f"{name} ({show(inner)}) is not shorter than {around} ({show(outer)}) in the "
+                "network's file, so a slow peer would use up the whole wait: ask its founder for a "
+                f"{name} of less than {show(outer)}"
             )
 
 

@@ -59,7 +59,54 @@ MOVED: dict[str, str] = {
     "neuron.wandb_entity": "give WANDB_ENTITY in the environment",
 }
 
-REMOVED = NO_EFFECT | FIXED.keys() | MOVED.keys()
+#: Flag -> key in the network's file, which alone gives the value. Another one is refused.
+RULES: dict[str, str] = {
+    "chain.max_uids": "limits.max_uids",
+    "chain.registry_url": "chain.url",
+    "chain.seconds_per_block": "round.seconds_per_block",
+    "data.dataset": "data.dataset",
+    "data.max_length": "data.max_length",
+    "data.pages_per_block": "data.pages_per_block",
+    "data.revision": "data.revision",
+    "data.rows": "data.rows",
+    "data.rows_per_page": "data.rows_per_page",
+    "data.rows_url": "data.rows_url",
+    "data.text_column": "data.text_column",
+    "neuron.adam_beta1": "training.adam_beta1",
+    "neuron.adam_beta2": "training.adam_beta2",
+    "neuron.allreduce_timeout": "round.allreduce_timeout",
+    "neuron.blocks_per_allreduce": "round.blocks_per_allreduce",
+    "neuron.epoch_length": "round.epoch_length",
+    "neuron.global_model_name": "store.global_bucket",
+    "neuron.global_tokenizer_name": "tokenizer.name",
+    "neuron.gradient_clip": "training.gradient_clip",
+    "neuron.learning_rate": "training.learning_rate",
+    "neuron.master_ss58_address": "chain.master_hotkey",
+    "neuron.min_group_size": "round.min_group_size",
+    "neuron.min_matchmaking_time": "round.min_matchmaking_time",
+    "neuron.minimum_valid_inner_step": "round.minimum_valid_inner_step",
+    "neuron.momentum_decay": "compression.momentum_decay",
+    "neuron.next_chunk_timeout": "round.next_chunk_timeout",
+    "neuron.outer_learning_rate": "training.outer_learning_rate",
+    "neuron.outer_momentum": "training.outer_momentum",
+    "neuron.part_size_bytes": "swarm.part_size",
+    "neuron.repo_age_limit": "round.upload_age_limit",
+    "neuron.request_timeout": "round.request_timeout",
+    "neuron.round_reload_timeout": "round.reload_timeout",
+    "neuron.round_timeout": "round.round_timeout",
+    "neuron.run_id": "run_id",
+    "neuron.run_number": "run",
+    "neuron.sequence_length": "training.sequence_length",
+    "neuron.target_chunk": "compression.chunk",
+    "neuron.topk_compression": "compression.top_k",
+    "neuron.total_steps": "training.total_steps",
+    "neuron.warmup_steps": "training.warmup_steps",
+    "neuron.weight_decay": "training.weight_decay",
+    "subtensor.network": "chain.endpoint",
+    "validator.blocks_per_allreduce_later": "round.blocks_per_allreduce_later",
+}
+
+REMOVED = NO_EFFECT | FIXED.keys() | MOVED.keys() | RULES.keys()
 
 
 def why_refused(name: str, text: str) -> str | None:

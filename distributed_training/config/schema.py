@@ -23,7 +23,7 @@ from pydantic import ByteSize, SecretStr
 from pydantic.fields import FieldInfo
 
 from .model import PRESETS, TITLES, USUAL, Config, Kind
-from .removed import FIXED, MOVED, NO_EFFECT
+from .removed import FIXED, MOVED, NO_EFFECT, RULES
 from .settings import AllSettings
 from .types import ConfigError, show
 
@@ -42,7 +42,10 @@ _TYPES: dict[Any, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class Setting:
-    """One flag and the fields it feeds (usually one; two packages may need the same value)."""
+    """One flag or rule, and the fields it feeds (two packages may need the same value).
+
+    ``name``: of the flag; of a rule, which has none, its key in the network's file.
+    """
 
     name: str
     env: str | None
@@ -52,6 +55,7 @@ class Setting:
     default: Any = None
     network: str = ""  # its key in the network's file
     fixed: bool = False  # there: an operator may not give another value
+    is_rule: bool = False  # of the network's file alone
 
     @property
     def help(self) -> str:
@@ -136,14 +140,15 @@ class Schema:
         grouped = sorted(self.settings.items(), key=lambda item: order.index(item[1].group))
         self.settings = dict(grouped)
         self.fields -= self.settings.keys()
-        self._spellings = {canonical(setting.name): setting for setting in self}
+        self.flags = [setting for setting in self if not setting.is_rule]
+        self._spellings = {canonical(setting.name): setting for setting in self.flags}
 
     def _add(self, package: str, field_name: str, field: FieldInfo, default: Any) -> None:
         declared: dict[str, Any] = field.json_schema_extra  # type: ignore[assignment]
         name, places, group = declared["name"], [(package, field_name)], package
-        fixed = bool(declared["network"] and declared["fixed"])
-        if fixed or name in USUAL:
-            group = "network" if fixed else "usual"
+        is_rule = "rule" in declared
+        if is_rule or name in USUAL:
+            group = "network" if is_rule else "usual"
         known = self.settings.get(name)
         if known is not None:
             places, group = [*known.places, *places], known.group
@@ -158,7 +163,8 @@ class Schema:
             places=tuple(places),
             default=default,
             network=declared["network"],
-            fixed=fixed,
+            fixed=declared["fixed"],
+            is_rule=is_rule,
         )
 
     def find(self, name: str) -> Setting:
@@ -194,7 +200,7 @@ class Schema:
         return tails[close[0]].name if close else None
 
     def __iter__(self) -> Iterator[Setting]:
-        """Yield the settings grouped, in the order of the help."""
+        """Yield flags and rules grouped, in the order of the help."""
         return iter(self.settings.values())
 
 
@@ -261,7 +267,8 @@ def _entry(config: Config, setting: Setting) -> str:
     source = config.sources.get(setting.name, "")
     # The setting is None by default: the folder is made of two others.
     value = config.run_folder if setting.name == "neuron.run_folder" else config.get(setting.name)
-    label = str(setting.env) if setting.secret else f"--{setting.name}"
+    label = "" if setting.is_rule else "--"
+    label = str(setting.env) if setting.secret else label + setting.name
     on_argv = source == f"--{setting.name}"
     origin = f"   ({'command line' if on_argv else source})" if source else ""
     return f"  {label:<46} {show(value) or '-'}{origin}"
@@ -286,13 +293,14 @@ def markdown() -> str:
         lines += ["", f"## {TITLES[group]}", ""]
         if group == "network":
             lines += [
-                "All peers must agree on these, so [the network's file](network-file.md) sets",
-                "them. Beside `--network` a flag with another value is refused.",
+                "Keys of [the network's file](network-file.md), on which all peers must agree: no",
+                "flags. The defaults are the public network's.",
                 "",
             ]
         if group == "validator":
             lines += ["Understood by `neurons/validator.py` only.", ""]
-        lines += ["| Flag | Default | Range | Environment | Meaning |", "| --- " * 5 + "|"]
+        first = "Key" if group == "network" else "Flag"
+        lines += [f"| {first} | Default | Range | Environment | Meaning |", "| --- " * 5 + "|"]
         lines += [_row(setting) for setting in settings]
     lines += ["", "## No flags any more", ""]
     lines += ["Any value is taken, with one line at the start: flags of the public miner that mean"]
@@ -302,24 +310,25 @@ def markdown() -> str:
     lines += [f"{name} = {value}" for name, value in sorted(FIXED.items())]
     lines += ["```", "", "Refused, with what to do instead:", ""]
     lines += [f"- `--{name}`: {remedy}" for name, remedy in sorted(MOVED.items())]
-    lines += ["", "## Presets", ""]
+    lines += ["", "Refused unless it has the value of the network's file:", "", "```"]
+    lines += [f"{name} = {key}" for name, key in sorted(RULES.items())]
+    lines += ["```", "", "## Presets", "", "```"]
     for preset, values in PRESETS.items():
-        if not values:
-            lines += [f"`--preset {preset}`: the network's file as it is.", ""]
-            continue
-        lines += [f"`--preset {preset}`:", ""]
-        lines += [f"- `--{name} {value}`" for name, value in values.items()] + [""]
-    return "\n".join(lines).rstrip() + "\n"
+        texts = ", ".join(f"{name} {value}" for name, value in values.items())
+        lines += textwrap.wrap(f"{preset}: {texts or '-'}", 96, subsequent_indent="    ")
+    lines += ["```"]
+    return "\n".join(lines) + "\n"
 
 
 def _row(setting: Setting) -> str:
-    name = "(environment only)" if setting.secret else f"`--{setting.name}`"
+    name = f"`{setting.name}`" if setting.is_rule else f"`--{setting.name}`"
+    name = "(environment only)" if setting.secret else name
     default = "" if setting.default in (None, "", ()) else f"`{show(setting.default)}`"
     variable = f"`{setting.env}`" if setting.env else ""
     meaning = setting.help
     if setting.choices:
         meaning += f" ({', '.join(setting.choices)})"
-    if setting.network:
+    if setting.network and not setting.is_rule:
         meaning += f" (in the file: `{setting.network}`)"
     cells = (name, default, setting.bounds, variable, meaning)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"

@@ -1,7 +1,7 @@
 """All settings, one class for each package.
 
-Defaults are the public network's; presets (``model.py``) replace them as a group, and so does a
-network's file, in which ``network=`` is the key of a value. The class
+Defaults are the public network's; presets (``model.py``) replace them as a group. A ``rule`` is a
+value that all peers share: a network's file gives it and nothing else. The class
 docstrings say what each group is for; the text below a field is its help.
 """
 
@@ -53,6 +53,7 @@ from .types import (
     Words,
     extra,
     flag,
+    rule,
 )
 
 
@@ -61,14 +62,14 @@ class GeneralSettings:
     """Settings that name the origin of defaults."""
 
     network: str | None = flag("network", None)
-    """the network to join: its file, or the https:// URL of it (default: the public network's,
-    which comes with the program)"""
+    """the network to join: its file, or the https:// URL of it; sn38 (the public one, default) and
+    local (a subnet on this machine) come with the program"""
     preset: Literal[
         "public", "public-12gb", "public-16gb", "public-24gb", "public-40gb", "public-48gb",
         "public-80gb", "public-141gb", "local",
     ] = flag("preset", "public", env="DT_PRESET")  # fmt: skip
-    """defaults for the public network; with what fits GPUs of so much memory (estimated,
-    not yet measured), or for a subnet on this machine"""
+    """what fits GPUs of so much memory (estimated, not yet measured); local: a neuron of a subnet
+    on this machine, with --network local unless another is given"""
     config: File | None = flag("config", None)
     """TOML file of flags, e.g. [neuron] upload_steps = 60, in place of miner.toml; flags win over
     it"""
@@ -86,7 +87,7 @@ class ChainSettings:
     """
 
     # identity
-    netuid: int = flag("netuid", network="chain.netuid", ge=0, le=65535)
+    netuid: int = flag("netuid", network="chain.netuid", fixed=True, ge=0, le=65535)
     """number of the subnet (38 on the public network)"""
     wallet_name: FileName = flag("wallet.name", "default", env="BT_WALLET_NAME")
     """folder of the wallet (its coldkey is not read)"""
@@ -96,20 +97,18 @@ class ChainSettings:
     """folder of all wallets"""
 
     # chain
-    network: Subtensor = flag("subtensor.network", network="chain.endpoint")
+    network: Subtensor = rule("chain.endpoint")
     """chain to use: finney, test, local, or a ws:// or wss:// URL"""
     chain_endpoint: NodeUrl | None = flag("subtensor.chain_endpoint", None)
-    """URL of the chain node; wins over --subtensor.network"""
+    """URL of the chain node; wins over chain.endpoint"""
     fallback_endpoints: Words[NodeUrl] = flag("subtensor.fallback_endpoints", ())
     """further URLs to try when the first one fails (default: the SDK's list for the network)"""
-    registry_url: WebUrl | None = flag("chain.registry_url", network="chain.url")
+    registry_url: WebUrl | None = rule("chain.url")
     """https:// URL of a registry, the chain of a network without a public one; it is then used
     instead of a Subtensor"""
     invitation: Secret | None = flag("chain.invitation", None, env="DT_INVITATION")
     """invitation of the network's founder, with which a registry gives this hotkey a uid"""
-    seconds_per_block: float = flag(
-        "chain.seconds_per_block", network="round.seconds_per_block", ge=0.01, le=3600
-    )
+    seconds_per_block: float = rule("round.seconds_per_block", ge=0.01, le=3600)
     """seconds from one block of the chain to the next"""
     poll_interval: timedelta = 6 * SECOND  # between two looks at the current block
     neurons_interval: timedelta = 120 * SECOND  # between two reads of neurons and commitments
@@ -239,30 +238,28 @@ def parse_sources(source: str, mix: str) -> tuple[SourceSpec, ...]:
 class DataSettings:
     """Settings of the text's origin, and of how far ahead it is prepared."""
 
-    # Not fixed: an operator may read a mirror. Pinned revision and rows keep it the same data.
-    source: str = flag("data.source", network="data.source", fixed=False)
+    # An operator may read a mirror. Pinned revision and rows keep it the same data.
+    source: str = flag("data.source", network="data.source")
     """'hf' (fineweb-edu over the Hugging Face rows API, as validators assign it), 'stdlib' (this
     machine's Python sources, for the local subnet), 'parquet:DIR', 'jsonl:DIR', 'text:DIR',
     'shards:DIR' (packed tokens), or several: 'web=hf,code=jsonl:DIR'"""
     mix: Text = flag("data.mix", "")
     """shares of several sources in the sequences: 'web=0.7,code=0.3'"""
-    dataset: str = flag("data.dataset", network="data.dataset")
+    dataset: str = rule("data.dataset")
     """dataset of --data.source hf"""
-    revision: str | None = flag("data.revision", network="data.revision")
+    revision: str | None = rule("data.revision")
     """commit of the dataset that the network pins; a source that serves another one is refused"""
-    rows: int | None = flag("data.rows", network="data.rows", ge=1, le=10**13)
+    rows: int | None = rule("data.rows", ge=1, le=10**13)
     """rows of all its configs that the network pins; a source that has others is refused"""
-    rows_url: WebUrl = flag("data.rows_url", network="data.rows_url", fixed=False)
+    rows_url: WebUrl = rule("data.rows_url")
     """server of the rows API"""
-    text_column: str = flag("data.text_column", network="data.text_column", fixed=False)
+    text_column: str = rule("data.text_column")
     """column or key that holds a row's text"""
-    pages_per_block: int = flag(
-        "data.pages_per_block", network="data.pages_per_block", ge=1, le=1000
-    )
+    pages_per_block: int = rule("data.pages_per_block", ge=1, le=1000)
     """pages of each block; validators look at the first two"""
-    rows_per_page: int = flag("data.rows_per_page", network="data.rows_per_page", ge=1, le=100_000)
+    rows_per_page: int = rule("data.rows_per_page", ge=1, le=100_000)
     """rows of a page"""
-    max_length: int = flag("data.max_length", network="data.max_length", ge=1, le=10_000_000)
+    max_length: int = rule("data.max_length", ge=1, le=10_000_000)
     """tokens of a row; the rest of it is dropped"""
     prefetch_blocks: int = flag("data.prefetch_blocks", 2, ge=1, le=1000)
     """blocks prepared ahead of the one in training"""
@@ -307,18 +304,14 @@ class DiagnosticsSettings:
 class RoundSettings:
     """The rules of a round: the validator keeps them, and a miner plans its uploads with them."""
 
-    blocks_per_allreduce: Count = flag(
-        "neuron.blocks_per_allreduce", network="round.blocks_per_allreduce"
-    )
+    blocks_per_allreduce: Count = rule("round.blocks_per_allreduce")
     """blocks between two all-reduce rounds until the first successful one (1 block = 12 s); the
-    miner plans with at least --validator.blocks_per_allreduce_later after that, as validators do"""
-    blocks_per_allreduce_later: CountFrom0 = flag(
-        "validator.blocks_per_allreduce_later", network="round.blocks_per_allreduce_later"
-    )
+    miner plans with at least round.blocks_per_allreduce_later after that, as validators do"""
+    blocks_per_allreduce_later: CountFrom0 = rule("round.blocks_per_allreduce_later")
     """blocks between two rounds after the first successful one; 0: no change"""
-    epoch_length: Count = flag("neuron.epoch_length", network="round.epoch_length")
+    epoch_length: Count = rule("round.epoch_length")
     """read by the validator only: blocks between two times it writes its weights to the chain"""
-    max_uids: int = flag("chain.max_uids", network="limits.max_uids", ge=2, le=4096)
+    max_uids: int = rule("limits.max_uids", ge=2, le=4096)
     """uids of the network, from 0 on: a registry gives no other, validators call no other"""
 
 
@@ -349,13 +342,11 @@ class MinerSettings(RoundSettings):
     """a hotkey that lost its uid ends training and uploads at once; weights and run folder are kept
     and the miner waits so long to be registered again (`btcli subnet register`), then ends with
     status 3. Metric dt_registered is 0 while it waits, 1 while it runs"""
-    global_tokenizer_name: str = flag("neuron.global_tokenizer_name", network="tokenizer.name")
+    global_tokenizer_name: str = rule("tokenizer.name")
     """tokenizer, by its Hugging Face name or as a folder"""
-    master_ss58_address: Hotkey = flag("neuron.master_ss58_address", network="chain.master_hotkey")
+    master_ss58_address: Hotkey = rule("chain.master_hotkey")
     """hotkey of the validator that owns the global bucket and calls the rounds"""
-    round_reload_timeout: Patience = flag(
-        "neuron.round_reload_timeout", network="round.reload_timeout"
-    )
+    round_reload_timeout: Patience = rule("round.reload_timeout")
     """after the start of a round: how long to wait for the validator's new global state before this
     miner compares epochs and loads what the bucket holds"""
     train_in_rounds: bool = flag("neuron.train_in_rounds", False)
@@ -470,7 +461,7 @@ class StoreSettings:
     )
     """secret of the writing key, never published; from the R2 dashboard, Manage API tokens"""
     endpoint_url: EndpointUrl | None = flag(
-        "r2.endpoint_url", network="store.endpoint", env="R2_ENDPOINT_URL"
+        "r2.endpoint_url", network="store.endpoint", fixed=True, env="R2_ENDPOINT_URL"
     )
     """object store to use instead of R2, e.g. http://127.0.0.1:9000"""
     jurisdiction: Literal["default", "eu", "fedramp", "us"] = flag("r2.jurisdiction", "default")
@@ -480,19 +471,15 @@ class StoreSettings:
     write_interval: timedelta = 1.1 * SECOND  # between two writes of a key: R2 allows one a second
     connect_timeout: timedelta = 10 * SECOND
     read_timeout: timedelta = 60 * SECOND  # between two pieces of the store's answer
-    global_model_name: GlobalBucket = flag(
-        "neuron.global_model_name", network="store.global_bucket"
-    )
+    global_model_name: GlobalBucket = rule("store.global_bucket")
     """bucket of the global model; a miner's own bucket is this name and its uid"""
-    run: Count = flag("neuron.run_number", network="run")
+    run: Count = rule("run")
     """number of the run in the metadata of each upload"""
     upload_steps: Count = flag("neuron.upload_steps", 60)
     """upload at most every so many inner steps"""
-    minimum_valid_inner_step: CountFrom0 = flag(
-        "neuron.minimum_valid_inner_step", network="round.minimum_valid_inner_step"
-    )
+    minimum_valid_inner_step: CountFrom0 = rule("round.minimum_valid_inner_step")
     """first inner step of an outer step to upload; lowered, with a warning, if that is too late"""
-    age_limit: Age = flag("neuron.repo_age_limit", network="round.upload_age_limit")
+    age_limit: Age = rule("round.upload_age_limit")
     """age of gradients.pt from which validators count the bucket as stale"""
     keep_epochs: int = flag("neuron.keep_epochs", 3, ge=1, le=1000)
     """outer steps kept in the bucket; of local snapshots only the newest uploaded one stays"""
@@ -525,37 +512,25 @@ class SwarmSettings:
     --dht.port (default: --dht.port)"""
     dht_listen_ip: Ipv4Address = flag("dht.listen_ip", "0.0.0.0")
     """IPv4 address the swarm listens on"""
-    initial_peers: Words[PeerAddress] = flag(
-        "neuron.initial_peers", network="swarm.initial_peers", fixed=False
-    )
+    initial_peers: Words[PeerAddress] = flag("neuron.initial_peers", network="swarm.initial_peers")
     """peers through which the swarm is joined, as /ip4/<ip>/tcp/<port>/p2p/<peer id>"""
-    run_id: str = flag("neuron.run_id", network="run_id")
+    run_id: str = rule("run_id")
     """names the swarm; all peers of a run must agree"""
-    min_group_size: int = flag(
-        "neuron.min_group_size", network="round.min_group_size", ge=2, le=LARGEST_GROUP
-    )
+    min_group_size: int = rule("round.min_group_size", ge=2, le=LARGEST_GROUP)
     """fewest peers a round may take place with"""
-    min_matchmaking_time: Wait = flag(
-        "neuron.min_matchmaking_time", network="round.min_matchmaking_time"
-    )
+    min_matchmaking_time: Wait = rule("round.min_matchmaking_time")
     """how long a round gathers peers before the averaging begins"""
-    request_timeout: Duration = flag(
-        "neuron.request_timeout", network="round.request_timeout", ge=SECOND / 10, le=10 * MINUTE
-    )
+    request_timeout: Duration = rule("round.request_timeout", ge=SECOND / 10, le=10 * MINUTE)
     """matchmaking: how long one answer of a group's leader is waited for; raise it when groups
     split on slow networks"""
-    next_chunk_timeout: Wait = flag("neuron.next_chunk_timeout", network="round.next_chunk_timeout")
+    next_chunk_timeout: Wait = rule("round.next_chunk_timeout")
     """averaging: a peer that sends nothing for this long is left out (as a reducer: twice it)"""
-    allreduce_timeout: Duration = flag(
-        "neuron.allreduce_timeout", network="round.allreduce_timeout", ge=SECOND / 10, le=6 * HOUR
-    )
+    allreduce_timeout: Duration = rule("round.allreduce_timeout", ge=SECOND / 10, le=6 * HOUR)
     """averaging, after the group is found, from the first to the last part"""
-    round_timeout: Duration = flag(
-        "neuron.round_timeout", network="round.round_timeout", ge=SECOND / 10, le=6 * HOUR
-    )
+    round_timeout: Duration = rule("round.round_timeout", ge=SECOND / 10, le=6 * HOUR)
     """a whole round: matchmaking, retries and averaging; then it has failed"""
     start_timeout: timedelta = 60 * SECOND  # of one attempt; repeated with back-off
-    part_size: int = flag("neuron.part_size_bytes", network="swarm.part_size", ge=1024, le=2**26)
+    part_size: int = rule("swarm.part_size", ge=1024, le=2**26)
     """bytes of the uncompressed parts in which tensors travel; all peers of a group must agree"""
     compression: Literal["none", "float16"] = flag("neuron.all_reduce_compression", "none")
     """how this peer sends tensors in a round: 'none' as the public network does; 'float16' halves
@@ -614,51 +589,37 @@ class TrainingSettings:
     """sequences per micro-batch and rank; 'auto' measures at the first start which size that fits
     is the fastest, up to 32 and on a CPU up to 16. When memory runs out it is lowered by itself"""
     local_batch_size_train_effective: Count = flag(
-        "neuron.local_batch_size_train_effective", network="training.effective_batch"
+        "neuron.local_batch_size_train_effective", network="training.effective_batch", fixed=True
     )
     """sequences per inner step over all ranks; rounded up to a multiple of micro-batch x ranks"""
-    sequence_length: int = flag(
-        "neuron.sequence_length", network="training.sequence_length", ge=2, le=1_000_000
-    )
+    sequence_length: int = rule("training.sequence_length", ge=2, le=1_000_000)
     """tokens per sequence, as the validators evaluate"""
-    learning_rate: float = flag(
-        "neuron.learning_rate", network="training.learning_rate", ge=0, le=10
-    )
+    learning_rate: float = rule("training.learning_rate", ge=0, le=10)
     """highest learning rate of AdamW, reached after the warm-up"""
-    warmup_steps: int = flag("neuron.warmup_steps", network="training.warmup_steps", ge=0, le=10**9)
+    warmup_steps: int = rule("training.warmup_steps", ge=0, le=10**9)
     """inner steps of linear warm-up of the learning rate"""
-    total_steps: int = flag("neuron.total_steps", network="training.total_steps", ge=1, le=10**9)
+    total_steps: int = rule("training.total_steps", ge=1, le=10**9)
     """inner steps in total at which the cosine schedule of the learning rate ends; where the cosine
     falls below a tenth of the highest rate, the rate stays at a tenth"""
-    weight_decay: float = flag("neuron.weight_decay", network="training.weight_decay", ge=0, le=10)
+    weight_decay: float = rule("training.weight_decay", ge=0, le=10)
     """weight decay of AdamW"""
-    adam_beta1: float = flag("neuron.adam_beta1", network="training.adam_beta1", ge=0, le=0.9999)
+    adam_beta1: float = rule("training.adam_beta1", ge=0, le=0.9999)
     """first moment decay of AdamW"""
-    adam_beta2: float = flag("neuron.adam_beta2", network="training.adam_beta2", ge=0, le=0.9999)
+    adam_beta2: float = rule("training.adam_beta2", ge=0, le=0.9999)
     """second moment decay of AdamW"""
-    gradient_clip: float = flag(
-        "neuron.gradient_clip", network="training.gradient_clip", ge=0, le=1e9
-    )
+    gradient_clip: float = rule("training.gradient_clip", ge=0, le=1e9)
     """largest norm of the gradient of an inner step; 0 is off"""
-    outer_learning_rate: float = flag(
-        "neuron.outer_learning_rate", network="training.outer_learning_rate", ge=0, le=10
-    )
+    outer_learning_rate: float = rule("training.outer_learning_rate", ge=0, le=10)
     """learning rate of the outer step; the one in outer_optimizer.pt of the global bucket wins"""
-    outer_momentum: float = flag(
-        "neuron.outer_momentum", network="training.outer_momentum", ge=0, le=1
-    )
+    outer_momentum: float = rule("training.outer_momentum", ge=0, le=1)
     """Nesterov momentum of the outer step; all peers must agree"""
-    topk_compression: int = flag(
-        "neuron.topk_compression", network="compression.top_k", ge=1, le=4096
-    )
+    topk_compression: int = rule("compression.top_k", ge=1, le=4096)
     """values kept per row of the uploaded pseudo-gradient"""
-    target_chunk: int = flag("neuron.target_chunk", network="compression.chunk", ge=1, le=4096)
+    target_chunk: int = rule("compression.chunk", ge=1, le=4096)
     """largest chunk side of the uploaded pseudo-gradient's format"""
-    use_dct: bool = flag("neuron.use_dct", network="compression.dct")
+    use_dct: bool = flag("neuron.use_dct", network="compression.dct", fixed=True)
     """upload DCT coefficients; the validators of the public network cannot read them"""
-    momentum_decay: float = flag(
-        "neuron.momentum_decay", network="compression.momentum_decay", ge=0, le=1
-    )
+    momentum_decay: float = rule("compression.momentum_decay", ge=0, le=1)
     """decay of the error feedback of the uploaded gradient"""
     # What is uploaded (training/error_feedback.py); the benches train by 'upload' too.
     error_feedback: Literal["best", "upload", "off"] = "best"
@@ -721,7 +682,7 @@ class ValidatorSettings(RoundSettings):
     score_blocks: Count = flag("validator.score_blocks", 25)
     """blocks between two scoring passes over the miners' uploads"""
     score_uids: int = 25  # scored in one pass
-    upload_age_limit: Age = flag("neuron.repo_age_limit", network="round.upload_age_limit")
+    upload_age_limit: Age = rule("round.upload_age_limit")
     """age of gradients.pt from which validators count the bucket as stale"""
     evaluation_ranks: int = 4  # of a miner whose pages are evaluated, as the public validators do
     held_out_sequences: int = 32  # on which each outer step is judged

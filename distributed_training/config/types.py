@@ -94,30 +94,32 @@ def flag(
     le: Any = None,
     env: str | None = None,
     network: str = "",
-    fixed: bool = True,
+    fixed: bool = False,
 ) -> Any:
     """Declare a field as a setting that the flag ``--name`` gives (``neuron.upload_steps``).
 
     ``ge`` and ``le`` are the smallest and largest value; every number, duration and size has both,
     here or in its type. ``env`` names an environment variable that may give the value as well. A
-    field of type ``Secret`` comes from ``env`` only. ``network`` is the key under which the
-    network's file gives the value; the default is the public network's. Where it is ``fixed``, all
-    peers must agree, and an operator who names a network's file may not give another.
+    field of type ``Secret`` comes from ``env`` only. ``network``: the key under which a network's
+    file gives the value where the operator does not. Where it is ``fixed``, an operator who names a
+    network's file may not give another.
     """
+    declared: dict[str, Any] = {"name": name, "env": env, "network": network, "fixed": fixed}
     if network:
         # Never written twice: a rule of the public network changes in its file alone.
         default = _PUBLIC.get(network)
-    return Field(
-        default,
-        ge=ge,
-        le=le,
-        json_schema_extra={
-            "name": name,
-            "env": env,
-            "network": network,
-            "fixed": fixed,
-        },
-    )
+    return Field(default, ge=ge, le=le, json_schema_extra=declared)
+
+
+def rule(key: str, *, ge: Any = None, le: Any = None) -> Any:
+    """Declare a field that a network's file gives under ``key``, and no flag.
+
+    ``ge`` and ``le`` are those of :func:`flag`. The default is the public network's.
+    """
+    declared: dict[str, Any] = {"name": key, "env": None, "network": key, "fixed": True}
+    declared |= {"rule": True}
+    default: Any = _PUBLIC.get(key)
+    return Field(default, ge=ge, le=le, json_schema_extra=declared)
 
 
 def is_ss58(text: str) -> bool:

@@ -201,7 +201,9 @@ class ParquetSource(FolderSource):
 
         meta = pq.read_metadata(path)  # Arrow's errors are OSErrors and ValueErrors
         if self._column not in meta.schema.to_arrow_schema().names:
-            raise ValueError(f"it has no column {self._column!r}: see --data.text_column")
+            raise ValueError(
+                f"it has no column {self._column!r}: see data.text_column of the network's file"
+            )
         groups = [meta.row_group(i).num_rows for i in range(meta.num_row_groups)]
         self._group_ends[path] = list(itertools.accumulate(groups))
         # Of a damaged file: rows would be asked for in groups that it does not have.

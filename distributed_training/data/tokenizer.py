@@ -171,9 +171,9 @@ def build_tokenizer(name: str, folder: Path, *, revision: str | None = None) -> 
         if tokenizer is None or eos_id is None:
             raise ValueError(
                 f"the tokenizer {name} has no {'EOS token' if tokenizer else 'fast form'}, so rows "
-                "cannot be told apart: give another one with --neuron.global_tokenizer_name"
+                "cannot be told apart: give another one as tokenizer.name of the network's file"
             )
-        # A tokenizer.json may bring limits of its own; --data.max_length alone cuts rows.
+        # A tokenizer.json may bring limits of its own; data.max_length alone cuts rows.
         tokenizer.no_truncation()
         tokenizer.no_padding()
     assert tokenizer is not None and eos_id is not None
@@ -239,7 +239,7 @@ def _foreign(name: str) -> Iterator[None]:
             )
         raise ValueError(
             f"the tokenizer {name} cannot be read ({why:.300}), so there is no text to train on: "
-            "correct --neuron.global_tokenizer_name, or the files of its folder"
+            "correct tokenizer.name of the network's file, or the files of its folder"
         ) from error
 
 

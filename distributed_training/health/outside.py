@@ -50,8 +50,8 @@ _LINE_BYTES = 8 * 1024 * 1024
 _METRICS_FRESH = 120.0  # seconds
 
 _KEYS_REMEDY = "check the R2_ variables in .env, and bucket and tokens in the R2 dashboard"
-_DATA_REMEDY = "check the network, --data.source and --data.rows_url"
-_TOKENIZER_REMEDY = "check the network and --neuron.global_tokenizer_name"
+_DATA_REMEDY = "check the network, --data.source and data.rows_url"
+_TOKENIZER_REMEDY = "check the network and tokenizer.name"
 
 
 def run_probe(name: str, probe: Callable[[], str], *, remedy: str) -> Check:

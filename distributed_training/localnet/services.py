@@ -16,18 +16,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from distributed_training.common.files import write_bytes
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark, kill_tree
-from distributed_training.config.model import PRESETS
-from distributed_training.config.settings import StoreSettings
 from distributed_training.config.types import ConfigError
 from distributed_training.localnet.object_store import store_keys
+from distributed_training.network import built_in_rules, signed, to_toml
 from distributed_training.protocol.keys import miner_bucket
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
 
 #: Where this package is imported from: a checkout, or site-packages.
 PACKAGES = Path(__file__).resolve().parents[2]
-GLOBAL_BUCKET = StoreSettings().global_model_name  # as on the public network
+GLOBAL_BUCKET = "local"
 # An operator's own keys and settings must not reach a subnet that is only for experiments.
 FOREIGN_PREFIXES = ("R2_", "BT_", "DT_", "WANDB_", "LOKI_", "AWS_", "HF_", "INFLUXDB_")
 # uid u's rank 1 reads the same pages as uid u + 1's rank 0 (protocol: seed = uid + local rank), so
@@ -54,20 +53,24 @@ class SubnetOptions:
     ranks: tuple[int, ...] = (2, 1)
     outer_steps: int = 2
     seconds_per_block: float = 1.0
-    blocks_per_allreduce: int | None = None  # None: as the preset says
+    blocks_per_allreduce: int | None = None  # None: as networks/local.toml says
     # Miners without which no round is called, and peers of a group less one. None: all of them, so
     # that a slow start on a busy machine does not leave one out. Lower it to kill miners.
     least_miners: int | None = None
     restart_miners: bool = False  # one that ended with a fault is started again, as pm2 would
     miner_flags: tuple[str, ...] = ()
     validator_flags: tuple[str, ...] = ()
+    #: Key of the network's file (``training.sequence_length``) -> its value here.
+    rules: Mapping[str, Any] = field(default_factory=dict)
     miner_script: Path | None = None  # None: the project's neurons
     validator_script: Path | None = None
 
     @property
     def longest(self) -> timedelta:
         """The longest time of a run: two minutes, and half as long again as its round periods."""
-        blocks = self.blocks_per_allreduce or int(PRESETS["local"]["neuron.blocks_per_allreduce"])
+        blocks = (
+            self.blocks_per_allreduce or built_in_rules("local")["round"]["blocks_per_allreduce"]
+        )
         return timedelta(seconds=120 + 1.5 * self.outer_steps * blocks * self.seconds_per_block)
 
 
@@ -338,7 +341,7 @@ class Services:
         self._mark = mark
         self._wallet_folder = folder / "wallets"
         self._wallets: dict[str, Wallet] = {}
-        self._initial_peer = ""
+        self.network = folder.absolute() / "network.toml"
         self._store = ObjectStoreServer(
             folder=folder / "store", environment=self._clean_environment()
         )
@@ -389,9 +392,7 @@ class Services:
             self._wallets[plan.name] = create_wallet(self._wallet_folder, plan.name)
         self._chain = self._found_chain(self.wallet(validator).ss58)
         self._chain.start()
-        # Before the validator runs: the miners' flags name its address.
-        peer_id = make_identity(validator.folder)
-        self._initial_peer = f"/ip4/127.0.0.1/tcp/{validator.dht_port}/p2p/{peer_id}"
+        self._write_network(make_identity(validator.folder))
         self._chain.wait_ready()
         self._register()
         self._store.child.wait_ready()
@@ -416,6 +417,28 @@ class Services:
             # Logs, events and metrics are files beside these folders.
             bulk += [path for path in plan.folder.iterdir() if path.is_dir()]
         return bulk
+
+    def _write_network(self, peer_id: str) -> None:
+        """Write the rules of this subnet. ``peer_id``: of the validator's swarm identity."""
+        options, master = self.options, self.wallet(self._validator)
+        rules = built_in_rules("local")
+        rules.pop("run_id")  # it follows from the file
+        changed = {
+            "chain.url": self.chain_endpoint,
+            "chain.master_hotkey": master.ss58,
+            "round.seconds_per_block": float(options.seconds_per_block),
+            "round.min_group_size": self._least + 1,  # the validator is one of the group
+            "store.endpoint": self.store_endpoint,
+            # Of the validator alone: it is there first, and through it miners find each other.
+            "swarm.initial_peers": [f"/ip4/127.0.0.1/tcp/{self._validator.dht_port}/p2p/{peer_id}"],
+        }
+        if options.blocks_per_allreduce is not None:
+            changed["round.blocks_per_allreduce"] = options.blocks_per_allreduce
+        for key, value in {**changed, **options.rules}.items():
+            table, _, name = key.partition(".")
+            rules[table][name] = value
+        text = signed(to_toml(rules), master.hotkey, beside=str)
+        write_bytes(self.network, text.encode(), durable=False)
 
     def _found_chain(self, master: str) -> Child:
         """Make the process of a registry whose founder is ``master``."""
@@ -497,32 +520,29 @@ class Services:
 
     def _settings(self, plan: NeuronPlan) -> dict[str, str]:
         """Return the neuron's settings by flag."""
-        options = self.options
-        least = options.least_miners or len(options.ranks)
         flags = {
             "preset": "local",
+            "network": str(self.network),
             "neuron.name": plan.name,
             "neuron.run_folder": str(plan.folder),
-            "neuron.global_model_name": GLOBAL_BUCKET,
-            "neuron.master_ss58_address": self.wallet(self._validator).ss58,
-            "neuron.min_group_size": str(least + 1),  # the validator is one of the group
             "wallet.path": str(self._wallet_folder),
             "wallet.name": plan.name,
             "wallet.hotkey": "default",
-            "chain.registry_url": self.chain_endpoint,
             "axon.port": str(plan.axon_port),
             "dht.port": str(plan.dht_port),
         }
-        if options.blocks_per_allreduce is not None:
-            flags["neuron.blocks_per_allreduce"] = str(options.blocks_per_allreduce)
         if plan.kind == "miner":
-            # Of the validator alone: it is there first, and through it miners find each other.
-            flags["neuron.initial_peers"] = self._initial_peer
             flags["nproc_per_node"] = str(plan.world_size)
         else:
+            flags["neuron.initial_peers"] = "none"  # it is the first peer itself
             # All are waited for, but one that spoils its part of a round costs the others nothing.
-            flags["validator.minimum_peers"] = str(max(2, least))
+            flags["validator.minimum_peers"] = str(max(2, self._least))
         return flags
+
+    @property
+    def _least(self) -> int:
+        """Miners without which no round is called."""
+        return self.options.least_miners or len(self.options.ranks)
 
     def environment(self, plan: NeuronPlan) -> dict[str, str]:
         """Return the neuron's environment, with the keys of the object store."""

@@ -243,7 +243,7 @@ def open_global_bucket(
         folder=folder / "global",
         run=config.store.run,
     )
-    waiting = _Waiting("if this lasts: is --neuron.master_ss58_address the subnet's?")
+    waiting = _Waiting("if this lasts: is chain.master_hotkey the subnet's?")
     while True:
         try:
             bucket.follow()

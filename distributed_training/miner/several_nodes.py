@@ -70,7 +70,7 @@ _LAG = 1.0
 _SAY_AGAIN = 60.0
 
 #: Settings outside of the packages training and data that must be equal on all nodes.
-_OF_ALL = {"nnodes", "neuron.global_model_name", "neuron.global_tokenizer_name"}
+_OF_ALL = {"nnodes", "store.global_bucket", "tokenizer.name"}
 #: Settings inside that need not be: where things lie, and how much of the machine is used.
 _OF_ONE_NODE = frozenset({"data.cache_dir", "data.workers", "data.connections", "profile.steps"})
 

@@ -204,7 +204,7 @@ def fetch_tokenizer(config: Config, folder: Path) -> tuple[Path, int]:
             raise NetworkFailure(
                 f"the tokenizer {name} is not on this machine and the Hugging Face hub does not "
                 "answer, so no text could be read: check the network, or give a folder with "
-                "--neuron.global_tokenizer_name"
+                "tokenizer.name"
             ) from None
         if isinstance(error, OSError):
             raise ConfigError(

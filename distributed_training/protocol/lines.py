@@ -56,7 +56,7 @@ def awful(uid: int | None, why: object) -> str:
     return (
         f"The global state of {whose} is not taken over: {why}. The next one that is published is "
         "tried. If other miners take this one, this miner reads other text than they do: see "
-        "--data.source and --neuron.global_tokenizer_name"
+        "--data.source and tokenizer.name"
     )
 
 

@@ -147,8 +147,8 @@ def subnet_flags(folder: Path | None) -> list[str]:
             "scored: start one with `make run`, or correct the path"
         )
     return [
-        *("--preset", "local", "--chain.registry_url", state["chain"]),
-        *("--r2.endpoint_url", state["store"], "--neuron.run_folder", str(folder)),
+        *("--preset", "local", "--network", str(folder / "network.toml")),
+        *("--neuron.run_folder", str(folder)),
     ]
 
 

@@ -110,7 +110,7 @@ class EvaluationModel:
             raise ConfigError(
                 f"the text holds token {most} and the model has {self._vocabulary} words, so its "
                 "loss cannot be measured: give the model's own tokenizer with "
-                "--neuron.global_tokenizer_name"
+                "tokenizer.name"
             )
         found = []
         for batch in sequences.split(self._micro_batch):

@@ -121,7 +121,7 @@ class Cause(enum.Enum):
     )
     MAKES_IT_WORSE = (
         "ranks behind uploads that do nothing: the upload raises the loss on unseen text",
-        "check the run's loss and --neuron.learning_rate",
+        "check the run's loss and training.learning_rate",
     )
     ASSIGNED_NOT_BETTER = (
         "assigned score falls by 5 %: its own text does not gain more than unseen text",

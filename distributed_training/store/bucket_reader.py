@@ -105,7 +105,7 @@ def check_run(metadata: Metadata, run: int) -> Metadata:
     if metadata.run != run:
         raise StoreError(
             f"the global bucket is of run {metadata.run}, this network of run {run}: take its "
-            "newest file (or update the program), or correct --neuron.global_model_name"
+            "newest file (or update the program), or correct store.global_bucket"
         )
     return metadata
 

@@ -151,7 +151,8 @@ def upload_gate(
     if not_finite:
         return (
             f"⚠️  UPLOAD BLOCKED: NaN or Inf in {not_finite}. Validators will reject this! "
-            "If it comes again, lower --neuron.learning_rate or go back to a checkpoint"
+            "If it comes again, go back to a checkpoint, or ask the network's founder for a lower "
+            "training.learning_rate"
         )
     if not blocks:
         return (

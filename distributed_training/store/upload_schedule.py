@@ -463,7 +463,7 @@ class UploadSchedule:
             said += self._once(
                 f"minimum {minimum.bit_length()}",  # what is half as much is news
                 f"⚠️  The first upload of an outer step is at inner step {minimum}, not "
-                f"{self._minimum} (--neuron.minimum_valid_inner_step): {self._minimum} steps of "
+                f"{self._minimum} (round.minimum_valid_inner_step): {self._minimum} steps of "
                 f"{self.step_seconds:.1f}s and an upload of {upload:.1f}s would end "
                 f"after validators begin to judge it, half a period ({rounds.half:.0f}s) after the "
                 "round. They refuse only inner step 0",
@@ -474,7 +474,7 @@ class UploadSchedule:
                 f"⚠️  Step {minimum}, before which nothing is uploaded, ends "
                 f"{minimum * self.step_seconds + upload:.0f}s after a round, too late for the age "
                 f"limit of {self.age_limit:.0f}s: make steps faster or lower "
-                "--neuron.minimum_valid_inner_step",
+                "round.minimum_valid_inner_step",
             )
         return said
 

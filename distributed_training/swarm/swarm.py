@@ -184,7 +184,7 @@ class HivemindSwarm:
                     raise AllReduceError(
                         AllReduceFault.NO_GROUP,
                         f"the call leaves {order.timeout:.0f} s, less than "
-                        f"--neuron.min_matchmaking_time ({order.min_matchmaking_time:.0f} s)",
+                        f"round.min_matchmaking_time ({order.min_matchmaking_time:.0f} s)",
                     )
                 host.order(order)
                 if cancelled.is_set():  # maybe before the process had heard of this round

@@ -31,7 +31,7 @@ METRICS: Mapping[str, str] = {
     "train_inner_step": "inner steps done in this outer step",
     "train_loss": "mean cross-entropy of the last inner step, nats per token",
     "train_learning_rate": "learning rate of the last inner step",
-    "train_learning_rate_share": "the same as a share of --neuron.learning_rate, 0 to 1",
+    "train_learning_rate_share": "the same as a share of training.learning_rate, 0 to 1",
     "train_step_seconds": "wall time of the last inner step",
     "train_data_wait_seconds": "of it, without data",
     "train_tokens_per_second": "tokens per second, all ranks",

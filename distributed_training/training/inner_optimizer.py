@@ -39,12 +39,12 @@ class CosineSchedule:
     def __post_init__(self) -> None:
         if self.peak <= 0:
             raise ValueError(
-                f"--neuron.learning_rate {self.peak} is not above 0, so nothing would be learned: "
+                f"training.learning_rate {self.peak} is not above 0, so nothing would be learned: "
                 "give a positive rate such as 2.5e-4"
             )
         if not 0 <= self.warmup_steps < self.total_steps:
             raise ValueError(
-                f"--neuron.warmup_steps {self.warmup_steps} is not below --neuron.total_steps "
+                f"training.warmup_steps {self.warmup_steps} is not below training.total_steps "
                 f"{self.total_steps}, so the learning rate would never fall: correct one of them"
             )
 

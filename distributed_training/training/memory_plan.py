@@ -160,7 +160,7 @@ def check_sequence_length(length: int, config: Any) -> None:
     limit = getattr(config, "max_position_embeddings", None)
     if length < 2 or (limit is not None and length > limit):
         raise ConfigError(
-            f"--neuron.sequence_length {length} is not within 2..{limit}, the positions this model "
+            f"training.sequence_length {length} is not within 2..{limit}, the positions this model "
             "has, so it cannot be trained on: lower the flag"
         )
 

@@ -99,7 +99,7 @@ def hf_config(model_config: Mapping[str, Any]) -> Any:
     if not kind:
         raise UnfitModelError(
             "config.json names no model_type, so no model can be built: fetch the global "
-            "state again or check --neuron.global_model_name"
+            "state again or check store.global_bucket"
         )
     for name, value in content.items():
         # They are made one by one: a file of a hundred bytes could ask for billions.
@@ -107,14 +107,14 @@ def hf_config(model_config: Mapping[str, Any]) -> Any:
             raise UnfitModelError(
                 f"config.json asks for {reprlib.repr(value)} as {name:.40}, and {_MOST_PARTS} are "
                 "allowed, so no model was built: fetch the global state again or check "
-                "--neuron.global_model_name"
+                "store.global_bucket"
             )
     try:
         return AutoConfig.for_model(kind, **content)
     except ValueError as error:
         raise UnfitModelError(
             f"transformers knows no model_type {kind!r}, so no model can be built: "
-            "upgrade transformers or check --neuron.global_model_name"
+            "upgrade transformers or check store.global_bucket"
         ) from error
 
 
@@ -129,7 +129,7 @@ def _sound_values() -> Iterator[None]:
         why = " ".join(f"{type(error).__name__}: {error}".split())
         raise UnfitModelError(
             f"config.json has values that make no model ({why:.200}): fetch the global state again "
-            "or check --neuron.global_model_name"
+            "or check store.global_bucket"
         ) from error
 
 

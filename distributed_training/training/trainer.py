@@ -465,9 +465,9 @@ class Trainer:
             self._warned_of_the_end = True
             total = self.schedule.total_steps
             log.warning(
-                "Inner step %d of --neuron.total_steps %d: the learning rate is at %.0f %% of its "
-                "peak and stays there, so later steps learn slowly; to raise it again restart with "
-                "a larger value, such as --neuron.total_steps %d",
+                "Inner step %d of training.total_steps %d: the learning rate is at %.0f %% of its "
+                "peak and stays there, so later steps learn slowly: a network's file with a larger "
+                "value, such as %d, raises it again",
                 self.total_inner_steps,
                 total,
                 100 * rate / self.schedule.peak,

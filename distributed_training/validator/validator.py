@@ -166,7 +166,7 @@ class Validator:
             if not self._published(state):
                 raise GlobalStateError(
                     "the initial model could not be published, so there is nothing to train: check "
-                    "the write keys and the bucket of --neuron.global_model_name"
+                    "the write keys and the bucket of store.global_bucket"
                 )
         else:
             # If the last process was killed while it published, the bucket tells whether it had.

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.tools import forked
+from tests.tools.network import network_file
 from tests.tools.r2_keys import KEYS
 
 pytestmark = pytest.mark.timeout(400)
@@ -75,7 +76,8 @@ def test_what_does_not_fit_is_not_measured_and_disk_has_one_row(tmp_path: Path) 
 
 def test_the_step_time_is_measured(tmp_path: Path) -> None:
     words = ("--json", "--diagnostics.measure", "1", "--axon.port", "0", "--model", "tiny")
-    words += ("--neuron.blocks_per_allreduce", "900")  # time enough, however slow this machine is
+    # Time enough, however slow this machine is.
+    words += ("--network", network_file(tmp_path, {"round.blocks_per_allreduce": 900}))
     done = diagnose(*words, folder=tmp_path)
     checks = {c["name"]: c for c in json.loads(done.stdout)}
     assert done.returncode == 0, done.stdout + done.stderr

@@ -17,6 +17,7 @@ import pytest
 from distributed_training.common.ports import free_ports
 from distributed_training.config import ConfigError
 from distributed_training.doctor import CALLS, SWARM, probe, probed, report
+from tests.tools.network import network_file
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -58,12 +59,12 @@ def doctor(
 @pytest.mark.slow
 def test_without_keys_network_and_gpu_each_check_says_why(tmp_path: Path) -> None:
     """An address of TEST-NET-1 takes no packets, and a name below .invalid has no address."""
+    rules = {"data.rows_url": "http://nowhere.invalid", "store.endpoint": "http://127.0.0.1:1"}
     status, checks, _ = doctor(
         "--subtensor.chain_endpoint=ws://nowhere.invalid:9944",
         "--neuron.initial_peers=/ip4/127.0.0.1/tcp/1/p2p/"
         "12D3KooWDpJ7As7BWAwRMfu1VU2WCqNjvq387JEYKDBj4kx6nXTN",
-        "--data.rows_url=http://nowhere.invalid",
-        "--r2.endpoint_url=http://127.0.0.1:1",
+        f"--network={network_file(tmp_path / 'net', rules, base='sn38')}",
         "--chain.start_timeout=2",
         "--axon.external_ip=8.8.4.4",  # or public services are asked
         folder=tmp_path,

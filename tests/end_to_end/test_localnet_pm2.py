@@ -54,13 +54,13 @@ class LocalMiner(Pm2):
 @pytest.mark.long
 @pytest.mark.timeout(1500)
 def test_a_life_under_pm2(tmp_path: Path) -> None:
-    gather = ("--neuron.min_matchmaking_time", "10")  # a stop comes in time to be in mid-round
     options = SubnetOptions(
         folder=tmp_path / "subnet",
         ranks=(1,),
         blocks_per_allreduce=40,
-        miner_flags=(*gather, "--neuron.deregistered_wait", "10s"),
-        validator_flags=gather,
+        miner_flags=("--neuron.deregistered_wait", "10s"),
+        # A stop comes in time to be in mid-round.
+        rules={"round.min_matchmaking_time": "10s"},
     )
     with LocalSubnet(options=options) as subnet:
         (miner,) = subnet.miners

@@ -32,6 +32,7 @@ from distributed_training.localnet.services import (
 )
 from distributed_training.miner.rank_group import rank_variables
 from tests.tools import forked
+from tests.tools.network import network_file
 
 pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).parents[2]
@@ -161,7 +162,12 @@ def test_a_hotkey_that_is_not_there(world: World) -> None:
 
 
 def test_no_bucket(world: World) -> None:
-    reason = world.refused("--neuron.global_model_name", "no-such-model")
+    services = world.services
+    rules = {"store.global_bucket": "no-such-model", "chain.url": services.chain_endpoint}
+    rules |= {"store.endpoint": services.store_endpoint}
+    founder = services.wallet(services.plans[0]).hotkey
+    other = network_file(world.folder / "other", rules, signer=founder)
+    reason = world.refused("--network", other)
     assert "no-such-model-000" in reason and "does not exist" in reason
     assert leaves_nothing(world)
 

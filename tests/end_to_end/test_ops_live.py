@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -259,8 +260,8 @@ def test_a_miner_that_waits_for_its_registration_fires_one_alert_until_it_is_bac
     ledger = MemoryLedger()
     ledger.register(VALIDATOR.ss58)
     chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
-    argv = ["--neuron.master_ss58_address", VALIDATOR.ss58]
-    config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+    config = load_config("miner", [], environ={}, dotenv=None, check=False)
+    config = replace(config, miner=replace(config.miner, master_ss58_address=VALIDATOR.ss58))
     monkeypatch.setattr(registration, "pause", lambda wanted: time.sleep(0.05))
     record = RegistrationRecord(MINER.ss58, 7)
     waits = (config, chain, record, tmp_path, lambda: True)

@@ -30,6 +30,7 @@ from distributed_training.telemetry import read_events
 from tests.multiprocess.test_launcher_tree import COMMON, KEYS
 from tests.tools import small_miner
 from tests.tools.namespaces import Machine, machines
+from tests.tools.network import network_file
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(600)
@@ -37,8 +38,8 @@ pytestmark = pytest.mark.timeout(600)
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "tests" / "tools" / "node_launch.py"
 PAGE = (ROOT / "docs" / "several-machines.md").read_text()
+RULES = small_miner.RULES | {"tokenizer.name": "bytes"}
 FLAGS = small_miner.FLAGS | {
-    "neuron.global_tokenizer_name": "bytes",
     "diagnostics.start_check": "false",
     "node_timeout": "6",
 }
@@ -68,7 +69,9 @@ class Node:
                 hotkey = wallets / name / "hotkeys" / key
                 hotkey.parent.mkdir(parents=True, exist_ok=True)
                 hotkey.touch()
-        flags = FLAGS | self._flags | {"neuron.run_folder": str(self.folder)} | changes
+        network = network_file(self.folder.with_suffix(".network"), RULES)
+        own = {"network": network, "neuron.run_folder": str(self.folder)}
+        flags = FLAGS | self._flags | own | changes
         arguments = [part for name, text in flags.items() for part in (f"--{name}", text)]
         secret = KEYS if self._flags.get("node_rank", "0") == "0" else {}
         prefix = self._machine.prefix if self._machine else []

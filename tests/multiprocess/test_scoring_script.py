@@ -52,6 +52,7 @@ from distributed_training.validator.scorer import Scorer, Standings
 from tests.tools import forked
 from tests.tools.chain_program import chain_program
 from tests.tools.gradient_file import build_payload
+from tests.tools.network import network_file
 from tests.tools.support_store import access_to
 from tests.tools.waiting import wait_for
 
@@ -121,6 +122,8 @@ def subnet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subnet]:
         ):
             addresses = {"chain": url, "store": server.endpoint, "pid": os.getpid()}
             (folder / "localnet.json").write_text(json.dumps(addresses))
+            rules = {"chain.url": url, "store.endpoint": server.endpoint}
+            network_file(folder, rules, signer=master.hotkey)
             made = _publish_all(folder, url, server)
             with closing(made.chain):
                 yield made
@@ -247,9 +250,10 @@ def test_a_reader_that_has_read_enough_is_no_fault(subnet: Subnet, more: tuple[s
 
 def test_a_chain_that_does_not_answer_is_one_line(subnet: Subnet) -> None:
     (port,) = free_ports(1)
+    rules = {"chain.url": f"http://127.0.0.1:{port}"}
     done = _score(
         subnet,
-        *("--uid", "5", "--chain.registry_url", f"http://127.0.0.1:{port}"),
+        *("--uid", "5", "--network", network_file(subnet.folder / "away", rules)),
         *("--chain.start_timeout", "1"),
     )
     assert done.returncode == 1 and "did not answer within 1 s" in done.stderr

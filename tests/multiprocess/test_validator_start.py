@@ -26,6 +26,7 @@ from distributed_training.telemetry import read_events
 from distributed_training.validator import program
 from tests.tools.chain_program import chain_program
 from tests.tools.chain_world import VALIDATOR
+from tests.tools.network import network_file
 from tests.tools.support_store import access_to
 from tests.tools.waiting import wait_for
 
@@ -53,18 +54,17 @@ def chain_url(wallet: Wallet) -> Iterator[str]:
 
 
 def _config(
-    tmp_path: Path, url: str, store: ObjectStoreServer, master: str, patience: str = "30"
+    tmp_path: Path, url: str, store: ObjectStoreServer, master: Wallet, patience: str = "30"
 ) -> Config:
     (port,) = free_ports(1)
+    rules = {"store.global_bucket": "global", "chain.url": url}
     words = {
         "preset": "local",
         "neuron.run_folder": str(tmp_path / "run"),
-        "neuron.global_model_name": "global",
-        "neuron.master_ss58_address": master,
+        "network": network_file(tmp_path / "founder", rules, signer=master.hotkey),
         "wallet.path": str(tmp_path / "wallets"),
         "wallet.name": "validator",
         "wallet.hotkey": "default",
-        "chain.registry_url": url,
         "chain.start_timeout": patience,
         "dht.port": str(port),
     }
@@ -102,7 +102,7 @@ def test_it_publishes_stops_and_goes_on(
 ) -> None:
     chain = RegistryChain(url=chain_url, wallet=wallet)
     chain.enroll(wallet.ss58, uid=200)
-    config = _config(tmp_path, chain_url, store, wallet.ss58)
+    config = _config(tmp_path, chain_url, store, wallet)
     S3ObjectStore.from_settings(config.store, bucket="global", write=True).create_bucket()
     run = tmp_path / "run"
     try:
@@ -146,8 +146,8 @@ def test_an_unregistered_hotkey_is_told_so(
 ) -> None:
     store = ObjectStoreServer(folder=tmp_path / "store")  # it is not asked
     with chain_program(master=VALIDATOR.ss58) as (url, _):
-        assert program.run_validator(_config(tmp_path, url, store, VALIDATOR.ss58)) == 1
-        assert program.run_validator(_config(tmp_path, url, store, wallet.ss58, "8")) == 1
+        assert program.run_validator(_config(tmp_path, url, store, VALIDATOR)) == 1
+        assert program.run_validator(_config(tmp_path, url, store, wallet, "8")) == 1
     said = capfd.readouterr().out
     assert f"hotkey {wallet.ss58} is not registered at {url}" in said
     assert f"it was founded by {VALIDATOR.ss58}, not by {wallet.ss58}" in said

@@ -18,10 +18,9 @@ from pathlib import Path
 
 from pydantic import SecretStr
 
-from distributed_training.config.model import PRESETS
-from distributed_training.config.schema import schema
 from distributed_training.config.settings import StoreSettings
 from distributed_training.localnet.services import ObjectStoreServer
+from distributed_training.network import built_in_rules, flatten, toml_value
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.telemetry import read_events
 from tests.tools.namespaces import Machine
@@ -41,10 +40,10 @@ MODULES = {
 #: The rules of a network that this machine runs in minutes.
 RULES = [
     word
-    for setting in schema("validator")
-    if setting.network and setting.name in PRESETS["local"] and setting.fixed
-    for word in ("--set", f"{setting.network}={PRESETS['local'][setting.name]}")
-] + ["--set", "round.seconds_per_block=1.0"]
+    for key, value in flatten(built_in_rules("local")).items()
+    if key.partition(".")[0] in ("training", "round") or "per_" in key
+    for word in ("--set", f"{key}={toml_value(value)}")
+]
 PATIENCE = 300.0  # seconds for a command, or a first line: a busy machine imports slowly
 STORE_PORT, REGISTRY_PORT = 9000, 8443  # of the founder, where machines have addresses
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import tempfile
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,17 @@ from typing import Any
 from distributed_training.config import Config, load_config
 from distributed_training.protocol.types import PublicationReport, Revision, StepReport
 from distributed_training.store.upload_schedule import UploadSchedule
+from tests.tools.network import ALICE, network_file
 
 
-def config_of(*argv: str) -> Config:
-    """The configuration of these flags alone, unchecked."""
-    return load_config("miner", argv, environ={}, dotenv=None, check=False)
+def config_of(*argv: str, rules: Mapping[str, Any] = {}, signer: Any = ALICE) -> Config:
+    """The configuration of these flags alone, unchecked. ``rules``: where the network's file is not
+    the public one's."""
+    with tempfile.TemporaryDirectory() as folder:
+        if rules:
+            file = network_file(Path(folder), rules, base="sn38", signer=signer)
+            argv = ("--network", file, *argv)
+        return load_config("miner", argv, environ={}, dotenv=None, check=False)
 
 
 def step_report(inner_step: int = 7, *, outer_step: int = 3, **changes: Any) -> StepReport:

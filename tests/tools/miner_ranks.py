@@ -48,7 +48,7 @@ from distributed_training.swarm.supervisor import SharedTensors
 from distributed_training.telemetry import MetricsFile, read_events
 from tests.tools import jumping_clock
 from tests.tools.miner_parts import KeptUploads, config_of, upload_schedule
-from tests.tools.small_miner import FLAGS
+from tests.tools.small_miner import FLAGS, RULES
 from tests.tools.training_world import memory_ends, tiny, whole_weights
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -159,7 +159,7 @@ class Miner:
             network.play()
         self.product = start.build_rank(
             start.RankContext(
-                config=config_of(*argv),
+                config=config_of(*argv, rules=RULES),
                 folder=folder,
                 device=torch.device("cpu"),
                 ranks=self.ranks,

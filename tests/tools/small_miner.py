@@ -1,25 +1,31 @@
-"""The settings of a miner that trains a tiny model on two rows at a time, for real ranks."""
+"""Flags and rules of a miner that trains a tiny model on two rows at a time, for real ranks."""
 
 from __future__ import annotations
 
 FLAGS = {
     # as training_world.SETTINGS
     "neuron.device": "cpu",
-    "neuron.sequence_length": "32",
     "neuron.precision": "fp32",
     "neuron.local_batch_size_train": "2",
-    "neuron.local_batch_size_train_effective": "16",
-    "neuron.learning_rate": "0.002",
-    "neuron.warmup_steps": "3",
-    "neuron.total_steps": "100",
     "neuron.checkpoint_steps": "5",
     "neuron.checkpoint_interval": "0",
     "neuron.preview_sequences": "8",
     "neuron.step_length": "plain",  # the search takes a third of such a miner's time
-    # small blocks, one ahead: they come in order whatever the ranks' pace
+    # one block ahead: they come in order whatever the ranks' pace
     "data.source": "stdlib",
-    "data.pages_per_block": "1",
-    "data.rows_per_page": "1",
     "data.prefetch_blocks": "1",
     "data.max_prefetch_blocks": "1",
+}
+
+#: By key of the network's file.
+RULES = {
+    # as training_world.SETTINGS
+    "training.sequence_length": 32,
+    "training.effective_batch": 16,
+    "training.learning_rate": 0.002,
+    "training.warmup_steps": 3,
+    "training.total_steps": 100,
+    # small blocks
+    "data.pages_per_block": 1,
+    "data.rows_per_page": 1,
 }

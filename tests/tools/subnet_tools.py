@@ -25,9 +25,9 @@ def paced(options: SubnetOptions, samples: int = 8) -> SubnetOptions:
     ``samples``: of an inner step. 8 is half of the preset's, so that steps take little longer than
     another miner's. 2 is one micro-batch: where steps need only go on and nobody learns.
     """
-    batch = ("--neuron.local_batch_size_train_effective", str(samples))
-    flags = (*_PACED_FLAGS, *batch, *options.miner_flags)
-    return replace(options, miner_script=PACED, miner_flags=flags)
+    flags = (*_PACED_FLAGS, *options.miner_flags)
+    rules = {"training.effective_batch": samples, **options.rules}
+    return replace(options, miner_script=PACED, miner_flags=flags, rules=rules)
 
 
 def idle(options: SubnetOptions) -> SubnetOptions:

@@ -52,9 +52,11 @@ from distributed_training.validator.program import Parts, build
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.gradient_file import build_payload
 from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.network import network_file
 
 RUN = 5
 VOCABULARY, LENGTH = 64, 24
+RULES = {"training.sequence_length": LENGTH, "round.round_timeout": "10s"}
 MODEL_CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -448,8 +450,7 @@ def config_of(folder: Path, settings: ValidatorSettings, *flags: str) -> Config:
     words = {
         "preset": "local",
         "neuron.run_folder": str(folder),
-        "neuron.sequence_length": str(LENGTH),
-        "neuron.round_timeout": "10",
+        "network": network_file(folder, RULES),
         "wallet.name": "w",
     }
     argv = [word for name, value in words.items() for word in (f"--{name}", value)]

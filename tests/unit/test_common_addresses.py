@@ -165,9 +165,8 @@ class TestValidator:
             (["--dht.ip", "8.8.8.8"], EVERYWHERE),
             (["--dht.ip", "10.0.0.1"], NETWORK),
             (["--preset", "local"], MACHINE),
-            (["--chain.registry_url", "http://127.0.0.1:8100"], MACHINE),
-            (["--chain.registry_url", "http://127.0.0.1:8100", "--dht.ip", "8.8.8.8"], EVERYWHERE),
-            (["--chain.registry_url", "https://registry.example.org"], EVERYWHERE),
+            (["--network", "local"], MACHINE),
+            (["--network", "local", "--dht.ip", "8.8.8.8"], EVERYWHERE),
         ],
     )
     def test_its_own_reach_decides(self, flags: list[str], expected: Reach) -> None:

@@ -4,6 +4,7 @@ import pytest
 
 from distributed_training.config import Config, ConfigError, load_config, problems
 from distributed_training.config.settings import MinerSettings
+from tests.tools.miner_parts import config_of
 from tests.tools.r2_keys import KEYS
 
 MASTER_HOTKEY = MinerSettings().master_ss58_address
@@ -18,7 +19,6 @@ def config(*argv: str, **environ: str) -> Config:
 def test_the_defaults_have_no_problem() -> None:
     assert problems(config()) == []
     assert problems(config("--preset", "local")) == []
-    assert problems(config("--preset", "local", "--neuron.part_size_bytes", "1048576")) == []
 
 
 @pytest.mark.parametrize(
@@ -27,7 +27,6 @@ def test_the_defaults_have_no_problem() -> None:
         (("--netuid", "1"), "--netuid 1 is not this subnet"),
         (("--network", ""), "--network is empty, so the miner would join the public network"),
         (("--neuron.use_dct",), "--neuron.use_dct changes the meaning"),
-        (("--neuron.part_size_bytes", "1048576"), "is not how the public network cuts tensors"),
         (
             (
                 "--neuron.local_batch_size_train",
@@ -45,8 +44,6 @@ def test_the_defaults_have_no_problem() -> None:
         (("--axon.external_ip", "fe80::1"), "--axon.external_ip fe80::1 cannot be reached"),
         (("--dht.ip", "10.0.0.4"), "--dht.ip 10.0.0.4 cannot be reached"),
         (("--data.source", "fineweb"), "--data.source fineweb is unknown"),
-        (("--neuron.round_reload_timeout", "60"), "is not shorter than --neuron.round_reload"),
-        (("--neuron.allreduce_timeout", "14m"), "is not shorter than --neuron.round_timeout"),
     ],
 )
 def test_each_mistake_is_one_line(argv: tuple[str, ...], text: str) -> None:
@@ -54,6 +51,21 @@ def test_each_mistake_is_one_line(argv: tuple[str, ...], text: str) -> None:
     assert text in line and "\n" not in line
     with pytest.raises(ConfigError, match="so "):
         load_config("miner", argv, environ=KEYS, dotenv=None)
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ({"reload_timeout": "60s"}, "(840s) is not shorter than round.reload_timeout (60s)"),
+        ({"allreduce_timeout": "14m"}, "round.allreduce_timeout (840s) is not shorter than round."),
+    ],
+)
+def test_waits_of_a_networks_file_end_before_those_around_them(
+    rules: dict[str, str], text: str
+) -> None:
+    made = config_of(rules={f"round.{key}": value for key, value in rules.items()})
+    line = problems(made)[0]
+    assert text in line and "ask its founder" in line and "\n" not in line
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,10 @@ from distributed_training.config import (
 )
 from distributed_training.config.loader import parser_of
 from distributed_training.config.model import CARDS, PRESETS
-from distributed_training.config.removed import FIXED, MOVED, NO_EFFECT, REMOVED
+from distributed_training.config.removed import FIXED, MOVED, NO_EFFECT, REMOVED, RULES
 from distributed_training.config.schema import schema
 from distributed_training.config.settings import SwarmSettings
+from distributed_training.config.types import show
 from distributed_training.health.machine import check_configuration
 from distributed_training.training.memory_plan import named_config
 from tests.tools import r2_keys
@@ -80,11 +81,22 @@ def test_every_flag_of_the_protocol_page_is_known() -> None:
     assert set(unknown) <= REMOVED
 
 
+def test_the_commands_of_the_public_guides_start() -> None:
+    """Those of its operators' documents, word by word."""
+    rules = ("--netuid", "38", "--neuron.local_batch_size_train_effective", "256")
+    own = ("--nproc_per_node", "4", "--neuron.local_batch_size_train", "2")
+    config = load(*rules, *own, "--neuron.upload_steps", "5", "--neuron.use_dct=false")
+    assert config.store.upload_steps == 5 and not config.warnings
+    assert config.training.local_batch_size_train_effective == 256
+
+
 def test_every_preset_can_be_asked_for() -> None:
     assert set(schema("miner").settings["preset"].choices) == set(PRESETS)
     for preset in PRESETS:
         config = load("--preset", preset)
         assert config.preset == preset and config.is_public == (preset != "local")
+        names = {*schema("validator").settings, *schema("validator").fields}
+        assert PRESETS[preset].keys() <= names
 
 
 @pytest.mark.parametrize("card", CARDS)
@@ -259,15 +271,19 @@ def test_a_start_prints_what_was_given_and_keeps_all(tmp_path: Path) -> None:
     assert not any("--neuron.momentum_decay" in x for x in lines), "found by grep -i error"
     everything = all_settings(config).splitlines()
     named = {x.split()[0] for x in everything if x.startswith("  ")}
-    assert named == {s.env if s.secret else f"--{s.name}" for s in schema("miner")}
+    flags = {s.env if s.secret else f"--{s.name}" for s in schema("miner").flags}
+    assert named == flags | {s.name for s in schema("miner") if s.is_rule}
     assert all(len(x.split()) > 1 for x in everything if x.startswith("  ")), "- for empty ones"
     assert "a" * 64 not in all_settings(config) and "********" in all_settings(config)
 
 
 def test_removed_flags_of_any_spelling_are_one_line(tmp_path: Path) -> None:
     toml = tmp_path / "miner.toml"
-    for name in sorted({*NO_EFFECT, *FIXED} - {"neuron.influxdb_token"}):
-        value = FIXED.get(name, "7")
+    rules = {name: schema("validator").settings[key].default for name, key in RULES.items()}
+    values = {name: show(value) for name, value in rules.items()} | FIXED
+    for name in sorted({*NO_EFFECT, *values} - {"neuron.influxdb_token"}):
+        value = values.get(name, "7")
+        value = "none" if value == "-" else value  # of one that the public network does not have
         toml.write_text(f'"{name}" = "{value}"\n')
         dashes = f"--{name.replace('_', '-')}"
         for spelling in ((f"--{name}={value}",), (dashes, value), ("--config", str(toml))):

@@ -131,13 +131,13 @@ def test_what_it_needs_is_said_and_no_code_of_its_own_is_run(
     monkeypatch.setattr("builtins.input", asked)
     folder = a_folder(tmp_path / "it", **config)
     (folder / "tok.py").write_text("raise SystemExit('it was run')")
-    settings = config_of("--neuron.global_tokenizer_name", str(folder))
+    settings = config_of(rules={"tokenizer.name": str(folder)})
     if not words:
         fetch_tokenizer(settings, tmp_path)
         return
     with pytest.raises(ConfigError, match=words) as refusal:
         fetch_tokenizer(settings, tmp_path)
-    assert "--neuron.global_tokenizer_name" in str(refusal.value)
+    assert "tokenizer.name" in str(refusal.value)
 
 
 def test_a_row_at_which_the_tokenizer_fails_costs_itself(tmp_path: Path) -> None:

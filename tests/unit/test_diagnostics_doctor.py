@@ -49,6 +49,7 @@ from distributed_training.telemetry import Registry
 from distributed_training.training.memory_plan import named_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.miner_parts import config_of
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -463,13 +464,8 @@ def test_a_store_that_tells_no_time_is_no_fault_of_the_clock(
 
 
 def test_the_doctor_says_what_goes_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = [
-        "--r2.endpoint_url",
-        "http://10.0.0.5:9000",
-        "--chain.registry_url",
-        "http://r.example",
-    ]
-    config = load_config("miner", [*flags, "--preset", "local"], check=False)
+    rules = {"store.endpoint": "http://10.0.0.5:9000", "chain.url": "http://r.example"}
+    config = config_of("--preset", "local", rules=rules)
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
@@ -486,12 +482,15 @@ def test_the_doctor_says_what_goes_through_a_proxy(monkeypatch: pytest.MonkeyPat
     assert "secret" not in check.finding
 
 
-def speed(monkeypatch: pytest.MonkeyPatch, step: float, *flags: str) -> dict[str, Check]:
+def speed(
+    monkeypatch: pytest.MonkeyPatch, step: float, *flags: str, **rules: Any
+) -> dict[str, Check]:
     """Judge inner steps of ``step`` seconds."""
     measured = {"micro_batch_seconds": step / 64, "micro_batches": 64}
     monkeypatch.setattr(doctor, "measure", lambda *_, **__: measured)
     words = ["--diagnostics.slow_step", "90", *flags]
-    asked = Examination(load_config("miner", words, environ={}, dotenv=None, check=False), 1)
+    network = {f"round.{key}": value for key, value in rules.items()}
+    asked = Examination(config_of(*words, rules=network), 1)
     checks = doctor.check_step_time(asked, words, show=lambda line: None)
     return {check.name: check for check in checks}
 
@@ -519,18 +518,17 @@ def test_the_first_upload_has_the_time_that_the_guide_gives_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     uploads = ("--neuron.upload_steps", str(steps))
-    uploads += ("--neuron.minimum_valid_inner_step", str(least))
-    found = speed(monkeypatch, step, *uploads)
+    found = speed(monkeypatch, step, *uploads, minimum_valid_inner_step=least)
     assert tuple(status([*found.values()]).values()) == verdicts
     assert first in found["first upload"].finding
 
 
 def test_uploads_are_judged_by_the_rules_of_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit, verdict in (("80m", "ok"), ("30m", "warn"), ("20m", "fail")):
-        found = speed(monkeypatch, 25.6, "--neuron.repo_age_limit", limit)
+        found = speed(monkeypatch, 25.6, upload_age_limit=limit)
         assert found["upload age"].status == verdict
     for blocks, verdict in ((400, "ok"), (200, "fail")):  # of 12 seconds, half of them
-        rounds = ("--validator.blocks_per_allreduce_later", str(blocks))
-        found = speed(monkeypatch, 30.0, *rounds, "--neuron.blocks_per_allreduce", str(blocks))
+        rounds = {"blocks_per_allreduce_later": blocks, "blocks_per_allreduce": blocks}
+        found = speed(monkeypatch, 30.0, **rounds)
         assert found["first upload"].status == verdict
     assert "within 20 min" in found["first upload"].finding

@@ -29,9 +29,9 @@ from distributed_training.network import (
     digest_of,
     keep,
     signed,
+    to_toml,
     tree_of,
 )
-from distributed_training.network_command import to_toml
 from distributed_training.protocol.keys import averager_prefix
 from distributed_training.protocol.types import ExitStatus
 from tests.tools.chain_raw import trickle
@@ -82,7 +82,7 @@ def test_the_documents_example_is_a_network(tmp_path: Path, kind: str) -> None:
     assert config.miner.master_ss58_address == ALICE.ss58_address
     assert config.store.global_model_name == "example-model" and config.store.run == 5
     assert config.swarm.min_group_size == 3
-    assert config.sources["neuron.sequence_length"] == (
+    assert config.sources["training.sequence_length"] == (
         f"training.sequence_length in {tmp_path / 'network.toml'}"
     )
     shown = "\n".join(describe(config))
@@ -262,6 +262,11 @@ def test_a_bad_file_ends_a_program_with_status_2_and_nothing_is_written(
         ),
         (("--neuron.run_id", "v1_2_7_r5"), ("--neuron.run_id v1_2_7_r5", "run_id in")),
         (("--netuid", "38"), ("--netuid 38", "chain.netuid in")),
+        (("--neuron.use_dct",), ("--neuron.use_dct on", "compression.dct in", "(off)")),
+        (
+            ("--neuron.local_batch_size_train_effective", "64"),
+            ("_effective 64", "training.effective_batch in"),
+        ),
     ],
 )
 def test_a_flag_that_only_a_network_may_set(tmp_path: Path, flags, words) -> None:
@@ -279,14 +284,28 @@ def test_the_same_value_and_what_is_an_operators_own_are_taken(tmp_path: Path) -
 def test_the_built_in_network_is_the_default(tmp_path: Path) -> None:
     """Unsigned, since it ships with the program; a copy of it too, but no other file."""
     alone = load_config("validator", [], environ=KEYS, dotenv=None)
-    assert (ROOT / "networks" / "dstrbtd-sn38.toml").samefile(BUILT_IN)
-    text = BUILT_IN.read_text()
+    assert (ROOT / "networks" / "dstrbtd-sn38.toml").samefile(BUILT_IN["sn38"])
+    text = BUILT_IN["sn38"].read_text()
     named = load(text, tmp_path, kind="validator")
     own = {"network", "neuron.run_folder"}
     differ = {name for name, value in alone.values.items() if value != named.values[name]}
     assert differ == own and named.swarm.run_id == "v1_2_7_r5"
     assert averager_prefix(named.swarm.run_id) == "v1_2_7_r5_grad_averager"
     assert "it names a run_id" in refused(text.replace("1024", "1025"), tmp_path)
+    sn38 = load_config("validator", ["--network", "sn38"], environ=KEYS, dotenv=None)
+    assert sn38.values == alone.values | {"network": "sn38"}
+
+
+@pytest.mark.parametrize("network", ["", "sn38", "local"])
+def test_an_operator_may_train_on_another_batch_in_a_network_of_the_program(network: str) -> None:
+    argv = ("--neuron.local_batch_size_train_effective", "64")
+    argv += ("--network", network) if network else ()
+    assert (
+        load_config(
+            "miner", argv, environ=KEYS, dotenv=None
+        ).training.local_batch_size_train_effective
+        == 64
+    )
 
 
 def by(answer: Callable[[httpx.Request], httpx.Response]) -> Callable[[], httpx.AsyncClient]:

@@ -17,7 +17,7 @@ from distributed_training.chain.base import ChainError, ChainState, Neuron
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.files import read_json_object
 from distributed_training.common.ports import free_ports
-from distributed_training.config import ConfigError, load_config
+from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.config.settings import ChainSettings, MinerSettings
 from distributed_training.node import identity as node_chain
 from distributed_training.node.start import NetworkFailure, NotRegistered
@@ -26,6 +26,7 @@ from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_world import MINER, PEER, VALIDATOR
 from tests.tools.miner_parts import config_of
+from tests.tools.network import network_file
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(30)
@@ -135,9 +136,7 @@ class Kept:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.path = folder / node_chain.STATE_FILE
         url = f"http://127.0.0.1:{free_ports(1)[0]}"
-        argv = ["--chain.registry_url", url, "--neuron.master_ss58_address", VALIDATOR.ss58]
-        argv += ["--chain.start_timeout", "0.3"]
-        self.config = config_of(*argv)
+        self.config = self.at(url)
         self.folder = folder
         self.state = ChainState(
             chain=node_chain.chain_name(self.config.chain),
@@ -147,6 +146,10 @@ class Kept:
             commitments={VALIDATOR.ss58: "keys"},
         )
         monkeypatch.setattr(node_chain, "load_wallet", lambda _: MINER)
+
+    def at(self, url: str) -> Config:
+        rules = {"chain.url": url}
+        return config_of("--chain.start_timeout", "0.3", rules=rules, signer=VALIDATOR.hotkey)
 
     @contextmanager
     def join(self) -> Iterator[node_chain.Member]:
@@ -194,9 +197,7 @@ def test_an_endpoint_that_answers_replaces_what_was_kept(kept: Kept) -> None:
     server = RegistryServer()
     server.start()
     server.stop()
-    argv = ["--chain.registry_url", server.url, "--chain.start_timeout", "0.3"]
-    argv += ["--neuron.master_ss58_address", VALIDATOR.ss58]
-    kept.config = config_of(*argv)
+    kept.config = kept.at(server.url)
     replace(kept.state, chain=node_chain.chain_name(kept.config.chain)).save(kept.path)
     with kept.join() as member:
         assert member.chain.uid(MINER.ss58) == 3
@@ -244,13 +245,11 @@ def test_an_invitation_gives_a_uid_at_the_start(
     with RegistryServer(tmp_path, admission="invited") as server:
         assert server.registry is not None
         server.registry.invite(hash_of("token"), 1, time.time() + 60)
-        argv = ["--chain.local_url", server.url, "--neuron.master_ss58_address", VALIDATOR.ss58]
+        rules = {"chain.url": server.url}
+        argv = ["--network", network_file(tmp_path / "net", rules, signer=VALIDATOR.hotkey)]
         for secret in ("wrong", "token"):
             environ = {"DT_INVITATION": secret}
             config = load_config("miner", argv, environ=environ, dotenv=None, check=False)
-            assert config.warnings == (
-                "--chain.local_url is an older name of --chain.registry_url",
-            )
             with ExitStack() as stack:
                 if secret == "token":
                     assert node_chain.join_subnet(config, stack).uid == 1

@@ -24,6 +24,7 @@ from distributed_training.training.model import parameter_schema
 from distributed_training.validator.global_state import initial_weights, small_llama
 from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_world import VALIDATOR
+from tests.tools.network import network_file
 
 pytestmark = pytest.mark.timeout(120)
 CONFIG = load_config("validator", ["--preset", "local"], environ={}, dotenv=None, check=False)
@@ -116,10 +117,9 @@ class TestReadKey:
         monkeypatch.setattr(export, "_PATIENCE", timedelta(seconds=0.5))
         monkeypatch.setattr(identity, "SOON", timedelta(seconds=0.5))
         server = RegistryServer(tmp_path / "registry").start()
-        flags = ["--preset", "local", "--chain.registry_url", server.url]
-        flags += ["--neuron.master_ss58_address", VALIDATOR.ss58]
-        flags += ["--neuron.run_folder", str(tmp_path / "runs" / "mine")]
-        flags += ["--r2.endpoint_url", "http://127.0.0.1:9"]
+        rules = {"chain.url": server.url, "store.endpoint": "http://127.0.0.1:9"}
+        flags = ["--network", network_file(tmp_path, rules, signer=VALIDATOR.hotkey)]
+        flags += ["--preset", "local", "--neuron.run_folder", str(tmp_path / "runs" / "mine")]
         yield server, flags
         server.stop()
 

@@ -120,7 +120,7 @@ def test_loss_and_gradient_are_those_of_plain_torch() -> None:
 
 
 def test_a_large_gradient_is_clipped_as_torch_clips_it() -> None:
-    made = trainer()  # --neuron.gradient_clip 1
+    made = trainer()  # training.gradient_clip 1
     made.sharded.shards[-1].local.mul_(30)  # of the head: a loss that is far off
     made.drop_step()
     plain, ids = plain_model(made), sequences(0)
@@ -295,7 +295,7 @@ def test_the_end_of_the_schedule_is_warned_of_once_and_steps_go_on(
     assert not caplog.records
     reports += train(made, 8, 14)
     (line,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert "Inner step 9 of --neuron.total_steps 10" in line and "at 10 % of its peak" in line
+    assert "Inner step 9 of training.total_steps 10" in line and "at 10 % of its peak" in line
     shares = [r.learning_rate_share for r in reports]
     assert shares[2] == 1.0 and shares[8:] == [0.1] * 6
     assert all(r.learning_rate == pytest.approx(2e-4) for r in reports[8:])

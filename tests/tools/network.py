@@ -1,0 +1,33 @@
+"""A network's file for a test: one that comes with the program, with other values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from bittensor_core import Keypair
+
+from distributed_training.network import built_in_rules, signed, to_toml
+
+ALICE = Keypair.create_from_uri("//Alice")
+
+
+def network_file(
+    folder: Path, rules: Mapping[str, Any], *, base: str = "local", signer: Any = ALICE
+) -> str:
+    """Write ``network.toml`` into ``folder``; return its path.
+
+    ``rules``: key (``training.sequence_length``) -> value. ``signer`` is the master.
+    """
+    tables = built_in_rules(base)
+    tables.pop("run_id")
+    if "chain.url" in rules:
+        tables["chain"] = {"kind": "registry"}
+    for key, value in {"chain.master_hotkey": signer.ss58_address, **rules}.items():
+        table, _, name = key.rpartition(".")
+        (tables[table] if table else tables)[name] = value
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "network.toml"
+    path.write_text(signed(to_toml(tables), signer, beside=str))
+    return str(path)
