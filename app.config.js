@@ -3,7 +3,8 @@
 //   pm2 start app.config.js                    the miner
 //   DT_APP=validator pm2 start app.config.js   a founded network's validator, or DT_APP=registry
 //   DT_NAME=two pm2 start app.config.js        a second miner here; its .env and override are in two/
-//   DT_PRESET=local pm2 start app.config.js    a miner of a subnet on this machine (see `make run`)
+//   DT_PRESET=local pm2 start app.config.js    a miner of a subnet on this machine (see `make run`), whose
+//                                              flags are in DT_FLAGS and keys in the environment
 //   pm2 logs distributed_training_miner
 //   pm2 stop distributed_training_miner        finishes the micro-batch, checkpoints, exits 0
 //
@@ -25,12 +26,6 @@ const flags = [
   // ["--nproc_per_node", "4"],                   default: one rank per visible GPU
   // ["--axon.external_port", "48091"],           where the outside ports are others than 8091 and 8009
   // ["--dht.external_port", "48009"],
-];
-
-// Flags of a miner on a local subnet. Addresses and wallet come in DT_FLAGS, keys in the environment.
-const localFlags = [
-  ["--preset", "local"],
-  ["--neuron.stop_timeout", "30"],
 ];
 
 // ------------------------------------------------------------------------------------------------
@@ -60,7 +55,7 @@ function rows(file) {
   throw new Error(`${file} exports no rows: module.exports = [["--wallet.name", "mine"]];`);
 }
 const local = process.env.DT_PRESET === "local";
-const ours = { miner: local ? localFlags : flags, validator: [], registry: [["serve"]] };
+const ours = { miner: local ? [] : flags, validator: [], registry: [["serve"]] };
 const args = [
   ...ours[app],
   ...(local ? [] : rows(override)),

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import errno
 import io
 import os
 import re
@@ -364,8 +363,6 @@ def _flatten(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
 def _read_text(path: Path, name: str) -> str:
     """Read a small UTF-8 file. Raises ConfigError, which calls it ``name``."""
     try:
-        if path.is_fifo():  # without a writer it would be waited for, for ever
-            raise OSError(errno.ESPIPE, "it is a pipe")
         with path.open("rb") as file:
             data = file.read(_LARGEST_FILE + 1)
     except OSError as error:
@@ -379,19 +376,14 @@ def _read_text(path: Path, name: str) -> str:
             "was started: correct the path"
         )
     try:
+        if b"\0" in data:  # UTF-16
+            raise ValueError
         # Some editors begin a file with a byte order mark: it would be part of the first name.
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
+        return data.decode("utf-8-sig")
+    except ValueError:
         raise ConfigError(
-            f"{name} is not UTF-8 text (byte {error.start + 1}), so nothing was started: save it "
-            "as UTF-8"
+            f"{name} is not UTF-8 text, so nothing was started: save it as UTF-8"
         ) from None
-    if "\0" in text:
-        raise ConfigError(
-            f"{name} holds zero bytes, as UTF-16 text does, so nothing was started: save it as "
-            "UTF-8"
-        )
-    return text
 
 
 def load_config(

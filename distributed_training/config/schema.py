@@ -174,30 +174,17 @@ class Schema:
         """
         setting = self._spellings.get(canonical(name))
         if setting is None:
-            nearest = self._nearest(canonical(name))
-            hint = f"did you mean --{nearest}?" if nearest else "see --help"
+            # Of a name without its section too: --upload_steps.
+            names = {spelling.rpartition(".")[2]: s for spelling, s in self._spellings.items()}
+            names |= self._spellings
+            close = difflib.get_close_matches(canonical(name), names, n=1, cutoff=0.8)
+            hint = f"did you mean --{names[close[0]].name}?" if close else "see --help"
             raise ConfigError(f"--{name} is not a known flag, so nothing was started: {hint}")
         return setting
 
     def get(self, name: str) -> Setting | None:
         """Return the setting of a flag; None if unknown."""
         return self._spellings.get(canonical(name))
-
-    def _nearest(self, name: str) -> str | None:
-        """Return the flag that a slip of the finger made into ``name``, if one is that near."""
-        section = [spelling for spelling in self._spellings if spelling.startswith(f"{name}.")]
-        if section:
-            return self._spellings[section[0]].name
-        tails = {spelling.rpartition(".")[2]: s for spelling, s in self._spellings.items()}
-        last = name.rpartition(".")[2]
-        longer = [tail for tail in tails if len(last) > 3 and tail.startswith(last)]
-        if last in tails or longer:
-            return tails[last if last in tails else longer[0]].name
-        close = difflib.get_close_matches(name, self._spellings, n=1, cutoff=0.8)
-        if close:
-            return self._spellings[close[0]].name
-        close = difflib.get_close_matches(last, tails, n=1, cutoff=0.75)
-        return tails[close[0]].name if close else None
 
     def __iter__(self) -> Iterator[Setting]:
         """Yield flags and rules grouped, in the order of the help."""

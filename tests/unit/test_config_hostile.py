@@ -241,9 +241,3 @@ def test_a_folder_that_cannot_be_written_is_named(flag: str, folder: str, tmp_pa
     with pytest.raises(ConfigError, match=f"--{flag} {folder} cannot be written") as refusal:
         make_run_folder(config)
     assert "\n" not in str(refusal.value)
-
-
-def test_a_pipe_is_no_configuration_and_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(ConfigError, match="it is a pipe"):
-        load_config("miner", ["--config", str(tmp_path / "pipe")], environ=KEYS, dotenv=None)

@@ -1,0 +1,96 @@
+"""Start scripts and files of before: taken, or refused in one line, and nothing is written."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from distributed_training.config import Config, ConfigError, load_config, removed
+from distributed_training.config.loader import parser_of
+from distributed_training.config.removed import FIXED, MOVED, NO_EFFECT, REMOVED, RULES
+from distributed_training.config.schema import schema
+from distributed_training.config.types import show
+
+pytestmark = pytest.mark.timeout(60)
+
+OF_0_2 = Path(__file__).parents[1] / "vectors" / "flags-0.2.0.toml"
+FLAGS: dict[str, list[str]] = tomllib.loads(OF_0_2.read_text(encoding="utf-8"))
+
+
+def load(*argv: str) -> Config:
+    return load_config("validator", argv, environ={}, dotenv=None, check=False)
+
+
+def refused(*argv: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(*argv)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_file_of_version_0_2_0_with_every_default_is_taken_over(tmp_path: Path) -> None:
+    file = tmp_path / "miner.toml"
+    file.write_text("".join(f'"{n}" = "{text}"\n' for n, (text, _) in FLAGS.items() if text))
+    config = load("--config", str(file))
+    (line,) = config.warnings
+    for name, (text, _) in FLAGS.items():
+        gone = bool(text) and schema("validator").get(name) is None
+        assert (f" {name} in {file}" in line) is gone
+    assert list(tmp_path.iterdir()) == [file]
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_another_value_is_taken_over_or_refused_by_name_and_place(
+    name: str, tmp_path: Path
+) -> None:
+    file, value = tmp_path / "miner.toml", FLAGS[name][1]
+    file.write_text(f'"{name}" = "{value}"\n')
+    known = schema("validator").get(name)
+    if known is not None and name not in ("config", "network"):
+        assert load("--config", str(file)).sources[known.name] == f"{name} in {file}"
+    elif name in NO_EFFECT:
+        assert name in load("--config", str(file)).warnings[0]
+    elif known is None:
+        place = RULES.get(name) or MOVED.get(name) or FIXED[name]
+        line = refused("--config", str(file))
+        assert line.startswith(f"{name} in {file}") and place in line
+        assert "nothing was started" in line
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_removed_flags_of_any_spelling_are_one_line(tmp_path: Path) -> None:
+    toml = tmp_path / "miner.toml"
+    rules = {name: schema("validator").settings[key].default for name, key in RULES.items()}
+    values = {name: show(value) for name, value in rules.items()} | FIXED
+    for name in sorted({*NO_EFFECT, *values} - {"neuron.influxdb_token"}):
+        value = values.get(name, "7")
+        value = "none" if value == "-" else value  # of one that the public network does not have
+        toml.write_text(f'"{name}" = "{value}"\n')
+        dashes = f"--{name.replace('_', '-')}"
+        for spelling in ((f"--{name}={value}",), (dashes, value), ("--config", str(toml))):
+            (line,) = load(*spelling).warnings
+            assert name in line and line.startswith("no settings any more")
+        if name in FIXED:
+            assert f"it is always {value} now" in refused(f"--{name}", "another")
+    assert load("--no_prompt", "--strict").warnings[0].endswith(": --no_prompt, --strict")
+    for name in MOVED:
+        assert MOVED[name] in refused(f"--{name}", "1")
+    assert not [n for n in REMOVED if f"--{n} " in parser_of(schema("miner")).format_help()]
+    assert not [name for name in REMOVED if schema("validator").get(name)]
+
+
+@pytest.mark.parametrize(
+    ("text", "fixed", "same"),
+    [
+        ("1m", "60s", True), ("2.50", "2.5", True),
+        ("off", "false", True), ("legacy,btauth", "btauth legacy", True), ("61", "60s", False),
+        ("btauth", "btauth legacy", False), ("yes", "false", False), ("", "60s", False),
+    ],
+)  # fmt: skip
+def test_a_removed_flag_may_have_the_value_that_holds(
+    text: str, fixed: str, same: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(removed.FIXED, "neuron.shard_across_nodes", fixed)
+    assert (removed.why_refused("neuron.shard_across_nodes", text) is None) is same
