@@ -199,8 +199,7 @@ def score(config: Config, options: argparse.Namespace) -> int:
                     bucket = sources.global_bucket()
                 except StoreError as error:
                     raise NotJudgeable(
-                        f"the global bucket cannot be found ({error}): check "
-                        "--neuron.master_ss58_address"
+                        f"the global bucket cannot be found ({error}): check chain.master_hotkey"
                     ) from None
                 miners = None if options.subnet else config.run_folder.parent
                 judged = read_judged(bucket, folder / "global", config, block=block, miners=miners)

@@ -614,7 +614,7 @@ class Sender:
             if self._uplink.clock() > until:
                 raise DeadlineError(
                     f"{record.key}: part {number} of {len(cut.numbers)} was not sent in the time "
-                    "an upload has (--neuron.repo_age_limit), so it is given up: the next snapshot "
+                    "an upload has (round.upload_age_limit), so it is given up: the next snapshot "
                     "is younger"
                 )
             body = cut.section(number)
