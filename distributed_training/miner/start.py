@@ -326,7 +326,7 @@ def on_this_node(config: Config, folder: Path, ranks: Ranks, info: StartupInfo) 
         path, eos_id = fetch_tokenizer(config, folder)
         if eos_id != info.eos_id:
             raise ConfigError(
-                "--neuron.global_tokenizer_name is another tokenizer here than on node 0 (its end "
+                "tokenizer.name is another tokenizer here than on node 0 (its end "
                 f"of text is token {eos_id}, there {info.eos_id}), so this node would train on "
                 f"other tokens: remove {path}, and start again"
             )

@@ -242,7 +242,7 @@ def test_text_that_cannot_be_had_is_nobodys_fault(world: World) -> None:
     for uid in (3, 17):
         row = rows_of(found)[uid]
         assert row.cause is Cause.NO_DATA and row.judgement is None
-    assert "and the model has 64 words" in row.reason and "tokenizer_name" in row.reason
+    assert "and the model has 64 words" in row.reason and "tokenizer.name" in row.reason
 
 
 # --- what is judged -------------------------------------------------------------------------------
