@@ -20,7 +20,6 @@ eagerly it takes a dozen.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import reprlib
 from collections.abc import Callable, Iterator, Mapping
@@ -164,9 +163,8 @@ def build_meta_model(
             f"({', '.join(scaled) or 'bias or no head'}), which the chunked loss needs, so it "
             "cannot be trained here: use a Llama-like model"
         )
-    own = attention in (NAME, CAUSAL)
     longest = sequence_length or getattr(config, "max_position_embeddings", None)
-    refuse_attention(model, longest if own else None)
+    refuse_attention(model, longest if attention == CAUSAL else None)
     return model
 
 
@@ -210,49 +208,7 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
 
 # --- attention -----------------------------------------------------------------------------------
 
-NAME = "short_causal_cpu"
-CAUSAL = "sdpa_causal"
-LONGEST = 512  # tokens; the matrix of scores of more no longer fits the cache
-
-
-@functools.lru_cache(maxsize=4)
-def _mask(length: int, dtype: torch.dtype) -> Tensor:
-    return torch.full((length, length), float("-inf"), dtype=dtype).triu_(1)
-
-
-def short_causal(
-    module: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """Compute attention as transformers calls it, with plain products.
-
-    Takes (batch, heads, tokens, width), returns (batch, tokens, heads, width of the values).
-    Causal, no padding (sequences are packed), no dropout. Raises UnfitModelError for an option that
-    would be another computation.
-    """
-    batch, heads, length, width = query.shape
-    if attention_mask is not None or dropout:
-        raise ValueError("this attention takes packed sequences without dropout only")
-    _refuse_options(options, length)
-    groups = heads // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    scale = 1.0 / math.sqrt(width) if scaling is None else scaling
-    # Mask, scale and product in one pass over the scores: each further one costs as much.
-    scores = torch.baddbmm(
-        _mask(length, query.dtype),
-        query.reshape(-1, length, width),
-        key.reshape(-1, length, width).transpose(1, 2),
-        alpha=scale,
-    )
-    mixed = torch.softmax(scores, -1) @ value.reshape(-1, length, value.shape[-1])
-    return mixed.view(batch, heads, length, -1).transpose(1, 2), None
+CAUSAL = "sdpa_causal"  # as transformers is told it
 
 
 def sdpa_causal(
@@ -324,32 +280,21 @@ def refuse_attention(model: nn.Module, sequence_length: int | None = None) -> No
             )
 
 
-def attention_implementation(device: torch.device, sequence_length: int, dropout: float) -> str:
-    """Choose the attention, by the name that transformers knows."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+def causal_attention() -> str:
+    """Register :func:`sdpa_causal` with transformers; return the name that it knows it by."""
+    from transformers import AttentionInterface
 
-    if device.type != "cpu":
-        # For its own "sdpa" transformers looks at each forward whether sequences are packed, by
-        # reading a value back: that waits for everything queued before it, at every micro-batch.
-        # For a name it has no mask for, it makes none, and SDPA without a mask is causal.
-        AttentionInterface.register(CAUSAL, sdpa_causal)
-        return CAUSAL
-    if sequence_length > LONGEST or dropout:
-        return "sdpa"
-    AttentionInterface.register(NAME, short_causal)
-    AttentionMaskInterface.register(NAME, _no_mask)
-    return NAME
-
-
-def _no_mask(*_: Any, **__: Any) -> None:
-    return None
+    # For its own "sdpa" transformers looks at each forward whether sequences are packed, by
+    # reading a value back: that waits for everything queued before it, at every micro-batch.
+    # For a name it has no mask for, it makes none, and SDPA without a mask is causal.
+    AttentionInterface.register(CAUSAL, sdpa_causal)
+    return CAUSAL
 
 
 def attention_line(config: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Word which of PyTorch's SDPA kernels runs, and the reason if it is a slow one."""
+    """Describe which of PyTorch's SDPA kernels runs, and the reason if it is a slow one."""
     if device.type != "cuda":
-        short = config._attn_implementation == NAME
-        return f"Attention: {'plain products (short sequences)' if short else 'SDPA'} on the CPU"
+        return "Attention: SDPA on the CPU"
     name = sdpa_kernel_name(config, device, dtype)
     if name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
         return f"Attention: SDPA, {name.partition('_')[0].lower()} kernel"

@@ -39,10 +39,10 @@ from .memory_plan import MemoryPlan, check_sequence_length, compute_dtype, plan_
 from .model import (
     INITIAL_SPREAD,
     CausalLoss,
-    attention_implementation,
     attention_line,
     blocks_of,
     build_meta_model,
+    causal_attention,
     schema_of,
     tied_names,
 )
@@ -148,9 +148,9 @@ def build_sharded_model(
         memory = torch.cuda.get_device_properties(device).total_memory
     dtype, line = compute_dtype(settings.precision, device)
     say(line)
-    dropout = float(model_config.get("attention_dropout") or 0.0)
-    kind = attention_implementation(device, settings.sequence_length, dropout)
-    model = build_meta_model(model_config, attention=kind, sequence_length=settings.sequence_length)
+    model = build_meta_model(
+        model_config, attention=causal_attention(), sequence_length=settings.sequence_length
+    )
     config: Any = model.config
     check_sequence_length(settings.sequence_length, config)
     if device.type == "cuda":

@@ -9,17 +9,14 @@ import torch
 
 from distributed_training.common.memory import ModelShape
 from distributed_training.training.model import (
-    CAUSAL,
-    NAME,
     CausalLoss,
     UnfitModelError,
-    attention_implementation,
     blocks_of,
     build_meta_model,
+    causal_attention,
     hf_config,
     plain_name,
     sdpa_causal,
-    short_causal,
 )
 
 pytestmark = pytest.mark.timeout(60)
@@ -83,16 +80,14 @@ def loss_of(model: torch.nn.Module, ids: torch.Tensor) -> float:
         return float(CausalLoss(model.eval())(ids)) / (ids.shape[0] * (ids.shape[1] - 1))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize(("kind", "changes", "refused"), MODELS)
 def test_a_model_is_what_its_config_says_or_is_refused_by_name(
-    kind: str, changes: dict[str, Any], refused: str, device: str
+    kind: str, changes: dict[str, Any], refused: str
 ) -> None:
     from transformers import AutoModelForCausalLM
 
     config = SMALL | {"model_type": kind} | changes
-    name = attention_implementation(torch.device(device), LENGTH, 0.0)
-    assert name == (NAME if device == "cpu" else CAUSAL)
+    name = causal_attention()
     if refused:
         with pytest.raises(UnfitModelError, match=refused):
             build_meta_model(config, attention=name, sequence_length=LENGTH)
@@ -114,11 +109,10 @@ def test_a_model_is_what_its_config_says_or_is_refused_by_name(
     )
 
 
-@pytest.mark.parametrize("attention", [short_causal, sdpa_causal])
-def test_an_option_that_is_not_known_is_refused(attention: Any) -> None:
+def test_an_option_that_is_not_known_is_refused() -> None:
     """Of models to come: whatever a decoder layer says, and nothing that it leaves as it is."""
     values = torch.randn(1, 4, 8, 16)
-    plain, _ = attention(torch.nn.Identity(), values, values, values, None)
+    plain, _ = sdpa_causal(torch.nn.Identity(), values, values, values, None)
     same = {
         "sliding_window": 8,
         "softcap": None,
@@ -127,10 +121,10 @@ def test_an_option_that_is_not_known_is_refused(attention: Any) -> None:
         "x": None,
     }
     assert torch.equal(
-        attention(torch.nn.Identity(), values, values, values, None, **same)[0], plain
+        sdpa_causal(torch.nn.Identity(), values, values, values, None, **same)[0], plain
     )
     for name in ("softcap", "s_aux", "position_bias", "indices", "anything_new"):
         with pytest.raises(UnfitModelError, match=f"has {name},"):
-            attention(torch.nn.Identity(), values, values, values, None, **{name: 3.0})
+            sdpa_causal(torch.nn.Identity(), values, values, values, None, **{name: 3.0})
     with pytest.raises(UnfitModelError, match="sliding_window"):
-        attention(torch.nn.Identity(), values, values, values, None, sliding_window=7)
+        sdpa_causal(torch.nn.Identity(), values, values, values, None, sliding_window=7)

@@ -58,15 +58,6 @@ class Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainers take the attention of a GPU."""
-    real = sharding.attention_implementation
-    monkeypatch.setattr(
-        sharding, "attention_implementation", lambda device, *rest: real(GPU, *rest)
-    )
-
-
 def reads_of_a_step(**changes: Any) -> list[Counter[str]]:
     """By micro-batch of the second step."""
     made = trainer(**changes)
@@ -80,23 +71,23 @@ def reads_of_a_step(**changes: Any) -> list[Counter[str]]:
 
 
 @pytest.mark.parametrize("changes", [{}, {"wrap": "block"}, {"activation_checkpointing": "full"}])
-def test_no_micro_batch_waits_for_the_device(changes: dict[str, Any], as_on_a_gpu: None) -> None:
+def test_no_micro_batch_waits_for_the_device(changes: dict[str, Any]) -> None:
     *before, last = reads_of_a_step(**changes)
     assert len(before) == 3 and not any(before)
     assert sum(last.values()) <= 1  # loss and norm, read together at the end of the step
 
 
 def test_the_count_sees_what_transformers_own_sdpa_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "attention_implementation", lambda *_: "sdpa")
+    monkeypatch.setattr(sharding, "causal_attention", lambda: "sdpa")
     first, *_ = reads_of_a_step()
     assert first["_local_scalar_dense"] >= 1
 
 
-def test_the_gpus_attention_is_causal_and_gives_the_same_losses(as_on_a_gpu: None) -> None:
+def test_attention_is_causal_and_gives_the_same_losses() -> None:
     ours = [r.loss for r in train(trainer(), 0, 4)]
     assert trainer().sharded.model.config._attn_implementation == "sdpa_causal"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "attention_implementation", lambda *_: "sdpa")
+        patch.setattr(sharding, "causal_attention", lambda: "sdpa")
         theirs = [r.loss for r in train(trainer(), 0, 4)]
     assert ours == pytest.approx(theirs, abs=1e-5)
 
