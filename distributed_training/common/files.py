@@ -120,6 +120,15 @@ def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
+def write_at(handle: int, data: bytes | memoryview, position: int) -> None:
+    """Write all of ``data`` into an open file. Raises OSError."""
+    view = memoryview(data)
+    while view:
+        # Linux writes 2 GiB at once at the most, and of a disk that becomes full takes less.
+        written = os.pwrite(handle, view[: 1 << 30], position)
+        view, position = view[written:], position + written
+
+
 def remove_leftovers(path: Path) -> None:
     """Remove what killed writers of ``path`` left under temporary names; for its only writer."""
     for left in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):

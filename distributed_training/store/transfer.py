@@ -33,6 +33,7 @@ from distributed_training.common.files import (
     is_full,
     read_state,
     sync_folder,
+    write_at,
     write_state,
 )
 
@@ -297,7 +298,7 @@ def _download(
             length = min(RANGE, info.size - start)
             check_room(path.parent, length, what=info.key)  # others write to this disk too
             data = _whole_range(store, info, start, length)
-            _write_at(handle, data, start)
+            write_at(handle, data, start)
             # One at a time: the notes of a slower thread, written later, would forget this range.
             with lock:
                 done.add(start)
@@ -334,14 +335,6 @@ def _whole_range(store: S3ObjectStore, info: ObjectInfo, start: int, length: int
         if len(data) == length:
             return data
     raise IntegrityError(f"{info.key}: the store sent {len(data)} bytes instead of {length}, twice")
-
-
-def _write_at(handle: int, data: bytes, at: int) -> None:
-    view = memoryview(data)
-    # A disk that becomes full may take a part of it only.
-    while view:
-        written = os.pwrite(handle, view, at)
-        view, at = view[written:], at + written
 
 
 def bytes_missing(info: ObjectInfo, path: Path) -> int:

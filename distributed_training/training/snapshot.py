@@ -33,7 +33,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from distributed_training.common.files import atomic_file, sync_folder, write_json
+from distributed_training.common.files import atomic_file, sync_folder, write_at, write_json
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 
@@ -441,22 +441,15 @@ def _write_model_rows(
     try:
         os.ftruncate(handle, layout.size)  # the same size from every rank
         if state.rank == 0:
-            _write_at(handle, memoryview(layout.header), 0)
+            write_at(handle, layout.header, 0)
         for shard, rows in zip(state.shards, state.copies.weights, strict=True):
             check()
             start = layout.offsets[shard.name] + shard.start * math.prod(shard.shape[1:]) * 4
-            _write_at(handle, tensor_bytes(rows), start)
+            write_at(handle, tensor_bytes(rows), start)
         os.fsync(handle)
     finally:
         os.close(handle)
     return layout
-
-
-def _write_at(handle: int, data: memoryview, position: int) -> None:
-    while len(data):
-        # Linux writes 2 GiB at once at the most.
-        written = os.pwrite(handle, data[: 1 << 30], position)
-        data, position = data[written:], position + written
 
 
 def _ready(parts: Path, rank: int) -> Path:
