@@ -13,11 +13,16 @@ the outer step that the round has just ended, then those of the present one:
 An upload counts while its newest listed block is no older than half a round period and its file no
 older than the age limit. Its blocks end where its snapshot was taken, so a late snapshot counts for
 longer. But the upload before it has to count until it is visible, and only one is sent at a time.
-:func:`weigh` finds how many seconds of counting a snapshot now, and waiting, are worth.
+So three snapshots have a fixed place (:meth:`UploadSchedule._is_due`):
 
-``--neuron.upload_steps`` names the regular steps and bounds how often there is an upload, which
-costs time. Within that bound the plan leaves out a regular step whose upload would delay a better
-one. It takes a step between if validators would otherwise find no upload that counts.
+- the last one before a round, at its last inner step: it counts for half a period after the round;
+- the one before, the last whose upload ends before that step: it counts until the other is visible;
+- one that is visible when validators begin to judge this outer step, or when the last one stops
+  counting.
+
+Between them an upload begins at each regular step (``--neuron.upload_steps``) from which it ends
+before the next of these has to begin. ``upload_steps`` bounds how often there is one, which costs
+time.
 """
 
 from __future__ import annotations
@@ -26,21 +31,14 @@ import math
 from dataclasses import dataclass
 from datetime import timedelta
 
-import numpy as np
-from numpy.typing import NDArray
-
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import PublicationReport, StepReport
 
 #: How long before a round or the age limit an upload should end at least, in seconds.
 SLACK = 240.0
-_MOST_MOMENTS = 150  # that are considered
 # Between the last snapshot and the expected call: steps vary, and an earlier call leaves none. Each
 # whole step costs 1 % of the looks that find an upload. The check goes on in the round.
 _SPARE_STEPS = 0.5
-
-Seconds = NDArray[np.float64]
-Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -60,112 +58,9 @@ class Rounds:
         return self.period / 2
 
 
-@dataclass(frozen=True)
-class Pace:
-    """The measured durations of training and uploads, in seconds.
-
-    ``step``: an inner step; ``upload``: from a snapshot until it is visible; ``block_age``: of the
-    newest listed block now, and ``mean_block_age`` at any snapshot.
-    """
-
-    step: float
-    upload: float
-    block_age: float
-    mean_block_age: float
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """The limits of the schedule, in seconds.
-
-    ``age_limit``: of a file; ``margin``: by which sending may take longer;
-    ``spacing``: between two snapshots at least; ``first``: from a round's end to the first inner
-    step that may be uploaded.
-    """
-
-    age_limit: float
-    margin: float
-    spacing: float
-    first: float
-
-
-@dataclass(frozen=True)
-class Worth:
-    """Judged seconds, from now on, in which an upload counts.
-
-    At most so many if a snapshot is taken ``now``, or only ``later``.
-    """
-
-    now: float
-    later: float
-
-
-def weigh(now: float, *, rounds: Rounds, pace: Pace, bounds: Bounds, counts_until: float) -> Worth:
-    """Return how many seconds of counting a snapshot now, and waiting, are worth.
-
-    ``counts_until``: time at which the last upload of this outer step stops counting; any past time
-    if there is none. The next round lies ahead, and a snapshot now is possible: the uplink is free,
-    the step allowed.
-    """
-    horizon = now + 2 * min(rounds.half, bounds.age_limit)
-    if rounds.next_at < math.inf:
-        horizon = rounds.next_at + rounds.pause + 0.75 * rounds.period
-    taken = _moments(now, horizon, rounds, pace, bounds.first)
-    ours = taken < rounds.next_at  # of the present outer step; the others are of the next
-    visible = taken + pace.upload
-    # A round takes the uplink for itself: what is under way then comes so much later.
-    visible[ours & (visible > rounds.next_at)] += rounds.pause
-    until = np.minimum(
-        taken - np.where(taken > now, pace.mean_block_age, pace.block_age) + rounds.half,
-        visible + bounds.age_limit,
-    )
-
-    def judged(start: Seconds, end: Seconds, of_ours: Flags) -> Seconds:
-        """Return how much of [start, end) validators judge uploads of that outer step."""
-        change = rounds.next_at + rounds.half  # from the present outer step to the next
-        began = change - rounds.period if change < math.inf else -math.inf
-        lowest = np.where(of_ours, began, change) - bounds.margin
-        highest = np.where(of_ours, change, horizon)
-        start, end = np.maximum(start, lowest), np.minimum(end, np.minimum(highest, horizon))
-        # No validator looks while it averages.
-        in_round = np.minimum(end, rounds.next_at + rounds.pause) - np.maximum(
-            start, rounds.next_at
-        )
-        return np.maximum(end - start, 0.0) - np.maximum(in_round, 0.0)
-
-    # counts[i, j]: for how long snapshot i does if j is the next one. They lie in different
-    # folders, so one of the next outer step takes nothing from those of this one.
-    replaced = np.where(ours[:, None] == ours, visible, math.inf)
-    counts = judged(visible[:, None], np.minimum(replaced, until[:, None]), ours[:, None])
-    free = np.maximum(visible + bounds.margin, taken + bounds.spacing)  # for the next one
-    counts[taken < free[:, None]] = -math.inf
-    best = judged(visible, until, ours)  # if there is no next one
-    # From the last to the first: the best of every later snapshot is known by then.
-    for i in range(len(taken) - 2, -1, -1):
-        best[i] = max(best[i], float((counts[i, i + 1 :] + best[i + 1 :]).max()))
-    # What is uploaded already counts until the first of them is visible.
-    held = np.minimum(np.where(ours, visible, math.inf), counts_until)
-    worth = judged(np.full(len(taken), now), held, np.full(len(taken), True)) + best
-    return Worth(float(worth[0]), float(worth[1:].max(initial=-math.inf)))
-
-
-def _moments(now: float, horizon: float, rounds: Rounds, pace: Pace, first: float) -> Seconds:
-    """Return ``now`` and later ends of inner steps that suit a snapshot.
-
-    If there are very many, some of them are left out, but not the last one before the round.
-    """
-    stride = pace.step * max(1, math.ceil((horizon - now) / pace.step / _MOST_MOMENTS))
-    later = np.arange(now + pace.step, horizon, stride)
-    latest = rounds.next_at - _SPARE_STEPS * pace.step
-    if now + pace.step <= latest < horizon:
-        later = np.append(later, now + (latest - now) // pace.step * pace.step)
-    again = rounds.next_at + rounds.pause + first  # the first step after it for an upload
-    suits = (later <= latest) | (later >= again)
-    return np.unique(np.append(later[suits], now))
-
-
 _SMOOTHING = 0.3
 _VARIES = 1 / 8  # of an upload's time, before a second one was seen
+_SAFETY = 2.5  # times that variation: so much longer sending may take than it usually does
 _STEPS_OF_A_BLOCK = 2.5  # of training, before the newest listed block's age was told
 _TIMED_LEAST = 3  # steps, before what they take is warned of
 _PAUSE_SHARE = 1 / 24  # of a period that a round takes, before one was seen
@@ -221,7 +116,6 @@ class UploadSchedule:
         self._published_step: int | None = None  # its outer step
         self._block_time: float | None = None  # of its newest listed block, if it was listed here
         self._block_age: float | None = None
-        self._mean_block_age: float | None = None
         self._next_round_at: float | None = None
         self._period: float | None = None
         self._pause: float | None = None  # that a round takes, measured
@@ -273,7 +167,7 @@ class UploadSchedule:
             if regular:
                 said.append(("info", lines.UPLOAD_IN_PROGRESS))
             return Decision(False, tuple(said))
-        due = self._owed or self._wanted(report, minimum, now, regular=regular)
+        due = self._owed or self._is_due(report, now, regular=regular)
         if due:
             place = (report.outer_step, inner)
             made = now - self._age_of_blocks()
@@ -328,8 +222,6 @@ class UploadSchedule:
         self.step_seconds = _mean(self.step_seconds if self._steps > 1 else None, report.seconds)
         self._steps += 1
         self._block_age = block_age
-        if block_age is not None:
-            self._mean_block_age = _mean(self._mean_block_age, block_age)
         self._steps_since += 1
         if self._began is None:
             self._began = now
@@ -369,7 +261,7 @@ class UploadSchedule:
 
     def _margin(self) -> float:
         """Return the time by which sending may take longer than it took so far."""
-        return min(SLACK, 1.5 * self._variation())
+        return min(SLACK, _SAFETY * self._variation())
 
     def _lowered_minimum(self, now: float) -> int:
         """Return the lowest inner step to upload, at least 1: validators refuse step 0."""
@@ -396,32 +288,35 @@ class UploadSchedule:
 
     # --- what follows -----------------------------------------------------------------------------
 
-    def _wanted(self, report: StepReport, minimum: int, now: float, *, regular: bool) -> bool:
+    def _is_due(self, report: StepReport, now: float, *, regular: bool) -> bool:
+        """Return whether a snapshot now is one of those of the module's docstring."""
         if self._last is not None and self._steps_since < self._every:
             return False  # upload_steps bounds the frequency, whatever presses
         if regular and self.upload_seconds is None:
             return True  # how long sending takes is not known yet
         rounds, step = self._rounds(now), max(self.step_seconds or 0.0, 0.01)
-        worth = weigh(
-            now,
-            rounds=rounds,
-            pace=Pace(
-                step,
-                self.upload_seconds or 0.0,
-                self._age_of_blocks(),
-                self._mean_block_age or self._age_of_blocks(),
-            ),
-            bounds=Bounds(
-                age_limit=self.age_limit - SLACK,
-                margin=self._margin(),
-                spacing=self._every * step,
-                first=minimum * step,
-            ),
-            counts_until=self._counts_until(rounds, report.outer_step),
-        )
-        if regular:
-            return worth.now >= worth.later
-        return worth.now > worth.later and self._enough_steps(report.inner_step)
+        usual, margin = self.upload_seconds or 0.0, self._margin()
+        sending = usual + margin
+        apart = max(sending, self._every * step)
+        enough = regular or self._enough_steps(report.inner_step)
+        left = rounds.next_at - _SPARE_STEPS * step - now  # until the last snapshot
+        if left < step:
+            return enough
+        if left < apart + step:  # the one before: a little late is better than not at all
+            return enough and left >= usual + margin / 2
+        if left < 2 * apart:
+            return False  # it would delay that one
+        counts_until = self._counts_until(rounds, report.outer_step)
+        if rounds.next_at < math.inf:
+            counts_until = max(counts_until, rounds.next_at - rounds.half)  # not judged before
+        to_spare = counts_until - sending - now
+        if to_spare < step or (left < 2 * apart + step and counts_until < now + left):
+            return enough
+        if rounds.next_at == math.inf:
+            return regular
+        # It may be the last but two, if it counts until the last but one is visible.
+        long = rounds.half - self._age_of_blocks() > left
+        return regular and to_spare >= apart and (left >= 3 * apart or long)
 
     def _enough_steps(self, inner_step: int) -> bool:
         # After a restart: at least those of this outer step.

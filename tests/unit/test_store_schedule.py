@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import time
 from datetime import timedelta
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bench.freshness import ROWS, World, blind_share, compare
 from distributed_training.protocol.types import PublicationReport, Revision, StepReport
-from distributed_training.store.upload_schedule import Bounds, Pace, Rounds, UploadSchedule, weigh
+from distributed_training.store.upload_schedule import UploadSchedule
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -139,7 +136,7 @@ def test_over_many_rounds_what_is_published_is_never_too_old(
                 finish = (now + upload, outer, inner)
         now = ends + 700.0
     assert oldest > 0
-    if step <= 60:
+    if step * every < 3600:  # more steps than that it is told not to ask for
         assert oldest <= 4800
     if too_old_at:  # 50 steps alone take nearly as long as the limit allows
         assert 0 < warned < too_old_at
@@ -149,9 +146,10 @@ def test_after_a_restart_the_age_of_what_is_published_counts() -> None:
     plan = schedule(60, published_at=0.0)
     plan.upload_seconds = 300.0
     chosen, _ = run(plan, range(62, 200), step=60, upload=300, start=3600.0)
-    # The next multiple would be step 120 at 7140 s; the one here ends before 4800 - 240 s.
+    # The next multiple would be step 120 at 7140 s; the one here ends before 4800 - 240 s, also if
+    # it takes a third longer.
     first = chosen[0]
-    assert 3600 + 60 * (first - 61) + 300 <= 4560 < 3600 + 60 * (first - 60) + 300
+    assert 3600 + 60 * (first - 61) + 400 <= 4560 < 3600 + 60 * (first - 60) + 400
 
 
 @pytest.mark.parametrize(
@@ -233,7 +231,7 @@ def test_the_minimum_is_lowered_where_validators_would_judge_nothing_and_it_is_s
     assert "refuse only inner step 0" in lowered[0]
     blocked = [text for text in said if "UPLOAD BLOCKED" in text]
     assert blocked and all("minimum (50)" not in text for text in blocked), "true words"
-    assert f"inner_step (5) < minimum ({first})" in blocked[0]
+    assert "inner_step (5) < minimum (30)" in blocked[0]
 
 
 def test_the_age_of_a_publication_is_what_the_store_says() -> None:
@@ -281,40 +279,3 @@ def test_what_was_uploaded_counts_for_its_own_outer_step() -> None:
     assert plan.step(report(50), 500.0).snapshot
     plan.published(ended(1, 50, 1000.0, 500.0))
     assert plan.counts(1, 4900.0) and not plan.counts(1, 5100.0) and not plan.counts(2, 4900.0)
-
-
-durations = st.floats(0.0, 1e5)
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    until_round=st.one_of(st.just(math.inf), st.floats(0.01, 1e5)),
-    period=st.floats(1.0, 1e5),
-    pause=durations,
-    step=st.floats(0.01, 1e4),
-    upload=durations,
-    block_age=durations,
-    first=durations,
-    counts_until=st.one_of(st.just(-math.inf), st.floats(-1e5, 1e6)),
-)
-def test_any_miner_gets_an_answer_at_once(
-    until_round: float,
-    period: float,
-    pause: float,
-    step: float,
-    upload: float,
-    block_age: float,
-    first: float,
-    counts_until: float,
-) -> None:
-    began = time.thread_time()  # of the processor: the machine may be busy
-    worth = weigh(
-        0.0,
-        rounds=Rounds(until_round, period, min(pause, period / 4)),
-        pace=Pace(step, upload, block_age, block_age),
-        bounds=Bounds(4560.0, 240.0, 5 * step, first),
-        counts_until=counts_until,
-    )
-    assert time.thread_time() - began < 1.0
-    assert not math.isnan(worth.now) and not math.isnan(worth.later)
-    assert 0.0 <= worth.now < math.inf and worth.later < math.inf
