@@ -404,7 +404,11 @@ class GlobalEpoch:
                 return
             target, self._target = self._target, None
             try:
-                self._look(target)
+                if target is None:
+                    self._compare()
+                else:
+                    self._compare_weights = None  # with an epoch's start that is about to change
+                    self._fetch(target)
             except StoppedError:
                 return  # a clean end: nothing of it is worth a line
             except Exception as error:  # this thread gone, a load would be waited for for ever
@@ -412,20 +416,10 @@ class GlobalEpoch:
                 if target is not None:
                     self._post(ev.GlobalFetchFailed(repr(error), time.monotonic()))
 
-    def _look(self, target: int | None) -> None:
-        if target is not None:
-            self._compare_weights = None  # with an epoch's start that is about to be another
-            self._fetch(target)
-            return
-        self._compare_epochs()
-        compare, self._compare_weights = self._compare_weights, None
-        # Another outer step there is a load, and no weights of ours are in the bucket.
-        if compare is not None and self._seen in (None, compare):
-            self._look_for_drift(compare)
-
-    def _compare_epochs(self) -> None:
+    def _compare(self) -> None:
+        """Compare outer steps and the networks' files; then weights, where that was asked for."""
         try:
-            seen = self._bucket.outer_step()
+            self._seen = self._bucket.outer_step()
         except GlobalUnavailableError as error:
             # One line for an outage, not one for each look.
             if self._unavailable_since is None:
@@ -433,17 +427,43 @@ class GlobalEpoch:
                 silent = isinstance(error, GlobalSilentError)
                 what = "does not answer" if silent else "cannot be read"
                 log.warning("The global bucket %s (%s). Training goes on.", what, error)
+        else:
+            if self._unavailable_since is not None:
+                away = time.monotonic() - self._unavailable_since
+                log.info("The global bucket answers again after %.0f s", away)
+                self._unavailable_since = None
+            self._post(ev.GlobalEpochSeen(self._seen, time.monotonic()))
+            if self._network is not None:
+                self._compare_networks(self._network)
+        outer_step, self._compare_weights = self._compare_weights, None
+        # Another outer step there is a load, and no weights of ours are in the bucket.
+        if outer_step is None or self._seen not in (None, outer_step):
             return
-        if self._unavailable_since is not None:
-            log.info(
-                "The global bucket answers again after %.0f s",
-                time.monotonic() - self._unavailable_since,
+        ours, rows = self._epoch_start()
+        # The loop goes on beside this thread: other weights would look like drift.
+        if not rows or ours != outer_step:
+            return
+        try:
+            found = self._bucket.drift(outer_step, rows)
+        except GlobalUnavailableError as error:
+            # Not once another comparison is asked for.
+            if self._compare_weights is None:
+                self._compare_weights = outer_step  # at the next look
+            if not self._drift_unknown:
+                log.warning("The global weights could not be compared with ours yet: %s", error)
+            self._drift_unknown = True
+            return
+        self._drift_unknown = False
+        if self._epoch_start()[0] != outer_step:  # a round was faster
+            return
+        if found > TOLERANCE or math.isnan(found):
+            log.warning(
+                "Our weights of outer step %d are not the global ones (difference %.1e): the "
+                "global state becomes the epoch-start weights, what was trained since is kept",
+                outer_step,
+                found,
             )
-            self._unavailable_since = None
-        self._seen = seen
-        self._post(ev.GlobalEpochSeen(seen, time.monotonic()))
-        if self._network is not None:
-            self._compare_networks(self._network)
+        self._post(ev.WeightsCompared(outer_step, found <= TOLERANCE))
 
     def _compare_networks(self, ours: Network) -> None:
         try:
@@ -454,34 +474,6 @@ class GlobalEpoch:
         if problem != self._other_version:
             self._other_version = problem
             self._post(ev.NetworkCompared(problem))
-
-    def _look_for_drift(self, outer_step: int) -> None:
-        ours, rows = self._epoch_start()
-        # The loop goes on beside this thread: other weights would look like drift.
-        if not rows or ours != outer_step:
-            return
-        try:
-            found = self._bucket.drift(outer_step, rows)
-        except GlobalUnavailableError as error:
-            # Not once the bucket is at another outer step, or another comparison is asked for.
-            if self._compare_weights is None and self._seen in (None, outer_step):
-                self._compare_weights = outer_step  # at the next look
-            if not self._drift_unknown:
-                log.warning("The global weights could not be compared with ours yet: %s", error)
-            self._drift_unknown = True
-            return
-        self._drift_unknown = False
-        if self._epoch_start()[0] != outer_step:  # a round was faster
-            return
-        same = found <= TOLERANCE
-        if not same:
-            log.warning(
-                "Our weights of outer step %d are not the global ones (difference %.1e): the "
-                "global state becomes the epoch-start weights, what was trained since is kept",
-                outer_step,
-                found,
-            )
-        self._post(ev.WeightsCompared(outer_step, same))
 
     def _fetch(self, outer_step: int) -> None:
         began = time.monotonic()

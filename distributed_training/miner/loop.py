@@ -59,7 +59,7 @@ def state_files(folder: Path | None) -> tuple[Path | None, Path | None]:
 
 
 def not_loaded(error: RankFailedError) -> str:
-    """Word that a rank failed in a load of all ranks: the state may be sound."""
+    """Describe a rank's failure in a load of all ranks: the state may be sound."""
     return f"a rank could not load it: {error}"
 
 
@@ -140,7 +140,9 @@ class MinerLoop:
             case Action.SNAPSHOT:
                 return self._take_snapshot(command)
             case Action.CHECK_GRADIENT:
-                return self._check_gradient()
+                assert self._snapshot is not None
+                delta = self._trainer.check_gradient(self._snapshot)
+                return ev.GradientChecked(delta, time.perf_counter() - began)
             case Action.CHECKPOINT:
                 self._checkpoint(command.local)
             case Action.ROLL_BACK:
@@ -158,7 +160,12 @@ class MinerLoop:
             self._requested.add(part.request)
         if part.begin:
             self._data.begin(part.begin, part.sequences, part.start)
-            self._hold_back()
+            wanted = 0 if self._holds_back else self._trainer.preview_micro_batches
+            # None where there are too few: those of the last outer step serve until then.
+            held = self._data.held_back(wanted, others=self._wants_others) if wanted else None
+            if held is not None:
+                self._holds_back, self._wants_others = True, False
+                self._trainer.hold_back(held)
         # At each boundary: a worker that died idle would be missed only when its block is due.
         self._data.look_after_workers()
         for block in tuple(self._requested):
@@ -166,15 +173,6 @@ class MinerLoop:
             if sequences is not None:
                 self._ranks.report_ready(block, sequences)
                 self._requested.discard(block)
-
-    def _hold_back(self) -> None:
-        """Set sequences aside as held-out data, once there are enough, for gradient checks."""
-        if self._holds_back or not self._trainer.preview_micro_batches:
-            return
-        held = self._data.held_back(self._trainer.preview_micro_batches, others=self._wants_others)
-        if held is not None:  # else those of the last outer step serve until there are others
-            self._holds_back, self._wants_others = True, False
-            self._trainer.hold_back(held)
 
     def _hold_others_back(self) -> None:
         """Choose other held-out data in a new outer step."""
@@ -240,12 +238,6 @@ class MinerLoop:
                 log.warning("%s", problem)
             return ev.SnapshotFailed(problem)
         return ev.SnapshotTaken(self._snapshot, progress)
-
-    def _check_gradient(self) -> ev.Event:
-        assert self._snapshot is not None
-        began = time.perf_counter()
-        delta = self._trainer.check_gradient(self._snapshot)
-        return ev.GradientChecked(delta, time.perf_counter() - began)
 
     def _checkpoint(self, local: LocalPart) -> None:
         extra = {"data": self._data.state_dict(), **local.kept}

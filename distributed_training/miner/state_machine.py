@@ -87,16 +87,30 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
     """
     if state.mode is Mode.STOPPING:
         return state, ()
+    averaging = state.mode is Mode.AVERAGING  # the round's average may still be to come
     match event:
         case ev.StopRequested(reason=reason, exit_status=status):
             after = replace(
                 state, mode=Mode.STOPPING, round=None, exit_status=status, stop_reason=reason
             )
-            if state.mode is Mode.AVERAGING:
+            if averaging:
                 return after, (Task.CANCEL_AVERAGE, Action.STOP)
             return after, (Action.STOP,)
-        case ev.InnerStepDone() if trains_now(state):
-            return _after_step(state, event, rules)
+        case ev.InnerStepDone(diverged=True) if averaging and state.trains_on:
+            # No roll-back while the average is to come: its checkpoint may be of the outer step
+            # before, and the average is of this one. Skipped steps changed no weights.
+            return replace(state, trains_on=False), ()
+        case ev.InnerStepDone(diverged=True) if trains(state.mode):
+            return state.clear_unsaved(), (Action.ROLL_BACK,)
+        case ev.InnerStepDone(report=report) if trains_now(state) and not report.skipped:
+            # Time counts beside steps: a checkpoint has 16 bytes a parameter, and a GPU may take 25
+            # steps in a minute.
+            steps, seconds = state.unsaved_steps + 1, state.unsaved_seconds + report.seconds
+            due = steps >= rules.checkpoint_steps and seconds >= rules.checkpoint_seconds
+            # Not in a round: its copies would be in host memory beside the round's.
+            if due and not averaging:
+                return state.clear_unsaved(), (Action.CHECKPOINT,)
+            return replace(state, unsaved_steps=steps, unsaved_seconds=seconds), ()
         case ev.SnapshotWanted() if trains(state.mode):
             # A checkpoint of the same boundary shares the snapshot's copies in host memory.
             if 0 < rules.checkpoint_seconds <= 2 * state.unsaved_seconds:
@@ -108,33 +122,14 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             view = _NO_LONGER_AWAITED.get(state.view, state.view)
             after = replace(state, outer_step=outer, view=view)
             return after, (Task.COMPARE_EPOCHS,)
-        case _ if state.mode is Mode.AVERAGING or isinstance(event, ev.AllReduceCalled):
+        case _ if averaging or isinstance(event, ev.AllReduceCalled):
             return decide_round(state, event, rules)
         case _:
-            return _global_state(state, event)
+            return _follow_global_state(state, event)
 
 
-def _after_step(state: MinerState, event: ev.InnerStepDone, rules: Rules) -> Decision:
-    averaging = state.mode is Mode.AVERAGING  # the round's average is still to come
-    if event.diverged:
-        if averaging:
-            # No roll-back: its checkpoint may be of the outer step before, and the average is of
-            # this one. Skipped steps changed no weights.
-            return replace(state, trains_on=False), ()
-        return state.clear_unsaved(), (Action.ROLL_BACK,)
-    report = event.report
-    if report.skipped:
-        return state, ()
-    # Time counts beside steps: a checkpoint has 16 bytes a parameter, and a GPU may take 25 steps
-    # in a minute.
-    steps, seconds = state.unsaved_steps + 1, state.unsaved_seconds + report.seconds
-    due = steps >= rules.checkpoint_steps and seconds >= rules.checkpoint_seconds
-    if averaging or not due:  # in a round its copies would be in host memory beside the round's
-        return replace(state, unsaved_steps=steps, unsaved_seconds=seconds), ()
-    return state.clear_unsaved(), (Action.CHECKPOINT,)
-
-
-def _global_state(state: MinerState, event: ev.Event) -> Decision:
+def _follow_global_state(state: MinerState, event: ev.Event) -> Decision:
+    """Compare with the global bucket, fetch what is there, load it."""
     match event:
         case ev.Tick(at=at) if state.mode is Mode.AWAITING_GLOBAL and at >= state.global_due:
             after = replace(state, mode=Mode.TRAINING)
@@ -149,7 +144,7 @@ def _global_state(state: MinerState, event: ev.Event) -> Decision:
         case ev.GlobalEpochSeen(outer_step=seen, at=at):
             if state.view is GlobalView.UNREAD:
                 state = replace(state, view=GlobalView.UNPUBLISHED)
-            return _epoch_seen(state, seen, at)
+            return _compare_outer_steps(state, seen, at)
         case ev.WeightsCompared(outer_step=outer, same=False) if (
             state.mode is Mode.TRAINING and outer == state.outer_step
         ):
@@ -170,7 +165,7 @@ def _global_state(state: MinerState, event: ev.Event) -> Decision:
             return state, ()
 
 
-def _epoch_seen(state: MinerState, seen: int, at: float) -> Decision:
+def _compare_outer_steps(state: MinerState, seen: int, at: float) -> Decision:
     view = _NO_LONGER_AWAITED.get(state.view, state.view)
     if state.mode is Mode.AWAITING_GLOBAL:
         # The root metadata is written last: our outer step in it is published whole. The next round

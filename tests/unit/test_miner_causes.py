@@ -109,7 +109,7 @@ def bucket_fails(error: Exception) -> Say:
             interval=timedelta(hours=1),
             epoch_start=lambda: (0, ()),
         )
-        watch._compare_epochs()
+        watch._compare()
         return caplog.messages[-1]
 
     return say

@@ -91,7 +91,7 @@ def test_what_the_bucket_says_of_its_network_is_told_when_it_changes() -> None:
     def look(content: bytes | None) -> list[str]:
         events.clear()
         bucket.content = content
-        watch._compare_epochs()
+        watch._compare()
         return [event.problem for event in events if isinstance(event, ev.NetworkCompared)]
 
     damaged = [
