@@ -62,7 +62,7 @@ from distributed_training.health.machine import Entry, Examination
 from distributed_training.miner.launcher import ranks_of
 from distributed_training.miner.rank_group import rank_environment_defaults, rank_variables
 from distributed_training.miner.run_folder import mark_of, rank_environment
-from distributed_training.protocol.lines import counted
+from distributed_training.protocol.lines import SLOW_STEP, counted
 from distributed_training.protocol.synapses import IS_ALIVE_ROUTE, PROBE_HOST
 from distributed_training.protocol.types import Check, ExitStatus
 
@@ -351,7 +351,7 @@ def check_step_time(
 ) -> list[Check]:
     """Measure a step and compare it with what validators want of uploads."""
     config = examination.config
-    settings, seconds = config.diagnostics, config.diagnostics.measure.total_seconds()
+    seconds = config.diagnostics.measure.total_seconds()
     if seconds <= 0:
         return [Check("step time", "skip", "not measured: --diagnostics.measure 0")]
     if obstacle := examination.failed(*_DECISIVE):
@@ -367,7 +367,7 @@ def check_step_time(
     blocks = max(rounds.blocks_per_allreduce, rounds.blocks_per_allreduce_later)
     # Then validators judge uploads of the new outer step (protocol.scoring.scored_epoch).
     due = timedelta(seconds=blocks / 2 * config.chain.seconds_per_block)
-    return check_speed(**measured, store=config.store, slow_step=settings.slow_step, due=due)
+    return check_speed(**measured, store=config.store, due=due)
 
 
 def check_speed(
@@ -375,7 +375,6 @@ def check_speed(
     micro_batches: int,
     *,
     store: StoreSettings,
-    slow_step: timedelta,
     due: timedelta,
 ) -> list[Check]:
     """Compare the step time with the warning threshold, the uploads with the validators' limits.
@@ -388,7 +387,7 @@ def check_speed(
     faster = "use a GPU, or lower --neuron.local_batch_size_train_effective"
     text = f"about {step.total_seconds():.1f} s per inner step ({micro_batches} x "
     text += f"{1000 * micro_batch_seconds:.0f} ms)"
-    slow = step > slow_step
+    slow = step.total_seconds() > SLOW_STEP
     time = Check("step time", "warn" if slow else "ok", text, faster if slow else "")
     regular = -(-minimum // steps) * steps  # the first upload that the gate lets through
     upload = due * _UPLOAD_SHARE

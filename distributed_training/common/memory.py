@@ -232,8 +232,7 @@ class DiskSpace:
 def disk_space(shape: ModelShape, *, keep_checkpoints: int) -> DiskSpace:
     """Return the most that a miner has on disk at once.
 
-    Data cache and logs come on top; they have bounds of their own (``--data.cache_gb``,
-    ``--neuron.events_retention_size``).
+    Data cache and events come on top; they have bounds of their own (``--data.cache_gb``, 2 GiB).
     """
     n = shape.parameters
     checkpoints = max(1, keep_checkpoints) + 1

@@ -17,11 +17,15 @@ clamp.request_timeout clamp.timeout
 data.page_deadline data.request_attempts data.request_timeout data.table_age
 dht.start_timeout
 diagnostics.expected_step_max diagnostics.expected_step_min diagnostics.low_gpu_memory_gb
-neuron.dont_wandb_log neuron.fsdp_wrap neuron.global_batch_size_train neuron.gradient_sync
+diagnostics.slow_step
+logging.info logging.logging_dir logging.record_log
+neuron.dont_save_events neuron.dont_wandb_log neuron.events_retention_size
+neuron.fsdp_wrap neuron.global_batch_size_train neuron.gradient_sync
 neuron.begin_at_peak neuron.compile_mode neuron.epoch_check_blocks
 neuron.influxdb_bucket neuron.influxdb_org neuron.influxdb_token neuron.influxdb_url
 neuron.keep_unsharded neuron.loss_kernel neuron.nan_limit neuron.nan_slow_steps
-neuron.quantization_bins neuron.quantization_range neuron.score_preview neuron.snapshot_timeout
+neuron.quantization_bins neuron.quantization_range neuron.score_preview
+neuron.show_all_rank_logs neuron.snapshot_timeout neuron.wandb_entity
 no_prompt
 profile.start
 r2.checksum_mode r2.concurrency r2.connect_timeout r2.part_size r2.read_timeout r2.uploader_nice
@@ -56,7 +60,6 @@ FIXED: dict[str, str] = {
 #: Flag -> what an operator does instead. Any value is refused.
 MOVED: dict[str, str] = {
     "neuron.nproc_per_node": "give --nproc_per_node",
-    "neuron.wandb_entity": "give WANDB_ENTITY in the environment",
 }
 
 #: Flag -> key in the network's file, which alone gives the value. Another one is refused.

@@ -19,7 +19,7 @@ from types import NoneType
 from typing import Any, NamedTuple
 
 from annotated_types import Ge, Le
-from pydantic import ByteSize, SecretStr
+from pydantic import SecretStr
 from pydantic.fields import FieldInfo
 
 from .model import PRESETS, TITLES, USUAL, Config, Kind
@@ -30,7 +30,6 @@ from .types import ConfigError, show
 # How an operator calls each type, and what stands for a value in the help.
 _TYPES: dict[Any, tuple[str, str]] = {
     bool: ("true or false", "true|false"),
-    ByteSize: ("a size such as 2147483648, 2GiB or 500MB", "SIZE"),
     timedelta: ("a duration such as 90s or 15m", "TIME"),
     Path: ("a path", "PATH"),
     int: ("a whole number", "N"),

@@ -25,7 +25,6 @@ from .types import (
     SECOND,
     SETTINGS,
     Age,
-    Bytes,
     ConfigError,
     Count,
     CountFrom0,
@@ -287,10 +286,8 @@ class DataSettings:
 
 @dataclass(frozen=True, config=SETTINGS)
 class DiagnosticsSettings:
-    """Thresholds of the warnings and what the doctor wants to see."""
+    """Settings of the doctor and of the checks at a start."""
 
-    slow_step: Duration = flag("diagnostics.slow_step", 60 * SECOND, ge=SECOND / 100, le=DAY)
-    """inner steps that take longer print SLOW STEP"""
     minimum_disk_gb: float = flag("diagnostics.minimum_disk_gb", 10.0, ge=0, le=1e9)
     """free disk in the run folder that the doctor wants beyond the checkpoints it computes; at
     least the 1 GB that always stays free"""
@@ -320,7 +317,7 @@ class MinerSettings(RoundSettings):
     """Settings of the loop and the launcher that no package owns."""
 
     name: FileName = flag("neuron.name", "miner")
-    """name of this neuron: in the default run folder, the file of --logging.record_log and W&B"""
+    """name of this neuron: in the default run folder, in TensorBoard and W&B"""
     # None by default, since it is made of two other settings: Config.run_folder.
     run_folder: File | None = flag("neuron.run_folder", None, env="DT_RUN_FOLDER")
     """everything this neuron must not lose: checkpoints, journals, logs; one per neuron (default
@@ -545,20 +542,6 @@ class TelemetrySettings:
     """log debug lines (never secrets)"""
     trace: bool = flag("logging.trace", False)
     """log debug lines of hivemind, bittensor and boto3 too"""
-    info: bool = flag("logging.info", True)
-    """log information lines; off: warnings and errors only"""
-    record_log: bool = flag("logging.record_log", False)
-    """also write the log to a file in --logging.logging_dir"""
-    logging_dir: File | None = flag("logging.logging_dir", None)
-    """folder for the log file (default: the run folder)"""
-    show_all_rank_logs: bool = flag("neuron.show_all_rank_logs", False)
-    """information lines of every rank instead of rank 0 only"""
-    dont_save_events: bool = flag("neuron.dont_save_events", False)
-    """do not write events.jsonl into the run folder"""
-    events_retention_size: Bytes = flag(
-        "neuron.events_retention_size", Bytes(2 * 1024**3), ge=Bytes(1024), le=Bytes(2**50)
-    )
-    """bytes of events.jsonl to keep (half is the current file, half the one before), e.g. 2GiB"""
     page_port: Port | Literal["off"] = flag("neuron.page_port", 8010)
     """port of the page that shows this miner in a browser; 0: any free one"""
     page_host: Text = flag("neuron.page_host", "127.0.0.1")

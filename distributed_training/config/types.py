@@ -27,7 +27,7 @@ from typing import Annotated, Any, TypeVar
 from urllib.parse import urlsplit
 
 import base58
-from pydantic import AfterValidator, BeforeValidator, ByteSize, ConfigDict, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, SecretStr
 
 from distributed_training.common.ports import is_port
 from distributed_training.network import public_values
@@ -257,7 +257,6 @@ Wait = Annotated[Duration, Field(ge=SECOND / 10, le=HOUR)]  # for one answer
 Patience = Annotated[Duration, Field(ge=SECOND, le=DAY)]
 Span = Annotated[Duration, Field(ge=0 * SECOND, le=DAY)]
 Age = Annotated[Duration, Field(ge=SECOND, le=30 * DAY)]
-Bytes = ByteSize
 File = Annotated[Path, AfterValidator(_expand)]  # or a folder; ~ is the home folder
 Secret = Annotated[SecretStr, _from_text(_bare)]
 Key = Secret | None
@@ -322,8 +321,6 @@ def show(value: Any) -> str:
         return "on" if value else "off"
     if isinstance(value, timedelta):
         return _show_duration(value.total_seconds())
-    if isinstance(value, ByteSize):
-        return _show_size(int(value))
     if isinstance(value, tuple):
         return " ".join(mask(str(v)) for v in value) or "-"
     return mask(str(value))
@@ -334,13 +331,6 @@ def _show_duration(seconds: float) -> str:
         if seconds >= 2 * length and seconds % length == 0:
             return f"{seconds / length:g}{unit}"
     return f"{seconds:g}s"
-
-
-def _show_size(size: int) -> str:
-    for power, unit in ((5, "PiB"), (4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if size and size % 1024**power == 0:
-            return f"{size // 1024**power}{unit}"
-    return str(size)
 
 
 def mask(text: str) -> str:

@@ -57,8 +57,7 @@ def warnings_of(config: Config, device: torch.device) -> Callable[[StepReport], 
     def expects_gpu() -> bool:
         return device.type == "cuda" or (config.miner.device != "cpu" and visible_gpu_count() > 0)
 
-    slow = config.diagnostics.slow_step
-    return lambda step: lines.step_warnings(step, slow_step=slow, expect_gpu=expects_gpu())
+    return lambda step: lines.step_warnings(step, expect_gpu=expects_gpu())
 
 
 def utilization_of(device: torch.device) -> Callable[[], float | None] | None:

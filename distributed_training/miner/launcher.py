@@ -110,7 +110,7 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
     """
     # Outside of what is tried again: no disk or network that comes back makes it fit.
     refuse_model(config, ranks=ranks_of(config))
-    start_log(config, None, name="launcher")  # the run folder may not be there yet
+    start_log(config)
     log_settings(config)
     limit_resources()
     with StopSignals() as signals:
@@ -196,7 +196,6 @@ def _prepare(config: Config, program: str, signals: StopSignals, outages: Outage
         # Node 0 alone has the wallet.
         require_hotkey(config.chain)
     folder = make_run_folder(config)
-    start_log(config, folder, name="launcher")
     write_settings(config, folder)
     if config.network is not None:
         keep(config.network, folder)

@@ -130,7 +130,7 @@ def run_rank(config: Config) -> int:
     except ConfigError as error:  # the launcher could; the disk may be gone since
         exit_with(error, of_service=True)
         return ExitStatus.FAULT
-    start_log(config, folder, name="miner", rank=me.local_rank)
+    start_log(config, rank=me.local_rank)
     # Compiled kernels outlive a container's /tmp: a restart need not compile again.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((folder / "compiled").absolute()))
     status, reason, outside = int(ExitStatus.FAULT), "", False
@@ -519,8 +519,7 @@ class RankZero:
         config, folder = self._context.config, self._context.folder
         trainer, connections = self._training.trainer, self._connections
         chain, blocks, clock = connections.member.chain, self.blocks, self.round_clock
-        events = EventLog.from_settings(config.telemetry, folder)
-        self.record: Record = events.write if events else (lambda kind, **fields: None)
+        self.record: Record = EventLog.open(folder).write
         schedule = UploadSchedule(
             upload_steps=config.store.upload_steps,
             minimum_inner_step=config.store.minimum_valid_inner_step,

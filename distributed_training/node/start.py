@@ -98,12 +98,10 @@ def make_run_folder(config: Config, *, fstab: Path = FSTAB) -> Path:
     of an absolute folder are made, and what ``fstab`` mounts must be mounted. Raises ConfigError
     for that, and for a folder that cannot be written.
     """
-    telemetry = config.telemetry
     for folder, flag, consequence in (
         (config.run_folder, "--neuron.run_folder", "nothing could be saved"),
         (config.data.cache_dir, "--data.cache_dir", "every page would be fetched again"),
-        (telemetry.logging_dir, "--logging.logging_dir", "no log would be kept"),
-        (telemetry.tensorboard_dir, "--neuron.tensorboard_dir", "no curve would be drawn"),
+        (config.telemetry.tensorboard_dir, "--neuron.tensorboard_dir", "no curve would be drawn"),
     ):
         if folder is not None and (problem := _make(folder, fstab)) is not None:
             cause, remedy = problem
@@ -178,14 +176,10 @@ def log_settings(config: Config) -> None:
         log.log(logging.INFO if text == line else logging.WARNING, "%s", text)
 
 
-def start_log(config: Config, folder: Path | None, *, name: str, rank: int = 0) -> None:
-    """Log to the terminal and the run folder; every secret of the configuration is masked.
-
-    ``folder`` None: to the terminal alone, until there is a run folder.
-    """
+def start_log(config: Config, *, rank: int = 0) -> None:
+    """Log to the terminal; every secret of the configuration is masked."""
     secrets = [value for value in config.values.values() if isinstance(value, SecretStr)]
-    settings = config.telemetry if folder else replace(config.telemetry, record_log=False)
-    setup_logging(settings, rank=rank, name=name, folder=folder, secrets=secrets)
+    setup_logging(config.telemetry, rank=rank, secrets=secrets)
 
 
 def fetch_tokenizer(config: Config, folder: Path) -> tuple[Path, int]:

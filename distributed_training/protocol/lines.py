@@ -27,6 +27,7 @@ ALL_REDUCE_START = "All Reduce Start"
 ALL_REDUCE_FINISH = "All Reduce Finish"
 ALL_REDUCE_DONE = "AllReduce Operation Finished Succesfully"
 RESUMING = "✅ Resuming continuous training."
+SLOW_STEP = 60.0  # seconds; a longer inner step prints SLOW STEP
 _LOW_GPU_MEMORY = 1.0  # GB of 1e9 bytes in use
 METADATA_LOGGED = "Metadata Dict Succesfully Logged To Chain."
 
@@ -119,16 +120,13 @@ def throughput_line(report: StepReport) -> str:
     return " | ".join(parts)
 
 
-def step_warnings(
-    report: StepReport, *, slow_step: timedelta, expect_gpu: bool = False
-) -> list[str]:
+def step_warnings(report: StepReport, *, expect_gpu: bool = False) -> list[str]:
     """Return the warnings that an inner step gives cause for.
 
-    ``slow_step``: a longer one is slow. ``expect_gpu``: a GPU is there, so a step that used no GPU
-    memory at all is a warning too.
+    ``expect_gpu``: a GPU is there, so a step that used no GPU memory at all is a warning too.
     """
     lines = []
-    if report.seconds > slow_step.total_seconds():
+    if report.seconds > SLOW_STEP:
         lines.append(f"⚠️  SLOW STEP: {report.seconds:.1f}s (expected 10-30s) - Check GPU usage!")
         if report.gpu_memory_gb is None and not expect_gpu:
             lines[0] = f"⚠️  SLOW STEP: {report.seconds:.1f}s, trained on the CPU."

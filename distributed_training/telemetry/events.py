@@ -25,7 +25,6 @@ from pydantic import SecretStr
 
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import LONGEST_LINE, json_line, rotated
-from distributed_training.config.settings import TelemetrySettings
 from distributed_training.protocol.types import Revision
 from distributed_training.telemetry.logs import level_name, mask, moved
 
@@ -55,14 +54,12 @@ class EventLog:
         self._file: int | None = self._open()
 
     @classmethod
-    def from_settings(cls, settings: TelemetrySettings, folder: Path) -> EventLog | None:
-        """Open ``events.jsonl`` in the run folder; None with ``--neuron.dont_save_events``.
+    def open(cls, folder: Path) -> EventLog:
+        """Open ``events.jsonl`` in the run folder.
 
         From then on warnings and errors of the log are events too (``problem``: level, text).
         """
-        if settings.dont_save_events:
-            return None
-        events = cls(folder / "events.jsonl", retention_bytes=settings.events_retention_size)
+        events = cls(folder / "events.jsonl")
         logging.getLogger().addHandler(_Problems(events))
         return events
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import logging
-import logging.handlers
 import os
 import re
 import sys
@@ -41,7 +40,6 @@ _LIBRARIES = (
     "matplotlib",
 )
 _SHORTEST_SECRET = 6  # shorter ones would mask ordinary words
-_LOG_FILE_BYTES = 50 * 1000 * 1000
 MASK = "********"
 
 # Of texts from outside: ESC sequences would act on the terminal of whoever reads the log.
@@ -122,65 +120,33 @@ def moved(path: str | Path, file: int) -> bool:
         return True
 
 
-class _LogFile(logging.handlers.RotatingFileHandler):
-    """A log of bounded size that begins again where its file was moved away."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(
-            path,
-            maxBytes=_LOG_FILE_BYTES,
-            backupCount=3,
-            encoding="utf-8",
-            errors="backslashreplace",
-        )
-
-    def shouldRollover(self, record: logging.LogRecord) -> bool:
-        if self.stream is not None and moved(self.baseFilename, self.stream.fileno()):
-            self.stream.close()
-            self.stream = self._open()
-        return bool(super().shouldRollover(record))
-
-
 def setup_logging(
     settings: TelemetrySettings,
     *,
     rank: int,
-    name: str,
-    folder: Path | None = None,
     secrets: Iterable[SecretStr | str | None] = (),
 ) -> None:
     """Make this process's log lines what operators expect. May be called again.
 
-    Ranks other than 0 print warnings and errors only, unless ``--neuron.show_all_rank_logs``.
-    ``secrets`` (every SecretStr of the configuration) are masked from here on. With
-    ``--logging.record_log`` the lines also go to ``<name>.rank<r>.log``, in
-    ``--logging.logging_dir`` or ``folder``. Uncaught exceptions of any thread become one line too.
+    Ranks other than 0 print warnings and errors only. ``secrets`` (every SecretStr of the
+    configuration) are masked from here on. Uncaught exceptions of any thread become one line too.
     """
     for secret in secrets:
         register_secret(secret)
-    level = logging.DEBUG if settings.debug or settings.trace else logging.INFO
-    if not settings.info and level == logging.INFO:
-        level = logging.WARNING
-    formatter = LineFormatter(rank=rank)
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A file name in no encoding, or a "✓" under an old locale, would cost the whole line.
         sys.stdout.reconfigure(errors="backslashreplace")
-    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stdout)]
-    if rank and not settings.show_all_rank_logs:
-        handlers[0].setLevel(logging.WARNING)
-    place = settings.logging_dir or folder
-    if settings.record_log and place is not None:
-        place.mkdir(parents=True, exist_ok=True)
-        handlers.append(_LogFile(place / f"{name}.rank{rank}.log"))
+    output = logging.StreamHandler(sys.stdout)
+    output.setFormatter(LineFormatter(rank=rank))
+    if rank:
+        output.setLevel(logging.WARNING)
     root = logging.getLogger()
     # Libraries add their own when imported: each line would come twice, and unmasked.
     for handler in list(root.handlers):
         root.removeHandler(handler)
         handler.close()
-    for handler in handlers:
-        handler.setFormatter(formatter)
-        root.addHandler(handler)
-    root.setLevel(level)
+    root.addHandler(output)
+    root.setLevel(logging.DEBUG if settings.debug or settings.trace else logging.INFO)
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # a full disk or a closed pipe must not end training
     tame_libraries(trace=settings.trace)

@@ -158,10 +158,9 @@ def run_validator(
     Call it in the main thread: it handles SIGINT, SIGTERM and SIGHUP.
     """
     try:
-        start_log(config, None, name="validator")  # the run folder may not be there yet
+        start_log(config)
         log_settings(config)
         folder = make_run_folder(config)
-        start_log(config, folder, name="validator")
         # Until the validator runs a signal raises Stopped: no download looks at an event.
         with StopSignals(interrupts=True) as signals, ExitStack() as stack:
             # Another one's ledger and swarm identity would be shared, and its rounds called again.
@@ -310,9 +309,7 @@ def watch_address(
 
 def _new_run(config: Config, folder: Path, stop: threading.Event) -> Run:
     """Return what the parts of one run share."""
-    events = EventLog.from_settings(config.telemetry, folder)
-    record = events.write if events else lambda kind, **fields: None
-    return Run(folder, record, stop, config.store.run)
+    return Run(folder, EventLog.open(folder).write, stop, config.store.run)
 
 
 def _initial_state(config: Config, model_config: Mapping[str, Any]) -> GlobalState:

@@ -234,8 +234,6 @@ def test_a_folder_that_cannot_be_written_is_named(flag: str, folder: str, tmp_pa
         str(tmp_path),
         f"--{flag}",
         folder,
-        "--logging.record_log",
-        "true",
     ]
     config = load_config("miner", argv, environ=KEYS, dotenv=None)
     with pytest.raises(ConfigError, match=f"--{flag} {folder} cannot be written") as refusal:

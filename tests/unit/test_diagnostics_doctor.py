@@ -488,10 +488,10 @@ def speed(
     """Judge inner steps of ``step`` seconds."""
     measured = {"micro_batch_seconds": step / 64, "micro_batches": 64}
     monkeypatch.setattr(doctor, "measure", lambda *_, **__: measured)
-    words = ["--diagnostics.slow_step", "90", *flags]
+    monkeypatch.setattr(doctor, "SLOW_STEP", 90.0)
     network = {f"round.{key}": value for key, value in rules.items()}
-    asked = Examination(config_of(*words, rules=network), 1)
-    checks = doctor.check_step_time(asked, words, show=lambda line: None)
+    asked = Examination(config_of(*flags, rules=network), 1)
+    checks = doctor.check_step_time(asked, flags, show=lambda line: None)
     return {check.name: check for check in checks}
 
 

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from distributed_training.config import ConfigError
-from distributed_training.config.settings import DiagnosticsSettings
 from distributed_training.health.gpus import CudaState, gpu_report_lines
 from distributed_training.protocol.lines import step_warnings
 from distributed_training.protocol.types import StepReport
@@ -97,13 +96,12 @@ def test_what_is_wrong_is_found_by_a_search_for_warnings(
 
 
 def test_warnings_as_operators_know_them() -> None:
-    slow = DiagnosticsSettings().slow_step
-    assert step_warnings(REPORT, slow_step=slow) == []
+    assert step_warnings(REPORT) == []
     bad = dataclasses.replace(REPORT, seconds=245.7, gpu_memory_gb=0.05)
-    assert step_warnings(bad, slow_step=slow) == [
+    assert step_warnings(bad) == [
         "⚠️  SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!",
         "⚠️  LOW GPU MEMORY: Model may be on CPU!",
     ]
     hungry = dataclasses.replace(REPORT, seconds=90.0, data_wait_seconds=70.0)
-    (line,) = step_warnings(hungry, slow_step=slow)
+    (line,) = step_warnings(hungry)
     assert line.endswith("Check GPU usage! 70.0s of it were spent waiting for data")

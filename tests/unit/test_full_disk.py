@@ -20,7 +20,6 @@ from distributed_training.common.files import atomic_file
 from distributed_training.store.bucket_reader import refuse
 from distributed_training.store.journal import Journal
 from distributed_training.telemetry import EventLog, MetricsFile, events
-from tests.tools.miner_parts import config_of
 
 FOR_ALL = 10  # lines of the first ten minutes: one for each file, and a spare
 
@@ -30,9 +29,7 @@ def writers(folder: Path) -> list[Callable[[], object]]:
     number = itertools.count()
     journal, calls = Journal(folder / "uploads.json"), KeptFile(folder / "callers.json")
     calls.load()
-    telemetry = config_of().telemetry
-    log = EventLog.from_settings(telemetry, folder)
-    assert log is not None
+    log = EventLog.open(folder)
     metrics = MetricsFile(folder / "metrics.prom", every=0.0)
     return [
         lambda: ChainState("registry", 0.0, next(number), (), {}).save(folder / "chain.json"),

@@ -72,8 +72,7 @@ def regularly(until: float) -> list[float]:
 
 def slow_step(memory: float | None, *, expect_gpu: bool = False) -> Say:
     report = step_report(seconds=62.1, gpu_memory_gb=memory)
-    slow = timedelta(minutes=1)
-    return lambda *_: " ".join(step_warnings(report, slow_step=slow, expect_gpu=expect_gpu))
+    return lambda *_: " ".join(step_warnings(report, expect_gpu=expect_gpu))
 
 
 def sigterm(starter: Any) -> Say:

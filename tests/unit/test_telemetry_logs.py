@@ -36,7 +36,7 @@ def test_a_record_is_one_line_and_masks_secrets() -> None:
         """
 keys = ["s3cr3t", "s3cr3t-key", "begin\\nsecond line"]
 sys.stdout.reconfigure(encoding="ascii", errors="strict")
-setup_logging(TelemetrySettings(), rank=0, name="m", secrets=[*map(SecretStr, keys), None])
+setup_logging(TelemetrySettings(), rank=0, secrets=[*map(SecretStr, keys), None])
 log.info("first\\n\\nsecond %s %s", "s3cr3t-key", keys[2])
 log.info("\\x1b[2J from a peer, \\u2713 and \\udcff\\n")
 log.debug("not shown")
@@ -61,20 +61,18 @@ logging.getLogger("hivemind.averaging").warning("heard")
 def test_other_ranks_say_only_what_matters() -> None:
     out, _, _ = run(
         """
-setup_logging(TelemetrySettings(), rank=3, name="m")
+setup_logging(TelemetrySettings(), rank=3)
 log.info("quiet"); log.warning("loud")
-setup_logging(TelemetrySettings(show_all_rank_logs=True), rank=3, name="m")
-log.info("now heard")
 """
     )
     texts = [line.split(" | ", 1)[1] for line in out.splitlines()]
-    assert texts == ["WARNING | rank 3 | loud", "INFO | rank 3 | now heard"]
+    assert texts == ["WARNING | rank 3 | loud"]
 
 
 def test_uncaught_errors_are_one_line() -> None:
     out, err, status = run(
         """
-setup_logging(TelemetrySettings(), rank=0, name="m")
+setup_logging(TelemetrySettings(), rank=0)
 def f(): raise OSError("thread")
 t = threading.Thread(target=f, name="poller"); t.start(); t.join()
 raise ValueError("main")
@@ -84,21 +82,3 @@ raise ValueError("main")
     thread, main = out.splitlines()
     assert "CRITICAL | Uncaught error in thread poller (OSError: thread; at <string>" in thread
     assert "Uncaught error (ValueError: main" in main
-
-
-def test_record_log_writes_the_same_lines_to_a_file(tmp_path: Path) -> None:
-    out, _, _ = run(
-        f"""
-settings = TelemetrySettings(record_log=True)
-setup_logging(settings, rank=0, name="m", folder=Path({str(tmp_path)!r}))
-log.info("kept \\udcff")
-file = Path({str(tmp_path)!r}) / "m.rank0.log"
-file.rename(file.with_suffix(".old"))  # logrotate
-log.info("new")
-file.unlink()
-log.info("newest")
-"""
-    )
-    old, _, newest = out.splitlines(keepends=True)
-    assert (tmp_path / "m.rank0.old").read_text() == old and old.endswith("kept \\udcff\n")
-    assert (tmp_path / "m.rank0.log").read_text() == newest
