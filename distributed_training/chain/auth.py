@@ -23,7 +23,6 @@ import math
 import re
 import threading
 import time
-import uuid as uuids
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -38,7 +37,6 @@ from pydantic import Field
 from distributed_training.common.files import read_state, remove_leftovers, write_state
 from distributed_training.protocol.synapses import (
     LEGACY_ALLOWANCE,
-    LEGACY_BODY_HASH,
     legacy_signed_text,
 )
 
@@ -116,7 +114,7 @@ def claimed_hotkey(headers: Mapping[str, str]) -> str | None:
     return name if _HOTKEY.fullmatch(name) else None
 
 
-def claim(headers: Mapping[str, str], schemes: tuple[str, ...]) -> Claim:
+def claim(headers: Mapping[str, str], schemes: tuple[str, ...] = (BTAUTH, LEGACY)) -> Claim:
     """Read the claims of ``headers``, by lower-case name. Raises Refused(UNSIGNED or MALFORMED)."""
     if "x-bittensor-version" in headers and BTAUTH in schemes:
         hotkey = headers.get("x-bittensor-hotkey", "")
@@ -360,39 +358,6 @@ class NonceMemory:
 
 def _nanoseconds(duration: timedelta) -> int:
     return round(duration.total_seconds() * 1e9)
-
-
-def sign_legacy(
-    wallet: Wallet,
-    *,
-    route: str,
-    receiver: str,
-    ip: str,
-    port: int,
-    timeout: float,
-    nonce: int | None = None,
-) -> dict[str, str]:
-    """Return the headers of a legacy call of synapse ``route``."""
-    nonce = time.time_ns() if nonce is None else nonce
-    uuid, sender = str(uuids.uuid1()), wallet.ss58
-    text = legacy_signed_text(nonce=nonce, sender=sender, receiver=receiver, uuid=uuid)
-    signature = wallet.hotkey.sign(text.encode())
-    return {
-        "name": route,
-        "timeout": str(timeout),
-        "bt_header_axon_ip": ip,
-        "bt_header_axon_port": str(port),
-        "bt_header_axon_hotkey": receiver,
-        "bt_header_dendrite_ip": "0.0.0.0",
-        "bt_header_dendrite_version": str(LEGACY_VERSION),
-        "bt_header_dendrite_nonce": str(nonce),
-        "bt_header_dendrite_uuid": uuid,
-        "bt_header_dendrite_hotkey": sender,
-        "bt_header_dendrite_signature": "0x" + bytes(signature).hex(),
-        "header_size": "0",
-        "total_size": "0",
-        "computed_body_hash": LEGACY_BODY_HASH,
-    }
 
 
 def sign_btauth(wallet: Wallet, *, path: str, body: bytes, receiver: str) -> dict[str, str]:

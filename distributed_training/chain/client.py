@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 
@@ -49,13 +49,11 @@ class SignedClient:
         self,
         *,
         wallet: Wallet,
-        scheme: Literal["btauth", "legacy"] = "btauth",
         narrowest: Reach = Reach.MACHINE,
     ) -> None:
         self._narrowest = narrowest
         self._may_warn = Throttle(_WARN_AGAIN)
         self._wallet = wallet
-        self._scheme = scheme
 
     def sweep_is_alive(
         self, neurons: Sequence[Neuron], timeout: timedelta, *, epoch: int | None = None
@@ -81,7 +79,6 @@ class SignedClient:
             synapses.ALL_REDUCE,
             synapses.build_all_reduce(request),
             ACKNOWLEDGE_TIMEOUT,
-            announced=request.timeout or synapses.ALL_REDUCE_TIMEOUT,
         )
         return {uid: _acknowledged(reply) for uid, reply in replies.items()}
 
@@ -91,10 +88,8 @@ class SignedClient:
         name: str,
         fields: Mapping[str, Any],
         timeout: timedelta,
-        *,
-        announced: timedelta | None = None,
     ) -> dict[int, Reply | None]:
-        """Call all ``neurons``, by uid. ``announced`` goes into the legacy timeout header."""
+        """Call all ``neurons``, by uid."""
         body = json.dumps(fields).encode()
         gate = asyncio.Semaphore(PARALLEL)
 
@@ -103,7 +98,9 @@ class SignedClient:
                 if not self._may_call(neuron):
                     return None
                 # When it is its turn: a nonce that waited for the others would be stale.
-                headers = self._sign(neuron, name, body, announced or timeout)
+                headers = auth.sign_btauth(
+                    self._wallet, path=f"/{name}", body=body, receiver=neuron.hotkey
+                )
                 return await _post(client, neuron, name, body, headers, timeout)
 
         async def sweep() -> list[Reply | None]:
@@ -127,20 +124,6 @@ class SignedClient:
                 neuron.ip,
             )
         return allowed
-
-    def _sign(self, neuron: Neuron, name: str, body: bytes, announced: timedelta) -> dict[str, str]:
-        if self._scheme == auth.BTAUTH:
-            return auth.sign_btauth(
-                self._wallet, path=f"/{name}", body=body, receiver=neuron.hotkey
-            )
-        return auth.sign_legacy(
-            self._wallet,
-            route=name,
-            receiver=neuron.hotkey,
-            ip=neuron.ip,
-            port=neuron.port or 0,
-            timeout=announced.total_seconds(),
-        )
 
 
 async def _post(

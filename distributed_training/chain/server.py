@@ -45,6 +45,8 @@ log = logging.getLogger(__name__)
 # A round that nobody ends is over after the call's timeout and this.
 ROUND_MARGIN = 30.0
 
+#: Stake that a validator with a permit needs to call rounds; the master hotkey needs none.
+LEAST_STAKE = 40960.0
 #: What a call may ask for, peers or seconds: the legacy signature does not cover the body.
 ROUND_BOUNDS = {
     "timeout": (5.0, 1200.0),
@@ -208,12 +210,11 @@ class SignedServer(BoundedServer):
             raise Refused(Refusal.ROUTE)
         if head.method != "POST":
             raise Refused(Refusal.METHOD)
-        claim = auth.claim(head.headers, self._settings.auth_schemes)
+        claim = auth.claim(head.headers)
         if claim.receiver != self._own:
             raise Refused(Refusal.RECEIVER)
         ours = claim.hotkey in (self._own, self._master)
-        known = ours or self._known(claim.hotkey) is not None
-        if not known and not self._settings.allow_non_registered:
+        if not ours and self._known(claim.hotkey) is None:
             raise Refused(Refusal.UNKNOWN_HOTKEY)
         # Only looked at. A token is taken once the signature is proven, or anybody could use up
         # a validator's rate under its name.
@@ -246,11 +247,7 @@ class SignedServer(BoundedServer):
     def _may_call_rounds(self, hotkey: str, neuron: Neuron | None) -> bool:
         if hotkey == self._master:
             return True
-        return (
-            neuron is not None
-            and neuron.validator_permit
-            and neuron.stake >= self._settings.min_stake
-        )
+        return neuron is not None and neuron.validator_permit and neuron.stake >= LEAST_STAKE
 
     def _act(self, head: Head, claim: auth.Claim, body: bytes) -> dict[str, Any]:
         """Carry out a proven call; return the fields of its reply. Raises Refused."""
@@ -258,8 +255,6 @@ class SignedServer(BoundedServer):
         permit = claim.hotkey == self._master or (neuron is not None and neuron.validator_permit)
         fields = parse_fields(body)
         if head.path == synapses.IS_ALIVE_ROUTE:
-            if self._settings.force_validator_permit and not permit:
-                raise Refused(Refusal.NO_PERMIT)
             reply = synapses.answer_is_alive(
                 fields,
                 epoch=self._miner.epoch(),

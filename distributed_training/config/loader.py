@@ -40,7 +40,7 @@ from distributed_training.common.processes import is_secret
 from distributed_training.network import Network, NetworkAway, NetworkFileError, read_network
 
 from .model import OPERATORS_FILE, PRESETS, TASKS, TITLES, Config, Kind, problems
-from .removed import REMOVED, RULES, why_refused
+from .removed import NO_EFFECT, REMOVED, RULES, why_refused
 from .schema import Given, Schema, Setting, canonical, schema
 from .types import ConfigAway, ConfigError, mask, show
 
@@ -257,7 +257,7 @@ def _refuse_secret(name: str, known: Schema, why: str) -> None:
     setting = known.get(name)
     if setting is not None and setting.secret:
         remedy = f"put {setting.env}=... into .env"
-    elif name in REMOVED and is_secret(name.rpartition(".")[2]):
+    elif name in NO_EFFECT and is_secret(name.rpartition(".")[2]):
         remedy = "leave it out"
     else:
         return

@@ -10,11 +10,12 @@ from __future__ import annotations
 from .types import parse_duration
 
 _NO_EFFECT = """
-axon.clock_skew axon.legacy_timeout_cap axon.max_workers axon.read_timeout axon.requests_per_hotkey
-chain.neurons_interval chain.poll_interval chain.write_timeout
+axon.clock_skew axon.legacy_timeout_cap axon.max_workers axon.read_timeout
+axon.requests_per_hotkey
+chain.call_timeout chain.neurons_interval chain.poll_interval chain.write_timeout
 clamp.allreduce_timeout clamp.min_group_size clamp.min_matchmaking_time clamp.next_chunk_timeout
 clamp.request_timeout clamp.timeout
-data.page_deadline data.request_attempts data.request_timeout data.table_age
+data.connections data.page_deadline data.request_attempts data.request_timeout data.table_age
 dht.start_timeout
 diagnostics.expected_step_max diagnostics.expected_step_min diagnostics.low_gpu_memory_gb
 diagnostics.slow_step
@@ -32,6 +33,7 @@ r2.checksum_mode r2.concurrency r2.connect_timeout r2.part_size r2.read_timeout 
 r2.write_interval
 show_all_rank_logs
 strict
+subtensor.fallback_endpoints
 validator.alive_least validator.alive_timeout validator.alive_wanted validator.evaluation_ranks
 validator.held_out_sequences validator.inner_optimizer_budget validator.publication_budget
 validator.seed validator.sweep_interval validator.sweep_patience validator.tick
@@ -43,6 +45,14 @@ NO_EFFECT = frozenset(_NO_EFFECT.split())
 
 #: Flag -> the value that holds now. Another one is refused.
 FIXED: dict[str, str] = {
+    "axon.auth": "btauth legacy",
+    "axon.client_auth": "btauth",
+    "axon.max_connections": "256",
+    "axon.max_connections_per_address": "16",
+    "axon.requests_per_address": "50",
+    "blacklist.allow_non_registered": "false",
+    "blacklist.force_validator_permit": "false",
+    "blacklist.min_stake": "40960",
     "neuron.allow_failed_peers": "true",
     "neuron.block_on_preview": "false",
     "neuron.error_feedback": "best",

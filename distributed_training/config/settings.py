@@ -100,8 +100,7 @@ class ChainSettings:
     """chain to use: finney, test, local, or a ws:// or wss:// URL"""
     chain_endpoint: NodeUrl | None = flag("subtensor.chain_endpoint", None)
     """URL of the chain node; wins over chain.endpoint"""
-    fallback_endpoints: Words[NodeUrl] = flag("subtensor.fallback_endpoints", ())
-    """further URLs to try when the first one fails (default: the SDK's list for the network)"""
+    fallback_endpoints: tuple[str, ...] = ()  # tried after the first; of the SDK if empty
     registry_url: WebUrl | None = rule("chain.url")
     """https:// URL of a registry, the chain of a network without a public one; it is then used
     instead of a Subtensor"""
@@ -111,8 +110,7 @@ class ChainSettings:
     """seconds from one block of the chain to the next"""
     poll_interval: timedelta = 6 * SECOND  # between two looks at the current block
     neurons_interval: timedelta = 120 * SECOND  # between two reads of neurons and commitments
-    call_timeout: Wait = flag("chain.call_timeout", 45 * SECOND)
-    """deadline of one read from the chain; lower it when a silent node holds things up"""
+    call_timeout: timedelta = 45 * SECOND  # of connecting, and of one read
     write_timeout: timedelta = 120 * SECOND  # of one write, inclusion in a block included
     start_timeout: Duration = flag("chain.start_timeout", 120 * SECOND, ge=SECOND / 10, le=DAY)
     """how long the start waits for a first answer of the chain"""
@@ -129,32 +127,14 @@ class ChainSettings:
     external_port: OuterPort | None = flag("axon.external_port", None)
     """port validators reach this server at, where a router or a container maps another one to
     --axon.port (default: --axon.port)"""
-    auth_schemes: Annotated[Words[Literal["btauth", "legacy"]], Field(min_length=1)] = flag(
-        "axon.auth", ("btauth", "legacy")
-    )
-    """how callers may prove who they are: btauth (bittensor 11) and legacy (dendrite headers of
-    bittensor 10 and older)"""
-    client_scheme: Literal["btauth", "legacy"] = flag("axon.client_auth", "btauth")
-    """how this neuron signs its own calls to others"""
-    max_connections: int = flag("axon.max_connections", 256, ge=1, le=65535)
-    """open connections of the signed server, all addresses together"""
-    max_connections_per_address: int = flag("axon.max_connections_per_address", 16, ge=1, le=65535)
-    """open connections from one address; raise it where a router gives all callers its own"""
-    requests_per_address: float = flag("axon.requests_per_address", 50.0, ge=0.1, le=1e6)
-    """requests per second from one address (burst: 6 times); raise it with the flag above"""
+    max_connections: int = 256  # open ones of the signed server, all addresses together
+    max_connections_per_address: int = 16
+    requests_per_address: float = 50.0  # a second (burst: 6 times)
     read_timeout: timedelta = 5 * SECOND  # that a client has to send a whole request
     requests_per_hotkey: float = 5.0  # verified calls a second (burst: 6 times)
     # Of an unsigned timeout header, which widens the age at which a legacy call is accepted.
     legacy_timeout_cap: timedelta = 12 * SECOND
     clock_skew: timedelta = 4 * SECOND  # that a caller's clock may be in the future
-
-    # who may call
-    force_validator_permit: bool = flag("blacklist.force_validator_permit", False)
-    """answer IsAlive only to validators with a permit"""
-    allow_non_registered: bool = flag("blacklist.allow_non_registered", False)
-    """answer IsAlive to hotkeys that are not registered"""
-    min_stake: float = flag("blacklist.min_stake", 40960.0, ge=0, le=1e12)
-    """stake a validator with a permit needs to call AllReduce; the master hotkey needs none"""
 
     @property
     def how_to_register(self) -> str:
@@ -270,8 +250,7 @@ class DataSettings:
     request_timeout: timedelta = 20 * SECOND  # of one HTTP request for rows, body included
     request_attempts: int = 6  # for a page, with growing waits, before it is left out
     page_deadline: timedelta = 120 * SECOND  # of all attempts for a page, waits included
-    connections: int = flag("data.connections", 4, ge=1, le=256)
-    """pages of a block fetched at once"""
+    connections: int = 4  # pages of a block that are fetched at once
     cache_dir: File | None = flag("data.cache_dir", None)
     """folder for fetched pages; default: data/ in the run folder"""
     cache_gb: float = flag("data.cache_gb", 2.0, ge=0, le=1_000_000)

@@ -365,7 +365,7 @@ class DataPipeline:
         if slow and self._slow_line():
             log.warning(
                 "Data is prepared more slowly (%.1f s a block) than it is trained on (%.1f s), so "
-                "training will wait: raise --data.workers, or --data.connections for a slow source",
+                "training will wait: raise --data.workers",
                 per_worker,
                 self._train_seconds,
             )

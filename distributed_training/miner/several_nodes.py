@@ -72,7 +72,7 @@ _SAY_AGAIN = 60.0
 #: Settings outside of the packages training and data that must be equal on all nodes.
 _OF_ALL = {"nnodes", "store.global_bucket", "tokenizer.name"}
 #: Settings inside that need not be: where things lie, and how much of the machine is used.
-_OF_ONE_NODE = frozenset({"data.cache_dir", "data.workers", "data.connections", "profile.steps"})
+_OF_ONE_NODE = frozenset({"data.cache_dir", "data.workers", "profile.steps"})
 
 _OF_NETWORK = " of the network's file"
 #: What the driver shows decides them where no flag does.

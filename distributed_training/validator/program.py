@@ -118,9 +118,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
     )
     return Parts(
         member=member,
-        client=SignedClient(
-            wallet=member.wallet, scheme=config.chain.client_scheme, narrowest=_narrowest(config)
-        ),
+        client=SignedClient(wallet=member.wallet, narrowest=_narrowest(config)),
         store=store,
         open_bucket=PeerBuckets(config.store, member.chain).of_miner,
         pages=PageReader.from_settings(config, tokenizer_path, eos_id),

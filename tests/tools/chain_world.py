@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import uuid as uuids
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
@@ -14,10 +15,10 @@ from pathlib import Path
 from bittensor import http_auth
 from bittensor.sp_core import Keypair
 
-from distributed_training.chain import auth
 from distributed_training.chain.identity import Wallet
 from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.config.settings import ChainSettings
+from distributed_training.protocol.synapses import LEGACY_BODY_HASH, legacy_signed_text
 from distributed_training.protocol.types import RoundRequest
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 
@@ -125,15 +126,38 @@ def sign(
             receiver_ss58=receiver,
             nonce_ns=nonce,
         )
-    return auth.sign_legacy(
-        wallet,
-        route=path[1:],
-        receiver=receiver,
-        ip=MINER_IP,
-        port=1,
-        timeout=timeout,
-        nonce=nonce,
-    )
+    return _sign_legacy(wallet, route=path[1:], receiver=receiver, timeout=timeout, nonce=nonce)
+
+
+def _sign_legacy(
+    wallet: Wallet,
+    *,
+    route: str,
+    receiver: str,
+    timeout: float,
+    nonce: int | None,
+) -> dict[str, str]:
+    """Return the headers of a legacy call of synapse ``route``."""
+    nonce = time.time_ns() if nonce is None else nonce
+    uuid, sender = str(uuids.uuid1()), wallet.ss58
+    text = legacy_signed_text(nonce=nonce, sender=sender, receiver=receiver, uuid=uuid)
+    signature = wallet.hotkey.sign(text.encode())
+    return {
+        "name": route,
+        "timeout": str(timeout),
+        "bt_header_axon_ip": MINER_IP,
+        "bt_header_axon_port": "1",
+        "bt_header_axon_hotkey": receiver,
+        "bt_header_dendrite_ip": "0.0.0.0",
+        "bt_header_dendrite_version": str(10005000),
+        "bt_header_dendrite_nonce": str(nonce),
+        "bt_header_dendrite_uuid": uuid,
+        "bt_header_dendrite_hotkey": sender,
+        "bt_header_dendrite_signature": "0x" + bytes(signature).hex(),
+        "header_size": "0",
+        "total_size": "0",
+        "computed_body_hash": LEGACY_BODY_HASH,
+    }
 
 
 @contextmanager

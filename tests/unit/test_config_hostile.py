@@ -198,7 +198,7 @@ def test_any_bytes_in_the_files(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["miner", "--blacklist.min_stake", "nan"], ["validator", "--axon.port", "99999"]],
+    [["miner", "--data.cache_gb", "nan"], ["validator", "--axon.port", "99999"]],
     ids=lambda command: command[0],
 )
 def test_a_real_start_is_refused_at_once(command: list[str], tmp_path: Path) -> None:

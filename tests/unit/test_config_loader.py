@@ -361,7 +361,7 @@ def test_a_dotenv_that_others_may_read_is_a_warning(tmp_path: Path) -> None:
 
 def test_the_user_part_of_a_url_is_never_shown() -> None:
     url = "wss://operator:hunter2@node.example:443"
-    config = load("--subtensor.chain_endpoint", url, "--subtensor.fallback_endpoints", url, url)
+    config = load("--subtensor.chain_endpoint", url)
     assert config.chain.chain_endpoint == url
     assert "hunter2" not in "\n".join(describe(config))
     for bad in ("http://operator:hunter2@store.example", "http://operator:hun/ter2@store.example"):

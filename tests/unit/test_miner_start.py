@@ -542,8 +542,12 @@ def test_an_outage_is_no_other_network(
     shown: str, lost: Lost, monkeypatch: pytest.MonkeyPatch, rank_ends: Callable[..., Any]
 ) -> None:
     now = time.time()
-    config = config_of("--chain.call_timeout", "0.1")
-    quick = replace(config.chain, neurons_interval=timedelta(milliseconds=10))
+    config = config_of()
+    quick = replace(
+        config.chain,
+        neurons_interval=timedelta(milliseconds=10),
+        call_timeout=timedelta(seconds=0.1),
+    )
     lost.config = replace(config, chain=quick)
     assert lost.chain.wait_ready(timedelta(0))
     if shown == "nobody":
