@@ -88,15 +88,15 @@ class Controller:
             return Command(Action.TRAIN, data=data)
         # With a request at hand there is no wait: ranks begin to fetch only with the command.
         if not data.request:
-            self._take(_IDLE_WAIT)
+            self._handle_next(_IDLE_WAIT)
         return Command(Action.WAIT_FOR_DATA if may_train else Action.IDLE, data=data)
 
     def drain(self) -> None:
         """Handle every event that was posted until now."""
-        while self._take(0.0):
+        while self._handle_next(0.0):
             pass
 
-    def _take(self, seconds: float) -> bool:
+    def _handle_next(self, seconds: float) -> bool:
         """Handle the next event. Return False if none comes within ``seconds``."""
         try:
             event = self._events.get(timeout=seconds)

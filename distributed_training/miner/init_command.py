@@ -86,16 +86,28 @@ def _init(options: argparse.Namespace, given: dict[str, str]) -> int:
     # Before any question: a wrong flag must not cost the answers.
     _config_of(given)
     if OPERATORS_FILE.exists() and not options.force:
-        _refuse_to_replace(ask=not options.yes)
+        question = (
+            f"{OPERATORS_FILE} is there. Keep it under another name and write a new one? [no]: "
+        )
+        if options.yes or input(question).strip().lower() not in ("y", "yes"):
+            raise ConfigError(
+                f"{OPERATORS_FILE} is there already, so nothing was written: change it with an "
+                "editor, or give --force, which keeps the old one under another name"
+            )
     keys = {name: os.environ.get(name, "") for name in KEY_VARIABLES}
     if not options.yes:
         for name, question in QUESTIONS:
             if name not in given and (answer := _ask(given, name, question)):
                 given[name] = answer
-        _ask_keys(keys, invited="network" in given)
+        # The keys that neither the environment nor .env has.
+        held = read_dotenv(DOTENV)
+        for name in (*KEY_VARIABLES, *([_INVITATION] if "network" in given else [])):
+            if not (keys.get(name) or held.get(name)):
+                read: Callable[[str], str] = input if name == "R2_ACCOUNT_ID" else getpass.getpass
+                keys[name] = read(f"{name} (empty: later, in .env): ").strip()
     # It may refuse a key: nothing is renamed or written before.
     dotenv = _dotenv_with(keys)
-    old = _keep(OPERATORS_FILE)
+    old = _move_aside(OPERATORS_FILE)
     write_bytes(OPERATORS_FILE, toml_of(_with_defaults(given)).encode())
     print(f"wrote {OPERATORS_FILE}" + (f"; the old one is {old}" if old else ""))
     # For its owner alone from the first byte on: a chmod afterwards leaves a moment.
@@ -126,17 +138,6 @@ def _config_of(given: Mapping[str, str]) -> Config:
     return config
 
 
-def _refuse_to_replace(*, ask: bool) -> None:
-    """Raise ConfigError, unless whoever is asked wants a new file."""
-    question = f"{OPERATORS_FILE} is there. Keep it under another name and write a new one? [no]: "
-    if ask and input(question).strip().lower() in ("y", "yes"):
-        return
-    raise ConfigError(
-        f"{OPERATORS_FILE} is there already, so nothing was written: change it with an editor, or "
-        "give --force, which keeps the old one under another name"
-    )
-
-
 def _ask(given: Mapping[str, str], name: str, question: str) -> str:
     """Return an answer that the miner takes. Raises EOFError."""
     default = _default_of(name)
@@ -154,30 +155,15 @@ def _ask(given: Mapping[str, str], name: str, question: str) -> str:
 
 
 def _default_of(name: str) -> str:
-    if name == "preset":
-        return _preset_of_this_machine()
+    if name == "preset":  # for the memory of the first GPU; the plain one where there is none
+        from distributed_training.config.model import CARDS
+        from distributed_training.health.gpus import sample_gpu
+
+        sample = sample_gpu()
+        fitting = [size for size in CARDS if sample is not None and size <= sample.memory_total_gb]
+        return f"public-{max(fitting)}gb" if fitting else "public"
     default = schema("miner").find(name).default
     return "" if default is None else str(default)
-
-
-def _preset_of_this_machine() -> str:
-    """Return the preset for the memory of the first GPU; the plain one where there is none."""
-    from distributed_training.config.model import CARDS
-    from distributed_training.health.gpus import sample_gpu
-
-    sample = sample_gpu()
-    fitting = [size for size in CARDS if sample is not None and size <= sample.memory_total_gb]
-    return f"public-{max(fitting)}gb" if fitting else "public"
-
-
-def _ask_keys(keys: dict[str, str], *, invited: bool) -> None:
-    """Fill in the keys that neither the environment nor ``.env`` has. Raises EOFError."""
-    held = read_dotenv(DOTENV)
-    asked = [*KEY_VARIABLES, *([_INVITATION] if invited else [])]
-    for name in asked:
-        if not (keys.get(name) or held.get(name)):
-            read: Callable[[str], str] = input if name == "R2_ACCOUNT_ID" else getpass.getpass
-            keys[name] = read(f"{name} (empty: later, in .env): ").strip()
 
 
 def _with_defaults(given: Mapping[str, str]) -> dict[str, str]:
@@ -203,7 +189,7 @@ def toml_of(given: Mapping[str, str]) -> str:
     return "".join(lines)
 
 
-def _keep(path: Path) -> Path | None:
+def _move_aside(path: Path) -> Path | None:
     """Rename a file that is there. Return its new name."""
     if not path.exists():
         return None

@@ -87,29 +87,29 @@ class MissedRounds:
                 self._seen_at = at
                 # In a round the step may be our own, which the validator published before us.
                 if seen > self._known and state.mode is not Mode.AVERAGING:
-                    self._log(seen, at)
+                    self._report(seen, at)
 
-    def _log(self, seen: int, at: float) -> None:
+    def _report(self, seen: int, at: float) -> None:
+        """Log that the network is at outer step ``seen``, and why this miner is not."""
+        ended, away = self._outage
+        cause = (
+            "the validator did not call it: see whether other machines reach its --axon.port "
+            "(python -m distributed_training doctor), and whether --axon.external_ip is right"
+        )
+        if at - self._called_at < self._within:
+            cause = self._cause
+        elif at - self._listens_at < self._within:
+            since = time.strftime("%H:%M:%S", time.localtime(self._started))
+            cause = f"this miner was starting (since {since}), so no call reached it: nothing to do"
+        elif at - ended < self._within:
+            cause = (
+                f"no call came, and the store did not answer this machine for {away:.0f} s "
+                "either: see its network"
+            )
         first, self._known = self._known + 1, seen
         log.warning(
             "The network took outer step %s without this miner: %s. The global state is loaded; "
             "uploads of the outer step before count for half a round period more",
             seen if seen == first else f"{first} to {seen}",
-            self._cause if at - self._called_at < self._within else self._not_called(at),
-        )
-
-    def _not_called(self, at: float) -> str:
-        """Say why no call came, as far as this miner can know."""
-        ended, seconds = self._outage
-        if at - self._listens_at < self._within:
-            since = time.strftime("%H:%M:%S", time.localtime(self._started))
-            return f"this miner was starting (since {since}), so no call reached it: nothing to do"
-        if at - ended < self._within:
-            return (
-                f"no call came, and the store did not answer this machine for {seconds:.0f} s "
-                "either: see its network"
-            )
-        return (
-            "the validator did not call it: see whether other machines reach its --axon.port "
-            "(python -m distributed_training doctor), and whether --axon.external_ip is right"
+            cause,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import timedelta
 
@@ -63,7 +63,6 @@ class Reporter:
 
     def on_event(self, event: ev.Event, state: MinerState) -> None:
         """Report an event; ``state`` is the state it found, before any decision on it."""
-        in_round = state.mode is Mode.AVERAGING
         match event:
             case ev.InnerStepDone(report=report):
                 log.info("%s", lines.step_line(report))
@@ -83,10 +82,8 @@ class Reporter:
                 log.info("%s", lines.PAUSING)
                 log.info("%s", lines.AVERAGING_START)
                 log.info("%s (pseudo-gradient norm %.4f)", lines.ALL_REDUCE_START, norm)
-            case ev.RoundFailed() if in_round:
-                self._round_failed(event, state)
-            case ev.OuterStepEnded() if in_round:
-                self._outer_step_ended(event, state)
+            case ev.RoundFailed() | ev.OuterStepEnded() if state.mode is Mode.AVERAGING:
+                self._report_round(event, state)
             case ev.SnapshotTaken(handle=handle, progress=progress):
                 log.info("%s", lines.saving_state(progress.outer_step))
                 log.info("%s", lines.FULL_STATE)
@@ -141,47 +138,36 @@ class Reporter:
             case ev.Stopped(exit_status=status):
                 self._record("stop", reason=state.stop_reason, exit_status=status)
 
-    # --- the round -----------------------------------------------------------------------------
-
-    def _round_failed(self, event: ev.RoundFailed, state: MinerState) -> None:
-        """Report a failed round: there is no average; training goes on."""
+    def _report_round(self, event: ev.RoundFailed | ev.OuterStepEnded, state: MinerState) -> None:
+        """Report the end of a round; training goes on."""
         # The numbered lines are the public miner's: by them operators tell where a round failed.
-        fault, detail = event.fault, event.detail
-        if fault is AllReduceFault.NO_GROUP and (why := self._clock_fault()):
-            detail = f"{detail}; {why}" if detail else why
-        log.warning("All Reduce Failed: %s%s", fault.value, f": {detail}" if detail else "")
-        if not event.began or fault is AllReduceFault.NO_GROUP:
-            log.warning("%s", lines.all_reduce_failed(1))
-        elif fault not in (AllReduceFault.LOCAL, AllReduceFault.CANCELLED):
-            log.warning("%s", lines.all_reduce_failed(2))
-        self._round_ended(state, fault=fault.name, detail=detail, causes=event.causes)
-
-    def _outer_step_ended(self, event: ev.OuterStepEnded, state: MinerState) -> None:
-        average, fault = state.averaged, ""
-        assert average is not None
-        if event.committed:
-            reached, peers = event.outer_step, average.group_size
+        result, detail, fault = state.averaged, event.detail, ""
+        began = self._round_began
+        seconds = 0.0 if began is None else self._clock() - began
+        self._round_began = None
+        if isinstance(event, ev.RoundFailed):
+            fault = event.fault.name
+            if event.fault is AllReduceFault.NO_GROUP and (why := self._clock_fault()):
+                detail = f"{detail}; {why}" if detail else why
+            log.warning(
+                "All Reduce Failed: %s%s", event.fault.value, f": {detail}" if detail else ""
+            )
+            if not event.began or event.fault is AllReduceFault.NO_GROUP:
+                log.warning("%s", lines.all_reduce_failed(1))
+            elif event.fault not in (AllReduceFault.LOCAL, AllReduceFault.CANCELLED):
+                log.warning("%s", lines.all_reduce_failed(2))
+        elif event.committed and result is not None:
+            reached, peers = event.outer_step, result.group_size
             log.info("%s", lines.ALL_REDUCE_FINISH)
-            done, took = lines.ALL_REDUCE_DONE, self._round_seconds()
-            log.info("%s: outer step %d with %d peers in %.1f s", done, reached, peers, took)
+            done = lines.ALL_REDUCE_DONE
+            log.info("%s: outer step %d with %d peers in %.1f s", done, reached, peers, seconds)
             self._record("outer_step", outer_step=reached)
         else:
             fault = AllReduceFault.LOCAL.name
-            log.warning("%s (%s)", lines.all_reduce_failed(3), event.detail)
-        self._round_ended(state, fault=fault, detail=event.detail, causes=average.causes)
-        if event.committed and average.partial:
-            log.warning(
-                "Parts of the average failed: the global state becomes the epoch-start weights "
-                "once the validator has published it; what is trained until then is kept"
-            )
-
-    def _round_ended(
-        self, state: MinerState, *, fault: str, detail: str, causes: Mapping[str, str]
-    ) -> None:
+            log.warning("%s (%s)", lines.all_reduce_failed(3), detail)
         log.info("%s", lines.RESUMING)
         log.info("%s", lines.waiting_for_validator(self._reload_timeout))
-        result, seconds = state.averaged, self._round_seconds()
-        self._round_began = None
+        causes = event.causes if isinstance(event, ev.RoundFailed) else result and result.causes
         self._record(
             "round",
             outer_step=state.outer_step,
@@ -190,12 +176,13 @@ class Reporter:
             detail=detail,
             peers=list(result.peers) if result else [],
             failed_peers=list(result.failed_peers) if result else [],
-            causes=dict(causes),
+            causes=dict(causes or {}),
             seconds=seconds,
             matchmaking_seconds=result.matchmaking_seconds if result else None,
             transfer_seconds=result.transfer_seconds if result else None,
         )
-
-    def _round_seconds(self) -> float:
-        """Return how long ago the round under way began."""
-        return 0.0 if self._round_began is None else self._clock() - self._round_began
+        if not fault and result is not None and result.partial:
+            log.warning(
+                "Parts of the average failed: the global state becomes the epoch-start weights "
+                "once the validator has published it; what is trained until then is kept"
+            )

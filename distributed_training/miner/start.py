@@ -271,7 +271,12 @@ def connect(
     resumes = any((folder / "checkpoints").glob("checkpoint-*"))
     outer_step, global_folder, seen = first_global_state(global_bucket, wanted, resumes=resumes)
     model = model_config(global_folder)
-    log.info("Global state of outer step %d%s", outer_step, describe_size(model))
+    size = ""
+    with suppress(ValueError):  # the trainer refuses such a model in words
+        parameters = ModelShape.from_config(model).parameters
+        unit, prefix = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
+        size = f": a model of {parameters / unit:.2f} {prefix} parameters"
+    log.info("Global state of outer step %d%s", outer_step, size)
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)
     snapshots = folder / "snapshots"
     uploader = Uploader(settings=config.store, bucket=bucket, folder=folder, snapshots=snapshots)
@@ -305,16 +310,6 @@ def find_address(config: Config, member: Member) -> str:
             raise NetworkFailure(str(error)) from None
         log.warning("%s. Going on with %s, which the chain shows for it", error, me.ip)
         return me.ip
-
-
-def describe_size(content: Mapping[str, Any]) -> str:
-    """Return the size of a model in words, for the log; nothing if it is not known."""
-    try:
-        parameters = ModelShape.from_config(content).parameters
-    except ValueError:  # the trainer refuses it in words
-        return ""
-    size = f"{parameters / 1e9:.2f} B" if parameters >= 1e9 else f"{parameters / 1e6:.2f} M"
-    return f": a model of {size} parameters"
 
 
 def on_this_node(config: Config, folder: Path, ranks: Ranks, info: StartupInfo) -> StartupInfo:
