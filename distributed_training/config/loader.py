@@ -182,38 +182,28 @@ def parser_of(known: Schema, *, everything: bool = False) -> Parser:
     parser.add_argument("--version", action="version", version=__version__)
     about = "show every flag and exit"
     parser.add_argument("--help_all", action=_HelpAll, nargs=0, const=known, help=about)
-    for title, settings in _help_groups(known):
-        group = parser.add_argument_group(title)
-        for setting in settings:
-            shown = everything or setting.group in ("usual", "validator")
-            group.add_argument(
-                f"--{setting.name}",
-                dest=setting.name,
-                help=_help(setting).replace("%", "%%") if shown else argparse.SUPPRESS,
-                metavar=setting.metavar,
-                **_arity(setting),
-            )
+    for group, found in groupby(known.flags, key=lambda setting: setting.group):
+        by_name = {setting.name: setting for setting in found}
+        # The usual ones by task.
+        titles = TASKS if group == "usual" else {TITLES[group]: tuple(by_name)}
+        for title, names in titles.items():
+            arguments = parser.add_argument_group(title)
+            for setting in (by_name[name] for name in names):
+                shown = everything or group in ("usual", "validator")
+                arity: dict[str, Any] = {"nargs": "+", "action": "extend"} if setting.many else {}
+                if bool in setting.parts:
+                    arity = {"nargs": "?", "const": "true"}
+                arguments.add_argument(
+                    f"--{setting.name}",
+                    dest=setting.name,
+                    help=_help(setting).replace("%", "%%") if shown else argparse.SUPPRESS,
+                    metavar=setting.metavar,
+                    **arity,
+                )
     for name in REMOVED:
         # Some start scripts gave it a value, some did not.
         parser.add_argument(f"--{name}", dest=name, nargs="*", help=argparse.SUPPRESS)
     return parser
-
-
-def _help_groups(known: Schema) -> Iterator[tuple[str, list[Setting]]]:
-    """Yield the settings under the titles of the help: the usual ones by task, then the rest."""
-    for group, settings in groupby(known.flags, key=lambda setting: setting.group):
-        if group != "usual":
-            yield TITLES[group], list(settings)
-            continue
-        usual = {setting.name: setting for setting in settings}
-        for task, names in TASKS.items():
-            yield task, [usual[name] for name in names]
-
-
-def _arity(setting: Setting) -> dict[str, Any]:
-    if bool in setting.parts:
-        return {"nargs": "?", "const": "true"}
-    return {"nargs": "+", "action": "extend"} if setting.many else {}
 
 
 def _help(setting: Setting) -> str:
@@ -459,7 +449,25 @@ def _with_rules(
     # Without them: the place of the network's file is a setting itself.
     alone = _build(known, {**defaults, **given})
     place = alone.general.network
-    network = None if place is None else _read_network(place, alone.run_folder, warnings)
+    network = None
+    try:
+        if place is not None:
+            network = read_network(
+                place,
+                # Of the validator, for a miner too: one file serves both.
+                keys={setting.network for setting in schema("validator") if setting.network},
+                kept=alone.run_folder,
+                tell=warnings.append,
+            )
+    except NetworkFileError as error:
+        raise ConfigError(
+            f"--network {place}: {error}, so nothing was started: {error.remedy}"
+        ) from None
+    except NetworkAway as error:
+        raise ConfigAway(
+            f"--network: {error}, so its rules are not known and nothing was started: check the "
+            "network, or give a file"
+        ) from None
     rules = {
         setting.name: Given(
             _words(network.values[setting.network]), f"{setting.network} in {place}"
@@ -484,27 +492,6 @@ def _with_rules(
         ]
     )
     return ours
-
-
-def _read_network(place: str, run_folder: Path, warnings: list[str]) -> Network:
-    """Return the network of the file at ``place``. Raises ConfigError, ConfigAway."""
-    try:
-        return read_network(
-            place,
-            # Of the validator, for a miner too: one file serves both.
-            keys={setting.network for setting in schema("validator") if setting.network},
-            kept=run_folder,
-            tell=warnings.append,
-        )
-    except NetworkFileError as error:
-        raise ConfigError(
-            f"--network {place}: {error}, so nothing was started: {error.remedy}"
-        ) from None
-    except NetworkAway as error:
-        raise ConfigAway(
-            f"--network: {error}, so its rules are not known and nothing was started: check the "
-            "network, or give a file"
-        ) from None
 
 
 def _words(value: Any) -> str:

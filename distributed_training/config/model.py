@@ -216,17 +216,6 @@ def check_network(config: Config) -> Iterator[str]:
         )
 
 
-def check_batches(config: Config) -> Iterator[str]:
-    micro = config.training.local_batch_size_train
-    effective = config.training.local_batch_size_train_effective
-    if micro != "auto" and micro > effective:
-        yield (
-            f"--neuron.local_batch_size_train {micro} is larger than "
-            f"--neuron.local_batch_size_train_effective {effective}, so an inner step would hold "
-            f"more than asked: give --neuron.local_batch_size_train {effective} or less"
-        )
-
-
 def check_nodes(config: Config) -> Iterator[str]:
     nodes = config.nodes
     if not nodes.several:
@@ -244,7 +233,15 @@ def check_nodes(config: Config) -> Iterator[str]:
         )
 
 
-def check_timeouts(config: Config) -> Iterator[str]:
+def check_values(config: Config) -> Iterator[str]:
+    micro = config.training.local_batch_size_train
+    effective = config.training.local_batch_size_train_effective
+    if micro != "auto" and micro > effective:
+        yield (
+            f"--neuron.local_batch_size_train {micro} is larger than "
+            f"--neuron.local_batch_size_train_effective {effective}, so an inner step would hold "
+            f"more than asked: give --neuron.local_batch_size_train {effective} or less"
+        )
     for (name, inner), (around, outer) in pairwise((n, config.get(n)) for n in TIMEOUT_HIERARCHY):
         # Equal ones too: chance would decide which of the two ends first.
         if inner >= outer:
@@ -253,24 +250,35 @@ def check_timeouts(config: Config) -> Iterator[str]:
                 "network's file, so a slow peer would use up the whole wait: ask its founder for a "
                 f"{name} of less than {show(outer)}"
             )
-
-
-def check_run_folder(config: Config) -> Iterator[str]:
     source = config.sources.get("neuron.run_folder")
     if source is not None and config.miner.run_folder is None:  # a shell's variable was not set
         yield (
             f"{source} is empty, so the miner would begin again in {config.run_folder} and leave "
             "its checkpoints where they are: give a folder, or remove it"
         )
-
-
-def check_ports(config: Config) -> Iterator[str]:
     first, second = config.chain.axon_port, config.swarm.dht_port
     # Two times 0 are two free ports.
     if first == second != 0:
         yield (
             f"--axon.port and --dht.port are both {first}, so the second could not listen: give "
             "--dht.port another port"
+        )
+    url, bucket = config.store.endpoint_url or "", config.store.global_model_name
+    name = urlsplit(url).path.rstrip("/").rpartition("/")[2]
+    if name == bucket or re.fullmatch(rf"{re.escape(bucket)}-\d{{3,}}", name):
+        yield (
+            f"--r2.endpoint_url {url} ends with a bucket, whose name is added here, so uploads "
+            f"would go where no validator looks: leave out /{name}"
+        )
+    try:
+        sources = config.data.sources
+    except ConfigError as error:
+        yield str(error)
+        sources = ()
+    if len(sources) > 1 and (config.data.revision, config.data.rows) != (None, None):
+        yield (
+            f"--data.source {config.data.source} names several sources and the network's file pins "
+            "one, so its pages would not be those of the other peers: give one"
         )
 
 
@@ -291,33 +299,14 @@ def check_addresses(config: Config) -> Iterator[str]:
         )
 
 
-def check_store(config: Config) -> Iterator[str]:
-    url, bucket = config.store.endpoint_url or "", config.store.global_model_name
-    name = urlsplit(url).path.rstrip("/").rpartition("/")[2]
-    if name == bucket or re.fullmatch(rf"{re.escape(bucket)}-\d{{3,}}", name):
-        yield (
-            f"--r2.endpoint_url {url} ends with a bucket, whose name is added here, so uploads "
-            f"would go where no validator looks: leave out /{name}"
-        )
-
-
-def check_sources(config: Config) -> Iterator[str]:
-    try:
-        sources = config.data.sources
-    except ConfigError as error:
-        yield str(error)
-        return
-    if len(sources) > 1 and (config.data.revision, config.data.rows) != (None, None):
-        yield (
-            f"--data.source {config.data.source} names several sources and the network's file pins "
-            "one, so its pages would not be those of the other peers: give one"
-        )
-
-
 def check_keys(config: Config) -> Iterator[str]:
     if not config.nodes.leads:
         return  # nothing is published there
-    keys = {f"R2_{name.upper()}": _plain(getattr(config.store, name)) for name in _KEYS}
+    values = {f"R2_{name.upper()}": getattr(config.store, name) for name in _KEYS}
+    keys = {
+        variable: value.get_secret_value() if isinstance(value, SecretStr) else value or ""
+        for variable, value in values.items()
+    }
     missing = [variable for variable, text in keys.items() if not text]
     # Alone: of keys that are not there no comparison is worth a line.
     if missing:
@@ -348,20 +337,11 @@ def check_keys(config: Config) -> Iterator[str]:
         )
 
 
-def _plain(value: SecretStr | str | None) -> str:
-    return value.get_secret_value() if isinstance(value, SecretStr) else value or ""
-
-
 # A start shows the first problem alone: what makes the others pointless stands first.
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_network,
-    check_batches,
+    check_values,
     check_nodes,
-    check_timeouts,
-    check_run_folder,
-    check_ports,
     check_addresses,
-    check_store,
-    check_sources,
     check_keys,
 )

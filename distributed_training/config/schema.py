@@ -129,8 +129,12 @@ class Schema:
         for package, settings_class in self.classes.items():
             if package != "validator" or kind == "validator":
                 defaults = settings_class()
+                # As the class that declares a field has it: no other has its help.
+                declared: dict[str, FieldInfo] = {}
+                for ancestor in settings_class.__mro__[-2::-1]:  # but object
+                    declared = ancestor.__pydantic_fields__ | declared
                 for field_name in settings_class.__pydantic_fields__:
-                    field = _declared(settings_class, field_name)
+                    field = declared[field_name]
                     if field.json_schema_extra:
                         self._add(package, field_name, field, getattr(defaults, field_name))
                     else:
@@ -188,12 +192,6 @@ class Schema:
     def __iter__(self) -> Iterator[Setting]:
         """Yield flags and rules grouped, in the order of the help."""
         return iter(self.settings.values())
-
-
-def _declared(settings_class: Any, name: str) -> FieldInfo:
-    """Return a field as the class that declares it has it: no other has its help."""
-    classes = [c.__pydantic_fields__ for c in settings_class.__mro__[-2::-1]]  # but object
-    return next(fields[name] for fields in classes if name in fields)
 
 
 def canonical(name: str) -> str:

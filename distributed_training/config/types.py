@@ -219,10 +219,6 @@ def is_ip(text: str, *, versions: tuple[int, ...] = (4, 6)) -> bool:
         return False
 
 
-def _is_ipv4(text: str) -> bool:
-    return "[" not in text and is_ip(text, versions=(4,))
-
-
 def _is_url(*schemes: str, user: bool = False) -> Any:
     def condition(text: str) -> bool:
         try:
@@ -233,10 +229,6 @@ def _is_url(*schemes: str, user: bool = False) -> Any:
         return url.scheme in schemes and bool(host) and (user or "@" not in url.netloc)
 
     return condition
-
-
-def _is_subtensor(text: str) -> bool:
-    return text in SUBTENSORS or _is_node(text)
 
 
 _is_node = _is_url("ws", "wss", user=True)
@@ -274,13 +266,25 @@ Hotkey = Annotated[
     str, _holds("a hotkey: an ss58 address whose checksum is right (47 or 48 characters)", is_ss58)
 ]
 IpAddress = Annotated[str, _holds("an IP address such as 203.0.113.7", is_ip)]
-Ipv4Address = Annotated[str, _holds("an IP address of version 4 such as 203.0.113.7", _is_ipv4)]
+Ipv4Address = Annotated[
+    str,
+    _holds(
+        "an IP address of version 4 such as 203.0.113.7",
+        lambda text: "[" not in text and is_ip(text, versions=(4,)),
+    ),
+]
 # For an address that is found out where none is given, which the public miner calls "auto".
 Found = Annotated[
     T | None, BeforeValidator(lambda value: None if str(value).lower() == "auto" else value)
 ]
 NodeUrl = Annotated[str, _holds("a ws:// or wss:// URL", _is_node)]
-Subtensor = Annotated[str, _holds("finney, test, local, or a ws:// or wss:// URL", _is_subtensor)]
+Subtensor = Annotated[
+    str,
+    _holds(
+        "finney, test, local, or a ws:// or wss:// URL",
+        lambda text: text in SUBTENSORS or _is_node(text),
+    ),
+]
 PeerAddress = Annotated[
     str,
     _holds("a peer's address: /ip4/<ip>/tcp/<port>/p2p/<peer id>", is_peer_address),
@@ -320,17 +324,14 @@ def show(value: Any) -> str:
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, timedelta):
-        return _show_duration(value.total_seconds())
+        seconds = value.total_seconds()
+        for unit, length in (("d", 86400), ("h", 3600)):
+            if seconds >= 2 * length and seconds % length == 0:
+                return f"{seconds / length:g}{unit}"
+        return f"{seconds:g}s"
     if isinstance(value, tuple):
         return " ".join(mask(str(v)) for v in value) or "-"
     return mask(str(value))
-
-
-def _show_duration(seconds: float) -> str:
-    for unit, length in (("d", 86400), ("h", 3600)):
-        if seconds >= 2 * length and seconds % length == 0:
-            return f"{seconds / length:g}{unit}"
-    return f"{seconds:g}s"
 
 
 def mask(text: str) -> str:

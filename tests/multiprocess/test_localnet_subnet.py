@@ -119,7 +119,7 @@ class TestSubnet:
         monkeypatch.setattr(S3ObjectStore, "create_bucket", fails)
         assert main(command_line(tmp_path / "run", "good")) == 1
         said = capsys.readouterr()
-        assert "PROBLEM: create llama-4b-ws-4" in said.out and "Traceback" not in said.err
+        assert "PROBLEM: create local" in said.out and "Traceback" not in said.err
 
 
 class TestFolder:

@@ -24,7 +24,6 @@ from distributed_training.chain.identity import create_wallet
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.ports import free_ports
 from distributed_training.config import Config, ConfigError, load_config
-from distributed_training.config.settings import StoreSettings
 from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.node import start
@@ -56,7 +55,7 @@ from tests.tools.network import network_file
 from tests.tools.support_store import access_to
 from tests.tools.waiting import wait_for
 
-GLOBAL_BUCKET = StoreSettings().global_model_name
+GLOBAL_BUCKET = "local"
 
 pytestmark = pytest.mark.timeout(300)
 
