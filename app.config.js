@@ -56,9 +56,12 @@ function rows(file) {
 }
 const local = process.env.DT_PRESET === "local";
 const ours = { miner: local ? [] : flags, validator: [], registry: [["serve"]] };
+const given = local ? [] : rows(override);
+// Of several machines: a row ["torchrun", "--nnodes", "2", ...], see docs/several-machines.md.
+const torchrun = given.filter((row) => row[0] === "torchrun").flat().slice(1).map(String);
 const args = [
   ...ours[app],
-  ...(local ? [] : rows(override)),
+  ...given.filter((row) => row[0] !== "torchrun"),
 ]
   .flat()
   .map(String);
@@ -77,12 +80,13 @@ function stopSeconds() {
 
 // pm2 takes a script with a blank in it for a command of a shell, but not a folder: from `home` the path
 // has none, unless another folder on the way has. Then a link in `home`, one for each version, leads there.
+const program = torchrun.length ? "ops/torchrun.sh" : programs[app];
 function script() {
-  const relative = path.relative(home, path.join(__dirname, programs[app]));
+  const relative = path.relative(home, path.join(__dirname, program));
   if (!relative.includes(" ")) return relative;
   const link = `.version-${crypto.createHash("sha256").update(__dirname).digest("hex").slice(0, 12)}`;
   if (!fs.existsSync(path.join(home, link))) fs.symlinkSync(__dirname, path.join(home, link));
-  return path.join(link, programs[app]);
+  return path.join(link, program);
 }
 
 module.exports = {
@@ -90,9 +94,9 @@ module.exports = {
     {
       name: `distributed_training_${app}${name && "_" + name}`,
       script: script(),
-      interpreter: python,
-      interpreter_args: "-u",
-      args,
+      interpreter: torchrun.length ? "bash" : python,
+      interpreter_args: torchrun.length ? "" : "-u",
+      args: torchrun.length ? [...torchrun, "--", ...args] : args,
       cwd: home,
       env: { PYTHONSAFEPATH: "1" }, // modules come from this version, not from where it runs
       // Only the launcher gets pm2's SIGINT; it stops the ranks in order. Signalling the whole tree

@@ -103,7 +103,7 @@ def examine(
 
 def _outside(examination: Examination) -> Sequence[Entry]:
     """Return the checks that ask others, or one that tells why these are left out."""
-    if not examination.config.nodes.leads:
+    if not examination.config.leads:
         reason = "node 0 alone asks chain, bucket and peers"
     elif examination.offline:
         reason = "--offline: chain, bucket, data are not asked"

@@ -25,6 +25,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from functools import lru_cache
 from itertools import groupby
@@ -434,6 +435,8 @@ def load_config(
     unread = tuple(unread_variables(lines_of_dotenv, known))
     warnings += (*odd, *unread) if from_dotenv else unread
     config = _with_rules(known, defaults, given, warnings)
+    node = (os.environ if environ is None else environ).get("GROUP_RANK", "")  # torchrun's
+    config = replace(config, node=int(node) if node.isdecimal() and len(node) < 6 else 0)
     if check:
         _refuse(problems(config), hints=[line for line in unread if "did you mean" in line])
     return config

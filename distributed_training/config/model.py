@@ -67,7 +67,6 @@ TITLES: Mapping[str, str] = {
     "usual": "Usual",
     "general": "General",
     "miner": "Loop and launcher",
-    "nodes": "More than one machine",
     "training": "Training",
     "data": "Data",
     "store": "Object store",
@@ -136,10 +135,16 @@ class Config(AllSettings):
     sources: Mapping[str, str] = field(repr=False)  # flag name -> where it was given, if anywhere
     warnings: tuple[str, ...] = ()  # what was noticed while the files were read
     network: Network | None = None  # that --network or the preset names; None: the public one
+    node: int = 0  # number of this machine, of those that torchrun runs one miner on
 
     def get(self, name: str) -> Any:
         """Return the value of a flag by its name (``neuron.upload_steps``); None if unknown."""
         return self.values.get(name)
+
+    @property
+    def leads(self) -> bool:
+        """True on the one machine of a miner, or its node 0, which has wallet and bucket."""
+        return self.node == 0
 
     @property
     def preset(self) -> str:
@@ -216,23 +221,6 @@ def check_network(config: Config) -> Iterator[str]:
         )
 
 
-def check_nodes(config: Config) -> Iterator[str]:
-    nodes = config.nodes
-    if not nodes.several:
-        return
-    if nodes.rdzv_endpoint is None:
-        yield (
-            f"--nnodes (or SLURM_NNODES) {nodes.nnodes} without --rdzv_endpoint, so the nodes "
-            "cannot meet: give all of them HOST:PORT of node 0"
-        )
-    if nodes.node_rank >= nodes.most:
-        yield (
-            f"--node_rank (or SLURM_NODEID) {nodes.node_rank} is not one of {nodes.most} nodes, "
-            "which count from 0, so it has no part: "
-            f"give --node_rank 0 to {nodes.most - 1}"
-        )
-
-
 def check_values(config: Config) -> Iterator[str]:
     micro = config.training.local_batch_size_train
     effective = config.training.local_batch_size_train_effective
@@ -300,7 +288,7 @@ def check_addresses(config: Config) -> Iterator[str]:
 
 
 def check_keys(config: Config) -> Iterator[str]:
-    if not config.nodes.leads:
+    if not config.leads:
         return  # nothing is published there
     values = {f"R2_{name.upper()}": getattr(config.store, name) for name in _KEYS}
     keys = {
@@ -341,7 +329,6 @@ def check_keys(config: Config) -> Iterator[str]:
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_network,
     check_values,
-    check_nodes,
     check_addresses,
     check_keys,
 )

@@ -28,9 +28,11 @@ neuron.keep_unsharded neuron.loss_kernel neuron.nan_limit neuron.nan_slow_steps
 neuron.quantization_bins neuron.quantization_range neuron.score_preview
 neuron.show_all_rank_logs neuron.snapshot_timeout neuron.wandb_entity
 no_prompt
+node_timeout node_wait
 profile.start
 r2.checksum_mode r2.concurrency r2.connect_timeout r2.part_size r2.read_timeout r2.uploader_nice
 r2.write_interval
+rdzv_timeout
 show_all_rank_logs
 strict
 subtensor.fallback_endpoints
@@ -65,10 +67,16 @@ FIXED: dict[str, str] = {
     "validator.evaluation_sequences": "0",
     "validator.minimum_stake": "40960",
     "validator.score_uids": "25",
+    "nnodes": "1",
+    "node_rank": "0",
 }
 
-#: Flag -> what an operator does instead. Any value is refused.
+_TORCHRUN = "several machines are started by torchrun (docs/several-machines.md)"
+#: Flag -> what an operator does instead. Any value is refused but that in :data:`FIXED`.
 MOVED: dict[str, str] = {
+    "nnodes": _TORCHRUN,
+    "node_rank": _TORCHRUN,
+    "rdzv_endpoint": _TORCHRUN,
     "neuron.nproc_per_node": "give --nproc_per_node",
 }
 
@@ -124,10 +132,14 @@ REMOVED = NO_EFFECT | FIXED.keys() | MOVED.keys() | RULES.keys()
 
 def why_refused(name: str, text: str) -> str | None:
     """Return why ``text`` cannot be taken for a removed flag, with the remedy; None if it can."""
+    if name in FIXED:
+        if _is_same(text, FIXED[name]):
+            return None
+        remedy = f"it is always {FIXED[name]} now"
+        remedy += f"; {MOVED[name]}" if name in MOVED else ""
+        return f"is not offered any more, so nothing was started: {remedy}"
     if name in MOVED:
         return f"is no setting any more, so nothing was started: {MOVED[name]}"
-    if name in FIXED and not _is_same(text, FIXED[name]):
-        return f"is not offered any more, so nothing was started: it is always {FIXED[name]} now"
     return None
 
 

@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import itertools
 import math
 import os
 import platform
-import random
 import resource
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-import psutil
 
 from distributed_training.common.control_groups import usable_cores
 from distributed_training.common.files import free_bytes
@@ -55,9 +49,6 @@ _SPEED_BYTES = 128 * 1024 * 1024
 _CHECKPOINT_BYTES = 16  # a parameter; see common.memory.DiskSpace
 _SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
 _DESCRIPTORS = 1024  # files, shards and connections, without those of the signed server
-_NODE_TIMEOUT = timedelta(seconds=5)  # of a connection to node 0
-#: Which interfaces gloo and NCCL take, where that shall not be the rendezvous'.
-INTERFACE_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _TOO_MUCH = 1.15  # of what is there; the estimate is not exact enough to refuse a near miss
 
 
@@ -516,102 +507,6 @@ def check_ports(config: Config, *, own: frozenset[int]) -> list[Check]:
     ]
 
 
-# --- the nodes of one miner ---------------------------------------------------------------------
-
-
-def address_of(endpoint: str) -> tuple[str, int]:
-    """Return IP address and port of ``HOST:PORT``. Raises ConfigError for an unknown host."""
-    host, _, port = endpoint.rpartition(":")
-    try:
-        family = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise ConfigError(
-            f"--rdzv_endpoint {endpoint}: the host cannot be resolved ({error.strerror}), so the "
-            "nodes cannot meet: give node 0's IP address"
-        ) from None
-    address = str(family[0][4][0])
-    if ":" in address and ipaddress.ip_address(address).is_link_local:
-        raise ConfigError(
-            f"--rdzv_endpoint {endpoint} is a link-local address, which names another machine on "
-            "each interface, so the nodes cannot meet: give another address of node 0"
-        )
-    return address, int(port)
-
-
-def interface_of(address: str) -> str:
-    """Return the network interface of this machine that has ``address``. Raises ConfigError."""
-    for name, entries in psutil.net_if_addrs().items():
-        # psutil adds "%" and the interface to a link-local address.
-        if any(entry.address.partition("%")[0] == address for entry in entries):
-            return name
-    raise ConfigError(
-        f"no network interface of this machine has the address {address}, so the other nodes could "
-        "not reach it: give --rdzv_endpoint an address of node 0, and run node 0 there"
-    )
-
-
-def check_nodes(config: Config, *, offline: bool) -> list[Check]:
-    """Check the way to the miner's other machines; no checks for a miner of one machine.
-
-    A missing ``--rdzv_endpoint`` is refused by the configuration's check.
-    """
-    settings = config.nodes
-    if not settings.several or settings.rdzv_endpoint is None:
-        return []
-    try:
-        address, port = address_of(settings.rdzv_endpoint)
-        if settings.leads:
-            own, found = address, f"other nodes find this one at {settings.rdzv_endpoint}"
-        elif offline:
-            return [Check("nodes", "skip", "--offline: node 0 is not asked")]
-        else:
-            with socket.create_connection((address, port), _NODE_TIMEOUT.total_seconds()) as line:
-                # The address that the route to node 0 really takes.
-                own = line.getsockname()[0].partition("%")[0]
-            found = f"node 0 answers at {settings.rdzv_endpoint}"
-            if problem := _blocked(address):
-                found += f", but not at port {problem}, so its ranks could not be reached"
-                remedy = f"let all TCP ports through from {own} in the firewall of node 0"
-                return [Check("nodes", "fail", found, f"{remedy}: docs/several-machines.md")]
-        interface = interface_of(own)
-    except ConfigError as error:
-        finding, _, remedy = str(error).rpartition(": ")
-        return [Check("nodes", "fail", finding, remedy)]
-    except OSError as error:
-        finding = f"node 0 does not answer at {settings.rdzv_endpoint} ({error.strerror or error})"
-        remedy = "start node 0, and open all TCP ports between the nodes (docs/several-machines.md)"
-        return [Check("nodes", "warn", finding, remedy)]
-    checks = [Check("nodes", "ok", f"{found}, interface {interface}")]
-    if ipaddress.ip_address(own).is_global:
-        finding = f"{own} is a public address, and what nodes tell each other has no password"
-        remedy = f"let only the nodes reach interface {interface}: docs/several-machines.md"
-        checks.append(Check("nodes' firewall", "warn", finding, remedy))
-    else:
-        checks.append(Check("nodes' firewall", "ok", f"{own} is no public address"))
-    for name in INTERFACE_VARIABLES:
-        if (wanted := os.environ.get(name)) and interface not in wanted:
-            finding = f"{name} is {wanted}, the rendezvous goes through {interface}"
-            checks.append(Check("nodes' interface", "warn", finding, f"unset {name}, if not meant"))
-    return checks
-
-
-def _blocked(address: str) -> str | None:
-    """Return a port such as ranks listen at, and the reason why it cannot be reached, or None.
-
-    Where nobody listens a machine itself refuses at once, and a firewall keeps silent or answers
-    that it is one.
-    """
-    # Of the range from which gloo's and NCCL's listeners get their ports.
-    port = random.randrange(32768, 60999)
-    try:
-        socket.create_connection((address, port), _NODE_TIMEOUT.total_seconds()).close()
-    except ConnectionRefusedError:
-        return None
-    except OSError as error:
-        return f"{port} ({error.strerror or error})"
-    return None
-
-
 #: In the order in which they are made; some need what an earlier one found.
 CHECKS: Sequence[Entry] = (
     Entry(lambda e: check_configuration(e.config, ranks=e.ranks)),
@@ -634,5 +529,4 @@ CHECKS: Sequence[Entry] = (
     Entry(lambda e: [check_descriptors(e.config.chain.max_connections)]),
     Entry(lambda e: [check_shared_memory(ranks=e.ranks, gpu=gpu_bytes(e.config) is not None)]),
     Entry(lambda e: check_ports(e.config, own=e.own_ports), at_start=True),
-    Entry(lambda e: check_nodes(e.config, offline=e.offline)),
 )

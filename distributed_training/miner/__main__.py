@@ -1,8 +1,9 @@
 """The miner as a program: train, upload and average until a stop.
 
     python -m distributed_training.miner --wallet.name W --wallet.hotkey H --nproc_per_node 4 ...
-    torchrun --nproc_per_node 4 -m distributed_training.miner ...     the same, without a launcher
-    python -m distributed_training.miner init                         write miner.toml and .env
+    python -m distributed_training.miner init       write miner.toml and .env
+    python -m distributed_training.miner check ...  refuse settings as a start would, and end
+    torchrun --nnodes 2 ... neurons/miner.py ...    one rank, of a miner of several machines
 
 Started plainly it is the launcher: it checks the configuration, starts one rank per GPU, restarts
 them when one fails, forwards a stop and cleans up. ``dt-miner`` and ``neurons/miner.py`` are the
@@ -11,12 +12,16 @@ same program. Exit status: :class:`~distributed_training.protocol.types.ExitStat
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
+import socket
 import sys
 from collections.abc import Sequence
 
 from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
 from distributed_training.miner.rank_group import PROGRAM
+from distributed_training.protocol.types import ExitStatus
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
@@ -30,6 +35,8 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
 
         return init_command.main(argv[1:])
     try:
+        if argv[:1] == ["check"]:
+            return check(argv[1:])
         config = load_config("miner", argv, file=OPERATORS_FILE)
         # Under torchrun every process is a rank, and torchrun restarts all or none.
         if "RANK" not in os.environ:
@@ -39,10 +46,59 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     except ConfigError as error:
         return exit_with(error, of_service=True)
     # Here: the launcher imports no torch, and refuses a wrong flag at once.
+    set_rank_environment()
     from distributed_training.common.processes import leave
-    from distributed_training.miner.start import run_rank
 
-    leave(run_rank(config))
+    leave(importlib.import_module(program).run_rank(config))
+
+
+def check(argv: Sequence[str]) -> int:
+    """Refuse, before torchrun, what starting again would not help. Return the exit status.
+
+    torchrun ends with status 1 whatever ended its ranks, so pm2 and Slurm would start it again and
+    again. A status 2 or 3 of the ranks that ran here last is reported once: whoever starts after
+    that has corrected it. Raises ConfigError.
+    """
+    from distributed_training.health.machine import refuse_model
+    from distributed_training.miner.launcher import ranks_of
+    from distributed_training.miner.run_folder import forget_ranks, read_exit_status
+
+    config = load_config("miner", argv, file=OPERATORS_FILE)
+    refuse_model(config, ranks=ranks_of(config))
+    ended = read_exit_status(config.run_folder, instance="")
+    if ended is None or ended.status not in (
+        ExitStatus.BAD_CONFIGURATION,
+        ExitStatus.DEREGISTERED,
+    ):
+        return ExitStatus.STOPPED
+    forget_ranks(config.run_folder)
+    print(f"error: {ended.reason}", file=sys.stderr, flush=True)
+    return ended.status
+
+
+def set_rank_environment() -> None:
+    """Set what libraries read when they are imported, as the launcher does for its ranks.
+
+    gloo and NCCL use the network interface that leads to node 0. Else they take the one of this
+    machine's name, which may be a public one.
+    """
+    import psutil
+
+    from distributed_training.miner.rank_group import rank_environment_defaults
+
+    with contextlib.suppress(OSError):  # torchrun has just been there
+        found = socket.getaddrinfo(os.environ["MASTER_ADDR"], 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(found[0], found[1]) as route:
+            route.connect(found[4])  # sends nothing
+            own = route.getsockname()[0]
+        for name, entries in psutil.net_if_addrs().items():
+            if any(entry.address == own for entry in entries):
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+    # torchrun sets 1 where nobody chose: encoding an upload would take one core of many.
+    if os.environ.get("OMP_NUM_THREADS") == "1":
+        del os.environ["OMP_NUM_THREADS"]
+    os.environ.update(rank_environment_defaults(ranks=int(os.environ["LOCAL_WORLD_SIZE"])))
 
 
 if __name__ == "__main__":

@@ -49,7 +49,6 @@ from distributed_training.miner.run_folder import (
     INSTANCE,
     Ending,
     Watchdog,
-    checkpoint_time,
     forget_ranks,
     launcher_pid,
     listening_ranks,
@@ -59,7 +58,6 @@ from distributed_training.miner.run_folder import (
     stop_seconds,
     write_instance,
 )
-from distributed_training.miner.several_nodes import Guest, Host, Plan, WrongNode, join_nodes
 from distributed_training.network import keep
 from distributed_training.node.start import (
     Stopped,
@@ -83,14 +81,11 @@ TERMINATE_GRACE = timedelta(seconds=5)
 SETTLE = timedelta(seconds=2)
 #: Rank 0 has ended as it wanted but others run on: they hang in a collective nobody will complete.
 LINGER = timedelta(seconds=15)
-#: Ranks of another node are gone: how long this one's have to notice and end.
-TROUBLE_GRACE = timedelta(seconds=3)
 #: In a row; ranks that then ran for STEADY count as healthy again.
 RESTARTS = 5
 STEADY = timedelta(minutes=10)
 FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=1), timedelta(seconds=60)
-#: Between two tries while the outside refuses. Other nodes wait for a node that does not lead.
-LONGEST_PAUSE, LONGEST_PAUSE_OF_NODE = timedelta(minutes=5), timedelta(minutes=1)
+LONGEST_PAUSE = timedelta(minutes=5)  # between two tries while the outside refuses
 
 #: Of the last line: other statuses need somebody, since nothing starts the miner again.
 _LEVELS = {ExitStatus.STOPPED: logging.INFO, ExitStatus.FAULT: logging.WARNING}
@@ -114,26 +109,21 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
     log_settings(config)
     limit_resources()
     with StopSignals() as signals:
-        longest = LONGEST_PAUSE if config.nodes.leads else LONGEST_PAUSE_OF_NODE
-        outages = Outages(config.run_folder, signals.stop, longest)
+        outages = Outages(config.run_folder, signals.stop)
         return outages.outlast(lambda: _prepare(config, program, signals, outages))
 
 
 class Outages:
     """Retry, with growing pauses, a start that the outside refuses.
 
-    The cause may be a disk, a mount, a port, a driver, the chain, the store or another machine. A
-    start may help then and needs nobody, so none of this ends the miner: but for a node whose flags
-    or version node 0 has refused for too long (:data:`~.several_nodes.PATIENCE`). Each try is a
-    line of the log, and ``launcher.prom`` counts them for an alert.
+    The cause may be a disk, a mount, a port, a driver, the chain or the store. A start may help
+    then and needs nobody, so none of this ends the miner. Each try is a line of the log, and
+    ``launcher.prom`` counts them for an alert.
     """
 
-    def __init__(
-        self, folder: Path, stop: threading.Event, longest: timedelta = LONGEST_PAUSE
-    ) -> None:
+    def __init__(self, folder: Path, stop: threading.Event) -> None:
         self._stop = stop
-        self._wrong_since: float | None = None  # node 0 refuses this node; monotonic
-        self._backoff = Backoff(first=FIRST_WAIT, longest=longest)
+        self._backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_PAUSE)
         self._metrics = Registry()
         self._folder = folder
 
@@ -143,25 +133,8 @@ class Outages:
             try:
                 return attempt()
             except (ConfigError, OSError) as error:
-                if self._is_for_good(error):
-                    log.error("Stopped with status %d: %s", ExitStatus.BAD_CONFIGURATION, error)
-                    return ExitStatus.BAD_CONFIGURATION
                 if self.wait(str(error)):
                     return ExitStatus.STOPPED
-
-    def _is_for_good(self, error: Exception) -> bool:
-        """Return whether node 0 has refused this node for longer than its patience, in a row."""
-        if not isinstance(error, WrongNode):
-            self._wrong_since = None
-            return False
-        now = time.monotonic()
-        if self._wrong_since is None:
-            self._wrong_since = now
-        return now - self._wrong_since >= error.patience.total_seconds()
-
-    def taken_in(self) -> None:
-        """Note that node 0 takes this node, and that its next refusal is the first again."""
-        self._wrong_since = None
 
     def wait(self, reason: str) -> bool:
         """Report ``reason`` and wait before the next try. Return whether a stop was asked for."""
@@ -192,19 +165,14 @@ class Outages:
 
 def _prepare(config: Config, program: str, signals: StopSignals, outages: Outages) -> ExitStatus:
     """Take the run folder and show the page, then train. Raises ConfigError, OSError."""
-    if config.nodes.leads:
-        # Node 0 alone has the wallet.
-        require_hotkey(config.chain)
+    require_hotkey(config.chain)
     folder = make_run_folder(config)
-    write_settings(config, folder)
-    if config.network is not None:
-        keep(config.network, folder)
-    with sole_user(folder, "launcher.lock", "miner", owner=lambda: launcher_pid(folder)):
+    with occupied(config, folder):
         outages.report()
         # What a killed rank leaves becomes our child, not init's: only so can it be waited for.
         become_subreaper()
         _end_earlier_instance(folder, patience=stop_limit(folder, config.miner.stop_timeout))
-        with _page(config, folder):
+        with dashboard(config, folder):
             return outages.outlast(lambda: _train(config, program, folder, signals, outages))
 
 
@@ -215,10 +183,7 @@ def _train(
     signals: StopSignals,
     outages: Outages,
 ) -> ExitStatus:
-    """Run ranks to the miner's end.
-
-    Raises ConfigError: of this machine, or of node 0, which refuses this node; no rank runs then.
-    """
+    """Run ranks to the miner's end. Raises ConfigError of this machine; no rank runs then."""
     gpus = remembered_gpus(folder)
     if config.miner.device != "cpu":
         gpus = visible_gpu_count() or gpus
@@ -236,9 +201,7 @@ def _train(
         program=program,
     )
     log.info("Starting %s, run folder %s", counted(ranks, "rank"), folder)
-    # Last: what is refused above leaves neither a port nor a thread behind.
-    nodes = join_nodes(config, ranks=ranks, remembered=gpus)
-    return _Supervisor(config.miner, folder, mark, group, signals, outages, nodes).run()
+    return _Supervisor(config.miner, folder, mark, group, signals, outages).run()
 
 
 # --- before the start ---------------------------------------------------------------------------
@@ -297,10 +260,20 @@ def _check_machine(config: Config, *, ranks: int) -> None:
 
 
 @contextlib.contextmanager
-def _page(config: Config, folder: Path) -> Iterator[None]:
+def occupied(config: Config, folder: Path) -> Iterator[None]:
+    """Have the run folder alone, with the settings of this start in it. Raises ConfigError."""
+    write_settings(config, folder)
+    if config.network is not None:
+        keep(config.network, folder)
+    with sole_user(folder, "launcher.lock", "miner", owner=lambda: launcher_pid(folder)):
+        yield
+
+
+@contextlib.contextmanager
+def dashboard(config: Config, folder: Path) -> Iterator[None]:
     """Serve the dashboard, which outlives ranks that fail: that is when it is read."""
     settings = config.telemetry
-    if settings.page_port == "off" or not config.nodes.leads:
+    if settings.page_port == "off":
         yield
         return
 
@@ -329,13 +302,9 @@ class Phase(enum.Enum):
     ``STOPPING``  SIGINT, SIGTERM, SIGHUP    SIGTERM to rank 0, which       the stop limit, or a
                                              decides for all                second Ctrl-C
     ``FAILED``    a rank failed, and no      reports it, SIGTERM to the     ``TERMINATE_GRACE``,
-                  stop was asked for         others: they cannot train      unless ``STOPPING``
+                  stop was asked for         others, which cannot train.    unless ``STOPPING``
     ``CLOSING``   a rank has ended                                          the stop limit
     ``LINGERING`` rank 0 has ended                                          ``LINGER``
-    ``SAVING``    a node joins or leaves     SIGTERM to rank 0; then all    the stop limit
-                                             nodes start again
-    ``LOST``      ranks of other nodes are                                  ``TROUBLE_GRACE``
-                  gone
     ``HUNG``      no beat of a rank within   stacks to a file, SIGKILL      at once
                   --neuron.hang_timeout
     ``FORCED``    the time of one is over    SIGTERM, then SIGKILL, to
@@ -350,8 +319,6 @@ class Phase(enum.Enum):
     FAILED = enum.auto()
     CLOSING = enum.auto()
     LINGERING = enum.auto()
-    SAVING = enum.auto()
-    LOST = enum.auto()
     HUNG = enum.auto()
     FORCED = enum.auto()
 
@@ -371,7 +338,6 @@ class _Supervisor:
         group: RankGroup,
         signals: StopSignals,
         outages: Outages,
-        nodes: Host | Guest | None,
     ) -> None:
         self._group = group
         self._folder = folder
@@ -379,38 +345,26 @@ class _Supervisor:
         self._signals = signals
         self._settings = settings
         self._outages = outages
-        self._nodes = nodes
         self._entered: dict[Phase, float] = {}  # since the ranks were started, and when
-        self._trouble = ""  # why ranks of other nodes are gone
-        self._saved: int | None = None  # the last checkpoint when the ranks were started
         self._failures: list[str] = []  # how ranks ended that did so by themselves
         self._looks = Throttle(_LOOK)
         self._warned = False  # that a stop takes longer than asked for
 
     def run(self) -> ExitStatus:
-        status = ExitStatus.FAULT  # unless the other nodes let us begin
         try:
-            status = self._run()
+            return self._run()
         finally:
             # Whatever was raised: ranks without a launcher would go on with nobody to stop them.
             self._group.sweep(settle=timedelta(0), grace=TERMINATE_GRACE, server=True)
-            if self._nodes is not None:
-                self._nodes.close(status)
-        return status
 
     def _run(self) -> ExitStatus:
-        """Run until no start is to follow. Raises ConfigError if node 0 refuses this one."""
+        """Run until no start is to follow."""
         backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
         while True:
-            plan = None if self._nodes is None else self._nodes.meet(self._signals.stop)
-            if isinstance(plan, ExitStatus):
-                return plan
-            self._outages.taken_in()
             began = time.monotonic()
-            ending = self._run_once(plan)
+            ending = self._run_once()
             if self._steady(began):
                 backoff.succeeded()
-            meets_again = self._nodes is not None and self._meets_again(self._nodes, ending.status)
             if self._signals.stop.is_set():
                 # One that came when no rank ran any more is a stop of the wait below.
                 late = not self._is(Phase.STOPPING) and ending.status is ExitStatus.FAULT
@@ -418,8 +372,6 @@ class _Supervisor:
             if ending.outside:
                 if self._outages.wait(ending.reason):
                     return ExitStatus.STOPPED
-                continue
-            if meets_again:
                 continue
             if ending.status is not ExitStatus.FAULT:
                 return ending.status
@@ -440,22 +392,12 @@ class _Supervisor:
             self._outages.ended()
         return steady
 
-    def _meets_again(self, nodes: Host | Guest, status: ExitStatus) -> bool:
-        """Return whether the ranks ended for another reason than a fault here.
-
-        Also if node 0 decides what follows.
-        """
-        lost = nodes.ended(status)
-        for_others = self._entered.keys() & {Phase.SAVING, Phase.LOST}
-        return lost or (bool(for_others) and status is ExitStatus.STOPPED)
-
-    def _run_once(self, plan: Plan | None) -> Ending:
+    def _run_once(self) -> Ending:
         # Else the status that rank 0 wrote last would count for one that was killed.
         forget_ranks(self._folder)
         self._entered, self._failures = {}, []
-        self._saved = checkpoint_time(self._folder)
         try:
-            self._start(plan)
+            self._start()
         except Stopped:
             log.info("Stopped before the ranks were started")
             return Ending(ExitStatus.STOPPED)
@@ -469,21 +411,21 @@ class _Supervisor:
         self._sweep()
         return self._ending()
 
-    def _start(self, plan: Plan | None) -> None:
+    def _start(self) -> None:
         """Start the ranks; a stop interrupts the seconds of the server's imports."""
         self._signals.interrupts = True
         try:
             # A stop that came before the line above has interrupted nothing.
             if self._signals.asked_at is not None:
                 raise Stopped
-            self._group.start(plan)
+            self._group.start()
         finally:
             self._signals.interrupts = False
 
     def _follow(self) -> None:
         """Wait until all ranks have ended, by themselves or by force."""
         limit, began = self._settings.hang_timeout, time.monotonic()
-        watchdog = Watchdog(self._folder, world_size=self._group.world_size, limit=limit)
+        watchdog = Watchdog(self._folder, ranks=range(self._group.world_size), limit=limit)
         while running := self._group.running:
             self._steady(began)
             self._enter_phases(running, watchdog)
@@ -507,8 +449,6 @@ class _Supervisor:
             self._enter(Phase.CLOSING)
         if 0 not in running:
             self._enter(Phase.LINGERING)
-        if self._nodes is not None:
-            self._follow_nodes(self._nodes)
         if not self._is(Phase.STOPPING) and watchdog.hangs() and self._enter(Phase.HUNG):
             self._kill_hung()
         self._end_what_is_late()
@@ -526,30 +466,8 @@ class _Supervisor:
     def _pass_stop_on(self) -> None:
         limit = stop_limit(self._folder, self._settings.stop_timeout).total_seconds()
         log.info("%s received: stopping (at most %.0f s)", self._signals.name, limit)
-        if isinstance(self._nodes, Guest) and self._listening:
-            self._nodes.leave()
-        else:
-            self._tell_rank_0()
-
-    def _tell_rank_0(self) -> None:
-        """Ask rank 0, which decides for all, to save and end."""
-        # Before it listens there is nothing to save: then all ranks are told.
+        # Before rank 0 listens, which decides for all, there is nothing to save: all are told.
         self._group.signal(signal.SIGTERM, [0] if self._listening else None)
-
-    def _follow_nodes(self, nodes: Host | Guest) -> None:
-        if self._is(Phase.SAVING) or (self._is(Phase.STOPPING) and isinstance(nodes, Host)):
-            return
-        if (trouble := nodes.trouble) is not None:
-            self._trouble = trouble
-            # A rank that lost a peer mostly ends by itself; one that is closing shall.
-            self._enter(Phase.LOST)
-        elif not self._is(Phase.LOST) and (
-            nodes.leaving or (nodes.joining and checkpoint_time(self._folder) != self._saved)
-        ):
-            self._enter(Phase.SAVING)
-            why = "A node leaves" if nodes.leaving else "A node joins"
-            log.info("%s: saving, then all nodes start again", why)
-            self._tell_rank_0()
 
     def _end_what_is_late(self) -> None:
         """End the ranks by force if a phase has lasted too long."""
@@ -569,14 +487,11 @@ class _Supervisor:
         """Return how long each phase may last, and the line when it has lasted longer."""
         stop = stop_limit(self._folder, self._settings.stop_timeout)
         hang = "A rank ended {} s ago but other ranks hang; ending them"
-        gone = f"Ranks of other nodes are gone ({self._trouble}); ending those of this one"
         limits = {
             Phase.STOPPING: (stop, "Not stopped after {} s; ending the ranks by force"),
             Phase.FAILED: (TERMINATE_GRACE, hang),
             Phase.CLOSING: (stop, hang),
             Phase.LINGERING: (LINGER, hang),
-            Phase.SAVING: (stop, "Not saved after {} s; ending the ranks by force"),
-            Phase.LOST: (TROUBLE_GRACE, gone),
         }
         if self._is(Phase.STOPPING):
             del limits[Phase.FAILED]  # a stop has its own time

@@ -53,7 +53,6 @@ from distributed_training.common.processes import (
 )
 from distributed_training.config import Config
 from distributed_training.miner.run_folder import RANK_STORE
-from distributed_training.miner.several_nodes import Plan
 
 log = logging.getLogger(__name__)
 
@@ -134,8 +133,7 @@ class RankGroup:
     """Start this machine's ranks, and end them together.
 
     Each runs ``run_rank(config)`` of the module ``program``, which this process does not import.
-    They are numbered from 0 here, whatever their place among those of several machines is. May be
-    started again once all ranks have ended. ``stacks``: where :meth:`kill` writes them.
+    May be started again once all ranks have ended. ``stacks``: where :meth:`kill` writes them.
     ``start_limit`` covers :meth:`start`: a server that takes longer hangs, and is ended.
     """
 
@@ -163,17 +161,16 @@ class RankGroup:
         self._scratch = ""  # folder of multiprocessing's sockets and the ranks' store
         self._starts = 0
 
-    def start(self, plan: Plan | None = None) -> None:
+    def start(self) -> None:
         """Fork every rank, which takes seconds the first time (imports).
 
-        ``plan``: of a miner of several machines; None: of one. Raises OSError or EOFError if the
-        server does not come up.
+        Raises OSError or EOFError if the server does not come up.
         """
         late = threading.Timer(self._start_limit.total_seconds(), self._end_server)
         late.daemon = True
         late.start()
         try:
-            self._start(plan)
+            self._start()
         finally:
             late.cancel()
 
@@ -182,22 +179,21 @@ class RankGroup:
         log.warning("The fork server hangs: it started no ranks within --neuron.hang_timeout")
         self._mark.end(settle=timedelta(0), grace=timedelta(0))
 
-    def _start(self, plan: Plan | None) -> None:
+    def _start(self) -> None:
         self._ranks = []
         self._ensure_server()
         self._starts += 1  # a file of its own: what ranks that were killed left must not be read
         store = Path(self._scratch) / f"ranks-{self._starts}"
         store.with_name(f"ranks-{self._starts - 1}").unlink(missing_ok=True)
-        port = free_ports(1)[0] if plan is None else plan.port
+        port = free_ports(1)[0]
         # Secrets go to each rank by a pipe: the server has none in its environment, so nobody finds
         # them in /proc, of a rank neither.
         secrets = {name: value for name, value in os.environ.items() if is_secret(name)}
         for number in range(self.world_size):
             place = rank_variables(number, world_size=self.world_size, port=port)
-            place |= {RANK_STORE: str(store)} if plan is None else plan.variables(number)
             process = self._context.Process(
                 target=_become_rank,
-                args=(self._program, self._config, secrets | place),
+                args=(self._program, self._config, secrets | place | {RANK_STORE: str(store)}),
                 name=f"rank {number}",
             )
             process.start()

@@ -136,12 +136,11 @@ def join_ranks(
         # On one machine nothing lies between the ranks.
         if local == world_size:
             raise
-        # A firewall may pass the launchers' port and no other: torch names no cause.
+        # A firewall may pass torchrun's port and no other: torch names no cause.
         raise NetworkFailure(
             f"the ranks of the nodes did not meet at {environ['MASTER_ADDR']} "
             f"({str(error).splitlines()[0]}), so all ranks start again: let all TCP ports through "
-            "between the nodes, in the firewalls of both; the doctor tries them "
-            "(docs/several-machines.md)"
+            "between the nodes, in the firewalls of both (docs/several-machines.md)"
         ) from error
     return Ranks(
         rank=rank,
@@ -171,7 +170,7 @@ def _store(
         return file
     address, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
     listener = None
-    if rank == 0:
+    if rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         # On this address alone: TCPStore's own listens on all that the machine has.
         listener = listen(address, port).detach()
     return dist.TCPStore(

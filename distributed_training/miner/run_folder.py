@@ -23,7 +23,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -49,11 +49,16 @@ class RankEnvironment:
     rank: int
     local_rank: int
     world_size: int
+    local_world_size: int
+
+    def node_of(self, rank: int) -> int:
+        return rank // self.local_world_size
 
 
 def rank_environment() -> RankEnvironment:
     """Read a rank's variables. Raises KeyError without a launcher or torchrun."""
-    return RankEnvironment(*(int(os.environ[n]) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE")))
+    rank, local, world = (int(os.environ[n]) for n in ("RANK", "LOCAL_RANK", "WORLD_SIZE"))
+    return RankEnvironment(rank, local, world, int(os.environ.get("LOCAL_WORLD_SIZE", world)))
 
 
 Pid = Annotated[int, Field(gt=0)]  # to a signal, 0 and negative numbers are groups of processes
@@ -172,14 +177,6 @@ def stop_seconds(run_folder: Path) -> float | None:
     return None if last is None else 2 * last.seconds + STOP_SLACK
 
 
-def checkpoint_time(run_folder: Path) -> int | None:
-    """Return a number that each complete checkpoint changes; None before the first."""
-    try:
-        return (run_folder / "checkpoints" / "last.json").stat().st_mtime_ns
-    except OSError:
-        return None
-
-
 def forget_ranks(run_folder: Path) -> None:
     """Remove what ranks that ended wrote."""
     for path in [*run_folder.glob("pids/rank-*"), run_folder / "exit_status.json"]:
@@ -227,10 +224,13 @@ class Heartbeat:
 
 
 class Watchdog:
-    """``limit``: from one beat of a rank to its next, and from the first look to its first."""
+    """``limit``: from one beat of a rank to its next, and from the first look to its first.
 
-    def __init__(self, run_folder: Path, *, world_size: int, limit: timedelta) -> None:
-        self._paths = [_beat_file(run_folder, rank) for rank in range(world_size)]
+    ``ranks``: those to watch, by their numbers on this machine.
+    """
+
+    def __init__(self, run_folder: Path, *, ranks: Iterable[int], limit: timedelta) -> None:
+        self._paths = [_beat_file(run_folder, rank) for rank in ranks]
         self._limit = limit.total_seconds()
         # time of the file (None: not there yet), when it was another's
         self._seen: dict[Path, tuple[int | None, float]] = {}

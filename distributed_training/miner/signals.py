@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from distributed_training.node.start import Stopped
 
 from . import events as ev
+from .nodes import under_torchrun
 
 
 def who_stops() -> str:
@@ -24,7 +25,8 @@ def who_stops() -> str:
 class RankStop:
     """SIGTERM asks for a stop; SIGINT is the launcher's to handle (a terminal sends it to all).
 
-    ``events``: rank 0's queue, in which the stop arrives as an event like any other.
+    Under torchrun SIGINT and SIGHUP ask for one too. ``events``: rank 0's queue, in which the stop
+    arrives as an event like any other.
     """
 
     def __init__(self) -> None:
@@ -33,8 +35,10 @@ class RankStop:
         self._interrupts = False
 
     def install(self) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, self._handle)
+        # torchrun passes on which of them it got.
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._handle if under_torchrun() else signal.SIG_IGN)
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:

@@ -89,6 +89,7 @@ from .income import Income, standing
 from .loop import MinerLoop
 from .metrics import MachineGauges, Metrics, limits
 from .missed_rounds import MissedRounds
+from .nodes import Nodes, open_store, under_torchrun
 from .own_bucket import OwnBucket, open_own_bucket
 from .ranks import Ranks, join_ranks
 from .registration import join_network
@@ -100,6 +101,7 @@ from .run_folder import (
     INSTANCE,
     Heartbeat,
     RankEnvironment,
+    Watchdog,
     rank_environment,
     remembered_gpus,
     write_exit_status,
@@ -133,12 +135,19 @@ def run_rank(config: Config) -> int:
     start_log(config, rank=me.local_rank)
     # Compiled kernels outlive a container's /tmp: a restart need not compile again.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str((folder / "compiled").absolute()))
-    status, reason, outside = int(ExitStatus.FAULT), "", False
+    status, reason, outside, nodes = int(ExitStatus.FAULT), "", False, None
     try:
         # From here on a stop goes to rank 0 alone, which saves first; before it ends all ranks.
         write_pid_file(folder, me.local_rank)
         Heartbeat(folder, me.local_rank)()
         with ExitStack() as stack:
+            if under_torchrun():
+                watchdog = Watchdog(folder, ranks=[me.local_rank], limit=config.miner.hang_timeout)
+                nodes = Nodes(
+                    open_store(), me, stop_wanted=lambda: stop.wanted, hangs=watchdog.hangs
+                )
+                with Heartbeat(folder, me.local_rank).steady():
+                    nodes.join(config, folder, stack)
             status, reason = train(config, me, folder, stop, stack)
     except (StopBeforeStart, Stopped):
         status, reason = ExitStatus.STOPPED, f"{who_stops()} before the start was complete"
@@ -154,7 +163,7 @@ def run_rank(config: Config) -> int:
     if me.local_rank == 0:
         with suppress(OSError):  # no room: to the launcher that is a fault
             write_exit_status(folder, status, reason, outside=outside)
-    return status
+    return status if nodes is None else nodes.close(status, reason)
 
 
 @dataclass(frozen=True)
@@ -364,7 +373,6 @@ def build_training(
         trainer=trainer,
         folder=folder / "checkpoints",
         keep=config.miner.keep_checkpoints,
-        owner=info.hotkey,
     )
     alive()
     data = DataPipeline(

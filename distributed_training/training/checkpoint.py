@@ -5,8 +5,8 @@ own row blocks and then ``rank-R.json``, with their SHA-256 and its own. A check
 all ranks' files are there; so no rank waits for another, and a kill at any moment leaves the
 checkpoint before intact. A rank that loads reads the rows it needs from whichever files have them,
 so a checkpoint loads at any number of ranks (docs/architecture.md, Decisions). Under HSDP
-(:mod:`.sharding`) each machine writes its own copy, and a machine that lacks a part gets it from
-another.
+(:mod:`.sharding`) each machine writes its own copy, and all go on from the newest that every
+machine has.
 
 torch.distributed.checkpoint could do this too (its ``async_save`` takes a gloo group of its own, so
 that its collectives do not meet training's). It saves no work here: every state is rows of the
@@ -33,7 +33,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -126,12 +125,10 @@ class Parts:
         self.manifest = self._agree_on_manifest()  # of one part; its state is that of all
         self._count = int(self.manifest["world_size"])
         replicas = self.manifest.get("replicas", 1)
-        self.same_layout = (self._count, replicas) == (self._layout.shards, self._layout.replicas)
-        self._epoch = folder / f"epoch-{self.manifest['state']['epoch_id']}-of-{self._count}"
-        self._holders, self._kinds = self._find()
-        ranks = range(self._layout.world_size)
         #: Every rank has what was its alone.
-        self.exact = self.same_layout and all(self._has_own(r) for r in ranks)
+        self.exact = (self._count, replicas) == (self._layout.shards, self._layout.replicas)
+        self._epoch = folder / f"epoch-{self.manifest['state']['epoch_id']}-of-{self._count}"
+        self._kinds = self._open_parts()
 
     def _agree_on_manifest(self) -> dict[str, Any]:
         found, problem = None, "it is incomplete"
@@ -142,40 +139,23 @@ class Parts:
         # Every rank takes part before any of them raises: one that left alone would hold the others
         # in the next collective.
         everywhere = self._stream.answers((found, problem))
-        manifest = next((m for m, _ in everywhere if m is not None), None)
-        if manifest is None:
-            raise CheckpointError(everywhere[0][1])
-        return manifest
+        manifests = [manifest for manifest, _ in everywhere if manifest is not None]
+        if len(manifests) < len(everywhere):
+            raise CheckpointError(next(why for manifest, why in everywhere if manifest is None))
+        return manifests[0]
 
-    # --- who has what --------------------------------------------------------------------------
-
-    def _find(self) -> tuple[dict[int, list[int]], set[str]]:
-        """Return the ranks that can read each part, and the kinds of state in it."""
-        layout, stream = self._layout, self._stream
-        wanted = [self._wanted_by(rank) for rank in range(layout.world_size)]
-        problems = {part: self._problem(part) for part in wanted[layout.rank]}
-        everywhere = stream.answers(problems)
-        lacking = sorted(
-            {p for parts, f in zip(wanted, everywhere, strict=True) for p in parts if f[p]}
-        )
-        # The ranks of a node share out what is lacking elsewhere: to hash a part is to read it
-        # whole.
-        for part in lacking[layout.shard :: layout.shards]:
-            if part not in problems:
-                problems[part] = self._problem(part)
+    def _open_parts(self) -> set[str]:
+        """Open the parts with this rank's rows, and its own. Return the kinds of state in them."""
+        shard = self._layout.shard
+        parts = {part for _, shape in self._schema for part, _, _ in self._pieces(shape[0])}
+        parts |= {shard} if self.exact else set()
+        problems = [self._problem(part) for part in sorted(parts or {0})]
         kinds = {_kind(key) for files in self._files.values() for key in files if _kind(key)}
-        answers = stream.answers((problems, kinds))
-        holders: dict[int, list[int]] = {}
-        for part in {p for parts in wanted for p in parts}:
-            holders[part] = [r for r, (f, _) in enumerate(answers) if f.get(part, "") is None]
-            if not holders[part]:
-                raise CheckpointError(str(next(f[part] for f, _ in answers if f.get(part))))
-        if lacking:
-            node = holders[lacking[0]][0] // layout.shards
-            where = f"node {node}" if node else "the first node"
-            why = next(f[lacking[0]] for f in everywhere if f.get(lacking[0]))
-            log.info("The state comes from %s, since another has none: %s", where, why)
-        return holders, set().union(*(kinds for _, kinds in answers))
+        answers = self._stream.answers((problems, kinds))
+        for found, _ in answers:
+            for problem in filter(None, found):
+                raise CheckpointError(problem)
+        return set().union(*(kinds for _, kinds in answers))
 
     def _problem(self, part: int) -> str | None:
         """Open ``part`` in this machine's folder; return the reason if that fails."""
@@ -202,15 +182,9 @@ class Parts:
             return in_words(error)
         return None
 
-    def _wanted_by(self, rank: int) -> list[int]:
-        """List the parts that hold rows of ``rank``, and its own."""
-        parts = {part for _, shape in self._schema for part, _, _ in self._pieces(shape[0], rank)}
-        own = rank % self._layout.shards
-        return sorted(parts | ({own} if self.same_layout else set()) or {0})
-
-    def _pieces(self, rows: int, rank: int) -> list[tuple[int, int, int]]:
-        """Locate the rows of ``rank``: part, first and one past the last row in it."""
-        start, stop = row_range(rows, self._layout.shards, rank % self._layout.shards)
+    def _pieces(self, rows: int) -> list[tuple[int, int, int]]:
+        """Locate this rank's rows: part, first and one past the last row in it."""
+        start, stop = row_range(rows, self._layout.shards, self._layout.shard)
         pieces = []
         for part in range(self._count):
             first, last = row_range(rows, self._count, part)
@@ -219,40 +193,18 @@ class Parts:
                 pieces.append((part, low - first, high - first))
         return pieces
 
-    def _source(self, part: int, rank: int) -> int:
-        return rank if rank in self._holders[part] else self._holders[part][0]
-
-    def _has_own(self, rank: int) -> bool:
-        """Return whether ``rank`` can read its own part; a copy has parts of the same numbers."""
-        return rank in self._holders[rank % self._layout.shards]
-
-    # --- what is in them -----------------------------------------------------------------------
-
     def rows(self) -> dict[str, list[Tensor]]:
         """Return this rank's rows of every parameter, by kind of state."""
-        # Sorted, since each is sent between ranks: all must send in one order.
         return {
-            kind: [self._rows_of(kind, *each) for each in self._schema]
-            for kind in sorted(self._kinds)
+            kind: [self._rows_of(f"{kind}/{name}", shape) for name, shape in self._schema]
+            for kind in self._kinds
         }
 
-    def _rows_of(self, kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
-        me, group, mine = self._stream.rank, self._stream.group, []
-        # A send may block until it is received. All ranks go through the same order, so no two wait
-        # for each other.
-        for rank in range(self._layout.world_size):
-            for part, low, high in self._pieces(shape[0], rank):
-                source = self._source(part, rank)
-                if me == source:
-                    key = f"{kind}/{name}"
-                    rows = self._files[part][key].get_slice(key)[low:high]
-                    if rank != me:
-                        dist.send(rows.contiguous(), group=group, group_dst=rank)
-                elif me == rank:
-                    rows = torch.empty((high - low, *shape[1:]))
-                    dist.recv(rows, group=group, group_src=source)
-                if me == rank:
-                    mine.append(rows)
+    def _rows_of(self, key: str, shape: tuple[int, ...]) -> Tensor:
+        mine = [
+            self._files[part][key].get_slice(key)[low:high]
+            for part, low, high in self._pieces(shape[0])
+        ]
         return torch.cat(mine) if mine else torch.empty((0, *shape[1:]))
 
     def own(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -310,7 +262,7 @@ class Checkpointer:
     """One per rank; all ranks call the same methods in the same order.
 
     ``folder`` is on a file system that the ranks of this node share. ``keep``: complete checkpoints
-    to leave there. ``owner``: the miner whose they are.
+    to leave there.
     """
 
     def __init__(
@@ -319,7 +271,6 @@ class Checkpointer:
         trainer: Trainer,
         folder: Path,
         keep: int = 2,
-        owner: str = "",
     ) -> None:
         self.hold_seconds = 0.0  # how long the last save held training
         self.seconds: float | None = None  # what the last one took this rank, held and written
@@ -330,7 +281,6 @@ class Checkpointer:
         self._lead = self._layout.shard == 0  # of this folder
         self._folder = folder
         self._keep = max(1, keep)
-        self._owner = owner
         self._timeout = _RANKS_TIMEOUT
         self._thread: threading.Thread | None = None
         self._skip = 0  # checkpoints that a roll-back leaves out
@@ -362,7 +312,7 @@ class Checkpointer:
         tensors = self._named(state)
         by_step = {key: tensor for key, tensor in tensors.items() if key not in by_epoch}
         scalars = {k: v for k, v in state.items() if v is not None and not _are_tensors(v)}
-        content = {"state": scalars, "owner": self._owner, "extra": extra, "first": first}
+        content = {"state": scalars, "extra": extra, "first": first}
         # As text: the next step changes lists that are in it.
         text = json.dumps(content | {"progress": asdict(progress)})
         self.hold_seconds = time.perf_counter() - started
@@ -416,7 +366,7 @@ class Checkpointer:
         """
         self.wait()
         stream = self._trainer.stream
-        names = self._names_anywhere()
+        names = self._names_everywhere()
         # The oldest is never skipped: one that may be bad is better than none.
         for name in names[min(skip, max(0, len(names) - 1)) :]:
             try:
@@ -435,21 +385,19 @@ class Checkpointer:
             return progress, extra
         return None
 
-    def _names_anywhere(self) -> list[str]:
-        """List the checkpoints on any machine, newest first.
-
-        One that node 0 lacks counts if it is of the same miner.
-        """
-        mine, node_0 = self._names(), self._layout.on_node_0
-        found = self._trainer.stream.answers([n for n in mine if node_0 or self._is_ours(n)])
-        return sorted(set().union(*found), reverse=True)
-
-    def _is_ours(self, name: str) -> bool:
-        try:
-            first = next(manifests_in(self._folder / name), {})
-        except CheckpointError:
-            return False
-        return bool(self._owner) and first.get("owner") == self._owner
+    def _names_everywhere(self) -> list[str]:
+        """List the checkpoints that are on every machine, newest first."""
+        found = [set(names) for names in self._trainer.stream.answers(self._names())]
+        everywhere, newest = set.intersection(*found), max(set().union(*found), default="")
+        lacking = [rank for rank, names in enumerate(found) if newest and newest not in names]
+        if lacking and self._layout.rank == 0:
+            log.warning(
+                "Skipping checkpoint %s, which node %d lacks: training goes on from one that all "
+                "nodes have. Where that loses much, stop all and copy the folder checkpoints there",
+                newest,
+                lacking[0] // self._layout.shards,
+            )
+        return sorted(everywhere, reverse=True)
 
     def roll_back(self) -> tuple[Progress, dict[str, Any]] | None:
         """Do :meth:`restore` after NaN or Inf, then halve the learning rate for a while.

@@ -1,6 +1,6 @@
 # Runs the miner with the flags in "$@" on the nodes of this job, until it ends for good.
 #
-# Each node's task starts its own launcher and starts it again whatever ends it, as pm2 does; not after
+# Each node's task starts the launcher, or torchrun, and starts it again whatever ends it, as pm2 does; not after
 # 2 (bad configuration) or 3 (deregistered), which end the job, nor after a stop that was asked for.
 #
 # Preempted, a miner gets SIGTERM and the partition's GraceTime: it checkpoints and ends. To Slurm the
@@ -19,7 +19,7 @@ ended() {
     status=0
 }
 
-# %n in a flag is the number of the node. SLURM_NNODES and SLURM_NODEID are read by the launcher itself.
+# %n in a word is the number of the node.
 task="$(declare -f ended)"'
 asked=""
 ask() { asked=yes; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }
@@ -30,7 +30,7 @@ while :; do
     ended
     [ -z "$asked" ] || exit 0
     case $status in 2 | 3) break ;; esac
-    echo "The launcher of node $SLURM_NODEID ended with status $status; it is started again in $DT_PAUSE s"
+    echo "The miner of node $SLURM_NODEID ended with status $status; it is started again in $DT_PAUSE s"
     sleep "$DT_PAUSE" & child=$!
     ended
     [ -z "$asked" ] || exit 0

@@ -1,20 +1,18 @@
 """``kill -9`` of processes of running miners: told at once, repaired, everybody in the next round.
 
 A rank that is stopped, ``bench/kills.py`` for six minutes, and with every kind of process in every
-phase; then ``bench/node_deaths.py``, where either machine of a miner of two dies at each point of a
-round and of an upload. Two kills are in test_localnet_end_to_end.py.
+phase. Two kills are in test_localnet_end_to_end.py, a lost machine in test_nodes.py.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from bench import kills, node_deaths
+from bench import kills
 from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from tests.tools.subnet_tools import paced
@@ -82,22 +80,3 @@ def test_every_kind_of_process_in_every_phase(tmp_path: Path) -> None:
         assert kill.step_after is not None and kill.rounds is not None and kill.rounds >= 1
         if kill.kind != "launcher":  # which logs it when it is started again
             assert kill.told_after is not None and kill.told_after < TOLD_WITHIN, kill
-
-
-@pytest.mark.timeout(4800)
-def test_either_node_dies_at_each_point_and_all_wait_for_it(tmp_path: Path) -> None:
-    cells = list(itertools.product(node_deaths.WAYS, kills.PHASES))
-    deaths, problems = node_deaths.run(tmp_path, cells)
-    assert problems == []
-    assert len(deaths) == len(cells)
-
-
-@pytest.mark.timeout(2400)
-def test_node_0_goes_on_alone_and_takes_node_1_in_again(tmp_path: Path) -> None:
-    cells = [
-        (node_deaths.KILLED, "transfer"),
-        (node_deaths.UNPLUGGED, "commit"),
-        (node_deaths.KILLED, "upload"),
-    ]
-    _, problems = node_deaths.run(tmp_path, cells, nnodes="1:2")
-    assert problems == []

@@ -14,7 +14,8 @@ import pytest
 from distributed_training.common.ports import free_ports
 from distributed_training.telemetry import read_events
 from tests.multiprocess.test_launcher_tree import COMMON, KEYS
-from tests.multiprocess.test_nodes import FLAGS, LAUNCH, ROOT
+from tests.multiprocess.test_nodes import FLAGS, PROGRAM, ROOT, RULES
+from tests.tools.network import network_file
 from tests.tools.slurm_world import Slurm, slurm
 from tests.tools.waiting import wait_for
 
@@ -56,9 +57,11 @@ def _submit(cluster: Slurm, script: str, **more: str) -> str:
     before, _, after = line.partition("sbatch ")
     variables = dict(word.split("=", 1) for word in shlex.split(before))
     options, _, flags = after.partition(f"ops/slurm/{script}.sbatch")
-    arguments = [part for name, text in FLAGS.items() for part in (f"--{name}", text)]
+    own = FLAGS | {"network": network_file(cluster.folder / "network", RULES)}
+    arguments = [part for name, text in own.items() for part in (f"--{name}", text)]
     environment = {
-        "DT_MINER": f"{sys.executable} {LAUNCH}",
+        "DT_PROGRAM": str(PROGRAM),
+        "DT_PYTHON": sys.executable,
         "BT_WALLET_PATH": str(cluster.folder / "wallets"),
         "OMP_NUM_THREADS": "1",
         **KEYS,
@@ -66,8 +69,15 @@ def _submit(cluster: Slurm, script: str, **more: str) -> str:
         **more,
     }
     command = ["sbatch", "--parsable", "--cpus-per-task=1", *options.split()]
-    command += [f"ops/slurm/{script}.sbatch", *COMMON, *arguments, "--nproc_per_node", "1"]
+    command += [f"ops/slurm/{script}.sbatch", *COMMON, *arguments]
+    if script == "one-node":
+        environment["DT_MINER"] = f"{sys.executable} {PROGRAM}"
     return cluster.run(*command, *flags.split(), **environment)
+
+
+def _place() -> dict[str, str]:
+    """Return where the nodes meet: n0 is no name that this machine resolves."""
+    return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(1)[0])}
 
 
 def _finish(cluster: Slurm, job: str, folder: Path, steps: int) -> None:
@@ -99,8 +109,7 @@ def _ended(cluster: Slurm, job: str) -> None:
 
 @pytest.mark.long
 def test_two_nodes_of_a_job_save_before_its_time_is_over_and_go_on(cluster: Slurm) -> None:
-    endpoint = f"127.0.0.1:{free_ports(1)[0]}"  # n0 is no name that this machine resolves
-    job = _submit(cluster, "several-nodes", RDZV_ENDPOINT=endpoint, NODE_STEPS="60")
+    job = _submit(cluster, "several-nodes", **_place(), NODE_STEPS="60")
     folder = cluster.folder / "runs" / "miner-node0"
     wait_for(lambda: len(_losses(folder)) >= 3, "steps", seconds=150, every=0.2)
     cluster.run("scancel", "--batch", "--signal=USR1", job)  # as --signal before the time limit
@@ -111,15 +120,13 @@ def test_two_nodes_of_a_job_save_before_its_time_is_over_and_go_on(cluster: Slur
     assert set(_losses(folder)) == set(range(1, 61)), "no step is lost"
     output = _output(cluster)
     assert f"Resumed at outer step 0, inner step {saved}" in output
-    assert "Nodes 0, 1: 2 ranks" in output
     assert (cluster.folder / "runs" / "miner-node1" / "checkpoints").is_dir()
 
 
 @pytest.mark.long
 def test_a_preempted_job_saves_in_its_grace_time_and_goes_on_later(cluster: Slurm) -> None:
     """By Slurm itself: a job of a partition with a higher priority takes both nodes."""
-    endpoint = f"127.0.0.1:{free_ports(1)[0]}"
-    job = _submit(cluster, "several-nodes", RDZV_ENDPOINT=endpoint, NODE_STEPS="60")
+    job = _submit(cluster, "several-nodes", **_place(), NODE_STEPS="60")
     folder = cluster.folder / "runs" / "miner-node0"
     wait_for(lambda: len(_losses(folder)) >= 3, "steps", seconds=150, every=0.2)
     urgent = cluster.run(
@@ -133,7 +140,7 @@ def test_a_preempted_job_saves_in_its_grace_time_and_goes_on_later(cluster: Slur
     _finish(cluster, job, folder, 60)
     assert set(_losses(folder)) == set(range(1, 61)), "no step is lost"
     output = _output(cluster)
-    assert "SIGTERM received: stopping" in output and "Not stopped after" not in output
+    assert "Another node was asked" not in output or "Stopped with status 0" in output
     assert f"Resumed at outer step 0, inner step {saved}" in output
 
 

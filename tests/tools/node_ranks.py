@@ -1,4 +1,4 @@
-"""One rank of a miner of several machines; the launcher starts it. Everything is the product's but
+"""One rank of a miner; torchrun or the launcher starts it. Everything is the product's but
 the network of rank 0, which is that of :mod:`miner_ranks`. NODE_STEPS says after how many inner
 steps in all it stops.
 """

@@ -30,7 +30,6 @@ from distributed_training.miner import launcher
 from distributed_training.miner.__main__ import main as launch
 from distributed_training.miner.rank_group import RankGroup
 from distributed_training.miner.run_folder import remembered_gpus
-from distributed_training.miner.several_nodes import PATIENCE, Refusal
 from distributed_training.protocol.types import ExitStatus
 from tests.tools.miner_parts import config_of
 from tests.tools.r2_keys import KEYS
@@ -60,7 +59,7 @@ class Played:
                 self.world_size = world_size
                 self.endings: list[str] = []
 
-            def start(self, plan: object) -> None:
+            def start(self) -> None:
                 nonlocal ends
                 assert not played.half, "two sets of ranks would run at once"
                 seconds, status = played.left[0]
@@ -313,58 +312,6 @@ def test_a_machine_that_refuses_is_tried_again(
     tries = [r.getMessage() for r in caplog.records if r.getMessage().startswith("Cannot train")]
     assert len(tries) == 8 and all(line in text for text in tries)
     assert [int(re.findall(r"attempt (\d+)", text)[0]) for text in tries] == list(range(2, 10))
-
-
-class Nodes:
-    """The launchers of the other nodes."""
-
-    leaving = joining = False
-    trouble = None
-
-    def __init__(self, answers: list[tuple[float, ConfigError | None]], ranks: Played) -> None:
-        self._answers, self._ranks = answers, ranks
-
-    def meet(self, stop: object) -> None:
-        seconds, answer = self._answers.pop(0)
-        self._ranks.now += seconds
-        if answer is not None:
-            raise answer
-
-    def ended(self, status: ExitStatus) -> bool:
-        return False
-
-    def close(self, status: int) -> None:
-        pass
-
-
-def test_a_node_that_node_0_refuses_asks_again(
-    argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its clock is set a day after a reboot."""
-    clock = ConfigError("the clock of this node is +95 s from node 0's")
-    answers = [(0, clock), (90_000, clock), (0, None), (0, clock), (90_000, None)]
-    monkeypatch.setattr(launcher, "join_nodes", lambda *_, **named: Nodes(answers, ranks))
-    ranks.left = [(LONG, FAULT), (0, STOPPED)]
-    assert launch(argv) == STOPPED and not ranks.left and not answers
-
-
-@pytest.mark.parametrize("kind", ["flags", "version"])
-def test_a_node_that_stays_wrong_ends_when_a_restart_or_update_of_all_is_over(
-    argv: list[str],
-    ranks: Played,
-    kind: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Refusals before ranks ran, or before node 0 was away, count no more."""
-    wrong, away = Refusal("--neuron.seed is 9 on node 1", kind).error, ConfigError("not reached")
-    limit = PATIENCE[kind].total_seconds()
-    answers = [(0, wrong), (limit - 1, wrong), (1, None), (0, wrong), (limit - 1, wrong)]
-    answers += [(0, away), (limit, wrong), (limit - 1, wrong), (1, wrong)]
-    monkeypatch.setattr(launcher, "join_nodes", lambda *_, **named: Nodes(answers, ranks))
-    ranks.left = [(LONG, FAULT)]
-    assert launch(argv) == REFUSED and not ranks.left and not answers
-    assert caplog.messages[-1] == "Stopped with status 2: --neuron.seed is 9 on node 1"
 
 
 def test_the_number_of_gpus_is_remembered_while_the_driver_is_away(

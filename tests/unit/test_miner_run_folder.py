@@ -137,7 +137,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def test_ranks_that_come_to_boundaries_do_not_hang(tmp_path: Path, clock: Clock) -> None:
     (tmp_path / "pids").mkdir()
     beats = [Heartbeat(tmp_path, rank) for rank in (0, 1)]
-    dog = Watchdog(tmp_path, world_size=2, limit=timedelta(seconds=5))
+    dog = Watchdog(tmp_path, ranks=range(2), limit=timedelta(seconds=5))
     clock.now += 3600  # a start takes as long as it takes
     assert not dog.hangs()
     for _ in range(200):  # boundaries every 0.2 s, as while a round or an upload is waited for
@@ -153,7 +153,7 @@ def test_ranks_that_come_to_boundaries_do_not_hang(tmp_path: Path, clock: Clock)
     beats[0]()
     assert dog.hangs()  # rank 1
     forget_ranks(tmp_path)
-    dog = Watchdog(tmp_path, world_size=2, limit=timedelta(seconds=5))
+    dog = Watchdog(tmp_path, ranks=range(2), limit=timedelta(seconds=5))
     assert not dog.hangs()
     clock.now += 6  # in the start: no rank came to a boundary
     assert dog.hangs()
@@ -163,7 +163,7 @@ def test_a_wall_clock_that_is_set_is_no_hang_and_hides_none(tmp_path: Path, cloc
     (tmp_path / "pids").mkdir()
     Heartbeat(tmp_path, 0)()
     file = tmp_path / "pids" / "rank-0.beat"
-    dog = Watchdog(tmp_path, world_size=1, limit=timedelta(seconds=5))
+    dog = Watchdog(tmp_path, ranks=range(1), limit=timedelta(seconds=5))
     for wall in (0, 2_000_000_000, 1_000_000_000):
         os.utime(file, (wall, wall))
         clock.now += 4

@@ -128,6 +128,21 @@ def test_pm2_waits_for_as_long_as_the_miner_takes_to_stop(
 
 
 @needs_node
+def test_pm2_runs_torchrun_where_the_override_asks_for_it(tmp_path: Path) -> None:
+    """With the guide's rows."""
+    page = (OPS.parent / "docs" / "several-machines.md").read_text()
+    rows = page.partition("```js\n")[2].partition("```")[0]
+    (tmp_path / "app.config.override.js").write_text(rows)
+    done = pm2_reads(OPS.parent, DT_HOME=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    app = json.loads(done.stdout)
+    assert app["script"].endswith("ops/torchrun.sh") and app["interpreter"] == "bash"
+    words = app["args"]
+    assert words[:4] == ["--nnodes", "2", "--node_rank", "0"]
+    assert words[words.index("--") + 1 :] == ["--wallet.name", "W", "--wallet.hotkey", "H"]
+
+
+@needs_node
 @pytest.mark.parametrize(("app", "status"), [("validator", 0), ("registry", 0), ("x", 1)])
 def test_pm2_runs_what_a_founder_needs(app: str, status: int, tmp_path: Path) -> None:
     (tmp_path / f"{app}.override.js").write_text('module.exports = [["--network", "a.toml"]];')
