@@ -4,7 +4,7 @@ A *counter* only grows: rates are made of it. A *gauge* is the latest measuremen
 not be measured is absent rather than 0: a graph shows a gap, an alert on ``absent()`` works.
 Graphs, alerts and the page rely on the catalogue's names (``dt_`` stands before each of them).
 Moments are Unix timestamps, so that an age goes on growing when the miner stands still. The text
-format is the Prometheus client's.
+format is the Prometheus client's. A plug-in adds a metric with :func:`register_metric`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from operator import attrgetter
 from pathlib import Path
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -23,26 +26,94 @@ from prometheus_client.registry import Collector
 
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import write_bytes
+from distributed_training.common.kinds import Kinds
 from distributed_training.protocol.types import StepReport
 
-METRICS: Mapping[str, str] = {
-    # training; torchtitan's figures under this project's prefix
-    "train_outer_step": "outer step",
-    "train_inner_step": "inner steps done in this outer step",
-    "train_loss": "mean cross-entropy of the last inner step, nats per token",
-    "train_learning_rate": "learning rate of the last inner step",
-    "train_learning_rate_share": "the same as a share of training.learning_rate, 0 to 1",
-    "train_step_seconds": "wall time of the last inner step",
-    "train_data_wait_seconds": "of it, without data",
-    "train_tokens_per_second": "tokens per second, all ranks",
-    "train_samples_per_second": "sequences per second, all ranks",
-    "train_grad_norm": "norm of the gradient before clipping",
-    "train_mfu": "model FLOP utilization, 0 to 1",
-    "train_tokens_total": "tokens trained on, all ranks",
-    "train_steps_total": "inner steps",
-    "train_steps_skipped_total": "inner steps with NaN or Inf, which were skipped",
-    "gpu_memory_gb": "peak allocated on rank 0's GPU since the previous step, GB = 1e9 bytes",
-    "gpu_utilization_percent": "utilization of rank 0's GPU by NVML",
+
+class MetricSpec(NamedTuple):
+    """A metric: what it is, and how it is read. See :func:`register_metric`."""
+
+    about: str
+    step: Callable[[StepReport], float | None] | None = None
+    measure: Callable[[], float | None] | None = None
+
+
+#: The catalogue. Its names are promised to graphs, alerts and the page.
+METRICS: Kinds[MetricSpec] = Kinds("metric")
+
+
+def register_metric(
+    name: str,
+    about: str,
+    *,
+    step: Callable[[StepReport], float | None] | None = None,
+    measure: Callable[[], float | None] | None = None,
+) -> None:
+    """Add a metric to the catalogue; the metrics file, the page and the trackers show it then.
+
+    Args:
+        name: With its unit, without ``dt_``. One that ends with ``_total`` is a counter, any other
+            a gauge.
+        about: What it is, for whoever reads Prometheus' help.
+        step: Reads it from the report of an inner step; of a counter: by how much it grows.
+        measure: Measures a gauge each time the metrics file is written. Without ``step`` and
+            ``measure`` it is set where it is known.
+
+    None means "could not be measured": the metric is absent. Raises ValueError for a name that is
+    taken, or that is none.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or (measure and name.endswith("_total")):
+        raise ValueError(f"{name!r} is no name for such a metric")
+    METRICS.register(name, MetricSpec(about, step, measure))
+
+
+# torchtitan's figures under this project's prefix.
+for _name, _about, _step in (
+    ("train_outer_step", "outer step", attrgetter("outer_step")),
+    ("train_inner_step", "inner steps done in this outer step", attrgetter("inner_step")),
+    (
+        "train_loss",
+        "mean cross-entropy of the last inner step, nats per token",
+        attrgetter("loss"),
+    ),
+    ("train_learning_rate", "learning rate of the last inner step", attrgetter("learning_rate")),
+    (
+        "train_learning_rate_share",
+        "the same as a share of training.learning_rate, 0 to 1",
+        attrgetter("learning_rate_share"),
+    ),
+    ("train_step_seconds", "wall time of the last inner step", attrgetter("seconds")),
+    ("train_data_wait_seconds", "of it, without data", attrgetter("data_wait_seconds")),
+    ("train_tokens_per_second", "tokens per second, all ranks", attrgetter("tokens_per_second")),
+    (
+        "train_samples_per_second",
+        "sequences per second, all ranks",
+        attrgetter("samples_per_second"),
+    ),
+    ("train_grad_norm", "norm of the gradient before clipping", attrgetter("grad_norm")),
+    ("train_mfu", "model FLOP utilization, 0 to 1", attrgetter("mfu")),
+    ("train_tokens_total", "tokens trained on, all ranks", attrgetter("tokens")),
+    ("train_steps_total", "inner steps", lambda report: not report.skipped),
+    (
+        "train_steps_skipped_total",
+        "inner steps with NaN or Inf, which were skipped",
+        attrgetter("skipped"),
+    ),
+    (
+        "gpu_memory_gb",
+        "peak allocated on rank 0's GPU since the previous step, GB = 1e9 bytes",
+        attrgetter("gpu_memory_gb"),
+    ),
+    (
+        "gpu_utilization_percent",
+        "utilization of rank 0's GPU by NVML",
+        attrgetter("gpu_utilization"),
+    ),
+):
+    register_metric(_name, _about, step=_step)
+
+# Each is set where it is known.
+for _name, _about in {
     "start_timestamp_seconds": "when the miner began to train, after its last start",
     "last_step_timestamp_seconds": "when an inner step was last done; first, when training began",
     # start, by the launcher
@@ -110,7 +181,8 @@ METRICS: Mapping[str, str] = {
     "rank_gpu_temperature_celsius": "temperature of its GPU",
     "rank_gpu_power_watts": "power its GPU draws",
     "metrics_written_timestamp_seconds": "when these figures were written",
-}
+}.items():
+    register_metric(_name, _about)
 
 #: Counts of the chain package since the process started; each is absent until the first.
 CHAIN_COUNTS: Mapping[str, str] = {
@@ -155,6 +227,7 @@ CHAIN_COUNTS: Mapping[str, str] = {
 log = logging.getLogger(__name__)
 
 _PREFIX = "dt_"
+_may_complain = Throttle(24 * 3600.0)
 _NOT_IN_A_NAME = re.compile(r"[^A-Za-z0-9_]")
 
 
@@ -243,7 +316,7 @@ def _family(name: str, label: str, values: Mapping[str, float]) -> Metric:
     ``values``: figures by the label's value, "" without one.
     """
     kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-    about = METRICS.get(name) or CHAIN_COUNTS.get(name)
+    about = METRICS[name].about if name in METRICS else CHAIN_COUNTS.get(name)
     about = about or name.removesuffix("_total").replace("_", " ")
     family = kind(_PREFIX + name, about, labels=[label] if any(values) else [])
     for key, value in sorted(values.items()):
@@ -271,6 +344,9 @@ class MetricsFile:
         if not self._due() and not at_once:
             return
         update()
+        for name in METRICS:
+            if (measure := METRICS[name].measure) is not None:
+                self.registry.set(name, _read(name, measure))
         self.registry.set("metrics_written_timestamp_seconds", time.time())
         try:
             write_bytes(self._path, self.registry.text().encode(), durable=False)
@@ -303,23 +379,21 @@ def read_metrics(path: Path) -> dict[str, float]:
 
 def record_step(registry: Registry, report: StepReport) -> None:
     """Record an inner step's figures; those the report does not have become absent."""
-    gauges = {
-        "train_outer_step": report.outer_step,
-        "train_inner_step": report.inner_step,
-        "train_loss": report.loss,
-        "train_learning_rate": report.learning_rate,
-        "train_learning_rate_share": report.learning_rate_share,
-        "train_step_seconds": report.seconds,
-        "train_data_wait_seconds": report.data_wait_seconds,
-        "train_tokens_per_second": report.tokens_per_second,
-        "train_samples_per_second": report.samples_per_second,
-        "train_grad_norm": report.grad_norm,
-        "train_mfu": report.mfu,
-        "gpu_memory_gb": report.gpu_memory_gb,
-        "gpu_utilization_percent": report.gpu_utilization,
-    }
-    for name, value in gauges.items():
-        registry.set(name, value)
-    registry.add("train_tokens_total", report.tokens)
-    registry.add("train_steps_total", 0 if report.skipped else 1)
-    registry.add("train_steps_skipped_total", report.skipped)
+    for name in METRICS:
+        if (step := METRICS[name].step) is None:
+            continue
+        value = _read(name, partial(step, report))
+        if name.endswith("_total"):
+            registry.add(name, value or 0)
+        else:
+            registry.set(name, value)
+
+
+def _read(name: str, read: Callable[[], float | None]) -> float | None:
+    """Return a metric's value; None, which makes it absent, if it cannot be read."""
+    try:
+        return read()
+    except Exception as error:  # noqa: BLE001 - a plug-in's, which must not end training
+        if _may_complain(name):
+            log.warning("The metric dt_%s cannot be read (%r): it is left out", name, error)
+        return None

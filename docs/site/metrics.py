@@ -17,9 +17,9 @@ counter only grows. A gauge that could not be measured is absent. Counts of bad 
 
 
 def page() -> str:
-    return f"{_HEAD}{_table(METRICS)}\n## The chain\n\nEach is absent until the first count.\n" + (
-        _table(CHAIN_COUNTS)
-    )
+    catalogue = _table({name: METRICS[name].about for name in METRICS})
+    chain = f"\n## The chain\n\nEach is absent until the first count.\n{_table(CHAIN_COUNTS)}"
+    return _HEAD + catalogue + chain
 
 
 def _table(metrics: Mapping[str, str]) -> str:

@@ -110,7 +110,7 @@ def test_a_change_is_logged_at_once_and_the_rest_once_an_hour(
     def measured() -> dict[str, Any]:
         return {name: measure() for name, measure in income.gauges().items()}
 
-    assert measured()["earning"] is None and measured().keys() <= METRICS.keys()
+    assert measured()["earning"] is None and measured().keys() <= set(METRICS)
     with caplog.at_level(logging.INFO):
         for second in range(7100):
             now[0] = float(second)

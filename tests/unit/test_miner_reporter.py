@@ -457,7 +457,7 @@ def test_the_machine_is_measured_rank_by_rank(
     write_pid_file(tmp_path, 0)
     machine = MachineGauges(tmp_path, needed=5, gpus=0)
     figures = {name: measure() for name, measure in machine.single().items()}
-    assert figures.keys() <= METRICS.keys() and figures["disk_needed_bytes"] == 5
+    assert figures.keys() <= set(METRICS) and figures["disk_needed_bytes"] == 5
     assert figures["memory_growth_bytes_per_hour"] is None
     assert (figures["memory_total_bytes"] or 0) > (figures["memory_bytes"] or 0) > 1e7
     (ranks,) = machine.by_rank().values()
@@ -491,7 +491,7 @@ def test_each_gpu_is_told_by_its_ranks_number(
     monkeypatch.setattr(NvmlSampler, "open", lambda index: dict(enumerate(cards)).get(index))
     machine = MachineGauges(tmp_path, needed=5, gpus=4)  # the fourth has no NVML
     found = machine.by_rank()
-    assert found.keys() <= METRICS.keys()
+    assert found.keys() <= set(METRICS)
     assert found["rank_gpu_memory_bytes"] == {0: 70e9, 1: 70e9}
     assert found["rank_gpu_utilization_percent"] == {0: 98.0, 1: 98.0}
     assert found["rank_gpu_power_watts"] == {0: 650.0}, "what was not measured is absent"
@@ -505,7 +505,7 @@ def test_both_limits_count_down() -> None:
     made = limits(
         schedule, newest=lambda: newest[0], chain_block=lambda: 1300, most_blocks=lambda: 200
     )
-    assert made.keys() <= METRICS.keys()
+    assert made.keys() <= set(METRICS)
     assert made["block_list_age_blocks"]() is None and made["block_list_blocks_left"]() is None
     newest[0] = 1250
     found = {name: measure() for name, measure in made.items()}

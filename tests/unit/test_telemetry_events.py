@@ -3,7 +3,9 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import math
 import os
+import runpy
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,16 +16,24 @@ from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
 from distributed_training.common.processes import _Forward
-from distributed_training.protocol.types import PublicationReport, Revision
+from distributed_training.protocol.types import PublicationReport, Revision, StepReport
 from distributed_training.telemetry import (
     EventLog,
     MetricsFile,
     Registry,
     read_events,
+    record_step,
     register_secret,
 )
 from distributed_training.telemetry.events import EventFollower
-from distributed_training.telemetry.metrics import CHAIN_COUNTS, METRICS, read_metrics
+from distributed_training.telemetry.metrics import (
+    CHAIN_COUNTS,
+    METRICS,
+    read_metrics,
+    register_metric,
+)
+from distributed_training.telemetry.neuron_state import NeuronState
+from distributed_training.telemetry.trackers import figures
 
 pytestmark = pytest.mark.timeout(20)
 
@@ -183,7 +193,7 @@ def test_the_metrics_file_is_whole_and_not_written_too_often(
         ("counter", "dt_server_calls_total"): 7,
         ("counter", "dt_server_refused_total", "bad_signature"): 2,
     }
-    assert families["dt_chain_age_seconds"].documentation == METRICS["chain_age_seconds"]
+    assert families["dt_chain_age_seconds"].documentation == METRICS["chain_age_seconds"].about
     written = "dt_metrics_written_timestamp_seconds"
     assert read_metrics(path) | {written: 0.0} == {
         written: 0.0,
@@ -203,3 +213,23 @@ def test_the_metrics_file_is_whole_and_not_written_too_often(
     for _ in range(2):
         file.write(update)
     assert caplog.text.count("Metrics cannot be written") == 1
+
+
+def test_a_metric_of_a_plug_in_is_in_the_file_the_page_and_the_trackers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(METRICS, "_made", dict(METRICS._made))
+    runpy.run_path(str(Path(__file__).parents[1] / "toys" / "metric.py"))
+    register_metric("toy_broken", "always fails", measure=lambda: 1 / 0)
+    with pytest.raises(ValueError, match="two kinds of metric called 'train_loss'"):
+        register_metric("train_loss", "taken")
+    file = MetricsFile(tmp_path / "metrics.prom", every=0.0)
+    record_step(file.registry, StepReport(3, 7, 2.0, 1e-3, 256, 8, 2.0, 0.5, 2))
+    for _ in range(2):
+        file.write(lambda: None)
+    assert figures(file.registry.values())["toy/loss_bits"] == 2.0 / math.log(2)
+    shown = NeuronState(tmp_path).measured()["gauges"]
+    assert shown["dt_toy_loss_bits"] == 2.0 / math.log(2) and shown["dt_toy_load"] >= 0
+    assert "bits per token" in (tmp_path / "metrics.prom").read_text()
+    assert "dt_toy_broken" not in shown
+    assert caplog.text.count("The metric dt_toy_broken cannot be read (ZeroDivisionError") == 1
