@@ -90,7 +90,19 @@ def examine(
 
     ``flags``: as the miner is started. ``show`` gets a line before what takes long.
     """
-    entries = [*machine.CHECKS, *_outside(examination)]
+    entries = [*machine.CHECKS]
+    why_not = ""
+    if not examination.config.leads:
+        why_not = "node 0 alone asks chain, bucket and peers"
+    elif examination.offline:
+        why_not = "--offline: chain, bucket, data are not asked"
+    if why_not:
+        entries.append(Entry(lambda e: [Check("network", "skip", why_not)]))
+    else:
+        # Here: --help and a refusal are not to wait for torch and the chain's client.
+        from distributed_training.health import outside
+
+        entries += outside.CHECKS
     # Last: it takes seconds, and is left out where torch or memory failed above.
     entries.append(Entry(lambda e: check_step_time(e, flags, show=show)))
     for entry in entries:
@@ -99,20 +111,6 @@ def examine(
         # At once: later checks ask what failed before them.
         examination.found += entry.check(examination)
     return examination.found
-
-
-def _outside(examination: Examination) -> Sequence[Entry]:
-    """Return the checks that ask others, or one that tells why these are left out."""
-    if not examination.config.leads:
-        reason = "node 0 alone asks chain, bucket and peers"
-    elif examination.offline:
-        reason = "--offline: chain, bucket, data are not asked"
-    else:
-        # Here: --help and a refusal are not to wait for torch and the chain's client.
-        from distributed_training.health import outside
-
-        return outside.CHECKS
-    return [Entry(lambda e: [Check("network", "skip", reason)])]
 
 
 def listening_ports(run_folder: Path) -> frozenset[int]:

@@ -237,10 +237,18 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
         )
     # Strictly: a program that ignored a key would train by other rules than its peers.
     _refuse_unknown(flat, {*keys, *HEAD_KEYS})
-    files = {_FILE: text, **_take_model(flat, beside)}
+    files = {_FILE: text, **_load_model(flat, beside)}
     digest = digest_of(flat)
     head = _head({key: flat[key] for key in HEAD_KEYS & {*flat}})
-    _refuse_chain(head.chain, flat)
+    # [chain] has the keys of its kind and no other's.
+    for kind, of_kind in _CHAIN_KEYS.items():
+        for key in sorted(of_kind):
+            if (key in flat) != (kind == head.chain):
+                wrong = "is missing" if kind == head.chain else "has no place"
+                raise NetworkFileError(
+                    f"{key} {wrong} with chain.kind {head.chain!r}",
+                    "add it" if kind == head.chain else "remove it",
+                )
     _refuse_size(head)
     # The built-in ones are part of the program, so whoever trusts the one trusts the others.
     built_in = "signature" not in flat and any(
@@ -280,7 +288,7 @@ def signed(text: str, signer: Any, *, beside: Callable[[str], str]) -> str:
     end = first.start() if first else len(text)
     top, rest = _SIGNATURE_LINE.sub("", text[:end]).rstrip() + "\n", text[end:].lstrip("\n")
     flat = flatten(tree_of(top + rest))
-    _take_model(flat, beside)
+    _load_model(flat, beside)
     signature = bytes(signer.sign(_message(digest_of(flat)))).hex()
     return f'{top}signature = "0x{signature}"\n\n{rest}'
 
@@ -345,18 +353,6 @@ def _refuse_unknown(flat: Mapping[str, Any], known: Collection[str]) -> None:
         )
 
 
-def _refuse_chain(kind: str, flat: Mapping[str, Any]) -> None:
-    """Raise NetworkFileError unless ``[chain]`` has the keys of its kind and no other's."""
-    for of, keys in _CHAIN_KEYS.items():
-        for key in sorted(keys):
-            if (key in flat) != (of == kind):
-                wrong = "is missing" if of == kind else "has no place"
-                raise NetworkFileError(
-                    f"{key} {wrong} with chain.kind {kind!r}",
-                    "add it" if of == kind else "remove it",
-                )
-
-
 def _head(found: Mapping[str, Any]) -> Head:
     try:
         return Head(**found)
@@ -382,7 +378,7 @@ def _refuse_size(head: Head) -> None:
         )
 
 
-def _take_model(flat: dict[str, Any], beside: Callable[[str], str]) -> dict[str, str]:
+def _load_model(flat: dict[str, Any], beside: Callable[[str], str]) -> dict[str, str]:
     """Put what ``model.config_file`` holds in its place; return its name and text, if it is named.
 
     Raises NetworkFileError.
@@ -447,15 +443,21 @@ def read_network(
     known = _kept_copy(copy, place, keys)
     try:
         text = _fetch(place)
-        if not _is_one(text):  # a page for maintenance, or of a proxy
+        try:
+            is_one = "format" in tree_of(text)
+        except NetworkFileError:
+            is_one = False
+        if not is_one:  # a page for maintenance, or of a proxy
             raise NetworkAway(f"what {place} answers is no network's file")
         found = parse(
             text, place=place, keys=keys, beside=lambda name: _fetch(urljoin(place, name))
         )
-        if known is not None and _founder(found) != _founder(known):
+        founder = found.values["chain.master_hotkey"]
+        followed = founder if known is None else known.values["chain.master_hotkey"]
+        if founder != followed:
             raise NetworkAway(
-                f"the network's file at {place} is another founder's ({_founder(found)}) than that "
-                f"of earlier starts ({_founder(known)}); to join that network, delete {copy}"
+                f"the network's file at {place} is another founder's ({founder}) than that "
+                f"of earlier starts ({followed}); to join that network, delete {copy}"
             )
         return found
     except NetworkAway as away:
@@ -483,18 +485,7 @@ def _kept_copy(copy: Path, place: str, keys: Collection[str]) -> Network | None:
         return None
 
 
-def _is_one(text: str) -> bool:
-    try:
-        return "format" in tree_of(text)
-    except NetworkFileError:
-        return False
-
-
-def _founder(network: Network) -> str:
-    return str(network.values["chain.master_hotkey"])
-
-
-def keep(network: Network, folder: Path) -> None:
+def save_copy(network: Network, folder: Path) -> None:
     """Write the copy for a start while the URL does not answer. ``folder``: the run folder."""
     if "://" not in network.place:
         return

@@ -30,7 +30,7 @@ from distributed_training.chain.base import ChainError
 from distributed_training.common.files import write_bytes
 from distributed_training.common.kinds import PluginError, import_plugins
 from distributed_training.common.proxies import HUB, share
-from distributed_training.config import Config, ConfigError, exit_with, load_config
+from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.loader import WALLET, Parser, add_wallet, argument, ranged
 from distributed_training.config.model import KEY_VARIABLES
 from distributed_training.config.schema import schema
@@ -150,27 +150,21 @@ def _init(options: argparse.Namespace) -> None:
     with ExitStack() as stack:
         # Of what was made just now; Ctrl-C too.
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
-        _found(options, folder, rules)
+        from distributed_training.chain.identity import create_wallet, make_identity
+
+        master = create_wallet(folder / "wallets", _MASTER)
+        peer_id = make_identity(folder / "validator")
+        peer = f"/{_kind_of(options.host)}/{options.host}/tcp/{options.dht_port}/p2p/{peer_id}"
+        rules["chain"].setdefault("master_hotkey", master.ss58)
+        rules["swarm"].setdefault("initial_peers", [peer])
+        text = (
+            f"# The rules of the network {options.name} (docs/network-file.md). After a change "
+            f"count\n# version up, then: dt-network sign {FILE}\n" + to_toml(rules)
+        )
+        _write(folder / FILE, signed(text, master.hotkey, beside=_no_file_beside))
         stack.pop_all()
     _show(argparse.Namespace(place=str(folder / FILE)), rules=False)
     print(_what_to_run(options, folder))
-
-
-def _found(options: argparse.Namespace, folder: Path, rules: dict[str, Any]) -> None:
-    """Write keys, swarm identity and the signed file. Raises ConfigError, NetworkFileError."""
-    from distributed_training.chain.identity import create_wallet, make_identity
-
-    master = create_wallet(folder / "wallets", _MASTER)
-    kind = _kind_of(options.host)
-    peer_id = make_identity(folder / "validator")
-    peer = f"/{kind}/{options.host}/tcp/{options.dht_port}/p2p/{peer_id}"
-    rules["chain"].setdefault("master_hotkey", master.ss58)
-    rules["swarm"].setdefault("initial_peers", [peer])
-    text = (
-        f"# The rules of the network {options.name} (docs/network-file.md). After a change count\n"
-        f"# version up, then: dt-network sign {FILE}\n" + to_toml(rules)
-    )
-    _write(folder / FILE, signed(text, master.hotkey, beside=_no_file_beside))
 
 
 def _kind_of(host: str) -> str:
@@ -389,7 +383,16 @@ def _join(options: argparse.Namespace) -> None:
         )
         bucket = f"{config.store.global_model_name}-<uid>"
     else:
-        uid = _take_uid(config, hotkey)
+        from distributed_training.chain.registry import answering
+
+        with answering(
+            url=str(config.chain.registry_url),
+            wallet=hotkey,
+            master=config.miner.master_ss58_address,
+            invitation=config.chain.invitation,
+        ) as chain:
+            known = chain.uid(hotkey.ss58)
+            uid = chain.register() if known is None else known
         print(f"uid {uid}")
         bucket = miner_bucket(config.store.global_model_name, uid)
     missing = [
@@ -415,20 +418,6 @@ def _hotkey(settings: ChainSettings) -> Wallet:
         print(f"making a hotkey in {folder / settings.wallet_name}: keep a copy of it")
         return create_wallet(folder, settings.wallet_name)
     return load_wallet(settings)
-
-
-def _take_uid(config: Config, wallet: Wallet) -> int:
-    """Return the uid that the registry has, or gives now. Raises ChainError."""
-    from distributed_training.chain.registry import answering
-
-    with answering(
-        url=str(config.chain.registry_url),
-        wallet=wallet,
-        master=config.miner.master_ss58_address,
-        invitation=config.chain.invitation,
-    ) as chain:
-        uid = chain.uid(wallet.ss58)
-        return chain.register() if uid is None else uid
 
 
 def _show(options: argparse.Namespace, *, rules: bool = True) -> None:

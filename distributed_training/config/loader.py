@@ -61,7 +61,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def refusal_of(message: str) -> ConfigError:
-    """Word argparse's complaint about an argument, with its consequence."""
+    """Describe argparse's complaint about an argument, with its consequence."""
     text = message.removeprefix("argument ")
     return ConfigError(f"{text}, so nothing was started: see --help")
 
@@ -125,7 +125,7 @@ def unprintable(text: str) -> str | None:
 
 
 def fault(setting: Setting, text: str, error: Mapping[str, Any]) -> str:
-    """Word the fault of ``text`` from pydantic's ``error``. Never shows a secret."""
+    """Describe the fault of ``text`` from pydantic's ``error``. Never shows a secret."""
     context = error.get("ctx", {})
     shown = mask(text)
     shown = shown if len(shown) <= 100 else f"{shown[:100]}..."

@@ -49,8 +49,8 @@ from .types import (
     Wait,
     WebUrl,
     Words,
-    extra,
     flag,
+    load_optional,
     rule,
 )
 
@@ -206,7 +206,7 @@ def parse_sources(source: str, mix: str) -> tuple[SourceSpec, ...]:
                 "is not defined: give --data.source name=SOURCE,other=SOURCE"
             )
         return (parse_source("", entries[0]),)
-    named: tuple[SourceSpec, ...] = extra(
+    named: tuple[SourceSpec, ...] = load_optional(
         "mixture", wanted_by=f"--data.source {source}"
     ).parse_named(source, mix)
     return named

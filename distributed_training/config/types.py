@@ -47,7 +47,7 @@ class ConfigAway(ConfigError):
     status = ExitStatus.FAULT
 
 
-def extra(module: str, *, wanted_by: str) -> ModuleType:
+def load_optional(module: str, *, wanted_by: str) -> ModuleType:
     """Import ``extras.<module>``, optional functions that a flag asks for.
 
     The product loads that package here alone, so whoever does not use them does not read their

@@ -38,7 +38,7 @@ from distributed_training.common.processes import (
 )
 from distributed_training.common.proxies import HUB
 from distributed_training.config.settings import DataSettings, SourceSpec
-from distributed_training.config.types import ConfigError, extra
+from distributed_training.config.types import ConfigError, load_optional
 from distributed_training.protocol.pages import pages_read_by, select_pages
 
 from .page_source import (
@@ -153,7 +153,7 @@ def open_rows(
     if spec.kind == "parquet":
         parquet = ParquetSource(spec.folder, text_column=settings.text_column, counts=counts)
         return _pinned(settings, spec, parquet)
-    lines = extra("line_files", wanted_by=f"--data.source {spec.text}")
+    lines = load_optional("line_files", wanted_by=f"--data.source {spec.text}")
     opened: PageSource = lines.open_lines(
         spec, text_key=settings.text_column, index=cache, counts=counts
     )
@@ -350,7 +350,7 @@ class BlockMaker:
         sources = spec.settings.sources
         pages = [spec.settings.pages_per_block]
         if len(sources) > 1:
-            mixture = extra("mixture", wanted_by="--data.source with several sources")
+            mixture = load_optional("mixture", wanted_by="--data.source with several sources")
             pages = mixture.pages_of([source.weight for source in sources], *pages)
         self._shares = [(s, self._open(s), n) for s, n in zip(sources, pages, strict=True)]
         self._folder = spec.blocks
@@ -358,7 +358,7 @@ class BlockMaker:
 
     def _open(self, source: SourceSpec) -> TokenSource:
         if source.kind == "shards":
-            shards = extra("shard_source", wanted_by=f"--data.source {source.text}")
+            shards = load_optional("shard_source", wanted_by=f"--data.source {source.text}")
             opened: TokenSource = shards.ShardTokens(self._spec, source, self._counts)
             return opened
         rows = _Reopened(

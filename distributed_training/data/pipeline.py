@@ -24,7 +24,7 @@ import torch
 
 from distributed_training.common.backoff import Repeats, Throttle
 from distributed_training.common.files import FULL
-from distributed_training.config.types import extra
+from distributed_training.config.types import load_optional
 
 from .block_builder import Failure, Prepared, WorkerPool, WorkerSpec, check_folder
 from .page_source import StdlibSource
@@ -196,7 +196,7 @@ class DataPipeline:
         counts = header.extra["sources"]  # sequences of each; one alone keeps them in order
         if len(self._weights) == 1:
             return _Block(sequences, np.arange(counts[0]))
-        mixture = extra("mixture", wanted_by="--data.source with several sources")
+        mixture = load_optional("mixture", wanted_by="--data.source with several sources")
         order, _ = mixture.interleave(self._weights, counts, self._micro_batch_size)
         return _Block(sequences, order)
 

@@ -58,7 +58,7 @@ from distributed_training.miner.run_folder import (
     stop_seconds,
     write_instance,
 )
-from distributed_training.network import keep
+from distributed_training.network import save_copy
 from distributed_training.node.start import (
     Stopped,
     StopSignals,
@@ -264,7 +264,7 @@ def occupied(config: Config, folder: Path) -> Iterator[None]:
     """Have the run folder alone, with the settings of this start in it. Raises ConfigError."""
     write_settings(config, folder)
     if config.network is not None:
-        keep(config.network, folder)
+        save_copy(config.network, folder)
     with sole_user(folder, "launcher.lock", "miner", owner=lambda: launcher_pid(folder)):
         yield
 

@@ -27,7 +27,7 @@ from distributed_training.common.addresses import Reach, reach
 from distributed_training.config import Config, ConfigError
 from distributed_training.data.pipeline import held_out_batches
 from distributed_training.health.clock import ClockWatch, measure
-from distributed_training.network import keep
+from distributed_training.network import save_copy
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
 from distributed_training.node.identity import Member, commit, follow_address, join_subnet
 from distributed_training.node.start import (
@@ -165,7 +165,7 @@ def run_validator(
             stack.enter_context(sole_user(folder, "validator.lock", "validator"))
             write_settings(config, folder)
             if config.network is not None:
-                keep(config.network, folder)
+                save_copy(config.network, folder)
             parts = connect(config, folder, stack)
             validator, state, found = build(
                 config, parts, folder=folder, stop=signals.stop, stack=stack

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import DataSettings, parse_sources
-from distributed_training.config.types import extra
+from distributed_training.config.types import load_optional
 from distributed_training.data.block_builder import BlockMaker, open_source
 from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.data.shards import open_shard, write_shard
@@ -73,7 +73,7 @@ def test_sources_that_are_none(source: str, mix: str) -> None:
 def test_without_the_package_the_flag_is_refused_by_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    assert extra("mixture", wanted_by="--data.mix").pages_of([1.0], 2) == [2]
+    assert load_optional("mixture", wanted_by="--data.mix").pages_of([1.0], 2) == [2]
     for name in ("extras", "extras.mixture", "extras.line_files"):
         monkeypatch.setitem(sys.modules, name, None)  # as where the package is not installed
     for source in ("a=hf,b=stdlib", f"text:{tmp_path}"):

@@ -27,7 +27,7 @@ from distributed_training.network import (
     NetworkAway,
     NetworkFileError,
     digest_of,
-    keep,
+    save_copy,
     signed,
     to_toml,
     tree_of,
@@ -405,7 +405,7 @@ def test_a_url_and_the_copy_behind_it(tmp_path: Path, monkeypatch: pytest.Monkey
         answered.setattr(network, "_client", by(lambda _: httpx.Response(200, text=EXAMPLE)))
         config = configuration()
     (tmp_path / "run").mkdir()
-    keep(config.network, tmp_path / "run")
+    save_copy(config.network, tmp_path / "run")
     again = configuration()
     assert again.network == config.network
     (line,) = again.warnings
