@@ -15,8 +15,6 @@ from distributed_training.health.gpus import (
     visible_gpu_count,
 )
 from distributed_training.node.start import NetworkFailure
-from distributed_training.protocol import lines
-from distributed_training.protocol.types import StepReport
 
 log = logging.getLogger(__name__)
 
@@ -48,16 +46,9 @@ def rank_device(wanted: str, local_rank: int, *, remembered: int = 0) -> torch.d
     return torch.device("cpu")
 
 
-def warnings_of(config: Config, device: torch.device) -> Callable[[StepReport], list[str]]:
-    """Return a function that lists the warnings of an inner step.
-
-    A step that used no GPU memory is wrong where a GPU is used, or is there to be used.
-    """
-
-    def expects_gpu() -> bool:
-        return device.type == "cuda" or (config.miner.device != "cpu" and visible_gpu_count() > 0)
-
-    return lambda step: lines.step_warnings(step, expect_gpu=expects_gpu())
+def expects_gpu(config: Config, device: torch.device) -> bool:
+    """Return whether a GPU is used, or is there to be used: steps without its memory are wrong."""
+    return device.type == "cuda" or (config.miner.device != "cpu" and visible_gpu_count() > 0)
 
 
 def utilization_of(device: torch.device) -> Callable[[], float | None] | None:

@@ -434,7 +434,13 @@ class GlobalEpoch:
                 self._unavailable_since = None
             self._post(ev.GlobalEpochSeen(self._seen, time.monotonic()))
             if self._network is not None:
-                self._compare_networks(self._network)
+                # Damaged, or away just now: no reason to call ours old.
+                with contextlib.suppress(GlobalUnavailableError):
+                    shown = self._bucket.network()
+                    problem = "" if shown is None else other_version(shown, self._network)
+                    if problem != self._other_version:
+                        self._other_version = problem
+                        self._post(ev.NetworkCompared(problem))
         outer_step, self._compare_weights = self._compare_weights, None
         # Another outer step there is a load, and no weights of ours are in the bucket.
         if outer_step is None or self._seen not in (None, outer_step):
@@ -464,16 +470,6 @@ class GlobalEpoch:
                 found,
             )
         self._post(ev.WeightsCompared(outer_step, found <= TOLERANCE))
-
-    def _compare_networks(self, ours: Network) -> None:
-        try:
-            shown = self._bucket.network()
-        except GlobalUnavailableError:  # damaged, or away just now: no reason to call ours old
-            return
-        problem = "" if shown is None else other_version(shown, ours)
-        if problem != self._other_version:
-            self._other_version = problem
-            self._post(ev.NetworkCompared(problem))
 
     def _fetch(self, outer_step: int) -> None:
         began = time.monotonic()

@@ -48,6 +48,9 @@ class Verdict(StrEnum):
     NOT_YET = "not yet"
 
 
+_EARNS = {Verdict.UNKNOWN: None, Verdict.EARNING: True}
+
+
 @dataclass(frozen=True)
 class Standing:
     """The chain's figures of one miner among the others.
@@ -243,16 +246,13 @@ class Income:
         def of_standing(name: str) -> Callable[[], float | None]:
             return lambda: getattr(self._standing, name, None)
 
-        def earning() -> float | None:
-            return None if self._verdict is Verdict.UNKNOWN else self._verdict is Verdict.EARNING
-
         return {
             "incentive": of_standing("incentive"),
             "emission": of_standing("emission"),
             "incentive_rank": of_standing("rank"),
             "weights_block": of_standing("weights_block"),
             "last_call_timestamp_seconds": lambda: unix_time(self._called_at()),
-            "earning": earning,
+            "earning": lambda: _EARNS.get(self._verdict, False),
         }
 
     def _judge(self) -> None:

@@ -107,7 +107,10 @@ def _init(options: argparse.Namespace, given: dict[str, str]) -> int:
                 keys[name] = read(f"{name} (empty: later, in .env): ").strip()
     # It may refuse a key: nothing is renamed or written before.
     dotenv = _dotenv_with(keys)
-    old = _move_aside(OPERATORS_FILE)
+    old = None
+    if OPERATORS_FILE.exists():
+        old = OPERATORS_FILE.with_name(f"{OPERATORS_FILE.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+        OPERATORS_FILE.rename(old)
     write_bytes(OPERATORS_FILE, toml_of(_with_defaults(given)).encode())
     print(f"wrote {OPERATORS_FILE}" + (f"; the old one is {old}" if old else ""))
     # For its owner alone from the first byte on: a chmod afterwards leaves a moment.
@@ -187,15 +190,6 @@ def toml_of(given: Mapping[str, str]) -> str:
         value = text if text.isdigit() and text == str(int(text)) else json.dumps(text)
         lines.append(f"{key} = {value}\n")
     return "".join(lines)
-
-
-def _move_aside(path: Path) -> Path | None:
-    """Rename a file that is there. Return its new name."""
-    if not path.exists():
-        return None
-    old = path.with_name(f"{path.name}.{time.strftime('%Y%m%d-%H%M%S')}")
-    path.rename(old)
-    return old
 
 
 def _dotenv_with(keys: Mapping[str, str]) -> str:

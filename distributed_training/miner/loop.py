@@ -107,49 +107,42 @@ class MinerLoop:
             )
             # First: a block begins with the micro-batch of the same boundary.
             self._follow_data(command.data)
-            event = self._carry_out(command, began)
+            # An error not answered with an event ends the miner on all ranks.
+            event: ev.Event | None = None  # where something follows from the command
+            match command.action:
+                case Action.TRAIN:
+                    event = self._micro_batch()
+                case Action.IDLE:
+                    pass
+                case Action.WAIT_FOR_DATA:
+                    self._data.missed(time.perf_counter() - began)
+                case Action.WRITE_PSEUDO_GRADIENT:
+                    on = command.trains_on
+                    event = write_pseudo_gradient(self._trainer, self._buffers, trains_on=on)
+                case Action.OUTER_STEP:
+                    event = take_outer_step(self._trainer, self._ranks, self._buffers)
+                    if event.committed:
+                        self._hold_others_back()
+                case Action.LOAD | Action.REBASE:
+                    event = self._load(command)
+                case Action.SNAPSHOT:
+                    event = self._take_snapshot(command)
+                case Action.CHECK_GRADIENT:
+                    assert self._snapshot is not None
+                    delta = self._trainer.check_gradient(self._snapshot)
+                    event = ev.GradientChecked(delta, time.perf_counter() - began)
+                case Action.CHECKPOINT:
+                    self._checkpoint(command.local)
+                case Action.ROLL_BACK:
+                    event = ev.RolledBack(*(self._checkpointer.roll_back() or (None,)))
+                case Action.STOP:
+                    event = self._stop(command)
             if command.action in PAUSES or command.in_pause:
                 self._trainer.pause(time.perf_counter() - began)
             if self._controller is not None and event is not None:
                 self._controller.post(event)
             if command.action is Action.STOP:
                 return command.exit_status
-
-    def _carry_out(self, command: Command, began: float) -> ev.Event | None:
-        """Carry out a command; an error not answered with an event ends the miner on all ranks.
-
-        Returns None where nothing follows from what it came to.
-        """
-        match command.action:
-            case Action.TRAIN:
-                return self._micro_batch()
-            case Action.IDLE:
-                pass
-            case Action.WAIT_FOR_DATA:
-                self._data.missed(time.perf_counter() - began)
-            case Action.WRITE_PSEUDO_GRADIENT:
-                on = command.trains_on
-                return write_pseudo_gradient(self._trainer, self._buffers, trains_on=on)
-            case Action.OUTER_STEP:
-                ended = take_outer_step(self._trainer, self._ranks, self._buffers)
-                if ended.committed:
-                    self._hold_others_back()
-                return ended
-            case Action.LOAD | Action.REBASE:
-                return self._load(command)
-            case Action.SNAPSHOT:
-                return self._take_snapshot(command)
-            case Action.CHECK_GRADIENT:
-                assert self._snapshot is not None
-                delta = self._trainer.check_gradient(self._snapshot)
-                return ev.GradientChecked(delta, time.perf_counter() - began)
-            case Action.CHECKPOINT:
-                self._checkpoint(command.local)
-            case Action.ROLL_BACK:
-                return ev.RolledBack(*(self._checkpointer.roll_back() or (None,)))
-            case Action.STOP:
-                return self._stop(command)
-        return None
 
     # --- inner steps ---------------------------------------------------------------------------
 

@@ -237,16 +237,16 @@ class Watchdog:
 
     def hangs(self) -> bool:
         """Return whether a rank showed no sign of life within the limit. Call it often."""
-        return any(self._hangs(path) for path in self._paths)
-
-    def _hangs(self, path: Path) -> bool:
-        written = None
-        with contextlib.suppress(OSError):
-            written = path.stat().st_mtime_ns
-        # The file's time is compared with itself alone: a disk may have another clock.
-        if path not in self._seen or self._seen[path][0] != written:
-            self._seen[path] = written, time.monotonic()
-        return time.monotonic() - self._seen[path][1] > self._limit
+        now, hangs = time.monotonic(), False
+        for path in self._paths:
+            written = None
+            with contextlib.suppress(OSError):
+                written = path.stat().st_mtime_ns
+            # The file's time is compared with itself alone: a disk may have another clock.
+            if path not in self._seen or self._seen[path][0] != written:
+                self._seen[path] = written, now
+            hangs |= now - self._seen[path][1] > self._limit
+        return hangs
 
 
 def _beat_file(run_folder: Path, rank: int) -> Path:

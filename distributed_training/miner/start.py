@@ -76,7 +76,7 @@ from distributed_training.training.trainer import Trainer
 from . import events as ev
 from .block_list import BlockList
 from .controller import Controller
-from .device import rank_device, report_device, utilization_of, warnings_of
+from .device import expects_gpu, rank_device, report_device, utilization_of
 from .events import GlobalView, MinerState, Mode, Rules
 from .global_state import (
     GlobalBucket,
@@ -547,7 +547,9 @@ class RankZero:
         reporter = Reporter(
             record=self.record,
             schedule=schedule,
-            warnings=warnings_of(config, self._context.device),
+            warnings=lambda report: lines.step_warnings(
+                report, expect_gpu=expects_gpu(config, self._context.device)
+            ),
             bucket=connections.own.name,
             global_uid=self._info.global_uid,
             reload_timeout=config.miner.round_reload_timeout,
