@@ -26,6 +26,9 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 #: Written from the flags; with those of experiments.
 NO_FLAGS = ("flags", "experiments", "performance")
+OF_OTHERS = {"help", "help-all", "version"} | {  # and of torchrun
+    *("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "max_restarts")
+}
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
 
@@ -103,7 +106,7 @@ def test_flags_exist(page: Path) -> None:
         ours |= options_of(program)
     for text in [*commands(page), *inline(page)]:
         for flag in re.findall(r"(?<![\w-])--([a-z][\w.-]*)", text):
-            if flag in ("help", "help-all", "version") or text.startswith(
+            if flag in OF_OTHERS or text.startswith(
                 (
                     "npm ",
                     "git ",
@@ -116,9 +119,11 @@ def test_flags_exist(page: Path) -> None:
                 )
             ):
                 continue
-            script = re.search(r"(?:scripts|neurons)/\w+(?=\.(?:py|sh))", text)
-            if script and script[0] not in ("neurons/miner", "neurons/validator"):
-                assert f"--{flag}" in help_of(f"{script[0]}.py"), text
+            script = re.search(r"(?:scripts|neurons)/\w+\.(?:py|sh)", text)
+            if script and script[0].endswith(".sh"):
+                assert f"--{flag}" in (ROOT / script[0]).read_text(), text
+            elif script and script[0] not in ("neurons/miner.py", "neurons/validator.py"):
+                assert f"--{flag}" in help_of(script[0]), text
             elif re.search(r"\bdoctor\b", text) and f"--{flag}" in doctors:
                 continue
             elif known.get(flag) is None and flag not in REMOVED:  # these are named as gone
