@@ -211,8 +211,10 @@ def _pin(data: dict[str, Any], *, unpinned: bool) -> None:
     from distributed_training.config.settings import DataSettings
     from distributed_training.data.block_builder import readable
     from distributed_training.data.page_source import NothingToRead, PageUnavailable
+    from distributed_training.data.sources import kind_of
 
-    if data["source"] == "stdlib":
+    sources = DataSettings(source=data["source"]).sources
+    if any(kind_of(source).for_trials for source in sources):
         return
     given = {key: data[key] for key in ("source", "dataset", "rows_url", "text_column")}
     free = unpinned or bool({"revision", "rows"} & set(data))

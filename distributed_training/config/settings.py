@@ -143,20 +143,12 @@ class ChainSettings:
         return f"btcli subnet register --netuid {self.netuid}"
 
 
-#: Kinds of ``--data.source``; those that are True need a folder after the colon.
-SOURCE_KINDS = {
-    "hf": False,
-    "stdlib": False,
-    "parquet": True,
-    "jsonl": True,
-    "text": True,
-    "shards": True,
-}
-
-
 @dataclasses.dataclass(frozen=True)
 class SourceSpec:
-    """One source of a mixture; ``weight`` is its share of the sequences, all shares sum to 1."""
+    """One source of a mixture, of a kind that ``data/sources.py`` registers.
+
+    ``weight`` is its share of the sequences, all shares sum to 1.
+    """
 
     name: str
     kind: str
@@ -170,19 +162,9 @@ class SourceSpec:
 
 def parse_source(name: str, text: str) -> SourceSpec:
     """Read one source (``jsonl:DIR``) of the name ``name``. Raises ConfigError."""
-    kind, colon, folder = text.partition(":")
-    if kind not in SOURCE_KINDS:
-        raise ConfigError(
-            f"--data.source {text} is unknown, so there is nothing to train on: give "
-            "hf, stdlib, parquet:DIR, jsonl:DIR, text:DIR or shards:DIR"
-        )
-    if SOURCE_KINDS[kind] != bool(folder):
-        raise ConfigError(
-            f"--data.source {text} {'names no folder' if SOURCE_KINDS[kind] else 'takes no folder'}"
-            f", so there is nothing to train on: give {kind}{':DIR' if SOURCE_KINDS[kind] else ''}"
-        )
+    kind, _, folder = text.partition(":")
     try:
-        return SourceSpec(name, kind, Path(folder).expanduser() if colon else None)
+        return SourceSpec(name, kind, Path(folder).expanduser() if folder else None)
     except RuntimeError:
         raise ConfigError(
             f"--data.source {text}: no user has this name, so there is nothing to train on: give "

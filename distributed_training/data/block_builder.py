@@ -27,7 +27,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -36,7 +35,6 @@ from distributed_training.common.processes import (
     ParentConnection,
     write_stacks_on_signal,
 )
-from distributed_training.common.proxies import HUB
 from distributed_training.config.settings import DataSettings, SourceSpec
 from distributed_training.config.types import ConfigError, load_optional
 from distributed_training.protocol.pages import pages_read_by, select_pages
@@ -47,10 +45,10 @@ from .page_source import (
     PageSource,
     PageUnavailable,
     Pin,
-    StdlibSource,
 )
-from .parquet import ParquetSource, folder_revision
+from .parquet import folder_revision
 from .shards import SUFFIX, ShardError, open_shard, write_shard
+from .sources import Opening, kind_of
 from .tokenizer import TextTokenizer, tokenizer_hash
 
 log = logging.getLogger(__name__)
@@ -109,19 +107,6 @@ def check_folder(spec: SourceSpec) -> None:
         )
 
 
-def _hub_token(url: str) -> str | None:
-    """Return HF_TOKEN, Hugging Face's own convention, if ``url`` is of its hub.
-
-    That is huggingface.co or what HF_ENDPOINT names. A network's file may name any other server.
-    """
-    asked = urlsplit(url)
-    for hub in map(urlsplit, ("https://huggingface.co", HUB)):
-        below = f".{asked.hostname}".endswith(f".{hub.hostname}")
-        if below and asked.scheme == hub.scheme:
-            return os.environ.get("HF_TOKEN")
-    return None
-
-
 def open_rows(
     settings: DataSettings, spec: SourceSpec, *, cache: Path | None, counts: Counts
 ) -> PageSource:
@@ -131,33 +116,10 @@ def open_rows(
 
     Raises ConfigError for a folder that does not exist, or for shards, which hold no rows.
     """
+    kind = kind_of(spec)
     check_folder(spec)
-    if spec.kind == "stdlib":
-        return _pinned(settings, spec, StdlibSource())
-    if spec.kind == "hf":
-        size = round(settings.cache_gb * 1e9)
-        # httpx: for this source alone, and not for whoever only trains.
-        from .dataset_server import PageCache, RowsApiSource
-
-        return RowsApiSource(
-            settings=settings,
-            token=_hub_token(settings.rows_url),
-            cache=PageCache(cache, limit_bytes=size) if cache and size > 0 else None,
-            counts=counts,
-        )
-    if spec.folder is None or spec.kind == "shards":
-        raise ConfigError(
-            f"--data.source {spec.text} holds tokens instead of rows of text, so pages cannot be "
-            "compared with other neurons': give another source here"
-        )
-    if spec.kind == "parquet":
-        parquet = ParquetSource(spec.folder, text_column=settings.text_column, counts=counts)
-        return _pinned(settings, spec, parquet)
-    lines = load_optional("line_files", wanted_by=f"--data.source {spec.text}")
-    opened: PageSource = lines.open_lines(
-        spec, text_key=settings.text_column, index=cache, counts=counts
-    )
-    return _pinned(settings, spec, opened)
+    source = kind.open(Opening(settings, spec, cache, counts))
+    return source if kind.checks_pin else _pinned(settings, spec, source)
 
 
 def _pinned(settings: DataSettings, spec: SourceSpec, source: PageSource) -> PageSource:
@@ -357,9 +319,8 @@ class BlockMaker:
         self._folder.mkdir(parents=True, exist_ok=True)
 
     def _open(self, source: SourceSpec) -> TokenSource:
-        if source.kind == "shards":
-            shards = load_optional("shard_source", wanted_by=f"--data.source {source.text}")
-            opened: TokenSource = shards.ShardTokens(self._spec, source, self._counts)
+        if (open_tokens := kind_of(source).tokens) is not None:
+            opened: TokenSource = open_tokens(self._spec, source, self._counts)
             return opened
         rows = _Reopened(
             lambda: open_rows(

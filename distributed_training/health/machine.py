@@ -34,6 +34,7 @@ from distributed_training.common.memory import (
 )
 from distributed_training.common.ports import listen
 from distributed_training.config import Config, ConfigError, problems
+from distributed_training.data.sources import kind_of
 from distributed_training.health.gpus import (
     accumulation_steps,
     driver_version,
@@ -112,6 +113,10 @@ def check_configuration(config: Config, *, ranks: int) -> list[Check]:
     """Check what the settings themselves can refuse."""
     found = []
     wrong = problems(config)
+    try:
+        refuse_source(config)
+    except ConfigError as error:
+        wrong = list(dict.fromkeys([*wrong, str(error)]))
     for line in (*wrong, *config.warnings):
         # Each ends with its remedy, after the last colon.
         cause, _, remedy = line.rpartition(": ")
@@ -271,6 +276,12 @@ def _fits(name: str, needed: int, there: int, remedy: str) -> Check:
     if needed > 0.9 * there:
         return Check(name, "warn", f"{finding}: tight", remedy)
     return Check(name, "ok", finding)
+
+
+def refuse_source(config: Config) -> None:
+    """Raise ConfigError where a kind of ``--data.source`` is unknown."""
+    for spec in config.data.sources:
+        kind_of(spec)
 
 
 def refuse_model(config: Config, *, ranks: int) -> None:

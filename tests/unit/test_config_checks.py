@@ -43,7 +43,7 @@ def test_the_defaults_have_no_problem() -> None:
         (("--axon.external_ip", "224.0.0.1"), "--axon.external_ip 224.0.0.1 cannot be reached"),
         (("--axon.external_ip", "fe80::1"), "--axon.external_ip fe80::1 cannot be reached"),
         (("--dht.ip", "10.0.0.4"), "--dht.ip 10.0.0.4 cannot be reached"),
-        (("--data.source", "fineweb"), "--data.source fineweb is unknown"),
+        (("--data.source", ","), "--data.source is empty"),
     ],
 )
 def test_each_mistake_is_one_line(argv: tuple[str, ...], text: str) -> None:

@@ -154,7 +154,7 @@ def test_the_token_goes_to_the_hub_alone(
     url: str, hub: str, sent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
-    monkeypatch.setattr("distributed_training.data.block_builder.HUB", hub)
+    monkeypatch.setattr("distributed_training.data.sources.HUB", hub)
     opened = open_source(dataclasses.replace(DataSettings(), rows_url=url))
     assert isinstance(opened, RowsApiSource)
     assert opened._token == ("hf_secret" if sent else None)

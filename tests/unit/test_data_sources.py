@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import errno
 import logging
+import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +16,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from distributed_training.config import ConfigError
+from distributed_training.common.kinds import import_plugins
+from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import DataSettings
 from distributed_training.data.block_builder import BlockMaker, open_source
 from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.data.parquet import ParquetSource
+from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import ShardError, open_shard, write_shard
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
+from distributed_training.miner.launcher import launch
+from tests.tools.r2_keys import KEYS
+from tests.tools.support_data import wait_ready, write_jsonl
 from tests.tools.support_data import worker_spec as spec
-from tests.tools.support_data import write_jsonl
 
 pytestmark = pytest.mark.timeout(60)
+ROOT = Path(__file__).parents[2]
 
 ROWS = [f"row {i} " + "x" * (i % 17) for i in range(500)]
 
@@ -157,7 +164,7 @@ def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
 
     plain = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"no EOS token.*--neuron\.global_tokenizer_name"):
+    with pytest.raises(ValueError, match=r"no EOS token.*tokenizer\.name"):
         build_tokenizer(str(tmp_path / "saved"), tmp_path / "built")
 
 
@@ -212,3 +219,31 @@ def test_damaged_shards(tmp_path: Path, damage: str) -> None:
     path.write_bytes(data)
     with pytest.raises(ShardError, match=str(path)):
         open_shard(path)
+
+
+def test_a_kind_that_nobody_registered_ends_the_start_before_it_begins() -> None:
+    config = load_config(
+        "miner", ["--data.source", "fineweb"], environ=KEYS, dotenv=None, check=False
+    )
+    with pytest.raises(ConfigError) as refused:
+        launch(config)
+    line = str(refused.value)
+    assert line.startswith("--data.source fineweb is unknown (there is no data source called 'fine")
+    assert "--plugins" in line and "\n" not in line and refused.value.status == 2
+
+
+def test_a_source_from_outside_of_the_package(
+    tokenizer: tuple[Path, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker, a process of its own, imports the plug-in too."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    import_plugins(["tests.toys.source"])
+    made = DataPipeline(
+        spec(tokenizer, tmp_path, "counter", sequence_length=32, pages_per_block=1),
+        micro_batch_size=2,
+    )
+    with closing(made):
+        made.request(7)
+        made.begin(7, wait_ready(made, 7))
+        batch = made.next()
+    assert batch is not None and batch.shape == (2, 32)

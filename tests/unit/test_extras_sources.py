@@ -22,6 +22,7 @@ from distributed_training.config.types import load_optional
 from distributed_training.data.block_builder import BlockMaker, open_source
 from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.data.shards import open_shard, write_shard
+from distributed_training.data.sources import kind_of
 from distributed_training.data.tokenizer import TextTokenizer
 from extras import shard_source
 from extras.line_files import JsonLinesSource, TextSource
@@ -66,7 +67,8 @@ def test_sources_and_weights() -> None:
 )
 def test_sources_that_are_none(source: str, mix: str) -> None:
     with pytest.raises(ConfigError, match=r"--data\.(source|mix)") as caught:
-        parse_sources(source, mix)
+        for spec in parse_sources(source, mix):
+            kind_of(spec)
     assert "\n" not in str(caught.value) and ": give" in str(caught.value)
 
 
