@@ -191,7 +191,7 @@ class Publisher:
             return
         step = self._trainer.outer
         assert step.epoch_start is not None
-        moment = [v.clone() for v in self._trainer.optimizer.exp_avg_sq]
+        moment = [v.clone() for v in self._trainer.optimizer.state["exp_avg_sq"]]
         directions = self._feedback.directions(
             step.epoch_start,
             step.current(),

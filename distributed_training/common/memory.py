@@ -15,7 +15,8 @@ size h, query width q, key and value width k, MLP width i, vocabulary V:
     gradients      4 N + 4 N / W     if reduced at the last micro-batch only: accumulated whole, and
                                      reduced into memory of another stream's, or
                    4 N / W + 8 (N - embeddings) / L    if reduced at every micro-batch
-    AdamW          8 N / W           two float32 moments; 0 on the device if offloaded
+    optimizer      4 M N / W         M float32 tensors, AdamW's two moments; 0 on the device if
+                                     offloaded
     activations    b s L (2 (6 h + 2 k + 4 i) + 8 h)    what a layer keeps for its backward, bf16,
                                      and the two float32 inputs of its norms; compiled layers keep
                                      two thirds of it. With checkpointing of every layer:
@@ -144,6 +145,7 @@ class Arrangement:
     cuda: bool = True
     loss_chunk: int = LOSS_CHUNK
     train_in_rounds: bool = False
+    moments: int = 2  # that the inner optimizer keeps of a parameter
 
 
 def device_memory(shape: ModelShape, how: Arrangement) -> int:
@@ -153,7 +155,7 @@ def device_memory(shape: ModelShape, how: Arrangement) -> int:
     gathered = 2 * n if how.keep_unsharded else 2 * (2 * block + shape.embedding_parameters)
     weights = 4 * n / w + gathered
     gradients = 4 * n + 4 * n / w if how.reduce_at_last else 4 * n / w + 8 * block
-    optimizer = 0.0 if how.offload_optimizer else 8 * n / w
+    optimizer = 0.0 if how.offload_optimizer else 4 * how.moments * n / w
     tokens = how.micro_batch * how.sequence_length
     bf16_parts = 6 * shape.hidden + 2 * shape.kv_width + 4 * shape.intermediate
     one_block = tokens * (2 * bf16_parts + 8 * shape.hidden)
@@ -180,7 +182,8 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
 
     *Always* 12: epoch start, outer momentum, error feedback; where inner steps go on in a round, 4
     more: the weights that its pseudo-gradient was made of. With AdamW offloaded 8 more, 10.6 on a
-    GPU with public shapes: there torch pins each tensor in memory of a power of two.
+    GPU with public shapes: there torch pins each tensor in memory of a power of two. Another inner
+    optimizer has 4 for each tensor that it keeps, here and below, in place of AdamW's 8.
     *Averaging* 4: the buffers that rank 0 shares with the averager.
     *Passing* 16, a snapshot's: copies of the weights and of AdamW's two moments while they are
     written, and the error feedback that is to be the next one. A checkpoint takes 12, the same
@@ -193,9 +196,11 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
     on_device = 0 if how.cuda else device_memory(shape, how) * how.world_size
     moments = 0
     if how.offload_optimizer:
-        moments = 2 * sum(_pinned(shape.tensors, how.world_size)) if how.cuda else 8 * n
+        pinned = sum(_pinned(shape.tensors, how.world_size))
+        moments = how.moments * (pinned if how.cuda else 4 * n)
     always = (16 if how.train_in_rounds else 12) * n + moments
-    return always + 4 * n + 16 * n + on_device
+    passing = (8 + 4 * how.moments) * n
+    return always + 4 * n + passing + on_device
 
 
 def _pinned(tensors: Iterable[tuple[int, ...]], ranks: int) -> Iterator[int]:
@@ -229,38 +234,38 @@ class DiskSpace:
         return self.checkpoints + self.epochs + self.snapshots + self.global_states
 
 
-def disk_space(shape: ModelShape, *, keep_checkpoints: int) -> DiskSpace:
-    """Return the most that a miner has on disk at once.
+def disk_space(shape: ModelShape, *, keep_checkpoints: int, moments: int = 2) -> DiskSpace:
+    """Return the most that a miner has on disk at once; ``moments``: as in :class:`Arrangement`.
 
     Data cache and events come on top; they have bounds of their own (``--data.cache_gb``, 2 GiB).
     """
     n = shape.parameters
     checkpoints = max(1, keep_checkpoints) + 1
     return DiskSpace(
-        checkpoints=16 * n * checkpoints,
+        checkpoints=(8 + 4 * moments) * n * checkpoints,
         epochs=8 * n * checkpoints,
-        snapshots=2 * snapshot_bytes(shape.tensors),
+        snapshots=2 * snapshot_bytes(shape.tensors, moments),
         global_states=3 * 8 * n,
     )
 
 
-def checkpoint_bytes(tensors: Iterable[tuple[int, ...]]) -> int:
+def checkpoint_bytes(tensors: Iterable[tuple[int, ...]], moments: int = 2) -> int:
     """Return the bytes on disk of one checkpoint of a model with these shapes.
 
     With the outer step's start and momentum, which its first checkpoint also writes.
     """
-    return (16 + 8) * sum(map(math.prod, tensors))
+    return (8 + 4 * moments + 8) * sum(map(math.prod, tensors))
 
 
-def snapshot_bytes(tensors: Iterable[tuple[int, ...]]) -> int:
+def snapshot_bytes(tensors: Iterable[tuple[int, ...]], moments: int = 2) -> int:
     """Return the bytes on disk of one snapshot of a model with these shapes.
 
-    ``model.safetensors``, the shards of AdamW, and ``gradients.pt`` with the ranks' parts of it
-    that it is put together from.
+    ``model.safetensors``, the shards of the inner optimizer, and ``gradients.pt`` with the ranks'
+    parts of it that it is put together from.
     """
     shapes = list(tensors)
     published = sum(_VALUE * _published_values(shape) for shape in shapes)
-    return 12 * sum(map(math.prod, shapes)) + 2 * published
+    return (4 + 4 * moments) * sum(map(math.prod, shapes)) + 2 * published
 
 
 def _published_values(shape: tuple[int, ...]) -> int:

@@ -469,6 +469,8 @@ class TrainingSettings:
     total_steps: int = rule("training.total_steps", ge=1, le=10**9)
     """inner steps in total at which the cosine schedule of the learning rate ends; where the cosine
     falls below a tenth of the highest rate, the rate stays at a tenth"""
+    optimizer: str = rule("training.optimizer", "adamw")
+    """the inner optimizer, by the name that it is registered with"""
     weight_decay: float = rule("training.weight_decay", ge=0, le=10)
     """weight decay of AdamW"""
     adam_beta1: float = rule("training.adam_beta1", ge=0, le=0.9999)

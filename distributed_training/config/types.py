@@ -111,15 +111,15 @@ def flag(
     return Field(default, ge=ge, le=le, json_schema_extra=declared)
 
 
-def rule(key: str, *, ge: Any = None, le: Any = None) -> Any:
+def rule(key: str, default: Any = None, *, ge: Any = None, le: Any = None) -> Any:
     """Declare a field that a network's file gives under ``key``, and no flag.
 
-    ``ge`` and ``le`` are those of :func:`flag`. The default is the public network's.
+    ``ge`` and ``le`` are those of :func:`flag`. The default is the public network's, or ``default``
+    for a key that files may leave out.
     """
     declared: dict[str, Any] = {"name": key, "env": None, "network": key, "fixed": True}
     declared |= {"rule": True}
-    default: Any = _PUBLIC.get(key)
-    return Field(default, ge=ge, le=le, json_schema_extra=declared)
+    return Field(_PUBLIC.get(key, default), ge=ge, le=le, json_schema_extra=declared)
 
 
 def is_ss58(text: str) -> bool:

@@ -564,7 +564,8 @@ class RankZero:
             started=psutil.Process().create_time(),
             interval=global_interval(config),
         )
-        needed = snapshot_bytes(shape for _, shape in trainer.schema)
+        moments = len(trainer.optimizer.state)
+        needed = snapshot_bytes((shape for _, shape in trainer.schema), moments)
         uploads = Uploads(
             schedule=schedule,
             round_clock=clock,
@@ -592,9 +593,10 @@ class RankZero:
             first_step=trainer.total_inner_steps + 1,
         )
         shapes = [shape for _, shape in trainer.schema]
+        moments = len(trainer.optimizer.state)
         machine = MachineGauges(
             context.folder,
-            needed=snapshot_bytes(shapes) + checkpoint_bytes(shapes),
+            needed=snapshot_bytes(shapes, moments) + checkpoint_bytes(shapes, moments),
             gpus=context.ranks.local_world_size if context.device.type == "cuda" else 0,
         )
         file = MetricsFile(context.folder / "metrics.prom")

@@ -307,7 +307,7 @@ class Checkpointer:
         except RankFailedError as error:
             self._not_written(name, error, str(error))
             return
-        state = self._trainer.state_dict() | vars(copies)  # which has the keys of the state dicts
+        state = self._trainer.state_dict() | copies.by_key
         by_epoch = self._named(self._trainer.outer.state_dict())
         tensors = self._named(state)
         by_step = {key: tensor for key, tensor in tensors.items() if key not in by_epoch}

@@ -1,4 +1,9 @@
-"""AdamW over this rank's row blocks, its state on the device or in host memory, and its schedule.
+"""The inner optimizer over this rank's row blocks, wherever its state lies, and its schedule.
+
+Any ``torch.optim.Optimizer`` will do. A network names one, and its factory in :data:`OPTIMIZERS`
+makes it. What it keeps of a parameter is found out by a step of a small one (:func:`find_state`):
+tensors of the parameter's shape, which are sharded, copied, offloaded and uploaded as row blocks,
+and counts. Neither snapshot, checkpoint nor memory plan know more of it.
 
 The learning rate rises linearly during the warm-up and then follows a cosine; shape and constants
 are the public network's (protocol page, section 5).
@@ -7,13 +12,18 @@ are the public network's (protocol page, section 5).
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from distributed_training.common.kinds import Kinds, UnknownKindError
+from distributed_training.config.settings import TrainingSettings
+from distributed_training.config.types import ConfigError
 
 from .collectives import ParameterShard
 
@@ -88,8 +98,71 @@ class CosineSchedule:
         }
 
 
-EPS = 1e-8  # of AdamW
-OFFLOAD_BUCKET = 1 << 26  # elements whose state is on the device at once when offloaded (512 MiB)
+#: Makes the optimizer of parameters by a network's rules; the learning rate is set at each step.
+Factory = Callable[[list[nn.Parameter], TrainingSettings], torch.optim.Optimizer]
+OPTIMIZERS: Kinds[Factory] = Kinds("inner optimizer")
+
+
+def adamw(parameters: list[nn.Parameter], settings: TrainingSettings) -> torch.optim.Optimizer:
+    """Return the public network's AdamW."""
+    return torch.optim.AdamW(
+        parameters,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=1e-8,
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+
+
+OPTIMIZERS.register("adamw", adamw)
+
+
+@dataclass(frozen=True)
+class StateNames:
+    """Names of what an optimizer keeps of a parameter: tensors of its shape, and single numbers."""
+
+    rows: tuple[str, ...]
+    counts: Mapping[str, Any]  # each a tensor or a number, with the value that it begins with
+
+
+def find_state(settings: TrainingSettings) -> StateNames:
+    """Find out what the network's optimizer keeps of a parameter, by a step of a small one.
+
+    Raises ConfigError for a name that nobody registered, and for state that cannot be cut into rows
+    or does not begin with zeros.
+    """
+    try:
+        factory = OPTIMIZERS[settings.optimizer]
+    except UnknownKindError as error:
+        raise ConfigError(f"training.optimizer: {error}") from None
+
+    def step_from(state: dict[str, Any] | None) -> tuple[Tensor, dict[str, Any]]:
+        parameter = nn.Parameter(torch.ones(2, 3))
+        optimizer = factory([parameter], settings)
+        if state is not None:
+            optimizer.state[parameter] = state
+        parameter.grad = torch.arange(6.0).view(2, 3) - 2
+        optimizer.step()
+        kept = {name: v for name, v in optimizer.state[parameter].items() if v is not None}
+        return parameter.detach(), kept
+
+    after, found = step_from(None)
+    rows = tuple(n for n, v in found.items() if isinstance(v, Tensor) and v.shape == after.shape)
+    zeros = {n: torch.zeros_like(v) if isinstance(v, Tensor) else 0 for n, v in found.items()}
+    counts = {name: value for name, value in zeros.items() if name not in rows}
+    large = [name for name, v in counts.items() if isinstance(v, Tensor) and v.numel() != 1]
+    # Of a copy: the step changes what it begins with, in place.
+    if large or not torch.equal(after, step_from(copy.deepcopy(zeros))[0]):
+        raise ConfigError(
+            f"the inner optimizer {settings.optimizer!r} "
+            + (f"keeps {large[0]}, which has" if large else "keeps state that begins with")
+            + f" {'another shape than its parameter' if large else 'other values than zeros'}, so "
+            "it cannot be kept in rows: use another, or change what it keeps"
+        )
+    return StateNames(rows, counts)
+
+
+OFFLOAD_BUCKET = 1 << 26  # elements whose state is on the device at once when offloaded
 
 
 class _Lane:
@@ -136,21 +209,20 @@ class _Lane:
 class InnerOptimizer:
     """Updates the shards in place; bits do not depend on ``offload``.
 
-    Its state can be copied, offloaded and checkpointed as row blocks. With ``offload`` the moments
-    live in (pinned) host memory and visit the device bucket by bucket, in two places that are used
-    in turn: while one bucket is computed the next one comes and the one before leaves, on streams
-    of their own.
+    ``state``: by name, this rank's rows for every parameter. With ``offload`` they live in (pinned)
+    host memory and visit the device bucket by bucket, in two places that are used in turn: while
+    one bucket is computed the next one comes and the one before leaves, on streams of their own.
     """
 
     def __init__(
         self,
         shards: Sequence[ParameterShard],
+        settings: TrainingSettings,
         *,
-        betas: tuple[float, float],
-        weight_decay: float,
         offload: bool,
     ) -> None:
-        self.betas, self.weight_decay, self.offload = betas, weight_decay, offload
+        self.offload = offload
+        self._names = names = find_state(settings)
         device = shards[0].local.device
         self._device = device
         # Plain tensors over the shards' memory, not DTensors: those would be dispatched one by one
@@ -159,88 +231,130 @@ class InnerOptimizer:
         # Only a copy from or to pinned memory lets the host go on.
         pinned = offload and device.type == "cuda"
         home = torch.device("cpu") if offload else device
-        # Of its own: to read AdamW's count for a report would wait for the device.
+        # Of its own: to read the optimizer's count for a report would wait for the device.
         self.step_count = 0
-        self.exp_avg = [torch.zeros(p.shape, device=home, pin_memory=pinned) for p in self._params]
-        self.exp_avg_sq = [torch.zeros_like(t, pin_memory=pinned) for t in self.exp_avg]
+        self.state = {
+            name: [torch.zeros(p.shape, device=home, pin_memory=pinned) for p in self._params]
+            for name in names.rows
+        }
         self._buckets = self._make_buckets()
         self._coming = _Lane(device if pinned else None)
         self._leaving = _Lane(device if pinned else None)
-        self._adamw = [
-            torch.optim.AdamW(
-                [self._params[i] for i in bucket],
-                betas=betas,
-                eps=EPS,
-                weight_decay=weight_decay,
-                fused=True,
-            )
-            for bucket in self._buckets
-        ]
-        # One for each parameter and on its device, as fused AdamW wants them.
-        self._steps = [torch.zeros((), device=device) for _ in self._params]
+        factory = OPTIMIZERS[settings.optimizer]
+        parts = [[self._params[i] for i in bucket] for bucket in self._buckets]
+        self._optimizers = [factory(part, settings) for part in parts]
+        # Of a rank that has no rows as well: for what the optimizer says of itself.
+        self._model = factory([nn.Parameter(torch.zeros(1))], settings)
         self._places: list[Tensor] = []
         if offload:
             self._make_places()
         else:
-            for i in (i for bucket in self._buckets for i in bucket):
-                self._attach(0, i, self.exp_avg[i], self.exp_avg_sq[i])
+            for bucket, indices in enumerate(self._buckets):
+                for i in indices:
+                    self._attach(bucket, i, {name: self.state[name][i] for name in names.rows})
 
     def _make_places(self) -> None:
-        """Allocate both moments of the largest bucket, twice; buckets take turns."""
-        sizes = [2 * sum(self._params[i].numel() for i in bucket) for bucket in self._buckets]
+        """Allocate the state of the largest bucket, twice; buckets take turns."""
+        kinds = self._names.rows
+        sizes = [len(kinds) * sum(self._params[i].numel() for i in b) for b in self._buckets]
         count = min(2, len(sizes))
         self._places = [torch.empty(max(sizes), device=self._device) for _ in range(count)]
         for number, bucket in enumerate(self._buckets):
-            start = 0
+            rest = self._places[number % 2]
             for i in bucket:
                 size, shape = self._params[i].numel(), self._params[i].shape
-                place = self._places[number % 2][start : start + 2 * size]
-                self._attach(number, i, place[:size].view(shape), place[size:].view(shape))
-                start += 2 * size
+                parts = rest.split([*[size] * len(kinds), len(rest) - size * len(kinds)])
+                views = [part.view(shape) for part in parts[:-1]]
+                self._attach(number, i, dict(zip(kinds, views, strict=True)))
+                rest = parts[-1]
+
+    def _attach(self, bucket: int, i: int, rows: dict[str, Tensor]) -> None:
+        """Make ``rows`` and counts of its own the state of parameter ``i``."""
+        optimizer = self._optimizers[bucket]
+        group = optimizer.param_groups[0]
+        # A kernel that takes the whole step reads its count on the device; others read it here.
+        where = self._device if group.get("fused") or group.get("capturable") else "cpu"
+        counts = {
+            name: zero.to(where, copy=True) if isinstance(zero, Tensor) else zero
+            for name, zero in self._names.counts.items()
+        }
+        optimizer.state[self._params[i]] = counts | rows
 
     @property
     def line(self) -> str:
         """The optimizer and the place of its state, for the log."""
         where = "host memory, copied beside the arithmetic" if self.offload else "device memory"
-        return f"✓ Using fused AdamW, its state in {where}"
+        fused = "fused " if self._model.param_groups[0].get("fused") else ""
+        return f"✓ Using {fused}{type(self._model).__name__}, its state in {where}"
+
+    def published_group(self, rate: float, peak: float, names: Sequence[str]) -> dict[str, Any]:
+        """Return the one parameter group of an upload; ``rate``: the present learning rate."""
+        (group,) = self._model.param_groups
+        here = {"lr": rate, "foreach": None, "fused": None} | {"params": list(names)}
+        kept = {key: here.get(key, value) for key, value in group.items() if key != "params"}
+        return kept | {"initial_lr": peak, "params": here["params"]}
+
+    def counts(self) -> dict[str, float]:
+        """Return the single numbers that the optimizer keeps, alike for all parameters."""
+        counts = dict.fromkeys(self._names.counts, 0.0)
+        for bucket, optimizer in zip(self._buckets, self._optimizers, strict=True):
+            state = optimizer.state[self._params[bucket[0]]]
+            counts = {name: float(state[name]) for name in counts if name != "step"}
+        if "step" in self._names.counts:
+            counts["step"] = float(self.step_count)  # known without a look at the device
+        return counts
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "steps": self.step_count,
-            "exp_avg": self.exp_avg,
-            "exp_avg_sq": self.exp_avg_sq,
-        }
+        others = {name: value for name, value in self.counts().items() if name != "step"}
+        return {"steps": self.step_count, **self.state} | ({"counts": others} if others else {})
 
+    @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        # Into the tensors that there are: AdamW's own state and pinned memory refer to them.
-        for kind, moments in (("exp_avg", self.exp_avg), ("exp_avg_sq", self.exp_avg_sq)):
-            for mine, theirs in zip(moments, state[kind], strict=True):
+        # Into the tensors that there are: the optimizers' own state and pinned memory refer to
+        # them. None: the checkpoint is of another optimizer, and this one begins.
+        new = any(state[name] is None for name in self.state)
+        self.reset()
+        if new:
+            return
+        for name, kept in self.state.items():
+            for mine, theirs in zip(kept, state[name], strict=True):
                 mine.copy_(theirs)
         self.step_count = int(state["steps"])
-        for step in self._steps:
-            step.fill_(self.step_count)
+        self._set_counts({"step": float(self.step_count), **state.get("counts", {})})
 
     @torch.no_grad()
     def reset(self) -> None:
         """Forget all steps."""
         self.step_count = 0
-        for moment in (*self.exp_avg, *self.exp_avg_sq, *self._steps):
-            moment.zero_()
+        for kept in self.state.values():
+            for rows in kept:
+                rows.zero_()
+        self._set_counts({})
+
+    def _set_counts(self, values: Mapping[str, float]) -> None:
+        for bucket, optimizer in zip(self._buckets, self._optimizers, strict=True):
+            for i in bucket:
+                state = optimizer.state[self._params[i]]
+                for name in self._names.counts:
+                    if isinstance(state[name], Tensor):
+                        state[name].fill_(values.get(name, 0.0))
+                    else:
+                        state[name] = type(state[name])(values.get(name, 0.0))
 
     @torch.no_grad()
     def step(self, gradients: Sequence[Tensor], learning_rate: float) -> None:
-        """Take one AdamW step; ``gradients`` are row blocks like the shards."""
+        """Take one step; ``gradients`` are row blocks like the shards."""
         for param, gradient in zip(self._params, gradients, strict=True):
             param.grad = gradient
         # Set each time: torch's own schedulers know nothing of steps that were skipped.
-        for adamw in self._adamw:
-            for group in adamw.param_groups:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
                 group["lr"] = learning_rate
         if self.offload:
             self._step_offloaded()
         else:
-            for adamw in self._adamw:
-                adamw.step()
+            for optimizer in self._optimizers:
+                optimizer.step()
         self.step_count += 1
         # A reference kept here would hold the gradients' memory through the next forward.
         for param in self._params:
@@ -259,19 +373,12 @@ class InnerOptimizer:
             size += param.numel()
         return [b for b in buckets if b]
 
-    def _attach(self, bucket: int, i: int, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        self._adamw[bucket].state[self._params[i]] = {
-            "step": self._steps[i],
-            "exp_avg": exp_avg,
-            "exp_avg_sq": exp_avg_sq,
-        }
-
     def _moments(self, bucket: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each moment of a bucket: (in host memory, in the bucket's place on the device)."""
+        """Yield the rows of a bucket: (in host memory, in the bucket's place on the device)."""
         for i in self._buckets[bucket]:
-            state = self._adamw[bucket].state[self._params[i]]
-            yield self.exp_avg[i], state["exp_avg"]
-            yield self.exp_avg_sq[i], state["exp_avg_sq"]
+            state = self._optimizers[bucket].state[self._params[i]]
+            for name in self._names.rows:
+                yield self.state[name][i], state[name]
 
     def _fetch(self, bucket: int) -> None:
         # There are two places: this one is free once the bucket before the last has left it.
@@ -291,7 +398,7 @@ class InnerOptimizer:
             # On the stream of training: the next forward then needs no event to see the new
             # weights.
             with computing.after(self._coming, bucket, bucket):
-                self._adamw[bucket].step()
+                self._optimizers[bucket].step()
             with self._leaving.after(computing, bucket, bucket):
                 for host, place in self._moments(bucket):
                     host.copy_(place, non_blocking=True)

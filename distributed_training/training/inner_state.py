@@ -29,37 +29,20 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from distributed_training.common.files import atomic_file
 from distributed_training.protocol.gradients import Schema
 
-from .inner_optimizer import EPS, CosineSchedule
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
+from .inner_optimizer import CosineSchedule, InnerOptimizer
 
 
 def describe_inner(
     schema: Schema,
     schedule: CosineSchedule,
+    optimizer: InnerOptimizer,
     *,
     finished_steps: int,
     outer_step: int,
-    betas: tuple[float, float],
-    weight_decay: float,
 ) -> dict[str, Any]:
-    """Return the content of a file as it is now, without the moments."""
+    """Return the content of a file as it is now, without the state of parameters."""
     rate = schedule.rate(finished_steps)
-    group = {
-        "lr": rate,
-        "betas": betas,
-        "eps": EPS,
-        "weight_decay": weight_decay,
-        "amsgrad": False,
-        "maximize": False,
-        "foreach": None,
-        "capturable": False,
-        "differentiable": False,
-        "fused": None,
-        "decoupled_weight_decay": True,
-        "initial_lr": schedule.peak,
-        "params": [name for name, _ in schema],
-    }
+    group = optimizer.published_group(rate, schedule.peak, [name for name, _ in schema])
     return {
         "optimizer_state_dict": {"param_groups": [group]},
         "learning_rate": rate,
@@ -75,13 +58,13 @@ def write_shard(
     schema: Schema,
     rank: int,
     ranks: int,
-    steps: int,
+    counts: Mapping[str, float],
     moments: Mapping[str, Sequence[Tensor]],
 ) -> None:
     """Write the file of ``rank`` durably, in the form torch 2.5.1 loads. Raises OSError.
 
-    ``description``: :func:`describe_inner`. ``steps``: AdamW's. ``moments``: by kind, the rank's
-    rows of every parameter, in host memory.
+    ``description``: :func:`describe_inner`. By the optimizer's own names ``counts`` of each
+    parameter, and ``moments``: the rank's rows of every parameter, in host memory.
     """
     mesh = _Mesh(ranks, rank)
 
@@ -94,9 +77,9 @@ def write_shard(
 
     entries: dict[str, dict[str, Tensor]] = {}
     for i, (name, shape) in enumerate(schema):
-        entries[name] = {"step": torch.tensor(float(steps))}
-        for kind in MOMENTS:
-            entries[name][kind] = sharded(shape, moments[kind][i])
+        entries[name] = {count: torch.tensor(value) for count, value in counts.items()}
+        for kind, rows in moments.items():
+            entries[name][kind] = sharded(shape, rows[i])
     state = {"state": entries, **description["optimizer_state_dict"]}
     with atomic_file(path) as file:
         # With torch's own pickle module validators would refuse it: see the module's docstring.

@@ -26,6 +26,8 @@ from distributed_training.common.memory import (
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 
+from .inner_optimizer import find_state
+
 
 def llama_config(
     *,
@@ -189,10 +191,10 @@ def plan_memory(
     """Return the fastest arrangement that fits ``device_bytes`` (None: no limit is set).
 
     Gathered weights and whole gradients kept through a step cost memory and save a gather and a
-    reduction per micro-batch. AdamW's moments in host memory cost one trip over the bus per step;
-    where ``host_bytes`` (None: enough) cannot hold them that is the last resort. What the operator
-    fixed by flag stays fixed. Raises ConfigError for a model whose ``config.json`` does not give
-    its size as a Llama's does.
+    reduction per micro-batch. The optimizer's state in host memory costs one trip over the bus per
+    step; where ``host_bytes`` (None: enough) cannot hold it that is the last resort. What the
+    operator fixed by flag stays fixed. Raises ConfigError for a model whose ``config.json`` does
+    not give its size as a Llama's does.
     """
     try:
         shape = ModelShape.from_config(model_config)
@@ -213,7 +215,10 @@ def plan_memory(
     # micro-batches (docs/performance.md, On paper), and to gather more than to reduce.
     sync, offload = settings.gradient_sync, settings.offload_optimizer
     ways = list(itertools.product(keeps, _choices(sync, "every"), _choices(offload, "on")))
-    offloaded = Arrangement(world_size, 1, settings.sequence_length, offload_optimizer=True)
+    moments = len(find_state(settings).rows)
+    offloaded = Arrangement(
+        world_size, 1, settings.sequence_length, offload_optimizer=True, moments=moments
+    )
     if host_bytes is not None and host_memory(shape, offloaded) > host_bytes:
         ways.sort(key=lambda way: way[2])
     chosen: MemoryPlan | None = None
@@ -228,6 +233,7 @@ def plan_memory(
             offload_optimizer=offloads,
             cuda=device_bytes is not None,
             loss_chunk=loss_chunk(device_bytes),
+            moments=moments,
         )
         need = device_memory(shape, how)
         fits = device_bytes is None or need <= device_bytes * MARGIN
@@ -254,7 +260,7 @@ def _memory_note(how: Arrangement, need: int, per_block: bool, too_little: int |
         f"{'a group per decoder layer' if per_block else 'one group'}, gathered "
         f"weights {'kept through a step' if how.keep_unsharded else 'dropped after use'}, "
         f"gradients reduced at {'the last' if how.reduce_at_last else 'every'} micro-batch, "
-        f"AdamW's state in {'host' if how.offload_optimizer else 'device'} memory"
+        f"the optimizer's state in {'host' if how.offload_optimizer else 'device'} memory"
     )
     if too_little is not None:
         note += (

@@ -26,6 +26,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -110,15 +111,18 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class BoundaryCopies:
-    """Rows of weights and of AdamW's moments at one step boundary, in host memory.
+    """Rows of weights and of the inner optimizer's ``state`` at one step boundary, in host memory.
 
-    They take 12 bytes a parameter. Nobody changes them. Their names are the keys in the state dicts
-    of model and optimizer.
+    With AdamW they take 12 bytes a parameter. Nobody changes them.
     """
 
     weights: list[Tensor]
-    exp_avg: list[Tensor]
-    exp_avg_sq: list[Tensor]
+    state: Mapping[str, list[Tensor]]
+
+    @property
+    def by_key(self) -> dict[str, list[Tensor]]:
+        """All of them, by the keys in the state dicts of model and optimizer."""
+        return {"weights": self.weights, **self.state}
 
 
 class BoundaryCopier:
@@ -152,8 +156,7 @@ class BoundaryCopier:
         self.wait()
         made = BoundaryCopies(
             to_host([shard.local for shard in self._shards]),
-            to_host(self._optimizer.exp_avg),
-            to_host(self._optimizer.exp_avg_sq),
+            {name: to_host(rows) for name, rows in self._optimizer.state.items()},
         )
         self._released = released = threading.Event()
         # Who writes holds the object. When the last one lets go of it, the next copies may be made.
@@ -177,7 +180,7 @@ class BoundaryCopier:
 
         torch counts the writes to a tensor, except those of fused AdamW.
         """
-        moments = (*self._optimizer.exp_avg, *self._optimizer.exp_avg_sq)
+        moments = chain.from_iterable(self._optimizer.state.values())
         tensors = (*(shard.local for shard in self._shards), *moments)
         return (self._optimizer.step_count, *(tensor._version for tensor in tensors))
 
@@ -346,9 +349,9 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle, parts_timeout: ti
     handle.check()
     inner = folder / keys.inner_optimizer(state.rank, state.layout.shards)
     state.write_inner(inner)
-    files[inner] = _not_finite(
-        [*state.shards] * 2, [*state.copies.exp_avg, *state.copies.exp_avg_sq], handle.check
-    )
+    kept = state.copies.state.values()
+    bad = (_not_finite(state.shards, rows, handle.check) for rows in kept)
+    files[inner] = next((name for name in bad if name is not None), None)
     if state.rank == 0:
         # No rank needs them: all were ready before this one went on.
         shutil.rmtree(parts)
@@ -599,7 +602,7 @@ class Snapshots:
             start,
             copies.weights,
             self._outer.learning_rate,
-            second_moment=copies.exp_avg_sq,
+            second_moment=copies.state.get("exp_avg_sq"),
         )
         state = SnapshotState(
             layout=self._stream.layout,
@@ -623,10 +626,9 @@ class Snapshots:
         description = describe_inner(
             self._sharded.schema,
             self._schedule,
+            optimizer,
             finished_steps=steps,
             outer_step=outer_step,
-            betas=optimizer.betas,
-            weight_decay=optimizer.weight_decay,
         )
         return partial(
             write_shard,
@@ -634,6 +636,6 @@ class Snapshots:
             schema=self._sharded.schema,
             rank=layout.shard,
             ranks=layout.shards,
-            steps=optimizer.step_count,
-            moments={"exp_avg": copies.exp_avg, "exp_avg_sq": copies.exp_avg_sq},
+            counts=optimizer.counts(),
+            moments=copies.state,
         )

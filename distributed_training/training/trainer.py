@@ -52,7 +52,7 @@ _NEAR = 2
 
 
 class Trainer:
-    """Owns model, AdamW, schedule, outer optimizer, epoch-start weights and error feedback.
+    """Owns model, inner optimizer, schedule, outer step, epoch-start weights and error feedback.
 
     ``model_config``: content of a ``config.json``. Ranks meet in the default process group; on GPUs
     initialise that with ``"cpu:gloo,cuda:nccl"``. One rank alone needs none. ``utilization``: of
@@ -134,10 +134,7 @@ class Trainer:
             settings.learning_rate, settings.warmup_steps, settings.total_steps
         )
         self.optimizer = InnerOptimizer(
-            shards,
-            betas=(settings.adam_beta1, settings.adam_beta2),
-            weight_decay=settings.weight_decay,
-            offload=self.sharded.plan.offload_optimizer,
+            shards, settings, offload=self.sharded.plan.offload_optimizer
         )
         self._say(self.optimizer.line)
         feedback = ErrorFeedback(
@@ -327,8 +324,8 @@ class Trainer:
         JSON-able values are of all ranks alike. Lists of tensors are this rank's rows of every
         parameter, single tensors this rank's alone, None stands for a tensor not there.
 
-        Tensors are the very ones. Of weights and AdamW's moments, which the next step overwrites,
-        :attr:`copier` has copies; no other is ever changed in place.
+        Tensors are the very ones. Of weights and the inner optimizer's rows, which the next step
+        overwrites, :attr:`copier` has copies; no other is ever changed in place.
         """
         state = {
             "outer_step": self.outer_step,

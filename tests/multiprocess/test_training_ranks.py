@@ -58,7 +58,7 @@ def test_an_outer_step_commits_or_leaves_every_bit(how: str, tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     "scenario",
-    ["no_memory", "rebase", "preview", "unlike_gpus", "disk_of_a_copy"],
+    ["no_memory", "rebase", "preview", "toy_optimizer", "unlike_gpus", "disk_of_a_copy"],
 )
 def test_two_ranks(scenario: str, tmp_path: Path) -> None:
     """Each scenario's docstring says what it shows."""

@@ -124,7 +124,9 @@ def an_offloaded_optimizer_gives_the_same_bits(device: torch.device, folder: Pat
     assert len(there.optimizer._buckets) > 2
     train(here, 0, 4)
     train(there, 0, 4)
-    for mine, theirs in zip(here.optimizer.exp_avg_sq, there.optimizer.exp_avg_sq, strict=True):
+    for mine, theirs in zip(
+        here.optimizer.state["exp_avg_sq"], there.optimizer.state["exp_avg_sq"], strict=True
+    ):
         assert torch.equal(mine.cpu(), theirs.cpu())
     assert all(torch.equal(a, b) for a, b in zip(weights(here), weights(there), strict=True))
 

@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from distributed_training.common import files
+from distributed_training.common.kinds import import_plugins
 from distributed_training.common.processes import leave
 from distributed_training.protocol import gradients
 from distributed_training.protocol.types import (
@@ -39,6 +40,7 @@ from distributed_training.training.local_evaluation import AwfulWeights
 from distributed_training.training.outer_step import nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
 from distributed_training.training.trainer import Trainer
+from tests.tools import torch_2_5
 from tests.tools.training_world import (
     evaluate,
     finished,
@@ -435,6 +437,29 @@ def until_killed(folder: Path) -> None:
     dist.barrier()
     train(made, 5, 6)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def toy_optimizer(folder: Path) -> None:
+    """A plug-in's optimizer goes on from its checkpoint to the bit, and its rows are uploaded."""
+    import_plugins(["tests.toys.optimizer"])
+    for name, state in (("lion", "exp_avg"), ("sgd", "momentum_buffer")):
+        place = folder / name
+        made = trainer(rank=RANK, world_size=WORLD, optimizer=name)
+        train(made, 0, 3)
+        keeper = Checkpointer(trainer=made, folder=place / "checkpoints", keep=2)
+        save_checkpoint(keeper, Progress(0, 3, 3, [3]), {"rank": RANK})
+        finished(made.snapshot(place / "a", progress=Progress(0, 3, 3, [7]), block=9, last_loss=1))
+        dist.barrier()
+        first, *_ = made.optimizer.state[state]
+        file = torch_2_5.load(place / "a" / f"inner_optimizer.rank{RANK + 1:04d}-of-2.pt")
+        (entry, *_) = file["optimizer_state_dict"]["state"].values()
+        assert entry.keys() == {state} and torch.equal(entry[state]._local_tensor, first)
+        again = trainer(rank=RANK, world_size=WORLD, optimizer=name, seed=7)
+        assert Checkpointer(trainer=again, folder=place / "checkpoints").restore() is not None
+        losses = [[r.loss for r in train(each, 3, 6)] for each in (made, again)]
+        assert losses[0] == losses[1]
+        same(whole_weights(made), whole_weights(again))
+        same(made.optimizer.state[state], again.optimizer.state[state])
 
 
 def unlike_gpus(folder: Path) -> None:

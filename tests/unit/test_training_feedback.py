@@ -69,7 +69,7 @@ def test_curved_sends_the_entries_whose_change_weighs_most(tmp_path: Path) -> No
     train(made, 0, 2)
     handle = take_snapshot(made, tmp_path, Progress(0, 2, 2, [1]))
     assert list(handle.codes) == ["upload", "off", "curved"]
-    moments, others = made.optimizer.exp_avg_sq, 0
+    moments, others = made.optimizer.state["exp_avg_sq"], 0
     for i, (name, _, start) in enumerate(made.outer.epoch_start_rows()):
         gradient = 0.8 * (start - made.sharded.shards[i].local)
         code, off = handle.codes["curved"][i], handle.codes["off"][i]

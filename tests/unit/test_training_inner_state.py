@@ -46,7 +46,10 @@ def test_a_shard_is_what_torch_2_5_writes_and_loads(tmp_path: Path) -> None:
     assert group["params"] == [name for name, _ in made.schema]
     states = content["optimizer_state_dict"]["state"]
     for (name, shape), first, second in zip(
-        made.schema, made.optimizer.exp_avg, made.optimizer.exp_avg_sq, strict=True
+        made.schema,
+        made.optimizer.state["exp_avg"],
+        made.optimizer.state["exp_avg_sq"],
+        strict=True,
     ):
         assert float(states[name]["step"]) == 2.0
         for moment, rows in (

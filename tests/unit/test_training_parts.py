@@ -102,9 +102,9 @@ def test_published_scheduler_state_is_that_of_lambda_lr() -> None:
     ).state_dict()
     ours = CosineSchedule(1.0, 1, 10).published_state(0)
     assert set(ours) == set(real) - {"_is_initial"}
-    with pytest.raises(ValueError, match=r"--neuron\.warmup_steps"):
+    with pytest.raises(ValueError, match=r"training\.warmup_steps"):
         CosineSchedule(1.0, 10, 10)
-    with pytest.raises(ValueError, match=r"--neuron\.learning_rate"):
+    with pytest.raises(ValueError, match=r"training\.learning_rate"):
         CosineSchedule(0.0, 1, 10)
 
 
@@ -213,7 +213,7 @@ def test_bad_inputs_name_the_flag() -> None:
     with pytest.raises(ConfigError, match=r"--neuron\.local_batch_size_train 8 is larger"):
         plan_batch(micro_batch=8, effective=4, world_size=1)
     config = hf_config(local_llama_config())
-    with pytest.raises(ConfigError, match=r"--neuron\.sequence_length 4096"):
+    with pytest.raises(ConfigError, match=r"training\.sequence_length 4096"):
         check_sequence_length(4096, config)
     with pytest.raises(ConfigError, match="model_type"):
         hf_config({"hidden_size": 3})
@@ -234,7 +234,7 @@ def test_bad_inputs_name_the_flag() -> None:
     ],
 )
 def test_a_config_with_a_value_of_no_model_is_one_line(change: dict[str, Any]) -> None:
-    with pytest.raises(UnfitModelError, match=r"^config.json has values .*_model_name$"):
+    with pytest.raises(UnfitModelError, match=r"^config.json has values .*global_bucket$"):
         build_meta_model(local_llama_config() | change)
 
 

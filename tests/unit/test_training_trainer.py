@@ -129,7 +129,9 @@ def test_a_large_gradient_is_clipped_as_torch_clips_it() -> None:
     report = train(made, 0, 1)[0]
     assert report.grad_norm == pytest.approx(norm, rel=1e-4) and norm > 2
     # AdamW's step hardly depends on the gradient's length; its first moment is a tenth of it.
-    for (name, p), moment in zip(plain.named_parameters(), made.optimizer.exp_avg, strict=True):
+    for (name, p), moment in zip(
+        plain.named_parameters(), made.optimizer.state["exp_avg"], strict=True
+    ):
         assert torch.allclose(p.grad / 10, moment, atol=1e-7), name
 
 
@@ -250,7 +252,7 @@ def test_out_of_memory_halves_the_micro_batch_of_the_same_step(
     made = trainer(wrap=wrap)
     fail_in_a_backward(made, at, OUT_OF_MEMORY)
     reports = assert_trains_as(made, trainer(wrap=wrap))
-    assert all(float(v.abs().max()) > 0 for v in made.optimizer.exp_avg_sq)
+    assert all(float(v.abs().max()) > 0 for v in made.optimizer.state["exp_avg_sq"])
     assert "retried with 1 instead of 2 sequences" in reports[0].note
     assert reports[0].samples == 8 and reports[1].note == ""
     assert sum("retried" in r.message for r in caplog.records) == 1
@@ -422,7 +424,7 @@ def test_snapshot_loads_in_transformers_and_its_optimizer_in_torch(tmp_path: Pat
     with torch.serialization.safe_globals([DTensorSpec, DTensor, DeviceMesh, Shard, TensorMeta]):
         inner = torch.load(tmp_path / "inner_optimizer.rank0001-of-1.pt", weights_only=True)
     entry = inner["optimizer_state_dict"]["state"][made.schema[0][0]]
-    assert torch.equal(entry["exp_avg"].to_local(), made.optimizer.exp_avg[0])
+    assert torch.equal(entry["exp_avg"].to_local(), made.optimizer.state["exp_avg"][0])
     assert float(entry["step"]) == 2.0
 
 
@@ -444,8 +446,8 @@ def test_a_snapshot_names_what_in_it_is_not_finite(tmp_path: Path, value: float)
 
     inner = "inner_optimizer.rank0001-of-1.pt"
     assert found("none", torch.zeros(1)) == {}
-    assert found("first", made.optimizer.exp_avg[0]) == {inner: first}
-    assert found("second", made.optimizer.exp_avg_sq[0]) == {inner: first}
+    assert found("first", made.optimizer.state["exp_avg"][0]) == {inner: first}
+    assert found("second", made.optimizer.state["exp_avg_sq"][0]) == {inner: first}
     assert found("gradient", start[0]) == {"gradients.pt": f"{first}vals"}
     assert found("weights", made.sharded.shards[0].local)["model.safetensors"] == first
 
