@@ -111,7 +111,7 @@ def _init(options: argparse.Namespace, given: dict[str, str]) -> int:
     if OPERATORS_FILE.exists():
         old = OPERATORS_FILE.with_name(f"{OPERATORS_FILE.name}.{time.strftime('%Y%m%d-%H%M%S')}")
         OPERATORS_FILE.rename(old)
-    write_bytes(OPERATORS_FILE, toml_of(_with_defaults(given)).encode())
+    write_bytes(OPERATORS_FILE, toml_of(given).encode())
     print(f"wrote {OPERATORS_FILE}" + (f"; the old one is {old}" if old else ""))
     # For its owner alone from the first byte on: a chmod afterwards leaves a moment.
     with atomic_file(DOTENV, private=True) as file:
@@ -169,20 +169,18 @@ def _default_of(name: str) -> str:
     return "" if default is None else str(default)
 
 
-def _with_defaults(given: Mapping[str, str]) -> dict[str, str]:
-    """Return ``given`` with what an operator looks for in the file, in the order of the help."""
+def toml_of(given: Mapping[str, str]) -> str:
+    """Return the text of a ``--config`` file with the flags ``given``.
+
+    What an operator looks for in the file is there too. The order is that of the help.
+    """
     shown = ("wallet.name", "wallet.hotkey", "axon.port", "dht.port")
     found = {name: _default_of(name) for name in shown} | dict(given)
     # By section, those without one first; an older spelling before the rest of its section.
     places = {setting.name: place for place, setting in enumerate(schema("miner"))}
-    order = sorted(found, key=lambda name: (name.rpartition(".")[0], places.get(name, 0)))
-    return {name: found[name] for name in order}
-
-
-def toml_of(given: Mapping[str, str]) -> str:
-    """Return the flags ``given``, sorted by section, as the text of a ``--config`` file."""
     lines, section = [_HEAD], ""
-    for name, text in given.items():
+    for name in sorted(found, key=lambda name: (name.rpartition(".")[0], places.get(name, 0))):
+        text = found[name]
         part, _, key = name.rpartition(".")
         if part != section:
             section = part

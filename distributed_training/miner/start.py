@@ -625,44 +625,20 @@ class RankZero:
         )
 
     def go_live(self) -> None:
-        """Show this miner to others, and begin to follow them."""
+        """Show this miner to others, and begin to follow them. Returns at once."""
         trainer, context, state = self._training.trainer, self._context, self.controller.state
+        config, connections, member = context.config, self._connections, self._connections.member
         report_device(
-            context.config,
+            config,
             context.device,
             micro_batch=trainer.micro_batch_size,
             world_size=context.ranks.world_size,
         )
         # Validators read it in the root metadata, to name this peer in their calls.
-        self._connections.uploader.publish_peer_id(self.exchange.peer_id)
+        connections.uploader.publish_peer_id(self.exchange.peer_id)
         # Before the endpoint is announced: a validator that reads it may call at once.
         self.server.start()
-        self._announce()
-        self.global_epoch.start()
-        # The network's file too: whoever has another version of it trains for nothing.
-        if state.view is GlobalView.UNREAD or context.config.network is not None:
-            self.global_epoch.compare_soon()
-        if self._training.kept and state.mode is Mode.TRAINING:
-            self.global_epoch.compare_weights(trainer.outer_step)  # of the last round, perhaps
-        self.record(
-            "start",
-            uid=self._info.uid,
-            hotkey=self._info.hotkey,
-            peer_id=self.exchange.peer_id,
-            outer_step=trainer.outer_step,
-            inner_step=trainer.inner_step,
-            world_size=context.ranks.world_size,
-            resumed=bool(self._training.kept),
-        )
-
-    def _announce(self) -> None:
-        """Write our endpoint to the chain unless it is there, and follow the chain's view of us.
-
-        Returns at once. Chain and swarm get another address of this machine when it changes.
-        """
-        config, folder = self._context.config, self._context.folder
-        member = self._connections.member
-        endpoint = self._connections.address, config.chain.external_port or self.server.port
+        endpoint = connections.address, config.chain.external_port or self.server.port
         identity.announce(member, *endpoint)
 
         # A miner that is called has the right address: the services that tell it are left alone.
@@ -682,19 +658,35 @@ class RankZero:
         watcher = identity.follow_registration(
             member,
             endpoint=endpoint,
-            commitment=self._connections.own.commitment,
-            stop=lambda why, status: self._context.events.put(ev.StopRequested(why, status)),
+            commitment=connections.own.commitment,
+            stop=lambda why, status: context.events.put(ev.StopRequested(why, status)),
             belief=Belief(
                 config.miner.master_ss58_address,
                 timedelta(seconds=5) if local else MISSING_FOR,
                 config.chain.how_to_register,
             ),
-            on_read=lambda: keep_state(member.chain, config.chain, folder),
+            on_read=lambda: keep_state(member.chain, config.chain, context.folder),
             interval=timedelta(seconds=1) if local else REGISTRATION_INTERVAL,
             public_ip=public_ip,
             moved=moved,
         )
-        self._context.stack.callback(watcher.close)
+        context.stack.callback(watcher.close)
+        self.global_epoch.start()
+        # The network's file too: whoever has another version of it trains for nothing.
+        if state.view is GlobalView.UNREAD or config.network is not None:
+            self.global_epoch.compare_soon()
+        if self._training.kept and state.mode is Mode.TRAINING:
+            self.global_epoch.compare_weights(trainer.outer_step)  # of the last round, perhaps
+        self.record(
+            "start",
+            uid=self._info.uid,
+            hotkey=self._info.hotkey,
+            peer_id=self.exchange.peer_id,
+            outer_step=trainer.outer_step,
+            inner_step=trainer.inner_step,
+            world_size=context.ranks.world_size,
+            resumed=bool(self._training.kept),
+        )
 
 
 def open_hivemind(
