@@ -160,35 +160,47 @@ class MicroBatches:
         if known.most is not None:
             say(f"At most {known.most} sequences at once: more ran out of memory before")
 
-    def add(self, batch: Tensor, plan: BatchPlan) -> None:
-        """Run one; when memory ran out, the whole step again in smaller pieces.
+    @property
+    def failures(self) -> tuple[type[Exception], ...]:
+        """The errors of a pass after which the step can be run again."""
+        return (torch.OutOfMemoryError, *_compiler_errors(self.compiled))
 
-        One rank alone can do that. With several the others are left in a collective, so this rank
-        ends the miner, and the next start knows. Raises torch.OutOfMemoryError then, and when not
-        even one sequence fits.
+    def prepare_again(self, error: Exception, plan: BatchPlan) -> None:
+        """Make another try of the step possible: smaller pieces, or no compiler.
+
+        Raises torch.OutOfMemoryError if there can be none here: not even one sequence fits, or
+        other ranks were left in a collective.
         """
-        self.batches.append(batch)
-        started = time.perf_counter()
-        try:
-            self._run(batch, plan, last=len(self.batches) == plan.micro_batches)
-            if self._tell_compiled:
-                self._tell_compiled = False
-                seconds = time.perf_counter() - started
-                self.say(
-                    f"✓ Model compiled successfully: the first micro-batch took {seconds:.1f} s"
-                )
-            return
-        except torch.OutOfMemoryError as error:
-            self._out_of_memory(error, plan)
-        except _compiler_errors(self.compiled) as error:
+        if not isinstance(error, torch.OutOfMemoryError):
             self._uncompile(error)
-        self.discard()
-        # The pieces are of another size: what the allocator keeps in the old one would not fit
-        # them.
-        _free_memory()
-        again, self.batches = self.batches, []
-        for each in again:
-            self.add(each, plan)
+            return
+        was = self.at_once(plan.micro_batch)
+        found = f"out of memory with {was} sequences at once ({_first_line(error)})"
+        if was == 1:
+            raise torch.OutOfMemoryError(
+                f"{found}, so the miner stops: {OUT_OF_MEMORY_ADVICE}"
+            ) from error
+        # On disk before this rank ends, or the next start would run out again.
+        fits = self.known.ran_out(was)
+        if self.stream.world_size > 1:
+            raise torch.OutOfMemoryError(
+                f"{found}: the ranks start again from the last checkpoint and run {fits} at once; "
+                f"to choose yourself, {OUT_OF_MEMORY_ADVICE}"
+            ) from error
+        line = (
+            f"Out of memory: the step is retried with {fits} instead of {was} sequences at "
+            f"once and the same effective batch of {plan.effective}, and so are later ones; for a "
+            f"micro-batch of that size give --neuron.local_batch_size_train {fits}"
+        )
+        log.warning(line)
+        self.notes.append(line)
+
+    def report_compiled(self, started: float) -> None:
+        """Say how long the first micro-batch took, in which blocks are compiled."""
+        if self._tell_compiled:
+            self._tell_compiled = False
+            seconds = time.perf_counter() - started
+            self.say(f"✓ Model compiled successfully: the first micro-batch took {seconds:.1f} s")
 
     def seconds_per_sequence(
         self, sequences: int, length: int, *, end_step: Callable[[], None] = lambda: None
@@ -209,7 +221,7 @@ class MicroBatches:
         ids = torch.zeros((sequences, length), dtype=torch.int64).to(device)
         seconds = []
         try:
-            self._set_last(False)
+            self.set_last(False)
             for _ in range(1 + _TIMED):  # the first one warms up
                 started = time.perf_counter()
                 self.sharded.root(ids).backward()
@@ -218,7 +230,7 @@ class MicroBatches:
                     torch.cuda.synchronize(device)
                 seconds.append(time.perf_counter() - started)
             # Not timed, but run, for the memory that reducing gradients also takes.
-            self._set_last(True)
+            self.set_last(True)
             self.sharded.root(ids).backward()
             end_step()
             return statistics.median(seconds[1:]) / sequences
@@ -265,55 +277,27 @@ class MicroBatches:
         self.loss_sum.zero_()
         self.batches, self.notes = [], []
 
-    def discard(self) -> None:
-        """Drop what was computed of the step under way; its batches stay."""
+    def discard(self, *, free: bool = False) -> None:
+        """Drop what was computed of the step under way; its batches stay.
+
+        ``free``: give back what the allocator keeps too, in sizes that would not fit the pieces to
+        come.
+        """
         self.sharded.discard_gradients()
         self.loss_sum.zero_()
-
-    def _out_of_memory(self, error: torch.OutOfMemoryError, plan: BatchPlan) -> None:
-        was = self._at_once(plan.micro_batch)
-        found = f"out of memory with {was} sequences at once ({_first_line(error)})"
-        if was == 1:
-            raise torch.OutOfMemoryError(
-                f"{found}, so the miner stops: {OUT_OF_MEMORY_ADVICE}"
-            ) from error
-        # On disk before this rank ends, or the next start would run out again.
-        fits = self.known.ran_out(was)
-        if self.stream.world_size > 1:
-            raise torch.OutOfMemoryError(
-                f"{found}: the ranks start again from the last checkpoint and run {fits} at once; "
-                f"to choose yourself, {OUT_OF_MEMORY_ADVICE}"
-            ) from error
-        line = (
-            f"Out of memory: the step is retried with {fits} instead of {was} sequences at "
-            f"once and the same effective batch of {plan.effective}, and so are later ones; for a "
-            f"micro-batch of that size give --neuron.local_batch_size_train {fits}"
-        )
-        log.warning(line)
-        self.notes.append(line)
+        if free:
+            _free_memory()
 
     def _uncompile(self, error: Exception) -> None:
         self.say(f"torch.compile: off from here: {type(error).__name__}: {_first_line(error)}")
         self.sharded.uncompile()
         self.compiled = self._tell_compiled = False
 
-    def _at_once(self, micro_batch: int) -> int:
+    def at_once(self, micro_batch: int) -> int:
         """Return how many sequences run together: all, unless memory ran out before."""
         return min(micro_batch, self.known.most or micro_batch)
 
-    def _run(self, batch: Tensor, plan: BatchPlan, *, last: bool) -> None:
-        # FSDP divides by the world size; a rank's share of the mean is therefore its own mean.
-        tokens = plan.micro_batches * batch.shape[0] * (batch.shape[1] - 1)
-        pieces = batch.to(self.sharded.device, non_blocking=True).split(self._at_once(len(batch)))
-        for i, piece in enumerate(pieces):
-            self._set_last(last and i == len(pieces) - 1)
-            loss = self.sharded.root(piece)
-            (loss / tokens).backward()
-            # Added up on the device: ``float(loss)`` would wait for all that is queued, at each
-            # micro-batch.
-            self.loss_sum += loss.detach()
-
-    def _set_last(self, last: bool) -> None:
+    def set_last(self, last: bool) -> None:
         """Let only the last backward of a step reduce gradients and drop gathered weights."""
         # The public miner reduces at each, and reads its loss back: 1.08 s a step instead of 0.81,
         # measured with 1.7 M parameters on two CPU ranks.

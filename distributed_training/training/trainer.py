@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -381,21 +382,53 @@ class Trainer:
     def add_micro_batch(
         self, batch: Tensor, *, data_wait_seconds: float = 0.0
     ) -> StepReport | None:
-        """Forward and backward of int64 (micro-batch, sequence); the report of a finished step.
+        """Train on int64 (micro-batch, sequence); return the report of a finished inner step.
 
+        Forward and backward in pieces that fit, gradients summed over micro-batches and ranks, one
+        step of the optimizer. When memory ran out, the whole step is run again in smaller pieces:
+        one rank alone can do that, with several this rank ends the miner and the next start knows.
         The loss of the step is the mean over the predicted tokens of all micro-batches of all
         ranks; the gradient is that mean's, at every world size. Raises ValueError for another shape
-        than that of the settings.
+        than that of the settings, torch.OutOfMemoryError when not even one sequence fits, or when
+        other ranks were left in a collective.
         """
         expected = (self.micro_batch_size, self.settings.sequence_length)
         if tuple(batch.shape) != expected:
             raise ValueError(f"micro-batch of shape {tuple(batch.shape)}, expected {expected}")
         self._meter.micro_batch(data_wait_seconds)
-        self.step.add(batch, self.batch_plan)  # forward and backward
-        if self.pending_micro_batches < self.batch_plan.micro_batches:
+        step, plan = self.step, self.batch_plan
+        step.batches.append(batch)
+        missing = [batch]  # from the sum of gradients
+        while missing:
+            started, failed = time.perf_counter(), False
+            last_batch = len(missing) == 1 and len(step.batches) == plan.micro_batches
+            # FSDP divides by the world size; a rank's share of the mean is therefore its own mean.
+            tokens = plan.micro_batches * batch.shape[0] * (batch.shape[1] - 1)
+            pieces = missing[0].to(self.device, non_blocking=True).split(step.at_once(len(batch)))
+            try:
+                for number, piece in enumerate(pieces, 1):
+                    step.set_last(last_batch and number == len(pieces))
+                    loss_sum = self.sharded.root(piece)
+                    (loss_sum / tokens).backward()
+                    # Added up on the device: ``float(loss_sum)`` would wait for all that is queued,
+                    # at each micro-batch.
+                    step.loss_sum += loss_sum.detach()
+            except step.failures as error:  # out of memory, or of the compiler
+                step.prepare_again(error, plan)  # raises where other ranks wait in a collective
+                failed = True
+            if failed:
+                # Not before: the error holds the frames of the failed pass, and the loss its
+                # activations. All of the step is run again: its pieces are of another size now.
+                loss_sum = None
+                step.discard(free=True)
+                missing = list(step.batches)
+            else:
+                step.report_compiled(started)
+                del missing[0]
+        if len(step.batches) < plan.micro_batches:
             return None
 
-        gradients = self.step.gradients()
+        gradients = step.gradients()
         loss, norm = self._sum_over_ranks(gradients)
         rate = self.schedule.rate(self.total_inner_steps)
         # All ranks have the same two sums, so all of them apply the step or none does.
@@ -405,11 +438,25 @@ class Trainer:
             if clip and norm > clip:
                 torch._foreach_mul_(gradients, clip / (norm + 1e-6))
             self.optimizer.step(gradients, rate)
-            self._count_step(rate)
+            for item in self.sharded.shards:
+                # None, not zero: FSDP adds to what is there, and the next step begins with nothing.
+                item.dtensor.grad = None
+            self.inner_step += 1
+            self.total_inner_steps += 1
+            self.skipped_in_a_row = 0
             if self.inner_step == 1:
                 self.starts.loss = loss
+            if self.schedule.nears_its_end(self.total_inner_steps):
+                self._warn_of_the_end(rate)
         else:
-            self._skip_step()
+            self.skipped_in_a_row += 1
+            line = (
+                "Inner step skipped: its loss or gradient is NaN or Inf "
+                f"({self.skipped_in_a_row} in a row; at {NAN_LIMIT} the last good checkpoint is "
+                "loaded)"
+            )
+            log.warning(line)
+            step.notes.append(line)
         report = StepReport(
             outer_step=self.outer_step,
             inner_step=self.inner_step,
@@ -419,14 +466,14 @@ class Trainer:
             skipped=not finite,
             learning_rate=rate,
             learning_rate_share=rate / self.schedule.peak,
-            samples=self.batch_plan.effective,
-            micro_batches=self.batch_plan.micro_batches,
-            note="; ".join(self.step.notes),
-            **self._meter.finish(self.batch_plan.effective * self.settings.sequence_length),
+            samples=plan.effective,
+            micro_batches=plan.micro_batches,
+            note="; ".join(step.notes),
+            **self._meter.finish(plan.effective * self.settings.sequence_length),
         )
         if finite:
             # Weights that FSDP gathered were dropped by the last backward already.
-            self.step.forget()
+            step.forget()
         else:
             self.drop_step()
         if self._profiler is not None:
@@ -445,16 +492,6 @@ class Trainer:
         total_square /= self.stream.layout.replicas  # each copy has the same gradient
         predicted = self.batch_plan.effective * (self.settings.sequence_length - 1)
         return total_loss / predicted, total_square**0.5
-
-    def _count_step(self, rate: float) -> None:
-        for item in self.sharded.shards:
-            # None, not zero: FSDP adds to what is there, and the next step begins with nothing.
-            item.dtensor.grad = None
-        self.inner_step += 1
-        self.total_inner_steps += 1
-        self.skipped_in_a_row = 0
-        if self.schedule.nears_its_end(self.total_inner_steps):
-            self._warn_of_the_end(rate)
 
     def _warn_of_the_end(self, rate: float) -> None:
         """Warn once per start that the schedule has ended."""
@@ -477,15 +514,6 @@ class Trainer:
         self._sum_over_ranks(gradients)
         self.optimizer.step(gradients, 0.0)
         self.optimizer.reset()
-
-    def _skip_step(self) -> None:
-        self.skipped_in_a_row += 1
-        line = (
-            f"Inner step skipped: its loss or gradient is NaN or Inf ({self.skipped_in_a_row} in a "
-            f"row; at {NAN_LIMIT} the last good checkpoint is loaded)"
-        )
-        log.warning(line)
-        self.step.notes.append(line)
 
     def begin_schedule(self, network_steps: int) -> None:
         """Begin at the network's place in the learning rate's schedule, at a first start.
