@@ -8,6 +8,7 @@ rank 0                    :func:`decide_round`: from here to the end, what follo
 all ranks                 :func:`write_pseudo_gradient`, into the swarm's buffers
 a thread of rank 0        :meth:`Averaging.begin`: the swarm averages in the buffers
 all ranks                 :func:`take_outer_step`: prepare, vote, commit everywhere or nowhere
+rank 0's server           :func:`end_rounds_of`: it may be called again
 ========================  =========================================================================
 """
 
@@ -134,22 +135,6 @@ class Averaging:
         self._swarm.cancel()
 
 
-def end_rounds_of(server: SignedServer) -> Callable[[ev.Event, MinerState], None]:
-    """Return a subscriber that marks a call as finished, once it led to nothing more.
-
-    Without it the server keeps answering that a round is running.
-    """
-
-    def on_event(event: ev.Event, state: MinerState) -> None:
-        match event:
-            case ev.ModeChanged(before=Mode.AVERAGING):
-                server.round_ended()
-            case ev.AllReduceCalled() if ignores_calls(state):
-                server.round_ended()
-
-    return on_event
-
-
 def take_outer_step(
     trainer: Trainer, ranks: Ranks, buffers: Sequence[torch.Tensor] | None
 ) -> ev.OuterStepEnded:
@@ -169,3 +154,19 @@ def take_outer_step(
         trainer.roll_back_outer_step()
         detail = detail or AllReduceFault.LOCAL.value
     return ev.OuterStepEnded(committed, trainer.outer_step, detail)
+
+
+def end_rounds_of(server: SignedServer) -> Callable[[ev.Event, MinerState], None]:
+    """Return a subscriber that marks a call as finished, once it led to nothing more.
+
+    Without it the server keeps answering that a round is running.
+    """
+
+    def on_event(event: ev.Event, state: MinerState) -> None:
+        match event:
+            case ev.ModeChanged(before=Mode.AVERAGING):
+                server.round_ended()
+            case ev.AllReduceCalled() if ignores_calls(state):
+                server.round_ended()
+
+    return on_event
