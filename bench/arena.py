@@ -54,7 +54,8 @@ from distributed_training.config.settings import TrainingSettings
 from distributed_training.data.page_source import StdlibSource
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.protocol import keys
-from distributed_training.protocol.gradients import GradientMetadata
+from distributed_training.protocol.compression import Code
+from distributed_training.protocol.gradients import GradientMetadata, TopK
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
 from distributed_training.protocol.scoring import (
     SECONDS_PER_BLOCK,
@@ -74,7 +75,7 @@ from distributed_training.scoring.upload import (
 )
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import ObjectInfo, S3ObjectStore
-from distributed_training.training.error_feedback import Code, Codec, ErrorFeedback
+from distributed_training.training.error_feedback import ErrorFeedback
 from distributed_training.training.local_evaluation import GradientCheck, Text
 from distributed_training.training.memory_plan import llama_config
 from distributed_training.training.snapshot import Epoch
@@ -155,7 +156,7 @@ class Publisher:
         self._feedback = ErrorFeedback(
             mode="best" if self._ours else "upload",
             decay=0.999,
-            codec=Codec(topk=topk),
+            compression=TopK(topk=topk),
             shards=sharded.shards,
             stream=stream,
         )
@@ -260,7 +261,7 @@ class Publisher:
         shards = self._trainer.sharded.shards
         for shard, code in zip(shards, upload.codes[direction], strict=True):
             assert code is not None
-            shape = self._feedback.codec.shape(shard.shape)
+            (shape, _), _ = self._feedback.compression.shapes(shard.shape)
             payload[shard.name + "idxs"] = code[0].reshape(shape).clone()
             payload[shard.name + "vals"] = (code[1] * factor).reshape(shape)
         file = io.BytesIO()

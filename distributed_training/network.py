@@ -60,7 +60,7 @@ _UNTIED = {"tie_word_embeddings": False}
 _CHAIN_KEYS = {"bittensor": {"chain.endpoint", "chain.netuid"}, "registry": {"chain.url"}}
 _OPTIONAL = {
     "run_id", "signature", "model.config", "model.config_file", "data.revision", "data.rows",
-    "store.endpoint", "tokenizer.revision", "training.optimizer",
+    "store.endpoint", "tokenizer.revision", "training.optimizer", "compression.kind",
     *(key for keys in _CHAIN_KEYS.values() for key in keys),
 }  # fmt: skip
 _FIRST_TABLE = re.compile(r"^\s*\[", re.M)

@@ -40,6 +40,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
+from .compression import Code, Compression
 from .metadata import GradientMetadata, PayloadError
 from .pt_file import PtFileError, read_pt, refuse_calls
 
@@ -217,6 +218,49 @@ def subtract_sent_(
     rows.scatter_(-1, idxs.reshape(rows.shape[0], -1).to(torch.int64), 0.0)
 
 
+@dataclass(frozen=True)
+class TopK(Compression):
+    """Sends the entries of each row that are largest in magnitude: the public network's kind."""
+
+    topk: int = TOPK
+    target_chunk: int = TARGET_CHUNK
+    use_dct: bool = False
+
+    endings = ("idxs", "vals")
+    scaled = ("vals",)
+
+    @property
+    def by_rows(self) -> bool:
+        return not self.use_dct
+
+    def encode(self, whole: torch.Tensor) -> Code:
+        return encode(whole, topk=self.topk, target_chunk=self.target_chunk, use_dct=self.use_dct)
+
+    def encode_rows(self, rows: torch.Tensor) -> Code:
+        return encode_rows(rows, topk=self.topk)
+
+    def decode(self, code: Code, shape: Sequence[int]) -> torch.Tensor:
+        idxs, vals = code
+        return decode(idxs, vals, shape, target_chunk=self.target_chunk, use_dct=self.use_dct)
+
+    def subtract_sent(self, whole: torch.Tensor, code: Code) -> None:
+        idxs, vals = code
+        subtract_sent_(whole, idxs, vals, target_chunk=self.target_chunk, use_dct=self.use_dct)
+
+    def check(self, code: Code, shape: Sequence[int]) -> None:
+        idxs, vals = code
+        check_code(idxs, vals, layout(shape, target_chunk=self.target_chunk, use_dct=self.use_dct))
+
+    def shapes(self, shape: Sequence[int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        coded = encoded_shape(
+            shape, topk=self.topk, target_chunk=self.target_chunk, use_dct=self.use_dct
+        )
+        return [(coded, torch.int16), (coded, torch.float32)]
+
+
+TOP_K = TopK()  # as the public network's miners encode, and its validators read
+
+
 def check_code(idxs: torch.Tensor, vals: torch.Tensor, found: Layout) -> None:
     """Raise ValueError unless the pair can be the code of a parameter with that layout."""
     if vals.dtype != torch.float32:
@@ -335,36 +379,37 @@ def _inverse_dct(rows: torch.Tensor, view: tuple[int, ...]) -> torch.Tensor:
 Schema = Sequence[tuple[str, tuple[int, ...]]]  # (parameter name, shape), state_dict order
 
 _METADATA = "metadata"
-_BYTES_PER_ENTRY = 2 + 4
 _BYTES_PER_RECORD = 1024  # zip headers, alignment and pickle of one tensor, generously
 
 
 @dataclass(frozen=True)
 class GradientPayload:
-    """A checked payload. ``codes``: parameter name -> (idxs, vals); names may be missing."""
+    """A checked payload. ``codes``: by parameter name; names may be missing."""
 
     metadata: GradientMetadata
-    codes: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
+    codes: Mapping[str, Code]
+    compression: Compression = TOP_K
 
     def decode(self, name: str, shape: Sequence[int]) -> torch.Tensor | None:
         """Return the parameter's float32 pseudo-gradient, None if it was not sent."""
         code = self.codes.get(name)
         if code is None:
             return None
-        return decode(*code, shape)
+        return self.compression.decode(code, shape)
 
 
-def max_payload_bytes(schema: Schema) -> int:
+def max_payload_bytes(schema: Schema, compression: Compression = TOP_K) -> int:
     """Return more bytes than any honest ``gradients.pt`` takes; check it before downloading."""
     total = 64 * 1024
     for name, shape in schema:
-        total += math.prod(encoded_shape(shape)) * _BYTES_PER_ENTRY + 2 * (
-            _BYTES_PER_RECORD + 8 * len(name)
-        )
+        records = len(compression.endings) * (_BYTES_PER_RECORD + 8 * len(name))
+        total += compression.bytes_of(shape) + records
     return total
 
 
-def load_payload(source: Path | bytes, schema: Schema) -> GradientPayload:
+def load_payload(
+    source: Path | bytes, schema: Schema, compression: Compression = TOP_K
+) -> GradientPayload:
     """Read and check a ``gradients.pt`` for a model with the parameters of ``schema``.
 
     Follows what the network's validators accept: parameters may be missing, rows and entries fewer
@@ -372,26 +417,30 @@ def load_payload(source: Path | bytes, schema: Schema) -> GradientPayload:
     PayloadError for everything validators reset an upload for: too large, unreadable, no metadata,
     wrong type or shape, an index out of range, NaN or Inf.
     """
-    raw = _read(source, max_payload_bytes(schema))
+    raw = _read(source, max_payload_bytes(schema, compression))
     metadata = GradientMetadata.parse(raw.get(_METADATA))
     codes = {}
     for name, shape in schema:
-        idxs, vals = raw.get(name + "idxs"), raw.get(name + "vals")
-        if idxs is None and vals is None:
+        sent = [raw.get(name + ending) for ending in compression.endings]
+        if all(part is None for part in sent):
             continue
         # Others (sparse, quantized, of a device) obey other rules than the checks below go by.
-        if not _plain_tensor(idxs) or not _plain_tensor(vals):
-            raise PayloadError(f"{name}: idxs and vals are not both dense tensors on the CPU")
+        parts = [part for part in sent if _plain_tensor(part)]
+        if len(parts) != len(sent):
+            what = " and ".join(compression.endings)
+            raise PayloadError(f"{name}: {what} are not all dense tensors on the CPU")
+        # A parameter in place of a tensor would have autograd record, and keep, all done with it.
+        code = tuple(part.detach() for part in parts)
         try:
             # Before the values: one element with stride 0 may claim to be terabytes of them.
-            check_code(idxs, vals, layout(shape, use_dct=False))
+            compression.check(code, shape)
         except ValueError as error:
             raise PayloadError(f"{name}: {error}") from None
-        if not bool(torch.isfinite(vals).all()):
-            raise PayloadError(f"{name}: vals hold NaN or Inf")
-        # A parameter in place of a tensor would have autograd record, and keep, all done with it.
-        codes[name] = (idxs, vals.detach())
-    return GradientPayload(metadata, codes)
+        for ending, part in zip(compression.endings, code, strict=True):
+            if part.is_floating_point() and not bool(torch.isfinite(part).all()):
+                raise PayloadError(f"{name}: {ending} hold NaN or Inf")
+        codes[name] = code
+    return GradientPayload(metadata, codes, compression)
 
 
 def _plain_tensor(value: Any) -> TypeGuard[torch.Tensor]:

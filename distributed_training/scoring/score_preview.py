@@ -63,6 +63,7 @@ from distributed_training.store.bucket_reader import (
 )
 from distributed_training.store.s3 import NoRoomError, StoreError
 from distributed_training.store.snapshot_folder import size_text
+from distributed_training.training.compression import compression_of
 from distributed_training.training.model import parameter_schema
 from distributed_training.training.outer_step import OUTER_LEARNING_RATE, load_weights, model_bytes
 
@@ -126,6 +127,7 @@ def read_judged(
             schema=schema,
             weights=_weights(bucket, folder, outer_step, schema, reserved),
             learning_rate=_learning_rate(bucket, root.outer_step),
+            compression=compression_of(config.training),
         )
     # OSError: a disk that is full, or a miner that goes while its run folder is measured.
     except (StoreError, ValueError, OSError) as error:

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -36,7 +36,9 @@ from distributed_training.data.page_source import PageSource, PageUnavailable
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.node.buckets import NoBucket
 from distributed_training.protocol import keys
+from distributed_training.protocol.compression import Compression
 from distributed_training.protocol.gradients import (
+    TOP_K,
     GradientPayload,
     PayloadError,
     Schema,
@@ -148,6 +150,7 @@ class Judged:
     schema: Schema
     weights: Sequence[Tensor]
     learning_rate: float
+    compression: Compression = field(default=TOP_K, kw_only=True)
 
 
 # A miner's bucket, by its commitment. Raises NoBucket, and ChainError.
@@ -428,9 +431,10 @@ def _read(repository: Repository, judged: Judged) -> Upload:
     key = keys.epoch_key(judged.outer_step, keys.GRADIENTS)
     try:
         # No byte is fetched of a file that is larger than this model's can be.
-        raw = bucket.read(key, limit=max_payload_bytes(judged.schema))
+        raw = bucket.read(key, limit=max_payload_bytes(judged.schema, judged.compression))
         # Checked here, within the timeout: a judgement only uses it.
-        return Upload(repository.uid, tuple(blocks), load_payload(raw, judged.schema))
+        payload = load_payload(raw, judged.schema, judged.compression)
+        return Upload(repository.uid, tuple(blocks), payload)
     except ObjectMissingError:
         raise InvalidUpload(Cause.NOTHING_PUBLISHED, "gradients.pt is gone") from None
     except PayloadError as error:

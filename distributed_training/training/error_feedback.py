@@ -20,7 +20,7 @@ again and again, and it still holds the last outer step's g when a new one begin
 Compressing some rows of a matrix gives the same rows of the compressed matrix, so each rank encodes
 its own rows where they are, beside training. Chunks across that border must be whole, and training
 waits for them. Vectors, small and many, travel in one message, and all ranks encode them. A matrix
-(under DCT alone) is gathered and encoded on rank 0.
+(under DCT, or a compression that is not ``by_rows``) is gathered and encoded on rank 0.
 """
 
 from __future__ import annotations
@@ -34,41 +34,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distributed_training.protocol import gradients
+from distributed_training.protocol.compression import Code, Compression
 
 from .collectives import ParameterShard, RowStream, side_stream
 
-Code = tuple[Tensor, Tensor]  # idxs int16, vals float32
 _DEVICE_ROWS = 1 << 24  # elements visiting the device at once; topk needs several times as much
-
-
-@dataclass(frozen=True)
-class Codec:
-    """Parameters of the uploaded form; the public network's are the defaults."""
-
-    topk: int = gradients.TOPK
-    target_chunk: int = gradients.TARGET_CHUNK
-    use_dct: bool = False
-
-    def encode(self, whole: Tensor) -> Code:
-        """Encode a whole parameter; see ``protocol.gradients.encode``."""
-        return gradients.encode(
-            whole, topk=self.topk, target_chunk=self.target_chunk, use_dct=self.use_dct
-        )
-
-    def decode(self, code: Code, shape: Sequence[int]) -> Tensor:
-        """Return the float32 tensor of ``shape`` that ``code`` stands for."""
-        return gradients.decode(*code, shape, target_chunk=self.target_chunk, use_dct=self.use_dct)
-
-    def subtract_sent(self, whole: Tensor, code: Code) -> None:
-        """Subtract from ``whole`` the entries that its ``code`` holds."""
-        gradients.subtract_sent_(whole, *code, target_chunk=self.target_chunk, use_dct=self.use_dct)
-
-    def shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """Return the shape of both tensors of the code of a parameter of ``shape``."""
-        return gradients.encoded_shape(
-            shape, topk=self.topk, target_chunk=self.target_chunk, use_dct=self.use_dct
-        )
 
 
 Rows = Callable[[int], Tensor]  # parameter index -> a new host tensor of this rank's rows
@@ -110,13 +80,13 @@ class ErrorFeedback:
         *,
         mode: str,
         decay: float,
-        codec: Codec,
+        compression: Compression,
         shards: Sequence[ParameterShard],
         stream: RowStream,
     ) -> None:
         self.mode = mode
         self.decay = decay
-        self.codec = codec
+        self.compression = compression
         self.residual: list[Tensor] | None = None
         self._shards = shards
         self._stream = stream
@@ -135,7 +105,7 @@ class ErrorFeedback:
 
     def by_rows(self, index: int) -> bool:
         """Return whether ranks encode their own rows of this parameter."""
-        return len(self._shards[index].shape) == 2 and not self.codec.use_dct
+        return len(self._shards[index].shape) == 2 and self.compression.by_rows
 
     def directions(
         self,
@@ -159,7 +129,7 @@ class ErrorFeedback:
         made = []
         if self.mode != "upload":
             made.append(self._off(gradient))
-        if self.mode == "best" and second_moment is not None:
+        if self.mode == "best" and second_moment is not None and self.compression.by_rows:
             made.append(self._curved(gradient, second_moment, made[0]))
         # Made last: EF advances with it, and must not for an upload that fails with another one.
         if self.mode != "off":
@@ -242,7 +212,7 @@ class ErrorFeedback:
             # Training may fill the device at every try: a slow upload is better than none.
             with contextlib.suppress(torch.OutOfMemoryError):
                 return self._encode_on(device, rows)
-        return gradients.encode_rows(rows, topk=self.codec.topk)
+        return self.compression.encode_rows(rows)
 
     def _encode_on(self, device: torch.device, rows: Tensor) -> Code:
         """Return the codes of host ``rows``, in host memory. Raises torch.OutOfMemoryError."""
@@ -250,10 +220,7 @@ class ErrorFeedback:
         # input.
         step = max(1, _DEVICE_ROWS // rows.shape[1])
         with torch.cuda.stream(side_stream(device)):  # beside training's kernels, not between them
-            parts = [
-                gradients.encode_rows(part.to(device), topk=self.codec.topk)
-                for part in rows.split(step)
-            ]
+            parts = [self.compression.encode_rows(part.to(device)) for part in rows.split(step)]
             # These wait for the side stream alone, and in the thread that writes, not in
             # training's.
             return torch.cat([i.cpu() for i, _ in parts]), torch.cat([v.cpu() for _, v in parts])
@@ -278,9 +245,9 @@ class ErrorFeedback:
         # small.
         wholes = self._stream.whole([make(i) for i in vectors])
         for i, whole in zip(vectors, wholes, strict=True):
-            code = self.codec.encode(whole)
+            code = self.compression.encode(whole)
             if remains is not None:
-                self.codec.subtract_sent(whole, code)
+                self.compression.subtract_sent(whole, code)
                 remains[i] = whole[self._shards[i].start : self._shards[i].stop].clone()
             codes[i] = code if self._stream.rank == 0 else None
         for i in matrices:
@@ -304,9 +271,9 @@ class ErrorFeedback:
         def encode() -> Code | None:
             if whole is None:
                 return None
-            code = self.codec.encode(whole)
+            code = self.compression.encode(whole)
             if subtract:
-                self.codec.subtract_sent(whole, code)
+                self.compression.subtract_sent(whole, code)
             return code
 
         code = stream.together(encode)

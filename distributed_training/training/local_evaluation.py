@@ -176,7 +176,7 @@ class TrialStep:
             rows = shard.empty_rows()
 
             def decode(code: Code | None = code, shape: tuple[int, ...] = shard.shape) -> Any:
-                return None if code is None else feedback.codec.decode(code, shape)
+                return None if code is None else feedback.compression.decode(code, shape)
 
             # With DCT a whole matrix, for which rank 0 alone may have no room.
             whole = stream.together(decode)
@@ -263,8 +263,9 @@ class GradientCheck:
         plain = f"error feedback {first}, scale 1"
         chosen = not choice.delta >= choice.plain_delta  # with NaN too
         if chosen:
+            scaled = self._feedback.compression.scaled
             try:
-                publish_instead(handle, choice.direction, choice.factor)
+                publish_instead(handle, choice.direction, choice.factor, scaled)
             except OSError as error:
                 chosen = False
                 log.warning(

@@ -36,10 +36,11 @@ from torch import Tensor
 
 from distributed_training.common.files import atomic_file, sync_folder, write_at, write_json
 from distributed_training.protocol import keys
+from distributed_training.protocol.compression import Code, Compression
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 
 from .collectives import Layout, ParameterShard, RowStream, enter_thread, to_host
-from .error_feedback import Code, Codec, Direction
+from .error_feedback import Direction
 from .inner_optimizer import CosineSchedule, InnerOptimizer
 from .inner_state import describe_inner, write_shard
 
@@ -187,7 +188,6 @@ class BoundaryCopier:
 
 _PARTS = ".parts"
 _PIECE = 1 << 22  # elements that are summed up at once
-_INDICES, _VALUES = "idxs", "vals"  # key endings of gradients.pt (protocol page, section 4)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ class SnapshotState:
     shards: Sequence[ParameterShard]
     copies: BoundaryCopies
     directions: Sequence[Direction]
-    codec: Codec
+    compression: Compression
     config: Mapping[str, Any]
     gradients_metadata: Mapping[str, Any]
     write_inner: Callable[[Path], None]
@@ -373,15 +373,18 @@ def _tell_failure(folder: Path, rank: int, error: BaseException | None) -> None:
                 write_json(path, {"error": why})
 
 
-def publish_instead(handle: SnapshotHandle, direction: str, factor: float) -> None:
+def publish_instead(
+    handle: SnapshotHandle, direction: str, factor: float, scaled: tuple[str, ...]
+) -> None:
     """Replace ``gradients.pt`` by ``factor`` times the values of another ``direction``.
 
-    For rank 0, once the snapshot is done. Raises OSError; what was written before then stays, or
-    nothing is uploaded.
+    ``scaled``: how the names of tensors end that are multiplied, see ``Compression``. For rank 0,
+    once the snapshot is done. Raises OSError; what was written before then stays, or nothing is
+    uploaded.
     """
     chosen = handle.contents[direction]
-    scaled = {
-        name: value * factor if name.endswith(_VALUES) else value for name, value in chosen.items()
+    content = {
+        name: value * factor if name.endswith(scaled) else value for name, value in chosen.items()
     }
     file, path = handle.folder / keys.GRADIENTS, _done_file(handle.folder, 0)
     # A rename gives the file another inode: that tells which content a failed write has left.
@@ -389,7 +392,7 @@ def publish_instead(handle: SnapshotHandle, direction: str, factor: float) -> No
     # No file has this size, so the uploader refuses the snapshot until both files agree again.
     _list_instead(path, before, {"name": file.name, "size": -1, "not_finite": None})
     try:
-        bad = _write_gradients(handle.folder, scaled)
+        bad = _write_gradients(handle.folder, content)
     except OSError:
         if file.stat().st_ino == inode:  # not replaced
             write_json(path, before)
@@ -470,8 +473,8 @@ def _part_tensors(
     for direction, made in codes.items():
         for shard, code in zip(state.shards, made, strict=True):
             if code is not None:
-                name = f"{direction}/{shard.name}"
-                tensors[name + _INDICES], tensors[name + _VALUES] = code
+                for ending, part in zip(state.compression.endings, code, strict=True):
+                    tensors[f"{direction}/{shard.name}{ending}"] = part
     return tensors
 
 
@@ -512,12 +515,14 @@ def _contents(
         content: dict[str, Any] = {}
         for shard, code in zip(state.shards, made, strict=True):
             assert code is not None
-            shape = state.codec.shape(shard.shape)
-            for which, mine in zip((_INDICES, _VALUES), code, strict=True):
-                key = f"{direction}/{shard.name}{which}"
+            whole = state.compression.shapes(shard.shape)
+            for ending, mine, (shape, _) in zip(
+                state.compression.endings, code, whole, strict=True
+            ):
+                key = f"{direction}/{shard.name}{ending}"
                 there = [o.get_tensor(key) for o in others if key in o.keys()]  # noqa: SIM118
-                flat = torch.cat([p.reshape(-1, shape[-1]) for p in (mine, *there)])
-                content[shard.name + which] = flat.reshape(shape)
+                flat = torch.cat([p.reshape(-1, *shape[-1:]) for p in (mine, *there)])
+                content[shard.name + ending] = flat.reshape(shape)
         contents[direction] = content | {"metadata": dict(state.gradients_metadata)}
     return contents
 
@@ -528,8 +533,9 @@ def _write_gradients(folder: Path, content: Mapping[str, Any]) -> str | None:
         torch.save(dict(content), handle)
     if not math.isfinite(content["metadata"]["loss"]):
         return "loss"
-    values = (name for name in content if name.endswith(_VALUES))
-    return next((name for name in values if not _is_finite(content[name])), None)
+    tensors = {name: part for name, part in content.items() if isinstance(part, Tensor)}
+    values = (name for name, part in tensors.items() if part.is_floating_point())
+    return next((name for name in values if not _is_finite(tensors[name])), None)
 
 
 #: Covers rank 0's wait for the other ranks' parts of a snapshot.
@@ -609,7 +615,7 @@ class Snapshots:
             shards=self._sharded.shards,
             copies=copies,
             directions=directions,
-            codec=self._outer.feedback.codec,
+            compression=self._outer.feedback.compression,
             config=config,
             gradients_metadata=metadata,
             write_inner=self._inner_writer(copies, steps, progress.outer_step),

@@ -24,8 +24,9 @@ from distributed_training.protocol.types import Progress, StepReport
 
 from . import sharding
 from .collectives import Layout, on_host, open_stream
+from .compression import compression_of
 from .epoch_starts import EpochStarts
-from .error_feedback import Codec, ErrorFeedback
+from .error_feedback import ErrorFeedback
 from .inner_optimizer import CosineSchedule, InnerOptimizer
 from .local_evaluation import MEASURED, GradientCheck, Text, load_measured
 from .memory_plan import plan_batch
@@ -141,7 +142,7 @@ class Trainer:
         feedback = ErrorFeedback(
             mode=settings.error_feedback,
             decay=settings.momentum_decay,
-            codec=Codec(settings.topk_compression, settings.target_chunk, settings.use_dct),
+            compression=compression_of(settings),
             shards=shards,
             stream=self.stream,
         )

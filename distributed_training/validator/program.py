@@ -57,6 +57,7 @@ from distributed_training.store.s3 import S3ObjectStore, StoreError
 from distributed_training.swarm.supervisor import SwarmUnavailable, address_of
 from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog
+from distributed_training.training.compression import compression_of
 from distributed_training.training.model import parameter_schema
 from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.global_state import (
@@ -235,6 +236,7 @@ def build(
             evaluator=Evaluator(model=model, pages=parts.pages),
             standings=_standings(folder / "ledger.json"),
             ledger=folder / "ledger.json",
+            compression=compression_of(config.training),
             # One of its own: the public validator draws its random block from the generator that it
             # has just seeded with a uid, so that miners can compute it.
             rng=random.Random(settings.seed or None),

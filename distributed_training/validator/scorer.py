@@ -30,6 +30,8 @@ from distributed_training.common.files import write_json
 from distributed_training.config.settings import ValidatorSettings
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import lines
+from distributed_training.protocol.compression import Compression
+from distributed_training.protocol.gradients import TOP_K
 from distributed_training.protocol.scoring import (
     MAX_MISSED_SWEEPS,
     RESET,
@@ -281,6 +283,7 @@ class Scorer:
     rng: random.Random
     record: Callable[..., None]
     stop: threading.Event
+    compression: Compression = TOP_K
     ledger: Path | None = None  # the file of the standings; None: they are in no file
 
     def score(
@@ -401,6 +404,7 @@ class Scorer:
             schema=state.schema,
             weights=weights,
             learning_rate=state.learning_rate,
+            compression=self.compression,
         )
         judgements: list[Judgement] = []
         for tried, repository in enumerate(chosen):

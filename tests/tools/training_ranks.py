@@ -31,7 +31,7 @@ from distributed_training.protocol.types import (
     Progress,
     RankFailedError,
 )
-from distributed_training.training import error_feedback, local_evaluation, outer_step
+from distributed_training.training import local_evaluation, outer_step
 from distributed_training.training import snapshot as snapshots
 from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
@@ -207,7 +207,7 @@ def no_memory(folder: Path) -> None:
         (torch, "zeros_like", WORLD - 1),
         (made.copier, "take", 0),
         (made.copier, "take", WORLD - 1),
-        (error_feedback.gradients, "encode", 0),
+        (gradients, "encode", 0),
     ]
     for step, (owner, name, who) in enumerate(places):
         train(made, step, step + 1)
@@ -222,7 +222,7 @@ def no_memory(folder: Path) -> None:
         take(f"{step}")
     made.hold_back(sequences(99, count=2))
     for owner, name, who in (
-        (error_feedback.gradients, "decode", 0),
+        (gradients, "decode", 0),
         (local_evaluation, "_aside", WORLD - 1),
     ):
         handle = take("checked")

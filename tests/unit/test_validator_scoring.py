@@ -161,7 +161,7 @@ def test_whatever_one_upload_raises_costs_that_one_alone(
             "metadata",
             lambda self, *_: self._once is world.miners[17].bucket,
         ),
-        "read": (upload, "load_payload", lambda raw, schema: raw == mine),
+        "read": (upload, "load_payload", lambda raw, *_: raw == mine),
         "measured": (world, "pages", lambda uid, block: uid == 17),
         "applied": (Evaluator, "_apply", lambda self, sent, rate: sent.metadata.inner_step == 77),
         "judged": (Evaluator, "judge", lambda self, one, *_, **__: one.uid == 17),
