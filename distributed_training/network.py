@@ -98,7 +98,7 @@ class Head:
     format: Annotated[Literal[1], Field(alias="format")]
     name: Annotated[str, Field(alias="name", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
     version: Annotated[int, Field(alias="version", ge=1, le=1_000_000)]
-    chain: Annotated[Literal["bittensor", "registry"], Field(alias="chain.kind")]
+    chain: Annotated[str, Field(alias="chain.kind", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
     parameters: Annotated[int, Field(alias="model.parameters", ge=1, le=10**13)]
     miner_bucket: Annotated[Literal["{global_bucket}-{uid:03d}"], Field(alias="store.miner_bucket")]
     model: Annotated[dict[str, Any] | None, Field(alias="model.config")] = None
@@ -240,8 +240,8 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
     files = {_FILE: text, **_load_model(flat, beside)}
     digest = digest_of(flat)
     head = _head({key: flat[key] for key in HEAD_KEYS & {*flat}})
-    # [chain] has the keys of its kind and no other's.
-    for kind, of_kind in _CHAIN_KEYS.items():
+    # [chain] has the keys of its kind and no other's. One of a plug-in has what it likes.
+    for kind, of_kind in _CHAIN_KEYS.items() if head.chain in _CHAIN_KEYS else ():
         for key in sorted(of_kind):
             if (key in flat) != (kind == head.chain):
                 wrong = "is missing" if kind == head.chain else "has no place"

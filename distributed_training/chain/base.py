@@ -279,6 +279,13 @@ class Chain(abc.ABC):
             return timedelta.max
         return timedelta(seconds=max(0.0, self._monotonic() - read_at))
 
+    def join(self) -> int | None:
+        """Return the uid that the chain gives our hotkey on the operator's invitation; else None.
+
+        Blocks. A refusal is logged.
+        """
+        return None
+
     @abc.abstractmethod
     def commit(self, text: str) -> None:
         """Write our commitment. Raises ChainError."""

@@ -171,6 +171,17 @@ class RegistryChain(Chain):
         """Ask for a uid, with the invitation if there is one. Returns it. Raises ChainError."""
         return int(self._write("register", self._registration()))
 
+    def join(self) -> int | None:
+        if self._invitation is None:
+            return None
+        try:
+            uid = self.register()
+        except ChainError as error:
+            log.warning("The registry gave this hotkey no uid (%s)", error)
+            return None
+        log.info("The registry gave this hotkey uid %d", uid)
+        return uid
+
     def deregister(self) -> None:
         """Give our uid back."""
         self._write("deregister", {})

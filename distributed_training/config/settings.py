@@ -80,8 +80,8 @@ class GeneralSettings:
 class ChainSettings:
     """Identity, chain and signed server. Defaults are those of the public network.
 
-    Which chain: ``registry_url`` (of a network without a public chain) when it is set, else the
-    Subtensor named by ``network`` / ``chain_endpoint``.
+    Which chain: that of ``kind``, one of ``chain/kinds.py``. A registry is at ``registry_url``, a
+    Subtensor at ``chain_endpoint``, or where ``network`` has its nodes.
     """
 
     # identity
@@ -95,6 +95,8 @@ class ChainSettings:
     """folder of all wallets"""
 
     # chain
+    kind: str = rule("chain.kind")
+    """bittensor, registry, or a kind of --plugins"""
     network: Subtensor = rule("chain.endpoint")
     """chain to use: finney, test, local, or a ws:// or wss:// URL"""
     chain_endpoint: NodeUrl | None = flag("subtensor.chain_endpoint", None)
@@ -134,13 +136,6 @@ class ChainSettings:
     # Of an unsigned timeout header, which widens the age at which a legacy call is accepted.
     legacy_timeout_cap: timedelta = 12 * SECOND
     clock_skew: timedelta = 4 * SECOND  # that a caller's clock may be in the future
-
-    @property
-    def how_to_register(self) -> str:
-        """The command that gives a hotkey a uid on this network."""
-        if self.registry_url is not None:
-            return f"dt-registry register --url {self.registry_url}"
-        return f"btcli subnet register --netuid {self.netuid}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from distributed_training.chain.kinds import chain_kind
 from distributed_training.common.control_groups import usable_cores
 from distributed_training.common.files import free_bytes
 from distributed_training.common.memory import (
@@ -114,7 +115,7 @@ def check_configuration(config: Config, *, ranks: int) -> list[Check]:
     found = []
     wrong = problems(config)
     try:
-        refuse_source(config)
+        refuse_unknown_kinds(config)
     except ConfigError as error:
         wrong = list(dict.fromkeys([*wrong, str(error)]))
     for line in (*wrong, *config.warnings):
@@ -278,8 +279,9 @@ def _fits(name: str, needed: int, there: int, remedy: str) -> Check:
     return Check(name, "ok", finding)
 
 
-def refuse_source(config: Config) -> None:
-    """Raise ConfigError where a kind of ``--data.source`` is unknown."""
+def refuse_unknown_kinds(config: Config) -> None:
+    """Raise ConfigError where the kind of the chain, or of ``--data.source``, is unknown."""
+    chain_kind(config.chain)
     for spec in config.data.sources:
         kind_of(spec)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from distributed_training.chain.base import Chain, ChainError, find
 from distributed_training.chain.identity import AddressUnknown, load_wallet
+from distributed_training.chain.kinds import how_to_register
 from distributed_training.chain.subtensor import endpoints_of
 from distributed_training.common.memory import ModelShape, snapshot_bytes
 from distributed_training.common.proxies import HUB, VARIABLES, proxy_for, unusable, variable
@@ -128,7 +129,7 @@ def chain_checks(
             uid = chain.uid(wallet.ss58)
             if uid is None:
                 finding = f"{wallet.ss58} is not registered on subnet {config.chain.netuid}"
-                remedy = config.chain.how_to_register
+                remedy = how_to_register(config.chain)
                 if any(check.name == "network" and check.status == "fail" for check in found):
                     # A registration there is paid for and earns nothing.
                     remedy = "do not register it there: see network"

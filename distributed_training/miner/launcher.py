@@ -43,7 +43,7 @@ from distributed_training.common.processes import (
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import MinerSettings
 from distributed_training.health.gpus import visible_gpu_count
-from distributed_training.health.machine import refuse_model, refuse_source, start_checks
+from distributed_training.health.machine import refuse_model, refuse_unknown_kinds, start_checks
 from distributed_training.miner.rank_group import PROGRAM, RankGroup
 from distributed_training.miner.run_folder import (
     INSTANCE,
@@ -104,7 +104,7 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
     model that fits no rank.
     """
     # Outside of what is tried again: no disk or network that comes back makes it fit.
-    refuse_source(config)
+    refuse_unknown_kinds(config)
     refuse_model(config, ranks=ranks_of(config))
     start_log(config)
     log_settings(config)

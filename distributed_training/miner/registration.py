@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from distributed_training.chain.base import Chain
+from distributed_training.chain.kinds import how_to_register
 from distributed_training.chain.registration import RegistrationRecord, believable
 from distributed_training.common.backoff import Throttle
 from distributed_training.config import Config
@@ -95,7 +96,7 @@ def wait_for_registration(
                 raise Deregistered(
                     f"hotkey {record.hotkey} was not registered again within "
                     f"--neuron.deregistered_wait ({longest / 3600:.1f} h), so the miner ends; its "
-                    f"weights are kept: register it with `{config.chain.how_to_register}`, then "
+                    f"weights are kept: register it with `{how_to_register(config.chain)}`, then "
                     "start the miner"
                 )
             if say():
@@ -110,7 +111,7 @@ def wait_for_registration(
                     "3 in %.1f h (--neuron.deregistered_wait)",
                     lost,
                     first,
-                    config.chain.how_to_register,
+                    how_to_register(config.chain),
                     (longest - record.waited) / 3600,
                 )
             if ask():

@@ -33,6 +33,7 @@ import torch
 from distributed_training import __version__
 from distributed_training.chain.base import find
 from distributed_training.chain.identity import AddressUnknown
+from distributed_training.chain.kinds import how_to_register
 from distributed_training.chain.registration import INTERVAL as REGISTRATION_INTERVAL
 from distributed_training.chain.registration import MISSING_FOR, Belief
 from distributed_training.chain.server import MinerCallbacks, SignedServer
@@ -663,7 +664,7 @@ class RankZero:
             belief=Belief(
                 config.miner.master_ss58_address,
                 timedelta(seconds=5) if local else MISSING_FOR,
-                config.chain.how_to_register,
+                how_to_register(config.chain),
             ),
             on_read=lambda: keep_state(member.chain, config.chain, context.folder),
             interval=timedelta(seconds=1) if local else REGISTRATION_INTERVAL,

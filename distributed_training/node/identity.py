@@ -16,10 +16,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from distributed_training.chain.base import Chain, ChainError, ChainState, Neuron, find
 from distributed_training.chain.identity import Wallet, external_ip, load_wallet
+from distributed_training.chain.kinds import chain_kind, how_to_register
 from distributed_training.chain.registration import (
     Belief,
     RegistrationEvent,
@@ -27,7 +28,6 @@ from distributed_training.chain.registration import (
     WatcherCallbacks,
     believable,
 )
-from distributed_training.chain.registry import RegistryChain
 from distributed_training.chain.subtensor import minutes_behind
 from distributed_training.common.backoff import doubling
 from distributed_training.config import Config, ConfigError
@@ -37,10 +37,6 @@ from distributed_training.node.start import NetworkFailure, NotRegistered, Wrong
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.types import Check, ExitStatus
 from distributed_training.store.s3 import StoreError
-
-if TYPE_CHECKING:
-    from distributed_training.chain.subtensor import BittensorChain
-
 
 log = logging.getLogger(__name__)
 
@@ -69,27 +65,6 @@ class Member:
         return self.wallet.ss58
 
 
-def open_chain(
-    settings: ChainSettings, wallet: Wallet | None, *, master: str | None = None
-) -> RegistryChain | BittensorChain:
-    """Open the network's registry if it has one, else a Subtensor.
-
-    Close it. Without a wallet it can be read, not written. ``master``: hotkey that must have
-    founded the registry.
-    """
-    if settings.registry_url is not None:
-        return RegistryChain(
-            url=settings.registry_url,
-            wallet=wallet,
-            master=master,
-            invitation=settings.invitation,
-            poll_interval=settings.poll_interval,
-        )
-    from distributed_training.chain.subtensor import BittensorChain
-
-    return BittensorChain(settings=settings, wallet=wallet)
-
-
 def chain_name(settings: ChainSettings) -> str:
     """Name the subnet and its chain, whatever the endpoint."""
     network = settings.registry_url or settings.network
@@ -115,10 +90,10 @@ def follow_chain(
 
     Raises NetworkFailure.
 
-    ``master``: see :func:`open_chain`. ``kept``: used if no endpoint answers soon; the chain is
-    asked on in the background.
+    ``master``: hotkey that must have founded the registry. ``kept``: used if no endpoint answers
+    soon; the chain is asked on in the background.
     """
-    chain = open_chain(settings, wallet, master=master)
+    chain = chain_kind(settings).open(settings, wallet, master)
     stack.callback(chain.close)
     # A chain that is away for hours must not keep a trained miner from training.
     if kept is not None and not chain.wait_ready(min(settings.start_timeout, SOON)):
@@ -168,16 +143,15 @@ def join_subnet(
         belongs(chain)
     uid = _uid(chain, wallet.ss58, config.chain, master)
     expelled = uid is None and chain.expelled(wallet.ss58)
-    invited = config.chain.invitation is not None and isinstance(chain, RegistryChain)
-    if uid is None and invited and not expelled:
+    if uid is None and not expelled:
         # If it is refused the start ends below, with the line that names the hotkey.
-        uid = _accept_invitation(cast(RegistryChain, chain))
+        uid = chain.join()
     if uid is None:
         registry = config.chain.registry_url
         where = f"at {registry}" if registry else f"on subnet {config.chain.netuid}"
         problem = NotRegistered(
             f"hotkey {wallet.ss58} is not registered {where}, {_UNREGISTERED[config.kind]}: "
-            f"register it with `{config.chain.how_to_register}`, or give another --wallet.hotkey"
+            f"register it with `{how_to_register(config.chain)}`, or give another --wallet.hotkey"
         )
         if expelled:
             problem = NotRegistered(
@@ -195,17 +169,6 @@ def join_subnet(
             "ask the founder for a file with a larger number, or for a lower uid"
         )
     return Member(wallet, chain, uid)
-
-
-def _accept_invitation(chain: RegistryChain) -> int | None:
-    """Return the uid that the registry gave this hotkey; None if it refused, which is logged."""
-    try:
-        uid = chain.register()
-    except ChainError as error:
-        log.warning("The registry gave this hotkey no uid (%s)", error)
-        return None
-    log.info("The registry gave this hotkey uid %d", uid)
-    return uid
 
 
 def _uid(chain: Chain, hotkey: str, settings: ChainSettings, master: str) -> int | None:

@@ -18,9 +18,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         config = load_config("validator", sys.argv[1:] if argv is None else argv)
-        from distributed_training.health.machine import refuse_model, refuse_source
+        from distributed_training.health.machine import refuse_model, refuse_unknown_kinds
 
-        refuse_source(config)
+        refuse_unknown_kinds(config)
         refuse_model(config, ranks=1)
     except ConfigError as error:  # reported before torch is imported, which takes seconds
         return exit_with(error, of_service=True)

@@ -13,13 +13,16 @@ import pytest
 
 from distributed_training.chain.base import Chain, ChainError, ChainUnavailable, find
 from distributed_training.chain.identity import Wallet, create_wallet
+from distributed_training.chain.kinds import chain_kind
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.chain.subtensor import BittensorChain
+from distributed_training.config.settings import ChainSettings
 from distributed_training.telemetry.metrics import CHAIN_COUNTS
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_substrate import QUICK, QUICK_READS, LedgerSubstrate
 from tests.tools.waiting import wait_for
+from tests.toys import chain as toy
 
 pytestmark = pytest.mark.timeout(60)
 LONG = timedelta(seconds=10)
@@ -67,7 +70,9 @@ def made(request, tmp_path: Path, monkeypatch) -> Iterator[Setup]:
     chains: list[Chain] = []
     for wallet in (me, other):
         if request.param == "memory":
-            chains.append(MemoryChain(hotkey=wallet.ss58, ledger=ledger))
+            monkeypatch.setattr(toy, "LEDGER", ledger)
+            settings = ChainSettings(kind="memory")
+            chains.append(chain_kind(settings).open(settings, wallet, None))
         else:
             substrate = LedgerSubstrate(ledger, SETTINGS.netuid)
             chains.append(

@@ -1,0 +1,89 @@
+"""The kinds of chain, by the word that a network's file has as ``chain.kind``.
+
+A kind of your own is a subclass of :class:`.base.Chain`, and one line::
+
+    CHAINS.register("mine", ChainKind(open_mine, register=lambda settings: "a command"))
+
+in a module that ``--plugins`` names. A kind's client is imported when a chain is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from distributed_training.common.kinds import Kinds, UnknownKindError
+from distributed_training.config.settings import ChainSettings
+from distributed_training.config.types import ConfigError
+
+if TYPE_CHECKING:
+    from .base import Chain
+    from .identity import Wallet
+
+
+@dataclass(frozen=True)
+class ChainKind:
+    """One kind of chain.
+
+    ``open`` takes the settings, the hotkey that signs (None: the chain is only read) and the hotkey
+    that must have founded the network. The chain is open at once and answers later. ``register``
+    returns the command that gives a hotkey a uid.
+    """
+
+    open: Callable[[ChainSettings, Wallet | None, str | None], Chain]
+    register: Callable[[ChainSettings], str]
+
+
+CHAINS: Kinds[ChainKind] = Kinds("chain")
+
+
+def chain_kind(settings: ChainSettings) -> ChainKind:
+    """Return the kind of the network's chain. Raises ConfigError."""
+    try:
+        return CHAINS[settings.kind]
+    except UnknownKindError as error:
+        raise ConfigError(
+            f"chain.kind {settings.kind!r} of the network's file is unknown ({error}), so nobody "
+            "would be found and nothing was started: name its module with --plugins"
+        ) from None
+
+
+def how_to_register(settings: ChainSettings) -> str:
+    """Return the command that gives a hotkey a uid on this network."""
+    return chain_kind(settings).register(settings)
+
+
+# --- the product's own ----------------------------------------------------------------------------
+
+
+def _open_registry(settings: ChainSettings, wallet: Wallet | None, master: str | None) -> Chain:
+    from .registry import RegistryChain
+
+    return RegistryChain(
+        url=str(settings.registry_url),
+        wallet=wallet,
+        master=master,
+        invitation=settings.invitation,
+        poll_interval=settings.poll_interval,
+    )
+
+
+def _open_subtensor(settings: ChainSettings, wallet: Wallet | None, master: str | None) -> Chain:
+    from .subtensor import BittensorChain
+
+    return BittensorChain(settings=settings, wallet=wallet)
+
+
+CHAINS.register(
+    "registry",
+    ChainKind(
+        _open_registry, lambda settings: f"dt-registry register --url {settings.registry_url}"
+    ),
+)
+CHAINS.register(
+    "bittensor",
+    ChainKind(
+        _open_subtensor, lambda settings: f"btcli subnet register --netuid {settings.netuid}"
+    ),
+)
