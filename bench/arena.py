@@ -73,8 +73,9 @@ from distributed_training.scoring.upload import (
     inspect,
     read_upload,
 )
+from distributed_training.store.base import ObjectInfo
 from distributed_training.store.bucket_reader import BucketReader
-from distributed_training.store.s3 import ObjectInfo, S3ObjectStore
+from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.training.error_feedback import ErrorFeedback
 from distributed_training.training.local_evaluation import GradientCheck, Text
 from distributed_training.training.memory_plan import llama_config

@@ -30,7 +30,7 @@ from distributed_training.protocol.lines import counted
 from distributed_training.protocol.types import ExitStatus
 
 if TYPE_CHECKING:
-    from distributed_training.store.s3 import MultipartInfo, S3ObjectStore
+    from distributed_training.store.base import MultipartInfo, ObjectStore
 
 
 def build_parser() -> Parser:
@@ -63,10 +63,11 @@ def main() -> int:
 
     # After the flags: --help and a refusal do not wait for the store's client.
     from distributed_training.store.cleanup import abort_uploads, stuck_uploads
-    from distributed_training.store.s3 import S3ObjectStore, StoreError
+    from distributed_training.store.errors import StoreError
+    from distributed_training.store.opening import open_store
 
     try:
-        store = S3ObjectStore.from_settings(settings, bucket=arguments.bucket, write=True)
+        store = open_store(settings, arguments.bucket, write=True)
     except ValueError as error:
         return exit_with(ConfigError(str(error)))
     try:
@@ -98,7 +99,7 @@ def main() -> int:
     return 1 if done.failed else 0
 
 
-def _show(store: S3ObjectStore, found: list[MultipartInfo]) -> None:
+def _show(store: ObjectStore, found: list[MultipartInfo]) -> None:
     from distributed_training.store.cleanup import LAPSES_AFTER, OWNER_KEY, upload_sizes
 
     width = max(len(u.key) for u in found)

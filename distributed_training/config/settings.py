@@ -340,7 +340,7 @@ class StoreSettings:
     endpoint_url: EndpointUrl | None = flag(
         "r2.endpoint_url", network="store.endpoint", fixed=True, env="R2_ENDPOINT_URL"
     )
-    """object store to use instead of R2, e.g. http://127.0.0.1:9000"""
+    """object store to use instead of R2, e.g. http://127.0.0.1:9000, or a folder: folder:///PLACE"""
     jurisdiction: Literal["default", "eu", "fedramp", "us"] = flag("r2.jurisdiction", "default")
     """R2 jurisdiction the buckets were made in"""
     region: str = flag("r2.region", "auto")

@@ -312,7 +312,15 @@ def _is_endpoint(text: str) -> str:
     return text
 
 
-EndpointUrl = Annotated[WebUrl, AfterValidator(_is_endpoint)]
+def _is_store(text: str) -> str:
+    if re.fullmatch(r"(?!https?:)[a-z][a-z0-9]*://\S*", text):
+        return text  # for that kind of store to check
+    if not _is_url("http", "https")(text):
+        raise ValueError("an http:// or https:// URL without user and password, or folder:///PLACE")
+    return _is_endpoint(text)
+
+
+EndpointUrl = Annotated[str, AfterValidator(_is_store)]
 
 
 def show(value: Any) -> str:

@@ -38,8 +38,10 @@ from distributed_training.node.identity import (
 from distributed_training.node.start import NetworkFailure
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.types import Check
-from distributed_training.store.s3 import S3ObjectStore, StoreError, endpoint_of
-from distributed_training.store.transfer import patient
+from distributed_training.store.errors import StoreError
+from distributed_training.store.opening import open_store
+from distributed_training.store.s3 import S3ObjectStore, endpoint_of
+from distributed_training.store.transfer import Retry
 from distributed_training.swarm.supervisor import address_of, any_reachable
 from distributed_training.telemetry.metrics import read_metrics
 
@@ -276,8 +278,10 @@ def bucket_checks(examination: Examination) -> list[Check]:
 def check_versions(config: Config, bucket: str) -> list[Check]:
     """Warn of a bucket that keeps what is replaced or deleted; nothing where it does not say so."""
     with closing(open_own(config.store, bucket)) as writer:
+        if not isinstance(writer, S3ObjectStore):
+            return []
         try:
-            kept = patient(writer, each=_STORE_TIMEOUT).keeps_versions()
+            kept = Retry(each=_STORE_TIMEOUT)(writer.keeps_versions)
         except StoreError:  # the key may not ask, or the store has no versions, as R2
             return []
     finding = f"{bucket} keeps old versions: what is replaced or deleted stays, and is billed"
@@ -313,7 +317,7 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
     # Random: what compresses well would seem to travel fast.
     key, content = f"diagnose-{secrets.token_hex(8)}", secrets.token_bytes(_LINE_BYTES)
     try:
-        writer = S3ObjectStore.from_settings(config.store, bucket=bucket, write=True)
+        writer = open_store(config.store, bucket, write=True)
         began = time.perf_counter()
         writer.put(key, content)
         speed = _LINE_BYTES / (time.perf_counter() - began)

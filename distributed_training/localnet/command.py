@@ -21,7 +21,7 @@ from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.localnet.summary import Summary, View, draw
 from distributed_training.node.start import Stopped, StopSignals
 from distributed_training.protocol.types import ExitStatus
-from distributed_training.store.s3 import StoreError
+from distributed_training.store.errors import StoreError
 from distributed_training.telemetry.page import PageProcess
 
 # Ctrl-C: miners get this long, the validator half of it; with services and sweep that is < 15 s.

@@ -41,7 +41,7 @@ from distributed_training.store.bucket_reader import (
     remove_states,
     states,
 )
-from distributed_training.store.s3 import DeadlineError, StoppedError, StoreError
+from distributed_training.store.errors import DeadlineError, StoppedError, StoreError
 from distributed_training.training.outer_step import Rows
 
 from . import events as ev

@@ -13,7 +13,7 @@ from distributed_training.node import buckets
 from distributed_training.node.identity import Member
 from distributed_training.node.start import NetworkFailure
 from distributed_training.store.bucket_reader import BucketReader
-from distributed_training.store.s3 import StoreError
+from distributed_training.store.errors import StoreError
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ from typing import Literal
 from distributed_training.common.backoff import Throttle
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.types import StepReport
-from distributed_training.store.s3 import IntegrityError
+from distributed_training.store.errors import IntegrityError
 from distributed_training.store.snapshot_folder import read_config, upload_gate
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.store.uploader import Uploader

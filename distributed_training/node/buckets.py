@@ -25,32 +25,33 @@ from distributed_training.protocol.metadata import (
     build_commitment,
     parse_commitment,
 )
+from distributed_training.store.base import ObjectStore
 from distributed_training.store.bucket_reader import BucketReader, check_read_key
-from distributed_training.store.s3 import (
+from distributed_training.store.errors import (
     BucketMissingError,
     ClockSkewError,
     DeadlineError,
     RefusedError,
-    S3ObjectStore,
     StoreError,
 )
-from distributed_training.store.transfer import patient
+from distributed_training.store.opening import open_store
+from distributed_training.store.transfer import Retry
 
 BUCKET_CHECK = timedelta(seconds=30)  # the first answer of the store, with its retries
 
 
-def open_own(settings: StoreSettings, bucket: str, *, write: bool = True) -> S3ObjectStore:
+def open_own(settings: StoreSettings, bucket: str, *, write: bool = True) -> ObjectStore:
     """Open a bucket with the write keys, else the read keys.
 
     Raises ConfigError for a missing key.
     """
     try:
-        return S3ObjectStore.from_settings(settings, bucket=bucket, write=write)
+        return open_store(settings, bucket, write=write)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-def check_own(store: S3ObjectStore, *, timeout: timedelta = BUCKET_CHECK) -> None:
+def check_own(store: ObjectStore, *, timeout: timedelta = BUCKET_CHECK) -> None:
     """Check that the bucket is there and the keys fit.
 
     Raises ConfigError, NetworkFailure.
@@ -58,9 +59,9 @@ def check_own(store: S3ObjectStore, *, timeout: timedelta = BUCKET_CHECK) -> Non
     ``timeout`` covers the first answer of the store with its retries.
     """
     with _errors_of_a_start(store.bucket):
-        patient(store, each=timeout).head(keys.ROOT_METADATA)
+        Retry(each=timeout)(store.head, keys.ROOT_METADATA)
         # A missing bucket and a missing object look alike to HEAD; a listing tells them apart.
-        store.list_multiparts()
+        store.list_objects(keys.ROOT_METADATA)
 
 
 def own_commitment(settings: StoreSettings, bucket: str) -> str:
@@ -163,7 +164,7 @@ class PeerBuckets:
         if known is not None and known[0] == credentials:
             return known[1]
         try:
-            store = S3ObjectStore.of_peer(self._settings, bucket=bucket, credentials=credentials)
+            store = open_store(self._settings, bucket, credentials=credentials)
         except ValueError as error:
             raise NoBucket(f"hotkey {hotkey}: {error}") from None
         reader = BucketReader(

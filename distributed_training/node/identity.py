@@ -36,7 +36,7 @@ from distributed_training.node.buckets import NoBucket, PeerBuckets
 from distributed_training.node.start import NetworkFailure, NotRegistered, WrongNetwork
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.types import Check, ExitStatus
-from distributed_training.store.s3 import StoreError
+from distributed_training.store.errors import StoreError
 
 log = logging.getLogger(__name__)
 

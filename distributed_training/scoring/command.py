@@ -167,7 +167,7 @@ def score(config: Config, options: argparse.Namespace) -> int:
         read_round_notes,
     )
     from distributed_training.scoring.upload import PageReader
-    from distributed_training.store.s3 import StoreError
+    from distributed_training.store.errors import StoreError
 
     if options.background:
         _stay_out_of_the_way()

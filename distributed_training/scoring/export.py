@@ -107,7 +107,7 @@ def _export(config: Config, options: argparse.Namespace, folder: Path) -> int:
     from distributed_training.chain.base import ChainError
     from distributed_training.node.start import NetworkFailure
     from distributed_training.scoring.upload import DataUnavailable
-    from distributed_training.store.s3 import StoreError
+    from distributed_training.store.errors import StoreError
 
     try:
         with ExitStack() as stack:

@@ -61,7 +61,7 @@ from distributed_training.store.bucket_reader import (
     pt_content,
     states,
 )
-from distributed_training.store.s3 import NoRoomError, StoreError
+from distributed_training.store.errors import NoRoomError, StoreError
 from distributed_training.store.snapshot_folder import size_text
 from distributed_training.training.compression import compression_of
 from distributed_training.training.model import parameter_schema

@@ -16,14 +16,13 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -48,20 +47,20 @@ from distributed_training.protocol.gradients import (
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.pages import select_pages
 from distributed_training.protocol.scoring import blocks_are_fresh
+from distributed_training.store.base import ObjectInfo
 from distributed_training.store.bucket_reader import (
     BucketReader,
     StateUnavailable,
     pt_content,
     states,
 )
-from distributed_training.store.s3 import (
+from distributed_training.store.errors import (
     DeadlineError,
     IntegrityError,
-    ObjectInfo,
     ObjectMissingError,
-    S3ObjectStore,
     StoreError,
 )
+from distributed_training.store.folder import FolderStore
 from distributed_training.store.snapshot_folder import read_config
 
 log = logging.getLogger(__name__)
@@ -446,8 +445,8 @@ def _read(repository: Repository, judged: Judged) -> Upload:
 # --- a folder in place of a bucket ----------------------------------------------------------------
 
 
-class FolderStore:
-    """A folder as an object store to read.
+class SnapshotFolder(FolderStore):
+    """A folder as a bucket to read, whatever its layout.
 
     Its files have no age: a copy says nothing of when the original was published, and what is not
     published cannot be too old.
@@ -459,9 +458,8 @@ class FolderStore:
     """
 
     def __init__(self, folder: Path, run: int) -> None:
-        self._folder = folder
+        super().__init__(folder)
         self._run = run
-        self.bucket = str(folder)
 
     def root(self) -> Metadata | None:
         """Read the metadata, None for a folder that holds none. Raises StoreError."""
@@ -469,8 +467,11 @@ class FolderStore:
         found += [path / keys.METADATA for _, path in reversed(states(self._folder))]
         for path in found:
             if path.exists():
-                with _store_errors(path):
-                    return Metadata.parse(_read_file(path, 0, MAX_METADATA_BYTES + 1))
+                try:
+                    with self._errors(path.name):
+                        return Metadata.parse(path.read_bytes()[: MAX_METADATA_BYTES + 1])
+                except MetadataError as error:
+                    raise StateUnavailable(f"{path.parent}/{error}") from None
         gradients, config = (self._folder / name for name in (keys.GRADIENTS, keys.CONFIG))
         if not gradients.exists() or not config.exists():
             return None
@@ -482,26 +483,15 @@ class FolderStore:
         return Metadata(self._run, outer_step, read_config(config).inner_step, "")
 
     def head(self, key: str) -> ObjectInfo | None:
-        path = self._path(key)
-        with _store_errors(path):
-            if not path.exists():
-                return None
-            status = path.stat()
-        etag = f"{status.st_ino}-{status.st_mtime_ns}"  # of the object, as long as it is the same
-        return ObjectInfo(key, status.st_size, etag, status.st_mtime, 0.0)
+        info = super().head(key)
+        return None if info is None else replace(info, age_seconds=0.0)
 
     def get(self, key: str, *, limit: int) -> bytes | None:
         # A snapshot's folder has no such file: then it is made of what its files say.
         if key == keys.ROOT_METADATA:
             root = self.root()
             return root.to_json() if root is not None else None
-        info = self.head(key)
-        if info is not None and info.size > limit:
-            raise IntegrityError(f"{key} has {info.size} bytes, more than the {limit} allowed")
-        return None if info is None else self.get_range(key, 0, info.size)
-
-    def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
-        return _read_file(self._path(key), start, length)
+        return super().get(key, limit=limit)
 
     def _path(self, key: str) -> Path:
         parsed = keys.parse_epoch_key(key)
@@ -510,25 +500,9 @@ class FolderStore:
             if root is not None and root.outer_step == parsed[0]:
                 # The files of one outer step, as a snapshot has them: without a folder epoch-N.
                 return self._folder / parsed[1]
-        return self._folder / key
-
-
-def _read_file(path: Path, start: int, length: int) -> bytes:
-    with _store_errors(path), path.open("rb") as file:
-        file.seek(start)
-        return file.read(length)
-
-
-@contextmanager
-def _store_errors(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise StoreError(f"{path}: {error.strerror}") from None
-    except MetadataError as error:
-        raise StateUnavailable(f"{path.parent}/{error}") from None
+        return super()._path(key)
 
 
 def folder_reader(folder: Path, *, run: int = 0) -> BucketReader:
-    """Return a reader of a folder that is laid out like a bucket, see :class:`FolderStore`."""
-    return BucketReader(cast(S3ObjectStore, FolderStore(folder, run)))
+    """Return a reader of a folder that is laid out like a bucket, see :class:`SnapshotFolder`."""
+    return BucketReader(SnapshotFolder(folder, run))

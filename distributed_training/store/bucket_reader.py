@@ -55,20 +55,19 @@ from distributed_training.protocol.pt_file import (
 )
 from distributed_training.protocol.types import Revision
 
-from .s3 import (
+from .base import ObjectInfo, ObjectStore
+from .errors import (
     AccessDeniedError,
     ClockSkewError,
     DeadlineError,
     IntegrityError,
     NoRoomError,
-    ObjectInfo,
     ObjectMissingError,
-    S3ObjectStore,
     StoreError,
-    Uplink,
 )
 from .snapshot_folder import read_config, size_text
-from .transfer import Progress, bytes_missing, check_room, deadline_in, download, patient
+from .transfer import Progress, Retry, bytes_missing, check_room, deadline_in, download
+from .uplink import Uplink
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ class BucketReader:
 
     def __init__(
         self,
-        store: S3ObjectStore,
+        store: ObjectStore,
         *,
         small: timedelta = timedelta(minutes=1),
         large: timedelta = timedelta(minutes=40),
@@ -128,14 +127,14 @@ class BucketReader:
         self._large = large
         self._concurrency = concurrency
         self._uplink = Uplink()
-        self._once = store
-        self._store = patient(store, each=min(small, large), uplink=self._uplink)
+        self._store = store
+        self._retry = Retry(each=min(small, large), uplink=self._uplink)
         # Two fetches at once would write and delete each other's temporary folders.
         self._fetching = threading.Lock()
 
     @property
     def name(self) -> str:
-        return self._once.bucket
+        return self._store.bucket
 
     def stop(self) -> None:
         """End a fetch under way (it raises StoppedError); what was fetched stays for the next."""
@@ -145,11 +144,11 @@ class BucketReader:
 
     def head(self, key: str) -> ObjectInfo | None:
         """Return what is known of an object; None: there is none."""
-        return self._store.head(key)
+        return self._retry(self._store.head, key)
 
     def get(self, key: str, *, limit: int) -> bytes | None:
         """Return a small object, None if there is none. IntegrityError for more than ``limit``."""
-        return self._store.get(key, limit=limit)
+        return self._retry(self._store.get, key, limit=limit)
 
     def metadata(self, outer_step: int | None = None) -> Metadata | None:
         """Return the metadata of an outer step, or of the root; None if there is none.
@@ -213,8 +212,8 @@ class BucketReader:
         if info is None:
             raise ObjectMissingError(f"{self.name}/{key} is missing")
         within = min(self._large, within)
-        store = patient(self._once, until=deadline_in(within), uplink=self._uplink)
-        return RemoteFile(store, info, within)
+        retry = Retry(until=deadline_in(within), uplink=self._uplink)
+        return RemoteFile(self._store, info, within, retry=retry)
 
     def download(
         self,
@@ -228,7 +227,7 @@ class BucketReader:
         """Fetch the object into ``path``, complete or not at all. Raises ObjectMissingError."""
         with _disk_errors():
             return download(
-                self._once,
+                self._store,
                 key,
                 path,
                 limit=limit,
@@ -377,12 +376,15 @@ class RemoteFile(io.RawIOBase):
     ``within``: from now on; no range is begun after it. Reading raises StoreError.
     """
 
-    def __init__(self, store: S3ObjectStore, info: ObjectInfo, within: timedelta) -> None:
+    def __init__(
+        self, store: ObjectStore, info: ObjectInfo, within: timedelta, *, retry: Retry
+    ) -> None:
         super().__init__()
         self.name = info.key
         self.size = info.size
         self._store = store
         self._etag = info.etag
+        self._retry = retry
         self._within = within
         self._deadline = deadline_in(within)
         self._at = 0
@@ -396,7 +398,9 @@ class RemoteFile(io.RawIOBase):
                 raise DeadlineError(f"{where}: {came} of {count} bytes came in {seconds:g} s")
             length = min(RANGE, count - came)
             for _ in range(2):  # one empty answer alone makes no object shorter
-                piece = self._store.get_range(self.name, first + came, length, etag=self._etag)
+                piece = self._retry(
+                    self._store.get_range, self.name, first + came, length, etag=self._etag
+                )
                 if piece:
                     break
             else:
@@ -615,7 +619,7 @@ class WritableReadKeyError(StoreError):
     """The key that would be published may write. Nothing may be committed with it."""
 
 
-def check_read_key(reader: S3ObjectStore, *, timeout: timedelta) -> None:
+def check_read_key(reader: ObjectStore, *, timeout: timedelta) -> None:
     """Check that ``reader``, opened with the read key, can read its bucket and not write it.
 
     ``timeout`` covers both requests with their retries. Leaves nothing in the bucket. Raises
@@ -623,11 +627,11 @@ def check_read_key(reader: S3ObjectStore, *, timeout: timedelta) -> None:
     BucketMissingError. DeadlineError and other StoreErrors mean that the store gave no clear
     answer, which is no reason to publish the key either.
     """
-    asked = patient(reader, until=deadline_in(timeout))
+    retry = Retry(until=deadline_in(timeout))
     # A read first: only a key that the store knows is refused for what it may not do.
-    asked.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
+    retry(reader.get, keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
     try:
-        asked.put(PROBE_KEY, b"")
+        retry(reader.put, PROBE_KEY, b"")
     except ClockSkewError:
         raise  # an AccessDeniedError too, which says nothing about the key
     except AccessDeniedError:

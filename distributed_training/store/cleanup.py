@@ -29,8 +29,9 @@ from typing import TypeVar
 from distributed_training.common.files import write_bytes
 from distributed_training.protocol import keys
 
-from .s3 import IntegrityError, MultipartInfo, S3ObjectStore, StoreError, UploadMissingError
-from .transfer import patient
+from .base import MultipartInfo, ObjectStore
+from .errors import IntegrityError, StoreError, UploadMissingError
+from .transfer import Retry
 
 log = logging.getLogger(__name__)
 
@@ -73,7 +74,7 @@ def machine() -> str:
     return f"{identity}:{platform.node()}"
 
 
-def claim_bucket(store: S3ObjectStore, instance: str, *, take: bool = False) -> None:
+def claim_bucket(store: ObjectStore, instance: str, *, take: bool = False) -> None:
     """Make or renew the claim of ``instance``. Raises ForeignBucketError, StoreError.
 
     ``take``: also over a claim of another that has not lapsed. Two claims at the same moment: the
@@ -84,7 +85,7 @@ def claim_bucket(store: S3ObjectStore, instance: str, *, take: bool = False) -> 
     store.put(OWNER_KEY, json.dumps({"instance": instance}).encode())
 
 
-def check_claim(store: S3ObjectStore, instance: str) -> None:
+def check_claim(store: ObjectStore, instance: str) -> None:
     """Raise ForeignBucketError if another miner's claim stands."""
     info = store.head(OWNER_KEY)
     # By the store's clock: those of the two machines may differ by more than a lease.
@@ -99,14 +100,14 @@ def check_claim(store: S3ObjectStore, instance: str) -> None:
         )
 
 
-def release_bucket(store: S3ObjectStore, instance: str) -> None:
+def release_bucket(store: ObjectStore, instance: str) -> None:
     """Give the claim up at a clean stop, so that the next machine need not wait."""
     if _owner(store) == instance:
         # A claim that another made since is deleted too; its next renewal writes it again.
         store.delete(OWNER_KEY)
 
 
-def _owner(store: S3ObjectStore) -> str | None:
+def _owner(store: ObjectStore) -> str | None:
     """Return the claiming miner, None without a readable claim: the next claim replaces it."""
     try:
         owner = json.loads(store.get(OWNER_KEY, limit=_MOST_BYTES) or b"{}").get("instance")
@@ -119,7 +120,7 @@ Item = TypeVar("Item")
 
 STUCK_AGE = timedelta(hours=1)
 _THREADS = 8
-_PATIENCE = timedelta(seconds=30)  # with one request, retries included
+_RETRY = Retry(each=timedelta(seconds=30))  # of one request
 
 
 @dataclass(frozen=True)
@@ -136,22 +137,26 @@ class Removed:
 
 
 def stuck_uploads(
-    store: S3ObjectStore, *, older_than: timedelta, prefix: str = ""
+    store: ObjectStore, *, older_than: timedelta, prefix: str = ""
 ) -> list[MultipartInfo]:
     """List stuck uploads, oldest first. Raises StoreError when the list cannot be had."""
-    found = patient(store, each=_PATIENCE).list_multiparts(prefix)
+    multipart = store.multipart()
+    if multipart is None:
+        return []
+    found = _RETRY(multipart.list_multiparts, prefix)
     return sorted((u for u in found if u.age >= older_than), key=lambda u: u.initiated)
 
 
 def upload_sizes(
-    store: S3ObjectStore, uploads: Sequence[MultipartInfo]
+    store: ObjectStore, uploads: Sequence[MultipartInfo]
 ) -> Iterator[tuple[int, int] | None]:
     """Yield (parts, bytes) of each; None where the store refuses. One ListParts each, so slow."""
-    store = patient(store, each=_PATIENCE)
+    multipart = store.multipart()
+    assert multipart is not None, "there are uploads"
 
     def size(upload: MultipartInfo) -> tuple[int, int] | None:
         try:
-            parts = store.list_parts(upload.key, upload.upload_id)
+            parts = _RETRY(multipart.list_parts, upload.key, upload.upload_id)
         except StoreError:
             return None
         return len(parts), sum(part.size for part in parts)
@@ -160,13 +165,14 @@ def upload_sizes(
         yield from pool.map(size, uploads)
 
 
-def abort_uploads(store: S3ObjectStore, uploads: Sequence[MultipartInfo]) -> Removed:
+def abort_uploads(store: ObjectStore, uploads: Sequence[MultipartInfo]) -> Removed:
     """Abort ``uploads``; one that the store no longer knows is gone."""
-    store = patient(store, each=_PATIENCE)
+    multipart = store.multipart()
+    assert multipart is not None, "there are uploads"
 
     def abort(upload: MultipartInfo) -> None:
         with contextlib.suppress(UploadMissingError):
-            store.abort_multipart(upload.key, upload.upload_id)
+            _RETRY(multipart.abort_multipart, upload.key, upload.upload_id)
 
     return _each(abort, uploads)
 
@@ -188,7 +194,7 @@ def _each(remove: Callable[[Item], None], items: Sequence[Item]) -> Removed:
 
 
 def sweep_uploads(
-    store: S3ObjectStore,
+    store: ObjectStore,
     *,
     instance: str,
     spare: Callable[[], Collection[str]],
@@ -224,31 +230,33 @@ def sweep_uploads(
         )
 
 
-def prune_epochs(store: S3ObjectStore, *, newest: int, keep: int) -> Removed:
+def prune_epochs(store: ObjectStore, *, newest: int, keep: int) -> Removed:
     """Delete the objects of outer steps more than ``keep`` - 1 before ``newest``.
 
     Steps after ``newest`` stay: they are not ours to judge. Metadata goes first, so that an outer
     step half deleted is not one that anyone is pointed to. Raises StoreError when the bucket cannot
     be listed.
     """
-    store = patient(store, each=_PATIENCE)
     old = [
         (name, info.key)
-        for info in store.list_objects("epoch-")
+        for info in _RETRY(store.list_objects, "epoch-")
         # A name that is not the protocol's is not ours to delete: it counts as the newest step's.
         for step, name in [keys.parse_epoch_key(info.key) or (newest, "")]
         if step <= newest - max(keep, 1)
     ]
 
-    metadata = _each(store.delete, [key for name, key in old if name == keys.METADATA])
+    def delete(key: str) -> None:
+        _RETRY(store.delete, key)
+
+    metadata = _each(delete, [key for name, key in old if name == keys.METADATA])
     # Files without metadata are read by nobody; metadata without files leads readers into a hole.
     if metadata.failed:
         return metadata
-    data = _each(store.delete, [key for name, key in old if name != keys.METADATA])
+    data = _each(delete, [key for name, key in old if name != keys.METADATA])
     return replace(data, gone=metadata.gone + data.gone)
 
 
-def prune_old_steps(store: S3ObjectStore, *, newest: int, keep: int) -> None:
+def prune_old_steps(store: ObjectStore, *, newest: int, keep: int) -> None:
     """Run :func:`prune_epochs` in the daemon: never raises, logs the result."""
     try:
         done = prune_epochs(store, newest=newest, keep=keep)

@@ -4,10 +4,6 @@ Everything particular to R2 is here: region ``auto``, checksums only where the A
 refuses botocore's trailers, as ``Unauthorized``), path-style addresses, one write per second and
 key, no transfer library in C.
 
-Errors are told apart by what to do about them. Their texts are for the operator and never hold a
-key, a secret or a signed address. All transfers share one :class:`Uplink`. An all-reduce needs the
-whole network link for a minute or two. So transfers check it between parts and at each read of a
-part, and parts that a pause interrupts are sent again.
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ import contextlib
 import email.utils
 import functools
 import hashlib
-import io
 import os
 import re
 import ssl
@@ -25,91 +20,35 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from itertools import islice
 from typing import Any
 from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from distributed_training.common.files import is_full
 from distributed_training.common.proxies import proxy_for, via
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol.keys import r2_endpoint
 from distributed_training.protocol.metadata import BucketCredentials
 
+from .base import MOST_LISTED, STORES, MultipartInfo, ObjectInfo, PartInfo, is_md5, same_etag
+from .errors import (
+    AccessDeniedError,
+    BucketMissingError,
+    CertificateError,
+    ClockSkewError,
+    ContradictionError,
+    IntegrityError,
+    ObjectMissingError,
+    PreconditionError,
+    RefusedError,
+    StoreError,
+    TransientError,
+    UploadMissingError,
+)
+from .uplink import Section
 
-class StoreError(RuntimeError):
-    """An operation on the object store failed. ``retryable``: trying again later may help."""
-
-    retryable = False
-
-
-class TransientError(StoreError):
-    """429, 5xx, a timeout, a dropped connection: back off and try again."""
-
-    retryable = True
-
-
-class AccessDeniedError(StoreError):
-    """403: the keys are wrong or lack a permission; the text says which."""
-
-
-class ContradictionError(TransientError):
-    """An answer contradicts what was sent or asked for, as other bytes do. Once more it may not.
-
-    Twice in a row is no accident: see :func:`~.transfer.patient`.
-    """
-
-
-class CertificateError(TransientError):
-    """The store's certificate is not accepted: by its authority, its name or its time.
-
-    One machine of many may show it; a few times in a row all do: see :func:`~.transfer.patient`.
-    """
-
-
-class RefusedError(StoreError):
-    """The store refuses for a reason of its own, which it says: a quota, a bill, a lock."""
-
-
-class ClockSkewError(AccessDeniedError):
-    """The store refuses our signature because this machine's clock is off."""
-
-
-class BucketMissingError(StoreError):
-    """There is no such bucket."""
-
-
-class ObjectMissingError(StoreError):
-    """There is no such object."""
-
-
-class UploadMissingError(StoreError):
-    """There is no such multipart upload: completed, aborted, or expired."""
-
-
-class PreconditionError(StoreError):
-    """412: the object changed between two requests that had to see the same one."""
-
-
-class IntegrityError(StoreError):
-    """Bytes at the store differ from those sent, or a file is not what it should be."""
-
-
-class NoRoomError(StoreError):
-    """The disk has no room for a download; what came of it is kept."""
-
-
-class DeadlineError(StoreError):
-    """The retries of an operation used up its time. The text says what the last attempt met."""
-
-
-class StoppedError(StoreError):
-    """The operation was ended on request; a journal keeps what was done."""
-
-
-# --- what a store, or the disk, answered ----------------------------------------------------------
+# --- what a store answered ----------------------------------------------------------
 
 _PASSING_STATUS = frozenset({408, 429})
 # By code as well: S3 gives two of them status 400, which is otherwise for good. The last ones are
@@ -132,145 +71,7 @@ _LONGEST_SENTENCE = 150
 _LIKE_A_SECRET = re.compile(r"[A-Za-z0-9+=]{32,}|(?<=\?)\S+")  # a key, a signed query
 
 
-def disk_problem(error: OSError) -> str:
-    """Word an error of the disk in one line: its place, and how to fix a full one."""
-    line = f"{error.filename or 'the disk'}: {error.strerror or error}"
-    if not is_full(error):
-        return line
-    return (
-        f"{line}. This snapshot is not uploaded and training goes on: free the disk or "
-        "move --neuron.run_folder"
-    )
-
-
-class Uplink:
-    """Open, paused while an all-reduce needs the network link, or stopped for good. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._open = threading.Event()
-        self._open.set()
-        self._stopped = threading.Event()
-        self._lock = threading.Lock()
-        self._paused_at: float | None = None
-        self._paused_for = 0.0  # seconds, of the pauses that are over
-
-    def clock(self) -> float:
-        """Return ``time.monotonic()`` less all time spent paused.
-
-        Deadlines of transfers count by it, since a round may keep the uplink for longer than a
-        transfer takes.
-        """
-        with self._lock:
-            now = time.monotonic() if self._paused_at is None else self._paused_at
-            return now - self._paused_for
-
-    @property
-    def paused(self) -> bool:
-        return not self._open.is_set()
-
-    @property
-    def stopped(self) -> bool:
-        return self._stopped.is_set()
-
-    def pause(self) -> None:
-        with self._lock:
-            self._open.clear()
-            if self._paused_at is None:
-                self._paused_at = time.monotonic()
-
-    def resume(self) -> None:
-        with self._lock:
-            self._open.set()
-            if self._paused_at is not None:
-                self._paused_for += time.monotonic() - self._paused_at
-                self._paused_at = None
-
-    def stop(self) -> None:
-        # In this order: whoever waits for the uplink must find it stopped once it opens.
-        self._stopped.set()
-        self._open.set()
-
-    def wait_open(self) -> None:
-        """Wait until the uplink is not paused. Raises StoppedError."""
-        self._open.wait()
-        self.check_stopped()
-
-    def check_stopped(self) -> None:
-        """Raise StoppedError once stopped; long work on files calls it, also while paused."""
-        if self._stopped.is_set():
-            raise StoppedError("stopped as asked")
-
-    def sleep(self, seconds: float) -> None:
-        """Sleep; raises StoppedError as soon as the uplink is stopped."""
-        self._stopped.wait(seconds)
-        self.wait_open()
-
-
-class Section(io.RawIOBase):
-    """A range of a file as a request body.
-
-    Read with ``pread``, so one file handle serves all parts; nothing but the block under way is in
-    memory.
-    """
-
-    BLOCK = 1024 * 1024
-
-    def __init__(self, handle: int, start: int, size: int, uplink: Uplink | None = None) -> None:
-        super().__init__()
-        self._handle = handle
-        self._start = start
-        self._size = size
-        self._uplink = uplink
-        self._at = 0
-        self._md5 = ""
-
-    def __len__(self) -> int:
-        return self._size
-
-    @property
-    def md5(self) -> str:
-        """MD5 in hex; reads the range where it is asked for first. Raises StoppedError."""
-        if not self._md5:
-            digest = hashlib.md5(usedforsecurity=False)
-            for at in range(0, self._size, self.BLOCK):
-                if self._uplink is not None:
-                    self._uplink.check_stopped()
-                length = min(self.BLOCK, self._size - at)
-                digest.update(os.pread(self._handle, length, self._start + at))
-            self._md5 = digest.hexdigest()
-        return self._md5
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        self._at = offset + (0, self._at, self._size)[whence]
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        """Read up to ``BLOCK`` bytes, also when fewer are asked for."""
-        if self._uplink is not None and (self._uplink.paused or self._uplink.stopped):
-            # Into urllib3's loop, which then drops the connection: a round gets the network link
-            # within one block instead of one part.
-            raise OSError("the uplink is closed")
-        wanted = self._size - self._at
-        if size is not None and size >= 0:
-            # http.client asks for 16 KiB at a time and sends whatever it gets; larger pieces save a
-            # third of the CPU time of an upload.
-            wanted = min(wanted, max(size, self.BLOCK)) if size else 0
-        data = os.pread(self._handle, wanted, self._start + self._at)
-        self._at += len(data)
-        return data
-
-
 _CLIENTS = threading.Lock()  # creating clients of one session is not thread-safe
-MOST_LISTED = 200_000  # names: an untrusted bucket's list may have no end
 _MOST_PAGES = 2_000
 _READ_CHUNK = 128 * 1024
 _LONGEST_READ = 600.0  # seconds for the body of one answer: the read timeout never ends a trickle
@@ -336,46 +137,6 @@ def endpoint_of(settings: StoreSettings, account_id: str | None = None) -> str:
 
 
 @dataclass(frozen=True)
-class ObjectInfo:
-    """One object of a listing or of a HEAD request.
-
-    ``etag``: at most stores MD5 in hex of an object put in one piece, ``md5-of-part-md5s`` + ``-n``
-    of one put in n parts; see :func:`same_etag`. ``modified``: seconds since 1970, the store's
-    clock. ``age_seconds``: by the store's clock too, so that a wrong clock of ours does not matter;
-    None in listings.
-    """
-
-    key: str
-    size: int
-    etag: str
-    modified: float
-    age_seconds: float | None = None
-
-
-@dataclass(frozen=True)
-class PartInfo:
-    """One part of a multipart upload."""
-
-    number: int  # from 1
-    size: int
-    etag: str  # as the store writes it: MD5 in hex, or anything
-
-
-@dataclass(frozen=True)
-class MultipartInfo:
-    """One multipart upload that is not completed."""
-
-    key: str
-    upload_id: str
-    initiated: float  # seconds since 1970, the store's clock
-
-    @property
-    def age(self) -> timedelta:
-        """The time since it was begun, by our clock."""
-        return timedelta(seconds=max(0.0, time.time() - self.initiated))
-
-
-@dataclass(frozen=True)
 class AccessKeys:
     """A key and its secret. ``what`` names them in messages: ours are R2_WRITE and R2_READ."""
 
@@ -385,12 +146,9 @@ class AccessKeys:
 
 
 class S3ObjectStore:
-    """``settings``: timeouts, concurrency, and how R2 differs from S3. Thread-safe.
+    """A :class:`~.base.MultipartStore` behind the S3 API.
 
-    Operations make one attempt each, see :func:`~.transfer.patient`. All raise
-    :class:`StoreError` of the kind that fits. A :class:`Section` is sent from its
-    beginning. The tests have a twin in memory that passes the same contract test.
-
+    ``settings``: timeouts, concurrency, and how R2 differs from S3.
     ``connect_timeout`` runs until the connection stands, ``read_timeout`` between two pieces of an
     answer. Connections are made on first use and pooled. Raises ValueError for a name that no
     bucket can have.
@@ -433,7 +191,7 @@ class S3ObjectStore:
                     # R2 refuses the trailers of botocore's default, when_supported.
                     request_checksum_calculation="when_required",
                     response_checksum_validation="when_required",
-                    # One attempt: `patient` repeats it, and knows of pauses and deadlines.
+                    # One attempt: `Retry` repeats it, and knows of pauses and deadlines.
                     retries={"total_max_attempts": 1, "mode": "standard"},
                     connect_timeout=settings.connect_timeout.total_seconds(),
                     read_timeout=settings.read_timeout.total_seconds(),
@@ -598,6 +356,9 @@ class S3ObjectStore:
         return found
 
     # --- multipart ------------------------------------------------------------------------------
+
+    def multipart(self) -> S3ObjectStore:
+        return self
 
     def create_multipart(self, key: str) -> str:
         with self._errors("write", key) as call:
@@ -863,18 +624,9 @@ def _expected_region(error: Any) -> str:
     return found[1] if found else ""
 
 
-def same_etag(one: str, other: str) -> bool:
-    """Compare two etags; some stores write the digits of an MD5 as capitals."""
-    return bool(one) and one.lower() == other.lower()
-
-
 def _etag_of(answer: dict[str, Any]) -> str:
     """Return the etag of an answer without quotes, and without the mark of a weak one."""
     return str(answer["ETag"]).removeprefix("W/").strip('"')
-
-
-def is_md5(etag: str) -> bool:
-    return re.fullmatch(r"[0-9a-fA-F]{32}", etag) is not None
 
 
 def _parts(page: dict[str, Any]) -> list[PartInfo]:
@@ -893,3 +645,18 @@ def _base64(md5: str) -> str:
 
 def _redirected_once(context: dict[str, Any], **_: Any) -> None:
     context.setdefault("s3_redirect", {})["redirected"] = True
+
+
+def _open(
+    settings: StoreSettings,
+    bucket: str,
+    *,
+    write: bool,
+    credentials: BucketCredentials | None,
+) -> S3ObjectStore:
+    if credentials is not None:
+        return S3ObjectStore.of_peer(settings, bucket=bucket, credentials=credentials)
+    return S3ObjectStore.from_settings(settings, bucket=bucket, write=write)
+
+
+STORES.register("s3", _open)

@@ -33,7 +33,8 @@ from distributed_training.protocol.metadata import (
 )
 from distributed_training.protocol.types import Revision
 
-from .s3 import IntegrityError, Uplink
+from .errors import IntegrityError
+from .uplink import Uplink
 
 _MOST_DONE_BYTES = 1024 * 1024
 

@@ -25,7 +25,7 @@ from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import ParamSpec, TypeVar
 
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.files import (
@@ -38,27 +38,22 @@ from distributed_training.common.files import (
 )
 
 from . import snapshot_folder
-from .journal import Journal, UploadRecord
-from .s3 import (
+from .base import MultipartStore, ObjectInfo, ObjectStore, PartInfo, is_md5, same_etag
+from .errors import (
     CertificateError,
     ContradictionError,
     DeadlineError,
     IntegrityError,
     NoRoomError,
-    ObjectInfo,
     ObjectMissingError,
-    PartInfo,
     PreconditionError,
-    S3ObjectStore,
-    Section,
     StoppedError,
     StoreError,
-    Uplink,
     UploadMissingError,
-    is_md5,
-    same_etag,
 )
+from .journal import Journal, UploadRecord
 from .snapshot_folder import size_text
+from .uplink import Section, Uplink
 
 log = logging.getLogger(__name__)
 
@@ -132,14 +127,11 @@ _MOST_UNTRUSTED = 6  # certificates that are not accepted, over 8 s
 LONGEST_WAIT = timedelta(seconds=15)
 
 
-def patient(
-    store: S3ObjectStore,
-    *,
-    until: float = math.inf,
-    each: timedelta = timedelta.max,
-    uplink: Uplink | None = None,
-) -> S3ObjectStore:
-    """Wrap ``store`` so that each operation is tried again until it succeeds or fails for good.
+P = ParamSpec("P")
+
+
+class Retry:
+    """Tries an operation again until it succeeds, fails for good, or its time is up.
 
     ``until``: ``uplink.clock()`` at which the last operation must be done (``time.monotonic()``
     where there is no uplink to pause); ``each``: how long one may take. Only errors marked
@@ -147,55 +139,48 @@ def patient(
     IntegrityError, and a CertificateError is raised after some seconds. DeadlineError holds the
     last of the others. Time spent paused counts neither as an attempt nor against a deadline.
     """
-    return cast(S3ObjectStore, _Patient(store, until, each, uplink or Uplink()))
 
-
-class _Patient:
-    def __init__(self, store: S3ObjectStore, until: float, each: timedelta, uplink: Uplink) -> None:
-        self._store = store
+    def __init__(
+        self,
+        *,
+        until: float = math.inf,
+        each: timedelta = timedelta.max,
+        uplink: Uplink | None = None,
+    ) -> None:
         self._until = until
         self._each = each
-        self._uplink = uplink
+        self._uplink = uplink or Uplink()
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._store, name)
-        if not callable(found):
-            return found
-
-        def operation(*arguments: Any, **options: Any) -> Any:
-            deadline = min(self._until, self._uplink.clock() + self._each.total_seconds())
-            return _retrying(lambda: found(*arguments, **options), deadline, self._uplink)
-
-        return operation
-
-
-def _retrying(attempt: Callable[[], Result], deadline: float, uplink: Uplink) -> Result:
-    waits = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
-    damaged, untrusted = False, 0
-    while True:
-        uplink.wait_open()
-        try:
-            return attempt()
-        except StoreError as error:
-            if not error.retryable:
-                raise
-            # A pause breaks off what is under way: no failure. After a stop wait_open raises.
-            if uplink.paused or uplink.stopped:
-                continue
-            if isinstance(error, ContradictionError):
-                if damaged:  # or this would go on for an hour, at the price of all that is sent
-                    raise IntegrityError(
-                        f"{error}; so it was twice, and it is not sent again"
-                    ) from None
-                damaged = True
-            if isinstance(error, CertificateError):
-                untrusted += 1
-                if untrusted == _MOST_UNTRUSTED:
+    def __call__(self, operation: Callable[P, Result], *args: P.args, **kwargs: P.kwargs) -> Result:
+        """Return what ``operation`` returns. Raises StoreError."""
+        uplink = self._uplink
+        deadline = min(self._until, uplink.clock() + self._each.total_seconds())
+        waits = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
+        damaged, untrusted = False, 0
+        while True:
+            uplink.wait_open()
+            try:
+                return operation(*args, **kwargs)
+            except StoreError as error:
+                if not error.retryable:
                     raise
-            pause = waits.failed().total_seconds()
-            if uplink.clock() + pause > deadline:
-                raise DeadlineError(f"{error}: no success in the time allowed") from None
-        uplink.sleep(pause)
+                # A pause breaks off what is under way: no failure. After a stop wait_open raises.
+                if uplink.paused or uplink.stopped:
+                    continue
+                if isinstance(error, ContradictionError):
+                    if damaged:  # or this would go on for an hour, at the price of all that is sent
+                        raise IntegrityError(
+                            f"{error}; so it was twice, and it is not sent again"
+                        ) from None
+                    damaged = True
+                if isinstance(error, CertificateError):
+                    untrusted += 1
+                    if untrusted == _MOST_UNTRUSTED:
+                        raise
+                pause = waits.failed().total_seconds()
+                if uplink.clock() + pause > deadline:
+                    raise DeadlineError(f"{error}: no success in the time allowed") from None
+            uplink.sleep(pause)
 
 
 def _run_all(
@@ -227,7 +212,7 @@ _MAKE_ROOM = "free the disk, lower --neuron.keep_checkpoints or move --neuron.ru
 
 
 def download(
-    store: S3ObjectStore,
+    store: ObjectStore,
     key: str,
     path: Path,
     *,
@@ -249,9 +234,9 @@ def download(
     NoRoomError, DeadlineError (also when a range fails for ``NO_PROGRESS``), StoppedError, OSError.
     """
     place = f"{store.bucket}/{key}"
-    store = patient(store, until=deadline, each=NO_PROGRESS, uplink=uplink)
+    retry = Retry(until=deadline, each=NO_PROGRESS, uplink=uplink)
     for _ in range(2):
-        info = store.head(key)
+        info = retry(store.head, key)
         if info is None:
             raise ObjectMissingError(f"{place}: no such object")
         if info.size > limit:
@@ -263,7 +248,15 @@ def download(
             clock=time.monotonic,
         )
         try:
-            _download(store, info, path, deadline=deadline, concurrency=concurrency, progress=own)
+            _download(
+                store,
+                info,
+                path,
+                retry=retry,
+                deadline=deadline,
+                concurrency=concurrency,
+                progress=own,
+            )
             return info
         except PreconditionError:
             continue  # replaced between two ranges: once more, from its beginning
@@ -271,10 +264,11 @@ def download(
 
 
 def _download(
-    store: S3ObjectStore,
+    store: ObjectStore,
     info: ObjectInfo,
     path: Path,
     *,
+    retry: Retry,
     deadline: float,
     concurrency: int,
     progress: Progress,
@@ -297,7 +291,14 @@ def _download(
                 )
             length = min(RANGE, info.size - start)
             check_room(path.parent, length, what=info.key)  # others write to this disk too
-            data = _whole_range(store, info, start, length)
+            for _ in range(2):
+                data = retry(store.get_range, info.key, start, length, etag=info.etag)
+                if len(data) == length:
+                    break
+            else:
+                raise IntegrityError(
+                    f"{info.key}: the store sent {len(data)} bytes instead of {length}, twice"
+                )
             write_at(handle, data, start)
             # One at a time: the notes of a slower thread, written later, would forget this range.
             with lock:
@@ -326,15 +327,6 @@ def _download(
     part.replace(path)
     notes.unlink(missing_ok=True)
     sync_folder(path.parent)
-
-
-def _whole_range(store: S3ObjectStore, info: ObjectInfo, start: int, length: int) -> bytes:
-    """Return a range of which all bytes came. Raises IntegrityError where it is shorter twice."""
-    for _ in range(2):
-        data = store.get_range(info.key, start, length, etag=info.etag)
-        if len(data) == length:
-            return data
-    raise IntegrityError(f"{info.key}: the store sent {len(data)} bytes instead of {length}, twice")
 
 
 def bytes_missing(info: ObjectInfo, path: Path) -> int:
@@ -460,7 +452,7 @@ class Sender:
     def __init__(
         self,
         *,
-        store: S3ObjectStore,
+        store: ObjectStore,
         journal: Journal,
         deadline: float,
         uplink: Uplink | None = None,
@@ -470,8 +462,8 @@ class Sender:
         progress: Progress | None = None,
     ) -> None:
         self._uplink = uplink or Uplink()
-        self._store = patient(store, until=deadline, uplink=self._uplink)
-        self._once = store  # for what others retry: one attempt
+        self._store = store
+        self._retry = Retry(until=deadline, uplink=self._uplink)
         self._journal = journal
         self._part_size = part_size
         self._pool = ThreadPoolExecutor(concurrency, thread_name_prefix="upload")
@@ -491,6 +483,12 @@ class Sender:
         self.publish_all(staged)
         self._journal.drop(*(s.key for s in staged))
 
+    @property
+    def _multipart(self) -> MultipartStore:
+        found = self._store.multipart()
+        assert found is not None, "the journal has uploads in parts of stores that take them alone"
+        return found
+
     # --- stage ----------------------------------------------------------------------------------
 
     def stage(self, key: str, path: Path, *, until: float = math.inf) -> Staged:
@@ -503,7 +501,7 @@ class Sender:
         status = path.stat()
         size = status.st_size
         part_size = part_size_for(size, self._part_size)
-        if size <= part_size:
+        if size <= part_size or self._store.multipart() is None:
             return Staged(key, path, size)
         identity = f"{status.st_ino}:{status.st_mtime_ns}"
         with path.open("rb") as file:
@@ -518,7 +516,7 @@ class Sender:
 
     def _begin(self, key: str, cut: _Parts, identity: str) -> UploadRecord:
         self._abort_unknown(key)
-        upload_id = self._store.create_multipart(key)
+        upload_id = self._retry(self._multipart.create_multipart, key)
         # On the disk before a part is sent: parts of an upload without a record are paid for, and
         # nothing goes on with them.
         record = UploadRecord(self._store.bucket, key, upload_id, cut.size, identity, cut.part_size)
@@ -533,11 +531,11 @@ class Sender:
         """
         # One attempt: the hourly cleanup finds what stays.
         try:
-            for upload in self._once.list_multiparts(key):
+            for upload in self._multipart.list_multiparts(key):
                 # The claim lets one uploader send to a bucket, so they are nobody else's.
                 if upload.key == key and upload.upload_id not in self._journal.owned():
                     with contextlib.suppress(UploadMissingError):
-                        self._once.abort_multipart(key, upload.upload_id)
+                        self._multipart.abort_multipart(key, upload.upload_id)
         except StoreError as error:
             log.warning("Could not look for earlier uploads of %s: %s", key, error)
 
@@ -565,7 +563,7 @@ class Sender:
             self._keep(kept.values())
             log.info("Resuming upload of %s: %d of %d parts kept", key, len(kept), len(cut.numbers))
             return record, kept
-        info = self._store.head(key)
+        info = self._retry(self._store.head, key)
         # The answer to Complete may have been lost: the etag shows whether this very file is there.
         if info is not None and info.size == record.size and "-" in info.etag:
             local = _run_all(self._pool, cut.local, cut.numbers)
@@ -585,7 +583,7 @@ class Sender:
         """
         for _ in range(2):
             try:
-                return self._store.list_parts(record.key, record.upload_id)
+                return self._retry(self._multipart.list_parts, record.key, record.upload_id)
             except UploadMissingError:
                 continue
             except StoreError as error:
@@ -601,6 +599,7 @@ class Sender:
 
         Raises IntegrityError if the upload was aborted meanwhile.
         """
+        upload_part = self._multipart.upload_part
 
         def send(number: int) -> PartInfo:
             # A slow link fails at nothing, so no retry would ever look at its deadline.
@@ -612,12 +611,12 @@ class Sender:
                 )
             body = cut.section(number)
             try:
-                part = self._store.upload_part(record.key, record.upload_id, number, body)
+                part = self._retry(upload_part, record.key, record.upload_id, number, body)
             except UploadMissingError:
                 if self._parts_at_store(record) is None:
                     raise
                 # One odd answer: all that was sent is there.
-                part = self._store.upload_part(record.key, record.upload_id, number, body)
+                part = self._retry(upload_part, record.key, record.upload_id, number, body)
             self._count(len(body))
             return part
 
@@ -626,7 +625,7 @@ class Sender:
             sent = _run_all(self._pool, send, missing)
         except UploadMissingError:
             self._journal.drop(record.key)
-            self._store.list_multiparts()  # raises if the bucket is gone
+            self._retry(self._multipart.list_multiparts)  # raises if the bucket is gone
             raise IntegrityError(
                 f"the multipart upload of {record.key} was aborted by someone else: it is sent "
                 "again with the next upload; is another miner using this bucket?"
@@ -656,12 +655,13 @@ class Sender:
 
     def _complete(self, record: UploadRecord, staged: Staged) -> str:
         """Complete the upload; return the etag. Raises IntegrityError if the store lost it."""
+        complete = self._multipart.complete_multipart
         for _ in range(2):
             try:
-                return self._store.complete_multipart(record.key, record.upload_id, staged.parts)
+                return self._retry(complete, record.key, record.upload_id, staged.parts)
             except UploadMissingError:
                 # An earlier Complete whose answer was lost, or somebody's abort: HEAD tells.
-                info = self._store.head(staged.key)
+                info = self._retry(self._store.head, staged.key)
                 if info is not None and same_etag(info.etag, staged.etag):
                     return info.etag
                 if self._parts_at_store(record) is None:
@@ -678,7 +678,7 @@ class Sender:
         Raises IntegrityError if it is not the file: by its etag, where that is one of MD5s, else by
         its size.
         """
-        info = self._store.head(staged.key)
+        info = self._retry(self._store.head, staged.key)
         held = info.etag if info is not None else ""
         comparable = staged.etag and _OF_PARTS.fullmatch(held)
         if (
@@ -705,7 +705,7 @@ class Sender:
     def _put_small(self, staged: Staged) -> str:
         with staged.path.open("rb") as file:
             body = Section(file.fileno(), 0, staged.size, self._uplink)
-            etag = self._store.put(staged.key, body)
+            etag = self._retry(self._store.put, staged.key, body)
         self._count(staged.size)
         return etag
 
@@ -715,7 +715,7 @@ class Sender:
         """Abort an upload nobody will go on with, and forget it. One attempt: cleanup has more."""
         if not record.etag:
             try:
-                self._once.abort_multipart(record.key, record.upload_id)
+                self._multipart.abort_multipart(record.key, record.upload_id)
             except UploadMissingError:
                 pass
             except StoreError as error:

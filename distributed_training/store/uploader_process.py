@@ -44,6 +44,7 @@ from distributed_training.protocol import keys, lines
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.types import ExitStatus, PublicationReport
 
+from .base import ObjectInfo, ObjectStore, same_etag
 from .cleanup import (
     RENEW_EVERY,
     STUCK_AGE,
@@ -54,17 +55,9 @@ from .cleanup import (
     release_bucket,
     sweep_uploads,
 )
+from .errors import IntegrityError, StoppedError, StoreError, disk_problem
 from .journal import JOURNAL, Journal, Submission
-from .s3 import (
-    IntegrityError,
-    ObjectInfo,
-    S3ObjectStore,
-    StoppedError,
-    StoreError,
-    Uplink,
-    disk_problem,
-    same_etag,
-)
+from .opening import open_store
 from .snapshot_folder import (
     check_files,
     preview_warning,
@@ -72,7 +65,8 @@ from .snapshot_folder import (
     upload_gate,
     wait_complete,
 )
-from .transfer import FIRST_WAIT, Progress, Sender, Sent, Staged, patient
+from .transfer import FIRST_WAIT, Progress, Retry, Sender, Sent, Staged
+from .uplink import Uplink
 from .uploader import Close, Paused, PeerId, Start
 
 log = logging.getLogger("distributed_training.store.uploader")  # __name__ is __main__ here
@@ -92,7 +86,7 @@ class Publication:
     Used from one thread.
     """
 
-    store: S3ObjectStore
+    store: ObjectStore
     journal: Journal
     settings: StoreSettings
     instance: str  # whose claim on the bucket must stand
@@ -101,7 +95,7 @@ class Publication:
 
     def __post_init__(self) -> None:
         limit = min(self.settings.longest_transfer, timedelta(minutes=5))
-        self._patient = patient(self.store, each=limit, uplink=self.uplink)
+        self._retry = Retry(each=limit, uplink=self.uplink)
 
     def run(self, submission: Submission) -> PublicationReport:
         """Publish; every failure but a stop is a report with its reason.
@@ -174,7 +168,7 @@ class Publication:
             ),
         ) as sender:
             # Two miners in one bucket overwrite each other's files: the mixture would be scored.
-            check_claim(self._patient, self.instance)
+            self._retry(check_claim, self.store, self.instance)
             named = {keys.epoch_key(revision.outer_step, n): record for n, record in files.items()}
             sender.abandon_all_but(named)
             staged = [
@@ -185,14 +179,14 @@ class Publication:
             # metadata: better none than one that vouches for other files. Also one of the same
             # revision: a miner that went back to a checkpoint comes there with other weights.
             epoch_metadata = keys.epoch_key(revision.outer_step, keys.METADATA)
-            self._patient.delete(epoch_metadata)
+            self._retry(self.store.delete, epoch_metadata)
             etags = sender.publish_all(staged)
         age = self._verify(staged, etags)
         seen = time.monotonic()
         metadata = Metadata.of(revision, submission.peer_id).to_json()
         # The root last: it leads readers to the outer step, whose metadata must be there.
         for key in (epoch_metadata, keys.ROOT_METADATA):
-            self._patient.put(key, metadata)
+            self._retry(self.store.put, key, metadata)
         # Only now: a kill before the metadata is written must go on with this upload.
         self.journal.drop(*named)
         return None if age is None else age + time.monotonic() - seen
@@ -221,7 +215,7 @@ class Publication:
 
     def _held(self, file: Staged, etag: str) -> ObjectInfo | None:
         """Return what the store has under the file's key, None if that is not the file."""
-        info = self._patient.head(file.key)
+        info = self._retry(self.store.head, file.key)
         if info is None or info.size != file.size or not same_etag(info.etag, etag):
             return None
         return info
@@ -230,7 +224,7 @@ class Publication:
 
     def read_root(self) -> Metadata | None:
         """Read the root metadata, None if missing or malformed; the next write repairs it."""
-        data = self._patient.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
+        data = self._retry(self.store.get, keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
         try:
             return None if data is None else Metadata.parse(data)
         except MetadataError:
@@ -244,8 +238,8 @@ class Publication:
         root = self.read_root()
         if root is None or root.peer_id == peer_id:
             return
-        check_claim(self._patient, self.instance)
-        self._patient.put(keys.ROOT_METADATA, replace(root, peer_id=peer_id).to_json())
+        self._retry(check_claim, self.store, self.instance)
+        self._retry(self.store.put, keys.ROOT_METADATA, replace(root, peer_id=peer_id).to_json())
 
 
 class UploadLoop:
@@ -254,7 +248,7 @@ class UploadLoop:
     Raises OSError when ``start.folder`` cannot be written.
     """
 
-    def __init__(self, start: Start, store: S3ObjectStore, send: Callable[[Any], None]) -> None:
+    def __init__(self, start: Start, store: ObjectStore, send: Callable[[Any], None]) -> None:
         self._settings = start.settings
         self._snapshots = start.snapshots
         self._takes_bucket = start.settings.take_bucket
@@ -502,7 +496,7 @@ def main() -> int:
     parent.forward_log()
     logging.getLogger("distributed_training").setLevel(logging.INFO)
     try:
-        store = S3ObjectStore.from_settings(start.settings, bucket=start.bucket, write=True)
+        store = open_store(start.settings, start.bucket, write=True)
         loop = UploadLoop(start, store, parent.send)
     except (ValueError, OSError) as error:
         log.error("%s", disk_problem(error) if isinstance(error, OSError) else error)

@@ -29,6 +29,7 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.metadata import ConfigExtras, Metadata, RoundNotes
 from distributed_training.protocol.types import PublicationReport, Revision
+from distributed_training.store.base import ObjectStore
 from distributed_training.store.bucket_reader import (
     BucketReader,
     StateUnavailable,
@@ -36,9 +37,9 @@ from distributed_training.store.bucket_reader import (
     remove_states,
 )
 from distributed_training.store.cleanup import prune_epochs
+from distributed_training.store.errors import StoreError
 from distributed_training.store.journal import Journal
-from distributed_training.store.s3 import S3ObjectStore, StoreError
-from distributed_training.store.transfer import Sender, Sent, deadline_in, patient
+from distributed_training.store.transfer import Retry, Sender, Sent, deadline_in
 from distributed_training.training.model import hf_config, schema_of, without_extras
 from distributed_training.training.outer_step import (
     GlobalState,
@@ -115,7 +116,7 @@ class GlobalStateError(RuntimeError):
     """The global bucket holds something that cannot be gone on from. The text says what to do."""
 
 
-def claim(store: S3ObjectStore, network: Network) -> None:
+def claim(store: ObjectStore, network: Network) -> None:
     """Write into the global bucket whose it is.
 
     Raises WrongNetwork where it is another founder's: two networks of one name would overwrite each
@@ -147,7 +148,7 @@ class GlobalPublisher:
     def __init__(
         self,
         *,
-        store: S3ObjectStore,
+        store: ObjectStore,
         folder: Path,
         run: int,
         keep_epochs: int = 3,
@@ -245,7 +246,7 @@ class GlobalPublisher:
         self._put(keys.ROUND, notes.to_json())
 
     def _put(self, key: str, data: bytes) -> None:
-        patient(self._store, each=_SMALL).put(key, data)
+        Retry(each=_SMALL)(self._store.put, key, data)
 
     def _write(self, state: GlobalState) -> Path:
         folder = self._folder / keys.epoch_folder(state.outer_step)

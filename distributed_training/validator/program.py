@@ -53,7 +53,8 @@ from distributed_training.scoring.evaluator import (
     evaluation_device,
 )
 from distributed_training.scoring.upload import OpenBucket, PageReader
-from distributed_training.store.s3 import S3ObjectStore, StoreError
+from distributed_training.store.base import ObjectStore
+from distributed_training.store.errors import StoreError
 from distributed_training.swarm.supervisor import SwarmUnavailable, address_of
 from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog
@@ -85,7 +86,7 @@ class Parts:
 
     member: Member
     client: SignedClient
-    store: S3ObjectStore
+    store: ObjectStore
     open_bucket: OpenBucket
     pages: Pages
     held_out: Tensor

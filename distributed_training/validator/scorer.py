@@ -54,7 +54,7 @@ from distributed_training.scoring.upload import (
     of_this_machine,
     read_upload,
 )
-from distributed_training.store.s3 import StoreError
+from distributed_training.store.errors import StoreError
 from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.global_state import GlobalPublisher
 from distributed_training.validator.rounds import Attendance, each, unless_stopped

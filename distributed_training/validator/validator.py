@@ -76,7 +76,7 @@ from distributed_training.protocol.metadata import RoundNotes
 from distributed_training.protocol.scoring import round_due
 from distributed_training.protocol.types import AllReduceFault
 from distributed_training.scoring.evaluator import Judgement
-from distributed_training.store.s3 import StoreError
+from distributed_training.store.errors import StoreError
 from distributed_training.training.outer_step import GlobalState, nesterov_sgd
 from distributed_training.validator.global_state import (
     GlobalPublisher,

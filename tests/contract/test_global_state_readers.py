@@ -17,7 +17,7 @@ from distributed_training.protocol.types import Revision
 from distributed_training.scoring.score_preview import NotJudgeable, read_judged
 from distributed_training.store import transfer
 from distributed_training.store.bucket_reader import BucketReader
-from distributed_training.store.s3 import StoreError
+from distributed_training.store.errors import StoreError
 from distributed_training.training.model import parameter_schema
 from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.global_state import (

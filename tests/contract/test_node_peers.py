@@ -15,15 +15,15 @@ from distributed_training.common.ports import free_ports
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.store import bucket_reader
 from distributed_training.store.bucket_reader import BucketReader
-from distributed_training.store.s3 import (
+from distributed_training.store.errors import (
     DeadlineError,
     IntegrityError,
     ObjectMissingError,
     PreconditionError,
-    S3ObjectStore,
     StoreError,
     TransientError,
 )
+from distributed_training.store.s3 import S3ObjectStore
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.support_store import settings_for
 

@@ -1,4 +1,4 @@
-"""The S3 client against the real server, and its twin in memory, do the same."""
+"""All kinds of stores do the same: S3's client against a real server, a folder, plug-ins."""
 
 from __future__ import annotations
 
@@ -14,47 +14,85 @@ from types import SimpleNamespace
 import pytest
 from pydantic import SecretStr
 
+from distributed_training.common.kinds import UnknownKindError
 from distributed_training.config import load_config
+from distributed_training.config.settings import StoreSettings
 from distributed_training.health import outside
 from distributed_training.localnet.services import ObjectStoreServer
+from distributed_training.protocol import keys
+from distributed_training.protocol.types import Revision
 from distributed_training.store import s3
-from distributed_training.store.bucket_reader import WritableReadKeyError, check_read_key
-from distributed_training.store.s3 import (
+from distributed_training.store.base import MultipartStore, ObjectStore, PartInfo
+from distributed_training.store.bucket_reader import (
+    BucketReader,
+    WritableReadKeyError,
+    check_read_key,
+)
+from distributed_training.store.cleanup import prune_epochs, sweep_uploads
+from distributed_training.store.errors import (
     AccessDeniedError,
     BucketMissingError,
     DeadlineError,
     IntegrityError,
     ObjectMissingError,
-    PartInfo,
     PreconditionError,
     RefusedError,
-    S3ObjectStore,
-    Section,
     StoreError,
     TransientError,
     UploadMissingError,
 )
+from distributed_training.store.journal import Journal, Submission
+from distributed_training.store.opening import open_store
+from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.transfer import multipart_etag
+from distributed_training.store.uplink import Section
+from distributed_training.store.uploader_process import Publication
 from tests.tools.memory_store import MemoryObjectStore
-from tests.tools.support_store import new_bucket, server, settings_for
+from tests.tools.support_store import (
+    PEER_ID,
+    assert_published,
+    digest,
+    new_bucket,
+    server,
+    settings_for,
+    write_snapshot,
+)
 from tests.tools.waiting import wait_for
+from tests.toys import store as toys
 
 __all__ = ["server"]
 pytestmark = pytest.mark.timeout(60)
 MIB = 1024 * 1024
 
 
-@pytest.fixture(params=["s3", "memory"])
-def store(request: pytest.FixtureRequest) -> Iterator[S3ObjectStore]:
-    if request.param == "memory":
-        yield MemoryObjectStore()
-        return
-    running = request.getfixturevalue("server")
-    yield new_bucket(running, settings_for(running))
+def made(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
+    if kind == "twin":
+        return MemoryObjectStore()
+    if kind == "s3":
+        server = request.getfixturevalue("server")
+        return new_bucket(server, settings_for(server))
+    folder = request.getfixturevalue("tmp_path")
+    (folder / "bucket").mkdir()
+    place = {"folder": f"folder://{folder}", "memory": "memory://"}[kind]
+    return open_store(StoreSettings(endpoint_url=place), "bucket", write=True)
 
 
-def test_objects(store: S3ObjectStore) -> None:
-    store.create_bucket()  # again: fine
+@pytest.fixture(params=["s3", "twin", "folder", "memory"])
+def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
+    yield made(request.param, request)
+    toys.BUCKETS.clear()
+
+
+@pytest.fixture(params=["s3", "twin"])
+def in_parts(request: pytest.FixtureRequest) -> MultipartStore:
+    found = made(request.param, request).multipart()
+    assert found is not None
+    return found
+
+
+def test_objects(store: ObjectStore) -> None:
+    if isinstance(store, S3ObjectStore):
+        store.create_bucket()  # again: fine
     assert store.head("a/b") is None
     assert store.get("a/b", limit=10) is None
     etag = store.put("a/b", b"0123456789")
@@ -83,7 +121,8 @@ def test_objects(store: S3ObjectStore) -> None:
     assert [o.key for o in store.list_objects()] == ["a/c", "d"]
 
 
-def test_multipart(store: S3ObjectStore, tmp_path: Path) -> None:
+def test_multipart(in_parts: MultipartStore, tmp_path: Path) -> None:
+    store = in_parts
     data = os.urandom(12 * MIB)
     path = tmp_path / "file"
     path.write_bytes(data)
@@ -119,8 +158,9 @@ def test_multipart(store: S3ObjectStore, tmp_path: Path) -> None:
         store.complete_multipart("big", other, parts[:1])
 
 
-def test_parts_that_cannot_be_put_together_are_refused(store: S3ObjectStore) -> None:
+def test_parts_that_cannot_be_put_together_are_refused(in_parts: MultipartStore) -> None:
     """At Complete, and the upload stays; only its last part may be smaller than 5 MiB."""
+    store = in_parts
     upload_id = store.create_multipart("big")
     least, last = b"a" * 5 * MIB, b"b"
     with pytest.raises(StoreError, match="MalformedXML"):
@@ -138,6 +178,54 @@ def test_parts_that_cannot_be_put_together_are_refused(store: S3ObjectStore) -> 
     assert store.list_parts("big", upload_id) == parts
     assert store.complete_multipart("big", upload_id, parts) == multipart_etag(parts)
     assert store.get("big", limit=len(least) + 1) == least + last
+
+
+@pytest.mark.parametrize("kind", ["s3", "folder", "memory"])
+def test_a_snapshot_is_uploaded_to_any_kind(
+    kind: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
+    """And read back whole; twice, as a restart would, into the same outer step."""
+    store = made(kind, request)
+    revision = Revision(5, 3, 50)
+    files = write_snapshot(tmp_path / "s", revision, world_size=1)
+    settings = StoreSettings(write_interval=timedelta(0), part_size=5 * MIB)
+    journal = Journal(tmp_path / "uploads.json")
+    for _ in range(2):
+        submission = Submission(tmp_path / "s", revision, 1, PEER_ID)
+        report = Publication(store, journal, settings, "me").run(submission)
+        assert report.ok, report.reason
+    assert_published(store, revision, files)
+    sweep_uploads(store, instance="me", spare=journal.owned)
+    reader = BucketReader(store)
+    fetched = reader.fetch(3, tmp_path / "states", [keys.GRADIENTS, keys.CONFIG])
+    assert digest(fetched / keys.GRADIENTS) == digest(files[keys.GRADIENTS])
+    prune_epochs(store, newest=4, keep=1)
+    assert [o.key for o in store.list_objects()] == [keys.ROOT_METADATA]
+    toys.BUCKETS.clear()
+
+
+def test_a_folder_takes_nothing_from_outside_and_nothing_without_its_disk(tmp_path: Path) -> None:
+    place = StoreSettings(endpoint_url=f"folder://{tmp_path}")
+    store = open_store(place, "bucket", write=True)
+    for operation in (lambda: store.put("a", b"x"), lambda: store.list_objects()):
+        with pytest.raises(BucketMissingError, match="make this folder, or mount its disk"):
+            operation()
+    (tmp_path / "bucket").mkdir()
+    store.put("a", b"x")
+    with pytest.raises(StoreError, match="no key"):
+        store.get("../bucket/a", limit=9)
+    reader = open_store(place, "bucket")
+    with pytest.raises(AccessDeniedError):
+        reader.put("a", b"y")
+    check_read_key(reader, timeout=timedelta(seconds=1))
+    for name in ("../other", ".hidden", ""):
+        with pytest.raises(ValueError, match="bucket name"):
+            open_store(place, name)
+
+
+def test_an_unknown_kind_of_store_is_named_with_those_that_there_are() -> None:
+    with pytest.raises(UnknownKindError, match=r"object store called 'sqlite'.*folder.*s3"):
+        open_store(StoreSettings(endpoint_url="sqlite:///x"), "bucket")
 
 
 def test_a_missing_bucket_is_named(server: ObjectStoreServer) -> None:

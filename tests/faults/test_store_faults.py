@@ -32,8 +32,9 @@ from distributed_training.store.cleanup import (
     upload_sizes,
 )
 from distributed_training.store.journal import Journal, Submission, UploadRecord
-from distributed_training.store.s3 import S3ObjectStore, Uplink
+from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.transfer import MIB, Sender
+from distributed_training.store.uplink import Uplink
 from distributed_training.store.uploader import Uploader
 from distributed_training.store.uploader_process import Publication
 from tests.tools.store_shim import DROP, STALL, Call, Shim, make_certificate, through

@@ -19,7 +19,7 @@ from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Revision
 from distributed_training.store import snapshot_folder
-from distributed_training.store.s3 import NoRoomError
+from distributed_training.store.errors import NoRoomError
 from distributed_training.store.transfer import deadline_in, download
 from distributed_training.store.uploader import Uploader
 from tests.tools.store_shim import Call, Shim

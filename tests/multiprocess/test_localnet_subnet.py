@@ -21,7 +21,8 @@ from distributed_training.localnet.command import INTERRUPT_GRACE, main
 from distributed_training.localnet.services import MARK, SubnetOptions, parse_ranks, plan_neurons
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.scoring.command import subnet_flags
-from distributed_training.store.s3 import S3ObjectStore, TransientError
+from distributed_training.store.errors import TransientError
+from distributed_training.store.s3 import S3ObjectStore
 from tests.tools.subnet_tools import stop_miner
 from tests.tools.waiting import wait_for
 

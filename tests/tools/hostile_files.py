@@ -50,9 +50,9 @@ from distributed_training.protocol.metadata import Metadata, parse_commitment
 from distributed_training.protocol.synapses import parse_all_reduce, parse_is_alive_reply
 from distributed_training.store.bucket_reader import check_file
 from distributed_training.store.cleanup import OWNER_KEY, check_claim, instance_of
-from distributed_training.store.s3 import Uplink
 from distributed_training.store.snapshot_folder import read_config, wait_complete
 from distributed_training.store.transfer import deadline_in, download
+from distributed_training.store.uplink import Uplink
 from distributed_training.store.uploader import Start
 from distributed_training.store.uploader_process import UploadLoop
 from distributed_training.swarm import wire

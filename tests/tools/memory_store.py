@@ -10,19 +10,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from distributed_training.store.s3 import (
-    MOST_LISTED,
+from distributed_training.store.base import MOST_LISTED, MultipartInfo, ObjectInfo, PartInfo
+from distributed_training.store.errors import (
     BucketMissingError,
     IntegrityError,
-    MultipartInfo,
-    ObjectInfo,
     ObjectMissingError,
-    PartInfo,
     PreconditionError,
-    Section,
     StoreError,
     UploadMissingError,
 )
+from distributed_training.store.uplink import Section
 
 LEAST_PART = 5 * 2**20  # bytes, of S3 and R2; the last part of an upload may be smaller
 
@@ -119,6 +116,9 @@ class MemoryObjectStore:
         if len(found) > most:
             raise StoreError(f"{self.bucket}/{prefix} lists more than {most} objects")
         return found
+
+    def multipart(self) -> MemoryObjectStore:
+        return self
 
     def create_multipart(self, key: str) -> str:
         self._enter("create_multipart", key)

@@ -25,7 +25,7 @@ from distributed_training.protocol.metadata import ConfigExtras, Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store.journal import Journal, Submission
 from distributed_training.store.s3 import S3ObjectStore
-from distributed_training.store.transfer import patient
+from distributed_training.store.transfer import Retry
 from distributed_training.store.uploader_process import Publication
 from tests.tools.gradient_file import build_payload
 
@@ -194,10 +194,12 @@ def object_digest(store: S3ObjectStore, key: str) -> str:
 
 def assert_published(store: S3ObjectStore, revision: Revision, files: dict[str, Path]) -> None:
     """Every object is the snapshot's, and both metadata documents name it."""
-    store = patient(store, each=timedelta(seconds=30))  # a busy machine's answers slowly
+    retry = Retry(each=timedelta(seconds=30))  # a busy machine's answers slowly
     for name, path in files.items():
-        assert object_digest(store, keys.epoch_key(revision.outer_step, name)) == digest(path), name
+        assert retry(object_digest, store, keys.epoch_key(revision.outer_step, name)) == digest(
+            path
+        ), name
     for key in (keys.epoch_key(revision.outer_step, keys.METADATA), keys.ROOT_METADATA):
-        data = store.get(key, limit=10_000)
+        data = retry(store.get, key, limit=10_000)
         assert data is not None
         assert Metadata.parse(data).revision == revision

@@ -45,7 +45,7 @@ from distributed_training.protocol.types import (
 )
 from distributed_training.scoring.evaluator import EvaluationModel
 from distributed_training.store.bucket_reader import BucketReader
-from distributed_training.store.s3 import StoreError
+from distributed_training.store.errors import StoreError
 from distributed_training.telemetry import read_events
 from distributed_training.training.outer_step import GlobalState, nesterov_sgd
 from distributed_training.validator.program import Parts, build

@@ -40,7 +40,7 @@ from distributed_training.common.files import (
     write_state,
 )
 from distributed_training.health.machine import check_disk, check_shared_memory
-from distributed_training.store.s3 import NoRoomError
+from distributed_training.store.errors import NoRoomError
 from distributed_training.store.snapshot_folder import disk_allows
 from distributed_training.store.transfer import check_room
 

@@ -34,7 +34,8 @@ from distributed_training.config.settings import DataSettings, StoreSettings
 from distributed_training.data.dataset_server import RowsApiSource
 from distributed_training.data.page_source import Counts, PageUnavailable
 from distributed_training.health.clock import ClockUnknown, store_offset
-from distributed_training.store.s3 import AccessKeys, S3ObjectStore, StoreError
+from distributed_training.store.errors import StoreError
+from distributed_training.store.s3 import AccessKeys, S3ObjectStore
 from tests.tools.chain_world import MINER, VALIDATOR
 from tests.tools.waiting import wait_for
 

@@ -44,7 +44,10 @@ from distributed_training.health.machine import (
 from distributed_training.node import identity
 from distributed_training.node.buckets import NoBucket
 from distributed_training.protocol.types import Check
-from distributed_training.store.s3 import ObjectInfo, S3ObjectStore, Section, StoreError
+from distributed_training.store.base import ObjectInfo
+from distributed_training.store.errors import StoreError
+from distributed_training.store.s3 import S3ObjectStore
+from distributed_training.store.uplink import Section
 from distributed_training.telemetry import Registry
 from distributed_training.training.memory_plan import named_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger

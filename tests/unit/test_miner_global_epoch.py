@@ -33,7 +33,8 @@ from distributed_training.protocol.keys import r2_endpoint
 from distributed_training.protocol.metadata import BucketCredentials, Metadata, build_commitment
 from distributed_training.protocol.types import Revision
 from distributed_training.store.bucket_reader import BucketReader
-from distributed_training.store.s3 import AccessDeniedError, S3ObjectStore, TransientError
+from distributed_training.store.errors import AccessDeniedError, TransientError
+from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.training.outer_step import Rows
 from tests.tools.memory_store import MemoryObjectStore
 
@@ -275,7 +276,7 @@ def test_a_stop_while_the_bucket_is_read_is_no_warning(
             raise TransientError("503 ServiceUnavailable")
 
     reader = bucket(weights(), tmp_path)
-    store: Any = reader.follow()._once
+    store: Any = reader.follow()._store
     store.put(keys.epoch_key(4, keys.METADATA), Metadata.of(Revision(5, 4, 0), "").to_json())
     store._before = before
     with watching(reader, rows=rows_of(weights())) as (watch, events):

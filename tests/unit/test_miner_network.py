@@ -21,8 +21,8 @@ from distributed_training.node.start import NetworkFailure
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Revision
 from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.store.errors import TransientError
 from distributed_training.store.journal import Journal, Submission
-from distributed_training.store.s3 import TransientError
 from distributed_training.store.uploader_process import Publication
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER

@@ -47,13 +47,13 @@ from distributed_training.protocol.types import (
     RoundRequest,
 )
 from distributed_training.store.bucket_reader import BucketReader, refusal
-from distributed_training.store.s3 import (
+from distributed_training.store.errors import (
     AccessDeniedError,
     DeadlineError,
-    S3ObjectStore,
     StoreError,
     TransientError,
 )
+from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.training.local_evaluation import AwfulWeights
 from distributed_training.training.model import hf_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger

@@ -11,7 +11,7 @@ from distributed_training.config.settings import StoreSettings
 from distributed_training.node import buckets
 from distributed_training.node.buckets import check_own, own_commitment
 from distributed_training.node.start import NetworkFailure
-from distributed_training.store.s3 import (
+from distributed_training.store.errors import (
     AccessDeniedError,
     BucketMissingError,
     ClockSkewError,

@@ -22,8 +22,9 @@ from pydantic import SecretStr
 
 from distributed_training.config.settings import StoreSettings
 from distributed_training.store import transfer
+from distributed_training.store.errors import IntegrityError, StoreError
 from distributed_training.store.journal import Journal
-from distributed_training.store.s3 import AccessKeys, IntegrityError, S3ObjectStore, StoreError
+from distributed_training.store.s3 import AccessKeys, S3ObjectStore
 from distributed_training.store.transfer import Sender, multipart_etag
 
 pytestmark = pytest.mark.timeout(60)

@@ -25,16 +25,14 @@ from distributed_training.config.settings import StoreSettings
 from distributed_training.node.buckets import _errors_of_a_start
 from distributed_training.node.start import NetworkFailure
 from distributed_training.store import s3, transfer
-from distributed_training.store.s3 import (
-    AccessKeys,
+from distributed_training.store.base import ObjectInfo, PartInfo
+from distributed_training.store.errors import (
     CertificateError,
     IntegrityError,
-    ObjectInfo,
-    PartInfo,
-    S3ObjectStore,
     StoreError,
     TransientError,
 )
+from distributed_training.store.s3 import AccessKeys, S3ObjectStore
 from tests.tools.store_shim import make_certificate
 
 pytestmark = pytest.mark.timeout(60)
@@ -388,13 +386,13 @@ def test_a_certificate_that_is_not_accepted_is_named(
     certificate = make_certificate(tmp_path)
     with store_at(Page, certificate) as store:
         monkeypatch.setattr(transfer, "FIRST_WAIT", timedelta(milliseconds=1))
-        asked = transfer.patient(store, each=timedelta(hours=1))
+        retry = transfer.Retry(each=timedelta(hours=1))
         with pytest.raises(CertificateError, match=r"not accepted \(self-signed.*AWS_CA_BUNDLE"):
-            asked.list_objects()
+            retry(store.list_objects)
         answers = [CertificateError("x"), CertificateError("x"), [ObjectInfo("k", 1, "e", 0.0)]]
         with monkeypatch.context() as patch:
             patch.setattr(store, "list_objects", Mock(side_effect=answers))
-            assert len(asked.list_objects()) == 1
+            assert len(retry(store.list_objects)) == 1
     with pytest.raises(NetworkFailure, match="not accepted"), _errors_of_a_start("llama-007"):
         raise CertificateError("it is not accepted")
     for name in BUNDLES:

@@ -25,16 +25,17 @@ from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store import cleanup, uploader_process
 from distributed_training.store.cleanup import Removed, prune_epochs
-from distributed_training.store.journal import Journal, Submission, UploadRecord, last_checked
-from distributed_training.store.s3 import (
+from distributed_training.store.errors import (
     IntegrityError,
     StoppedError,
     StoreError,
     TransientError,
-    Uplink,
-    endpoint_of,
 )
+from distributed_training.store.journal import Journal, Submission, UploadRecord, last_checked
+from distributed_training.store.s3 import endpoint_of
 from distributed_training.store.snapshot_folder import prune_snapshots, wait_complete
+from distributed_training.store.transfer import Retry
+from distributed_training.store.uplink import Uplink
 from distributed_training.store.uploader import Close, Start
 from distributed_training.store.uploader_process import Publication
 from tests.tools.memory_store import MemoryObjectStore
@@ -319,7 +320,7 @@ def test_a_crowded_bucket_is_cleaned_and_no_publication_waits_for_it(
     """800 stuck uploads at a store that answers one request in 25 with 500 or 503, and three of
     the uploads with nothing else."""
     caplog.set_level("INFO")
-    monkeypatch.setattr(cleanup, "_PATIENCE", timedelta(seconds=4))
+    monkeypatch.setattr(cleanup, "_RETRY", Retry(each=timedelta(seconds=4)))
     published = threading.Event()
     requests = itertools.count()
     held_up: list[str] = []

@@ -23,12 +23,12 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import Metadata
 from distributed_training.protocol.types import Revision
 from distributed_training.store import bucket_reader, snapshot_folder, transfer
+from distributed_training.store.base import ObjectInfo
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
-from distributed_training.store.s3 import (
+from distributed_training.store.errors import (
     DeadlineError,
     IntegrityError,
     NoRoomError,
-    ObjectInfo,
     StoreError,
     TransientError,
 )

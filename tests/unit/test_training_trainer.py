@@ -22,8 +22,9 @@ from safetensors.torch import save_file
 
 from distributed_training.common.files import json_line
 from distributed_training.protocol.types import Progress
-from distributed_training.store.s3 import IntegrityError, Uplink
+from distributed_training.store.errors import IntegrityError
 from distributed_training.store.snapshot_folder import wait_complete
+from distributed_training.store.uplink import Uplink
 from distributed_training.training import checkpoint, sharding, snapshot
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout

@@ -26,7 +26,7 @@ from distributed_training.scoring import upload
 from distributed_training.scoring.evaluator import EvaluationModel, Evaluator
 from distributed_training.scoring.upload import Cause, DataUnavailable, inspect
 from distributed_training.store.bucket_reader import BucketReader
-from distributed_training.store.s3 import StoreError
+from distributed_training.store.errors import StoreError
 from distributed_training.validator import scorer
 from distributed_training.validator.rounds import Attendance
 from distributed_training.validator.scorer import Ends, Reached, Standings

@@ -1,0 +1,165 @@
+"""The interface of an object store, eight methods, and the kinds that there are.
+
+A store is one bucket: objects of bytes by key. Files too large for one request go in parts where
+the store has :class:`MultipartStore`, and in one piece where it has not. Each operation makes one
+attempt; :class:`~.transfer.Retry` makes more. All are called from several threads at once.
+
+A kind of store is a function that opens a bucket, registered in :data:`STORES` by its own file.
+``--r2.endpoint_url`` (``store.endpoint`` of the network's file) chooses it:
+:func:`~.opening.open_store`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Protocol
+
+from distributed_training.common.kinds import Kinds
+from distributed_training.config.settings import StoreSettings
+from distributed_training.protocol.metadata import BucketCredentials
+
+from .uplink import Section
+
+
+@dataclass(frozen=True)
+class ObjectInfo:
+    """One object of a listing or of a HEAD request.
+
+    ``etag``: at most stores MD5 in hex of an object put in one piece, ``md5-of-part-md5s`` + ``-n``
+    of one put in n parts; see :func:`same_etag`. ``modified``: seconds since 1970, the store's
+    clock. ``age_seconds``: by the store's clock too, so that a wrong clock of ours does not matter;
+    None in listings.
+    """
+
+    key: str
+    size: int
+    etag: str
+    modified: float
+    age_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class PartInfo:
+    """One part of a multipart upload."""
+
+    number: int  # from 1
+    size: int
+    etag: str  # as the store writes it: MD5 in hex, or anything
+
+
+@dataclass(frozen=True)
+class MultipartInfo:
+    """One multipart upload that is not completed."""
+
+    key: str
+    upload_id: str
+    initiated: float  # seconds since 1970, the store's clock
+
+    @property
+    def age(self) -> timedelta:
+        """The time since it was begun, by our clock."""
+        return timedelta(seconds=max(0.0, time.time() - self.initiated))
+
+
+def same_etag(one: str, other: str) -> bool:
+    """Compare two etags; some stores write the digits of an MD5 as capitals."""
+    return bool(one) and one.lower() == other.lower()
+
+
+def is_md5(etag: str) -> bool:
+    return re.fullmatch(r"[0-9a-fA-F]{32}", etag) is not None
+
+
+#: Names that a list holds at most: an untrusted bucket's may have no end.
+MOST_LISTED = 200_000
+
+
+class ObjectStore(Protocol):
+    """One bucket. All methods are thread-safe and raise :class:`StoreError` of the kind that fits.
+
+    A :class:`~.uplink.Section` is sent from its beginning.
+    """
+
+    @property
+    def bucket(self) -> str:
+        """The bucket's name, for messages and journals."""
+        ...
+
+    def head(self, key: str) -> ObjectInfo | None:
+        """Return what is known of an object, None if there is none."""
+        ...
+
+    def get(self, key: str, *, limit: int) -> bytes | None:
+        """Return a whole object, None if there is none. IntegrityError if it exceeds ``limit``."""
+        ...
+
+    def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
+        """Return a range, shorter at the object's end.
+
+        Raises ObjectMissingError, PreconditionError if its etag is no longer ``etag``.
+        """
+        ...
+
+    def put(self, key: str, data: bytes | Section) -> str:
+        """Write an object; return its etag, which :meth:`head` gives from then on."""
+        ...
+
+    def delete(self, key: str) -> None:
+        """Delete an object; a missing one is fine."""
+        ...
+
+    def list_objects(self, prefix: str = "", *, most: int = MOST_LISTED) -> list[ObjectInfo]:
+        """Return what is known of each object, by key. StoreError for more than ``most``."""
+        ...
+
+    def multipart(self) -> MultipartStore | None:
+        """Return this store if it takes a file in parts, else None."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class MultipartStore(ObjectStore, Protocol):
+    """A store that takes a file in parts: nothing is visible before the last call."""
+
+    def create_multipart(self, key: str) -> str:
+        """Begin an upload; return its id."""
+        ...
+
+    def upload_part(self, key: str, upload_id: str, number: int, data: bytes | Section) -> PartInfo:
+        """Send the part ``number``, from 1. ContradictionError if the store holds other bytes."""
+        ...
+
+    def list_parts(self, key: str, upload_id: str) -> list[PartInfo]: ...
+
+    def complete_multipart(self, key: str, upload_id: str, parts: Sequence[PartInfo]) -> str:
+        """Put the parts together; return the object's etag."""
+        ...
+
+    def abort_multipart(self, key: str, upload_id: str) -> None: ...
+
+    def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]: ...
+
+
+class OpenStore(Protocol):
+    """A kind of store: opens a bucket of the place that ``settings`` name.
+
+    ``write``: with the right to write. ``credentials``: of another's bucket, as its owner
+    committed them; None: it is ours. Raises ValueError, with a line for the operator.
+    """
+
+    def __call__(
+        self,
+        settings: StoreSettings,
+        bucket: str,
+        *,
+        write: bool,
+        credentials: BucketCredentials | None,
+    ) -> ObjectStore: ...
+
+
+STORES: Kinds[OpenStore] = Kinds("object store")

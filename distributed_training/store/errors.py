@@ -1,0 +1,101 @@
+"""The errors of an object store, told apart by what to do about them.
+
+The texts are for the operator and never hold a key, a secret or a signed address:
+
+    StoreError
+        TransientError          back off and try again
+            ContradictionError  once more
+            CertificateError    a few times more
+        AccessDeniedError       the keys
+            ClockSkewError      the clock
+        RefusedError            what the store says
+        BucketMissingError, ObjectMissingError, UploadMissingError
+        PreconditionError       begin again
+        IntegrityError          other bytes than they should be
+        NoRoomError, DeadlineError, StoppedError
+"""
+
+from __future__ import annotations
+
+from distributed_training.common.files import is_full
+
+
+class StoreError(RuntimeError):
+    """An operation on the object store failed. ``retryable``: trying again later may help."""
+
+    retryable = False
+
+
+class TransientError(StoreError):
+    """429, 5xx, a timeout, a dropped connection: back off and try again."""
+
+    retryable = True
+
+
+class AccessDeniedError(StoreError):
+    """403: the keys are wrong or lack a permission; the text says which."""
+
+
+class ContradictionError(TransientError):
+    """An answer contradicts what was sent or asked for, as other bytes do. Once more it may not.
+
+    Twice in a row is no accident: see :class:`~.transfer.Retry`.
+    """
+
+
+class CertificateError(TransientError):
+    """The store's certificate is not accepted: by its authority, its name or its time.
+
+    One machine of many may show it; a few times in a row all do: see :class:`~.transfer.Retry`.
+    """
+
+
+class RefusedError(StoreError):
+    """The store refuses for a reason of its own, which it says: a quota, a bill, a lock."""
+
+
+class ClockSkewError(AccessDeniedError):
+    """The store refuses our signature because this machine's clock is off."""
+
+
+class BucketMissingError(StoreError):
+    """There is no such bucket."""
+
+
+class ObjectMissingError(StoreError):
+    """There is no such object."""
+
+
+class UploadMissingError(StoreError):
+    """There is no such multipart upload: completed, aborted, or expired."""
+
+
+class PreconditionError(StoreError):
+    """412: the object changed between two requests that had to see the same one."""
+
+
+class IntegrityError(StoreError):
+    """Bytes at the store differ from those sent, or a file is not what it should be."""
+
+
+class NoRoomError(StoreError):
+    """The disk has no room for a download; what came of it is kept."""
+
+
+class DeadlineError(StoreError):
+    """The retries of an operation used up its time. The text says what the last attempt met."""
+
+
+class StoppedError(StoreError):
+    """The operation was ended on request; a journal keeps what was done."""
+
+
+def disk_problem(error: OSError) -> str:
+    """Word an error of the disk in one line: its place, and how to fix a full one."""
+    line = f"{error.filename or 'the disk'}: {error.strerror or error}"
+    if not is_full(error):
+        return line
+    return (
+        f"{line}. This snapshot is not uploaded and training goes on: free the disk or "
+        "move --neuron.run_folder"
+    )
