@@ -278,7 +278,7 @@ def probe(
     name, place = f"probe {host}:{port}", f"{host}:{port}"
     try:
         with socket.create_connection((host, port), timeout=timeout.total_seconds()) as connection:
-            return _judge(name, _who(connection), wanted)
+            return _judge(name, connection, wanted)
     # Before OSError, which it is: a firewall that drops keeps silent, a closed port refuses.
     except TimeoutError:
         finding = (
@@ -297,8 +297,23 @@ def probe(
     return Check(name, "fail", finding, remedy)
 
 
-def _judge(name: str, found: tuple[str, str], wanted: str | None) -> Check:
-    who, detail = found
+def _judge(name: str, connection: socket.socket, wanted: str | None) -> Check:
+    """Judge a port by what answers behind it."""
+    connection.settimeout(1.0)  # a libp2p daemon speaks first
+    said = _read(connection)
+    who, detail = (SWARM, "") if _P2PD in said else ("", "")
+    if not who:
+        connection.settimeout(_TIMEOUT.total_seconds())
+        try:
+            connection.sendall(_REQUEST.encode())
+        except OSError:
+            said = b""
+        # What speaks first and is no libp2p peer is no HTTP server either.
+        said = said or _read(connection)
+        if said.startswith(b"HTTP/"):
+            status = said.split(b" ", 2)[1:2]
+            code = status[0][:3].decode("ascii", "replace") if status else "?"
+            who, detail = CALLS, f" (status {code})"
     if not who:
         return Check(
             name,
@@ -311,26 +326,6 @@ def _judge(name: str, found: tuple[str, str], wanted: str | None) -> Check:
         return Check(name, "ok", finding)
     remedy = f"forward it to {wanted}, or exchange --axon.external_port and --dht.external_port"
     return Check(name, "fail", f"{finding}, not {wanted}", remedy)
-
-
-def _who(connection: socket.socket) -> tuple[str, str]:
-    """Return what answers, CALLS, SWARM or nothing known, and more of its answer."""
-    connection.settimeout(1.0)  # a libp2p daemon speaks first
-    said = _read(connection)
-    if _P2PD in said:
-        return SWARM, ""
-    connection.settimeout(_TIMEOUT.total_seconds())
-    try:
-        connection.sendall(_REQUEST.encode())
-    except OSError:
-        said = b""
-    # What speaks first and is no libp2p peer is no HTTP server either.
-    said = said or _read(connection)
-    if not said.startswith(b"HTTP/"):
-        return "", ""
-    status = said.split(b" ", 2)[1:2]
-    code = status[0][:3].decode("ascii", "replace") if status else "?"
-    return CALLS, f" (status {code})"
 
 
 def _read(connection: socket.socket) -> bytes:

@@ -236,7 +236,18 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
             "update the miner, or ask the founder for a file of this format",
         )
     # Strictly: a program that ignored a key would train by other rules than its peers.
-    _refuse_unknown(flat, {*keys, *HEAD_KEYS})
+    known = {*keys, *HEAD_KEYS}
+    for key in flat:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+            hint = f"did you mean {near[0]}?" if near else "docs/network-file.md lists all"
+            raise NetworkFileError(f"{key!r} is not a key of it", hint)
+    missing = sorted(known - set(flat) - _OPTIONAL)
+    if missing:
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise NetworkFileError(
+            f"{missing[0]}{more} is missing", "every peer needs each value: add it"
+        )
     files = {_FILE: text, **_load_model(flat, beside)}
     digest = digest_of(flat)
     head = _head({key: flat[key] for key in HEAD_KEYS & {*flat}})
@@ -336,20 +347,6 @@ def _verify(signature: str | None, digest: str, hotkey: str) -> None:
             f"its signature is not that of chain.master_hotkey {hotkey} for these values: it was "
             "altered after it was signed",
             "fetch it again from the founder",
-        )
-
-
-def _refuse_unknown(flat: Mapping[str, Any], known: Collection[str]) -> None:
-    for key in flat:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-            hint = f"did you mean {near[0]}?" if near else "docs/network-file.md lists all"
-            raise NetworkFileError(f"{key!r} is not a key of it", hint)
-    missing = sorted(set(known) - set(flat) - _OPTIONAL)
-    if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        raise NetworkFileError(
-            f"{missing[0]}{more} is missing", "every peer needs each value: add it"
         )
 
 

@@ -175,7 +175,10 @@ def _kind_of(host: str) -> str:
 
 
 def _rules(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the built-in network's rules, with what the options say in their place."""
+    """Return the built-in network's rules, with what the options say in their place.
+
+    Raises ConfigError for a key that is no place for a value.
+    """
     rules = built_in_rules()
     # The public network's own; the others' follows from the file.
     rules.pop("run_id")
@@ -192,7 +195,17 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     # At first the validator and one miner are all there is.
     rules["round"]["min_group_size"] = 2
     for key, value in options.more:
-        _assign(rules, key, value)
+        table, name = rules, key
+        if "." in key:
+            section, _, name = key.partition(".")
+            table = rules.setdefault(section, {})
+        # What is read of the rules later would not be of the kind that it has to be.
+        if not isinstance(table, dict) or (key in rules and isinstance(rules[key], dict)):
+            raise ConfigError(
+                f"--set {key}: the file has no such key, so no network was founded: "
+                "docs/network-file.md lists all"
+            )
+        table[name] = value
     # What is given counts for the model too; a number of its parameters is compared with it later.
     rules["model"] = _model(options, rules["training"]) | rules["model"]
     return rules
@@ -310,21 +323,6 @@ def _without_nulls(value: Any) -> Any:
             raise ValueError("it has a list with a null in it")
         return [_without_nulls(inner) for inner in value]
     return value
-
-
-def _assign(rules: dict[str, Any], key: str, value: Any) -> None:
-    """Put ``value`` in its place. Raises ConfigError for a key that is no place for one."""
-    table, name = rules, key
-    if "." in key:
-        section, _, name = key.partition(".")
-        table = rules.setdefault(section, {})
-    # What is read of the rules later would not be of the kind that it has to be.
-    if not isinstance(table, dict) or (key in rules and isinstance(rules[key], dict)):
-        raise ConfigError(
-            f"--set {key}: the file has no such key, so no network was founded: "
-            "docs/network-file.md lists all"
-        )
-    table[name] = value
 
 
 def _no_file_beside(name: str) -> str:

@@ -314,17 +314,6 @@ def unread_variables(names: Iterable[str], known: Schema) -> Iterator[str]:
             yield f"nothing reads {name} of .env: {hint}"
 
 
-def open_to_others(path: Path) -> str | None:
-    """Warn if other users of this machine may read or change ``path``, which holds secrets."""
-    mode = stat.S_IMODE(path.stat().st_mode)
-    if not mode & 0o066:
-        return None
-    return (
-        f"{path} has mode {mode:04o}, so other users of this machine can take the keys in it: "
-        f"chmod 600 {path}"
-    )
-
-
 def read_toml(path: Path, known: Schema) -> dict[str, Given]:
     """Read the flags of a ``--config`` file. Raises ConfigError."""
     text = _read_text(path, f"--config {path}")
@@ -430,8 +419,11 @@ def load_config(
         except PluginError as error:
             raise ConfigError(f"{given['plugins'].source}: {error}") from None
     # Only if a setting came from it: another program's .env is its own affair.
-    warning = open_to_others(dotenv) if dotenv and from_dotenv else None
-    warnings += (warning,) if warning else ()
+    if dotenv and from_dotenv and (mode := stat.S_IMODE(dotenv.stat().st_mode)) & 0o066:
+        warnings.append(
+            f"{dotenv} has mode {mode:04o}, so other users of this machine can take the keys in "
+            f"it: chmod 600 {dotenv}"
+        )
     unread = tuple(unread_variables(lines_of_dotenv, known))
     warnings += (*odd, *unread) if from_dotenv else unread
     config = _with_rules(known, defaults, given, warnings)

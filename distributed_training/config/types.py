@@ -235,11 +235,6 @@ _is_node = _is_url("ws", "wss", user=True)
 _is_bucket = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]").fullmatch
 
 
-def _is_file_name(text: str) -> bool:
-    # File systems allow 255 bytes, and endings such as .rank0.log.3 are added.
-    return "/" not in text and text.strip() not in ("", ".", "..") and len(text.encode()) <= 200
-
-
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountFrom0 = Annotated[int, Field(ge=0, le=1_000_000)]
 Port = Annotated[int, Field(ge=0, le=65535)]  # of this machine; 0: a free one
@@ -255,7 +250,18 @@ Key = Secret | None
 Words = Annotated[tuple[T, ...], _from_text(_split)]
 
 Text = Annotated[str, Field(min_length=0)]  # may be empty
-FileName = Annotated[str, _holds("a name without '/'", _is_file_name)]
+FileName = Annotated[
+    str,
+    _holds(
+        "a name without '/'",
+        lambda text: (
+            "/" not in text
+            and text.strip() not in ("", ".", "..")
+            # File systems allow 255 bytes, and endings such as .rank0.log.3 are added.
+            and len(text.encode()) <= 200
+        ),
+    ),
+]
 Bucket = Annotated[
     str, _holds("3 to 63 lower-case letters, digits and '-', as buckets are named", _is_bucket)
 ]

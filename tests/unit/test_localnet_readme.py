@@ -27,7 +27,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*
 #: Written from the flags; with those of experiments.
 NO_FLAGS = ("flags", "experiments", "performance")
 OF_OTHERS = {"help", "help-all", "version"} | {  # and of torchrun
-    *("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "max_restarts")
+    *("nnodes", "node_rank", "nproc_per_node", "master_addr", "master_port", "max_restarts"),
+    "gpus-per-node",  # of Slurm
 }
 NAMES = [str(path.relative_to(ROOT)) for path in PAGES]
 pages = pytest.mark.parametrize("page", PAGES, ids=NAMES)
