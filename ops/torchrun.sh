@@ -17,7 +17,6 @@ shift
 here=$(dirname "$(dirname "$(readlink -f "$0")")")
 python=${DT_PYTHON:-$here/.venv/bin/python} program=${DT_PROGRAM:-$here/neurons/miner.py}
 export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}
-"$python" "$program" check "$@" || exit
-seconds=$("$python" -m distributed_training stop-seconds miner "$@")
+seconds=$("$python" "$program" check "$@") || exit
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=$((${seconds%.*} + 20))
 exec "$python" -m torch.distributed.run --max_restarts 0 "${words[@]}" "$program" "$@"

@@ -55,25 +55,24 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
 def check(argv: Sequence[str]) -> int:
     """Refuse, before torchrun, what starting again would not help. Return the exit status.
 
-    torchrun ends with status 1 whatever ended its ranks, so pm2 and Slurm would start it again and
-    again. A status 2 or 3 of the ranks that ran here last is reported once: whoever starts after
-    that has corrected it. Raises ConfigError.
+    Else print how many seconds a stop may take, which torchrun is to wait for. torchrun ends with
+    status 1 whatever ended its ranks, so pm2 and Slurm would start it again and again. A status 2
+    or 3 of the ranks that ran here last is reported once: whoever starts after that has corrected
+    it. Raises ConfigError.
     """
     from distributed_training.health.machine import refuse_model
-    from distributed_training.miner.launcher import ranks_of
+    from distributed_training.miner.launcher import ranks_of, stop_limit
     from distributed_training.miner.run_folder import forget_ranks, read_exit_status
 
     config = load_config("miner", argv, file=OPERATORS_FILE)
     refuse_model(config, ranks=ranks_of(config))
     ended = read_exit_status(config.run_folder, instance="")
-    if ended is None or ended.status not in (
-        ExitStatus.BAD_CONFIGURATION,
-        ExitStatus.DEREGISTERED,
-    ):
-        return ExitStatus.STOPPED
-    forget_ranks(config.run_folder)
-    print(f"error: {ended.reason}", file=sys.stderr, flush=True)
-    return ended.status
+    if ended and ended.status in (ExitStatus.BAD_CONFIGURATION, ExitStatus.DEREGISTERED):
+        forget_ranks(config.run_folder)
+        print(f"error: {ended.reason}", file=sys.stderr, flush=True)
+        return ended.status
+    print(stop_limit(config.run_folder, config.miner.stop_timeout).total_seconds())
+    return ExitStatus.STOPPED
 
 
 def set_rank_environment() -> None:
