@@ -107,18 +107,6 @@ class BlockList:
 
     def on_boundary(self, *, may_begin: bool) -> DataPart:
         """Return the block to prefetch and, if ``may_begin``, the one to train on from here."""
-        self._harvest()
-        request = self._next_request()
-        if not may_begin or self._remaining:
-            return DataPart(request)
-        block, sequences, start = self._next_block()
-        if block:
-            self._current = (block, sequences)
-            self._newest = max(self._newest, self._current)
-            self._remaining = (sequences - start) // self._micro_batch_size
-        return DataPart(request, block, sequences, start)
-
-    def _harvest(self) -> None:
         for block in tuple(self._requested):
             sequences = self._ranks.ready_everywhere(block, self._data.ready(block))
             if sequences is None:
@@ -131,6 +119,15 @@ class BlockList:
             elif (again := self._skipped()) is not None:
                 what = f"Block {block} has no data for at least one rank and is skipped"
                 log.warning("%s%s", what, again)
+        request = self._next_request()
+        if not may_begin or self._remaining:
+            return DataPart(request)
+        block, sequences, start = self._next_block()
+        if block:
+            self._current = (block, sequences)
+            self._newest = max(self._newest, self._current)
+            self._remaining = (sequences - start) // self._micro_batch_size
+        return DataPart(request, block, sequences, start)
 
     def _next_request(self) -> int:
         if self._ahead:
@@ -139,9 +136,17 @@ class BlockList:
             return block
         if len(self._requested) + len(self._ready) >= max(1, self._data.depth):
             return 0
+        whole = self._current[1] // self._micro_batch_size  # nothing better is known of the others
+        micro_batches = (
+            self._remaining
+            + sum(sequences // self._micro_batch_size for _, sequences in self._ready)
+            + whole * len(self._requested)
+        )
         # Two blocks in the queue made the newest trained one 31 blocks old at 60 s a step, and
-        # validators refuse an upload by that one.
-        if self._queued_seconds() > self._data.lead_seconds:
+        # validators refuse an upload by that one. Until the pace is known one is too many.
+        pace = statistics.median(self._seconds) if self._seconds else math.inf
+        later = micro_batches - 1  # asked again a micro-batch later
+        if later > 0 and later * pace > self._data.lead_seconds:
             return 0
         block = self.chain_block()
         if block > self._last_requested:
@@ -158,24 +163,18 @@ class BlockList:
             self._requested.append(block)
         return block
 
-    def _queued_seconds(self) -> float:
-        """Return how long the requested blocks last; Inf until the pace is known."""
-        whole = self._current[1] // self._micro_batch_size  # nothing better is known of the others
-        micro_batches = (
-            self._remaining
-            + sum(sequences // self._micro_batch_size for _, sequences in self._ready)
-            + whole * len(self._requested)
-        )
-        if micro_batches <= 1:
-            return 0.0
-        pace = statistics.median(self._seconds) if self._seconds else math.inf
-        return (micro_batches - 1) * pace  # asked again a micro-batch later
-
     def _past_block(self) -> int:
         """Return an earlier block: the chain has not moved, and its newest block was asked for."""
         if self._barren:
             return 0  # no more often than the chain moves, or a source that is down gets no rest
-        if self._clock() - self._moved_at > self.patience and not self._recent_is_coming():
+        ahead = [*self._requested, *(block for block, _ in self._ready), *self._since_step]
+        if self._remaining:
+            ahead.append(self._current[0])
+        newest = max([*self._trained, *ahead], default=0)  # in the list of the next upload
+        if (
+            self._clock() - self._moved_at > self.patience
+            and newest < self._last_requested - self._recent
+        ):
             return self._last_requested  # once more: no newer one is to be expected
         # Any block may be listed (protocol page, section 5), if the list has a recent one too.
         if self._gaps:
@@ -187,13 +186,6 @@ class BlockList:
             return 0
         self._oldest -= 1
         return self._oldest
-
-    def _recent_is_coming(self) -> bool:
-        """Return whether the next upload's list will have a block that counts as recent."""
-        ahead = [*self._requested, *(block for block, _ in self._ready), *self._since_step]
-        if self._remaining:
-            ahead.append(self._current[0])
-        return max([*self._trained, *ahead], default=0) >= self._last_requested - self._recent
 
     @property
     def _recent(self) -> int:
@@ -383,10 +375,7 @@ class BlockList:
             if not same_uid:
                 why = "this hotkey has another uid, which is assigned other pages"
             elif same_layout:
-                why = (
-                    "a node lacks its own part of the checkpoint or flags changed, so the "
-                    "micro-batches of the inner step under way are dropped"
-                )
+                why = "flags changed, so the micro-batches of the inner step under way are dropped"
             log.info(
                 "Data goes on with a new block: %s%s",
                 why,

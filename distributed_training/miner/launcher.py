@@ -192,7 +192,11 @@ def _train(
     mark = Mark(INSTANCE, secrets.token_hex(16))
     # Before any process is started: by this mark the next launcher finds what a SIGKILL left.
     write_instance(folder, mark, gpus=gpus)
-    _check_machine(config, ranks=ranks)
+    for check in start_checks(config, ranks=ranks):
+        if check.status == "fail" and config.diagnostics.start_check:
+            raise ConfigError(check.line)
+        if check.status != "ok":
+            log.warning("%s", check.line)
     group = RankGroup(
         config=config,
         world_size=ranks,
@@ -249,15 +253,6 @@ def _end_earlier_instance(folder: Path, *, patience: timedelta) -> None:
         time.sleep(_POLL.total_seconds())
     # Then the rest, which the ranks needed for their checkpoint.
     mark.end(settle=timedelta(0), grace=TERMINATE_GRACE)
-
-
-def _check_machine(config: Config, *, ranks: int) -> None:
-    """Raise ConfigError for what a look at the machine can refuse before a rank is started."""
-    for check in start_checks(config, ranks=ranks):
-        if check.status == "fail" and config.diagnostics.start_check:
-            raise ConfigError(check.line)
-        if check.status != "ok":
-            log.warning("%s", check.line)
 
 
 @contextlib.contextmanager
@@ -394,6 +389,7 @@ class _Supervisor:
         return steady
 
     def _run_once(self) -> Ending:
+        """Start the ranks, follow them to their end, and return how that was."""
         # Else the status that rank 0 wrote last would count for one that was killed.
         forget_ranks(self._folder)
         self._entered, self._failures = {}, []
@@ -410,7 +406,31 @@ class _Supervisor:
             return Ending(ExitStatus.FAULT)
         self._follow()
         self._sweep()
-        return self._ending()
+        # Whatever rank 0 wrote before: it was killed.
+        if self._is(Phase.HUNG):
+            return Ending(ExitStatus.FAULT)
+        written = read_exit_status(self._folder, instance=self._mark.value)
+        stopping = self._is(Phase.STOPPING)
+        if written is None:
+            # It had not started, or there was no room for the file: then all ended as they should.
+            ended = not self._listening or not self._group.endings
+            if stopping and not self._is(Phase.FORCED) and ended:
+                return Ending(ExitStatus.STOPPED)
+            if stopping:
+                log.warning("Rank 0 was ended before it had saved: the last checkpoint counts")
+            elif not self._failures:
+                log.warning("Rank 0 left no exit status, so it counts as failed")
+            return Ending(ExitStatus.FAULT)
+        # Rank 0 obeyed a SIGTERM that another rank's failure, or the fork server's end, sent it.
+        if written.status is ExitStatus.STOPPED and not stopping and self._group.endings:
+            if not self._failures:  # it obeyed the server's end, and no other rank tells of it
+                self._log_endings(self._group.endings)
+            return Ending(ExitStatus.FAULT)
+        if not written.outside:
+            reason = f": {written.reason}" if written.reason else ""
+            level = _LEVELS.get(written.status, logging.ERROR)
+            log.log(level, "Stopped with status %d%s", written.status, reason)
+        return written
 
     def _start(self) -> None:
         """Start the ranks; a stop interrupts the seconds of the server's imports."""
@@ -424,12 +444,38 @@ class _Supervisor:
             self._signals.interrupts = False
 
     def _follow(self) -> None:
-        """Wait until all ranks have ended, by themselves or by force."""
+        """Take the ranks through the phases of the table above, row by row, until all have ended.
+
+        They end by themselves or by force.
+        """
         limit, began = self._settings.hang_timeout, time.monotonic()
         watchdog = Watchdog(self._folder, ranks=range(self._group.world_size), limit=limit)
         while running := self._group.running:
             self._steady(began)
-            self._enter_phases(running, watchdog)
+            if self._signals.asked_at is not None and self._enter(Phase.STOPPING):
+                seconds = stop_limit(self._folder, self._settings.stop_timeout).total_seconds()
+                log.info("%s received: stopping (at most %.0f s)", self._signals.name, seconds)
+                # Before rank 0 listens, which decides for all, there is nothing to save: all are
+                # told.
+                self._group.signal(signal.SIGTERM, [0] if self._listening else None)
+            elif not self._is(Phase.STOPPING) and self._group.endings and self._enter(Phase.FAILED):
+                self._report_failures()
+                self._group.signal(signal.SIGTERM)
+            if len(running) < self._group.world_size:
+                self._enter(Phase.CLOSING)
+            if 0 not in running:
+                self._enter(Phase.LINGERING)
+            if not self._is(Phase.STOPPING) and watchdog.hangs() and self._enter(Phase.HUNG):
+                log.warning(
+                    "The ranks hang: they came to no micro-batch boundary within "
+                    "--neuron.hang_timeout, or no further in their start; "
+                    "ending them. Where each process stood: %s",
+                    self._folder / STACKS_FILE,
+                )
+                self._enter(Phase.FORCED)
+                # No SIGTERM: in a driver that does not return no handler runs.
+                self._group.kill()
+            self._end_what_is_late()
             if self._is(Phase.FORCED):
                 return
             self._check_stop_time()
@@ -437,22 +483,6 @@ class _Supervisor:
         # The last ranks may have ended between two looks.
         if not self._is(Phase.STOPPING):
             self._report_failures()
-
-    # --- the phases: the table above, row by row ------------------------------------------------
-
-    def _enter_phases(self, running: Sequence[int], watchdog: Watchdog) -> None:
-        if self._signals.asked_at is not None and self._enter(Phase.STOPPING):
-            self._pass_stop_on()
-        elif not self._is(Phase.STOPPING) and self._group.endings and self._enter(Phase.FAILED):
-            self._report_failures()
-            self._group.signal(signal.SIGTERM)
-        if len(running) < self._group.world_size:
-            self._enter(Phase.CLOSING)
-        if 0 not in running:
-            self._enter(Phase.LINGERING)
-        if not self._is(Phase.STOPPING) and watchdog.hangs() and self._enter(Phase.HUNG):
-            self._kill_hung()
-        self._end_what_is_late()
 
     def _is(self, phase: Phase) -> bool:
         return phase in self._entered
@@ -464,12 +494,6 @@ class _Supervisor:
             self._entered[phase] = time.monotonic()
         return begins
 
-    def _pass_stop_on(self) -> None:
-        limit = stop_limit(self._folder, self._settings.stop_timeout).total_seconds()
-        log.info("%s received: stopping (at most %.0f s)", self._signals.name, limit)
-        # Before rank 0 listens, which decides for all, there is nothing to save: all are told.
-        self._group.signal(signal.SIGTERM, [0] if self._listening else None)
-
     def _end_what_is_late(self) -> None:
         """End the ranks by force if a phase has lasted too long."""
         # Without a phase no limit counts, and each look at the limits reads a file.
@@ -478,14 +502,6 @@ class _Supervisor:
         if self._signals.hurry:
             self._force("Asked again; ending the ranks by force")
             return
-        now = time.monotonic()
-        for phase, (limit, line) in self._limits().items():
-            if now - self._entered.get(phase, now) > limit.total_seconds():
-                self._force(line.replace("{}", f"{limit.total_seconds():.0f}"))
-                return
-
-    def _limits(self) -> dict[Phase, tuple[timedelta, str]]:
-        """Return how long each phase may last, and the line when it has lasted longer."""
         stop = stop_limit(self._folder, self._settings.stop_timeout)
         hang = "A rank ended {} s ago but other ranks hang; ending them"
         limits = {
@@ -496,23 +512,16 @@ class _Supervisor:
         }
         if self._is(Phase.STOPPING):
             del limits[Phase.FAILED]  # a stop has its own time
-        return limits
+        now = time.monotonic()
+        for phase, (limit, line) in limits.items():
+            if now - self._entered.get(phase, now) > limit.total_seconds():
+                self._force(line.replace("{}", f"{limit.total_seconds():.0f}"))
+                return
 
     def _force(self, why: str) -> None:
         log.warning("%s", why)
         self._enter(Phase.FORCED)
         self._sweep()
-
-    def _kill_hung(self) -> None:
-        log.warning(
-            "The ranks hang: they came to no micro-batch boundary within --neuron.hang_timeout, or "
-            "no further in their start; "
-            "ending them. Where each process stood: %s",
-            self._folder / STACKS_FILE,
-        )
-        self._enter(Phase.FORCED)
-        # No SIGTERM: in a driver that does not return no handler runs.
-        self._group.kill()
 
     def _report_failures(self) -> None:
         """Report failed ranks once for each start, before this launcher ends any."""
@@ -523,10 +532,10 @@ class _Supervisor:
         # Rank 0 that could write its reason down is reported by that.
         own = () if written is None else ("rank 0 ",)
         self._failures = [line for line in self._group.endings if not line.startswith(own)]
-        self._tell(self._failures)
+        self._log_endings(self._failures)
 
     @staticmethod
-    def _tell(endings: Sequence[str]) -> None:
+    def _log_endings(endings: Sequence[str]) -> None:
         for line in endings:
             log.warning("%s", line[0].upper() + line[1:])
 
@@ -561,30 +570,3 @@ class _Supervisor:
         ended = self._group.sweep(settle=settle, grace=TERMINATE_GRACE, server=False)
         if ended and not self._is(Phase.FORCED):
             log.warning("Ended what the ranks left behind: %s", "; ".join(ended))
-
-    def _ending(self) -> Ending:
-        # Whatever rank 0 wrote before: it was killed.
-        if self._is(Phase.HUNG):
-            return Ending(ExitStatus.FAULT)
-        written = read_exit_status(self._folder, instance=self._mark.value)
-        stopping = self._is(Phase.STOPPING)
-        if written is None:
-            # It had not started, or there was no room for the file: then all ended as they should.
-            ended = not self._listening or not self._group.endings
-            if stopping and not self._is(Phase.FORCED) and ended:
-                return Ending(ExitStatus.STOPPED)
-            if stopping:
-                log.warning("Rank 0 was ended before it had saved: the last checkpoint counts")
-            elif not self._failures:
-                log.warning("Rank 0 left no exit status, so it counts as failed")
-            return Ending(ExitStatus.FAULT)
-        # Rank 0 obeyed a SIGTERM that another rank's failure, or the fork server's end, sent it.
-        if written.status is ExitStatus.STOPPED and not stopping and self._group.endings:
-            if not self._failures:  # it obeyed the server's end, and no other rank tells of it
-                self._tell(self._group.endings)
-            return Ending(ExitStatus.FAULT)
-        if not written.outside:
-            reason = f": {written.reason}" if written.reason else ""
-            level = _LEVELS.get(written.status, logging.ERROR)
-            log.log(level, "Stopped with status %d%s", written.status, reason)
-        return written

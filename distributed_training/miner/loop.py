@@ -102,7 +102,7 @@ class MinerLoop:
             began = time.perf_counter()
             self._alive()
             # The other ranks wait here for rank 0, which takes 0.2 s at most while nothing is due.
-            command = self._ranks.agree(
+            command = self._ranks.broadcast(
                 self._controller.next_command() if self._controller else None
             )
             # First: a block begins with the micro-batch of the same boundary.

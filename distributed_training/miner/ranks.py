@@ -43,8 +43,8 @@ class Ranks:
         self._group = group
         self._store = store
 
-    def agree(self, command: Command | None) -> Command:
-        """Rank 0 passes its command, the others None; all return the same, what is given apart."""
+    def broadcast(self, command: Command | None) -> Command:
+        """Return rank 0's command on every rank, its local part apart; the others pass None."""
         if self.world_size > 1:
             integers = command.to_integers() if command else [0] * COMMAND_INTEGERS
             vector = torch.tensor(integers, dtype=torch.int64)
@@ -53,8 +53,8 @@ class Ranks:
         assert command is not None
         return command
 
-    def all_agree(self, ok: bool) -> bool:
-        """Vote: return True on every rank if and only if every rank passes True."""
+    def vote(self, ok: bool) -> bool:
+        """Return True on every rank if and only if every rank passes True."""
         if self.world_size == 1:
             return ok
         vote = torch.tensor([int(ok)], dtype=torch.int64)
@@ -100,7 +100,7 @@ class Ranks:
     def close(self) -> None:
         """Leave the process group. All ranks call it, after their last collective."""
         if dist.is_initialized():
-            self.all_agree(True)  # rank 0 may host the store: nobody leaves before the last
+            self.vote(True)  # rank 0 may host the store: nobody leaves before the last
             dist.destroy_process_group()
 
 

@@ -146,7 +146,7 @@ def take_outer_step(
         detail = str(error) or type(error).__name__
         log.warning("Rank %d votes against the outer step: %s", ranks.rank, detail)
     # A rank that failed votes too: without its vote the others would wait for ever.
-    committed = ranks.all_agree(not detail)
+    committed = ranks.vote(not detail)
     # On all ranks or on none: a round that fails leaves the public miner half changed.
     if committed:
         trainer.commit_outer_step()

@@ -122,7 +122,7 @@ class Parts:
         self._folder, self._name = folder, name
         self._schema, self._stream, self._layout = schema, stream, stream.layout
         self._files: dict[int, dict[str, Any]] = {}  # part: by each tensor's name, its open file
-        self.manifest = self._agree_on_manifest()  # of one part; its state is that of all
+        self.manifest = self._gather_manifests()  # of one part; its state is that of all
         self._count = int(self.manifest["world_size"])
         replicas = self.manifest.get("replicas", 1)
         #: Every rank has what was its alone.
@@ -130,7 +130,7 @@ class Parts:
         self._epoch = folder / f"epoch-{self.manifest['state']['epoch_id']}-of-{self._count}"
         self._kinds = self._open_parts()
 
-    def _agree_on_manifest(self) -> dict[str, Any]:
+    def _gather_manifests(self) -> dict[str, Any]:
         found, problem = None, "it is incomplete"
         try:
             found = next(manifests_in(self._folder / self._name), None)

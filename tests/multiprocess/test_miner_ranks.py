@@ -47,16 +47,16 @@ def _rank(rank: int, world_size: int, port: int, folder: str, store: str) -> Non
     assert listens or rank != 0
     lines = [str(ranks.share("start", {"uid": 227} if rank == 0 else None))]
     for command in SCRIPT:
-        lines.append(str(ranks.agree(command if rank == 0 else None)))
-    lines.append(str(ranks.all_agree(True)))
-    lines.append(str(ranks.all_agree(rank != 1)))
+        lines.append(str(ranks.broadcast(command if rank == 0 else None)))
+    lines.append(str(ranks.vote(True)))
+    lines.append(str(ranks.vote(rank != 1)))
     if rank == 0:
         # A rank that has not reported does not block rank 0; it is simply not ready.
         assert ranks.ready_everywhere(99, 8) is None
         assert ranks.ready_everywhere(10, None) is None
-    ranks.all_agree(True)
+    ranks.vote(True)
     ranks.report_ready(10, 40 + rank)
-    ranks.all_agree(True)
+    ranks.vote(True)
     if rank == 0:
         assert ranks.ready_everywhere(10, 100) == 41
     Path(folder, str(rank)).write_text("\n".join(lines))

@@ -453,7 +453,7 @@ def starved(folder: Path) -> None:
     miner = Miner(folder, on_step=on_step)
     if miner.rank_zero is not None:
         miner.blocks.patience = 4.0
-    ready, agree = miner.data.ready, miner.ranks.agree
+    ready, broadcast = miner.data.ready, miner.ranks.broadcast
     first: list[int] = []
 
     def only_first(block: int) -> int | None:
@@ -465,13 +465,13 @@ def starved(folder: Path) -> None:
     def timed(command: Any) -> Any:
         nonlocal most
         began = time.monotonic()
-        got = agree(command)
+        got = broadcast(command)
         most = max(most, time.monotonic() - began)
         return got
 
     if RANK == WORLD - 1:
         miner.data.ready = only_first  # type: ignore[method-assign]
-        miner.ranks.agree = timed  # type: ignore[method-assign]
+        miner.ranks.broadcast = timed  # type: ignore[method-assign]
     miner.run("starved")
     (folder / f"longest-{RANK}.json").write_text(json.dumps(most))
 

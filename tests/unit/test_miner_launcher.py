@@ -87,6 +87,9 @@ class Played:
             def wait(self, timeout: timedelta) -> None:
                 played.now += 1.0
 
+            def signal(self, number: int, to: object = None) -> None:
+                pass
+
             def sweep(self, **_: object) -> list[str]:
                 played.half = False
                 return []
@@ -220,7 +223,6 @@ def test_a_stop_on_a_full_disk_is_no_failure(
 ) -> None:
     """Rank 0 has listened and ended as it was asked to."""
     monkeypatch.setattr(launcher, "listening_ranks", lambda *_, instance: {0: os.getpid()})
-    monkeypatch.setattr(launcher._Supervisor, "_pass_stop_on", lambda self: None)
     steady = launcher._Supervisor._steady
 
     def steadily(supervisor: Any, began: float) -> bool:
