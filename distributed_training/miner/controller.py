@@ -79,7 +79,7 @@ class Controller:
         # Also while commands wait: a stop that is in the queue clears them.
         self.drain()
         if self._tick_due():
-            self._handle(ev.Tick(self._clock()))
+            self._handle_event(ev.Tick(self._clock()))
         may_train = trains_now(self.state) and not self._pending
         data = self._blocks.on_boundary(may_begin=may_train)
         if self._pending:
@@ -102,20 +102,20 @@ class Controller:
             event = self._events.get(timeout=seconds)
         except queue.Empty:
             return False
-        self._handle(event)
+        self._handle_event(event)
         return True
 
-    def _handle(self, event: ev.Event) -> None:
+    def _handle_event(self, event: ev.Event) -> None:
         for subscriber in self._subscribers:
             # Before the event itself is decided on: a snapshot belongs to the boundary of its step,
             # and the checkpoint of that boundary shares its copies.
             for follows in subscriber(event, self.state) or ():
-                self._handle(follows)
+                self._handle_event(follows)
         before = self.state.mode
         self.state, actions = decide(self.state, event, self._rules)
         if self.state.mode is not before:
             # Before the tasks: uploads give way to a round before the swarm begins to send.
-            self._handle(ev.ModeChanged(before, self.state.mode))
+            self._handle_event(ev.ModeChanged(before, self.state.mode))
         for action in actions:
             if isinstance(action, Task):
                 self._start(action)
@@ -129,9 +129,9 @@ class Controller:
         match task:
             case Task.AVERAGE:
                 assert state.round is not None
-                self._averaging.begin(state.round)
+                self._averaging.begin_average(state.round)
             case Task.CANCEL_AVERAGE:
-                self._averaging.cancel()
+                self._averaging.cancel_average()
             case Task.COMPARE_EPOCHS:
                 self._global_epoch.compare_soon()
             case Task.COMPARE_WEIGHTS:

@@ -250,7 +250,7 @@ def open_global_bucket(
             return bucket
         except (NoBucket, ChainError) as error:  # none, of no account, or not read yet
             waiting.report(f"Waiting for the commitment of the master hotkey {master} ({error})")
-        pause(wanted)
+        pause_start(wanted)
 
 
 def first_global_state(
@@ -292,7 +292,7 @@ def first_global_state(
                 return *found, False
             expected = isinstance(error, GlobalEmptyError)
             waiting.report(f"Waiting for the global state: {error}", expected=expected)
-        pause(wanted)
+        pause_start(wanted)
 
 
 class _Waiting:
@@ -312,7 +312,7 @@ class _Waiting:
         log.log(level, "%s. Training cannot begin without it; %s", what, self._advice)
 
 
-def pause(wanted: Callable[[], bool]) -> None:
+def pause_start(wanted: Callable[[], bool]) -> None:
     """Wait before another try of the start. Raises StopBeforeStart when ``wanted`` turns False."""
     deadline = time.monotonic() + _LOOK_AGAIN
     while time.monotonic() < deadline:
@@ -408,7 +408,7 @@ class GlobalEpoch:
                     self._compare()
                 else:
                     self._compare_weights = None  # with an epoch's start that is about to change
-                    self._fetch(target)
+                    self._fetch_state(target)
             except StoppedError:
                 return  # a clean end: nothing of it is worth a line
             except Exception as error:  # this thread gone, a load would be waited for for ever
@@ -471,7 +471,7 @@ class GlobalEpoch:
             )
         self._post(ev.WeightsCompared(outer_step, found <= TOLERANCE))
 
-    def _fetch(self, outer_step: int) -> None:
+    def _fetch_state(self, outer_step: int) -> None:
         began = time.monotonic()
         for failures in range(1, _ATTEMPTS + 1):
             try:

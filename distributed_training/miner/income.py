@@ -114,7 +114,7 @@ class Facts:
     other_version: str = ""
 
 
-def judge(facts: Facts) -> tuple[Verdict, str, bool]:
+def judge_income(facts: Facts) -> tuple[Verdict, str, bool]:
     """Return the verdict, what to know or do in words, and whether an operator must act."""
     standing = facts.standing
     if standing is None:
@@ -137,7 +137,7 @@ def judge(facts: Facts) -> tuple[Verdict, str, bool]:
 
 
 def find_obstacle(facts: Facts) -> tuple[Verdict, str, bool] | None:
-    """Return what makes the next score zero, if anything does, as :func:`judge` does."""
+    """Return what makes the next score zero, if anything does, as :func:`judge_income` does."""
     # In this order: what stands first makes all that follows meaningless.
     if facts.other_version:
         return Verdict.OTHER_VERSION, facts.other_version, True
@@ -238,7 +238,7 @@ class Income:
             case ev.NetworkCompared(problem=problem):
                 self._other_version = problem
             case ev.Tick() if self._look():
-                self._judge()
+                self._update_verdict()
 
     def gauges(self) -> Mapping[str, Callable[[], float | None]]:
         """Return what measures each metric of this subject."""
@@ -255,7 +255,7 @@ class Income:
             "earning": lambda: _EARNS.get(self._verdict, False),
         }
 
-    def _judge(self) -> None:
+    def _update_verdict(self) -> None:
         now, called_at = self._clock(), self._called_at()
         try:
             self._standing = standing(self._chain.neurons(), self._hotkey)
@@ -274,7 +274,7 @@ class Income:
             chain_silent=self._chain.age().total_seconds(),
             other_version=self._other_version,
         )
-        verdict, words, bad = judge(facts)
+        verdict, words, bad = judge_income(facts)
         changed = (verdict, bad) != (self._verdict, self._bad)
         self._verdict, self._bad = verdict, bad
         if self._log_again() or changed:

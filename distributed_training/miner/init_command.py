@@ -70,7 +70,9 @@ def build_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     options, flags = build_parser().parse_known_args(argv)
     try:
-        return _init(options, {n: g.text for n, g in read_argv(flags, schema("miner")).items()})
+        return _write_both_files(
+            options, {n: g.text for n, g in read_argv(flags, schema("miner")).items()}
+        )
     except ConfigError as error:
         return exit_with(error)
     except OSError as error:
@@ -81,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         return ExitStatus.BAD_CONFIGURATION
 
 
-def _init(options: argparse.Namespace, given: dict[str, str]) -> int:
+def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int:
     """Ask, write, and print what comes next. Raises ConfigError, OSError, EOFError."""
     # Before any question: a wrong flag must not cost the answers.
     _config_of(given)
@@ -97,7 +99,7 @@ def _init(options: argparse.Namespace, given: dict[str, str]) -> int:
     keys = {name: os.environ.get(name, "") for name in KEY_VARIABLES}
     if not options.yes:
         for name, question in QUESTIONS:
-            if name not in given and (answer := _ask(given, name, question)):
+            if name not in given and (answer := _ask_setting(given, name, question)):
                 given[name] = answer
         # The keys that neither the environment nor .env has.
         held = read_dotenv(DOTENV)
@@ -141,7 +143,7 @@ def _config_of(given: Mapping[str, str]) -> Config:
     return config
 
 
-def _ask(given: Mapping[str, str], name: str, question: str) -> str:
+def _ask_setting(given: Mapping[str, str], name: str, question: str) -> str:
     """Return an answer that the miner takes. Raises EOFError."""
     default = _default_of(name)
     while True:

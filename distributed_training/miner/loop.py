@@ -27,7 +27,7 @@ from . import events as ev
 from .controller import Controller
 from .events import Action, Command, DataPart, LocalPart
 from .ranks import Ranks
-from .round import take_outer_step, write_pseudo_gradient
+from .round import fill_swarm_buffers, take_outer_step
 
 if TYPE_CHECKING:  # heavy; a start that cannot succeed must say so before
     from distributed_training.data.pipeline import DataPipeline
@@ -118,25 +118,25 @@ class MinerLoop:
                     self._data.missed(time.perf_counter() - began)
                 case Action.WRITE_PSEUDO_GRADIENT:
                     on = command.trains_on
-                    event = write_pseudo_gradient(self._trainer, self._buffers, trains_on=on)
+                    event = fill_swarm_buffers(self._trainer, self._buffers, trains_on=on)
                 case Action.OUTER_STEP:
                     event = take_outer_step(self._trainer, self._ranks, self._buffers)
                     if event.committed:
                         self._hold_others_back()
                 case Action.LOAD | Action.REBASE:
-                    event = self._load(command)
+                    event = self._load_global(command)
                 case Action.SNAPSHOT:
-                    event = self._take_snapshot(command)
+                    event = self._begin_snapshot(command)
                 case Action.CHECK_GRADIENT:
                     assert self._snapshot is not None
                     delta = self._trainer.check_gradient(self._snapshot)
                     event = ev.GradientChecked(delta, time.perf_counter() - began)
                 case Action.CHECKPOINT:
-                    self._checkpoint(command.local)
+                    self._save_checkpoint(command.local)
                 case Action.ROLL_BACK:
                     event = ev.RolledBack(*(self._checkpointer.roll_back() or (None,)))
                 case Action.STOP:
-                    event = self._stop(command)
+                    event = self._save_and_stop(command)
             if command.action in PAUSES or command.in_pause:
                 self._trainer.pause(time.perf_counter() - began)
             if self._controller is not None and event is not None:
@@ -185,7 +185,7 @@ class MinerLoop:
 
     # --- the global state, snapshots and checkpoints -------------------------------------------
 
-    def _load(self, command: Command) -> ev.Event:
+    def _load_global(self, command: Command) -> ev.Event:
         # On rank 0 alone: the others get their rows from it.
         weights, outer_optimizer = state_files(command.local.folder)
         sample = self._data.sample(self._trainer.measured_sequences)
@@ -210,7 +210,7 @@ class MinerLoop:
             blocks=list(local.blocks),
         )
 
-    def _take_snapshot(self, command: Command) -> ev.Event:
+    def _begin_snapshot(self, command: Command) -> ev.Event:
         # Of this boundary: the public miner names the inner step at which an upload ends.
         progress = self._progress(command.local)
         if self._snapshot is not None and self._snapshot.error is not None:
@@ -232,16 +232,16 @@ class MinerLoop:
             return ev.SnapshotFailed(problem)
         return ev.SnapshotTaken(self._snapshot, progress)
 
-    def _checkpoint(self, local: LocalPart) -> None:
+    def _save_checkpoint(self, local: LocalPart) -> None:
         extra = {"data": self._data.state_dict(), **local.kept}
         self._checkpointer.save(extra, self._progress(local))
 
-    def _stop(self, command: Command) -> ev.Event:
+    def _save_and_stop(self, command: Command) -> ev.Event:
         if self._snapshot is not None:
             self._snapshot.cancel()  # first: the checkpoint waits for the copies it holds
         skipped = self._trainer.skipped_in_a_row
         if skipped < 2:
-            self._checkpoint(command.local)
+            self._save_checkpoint(command.local)
         else:
             log.warning(
                 "No checkpoint of this stop: the last %d inner steps gave NaN or Inf, so these "

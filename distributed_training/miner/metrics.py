@@ -193,12 +193,12 @@ class Metrics:
                 record_step(registry, report)
                 # A skipped step counts too: the alert by it is for a loop that stands.
                 registry.set("last_step_timestamp_seconds", time.time())
-                self._file.write(self._collect)
+                self._file.write(self._gather_figures)
                 # A skipped step has no number of its own.
                 for tracker in () if report.skipped else self._trackers:
                     tracker.log(report.total_inner_steps, registry.values())
             case ev.Tick():  # also where no step ends, in a round or without data
-                self._file.write(self._collect)
+                self._file.write(self._gather_figures)
             case ev.PseudoGradientWritten():
                 self._round_began = self._clock()
             case ev.RoundFailed() if state.mode is Mode.AVERAGING:
@@ -227,7 +227,7 @@ class Metrics:
             case ev.GlobalEpochSeen(outer_step=seen):
                 registry.set("global_outer_step", seen)
             case ev.Stopped():  # the last figures, which stay in the file
-                self._file.write(self._collect, at_once=True)
+                self._file.write(self._gather_figures, at_once=True)
 
     def _count_round(self, outer_step: int, *, ok: bool) -> None:
         registry, began = self._file.registry, self._round_began
@@ -245,7 +245,7 @@ class Metrics:
         if worked:
             registry.set("round_participation_ratio", sum(worked) / len(worked))
 
-    def _collect(self) -> None:
+    def _gather_figures(self) -> None:
         registry = self._file.registry
         for name, measure in self._gauges.items():
             registry.set(name, _unless_it_fails(measure))

@@ -18,7 +18,7 @@ from distributed_training.node.identity import Member, join_subnet, require_netw
 from distributed_training.node.start import Deregistered, NotRegistered
 from distributed_training.telemetry import MetricsFile
 
-from .global_state import pause
+from .global_state import pause_start
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ def wait_for_registration(
                 record.save(folder / REGISTRATION_FILE)
             # The loop, which writes them later, is not there yet, and an alert waits for this one.
             metrics.write(lambda: None)
-            pause(wanted)
+            pause_start(wanted)
     finally:  # what was waited counts for the next start
         record.save(folder / REGISTRATION_FILE)
     log.info("Hotkey %s is registered again, with uid %d: the miner goes on", record.hotkey, uid)

@@ -60,7 +60,7 @@ def first_sample(
     return data.sample(count)
 
 
-def resume(
+def resume_training(
     trainer: Trainer,
     checkpointer: Checkpointer,
     info: StartupInfo,

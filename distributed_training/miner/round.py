@@ -5,8 +5,8 @@ who                       what
 ========================  =========================================================================
 rank 0's server           :meth:`Averaging.receive_call`: a validator calls
 rank 0                    :func:`decide_round`: from here to the end, what follows from what
-all ranks                 :func:`write_pseudo_gradient`, into the swarm's buffers
-a thread of rank 0        :meth:`Averaging.begin`: the swarm averages in the buffers
+all ranks                 :func:`fill_swarm_buffers`, into the swarm's buffers
+a thread of rank 0        :meth:`Averaging.begin_average`: the swarm averages in the buffers
 all ranks                 :func:`take_outer_step`: prepare, vote, commit everywhere or nowhere
 rank 0's server           :func:`end_rounds_of`: it may be called again
 ========================  =========================================================================
@@ -84,7 +84,7 @@ def decide_round(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             return state, ()
 
 
-def write_pseudo_gradient(
+def fill_swarm_buffers(
     trainer: Trainer, buffers: Sequence[torch.Tensor] | None, *, trains_on: bool
 ) -> ev.Event:
     """Write this rank's rows into rank 0's ``buffers``. Collective."""
@@ -113,13 +113,13 @@ class Averaging:
         log.info("%s", lines.RECEIVED_MAIN_ALL_REDUCE)
         self._post(ev.AllReduceCalled(request, time.monotonic()))
 
-    def begin(self, request: RoundRequest) -> None:
+    def begin_average(self, request: RoundRequest) -> None:
         """Begin to average; exactly one ``Averaged`` or ``RoundFailed`` answers."""
         self._cancelled = threading.Event()
         average = self._threads.submit(self._swarm.average, request, cancelled=self._cancelled)
-        average.add_done_callback(self._answer)
+        average.add_done_callback(self._post_outcome)
 
-    def _answer(self, average: Future[AllReduceResult]) -> None:
+    def _post_outcome(self, average: Future[AllReduceResult]) -> None:
         # Whatever it was: without an event the miner would wait for the round's end for ever.
         error = average.exception()
         if error is None:
@@ -130,7 +130,7 @@ class Averaging:
             log.error("The swarm failed with an unexpected error; please report it", exc_info=error)
             self._post(ev.RoundFailed(AllReduceFault.SWARM_DOWN, repr(error)))
 
-    def cancel(self) -> None:
+    def cancel_average(self) -> None:
         self._cancelled.set()  # its thread may not have come to the swarm yet
         self._swarm.cancel()
 

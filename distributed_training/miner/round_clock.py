@@ -179,10 +179,10 @@ class RoundClock:
         last = _passed(self._last, block)
         if last is None:
             return None
-        self._measure(block, now)
+        self._measure_pace(block, now)
         return now + (last + self._period - block) * self._seconds_per_block
 
-    def _measure(self, block: int, now: float) -> None:
+    def _measure_pace(self, block: int, now: float) -> None:
         """Measure the pace, and keep the old one if the two readings allow it."""
         first_block, first_time = self._marks[0]
         passed, seconds = block - first_block, now - first_time

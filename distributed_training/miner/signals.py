@@ -35,10 +35,10 @@ class RankStop:
         self._interrupts = False
 
     def install(self) -> None:
-        signal.signal(signal.SIGTERM, self._handle)
+        signal.signal(signal.SIGTERM, self._on_signal)
         # torchrun passes on which of them it got.
         for number in (signal.SIGINT, signal.SIGHUP):
-            signal.signal(number, self._handle if under_torchrun() else signal.SIG_IGN)
+            signal.signal(number, self._on_signal if under_torchrun() else signal.SIG_IGN)
 
     @contextmanager
     def interrupting(self) -> Iterator[None]:
@@ -51,7 +51,7 @@ class RankStop:
         finally:
             self._interrupts = False
 
-    def _handle(self, number: int, frame: object) -> None:
+    def _on_signal(self, number: int, frame: object) -> None:
         del number, frame
         self.wanted = True
         # Of a SimpleQueue: another put, in the code that the signal interrupts, does no harm.

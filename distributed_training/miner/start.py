@@ -4,7 +4,7 @@ Read it from top to bottom:
 
     run_rank         the process: signals, log, exit status
     train            device and fellow ranks; then what follows
-    connect          rank 0: wallet, chain, own bucket, global state; all ranks: what it found there
+    open_connections rank 0: wallet, chain, own bucket, global state
     build_training   every rank: model, data, and what it goes on from
     RankZero         rank 0: exchange, controller, server, then telemetry
     Rank             the loop, until STOP
@@ -95,7 +95,7 @@ from .own_bucket import OwnBucket, open_own_bucket
 from .ranks import Ranks, join_ranks
 from .registration import join_network
 from .reporter import Record, Reporter
-from .resume import StartupInfo, first_sample, resume
+from .resume import StartupInfo, first_sample, resume_training
 from .round import Averaging, end_rounds_of
 from .round_clock import RoundClock
 from .run_folder import (
@@ -203,7 +203,7 @@ def train(
             try:
                 # A store that is away may take all the time of a stop for one answer.
                 with stop.interrupting():
-                    connections, info = connect(
+                    connections, info = open_connections(
                         config, folder, stack, wanted=lambda: not stop.wanted
                     )
             except (ConfigError, NetworkFailure, StopBeforeStart, Stopped) as error:
@@ -243,7 +243,7 @@ class Connections:
     clock: ClockWatch
 
 
-def connect(
+def open_connections(
     config: Config, folder: Path, stack: ExitStack, *, wanted: Callable[[], bool]
 ) -> tuple[Connections, StartupInfo]:
     """Open rank 0's connections; return what they are, and what every rank needs of them.
@@ -392,7 +392,7 @@ def build_training(
         device=context.device,
     )
     context.stack.callback(data.close)
-    kept = resume(
+    kept = resume_training(
         trainer,
         checkpointer,
         info,

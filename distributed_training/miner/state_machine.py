@@ -148,7 +148,7 @@ def _follow_global_state(state: MinerState, event: ev.Event) -> Decision:
         case ev.WeightsCompared(outer_step=outer, same=False) if (
             state.mode is Mode.TRAINING and outer == state.outer_step
         ):
-            return _fetch(state, outer)
+            return _begin_fetch(state, outer)
         case ev.GlobalFetched(folder=folder) if state.mode is Mode.FETCHING:
             after = replace(state, mode=Mode.LOADING, fetched=folder)
             return after, (Action.REBASE if rebases(state) else Action.LOAD,)
@@ -173,7 +173,7 @@ def _compare_outer_steps(state: MinerState, seen: int, at: float) -> Decision:
         published = view is not state.view and seen != state.failed_target
         if seen == state.outer_step and (published or at >= state.global_due):
             if view is GlobalView.DIFFERENT:
-                return _fetch(state, seen)
+                return _begin_fetch(state, seen)
             after = replace(state, mode=Mode.TRAINING, view=view)
             return after, (Task.COMPARE_WEIGHTS,)
         # Before its time is up the validator may still be publishing the one we already have.
@@ -184,11 +184,11 @@ def _compare_outer_steps(state: MinerState, seen: int, at: float) -> Decision:
     elif state.mode is not Mode.TRAINING:
         return state, ()
     if seen != state.outer_step or view is GlobalView.DIFFERENT:
-        return _fetch(state, seen)
+        return _begin_fetch(state, seen)
     return state, ()
 
 
-def _fetch(state: MinerState, target: int) -> Decision:
+def _begin_fetch(state: MinerState, target: int) -> Decision:
     view = _NO_LONGER_AWAITED.get(state.view, state.view)
     if target == state.outer_step:
         view = GlobalView.DIFFERENT

@@ -80,7 +80,7 @@ class Uploads:
         """Follow an upload from the inner step it begins with to the uploader's answer."""
         match event:
             case ev.InnerStepDone(report=report, diverged=False):
-                return [*self._await_files(state), *self._choose(report, state)]
+                return [*self._await_files(state), *self._choose_step(report, state)]
             case ev.SnapshotTaken():
                 self._taken, self._taken_at, self._check_wanted = event, self._clock(), False
             case ev.SnapshotFailed():
@@ -90,7 +90,7 @@ class Uploads:
                 now, outer_step = self._clock(), revision.outer_step
                 replaces = self._uploaded_checked == outer_step
                 if delta is None and replaces and self._schedule.counts(outer_step, now):
-                    return [self._give_up(lines.not_checked(revision), "unchecked")]
+                    return [self._drop_snapshot(lines.not_checked(revision), "unchecked")]
                 self._taken = None
                 self._uploader.submit(
                     handle.folder, revision, self._world_size, preview_delta=delta
@@ -129,7 +129,7 @@ class Uploads:
                 self._round_clock.round_heard_of(block)
         return []
 
-    def _choose(self, report: StepReport, state: MinerState) -> list[ev.Event]:
+    def _choose_step(self, report: StepReport, state: MinerState) -> list[ev.Event]:
         """Decide whether the inner step that just ended is uploaded."""
         now = self._clock()
         rounds, age = self._round_clock, self._blocks.newest_age()
@@ -164,12 +164,14 @@ class Uploads:
             return []
         if (error := self._taken.handle.error) is not None:
             what = "The snapshot could not be written, so it is not uploaded"
-            return [self._give_up(f"{what}: {error}")]
+            return [self._drop_snapshot(f"{what}: {error}")]
         # If not now, the next step or tick asks again: a round with its average goes first.
         self._check_wanted = may_check(state)
         return [ev.SnapshotComplete()] if self._check_wanted else []
 
-    def _give_up(self, problem: str, kind: Literal["write", "unchecked"] = "write") -> ev.Event:
+    def _drop_snapshot(
+        self, problem: str, kind: Literal["write", "unchecked"] = "write"
+    ) -> ev.Event:
         assert self._taken is not None
         folder, revision = self._taken.handle.folder, self._taken.progress.revision(self._run)
         self._taken = None

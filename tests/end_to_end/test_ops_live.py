@@ -262,7 +262,7 @@ def test_a_miner_that_waits_for_its_registration_fires_one_alert_until_it_is_bac
     chain = MemoryChain(hotkey=MINER.ss58, ledger=ledger)
     config = load_config("miner", [], environ={}, dotenv=None, check=False)
     config = replace(config, miner=replace(config.miner, master_ss58_address=VALIDATOR.ss58))
-    monkeypatch.setattr(registration, "pause", lambda wanted: time.sleep(0.05))
+    monkeypatch.setattr(registration, "pause_start", lambda wanted: time.sleep(0.05))
     record = RegistrationRecord(MINER.ss58, 7)
     waits = (config, chain, record, tmp_path, lambda: True)
     said: list[str] = []

@@ -85,7 +85,7 @@ class Alone:
 
 
 class Network:
-    """The chain, and all else outside of a miner, in the place of what ``start.connect`` opens."""
+    """The chain, and all else outside of a miner that ``start.open_connections`` opens."""
 
     def __init__(self, folder: Path, info: StartupInfo) -> None:
         self.info = info

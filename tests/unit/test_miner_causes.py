@@ -27,7 +27,7 @@ from distributed_training.miner.global_state import (
     GlobalSilentError,
     GlobalUnavailableError,
 )
-from distributed_training.miner.income import judge
+from distributed_training.miner.income import judge_income
 from distributed_training.miner.missed_rounds import MissedRounds
 from distributed_training.node.start import Stopped
 from distributed_training.protocol.lines import step_warnings
@@ -79,7 +79,7 @@ def sigterm(starter: Any) -> Say:
     def say(_: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(multiprocessing, "parent_process", lambda: starter)
         stop = signals.RankStop()
-        stop._handle(signal.SIGTERM, None)
+        stop._on_signal(signal.SIGTERM, None)
         event = stop.events.get_nowait()
         assert isinstance(event, ev.StopRequested)
         return event.reason
@@ -93,7 +93,7 @@ def launcher(*, alive: bool) -> Any:
 
 def not_called(**facts: float) -> Say:
     found = replace(WELL, silent=3 * HOUR, **facts)  # type: ignore[arg-type]
-    return lambda *_: judge(found)[1]
+    return lambda *_: judge_income(found)[1]
 
 
 def bucket_fails(error: Exception) -> Say:

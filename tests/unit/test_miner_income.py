@@ -12,7 +12,14 @@ import pytest
 from distributed_training.chain.base import Neuron
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
-from distributed_training.miner.income import Facts, Income, Standing, Verdict, judge, standing
+from distributed_training.miner.income import (
+    Facts,
+    Income,
+    Standing,
+    Verdict,
+    judge_income,
+    standing,
+)
 from distributed_training.telemetry.metrics import METRICS
 
 pytestmark = pytest.mark.timeout(30)
@@ -73,7 +80,7 @@ def test_validators_are_no_rivals_and_equal_miners_share_a_place() -> None:
 def test_the_first_thing_in_the_way_is_named(
     facts: Facts, verdict: Verdict, words: str, bad: bool
 ) -> None:
-    found = judge(facts)
+    found = judge_income(facts)
     assert found[0] is verdict and found[2] is bad
     assert words in found[1]
     still_paid = facts.standing == WELL.standing and verdict is not Verdict.EARNING

@@ -16,7 +16,7 @@ from distributed_training.miner.global_state import (
     GlobalEpoch,
     GlobalUnavailableError,
 )
-from distributed_training.miner.income import judge
+from distributed_training.miner.income import judge_income
 from distributed_training.network import Shown, other_version
 from distributed_training.protocol import keys
 from distributed_training.store.bucket_reader import BucketReader
@@ -55,7 +55,7 @@ def test_another_version_of_the_networks_file_is_named(
 ) -> None:
     found = other_version(theirs, ours)
     assert (words in found) and bool(found) == bool(words)
-    verdict, said, bad = judge(replace(WELL, other_version=found))
+    verdict, said, bad = judge_income(replace(WELL, other_version=found))
     assert (verdict == "other version") == bad == bool(words) and found in said
 
 

@@ -31,7 +31,7 @@ from distributed_training.miner.global_state import (
     GlobalEmptyError,
     GlobalUnavailableError,
 )
-from distributed_training.miner.resume import StartupInfo, resume
+from distributed_training.miner.resume import StartupInfo, resume_training
 from distributed_training.miner.round import end_rounds_of
 from distributed_training.miner.run_folder import INSTANCE
 from distributed_training.miner.state_machine import decide
@@ -89,7 +89,7 @@ class Waits:
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     waits = Waits()
-    monkeypatch.setattr(global_state, "pause", waits.pause)
+    monkeypatch.setattr(global_state, "pause_start", waits.pause)
     monkeypatch.setattr(global_state, "time", waits)
     return waits
 
@@ -159,12 +159,12 @@ def test_a_state_that_cannot_be_loaded_is_not_downloaded_by_the_next_start(
     checkpointer.restore.return_value = (Progress(3, 5, 5), {"kept": 1}) if checkpoint else None
     info = StartupInfo(global_outer_step=outer_step, global_uid=3)
     if checkpoint:
-        assert resume(trainer, checkpointer, info, folder) == {"kept": 1}
+        assert resume_training(trainer, checkpointer, info, folder) == {"kept": 1}
         assert error is ValueError or re.search(line, caplog.text)
         assert restart() == (7, folder)
     else:
         with pytest.raises(NetworkFailure, match=line):
-            resume(trainer, checkpointer, info, folder)
+            resume_training(trainer, checkpointer, info, folder)
 
     def pause(wanted: Callable[[], bool]) -> None:
         """While the start waits, the owner of the bucket publishes a good state."""
@@ -174,7 +174,7 @@ def test_a_state_that_cannot_be_loaded_is_not_downloaded_by_the_next_start(
         assert len(downloads) == 3
         files.update(publish_state(store, 7, text="good"))
 
-    monkeypatch.setattr(global_state, "pause", pause)
+    monkeypatch.setattr(global_state, "pause_start", pause)
     monkeypatch.setattr(global_state, "_FETCH_AGAIN", timedelta(0))
     if checkpoint:
         files.update(publish_state(store, 7, text="good"))
@@ -191,12 +191,12 @@ def test_a_start_goes_on_from_its_checkpoint_where_a_rank_has_no_memory_to_load(
     trainer.load_global.side_effect = RankFailedError("rank 1: none")
     checkpointer.restore.return_value = Progress(3, 5, 5), {"kept": 1}
     info = StartupInfo(global_outer_step=7)
-    assert resume(trainer, checkpointer, info, tmp_path) == {"kept": 1}
+    assert resume_training(trainer, checkpointer, info, tmp_path) == {"kept": 1}
     assert "rank 1: none" in caplog.text
     assert refusal(tmp_path) is None
     checkpointer.restore.return_value = None
     with pytest.raises(RankFailedError):
-        resume(trainer, checkpointer, info, tmp_path)
+        resume_training(trainer, checkpointer, info, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -266,7 +266,7 @@ def test_a_start_goes_by_the_disk_while_the_global_bucket_does_not_answer(
         bucket = GlobalBucket(open_bucket=lambda: reader, folder=tmp_path, run=5)
         return global_state.first_global_state(bucket, lambda: True, resumes=checkpoint)
 
-    monkeypatch.setattr(global_state, "pause", pause)
+    monkeypatch.setattr(global_state, "pause_start", pause)
     store = MemoryObjectStore("global", before=before)
     for outer_step in (9, 10):
         publish_state(store, outer_step)
@@ -288,7 +288,7 @@ def test_from_the_disk_the_checkpoint_is_taken_unless_the_global_state_is_later(
     trainer, checkpointer = Mock(), Mock()
     checkpointer.restore.return_value = Progress(reached, 5, 5), {"kept": 1}
     info = StartupInfo(global_outer_step=10, global_seen=False)
-    assert bool(resume(trainer, checkpointer, info, tmp_path)) == kept
+    assert bool(resume_training(trainer, checkpointer, info, tmp_path)) == kept
     assert trainer.load_global.called != kept
 
 
@@ -330,7 +330,7 @@ def test_a_start_that_waits_says_so_every_five_minutes(
 def test_a_stop_ends_the_wait_of_a_start() -> None:
     wanted = iter([True, False])
     with pytest.raises(global_state.StopBeforeStart):
-        global_state.pause(lambda: next(wanted))
+        global_state.pause_start(lambda: next(wanted))
 
 
 def test_a_rank_that_stops_as_ordered_has_not_failed() -> None:
@@ -425,7 +425,7 @@ class Lost:
         self.config = replace(config, miner=miner)
         monkeypatch.setattr(node_chain, "load_wallet", lambda _: MINER)
         monkeypatch.setattr(node_chain, "follow_chain", lambda *_, **named: self.chain)
-        monkeypatch.setattr(registration, "pause", self.pause)
+        monkeypatch.setattr(registration, "pause_start", self.pause)
         monkeypatch.setattr(registration, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     def pause(self, wanted: Callable[[], bool]) -> None:

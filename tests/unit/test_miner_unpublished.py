@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import Action, MinerState, Mode, Task
 from distributed_training.miner.loop import state_files
-from distributed_training.miner.resume import StartupInfo, resume
+from distributed_training.miner.resume import StartupInfo, resume_training
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import (
     AllReduceError,
@@ -135,7 +135,7 @@ class Miner(DecidedMiner):
         self.trainer = trainer(**FLAGS)
         info = StartupInfo(global_outer_step=published.outer_step)
         folder = published.weights.folder
-        resume(self.trainer, self.keeper, info, folder, sample=lambda: TEXT)
+        resume_training(self.trainer, self.keeper, info, folder, sample=lambda: TEXT)
         ours = self.trainer.outer_step
         behind = ours != published.outer_step
         self.state = MinerState(
