@@ -57,7 +57,7 @@ BEAT = timedelta(seconds=2)
 
 _STORE_TIMEOUT = timedelta(seconds=30)
 _POLL = 0.1  # seconds
-_LOG_GRACE = 5.0
+_LOG_GRACE = timedelta(seconds=5)
 
 #: Settings outside of the packages training and data that must be equal on all nodes.
 _OF_ALL = {"store.global_bucket", "tokenizer.name"}
@@ -131,7 +131,8 @@ class Nodes:
 
     ``store``: a connection for this object alone, since an answer that does not come must hold up
     nothing else. ``stop_wanted``: whether this process was asked to stop. ``hangs``: whether this
-    rank shows no sign of life, so that it must not count up any more.
+    rank shows no sign of life, so that it must not count up any more. ``stop_limit``: from the
+    first rank that ended well to the last.
     """
 
     def __init__(
@@ -141,11 +142,13 @@ class Nodes:
         *,
         stop_wanted: Callable[[], bool],
         hangs: Callable[[], bool],
+        stop_limit: timedelta,
     ) -> None:
         self._store = store
         self._me = me
         self._stop_wanted = stop_wanted
         self._hangs = hangs
+        self._stop_limit = stop_limit
         self._counts = dict.fromkeys(range(me.world_size), 0)
         self._heard = dict.fromkeys(range(me.world_size), time.monotonic())
         self._told_stop = False
@@ -246,6 +249,8 @@ class Nodes:
             self._end(self._store.get("over").decode())
         if self._store.check(["done"]):
             self._closed.set()
+            # One that hangs while it closes what it has would keep torchrun from ending.
+            _exit_after(self._stop_limit)
         asked = self._store.add("stop", 0) > 0
         if self._stop_wanted():
             if not self._told_stop and not self._stopped_elsewhere:
@@ -272,9 +277,12 @@ class Nodes:
     def _end(self, why: str) -> None:
         if self._closed.is_set():
             return
-        # A disk that hangs may hold up the log.
-        late = threading.Timer(_LOG_GRACE, os._exit, (ExitStatus.FAULT,))
-        late.daemon = True
-        late.start()
+        _exit_after(_LOG_GRACE)  # a disk that hangs may hold up the log
         log.error("%s", why)
         leave(ExitStatus.FAULT)
+
+
+def _exit_after(limit: timedelta) -> None:
+    late = threading.Timer(limit.total_seconds(), os._exit, (ExitStatus.FAULT,))
+    late.daemon = True
+    late.start()

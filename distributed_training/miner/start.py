@@ -145,7 +145,11 @@ def run_rank(config: Config) -> int:
             if under_torchrun():
                 watchdog = Watchdog(folder, ranks=[me.local_rank], limit=config.miner.hang_timeout)
                 nodes = Nodes(
-                    open_store(), me, stop_wanted=lambda: stop.wanted, hangs=watchdog.hangs
+                    open_store(),
+                    me,
+                    stop_wanted=lambda: stop.wanted,
+                    hangs=watchdog.hangs,
+                    stop_limit=config.miner.stop_timeout,
                 )
                 with Heartbeat(folder, me.local_rank).steady():
                     nodes.join(config, folder, stack)

@@ -39,6 +39,7 @@ class Watched(Nodes):
             RankEnvironment(rank=rank, local_rank=0, world_size=2, local_world_size=1),
             stop_wanted=lambda: self.wanted,
             hangs=lambda: self.hanging,
+            stop_limit=timedelta(hours=1),
         )
 
     def _end(self, why: str) -> None:
