@@ -61,6 +61,7 @@ _CHAIN_KEYS = {"bittensor": {"chain.endpoint", "chain.netuid"}, "registry": {"ch
 _OPTIONAL = {
     "run_id", "signature", "model.config", "model.config_file", "data.revision", "data.rows",
     "store.endpoint", "tokenizer.revision", "training.optimizer", "compression.kind",
+    "training.outer_rule",
     *(key for keys in _CHAIN_KEYS.values() for key in keys),
 }  # fmt: skip
 _FIRST_TABLE = re.compile(r"^\s*\[", re.M)

@@ -478,6 +478,8 @@ class TrainingSettings:
     """learning rate of the outer step; the one in outer_optimizer.pt of the global bucket wins"""
     outer_momentum: float = rule("training.outer_momentum", ge=0, le=1)
     """Nesterov momentum of the outer step; all peers must agree"""
+    outer_rule: str = rule("training.outer_rule", "nesterov")
+    """the outer rule, by the name that it is registered with"""
     compression: str = rule("compression.kind", "top-k")
     """how uploads are encoded, see *Homes* in docs/architecture.md"""
     topk_compression: int = rule("compression.top_k", ge=1, le=4096)

@@ -6,7 +6,7 @@ The movement of its weights, epoch start - current, is then taken as a gradient:
 Nesterov momentum along that average, from the epoch-start weights, is the *outer step*; all miners
 go on from its result (protocol page, sections 4 to 6).
 
-Miners and the validator import the one :func:`nesterov_sgd`, so all of them compute the same
+Miners and the validator go by the one rule of ``outer_rule.py``, so all of them compute the same
 float32 bits from the same average.
 
 Every rank keeps, in host memory, its rows of the epoch-start weights, the outer momentum and the
@@ -35,7 +35,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from distributed_training.common.files import atomic_file
-from distributed_training.network import public_values
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.metadata import parse_config
@@ -45,34 +44,11 @@ from distributed_training.protocol.types import AllReduceError, AllReduceFault, 
 from .collectives import ParameterShard, RowStream, on_host, to_host
 from .error_feedback import ErrorFeedback
 from .model import parameter_schema, without_extras
+from .outer_rule import OUTER_LEARNING_RATE, OUTER_MOMENTUM, OuterRule, nesterov_sgd
 
 log = logging.getLogger(__name__)
 
-_PUBLIC = public_values()
-OUTER_LEARNING_RATE = float(_PUBLIC["training.outer_learning_rate"])
-OUTER_MOMENTUM = float(_PUBLIC["training.outer_momentum"])
-
-
-@torch.no_grad()
-def nesterov_sgd(
-    param: Tensor,
-    grad: Tensor,
-    momentum: Tensor | None,
-    *,
-    lr: float = OUTER_LEARNING_RATE,
-    mu: float = OUTER_MOMENTUM,
-) -> tuple[Tensor, Tensor]:
-    """Take one SGD step with Nesterov momentum: new ``(param, momentum)``, inputs untouched.
-
-    float32 CPU tensors of one shape. ``momentum=None`` means that there was no step yet. The bits
-    are those of ``torch.optim.SGD(lr=lr, momentum=mu, nesterov=True)``: elementwise, so a shard
-    gives the same bits as the whole tensor.
-    """
-    # A clone, since the average may lie in the swarm's memory, which the next round overwrites.
-    new_momentum = grad.clone() if momentum is None else momentum.mul(mu).add_(grad)
-    update = grad.add(new_momentum, alpha=mu)
-    # Into ``update``: a third tensor for each parameter would be in host memory in every round.
-    return torch.add(param, update, alpha=-lr, out=update), new_momentum
+__all__ = ["OUTER_LEARNING_RATE", "OUTER_MOMENTUM", "nesterov_sgd"]
 
 
 @dataclass(frozen=True)
@@ -199,7 +175,9 @@ class OuterStep:
         learning_rate: float,
         momentum: float,
         feedback: ErrorFeedback,
+        rule: OuterRule = nesterov_sgd,
     ) -> None:
+        self.rule = rule
         self.learning_rate = learning_rate
         self.mu = momentum
         self.feedback = feedback
@@ -394,7 +372,7 @@ class OuterStep:
         def moved() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
             before: Sequence[Tensor | None] = self.momentum or [None] * len(start)
             new = [
-                nesterov_sgd(*each, lr=self.learning_rate, mu=self.mu)
+                self.rule(*each, lr=self.learning_rate, mu=self.mu)
                 for each in zip(start, average, before, strict=True)
             ]
             weights, momentum = [each for each, _ in new], [each for _, each in new]

@@ -31,6 +31,7 @@ from .inner_optimizer import CosineSchedule, InnerOptimizer
 from .local_evaluation import MEASURED, GradientCheck, Text, load_measured
 from .memory_plan import plan_batch
 from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
+from .outer_rule import outer_rule_of
 from .outer_step import OuterStep
 from .sharding import build_sharded_model
 from .snapshot import BoundaryCopier, BoundaryCopies, SnapshotHandle, Snapshots
@@ -152,6 +153,7 @@ class Trainer:
             learning_rate=settings.outer_learning_rate,
             momentum=settings.outer_momentum,
             feedback=feedback,
+            rule=outer_rule_of(settings),
         )
         self.starts = EpochStarts(shards=shards, stream=self.stream)
         self._left_sketch: Tensor | None = None  # of the outer step that a round is to end

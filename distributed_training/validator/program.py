@@ -60,6 +60,7 @@ from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog
 from distributed_training.training.compression import compression_of
 from distributed_training.training.model import parameter_schema
+from distributed_training.training.outer_rule import outer_rule_of
 from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.global_state import (
     GlobalPublisher,
@@ -245,6 +246,7 @@ def build(
             stop=stop,
         ),
         held_out_loss=held_out_loss,
+        outer_rule=outer_rule_of(config.training),
         run=run,
         clock_fault=parts.clock_fault,
     )

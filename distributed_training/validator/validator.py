@@ -77,7 +77,8 @@ from distributed_training.protocol.scoring import round_due
 from distributed_training.protocol.types import AllReduceFault
 from distributed_training.scoring.evaluator import Judgement
 from distributed_training.store.errors import StoreError
-from distributed_training.training.outer_step import GlobalState, nesterov_sgd
+from distributed_training.training.outer_rule import OuterRule, nesterov_sgd
+from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.global_state import (
     GlobalPublisher,
     GlobalStateError,
@@ -119,8 +120,10 @@ class Validator:
         held_out_loss: Callable[[Sequence[Tensor]], float],
         run: Run,
         clock_fault: Callable[[], str] = str,
+        outer_rule: OuterRule = nesterov_sgd,
     ) -> None:
         # collaborators
+        self._outer_rule = outer_rule
         self._settings = settings
         self._member = member
         self._chain = member.chain
@@ -312,7 +315,9 @@ class Validator:
         weights, momentum = [], []
         for i, (start, gradient) in enumerate(zip(state.weights, averaged, strict=True)):
             old = None if state.momentum is None else state.momentum[i]
-            new, buffer = nesterov_sgd(start, gradient, old, lr=state.learning_rate, mu=state.mu)
+            new, buffer = self._outer_rule(
+                start, gradient, old, lr=state.learning_rate, mu=state.mu
+            )
             # Published, a NaN would be in every miner's weights after the next load.
             if not bool(torch.isfinite(new).all()):
                 return None

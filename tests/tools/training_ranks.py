@@ -177,7 +177,7 @@ def _one_rank_fails(made: Trainer, buffers: list[torch.Tensor] | None) -> None:
 
     before = whole_weights(made)
     for who in (0, WORLD - 1):
-        with mock.patch.object(outer_step, "nesterov_sgd", fails) if who == RANK else nullcontext():
+        with mock.patch.object(made.outer, "rule", fails) if who == RANK else nullcontext():
             expect(AllReduceFault.LOCAL, lambda: made.prepare_outer_step(buffers))
         made.roll_back_outer_step()
         assert made.outer._prepared is None
