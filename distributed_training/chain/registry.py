@@ -161,7 +161,7 @@ class RegistryChain(Chain):
         self.all_expelled: frozenset[str] = frozenset()  # hotkeys, as last read
         # For a registry that comes back from an old backup.
         self._written: dict[str, dict[str, Any]] = {}  # by kind, what was accepted last
-        self._told = ""  # the failure that was logged
+        self._logged = ""  # the failure that was logged
         self._thread = threading.Thread(target=self._poll, name="registry", daemon=True)
         self._thread.start()
 
@@ -242,9 +242,9 @@ class RegistryChain(Chain):
                 raise ChainError(f"{kind}: the chain was closed")
             try:
                 if self._seen is None:
-                    self._look()  # whom to sign for
+                    self._read_state()  # whom to sign for
                 result = self._post(kind, fields)
-                self._look()
+                self._read_state()
                 return result
             except ChainError:
                 raise
@@ -272,22 +272,19 @@ class RegistryChain(Chain):
         answer = self._fetch(f"/{kind}", json.dumps(fields).encode())
         content = json.loads(answer.body)
         if answer.status != 200:
-            message, apart = str(content["message"])[:300], self._clocks_apart()
-            # Where we know that it is this machine's clock, the registry's remedy says it twice.
-            message = message.partition("; see whether")[0] if apart else message
-            raise ChainError(f"{kind}: {message}{apart}")
+            message = str(content["message"])[:300]
+            apart = time.time() - (self.clock() or time.time())
+            if abs(apart) >= _CLOCK_APART:
+                # Then the registry's own remedy would say it twice.
+                message = (
+                    f"{message.partition('; see whether')[0]} (this machine's clock is "
+                    f"{apart:+.0f} s from the registry's: see whether timedatectl says "
+                    "'synchronized: yes')"
+                )
+            raise ChainError(f"{kind}: {message}")
         if kind in ("commit", "serve"):
             self._written[kind] = fields
         return content["result"]
-
-    def _clocks_apart(self) -> str:
-        apart = time.time() - (self.clock() or time.time())
-        if abs(apart) < _CLOCK_APART:
-            return ""
-        return (
-            f" (this machine's clock is {apart:+.0f} s from the registry's: see whether "
-            "timedatectl says 'synchronized: yes')"
-        )
 
     def _fetch(self, path: str, body: bytes | None = None) -> Answer:
         try:
@@ -330,44 +327,42 @@ class RegistryChain(Chain):
     @property
     def trouble(self) -> str:
         """The reason why the registry cannot be used now; empty if it can, or was not asked yet."""
-        return self._told
+        return self._logged
 
     def _poll(self) -> None:
+        backoff = Backoff(first=self._interval, longest=_LONGEST_WAIT)
         try:
-            self._poll_until_stopped(Backoff(first=self._interval, longest=_LONGEST_WAIT))
+            while not self._stop.is_set():
+                wait = self._interval * random.uniform(0.9, 1.1)  # miners do not poll in step
+                try:
+                    with self._lock:
+                        self._read_state()
+                    if self._logged:
+                        log.info("The registry at %s answers again", self._url)
+                    self._logged = ""
+                    backoff.succeeded()
+                except _FAILURES as error:  # no other thread of this process reads
+                    self._counts["failures"] += 1
+                    self._log_failure(error)
+                    wait = backoff.failed()
+                self._stop.wait(wait.total_seconds())
         finally:
             with self._lock, self._runner:  # not in the middle of a write
                 self._runner.run(self._client.aclose())
 
-    def _poll_until_stopped(self, backoff: Backoff) -> None:
-        while not self._stop.is_set():
-            wait = self._interval * random.uniform(0.9, 1.1)  # miners do not poll in step
-            try:
-                with self._lock:
-                    self._look()
-                if self._told:
-                    log.info("The registry at %s answers again", self._url)
-                self._told = ""
-                backoff.succeeded()
-            except _FAILURES as error:  # no other thread of this process reads
-                self._counts["failures"] += 1
-                self._tell(error)
-                wait = backoff.failed()
-            self._stop.wait(wait.total_seconds())
-
-    def _tell(self, error: Exception) -> None:
+    def _log_failure(self, error: Exception) -> None:
         """Log once for each outage, and for each other program that answers in its place."""
         why = _why(error)
-        if not self._told or (isinstance(error, Unusable) and why != self._told):
+        if not self._logged or (isinstance(error, Unusable) and why != self._logged):
             log.warning(
                 "The registry at %s does not answer (%s): training goes on with what was last "
                 "known, and it is asked again; if it lasts, see chain.url of the network's file",
                 self._url,
                 why,
             )
-        self._told = why
+        self._logged = why
 
-    def _look(self) -> None:
+    def _read_state(self) -> None:
         """Ask for what is new; with the lock held."""
         state = self._ask()
         if self._went_back(state):

@@ -119,8 +119,13 @@ class SignedServer(BoundedServer):
         self._hotkeys = Buckets(rate=settings.requests_per_hotkey)
         self._file = KeptFile(folder / "callers.json" if folder is not None else None)
         kept = self._file.load()
+        # The age at which no call of any scheme is accepted any more.
+        oldest = max(
+            synapses.LEGACY_ALLOWANCE + settings.legacy_timeout_cap,
+            timedelta(seconds=auth.BTAUTH_MAX_AGE),
+        )
         self._nonces = NonceMemory(
-            window=_oldest_call(settings) + settings.clock_skew,
+            window=oldest + settings.clock_skew,
             skew=settings.clock_skew,
             kept=kept,
             clock=clock,
@@ -267,7 +272,11 @@ class SignedServer(BoundedServer):
             if said is not None and claim.hotkey == self._master and claim.scheme == auth.BTAUTH:
                 self._miner.on_validator_epoch(said)
             self._counts["accepted.IsAlive"] += 1
-            self._log_alive(neuron.uid if neuron is not None else None)
+            uid = neuron.uid if neuron is not None else None
+            self._alive_calls[uid] += 1
+            # One line a minute for each uid, which may ask many times a second.
+            if self._alive_lines(uid):
+                log.info("%s", lines.responded_active(uid, self._alive_calls.pop(uid)))
         else:
             if not self._may_call_rounds(claim.hotkey, neuron):
                 raise Refused(Refusal.LOW_STAKE if permit else Refusal.NO_PERMIT)
@@ -278,12 +287,6 @@ class SignedServer(BoundedServer):
             self._trusted.add(head.address)
             self._called_at = self._monotonic()
         return reply
-
-    def _log_alive(self, uid: int | None) -> None:
-        """Log one line a minute for each uid, which may ask many times a second."""
-        self._alive_calls[uid] += 1
-        if self._alive_lines(uid):
-            log.info("%s", lines.responded_active(uid, self._alive_calls.pop(uid)))
 
     def _all_reduce(self, claim: auth.Claim, fields: Mapping[str, Any]) -> str | None:
         """Start a round, or what the caller is told of the running one. Raises Refused."""
@@ -326,11 +329,3 @@ class SignedServer(BoundedServer):
             refused = due is not True
         if refused:
             raise Refused(Refusal.NOT_DUE)
-
-
-def _oldest_call(settings: ChainSettings) -> timedelta:
-    """Return the age at which no call of any scheme is accepted any more."""
-    return max(
-        synapses.LEGACY_ALLOWANCE + settings.legacy_timeout_cap,
-        timedelta(seconds=auth.BTAUTH_MAX_AGE),
-    )

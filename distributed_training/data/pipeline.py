@@ -132,7 +132,12 @@ class DataPipeline:
         self._counts: Counter[str] = Counter()
         self._full_disk = Repeats(_SLOW_LINE_EVERY)
         self._block_folder = spec.blocks
-        self._prepare_folder()
+        self._block_folder.mkdir(parents=True, exist_ok=True)
+        for other in self._block_folder.parent.glob(f"rank{spec.rank}-*"):
+            if other != self._block_folder:  # of other settings
+                shutil.rmtree(other, ignore_errors=True)
+        for left in self._block_folder.glob(".*.tmp"):  # of a worker that was killed while it wrote
+            left.unlink(missing_ok=True)
         self._held_back = HeldBack(self._block_folder / "held-back")
         self._buffer = DeviceBuffer(device) if device and device.type == "cuda" else None
         # Last: a worker may write as soon as it runs, and what earlier ones left is removed above.
@@ -391,14 +396,6 @@ class DataPipeline:
                 number = path.name.removesuffix(SUFFIX)
                 if not number.isdigit() or int(number) not in self._blocks:
                     path.unlink(missing_ok=True)
-
-    def _prepare_folder(self) -> None:
-        self._block_folder.mkdir(parents=True, exist_ok=True)
-        for other in self._block_folder.parent.glob(f"rank{self._spec.rank}-*"):
-            if other != self._block_folder:  # of other settings
-                shutil.rmtree(other, ignore_errors=True)
-        for left in self._block_folder.glob(".*.tmp"):  # of a worker that was killed while it wrote
-            left.unlink(missing_ok=True)
 
     def close(self) -> None:
         """End the workers. Batches handed out stay valid."""

@@ -207,18 +207,12 @@ class Service(BoundedServer):
         if head.path not in self._reads:
             raise Refused(Refusal.ROUTE, message="there is nothing here")
         self._counts[f"read{head.path}"] += 1
-        if head.path in ("/", "/metrics") and not self._is_own_host(head):
-            return _text(403, "this name is not the registry's: see --host-name\n")
-        return self._reads[head.path](head)
-
-    def _is_own_host(self, head: Head) -> bool:
-        """Return whether a browser came here by this server's own name.
-
-        A web site whose name was pointed at this address must not read it.
-        """
+        # A web site whose name was pointed at this address must not have a browser read it here.
         named = head.headers.get("host", "").lower()
         host = named if named.endswith("]") else named.rpartition(":")[0] or named
-        return host in self._names
+        if head.path in ("/", "/metrics") and host not in self._names:
+            return _text(403, "this name is not the registry's: see --host-name\n")
+        return self._reads[head.path](head)
 
     # reads
 
@@ -287,7 +281,12 @@ class Service(BoundedServer):
                 return _json(401, {"message": str(error)})
             except (ChainError, ValueError, TypeError) as error:
                 self._counts[f"refused{head.path}"] += 1
-                return _json(400, {"message": _reason(error)})
+                reason = str(error) if isinstance(error, ChainError) else "malformed request"
+                if isinstance(error, ValidationError):
+                    # Nothing of the input, which may hold a secret.
+                    first = error.errors(include_url=False, include_input=False)[0]
+                    reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+                return _json(400, {"message": reason})
             self._counts[f"written{head.path}"] += 1
             return _json(200, {"result": done})
 
@@ -332,14 +331,6 @@ def _check_fresh(claim: auth.Claim, now: int) -> None:
             "says 'synchronized: yes' on both machines"
         )
         raise Refused(refused.refusal, message=message) from None
-
-
-def _reason(error: Exception) -> str:
-    """Word the reason in one line that repeats nothing of the input: it may hold a secret."""
-    if isinstance(error, ValidationError):
-        first = error.errors(include_url=False, include_input=False)[0]
-        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-    return str(error) if isinstance(error, ChainError) else "malformed request"
 
 
 def _json(status: int, fields: dict[str, Any]) -> bytes:
