@@ -205,9 +205,13 @@ class S3ObjectStore:
                     s3={"addressing_style": "path", "payload_signing_enabled": False},
                 ),
             )
+
         # Asked where a bucket is, a server that redirects everything is asked that again, until the
         # stack ends: hundreds of requests for each of ours.
-        self._client.meta.events.register("before-call.s3.HeadBucket", _redirected_once)
+        def redirected_once(context: dict[str, Any], **_: Any) -> None:
+            context.setdefault("s3_redirect", {})["redirected"] = True
+
+        self._client.meta.events.register("before-call.s3.HeadBucket", redirected_once)
 
     @classmethod
     def from_settings(cls, settings: StoreSettings, *, bucket: str, write: bool) -> S3ObjectStore:
@@ -564,11 +568,24 @@ class S3ObjectStore:
                 f"{self._region}"
             )
         if code in _BAD_KEYS or status == 401:
-            return AccessDeniedError(self._bad_keys(place, answer))
+            what, where = self._keys.what, " from the R2 dashboard" if self._is_r2 else ""
+            return AccessDeniedError(
+                f"{place}: the store does not accept these keys ({answer}): copy "
+                f"{what}_ACCESS_KEY_ID and {what}_SECRET_ACCESS_KEY again{where} into .env, which "
+                "a running miner reads at its next start"
+            )
         if status == 403:
             if code not in _NO_PERMISSION or _OTHER_REASON.search(sentence):
                 return RefusedError(f"{place}: the store refused this ({answer})")
-            return AccessDeniedError(self._denied(verb, place, answer))
+            needed = "Object Read" if verb in ("read", "list") else "Object Read & Write"
+            remedy = (
+                f': give its token "{needed}" on bucket {self._bucket} (R2 dashboard, Manage API '
+                "tokens)"
+            )
+            return AccessDeniedError(
+                f"{place}: refused ({answer}), the key in {self._keys.what}_ACCESS_KEY_ID lacks "
+                f"the permission to {verb}{remedy if self._is_r2 else ''}"
+            )
         # An answer to HEAD has no body, so botocore takes the status for its code.
         if code in ("NoSuchKey", "404", "NotFound") or status == 404:
             return ObjectMissingError(f"{place}: no such object ({answer})")
@@ -597,25 +614,6 @@ class S3ObjectStore:
         line = _LIKE_A_SECRET.sub("********", line)
         return line if len(line) <= _LONGEST_SENTENCE else f"{line[:_LONGEST_SENTENCE]}..."
 
-    def _bad_keys(self, place: str, answer: str) -> str:
-        what, where = self._keys.what, " from the R2 dashboard" if self._is_r2 else ""
-        return (
-            f"{place}: the store does not accept these keys ({answer}): copy {what}_ACCESS_KEY_ID "
-            f"and {what}_SECRET_ACCESS_KEY again{where} into .env, which a running miner reads at "
-            "its next start"
-        )
-
-    def _denied(self, verb: str, place: str, answer: str) -> str:
-        needed = "Object Read" if verb in ("read", "list") else "Object Read & Write"
-        remedy = (
-            f': give its token "{needed}" on bucket {self._bucket} (R2 dashboard, Manage API '
-            "tokens)"
-        )
-        return (
-            f"{place}: refused ({answer}), the key in {self._keys.what}_ACCESS_KEY_ID lacks the "
-            f"permission to {verb}{remedy if self._is_r2 else ''}"
-        )
-
 
 def _expected_region(error: Any) -> str:
     """Return the region that a store wants requests signed for, "" if it does not say."""
@@ -641,10 +639,6 @@ def _md5(data: bytes | Section) -> str:
 
 def _base64(md5: str) -> str:
     return base64.b64encode(bytes.fromhex(md5)).decode()
-
-
-def _redirected_once(context: dict[str, Any], **_: Any) -> None:
-    context.setdefault("s3_redirect", {})["redirected"] = True
 
 
 def _open(

@@ -427,16 +427,13 @@ class _Parts:
         return range(1, -(-self.size // self.part_size) + 1)
 
     def section(self, number: int) -> Section:
-        return Section(self.handle, *self._range(number), self.uplink)
+        start = (number - 1) * self.part_size
+        return Section(self.handle, start, min(self.part_size, self.size - start), self.uplink)
 
     def local(self, number: int) -> PartInfo:
         """Describe a part as most stores would list it. Raises StoppedError."""
         section = self.section(number)
         return PartInfo(number, len(section), section.md5)
-
-    def _range(self, number: int) -> tuple[int, int]:
-        start = (number - 1) * self.part_size
-        return start, min(self.part_size, self.size - start)
 
 
 class Sender:
@@ -559,7 +556,12 @@ class Sender:
             at_store = {p.number: p for p in listed if p.number in cut.numbers}
             local = _run_all(self._pool, cut.local, at_store)
             # Of a store whose etags are no MD5 none is kept.
-            kept = {p.number: at_store[p.number] for p in local if _alike(at_store[p.number], p)}
+            kept = {
+                part.number: held
+                for part in local
+                if (held := at_store[part.number]).size == part.size
+                and same_etag(held.etag, part.etag)
+            }
             self._keep(kept.values())
             log.info("Resuming upload of %s: %d of %d parts kept", key, len(kept), len(cut.numbers))
             return record, kept
@@ -639,7 +641,11 @@ class Sender:
         """Make the file visible; its etag. Publishing again is harmless."""
         record = staged.record
         if record is None:
-            return self._put_small(staged)
+            with staged.path.open("rb") as file:
+                body = Section(file.fileno(), 0, staged.size, self._uplink)
+                etag = self._retry(self._store.put, staged.key, body)
+            self._count(staged.size)
+            return etag
         if record.etag:  # an earlier attempt completed it
             return record.etag
         try:
@@ -702,13 +708,6 @@ class Sender:
         etags = _run_all(self._pool, self.publish, files)
         return {s.key: etag for s, etag in zip(files, etags, strict=True)}
 
-    def _put_small(self, staged: Staged) -> str:
-        with staged.path.open("rb") as file:
-            body = Section(file.fileno(), 0, staged.size, self._uplink)
-            etag = self._retry(self._store.put, staged.key, body)
-        self._count(staged.size)
-        return etag
-
     # --- inside ---------------------------------------------------------------------------------
 
     def abandon(self, record: UploadRecord) -> None:
@@ -739,10 +738,6 @@ class Sender:
             self.sent.bytes += size
             self.sent.parts += 1
         self._progress.add(size)
-
-
-def _alike(one: PartInfo, other: PartInfo) -> bool:
-    return one.size == other.size and same_etag(one.etag, other.etag)
 
 
 _OF_PARTS = re.compile(r"[0-9a-fA-F]{32}-\d+")

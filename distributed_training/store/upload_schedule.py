@@ -192,7 +192,11 @@ class UploadSchedule:
         if report.ok:
             self._block_time, self._published_step = asked.block_time, asked.step[0]
             if not asked.interrupted:
-                self._learn_upload(max(report.finished_at - asked.at, report.seconds))
+                took = max(report.finished_at - asked.at, report.seconds)
+                if self.upload_seconds is not None:
+                    off = abs(took - self.upload_seconds)
+                    self._upload_varies = _mean(self._variation(), off)
+                self.upload_seconds = _mean(self.upload_seconds, took)
         self._asked = None
 
     def counts(self, outer_step: int, now: float) -> bool:
@@ -232,12 +236,6 @@ class UploadSchedule:
             # Once more in each outer step: its pace may be another.
             self._warned -= {"period", "first"}
         self._step_before = (report.outer_step, now)
-
-    def _learn_upload(self, took: float) -> None:
-        if self.upload_seconds is not None:
-            off = abs(took - self.upload_seconds)
-            self._upload_varies = _mean(self._variation(), off)
-        self.upload_seconds = _mean(self.upload_seconds, took)
 
     def _variation(self) -> float:
         if self._upload_varies is None:
@@ -298,7 +296,13 @@ class UploadSchedule:
         usual, margin = self.upload_seconds or 0.0, self._margin()
         sending = usual + margin
         apart = max(sending, self._every * step)
-        enough = regular or self._enough_steps(report.inner_step)
+        enough = (
+            regular
+            or self._last is not None
+            or self.published_at is None
+            # After a restart: at least those of this outer step.
+            or max(report.inner_step, self._steps_since) >= self._every
+        )
         left = rounds.next_at - _SPARE_STEPS * step - now  # until the last snapshot
         if left < step:
             return enough
@@ -317,14 +321,6 @@ class UploadSchedule:
         # It may be the last but two, if it counts until the last but one is visible.
         long = rounds.half - self._age_of_blocks() > left
         return regular and to_spare >= apart and (left >= 3 * apart or long)
-
-    def _enough_steps(self, inner_step: int) -> bool:
-        # After a restart: at least those of this outer step.
-        return (
-            self._last is not None
-            or self.published_at is None
-            or max(inner_step, self._steps_since) >= self._every
-        )
 
     def _warnings(self, now: float) -> list[tuple[str, str]]:
         upload = self.upload_seconds or 0.0

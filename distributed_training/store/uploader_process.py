@@ -29,7 +29,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -44,7 +44,7 @@ from distributed_training.protocol import keys, lines
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.types import ExitStatus, PublicationReport
 
-from .base import ObjectInfo, ObjectStore, same_etag
+from .base import ObjectStore, same_etag
 from .cleanup import (
     RENEW_EVERY,
     STUCK_AGE,
@@ -65,7 +65,7 @@ from .snapshot_folder import (
     upload_gate,
     wait_complete,
 )
-from .transfer import FIRST_WAIT, Progress, Retry, Sender, Sent, Staged
+from .transfer import FIRST_WAIT, Progress, Retry, Sender, Sent
 from .uplink import Uplink
 from .uploader import Close, Paused, PeerId, Start
 
@@ -131,7 +131,7 @@ class Publication:
         )
 
     def _publish(self, submission: Submission, sent: Sent) -> float | None:
-        """Send a snapshot.
+        """Upload one snapshot, from its folder to the metadata that points readers to it.
 
         Return the age of ``gradients.pt`` at the end, seconds by the store's clock.
         """
@@ -181,7 +181,23 @@ class Publication:
             epoch_metadata = keys.epoch_key(revision.outer_step, keys.METADATA)
             self._retry(self.store.delete, epoch_metadata)
             etags = sender.publish_all(staged)
-        age = self._verify(staged, etags)
+        age = None
+        for file in staged:
+            # One answer that contradicts what was just done is no reason to send it all again.
+            for wait in (0.0, FIRST_WAIT.total_seconds()):
+                self.uplink.sleep(wait)
+                info = self._retry(self.store.head, file.key)
+                held = info is not None and info.size == file.size
+                if info is not None and held and same_etag(info.etag, etags[file.key]):
+                    break
+            else:
+                self.journal.drop(file.key)
+                raise IntegrityError(
+                    f"{file.key} at the store is not what was sent (another miner's?), so the "
+                    "metadata is not written: it is sent again with the next upload"
+                )
+            if file.path.name == keys.GRADIENTS:
+                age = info.age_seconds  # a store may date an object by when its upload began
         seen = time.monotonic()
         metadata = Metadata.of(revision, submission.peer_id).to_json()
         # The root last: it leads readers to the outer step, whose metadata must be there.
@@ -191,51 +207,17 @@ class Publication:
         self.journal.drop(*named)
         return None if age is None else age + time.monotonic() - seen
 
-    def _verify(self, staged: list[Staged], etags: Mapping[str, str]) -> float | None:
-        """Compare what the store holds with what was sent; return the age of ``gradients.pt``.
-
-        A store may date an object by when its upload began. Raises IntegrityError.
-        """
-        age = None
-        for file in staged:
-            info = self._held(file, etags[file.key])
-            if info is None:
-                # One answer that contradicts what was just done is no reason to send it all again.
-                self.uplink.sleep(FIRST_WAIT.total_seconds())
-                info = self._held(file, etags[file.key])
-            if info is None:
-                self.journal.drop(file.key)
-                raise IntegrityError(
-                    f"{file.key} at the store is not what was sent (another miner's?), so the "
-                    "metadata is not written: it is sent again with the next upload"
-                )
-            if file.path.name == keys.GRADIENTS:
-                age = info.age_seconds
-        return age
-
-    def _held(self, file: Staged, etag: str) -> ObjectInfo | None:
-        """Return what the store has under the file's key, None if that is not the file."""
-        info = self._retry(self.store.head, file.key)
-        if info is None or info.size != file.size or not same_etag(info.etag, etag):
-            return None
-        return info
-
     # --- root metadata --------------------------------------------------------------------------
-
-    def read_root(self) -> Metadata | None:
-        """Read the root metadata, None if missing or malformed; the next write repairs it."""
-        data = self._retry(self.store.get, keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
-        try:
-            return None if data is None else Metadata.parse(data)
-        except MetadataError:
-            return None
 
     def publish_peer_id(self, peer_id: str) -> None:
         """Change the peer id in the root metadata and nothing else; without one do nothing.
 
         Raises StoreError.
         """
-        root = self.read_root()
+        data = self._retry(self.store.get, keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
+        root = None
+        with contextlib.suppress(MetadataError):  # a damaged one: the next upload repairs it
+            root = None if data is None else Metadata.parse(data)
         if root is None or root.peer_id == peer_id:
             return
         self._retry(check_claim, self.store, self.instance)

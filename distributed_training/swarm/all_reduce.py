@@ -165,7 +165,12 @@ class AllReduce:
         """
         reducers = [i for i, share in enumerate(self._shares) if share and i != self._mine]
         loop = asyncio.get_running_loop()
-        missing = loop.call_later(self._terms.chunk_timeout, self._leave_out_who_did_not_come)
+
+        def leave_out_who_did_not_come() -> None:
+            for sender in self._not_yet_come:
+                self.reducer.leave_out(sender, "it sent nothing")
+
+        missing = loop.call_later(self._terms.chunk_timeout, leave_out_who_did_not_come)
         watching = loop.create_task(self._watch_pace())
         try:
             gone = await asyncio.gather(*map(self._exchange, reducers))
@@ -177,10 +182,6 @@ class AllReduce:
             if self.out_of_time:
                 raise TimeoutError
             raise GroupFailed("all other peers of the group failed")
-
-    def _leave_out_who_did_not_come(self) -> None:
-        for sender in self._not_yet_come:
-            self.reducer.leave_out(sender, "it sent nothing")
 
     # --- in time -------------------------------------------------------------------------------
 

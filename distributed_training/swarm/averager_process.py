@@ -58,7 +58,7 @@ from distributed_training.protocol.synapses import LARGEST_GROUP
 
 from . import wire
 from .address_book import AddressBook
-from .all_reduce import FLOAT_BYTES, AllReduce, Group, GroupFailed, Scale, Terms
+from .all_reduce import FLOAT_BYTES, AllReduce, Group, GroupFailed, Terms
 from .bounds import (
     MOST_MESSAGE_BYTES,
     BoundedP2P,
@@ -187,11 +187,12 @@ class DTGradAverager(ServicerBase):
         if kept_local > _MOST_KEPT_LOCAL:
             fault = "TIMEOUT" if all_reduce.out_of_time else "PEER_FAILED"
             return Failed(fault, f"{kept_local:.0%} of the values have no average", causes)
+        seen = all_reduce.reducer.scale
         return Average(
             peers=[str(peer) for peer in group.peer_ids],
             causes=causes,
             kept_local=kept_local,
-            usual_norm=_usual_norm(all_reduce.reducer.scale, values),
+            usual_norm=None if seen is None else seen.usual * math.sqrt(values),
             matchmaking=found - started,
             transfer=time.monotonic() - found,
         )
@@ -505,10 +506,6 @@ def shares_of(values: int, bandwidths: Sequence[float | None]) -> tuple[int, ...
     least = statistics.median_low(stated or [0.0]) / 2
     equal = [None if each is None or each >= least > 0 else 0.0 for each in bandwidths]
     return load_balance_peers(values, equal, 0)
-
-
-def _usual_norm(seen: Scale | None, values: int) -> float | None:
-    return None if seen is None else seen.usual * math.sqrt(values)
 
 
 # --- the process ----------------------------------------------------------------------------------
