@@ -55,7 +55,7 @@ function rows(file) {
   throw new Error(`${file} exports no rows: module.exports = [["--wallet.name", "mine"]];`);
 }
 const local = process.env.DT_PRESET === "local";
-const ours = { miner: local ? [] : flags, validator: [], registry: [["serve"]] };
+const ours = { miner: local ? [["--preset", "local"]] : flags, validator: [], registry: [["serve"]] };
 const given = local ? [] : rows(override);
 // Of several machines: a row ["torchrun", "--nnodes", "2", ...], see docs/several-machines.md.
 const torchrun = given.filter((row) => row[0] === "torchrun").flat().slice(1).map(String);

@@ -95,9 +95,7 @@ def test_the_bucket_is_tried_with_both_keys(tmp_path: Path) -> None:
     server.start()
     try:
         settings = settings_for(server)
-        S3ObjectStore.from_settings(
-            settings, bucket="llama-4b-ws-4-007", write=True
-        ).create_bucket()
+        S3ObjectStore.from_settings(settings, bucket="local-007", write=True).create_bucket()
         keys = {
             **server.keys,
             "BT_WALLET_PATH": str(tmp_path / "wallets"),  # none there: the hotkey's row fails
