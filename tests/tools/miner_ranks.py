@@ -7,6 +7,7 @@ is there when somebody asks for it.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from unittest.mock import Mock
 import torch
 
 from distributed_training.chain.base import Neuron
+from distributed_training.chain.kinds import chain_kind
 from distributed_training.chain.server import SignedServer
 from distributed_training.common.processes import leave
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, build_tokenizer
@@ -44,6 +46,7 @@ from distributed_training.protocol.types import (
     AllReduceResult,
     RoundRequest,
 )
+from distributed_training.store.opening import open_store
 from distributed_training.swarm.supervisor import SharedTensors
 from distributed_training.telemetry import MetricsFile, read_events
 from tests.tools import jumping_clock
@@ -142,6 +145,7 @@ class Miner:
         on_step: Callable[[Miner, int], None],
         on_micro_batch: Callable[[Miner], None] = lambda miner: None,
         flags: Mapping[str, Any] = {},
+        rules: Mapping[str, Any] = {},
     ) -> None:
         self.folder = folder
         self.losses: list[float] = []
@@ -157,9 +161,10 @@ class Miner:
         if RANK == 0:
             network = Network(folder, info)
             network.play()
+        self.config = config_of(*argv, rules={**RULES, **rules})
         self.product = start.build_rank(
             start.RankContext(
-                config=config_of(*argv, rules=RULES),
+                config=self.config,
                 folder=folder,
                 device=torch.device("cpu"),
                 ranks=self.ranks,
@@ -561,6 +566,56 @@ def overtaken(folder: Path) -> None:
         hold_snapshots(miner, in_round, taken.set)
         miner.swarm.average = average  # type: ignore[method-assign]
     miner.run("overtaken")
+
+
+def toys(folder: Path) -> None:
+    """A thing of each kind comes from ``tests/toys``: three inner steps, a round, an upload.
+
+    The upload's files then go to the toy store, and the toy chain has a commitment of it.
+    """
+    kinds = ("chain", "compression", "metric", "optimizer", "outer_rule", "source", "store")
+    flags = {
+        "plugins": " ".join(f"tests.toys.{kind}" for kind in kinds),
+        "data.source": "counter",
+    }
+    rules = {
+        "chain.kind": "memory",
+        "compression.kind": "sign",
+        "store.endpoint": "memory://toys",
+        "training.optimizer": "lion",
+        "training.outer_rule": "signed",
+    }
+
+    def on_step(miner: Miner, step: int) -> None:
+        if step == 3:
+            miner.call()
+        if miner.trainer.outer_step and miner.publisher.submitted:
+            miner.stop()
+        assert step < 60
+
+    miner = Miner(folder, on_step=on_step, flags=flags, rules=rules)
+    miner.run("toys")
+    if RANK != 0:
+        return
+    settings = miner.config.chain
+    chain = chain_kind(settings).open(settings, cast(Any, types.SimpleNamespace(ss58="5Me")), None)
+    store = open_store(miner.config.store, "mine", write=True)
+    upload = Path(miner.publisher.submitted[-1]["folder"])
+    for path in filter(Path.is_file, upload.iterdir()):
+        store.put(path.name, path.read_bytes())
+    uid = chain.join()
+    chain.commit(miner.publisher.submitted[-1]["tag"])
+    sent = {info.key: store.get(info.key, limit=1 << 30) or b"" for info in store.list_objects()}
+    gradient = torch.load(io.BytesIO(sent["gradients.pt"]), weights_only=True)
+    found = {
+        "uid": uid,
+        "commitment": chain.commitment("5Me"),
+        "files": sorted(sent),
+        "gradient": sorted({key.rpartition(".")[2] for key in gradient if "." in key}),
+        "optimizer": type(miner.trainer.optimizer._model).__name__,
+        "metrics": (folder / "metrics.prom").read_text(),
+    }
+    (folder / "found.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
