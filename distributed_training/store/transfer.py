@@ -83,7 +83,7 @@ class Progress:
         self._lock = threading.Lock()
         self._since = clock(), held  # when the last line was logged, and how much was there then
 
-    def hold(self, count: int) -> None:
+    def count_held(self, count: int) -> None:
         """Count bytes that an earlier attempt brought: they do not tell how fast this one is."""
         with self._lock:
             self._there += count
@@ -562,7 +562,7 @@ class Sender:
                 if (held := at_store[part.number]).size == part.size
                 and same_etag(held.etag, part.etag)
             }
-            self._keep(kept.values())
+            self._count_kept(kept.values())
             log.info("Resuming upload of %s: %d of %d parts kept", key, len(kept), len(cut.numbers))
             return record, kept
         info = self._retry(self._store.head, key)
@@ -570,7 +570,7 @@ class Sender:
         if info is not None and info.size == record.size and "-" in info.etag:
             local = _run_all(self._pool, cut.local, cut.numbers)
             if same_etag(info.etag, multipart_etag(local)):
-                self._keep(local)
+                self._count_kept(local)
                 done = replace(record, etag=info.etag)
                 self._journal.put(done)
                 return done, {}
@@ -729,9 +729,9 @@ class Sender:
             if record.key not in wanted or record.bucket != self._store.bucket:
                 self.abandon(record)
 
-    def _keep(self, parts: Collection[PartInfo]) -> None:
+    def _count_kept(self, parts: Collection[PartInfo]) -> None:
         self.sent.parts_kept += len(parts)
-        self._progress.hold(sum(part.size for part in parts))
+        self._progress.count_held(sum(part.size for part in parts))
 
     def _count(self, size: int) -> None:
         with self._count_lock:

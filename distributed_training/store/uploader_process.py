@@ -275,12 +275,12 @@ class UploadLoop:
         with self._wake:
             match message:
                 case Submission():
-                    self._take(message)
+                    self._queue(message)
                 case PeerId(peer_id):
                     self._peer_id = peer_id
             self._wake.notify_all()
 
-    def _take(self, new: Submission) -> None:
+    def _queue(self, new: Submission) -> None:
         for held in (self._current, self._waiting):
             if held is not None and held.revision == new.revision:
                 # Found in the journal and sent again by a restart; or the same step once more, by a

@@ -281,7 +281,7 @@ class AllReduce:
         await stream.send(wire.END)
 
     async def _take_differences(self, stream: Stream, left: list[Tensor]) -> None:
-        difference = self._buffers.take()
+        difference = self._buffers.borrow()
         refused, few = 0, _FEW_OF_A_SHARE * sum(map(len, left))
         while left:
             part = left[-1]
@@ -372,7 +372,7 @@ class AllReduce:
         """Yield the parts that arrive, already added to the sums."""
         share = self._shares[self._mine]
         for index, part in enumerate(share):
-            buffer = self._buffers.take()
+            buffer = self._buffers.borrow()
             values = buffer[: len(part)]
             async with asyncio.timeout(self._terms.chunk_timeout):
                 arriving = await self._next(stream) if index else first
@@ -506,7 +506,7 @@ class Buffers:
         self._values = values
         self._free: list[Tensor] = []
 
-    def take(self) -> Tensor:
+    def borrow(self) -> Tensor:
         return self._free.pop() if self._free else torch.empty(self._values)
 
     def give_back(self, buffer: Tensor) -> None:

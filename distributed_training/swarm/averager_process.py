@@ -553,7 +553,7 @@ class Host:
         self._obstacle = Obstacle()  # to joining the swarm
         self._meeting: Meeting
 
-    def tell(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
         self._answers.write(to_line(message))
 
     async def run(self) -> None:
@@ -577,17 +577,17 @@ class Host:
             self._tell_joined(await self._meeting.join())
             addresses = [str(address) for address in await node.get_visible_maddrs()]
             # Inside: a peer that hears of us at once finds our calls registered.
-            self.tell(Ready(str(node.peer_id), addresses))
+            self.send(Ready(str(node.peer_id), addresses))
             try:
                 await _first_of(
-                    self._obey(averager),
+                    self._run_orders(averager),
                     self._watch_daemon(node),
                     self._watch_parent(),
                     self._keep_in_touch(self._meeting),
                 )
             except HostFailed as error:
                 # Before this context ends: its tasks may wait for answers through a dead p2pd.
-                self.tell(Ended(str(error)))
+                self.send(Ended(str(error)))
                 raise
         with contextlib.suppress(OSError, TimeoutError, P2PDaemonError):
             async with asyncio.timeout(_LEAVE_TIMEOUT):
@@ -616,12 +616,12 @@ class Host:
             backoff_rate=1.0,
         )
 
-    async def _obey(self, averager: DTGradAverager) -> None:
+    async def _run_orders(self, averager: DTGradAverager) -> None:
         async for line in self._orders:
             match from_line(line):
                 case RoundOrder() as order:
                     self._number = order.number
-                    self._round = asyncio.create_task(self._play(averager, order))
+                    self._round = asyncio.create_task(self._run_round(averager, order))
                     self._round.add_done_callback(self._tell_outcome)
                     # The cancel may have come first: several threads of rank 0 send.
                     if order.number <= self._cancelled:
@@ -633,11 +633,11 @@ class Host:
                 case _:  # Close
                     return
 
-    async def _play(self, averager: DTGradAverager, order: RoundOrder) -> Average | Failed:
+    async def _run_round(self, averager: DTGradAverager, order: RoundOrder) -> Average | Failed:
         began = time.monotonic()
         await self._meeting.before_round(order)
         left = order.timeout - (time.monotonic() - began)
-        result = await averager.average(replace(order, timeout=left), partial(self.tell, Found()))
+        result = await averager.average(replace(order, timeout=left), partial(self.send, Found()))
         match result:
             case Average(peers):
                 self._meeting.remember(peers)
@@ -647,18 +647,18 @@ class Host:
 
     def _tell_joined(self, obstacle: Obstacle) -> None:
         if obstacle.kind is not self._obstacle.kind:
-            self.tell(Joined(obstacle.text))
+            self.send(Joined(obstacle.text))
         self._obstacle = obstacle
 
     def _tell_outcome(self, task: asyncio.Task[Average | Failed]) -> None:
         if task.cancelled():
             if self._number <= self._cancelled:  # or else this process ends
-                self.tell(Failed("CANCELLED"))
+                self.send(Failed("CANCELLED"))
         elif (error := task.exception()) is not None:
             log.error("The round failed with an error that was not expected", exc_info=error)
-            self.tell(Failed("SWARM_DOWN", f"{type(error).__name__}: {error}"[:500]))
+            self.send(Failed("SWARM_DOWN", f"{type(error).__name__}: {error}"[:500]))
         else:
-            self.tell(task.result())
+            self.send(task.result())
 
     async def _watch_daemon(self, node: DHTNode) -> None:
         """Raise HostFailed when p2pd ends or hangs; until then send signs of life."""
@@ -675,7 +675,7 @@ class Host:
                 break
             p2p.forget_cancelled()
             # After p2pd has answered: rank 0 takes silence for a hang and ends both.
-            self.tell(Beat(len(node.protocol.routing_table.uid_to_peer_id)))
+            self.send(Beat(len(node.protocol.routing_table.uid_to_peer_id)))
             await asyncio.wait([ended], timeout=BEAT)
         raise HostFailed(f"p2pd {describe_end(ended.result())}")
 

@@ -171,11 +171,11 @@ class Meeting:
         self, peers: Mapping[PeerID, list[str]], connected: set[PeerID]
     ) -> set[asyncio.Task[Obstacle]]:
         return {
-            self._begin(self._meet(peer, places, peer in connected))
+            self._begin(self._connect(peer, places, peer in connected))
             for peer, places in peers.items()
         }
 
-    async def _meet(self, peer: PeerID, addresses: list[str], connected: bool) -> Obstacle:
+    async def _connect(self, peer: PeerID, addresses: list[str], connected: bool) -> Obstacle:
         """Connect to a peer and enter it into the table. Return what is in the way."""
         place, protocol = addresses[0].rpartition("/p2p/")[0], self._node.protocol
         try:

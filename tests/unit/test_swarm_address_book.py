@@ -110,7 +110,7 @@ def test_of_a_calls_addresses_few_are_used_and_of_named_peers_alone(
         )
         book, daemon = AddressBook(tmp_path / "peers.json", "run"), SimpleNamespace()
         own_meeting: Any = Meeting(node, daemon, initial_peers=[], book=book, known=Known())  # type: ignore[arg-type]
-        own_meeting._meet = meet
+        own_meeting._connect = meet
         await own_meeting.before_round(order)
 
     asyncio.run(run())
@@ -156,7 +156,7 @@ def test_whatever_a_peer_answers_is_named_or_harmless(
         book, daemon = AddressBook(tmp_path / "peers.json", "run"), SimpleNamespace(connect=connect)
         own: Any = Meeting(node, daemon, initial_peers=[], book=book, known=Known())  # type: ignore[arg-type]
         address = f"/ip4/127.0.0.1/tcp/9/p2p/{IDS[1]}"
-        return await own._meet(PeerID.from_base58(IDS[1]), [address], draw.random() < 0.3)
+        return await own._connect(PeerID.from_base58(IDS[1]), [address], draw.random() < 0.3)
 
     obstacle = asyncio.run(run())
     assert not (obstacle.kind and added)
