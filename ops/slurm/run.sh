@@ -22,11 +22,11 @@ ended() {
 # %n in a word is the number of the node.
 task="$(declare -f ended)"'
 asked=""
-ask() { asked=yes; [ -z "$child" ] || kill -TERM "$child" 2>/dev/null; }
-trap ask TERM
+# Slurm sends it to all processes of a step, and torchrun gives up on its ranks at a second one.
+trap asked=yes TERM
 while :; do
     "${@//%n/$SLURM_NODEID}" & child=$!
-    [ -z "$asked" ] || ask
+    [ -z "$asked" ] || kill -TERM "$child" 2>/dev/null
     ended
     [ -z "$asked" ] || exit 0
     case $status in 2 | 3) break ;; esac
