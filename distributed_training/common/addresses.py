@@ -52,15 +52,12 @@ def _reach(address: Address) -> Reach:
     if isinstance(address, ipaddress.IPv4Address):
         if address.is_reserved or address in _OF_NOBODY:
             return Reach.NOWHERE
-    elif (inner := _embedded(address)) is not None:
-        return _reach(inner)
-    elif not address.is_private and address not in _GLOBAL:
-        return Reach.NOWHERE
+    else:
+        inner = address.ipv4_mapped or address.sixtofour
+        if address in _NAT64 or address in _COMPATIBLE:
+            inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        if inner is not None:  # packets go to that address in the end
+            return _reach(inner)
+        if not address.is_private and address not in _GLOBAL:
+            return Reach.NOWHERE
     return Reach.EVERYWHERE if address.is_global else Reach.NETWORK
-
-
-def _embedded(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
-    """Return the IPv4 address that packets to an IPv6 address go to in the end, if there is one."""
-    if address in _NAT64 or address in _COMPATIBLE:
-        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-    return address.ipv4_mapped or address.sixtofour

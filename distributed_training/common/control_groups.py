@@ -52,13 +52,9 @@ def usable_cores(root: Path = Path("/")) -> int:
     above it are stopped in the middle of their work.
     """
     if hasattr(os, "sched_getaffinity"):
-        there = len(os.sched_getaffinity(0))
+        cores = len(os.sched_getaffinity(0))
     else:
-        there = os.cpu_count() or 1
-    return max(1, min((there, *_quotas(root))))
-
-
-def _quotas(root: Path) -> Iterator[int]:
+        cores = os.cpu_count() or 1
     for folder, version in group_folders("cpu", root):
         try:
             if version == 2:
@@ -69,4 +65,5 @@ def _quotas(root: Path) -> Iterator[int]:
         except (OSError, ValueError):  # no such file; "max 100000"
             continue
         if quota > 0 and period > 0:
-            yield math.ceil(quota / period)
+            cores = min(cores, math.ceil(quota / period))
+    return max(1, cores)

@@ -93,7 +93,8 @@ def atomic_file(path: Path, *, durable: bool = True, private: bool = False) -> I
     # Threads and processes may write the same path at once: the last one wins, none is torn.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
     try:
-        with open(temporary, "wb", opener=_private if private else None) as handle:
+        mode = 0o600 if private else 0o666  # less what the umask takes
+        with open(temporary, "wb", opener=lambda path, flags: os.open(path, flags, mode)) as handle:
             yield handle
             handle.flush()
             if durable:
@@ -114,10 +115,6 @@ def atomic_file(path: Path, *, durable: bool = True, private: bool = False) -> I
             temporary.unlink(missing_ok=True)  # it is gone if all went well
     if durable:
         sync_folder(path.parent)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 def write_at(handle: int, data: bytes | memoryview, position: int) -> None:

@@ -264,18 +264,9 @@ def snapshot_bytes(tensors: Iterable[tuple[int, ...]], moments: int = 2) -> int:
     parts of it that it is put together from.
     """
     shapes = list(tensors)
-    published = sum(_VALUE * _published_values(shape) for shape in shapes)
-    return (4 + 4 * moments) * sum(map(math.prod, shapes)) + 2 * published
-
-
-def _published_values(shape: tuple[int, ...]) -> int:
-    """Return the most values of a tensor that an upload holds.
-
-    A vector is cut into chunks of up to 64, of which ``TOPK`` values each are sent.
-    """
-    if len(shape) == 1:
-        return shape[0]
-    return math.prod(shape[:-1]) * min(TOPK, shape[-1])
+    # An upload holds TOPK values of each chunk of up to 64; a vector is one row of chunks.
+    most = [s[0] if len(s) == 1 else math.prod(s[:-1]) * min(TOPK, s[-1]) for s in shapes]
+    return (4 + 4 * moments) * sum(map(math.prod, shapes)) + 2 * _VALUE * sum(most)
 
 
 def host_bytes(root: Path = Path("/")) -> int | None:

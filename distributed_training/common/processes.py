@@ -250,7 +250,10 @@ def process_folder(prefix: str, base: str | None = None) -> str:
     processes are not seen from here. So each folder holds a lock that lives as long as its process,
     and the kernel's boot id: only a folder of this kernel whose lock is free is removed.
     """
-    kernel = _boot_id()
+    try:  # what tells this kernel, since its start, from every other
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        kernel = ""
     base = base or tempfile.gettempdir()
     for old in Path(base).glob(f"{prefix}*"):
         with contextlib.suppress(OSError), (old / _OWNER).open("r+") as owner:
@@ -273,14 +276,6 @@ def remove_process_folder(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     if (owner := _owned.pop(folder, None)) is not None:
         owner.close()
-
-
-def _boot_id() -> str:
-    """Return what tells this kernel, since its start, from every other; "" if nothing does."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        return ""
 
 
 def limit_resources() -> int:
@@ -466,9 +461,23 @@ class ChildProcess:
         self._begin()
 
     def _supervise(self) -> None:
+        """Hand on what the child sends; when it hangs up, start it again."""
         while True:
             began = time.monotonic()
-            self._receive_all()
+            try:
+                while True:
+                    message = self._connection.recv()
+                    if isinstance(message, ChildLog):
+                        self._log_line(message)
+                    else:
+                        self._receive(message)
+            except (EOFError, OSError):  # it hung up
+                pass
+            except Exception:  # an update put other files under a running miner
+                self._process.kill()
+                log.exception("%s sent what is no message", self._name)
+            with self.lock:  # not in the middle of a message
+                self._connection.close()
             # Not without limit: it may be ending in the kernel, on a disk that does not answer.
             wait_or_kill(self._process, _END_SECONDS)
             status = self._process.returncode
@@ -492,23 +501,6 @@ class ChildProcess:
                         break
                     except OSError as error:  # no memory, no process or no descriptor left
                         problem = f"{self._name} could not be started ({error})"
-
-    def _receive_all(self) -> None:
-        """Hand on what the child sends, until it hangs up."""
-        try:
-            while True:
-                message = self._connection.recv()
-                if isinstance(message, ChildLog):
-                    self._log_line(message)
-                else:
-                    self._receive(message)
-        except (EOFError, OSError):
-            pass
-        except Exception:  # an update put other files under a running miner
-            self._process.kill()
-            log.exception("%s sent what is no message", self._name)
-        with self.lock:  # not in the middle of a message
-            self._connection.close()
 
 
 class ParentConnection:
@@ -610,16 +602,13 @@ def collect_stacks(path: Path, processes: Iterable[psutil.Process]) -> None:
             with path.open("a") as file:  # as the others do: nobody overwrites
                 size = file.write(head) and file.tell()
             # A process that is stopped (SIGSTOP) runs no handler before it goes on.
-            if send(process, _SIGNAL) and send(process, signal.SIGCONT):
-                _await_more(path, size)
-
-
-def _await_more(path: Path, size: int) -> None:
-    """Wait until the file has grown and then grows no more, or patience is over."""
-    deadline, seen = time.monotonic() + _PATIENCE.total_seconds(), size
-    while time.monotonic() < deadline:
-        time.sleep(0.05)
-        now = path.stat().st_size
-        if now == seen > size:
-            return
-        seen = now
+            if not (send(process, _SIGNAL) and send(process, signal.SIGCONT)):
+                continue
+            # Until the file has grown and then grows no more.
+            deadline, before = time.monotonic() + _PATIENCE.total_seconds(), size
+            while time.monotonic() < deadline:
+                time.sleep(0.05)
+                now = path.stat().st_size
+                if now == before > size:
+                    break
+                before = now

@@ -15,7 +15,7 @@ import platform
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -126,10 +126,6 @@ def check_configuration(config: Config, *, ranks: int) -> list[Check]:
     return found or [Check("configuration", "ok", f"preset {config.preset}, {ranks} rank(s)")]
 
 
-def check_python() -> Check:
-    return Check("python", "ok", f"{platform.python_version()}, {usable_cores()} cores")
-
-
 def check_torch(*, gpus: int | None = None) -> Check:
     """Compare the torch build with the driver. ``gpus``: visible by NVML, None to count them."""
     seen = visible_gpu_count() if gpus is None else gpus
@@ -201,20 +197,21 @@ def check_gpus(*, wanted: int, device: str) -> list[Check]:
         finding = f"{wanted} ranks on {count} visible GPU(s), so ranks would share one"
         remedy = f"give --nproc_per_node {count}, or free CUDA_VISIBLE_DEVICES"
         return [Check("gpu", "fail", finding, remedy)]
-    return [_check_gpu(index) for index in range(wanted)]
-
-
-def _check_gpu(index: int) -> Check:
-    name = f"gpu {index}"
-    sample = sample_gpu(index)
-    if sample is None:
-        return Check(name, "fail", "the driver does not answer for it", "nvidia-smi; then reboot")
-    used, total = sample.memory_used_gb, sample.memory_total_gb
-    finding = f"{sample.name}, {used:.1f} of {total:.1f} GB in use"
-    # The driver's own share is less than that.
-    if used > 0.1 * total:
-        return Check(name, "warn", finding, "another program holds memory: nvidia-smi shows which")
-    return Check(name, "ok", finding)
+    checks = []
+    for index in range(wanted):
+        name, sample = f"gpu {index}", sample_gpu(index)
+        if sample is None:
+            finding = "the driver does not answer for it"
+            checks.append(Check(name, "fail", finding, "nvidia-smi; then reboot"))
+            continue
+        used, total = sample.memory_used_gb, sample.memory_total_gb
+        finding = f"{sample.name}, {used:.1f} of {total:.1f} GB in use"
+        check = Check(name, "ok", finding)
+        if used > 0.1 * total:  # the driver's own share is less than that
+            remedy = "another program holds memory: nvidia-smi shows which"
+            check = Check(name, "warn", finding, remedy)
+        checks.append(check)
+    return checks
 
 
 def gpu_bytes(config: Config) -> int | None:
@@ -490,9 +487,14 @@ def check_shared_memory(*, ranks: int, gpu: bool) -> Check:
     return Check("shared memory", "warn", f"{finding}; NCCL wants about 1 GB", remedy)
 
 
-def check_port(flag: str, port: int) -> Check:
-    """Check whether ``port`` can be listened on, at all addresses of this machine."""
+def check_port(flag: str, port: int, *, own: Collection[int] = ()) -> Check:
+    """Check whether ``port`` can be listened on, at all addresses of this machine.
+
+    ``own``: ports that a running miner of this run folder holds, which is as it should be.
+    """
     name = f"port {flag}"
+    if port in own:
+        return Check(name, "ok", f"{port}: the running miner listens there")
     if port == 0:
         return Check(name, "ok", "a free one is taken")
     try:
@@ -506,24 +508,13 @@ def check_port(flag: str, port: int) -> Check:
     return Check(name, "ok", f"{port} is free")
 
 
-def check_ports(config: Config, *, own: frozenset[int]) -> list[Check]:
-    """Check that the miner's ports can be listened on.
-
-    One that a running miner of this run folder holds is as it should be.
-    """
-    ports = {"axon.port": config.chain.axon_port, "dht.port": config.swarm.dht_port}
-    return [
-        Check(f"port {name}", "ok", f"{port}: the running miner listens there")
-        if port in own
-        else check_port(name, port)
-        for name, port in ports.items()
-    ]
-
-
 #: In the order in which they are made; some need what an earlier one found.
 CHECKS: Sequence[Entry] = (
     Entry(lambda e: check_configuration(e.config, ranks=e.ranks)),
-    Entry(lambda e: [check_python(), check_torch()]),
+    Entry(
+        lambda e: [Check("python", "ok", f"{platform.python_version()}, {usable_cores()} cores")]
+    ),
+    Entry(lambda e: [check_torch()]),
     Entry(lambda e: check_gpus(wanted=e.ranks, device=e.config.miner.device), at_start=True),
     Entry(
         lambda e: [
@@ -541,5 +532,11 @@ CHECKS: Sequence[Entry] = (
     Entry(lambda e: [check_disk_speed(e)]),
     Entry(lambda e: [check_descriptors(e.config.chain.max_connections)]),
     Entry(lambda e: [check_shared_memory(ranks=e.ranks, gpu=gpu_bytes(e.config) is not None)]),
-    Entry(lambda e: check_ports(e.config, own=e.own_ports), at_start=True),
+    Entry(
+        lambda e: [
+            check_port("axon.port", e.config.chain.axon_port, own=e.own_ports),
+            check_port("dht.port", e.config.swarm.dht_port, own=e.own_ports),
+        ],
+        at_start=True,
+    ),
 )

@@ -125,14 +125,22 @@ def chain_checks(
             if examination is not None:
                 examination.by_chain = chain_offset(chain)
             # Without a wallet too: who has not registered yet must know that it is the network.
-            found = _shared_checks(config, chain)
+            network = check_network(
+                chain.neurons(),
+                netuid=config.chain.netuid,
+                master=config.miner.master_ss58_address,
+            )
+            alive = Check("global state", "skip", "not looked at: network failed")
+            if network.status == "ok":
+                alive = check_global_state(config, chain)
+            found = [network, alive]
             if wallet is None or refused is not None:
                 return [*found, *filter(None, [refused]), *_skipped(own, "hotkey failed")], None
             uid = chain.uid(wallet.ss58)
             if uid is None:
                 finding = f"{wallet.ss58} is not registered on subnet {config.chain.netuid}"
                 remedy = how_to_register(config.chain)
-                if any(check.name == "network" and check.status == "fail" for check in found):
+                if network.status == "fail":
                     # A registration there is paid for and earns nothing.
                     remedy = "do not register it there: see network"
                 unregistered = Check("hotkey", "fail", finding, remedy)
@@ -146,17 +154,6 @@ def chain_checks(
             remedy = "check the network, or name another node with --subtensor.chain_endpoint"
             silent = refused or Check("hotkey", "fail", finding, remedy)
             return [silent, *_skipped((*shared, *own), "the chain does not answer")], None
-
-
-def _shared_checks(config: Config, chain: Chain) -> list[Check]:
-    """Check without a hotkey whether this is the network, and whether it is alive."""
-    network = check_network(
-        chain.neurons(), netuid=config.chain.netuid, master=config.miner.master_ss58_address
-    )
-    state = Check("global state", "skip", "not looked at: network failed")
-    if network.status == "ok":
-        state = check_global_state(config, chain)
-    return [network, state]
 
 
 def _skipped(names: tuple[str, ...], why: str) -> list[Check]:

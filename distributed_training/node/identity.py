@@ -442,7 +442,10 @@ def require_network(config: Config, chain: Chain) -> None:
                 answered.add(chain.answered_by())
             # Where one endpoint alone is known, two reads of it have to do.
             if seen >= 2 and len(answered) >= min(2, chain.endpoints()):
-                raise WrongNetwork(f"this is not {network_name(config)}: {check.line}")
+                name = "the public network"
+                if config.network is not None:
+                    name = f"the network {config.network.head.name}"
+                raise WrongNetwork(f"this is not {name}: {check.line}")
             chain.ask_another()
         if time.monotonic() > deadline:
             raise NetworkFailure(
@@ -451,11 +454,6 @@ def require_network(config: Config, chain: Chain) -> None:
                 "--subtensor.chain_endpoint if this comes again"
             )
         time.sleep(0.1)
-
-
-def network_name(config: Config) -> str:
-    """Return what to call the network whose rules this node has."""
-    return f"the network {config.network.head.name}" if config.network else "the public network"
 
 
 def check_network(neurons: Sequence[Neuron], *, netuid: int, master: str) -> Check:

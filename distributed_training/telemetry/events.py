@@ -87,7 +87,10 @@ class EventLog:
                 # lines mixed.
                 os.write(self._file, line)
                 if os.fstat(self._file).st_size > self._limit:
-                    self._rotate()
+                    self._shut()
+                    # Closed before: what is written from here on belongs to the new file.
+                    os.replace(self.path, rotated(self.path))
+                    self._file = self._open()
             except OSError as error:
                 failed = error
                 self._shut()  # opened again by the next write, which closes off half a line
@@ -122,12 +125,6 @@ class EventLog:
         if size and os.pread(file, 1, size - 1) != b"\n":
             os.write(file, b"\n")
         return file
-
-    def _rotate(self) -> None:
-        self._shut()
-        # Closed before: what is written from here on belongs to the new file.
-        os.replace(self.path, rotated(self.path))
-        self._file = self._open()
 
 
 class _Problems(logging.Handler):

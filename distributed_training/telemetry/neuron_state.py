@@ -279,16 +279,16 @@ def _runs(path: Path) -> bool:
 def thinned(steps: Sequence[Step]) -> list[list[float | None]]:
     """Return at most ``_POINTS`` rows: means where they make sense, else each bucket's last."""
     size = max(1, math.ceil(len(steps) / _POINTS))
-    return [_merged(steps[start : start + size]) for start in range(0, len(steps), size)]
-
-
-def _merged(bucket: Sequence[Step]) -> list[float | None]:
-    row = list(bucket[-1])
-    for i, column in enumerate(COLUMNS) if len(bucket) > 1 else ():
-        values = [step[i] for step in bucket if step[i] is not None]
-        if column in _MEANS and values:
-            row[i] = sum(values) / len(values)
-    return row
+    rows = []
+    for start in range(0, len(steps), size):
+        bucket = steps[start : start + size]
+        row = list(bucket[-1])
+        for i, column in enumerate(COLUMNS) if len(bucket) > 1 else ():
+            values = [step[i] for step in bucket if step[i] is not None]
+            if column in _MEANS and values:
+                row[i] = sum(values) / len(values)
+        rows.append(row)
+    return rows
 
 
 def _number(value: object) -> float | None:

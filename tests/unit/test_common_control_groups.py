@@ -75,9 +75,12 @@ def test_what_is_not_told_is_no_limit(
     )
 
 
-def test_ranks_share_the_cores_of_the_quota(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_share_the_cores_of_the_quota(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(control_groups, "_quotas", lambda _: iter([3]))
+    (tmp_path / "cpu.max").write_text("250000 100000")
+    monkeypatch.setattr(control_groups, "group_folders", lambda *_: [(tmp_path, 2)])
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(64))
     for ranks, threads in ((1, "3"), (2, "1"), (8, "1")):
         assert rank_environment_defaults(ranks=ranks)["OMP_NUM_THREADS"] == threads

@@ -102,7 +102,8 @@ class Hub:
             self._failing.pop(neuron.name, None)
 
     def _send(self, kind: str, content: dict[str, Any]) -> None:
-        text = f"event: {_word(kind)}\ndata: {json.dumps(content)}\n\n"
+        name = "".join(c for c in str(kind) if c.isalnum() or c == "_") or "event"
+        text = f"event: {name}\ndata: {json.dumps(content)}\n\n"
         # A copy, since a reader that is too slow is taken out in this loop.
         for queue in tuple(self._readers):
             if queue.qsize() >= _QUEUED:
@@ -131,10 +132,6 @@ class Hub:
     @property
     def full(self) -> bool:
         return len(self._readers) >= _READERS
-
-
-def _word(kind: object) -> str:
-    return "".join(c for c in str(kind) if c.isalnum() or c == "_") or "event"
 
 
 class Guard:
