@@ -235,7 +235,12 @@ class RoundCaller:
         neurons, attendance = self._gather(miners, state.outer_step, on_sweep)
         outcome = RoundOutcome(attendance)
         try:
-            self._revive()
+            if not self._swarm.alive():
+                log.warning("The swarm's process is not running. Starting it again.")
+                try:
+                    self._swarm.restart()
+                except RuntimeError as error:  # its text is for the operator
+                    raise AllReduceError(AllReduceFault.SWARM_DOWN, str(error)) from None
             if self._stop.is_set():
                 raise AllReduceError(AllReduceFault.CANCELLED, "the validator stops")
             if len(attendance.alive) < self._least(neurons):
@@ -247,57 +252,53 @@ class RoundCaller:
                     + (f", {elsewhere} at another" if attendance.elsewhere else ""),
                 )
             alive = [n for n in neurons if n.uid in attendance.alive]
-            self._hold(outcome, state, alive, suspects, scores)
+            candidates = self._rank(alive, scores)
+            # What a running miner says of itself is newer than what it has published.
+            published = {c.neuron.uid: c.metadata.peer_id for c in candidates}
+            answered = attendance.answered
+            peer_ids = published | {uid: r.peer_id for uid, r in answered.items() if r.peer_id}
+            # Of too many those who score least are left out; of equals those who were called last.
+            # What a miner says of its inner steps decides between those of whom nothing else is
+            # known.
+            steps = {c.neuron.uid: c.metadata.inner_step for c in candidates}
+            ordered = sorted(
+                alive,
+                key=lambda n: (
+                    -scores.get(n.uid, 0),
+                    self._called.get(n.uid, 0),
+                    -steps.get(n.uid, 0),
+                ),
+            )
+            # All ids go to every miner, which refuses the whole call for one that is none. Of two
+            # miners with one id the better answers for it.
+            owners: dict[str, Neuron] = {}
+            for neuron in ordered:
+                if is_peer_id(peer_id := peer_ids.get(neuron.uid)):
+                    owners.setdefault(peer_id, neuron)
+            able = {neuron.uid: neuron for neuron in owners.values()}
+            chosen = self._choose(outcome, list(able), suspects)
+            uids_of = {peer_ids[uid]: uid for uid in chosen}
+            # Both are called: the better may have copied the id, to keep the other out.
+            copies = (n for n in ordered if n.uid not in chosen and peer_ids.get(n.uid) in uids_of)
+            called = [*(able[uid] for uid in chosen), *copies]
+            self._rounds += 1
+            self._called.update(dict.fromkeys(chosen, self._rounds))
+            outcome.called = tuple(chosen)
+            # A checkpoint of one that is not called would spoil the round without it as well.
+            candidates = [c for c in candidates if c.neuron.uid in chosen]
+            steps_now = [
+                c.metadata.inner_step
+                for c in candidates
+                if c.metadata.outer_step == state.outer_step
+            ]
+            # The median: one miner, a liar or a beginner, does not move it.
+            outcome.inner_steps = statistics.median_low(steps_now) if steps_now else 0
+            outcome.top_uid = self._contribute(state, candidates)
+            addresses = [a for n in called for a in answered[n.uid].addresses]
+            self._average(outcome, called, uids_of, addresses[: ADDRESSES_EACH * MOST_CALLED])
         except AllReduceError as error:
             outcome.fault, outcome.detail = error.fault, error.detail
         return outcome
-
-    def _hold(
-        self,
-        outcome: RoundOutcome,
-        state: GlobalState,
-        alive: Sequence[Neuron],
-        suspects: Suspects,
-        scores: Mapping[int, float],
-    ) -> None:
-        """Call the miners that are alive and average with them. Raises AllReduceError, Stopped."""
-        candidates = self._rank(alive, scores)
-        # What a running miner says of itself is newer than what it has published.
-        published = {c.neuron.uid: c.metadata.peer_id for c in candidates}
-        answered = outcome.attendance.answered
-        peer_ids = published | {uid: r.peer_id for uid, r in answered.items() if r.peer_id}
-        # Of too many those who score least are left out; of equals those who were called last. What
-        # a miner says of its inner steps decides between those of whom nothing else is known.
-        steps = {c.neuron.uid: c.metadata.inner_step for c in candidates}
-        ordered = sorted(
-            alive,
-            key=lambda n: (-scores.get(n.uid, 0), self._called.get(n.uid, 0), -steps.get(n.uid, 0)),
-        )
-        # All ids go to every miner, which refuses the whole call for one that is none. Of two
-        # miners with one id the better answers for it.
-        owners: dict[str, Neuron] = {}
-        for neuron in ordered:
-            if is_peer_id(peer_id := peer_ids.get(neuron.uid)):
-                owners.setdefault(peer_id, neuron)
-        able = {neuron.uid: neuron for neuron in owners.values()}
-        chosen = self._choose(outcome, list(able), suspects)
-        uids_of = {peer_ids[uid]: uid for uid in chosen}
-        # Both are called: the better may have copied the id, to keep the other out of the round.
-        copies = (n for n in ordered if n.uid not in chosen and peer_ids.get(n.uid) in uids_of)
-        called = [*(able[uid] for uid in chosen), *copies]
-        self._rounds += 1
-        self._called.update(dict.fromkeys(chosen, self._rounds))
-        outcome.called = tuple(chosen)
-        # A checkpoint of one that is not called would spoil the round without it as well.
-        candidates = [c for c in candidates if c.neuron.uid in chosen]
-        steps_now = [
-            c.metadata.inner_step for c in candidates if c.metadata.outer_step == state.outer_step
-        ]
-        # The median: one miner, a liar or a beginner, does not move it.
-        outcome.inner_steps = statistics.median_low(steps_now) if steps_now else 0
-        outcome.top_uid = self._contribute(state, candidates)
-        addresses = [a for n in called for a in answered[n.uid].addresses]
-        self._average(outcome, called, uids_of, addresses[: ADDRESSES_EACH * MOST_CALLED])
 
     def _choose(self, outcome: RoundOutcome, able: Sequence[int], suspects: Suspects) -> list[int]:
         """Return which of the uids that are ``able`` to call, the best first."""
@@ -319,16 +320,6 @@ class RoundCaller:
                 ", ".join(map(str, choice.no_choice)),
             )
         return list(choice.called)
-
-    def _revive(self) -> None:
-        """Start a dead swarm again before it is needed. Raises AllReduceError."""
-        if self._swarm.alive():
-            return
-        log.warning("The swarm's process is not running. Starting it again.")
-        try:
-            self._swarm.restart()
-        except RuntimeError as error:  # its text is for the operator; the round fails with it
-            raise AllReduceError(AllReduceFault.SWARM_DOWN, str(error)) from None
 
     # --- steps of a round -----------------------------------------------------------------------
 

@@ -317,13 +317,53 @@ class Scorer:
         if self._our_link_is_away(repository.cause for repository in repositories):
             return []
         for repository in repositories:
-            self._tell_if_new(repository, outer_step)
-        chosen = self._choose(repositories, block, bpa)
-        judgements = self._judge_all(
-            chosen, state, outer_step, block=block, bpa=bpa, interrupted=interrupted
-        )
-        if judgements is None:
-            return []
+            entry, tag = self.standings.entries[repository.uid], repository.tag
+            if repository.metadata is not None and tag != entry.seen:
+                entry.seen, age = tag, repository.age
+                self.record(
+                    "upload_seen",
+                    uid=repository.uid,
+                    revision=tag,
+                    outer_step=outer_step,
+                    age_seconds=age.total_seconds() if age else None,
+                )
+        chosen, weights = self._choose(repositories, block, bpa), None
+        if chosen:
+            try:
+                fetch = partial(self.publisher.weights, outer_step, schema=state.schema)
+                weights = unless_stopped(fetch, stop=self.stop)
+            except (StoreError, ValueError) as error:
+                log.warning("No scoring: global weights of outer step %d: %s", outer_step, error)
+        judgements: list[Judgement] = []
+        if weights is not None:
+            # One for all: improvements on the same text can be compared.
+            random_block = self.rng.randrange(*random_block_range(block))
+            judged = Judged(
+                block=block,
+                bpa=bpa,
+                outer_step=outer_step,
+                schema=state.schema,
+                weights=weights,
+                learning_rate=state.learning_rate,
+                compression=self.compression,
+            )
+            for tried, repository in enumerate(chosen):
+                if tried and interrupted():
+                    done = len(judgements)
+                    log.info("A round is due: %d of %d uploads judged", done, len(chosen))
+                    break
+                try:
+                    judgement = self._judge(repository, judged, random_block)
+                    if self._our_link_is_away([judgement.cause]):
+                        return []  # nothing of the pass counts
+                except DataUnavailable as error:
+                    log.warning("uid %d is not scored now: %s", repository.uid, error)
+                    # Or its text would keep the first place from others, whose text can be had.
+                    self.standings.entries[repository.uid].scored_at = block
+                    continue
+                judgements.append(judgement)
+                self.record("upload_scored", **judgement_fields(judgement, repository.tag))
+                log.info("%s", _line(judgement, repository.tag))
         valid = {r.uid: r.valid for r in repositories}
         scores = self.standings.judged(judgements, valid, block=block)
         self.record(
@@ -376,55 +416,6 @@ class Scorer:
             return trained[:1]
         return [each for each in trained if each.uid not in risks][: self.settings.score_uids]
 
-    def _judge_all(
-        self,
-        chosen: Sequence[Repository],
-        state: GlobalState,
-        outer_step: int,
-        *,
-        block: int,
-        bpa: int,
-        interrupted: Callable[[], bool],
-    ) -> list[Judgement] | None:
-        """Judge ``chosen``; None if our link went away meanwhile: nothing of it counts."""
-        if not chosen:
-            return []
-        try:
-            fetch = partial(self.publisher.weights, outer_step, schema=state.schema)
-            weights = unless_stopped(fetch, stop=self.stop)
-        except (StoreError, ValueError) as error:
-            log.warning("No scoring: global weights of outer step %d: %s", outer_step, error)
-            return []
-        # One for all: improvements on the same text can be compared.
-        random_block = self.rng.randrange(*random_block_range(block))
-        judged = Judged(
-            block=block,
-            bpa=bpa,
-            outer_step=outer_step,
-            schema=state.schema,
-            weights=weights,
-            learning_rate=state.learning_rate,
-            compression=self.compression,
-        )
-        judgements: list[Judgement] = []
-        for tried, repository in enumerate(chosen):
-            if tried and interrupted():
-                log.info("A round is due: %d of %d uploads judged", len(judgements), len(chosen))
-                break
-            try:
-                judgement = self._judge(repository, judged, random_block)
-                if self._our_link_is_away([judgement.cause]):
-                    return None
-            except DataUnavailable as error:
-                log.warning("uid %d is not scored now: %s", repository.uid, error)
-                # Or its text would keep the first place from others, whose text can be had.
-                self.standings.entries[repository.uid].scored_at = block
-                continue
-            judgements.append(judgement)
-            self.record("upload_scored", **judgement_fields(judgement, repository.tag))
-            log.info("%s", _line(judgement, repository.tag))
-        return judgements
-
     def _judge(self, repository: Repository, judged: Judged, random_block: int) -> Judgement:
         """Judge one upload, noted on the disk until that is over: see the module's docstring.
 
@@ -471,21 +462,6 @@ class Scorer:
             if of_this_machine(error):
                 raise DataUnavailable(in_a_line(error)) from error
             return Judgement.reset(uid, outer_step, Cause.BAD_GRADIENT, in_a_line(error))
-
-    def _tell_if_new(self, repository: Repository, outer_step: int) -> None:
-        if repository.metadata is None:
-            return
-        entry = self.standings.entries[repository.uid]
-        tag = repository.tag
-        if tag != entry.seen:
-            entry.seen = tag
-            self.record(
-                "upload_seen",
-                uid=repository.uid,
-                revision=tag,
-                outer_step=outer_step,
-                age_seconds=repository.age.total_seconds() if repository.age else None,
-            )
 
 
 def _line(judgement: Judgement, tag: str) -> str:
