@@ -3,5 +3,5 @@
 Tokenizing ahead and its shards (``pretokenize``, ``shard_source``), several sources at once
 (``mixture``), and local text (``line_files``). They build on the core. The core loads a module of
 this package only when a flag asks for it, by
-:func:`distributed_training.config.types.extra`.
+:func:`distributed_training.config.types.load_optional`.
 """

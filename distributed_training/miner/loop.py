@@ -21,7 +21,7 @@ from distributed_training.protocol.types import (
     Progress,
     RankFailedError,
 )
-from distributed_training.training.local_evaluation import AwfulWeights
+from distributed_training.training.local_evaluation import WeightsWorseThanGuess
 
 from . import events as ev
 from .controller import Controller
@@ -197,7 +197,7 @@ class MinerLoop:
         except RankFailedError as error:  # on all ranks alike; the state may be sound
             return ev.GlobalFetchFailed(not_loaded(error), time.monotonic())
         except ValueError as error:  # on all ranks alike: another model's, say
-            awful = isinstance(error, AwfulWeights)
+            awful = isinstance(error, WeightsWorseThanGuess)
             return ev.LoadFailed(str(error), time.monotonic(), awful)
         self._hold_others_back()
         return ev.Loaded(command.outer_step)

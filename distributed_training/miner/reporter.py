@@ -117,9 +117,9 @@ class Reporter:
             case ev.LoadFailed(problem=why, awful=awful):
                 if awful and goes_back(state):
                     target = state.fetch_target or 0
-                    log.warning("%s", lines.awful_back(target, state.outer_step, why))
+                    log.warning("%s", lines.worse_weights_back(target, state.outer_step, why))
                 elif awful:
-                    log.warning("%s", lines.awful(self._global_uid, why))
+                    log.warning("%s", lines.worse_weights(self._global_uid, why))
                 else:
                     log.warning(
                         "The global state does not fit this model (%s). Training goes on.", why

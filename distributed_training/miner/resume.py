@@ -17,7 +17,7 @@ from distributed_training.protocol import lines
 from distributed_training.protocol.types import RankFailedError
 from distributed_training.store.bucket_reader import refuse
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.local_evaluation import AwfulWeights
+from distributed_training.training.local_evaluation import WeightsWorseThanGuess
 from distributed_training.training.trainer import Trainer
 
 from .loop import not_loaded, state_files
@@ -91,10 +91,10 @@ def resume_training(
         trainer.load_global(*state_files(global_folder), outer_step, sample())
     except ValueError as error:  # on all ranks alike; nothing has changed
         awful, back = None, restored is not None and restored[0].outer_step > outer_step
-        if isinstance(error, AwfulWeights):
-            awful = lines.awful(info.global_uid, error)
+        if isinstance(error, WeightsWorseThanGuess):
+            awful = lines.worse_weights(info.global_uid, error)
             if restored is not None and back:
-                awful = lines.awful_back(outer_step, restored[0].outer_step, error)
+                awful = lines.worse_weights_back(outer_step, restored[0].outer_step, error)
         # Not what is awful by the losses of this miner alone, which tries it again as it runs.
         if global_folder is not None and not (awful and back):
             refuse(global_folder, str(error))  # the next start waits for another one

@@ -51,7 +51,7 @@ def not_fetched(detail: str) -> str:
     return f"The global state could not be fetched ({detail}). Training goes on."
 
 
-def awful(uid: int | None, why: object) -> str:
+def worse_weights(uid: int | None, why: object) -> str:
     """Word that weights of ``uid`` are worse than a guess, or far worse than ours; ``why``."""
     whose = "its owner" if uid is None else f"uid {uid}"
     return (
@@ -61,8 +61,8 @@ def awful(uid: int | None, why: object) -> str:
     )
 
 
-def awful_back(outer_step: int, ours: int, why: object) -> str:
-    """Word that the state of an outer step that this miner has taken already is awful; ``why``."""
+def worse_weights_back(outer_step: int, ours: int, why: object) -> str:
+    """Word that the state of an outer step that this miner has taken already is worse; ``why``."""
     return (
         f"The network is at outer step {outer_step} with other weights than this miner had there, "
         f"and they are not taken over: {why}. Training goes on at outer step {ours}, and the state "

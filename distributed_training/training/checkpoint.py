@@ -138,7 +138,7 @@ class Parts:
             problem = in_words(error)
         # Every rank takes part before any of them raises: one that left alone would hold the others
         # in the next collective.
-        everywhere = self._stream.answers((found, problem))
+        everywhere = self._stream.all_gather((found, problem))
         manifests = [manifest for manifest, _ in everywhere if manifest is not None]
         if len(manifests) < len(everywhere):
             raise CheckpointError(next(why for manifest, why in everywhere if manifest is None))
@@ -151,7 +151,7 @@ class Parts:
         parts |= {shard} if self.exact else set()
         problems = [self._problem(part) for part in sorted(parts or {0})]
         kinds = {_kind(key) for files in self._files.values() for key in files if _kind(key)}
-        answers = self._stream.answers((problems, kinds))
+        answers = self._stream.all_gather((problems, kinds))
         for found, _ in answers:
             for problem in filter(None, found):
                 raise CheckpointError(problem)
@@ -298,7 +298,7 @@ class Checkpointer:
         self.wait()
         started = time.perf_counter()
         # What is incomplete from here on was given up, so rank 0 may delete it.
-        self._trainer.stream.first_error(None)  # no rank writes any more
+        self._trainer.stream.vote_error(None)  # no rank writes any more
         # One name for all: the clocks of two nodes would give two.
         name, first = self._trainer.stream.from_rank_0((self._next_name(), extra))
         try:
@@ -366,7 +366,17 @@ class Checkpointer:
         """
         self.wait()
         stream = self._trainer.stream
-        names = self._names_everywhere()
+        found = [set(names) for names in stream.all_gather(self._names())]
+        everywhere, newest = set.intersection(*found), max(set().union(*found), default="")
+        lacking = [rank for rank, names in enumerate(found) if newest and newest not in names]
+        if lacking and stream.rank == 0:
+            log.warning(
+                "Skipping checkpoint %s, which node %d lacks: training goes on from one that all "
+                "nodes have. Where that loses much, stop all and copy the folder checkpoints there",
+                newest,
+                lacking[0] // self._layout.shards,
+            )
+        names = sorted(everywhere, reverse=True)
         # The oldest is never skipped: one that may be bad is better than none.
         for name in names[min(skip, max(0, len(names) - 1)) :]:
             try:
@@ -384,20 +394,6 @@ class Checkpointer:
             self.exact = self._trainer.load_state_dict(state)
             return progress, extra
         return None
-
-    def _names_everywhere(self) -> list[str]:
-        """List the checkpoints that are on every machine, newest first."""
-        found = [set(names) for names in self._trainer.stream.answers(self._names())]
-        everywhere, newest = set.intersection(*found), max(set().union(*found), default="")
-        lacking = [rank for rank, names in enumerate(found) if newest and newest not in names]
-        if lacking and self._layout.rank == 0:
-            log.warning(
-                "Skipping checkpoint %s, which node %d lacks: training goes on from one that all "
-                "nodes have. Where that loses much, stop all and copy the folder checkpoints there",
-                newest,
-                lacking[0] // self._layout.shards,
-            )
-        return sorted(everywhere, reverse=True)
 
     def roll_back(self) -> tuple[Progress, dict[str, Any]] | None:
         """Do :meth:`restore` after NaN or Inf, then halve the learning rate for a while.

@@ -230,29 +230,29 @@ class RowStream:
         dist.all_reduce(tensor, group=self.group)
         return tensor.tolist()
 
-    def first_error(self, message: str | None) -> str | None:
+    def vote_error(self, message: str | None) -> str | None:
         """Vote: return None if no rank has a ``message``, else the lowest rank's, everywhere."""
         # A number first: in the usual case no text has to be pickled and sent.
         if self.sum([float(message is not None)])[0] == 0:
             return None
-        answers = self.answers(message)
+        answers = self.all_gather(message)
         rank, text = next((r, a) for r, a in enumerate(answers) if a is not None)
         return text if self.world_size == 1 else f"rank {rank}: {text}"
 
-    def agree(self, problem: str | None, fault: Callable[[str], Exception]) -> None:
+    def raise_if_any(self, problem: str | None, fault: Callable[[str], Exception]) -> None:
         """Raise ``fault`` on all ranks alike, of the lowest rank's ``problem``, if one has any."""
         # A rank that raised alone would hold up the others until the group's timeout.
-        problem = self.first_error(problem)
+        problem = self.vote_error(problem)
         if problem is not None:
             raise fault(problem)
 
-    def answers(self, value: Result) -> list[Result]:
+    def all_gather(self, value: Result) -> list[Result]:
         """Return every rank's ``value``, on all ranks (pickled; small values only)."""
         found: list[Result] = [value] * self.world_size
         dist.all_gather_object(found, value, group=self.group)
         return found
 
-    def together(
+    def run_on_all(
         self, work: Callable[[], Result], fault: Callable[[str], Exception] = RankFailedError
     ) -> Result:
         """Run ``work()``, in which no rank waits for another; all ranks go on, or none.
@@ -267,7 +267,7 @@ class RowStream:
             # torch raises a RuntimeError where the host has none left.
             if isinstance(error, MemoryError) or "t allocate memory" in problem:
                 problem += "; free host memory there"
-        self.agree(problem, fault)
+        self.raise_if_any(problem, fault)
         return result
 
     def read_on_rank_0(self, read: Callable[[], Result]) -> Result | None:
@@ -282,7 +282,7 @@ class RowStream:
             except Exception as error:  # noqa: BLE001 - foreign bytes; the others wait for this
                 expected = isinstance(error, (ValueError, OSError))
                 problem = str(error) if expected else f"{type(error).__name__}: {error}"
-        self.agree(problem, ValueError)
+        self.raise_if_any(problem, ValueError)
         return found
 
     def from_rank_0(self, value: Result) -> Result:
@@ -311,7 +311,7 @@ class HostCopies:
         self._copied = [torch.cuda.Event(), torch.cuda.Event()] if cuda else []
         self._buffers = [torch.empty(stage, pin_memory=cuda) for _ in range(2)]
 
-    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def copy_to_host(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copy float32 ``tensors`` to new host tensors, once the current stream's queue is done.
 
         Returns when the values are there.
@@ -323,7 +323,12 @@ class HostCopies:
         under_way: tuple[int, list[Piece]] | None = None
         # One turn behind: while the bus fills one buffer, the cores empty the other.
         for turn, load in enumerate(self._loads(tensors, taken)):
-            self._fill(turn % 2, load)
+            with torch.cuda.stream(self._stream):  # without one: nothing
+                for part, (source, _) in self._parts(turn % 2, load):
+                    # The host goes on only because the buffer is pinned.
+                    part.copy_(source, non_blocking=True)
+                if self._stream is not None:
+                    self._copied[turn % 2].record(self._stream)
             if under_way is not None:
                 self._empty(*under_way)
             under_way = turn % 2, load
@@ -347,14 +352,6 @@ class HostCopies:
                     load, room = [], self._stage
         if load:
             yield load
-
-    def _fill(self, turn: int, load: Sequence[Piece]) -> None:
-        with torch.cuda.stream(self._stream):  # without one: nothing
-            for part, (source, _) in self._parts(turn, load):
-                # The host goes on only because the buffer is pinned.
-                part.copy_(source, non_blocking=True)
-            if self._stream is not None:
-                self._copied[turn].record(self._stream)
 
     def _empty(self, turn: int, load: Sequence[Piece]) -> None:
         if self._stream is not None:
@@ -381,7 +378,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
     if not tensors or tensors[0].device.type != "cuda":
         # copy: without it a tensor of the host would be itself, and the next step would change it.
         return [t.detach().to("cpu", copy=True) for t in tensors]
-    return _copies(tensors[0].device).take(tensors)
+    return _copies(tensors[0].device).copy_to_host(tensors)
 
 
 def on_host(tensor: Tensor) -> Tensor:

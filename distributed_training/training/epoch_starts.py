@@ -58,7 +58,7 @@ class EpochStarts:
 
         Raises RankFailedError on all ranks alike when one has no memory.
         """
-        own = self._stream.together(lambda: self._of_rows(rows))
+        own = self._stream.run_on_all(lambda: self._of_rows(rows))
         whole = torch.tensor(self._stream.sum(own.flatten().tolist()), dtype=torch.float32)
         # Each copy of the model has added the same.
         return whole.view_as(own) / self._stream.layout.replicas
@@ -117,10 +117,11 @@ class EpochStarts:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._seed, self.loss, left = state["epoch_starts"]
         self._left = {
-            step: _Start(loss, _from_hex(sketch).view(len(self._shards), SIGNS * SIGNS))
+            step: _Start(
+                loss,
+                torch.frombuffer(bytearray.fromhex(sketch), dtype=torch.float32).view(
+                    len(self._shards), SIGNS * SIGNS
+                ),
+            )
             for step, loss, sketch in left
         }
-
-
-def _from_hex(text: str) -> Tensor:
-    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.float32)

@@ -143,7 +143,7 @@ class ErrorFeedback:
             return lambda: self._encode_rows(i, gradient(i))
 
         count = range(len(self._shards))
-        codes = self._take_wholes(gradient, None)
+        codes = self._encode_gathered(gradient, None)
         return Direction("off", [codes[i] if i in codes else later(i) for i in count])
 
     def _curved(self, gradient: Rows, second_moment: Sequence[Tensor], off: Direction) -> Direction:
@@ -168,7 +168,7 @@ class ErrorFeedback:
     def _upload(self, gradient: Rows) -> Direction:
         """Encode as the public miner does: EF advances by what ``gradient`` gives."""
         if self.residual is None:
-            self.residual = self._stream.together(
+            self.residual = self._stream.run_on_all(
                 lambda: [torch.zeros_like(s.local, device="cpu") for s in self._shards]
             )
         before, loads = self.residual, self._loads
@@ -185,7 +185,9 @@ class ErrorFeedback:
         def later(i: int) -> Callable[[], Code]:
             def part() -> Code:
                 rows[i] = advanced(i)
-                return self._take_rows(i, rows[i])
+                code = self._encode_rows(i, rows[i])
+                rows[i].scatter_(1, code[0].long(), 0.0)  # what is sent is exactly these entries
+                return code
 
             return part
 
@@ -194,7 +196,7 @@ class ErrorFeedback:
 
         count = range(len(self._shards))
         remains: dict[int, Tensor] = {}
-        codes = self._take_wholes(advanced, remains)
+        codes = self._encode_gathered(advanced, remains)
         self._replace(remains, loads)
         parts = [codes[i] if i in codes else later(i) for i in count]
         return Direction("upload", parts, self._in_turn, done)
@@ -225,13 +227,9 @@ class ErrorFeedback:
             # training's.
             return torch.cat([i.cpu() for i, _ in parts]), torch.cat([v.cpu() for _, v in parts])
 
-    def _take_rows(self, index: int, rows: Tensor) -> Code:
-        """Encode ``rows`` and set the entries of the code to 0 in them."""
-        code = self._encode_rows(index, rows)
-        rows.scatter_(1, code[0].long(), 0.0)  # what is sent is exactly these entries
-        return code
-
-    def _take_wholes(self, make: Rows, remains: dict[int, Tensor] | None) -> dict[int, Code | None]:
+    def _encode_gathered(
+        self, make: Rows, remains: dict[int, Tensor] | None
+    ) -> dict[int, Code | None]:
         """Encode the parameters that must be whole, from the rows that ``make`` gives.
 
         Collective; rank 0 gets the codes. What they leave out goes into ``remains``, if given.
@@ -251,10 +249,12 @@ class ErrorFeedback:
                 remains[i] = whole[self._shards[i].start : self._shards[i].stop].clone()
             codes[i] = code if self._stream.rank == 0 else None
         for i in matrices:
-            codes[i] = self._take_whole(i, make, remains)
+            codes[i] = self._encode_gathered_matrix(i, make, remains)
         return codes
 
-    def _take_whole(self, index: int, make: Rows, remains: dict[int, Tensor] | None) -> Code | None:
+    def _encode_gathered_matrix(
+        self, index: int, make: Rows, remains: dict[int, Tensor] | None
+    ) -> Code | None:
         """Encode a matrix that must be whole; collective; rank 0 gets the code.
 
         What the code leaves out goes into ``remains``, if given. Raises RankFailedError on all
@@ -263,7 +263,7 @@ class ErrorFeedback:
         shard, stream, subtract = self._shards[index], self._stream, remains is not None
         lead = stream.rank == 0
         # All ranks hear of it if one has no room, before they send rank 0 their rows.
-        rows, whole = stream.together(
+        rows, whole = stream.run_on_all(
             lambda: (make(index), torch.empty(shard.shape) if lead else None)
         )
         stream.gather(shard.shape, rows, whole)
@@ -276,7 +276,7 @@ class ErrorFeedback:
                 self.compression.subtract_sent(whole, code)
             return code
 
-        code = stream.together(encode)
+        code = stream.run_on_all(encode)
         if remains is not None:
             stream.scatter(shard.shape, whole, rows)
             remains[index] = rows

@@ -237,7 +237,18 @@ class InnerOptimizer:
             name: [torch.zeros(p.shape, device=home, pin_memory=pinned) for p in self._params]
             for name in names.rows
         }
-        self._buckets = self._make_buckets()
+        # Parameters that are stepped together: all of them, unless their state visits the device.
+        buckets: list[list[int]] = [[]]
+        size = 0
+        for i, param in enumerate(self._params):
+            if param.numel() == 0:
+                continue  # fewer rows than ranks: this rank has none of it
+            if offload and buckets[-1] and size + param.numel() > OFFLOAD_BUCKET:
+                buckets.append([])
+                size = 0
+            buckets[-1].append(i)
+            size += param.numel()
+        self._buckets = [bucket for bucket in buckets if bucket]
         self._coming = _Lane(device if pinned else None)
         self._leaving = _Lane(device if pinned else None)
         factory = OPTIMIZERS[settings.optimizer]
@@ -359,19 +370,6 @@ class InnerOptimizer:
         # A reference kept here would hold the gradients' memory through the next forward.
         for param in self._params:
             param.grad = None
-
-    def _make_buckets(self) -> list[list[int]]:
-        buckets: list[list[int]] = [[]]
-        size = 0
-        for i, param in enumerate(self._params):
-            if param.numel() == 0:
-                continue  # fewer rows than ranks: this rank has none of it
-            if self.offload and buckets[-1] and size + param.numel() > OFFLOAD_BUCKET:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(i)
-            size += param.numel()
-        return [b for b in buckets if b]
 
     def _moments(self, bucket: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the rows of a bucket: (in host memory, in the bucket's place on the device)."""

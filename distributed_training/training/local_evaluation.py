@@ -131,10 +131,10 @@ def _mean_loss(sharded: ShardedModel, stream: RowStream, text: Text) -> float:
     return summed / counted if counted else float("nan")
 
 
-def _kept(sharded: ShardedModel, stream: RowStream) -> list[Tensor]:
+def _copy_weights(sharded: ShardedModel, stream: RowStream) -> list[Tensor]:
     """Copy the weights, for after a trial. Raises RankFailedError on all ranks alike."""
     # Where a GPU has no room it takes host memory, which may end on one rank alone.
-    return stream.together(lambda: _aside([shard.local for shard in sharded.shards]))
+    return stream.run_on_all(lambda: _aside([shard.local for shard in sharded.shards]))
 
 
 def _aside(weights: Sequence[Tensor]) -> list[Tensor]:
@@ -179,7 +179,7 @@ class TrialStep:
                 return None if code is None else feedback.compression.decode(code, shape)
 
             # With DCT a whole matrix, for which rank 0 alone may have no room.
-            whole = stream.together(decode)
+            whole = stream.run_on_all(decode)
             stream.scatter(shard.shape, whole, rows)
             self._parts.append((None, local.clone(), rows.to(local.device)))
 
@@ -328,7 +328,7 @@ class GradientCheck:
     @contextmanager
     def _weights_of(self, start: Sequence[Tensor]) -> Iterator[None]:
         """Let the weights be ``start`` inside, and whatever is written there."""
-        current = _kept(self._sharded, self._stream)
+        current = _copy_weights(self._sharded, self._stream)
         try:
             self._sharded.load_state_dict({"weights": start})
             yield
@@ -344,7 +344,7 @@ class GradientCheck:
 MEASURED = 2
 
 
-class AwfulWeights(ValueError):
+class WeightsWorseThanGuess(ValueError):
     """Weights that fit the model, and whose loss is beyond the limit."""
 
 
@@ -364,12 +364,12 @@ def load_measured(
     Collective. ``own``: weights of about the same outer step, see :func:`loss_limit`; ``earlier``:
     the loss of older ones, which counts where it is higher. ``are_ours``: whether the weights that
     were loaded are ones that this miner had, which need no measure. Returns what it said. Raises
-    AwfulWeights, the ValueErrors of ``load``, and RankFailedError for a rank without memory, on all
-    ranks alike; weights and the gradients of a step under way are as they were then.
+    WeightsWorseThanGuess, the ValueErrors of ``load``, and RankFailedError for a rank without
+    memory, on all ranks alike; weights and the gradients of a step under way are as they were then.
     """
     config: Any = sharded.model.config
     with sharded.gradients_aside():
-        before = _kept(sharded, stream)
+        before = _copy_weights(sharded, stream)
         known = None
         try:
             if are_ours is not None:
@@ -387,7 +387,7 @@ def load_measured(
             # NaN too: finite weights may overflow in the first layer.
             if not loss <= limit:
                 ours = "" if known is None else f", our epoch-start weights {known:.2f}"
-                raise AwfulWeights(
+                raise WeightsWorseThanGuess(
                     f"loss {loss:.2f} on text of this miner, limit {limit:.2f}; a uniform guess "
                     f"has {math.log(config.vocab_size):.2f}{ours}"
                 )

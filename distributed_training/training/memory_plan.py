@@ -250,13 +250,10 @@ def _choices(value: str, on: str) -> list[bool]:
     return [False, True] if value == "auto" else [value == on]
 
 
-def _bytes_text(size: float) -> str:
-    return f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.0f} MB"
-
-
 def _memory_note(how: Arrangement, need: int, per_block: bool, too_little: int | None) -> str:
+    size = f"{need / 1e9:.1f} GB" if need >= 1e8 else f"{need / 1e6:.0f} MB"
     note = (
-        f"Memory: about {_bytes_text(need)} per rank. FSDP: "
+        f"Memory: about {size} per rank. FSDP: "
         f"{'a group per decoder layer' if per_block else 'one group'}, gathered "
         f"weights {'kept through a step' if how.keep_unsharded else 'dropped after use'}, "
         f"gradients reduced at {'the last' if how.reduce_at_last else 'every'} micro-batch, "

@@ -67,13 +67,13 @@ class KnownSize:
         self.most = found.most if found and same else None
         self.fastest = found.fastest if found and same else None
 
-    def agree(self, stream: RowStream) -> None:
-        """Take the smallest of what all ranks know. All of them call this.
+    def adopt_smallest(self, stream: RowStream) -> None:
+        """Adopt the smallest of what all ranks know. All of them call this.
 
         Nodes have files of their own, and GPUs of one machine may differ, so that its file holds
         for some of them only. A rank that alone measures would wait for the others forever.
         """
-        answers = stream.answers((self.most, self.fastest))
+        answers = stream.all_gather((self.most, self.fastest))
         most, fastest = ([n for n in each if n] for each in zip(*answers, strict=True))
         self.most = min(most, default=None)
         # One rank that knows nothing: all measure.
@@ -415,7 +415,7 @@ def measured_micro_batch(
         seconds,
         sizes,
         why=why,
-        vote=stream.first_error,
+        vote=stream.vote_error,
         say=step.say,
         budget=DeviceBudget(device) if device.type == "cuda" else None,
     )

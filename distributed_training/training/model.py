@@ -209,6 +209,8 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
 # --- attention -----------------------------------------------------------------------------------
 
 CAUSAL = "sdpa_causal"  # as transformers is told it
+#: What a model may say to its attention without changing what is computed for packed sequences.
+_HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
 
 
 def sdpa_causal(
@@ -227,25 +229,16 @@ def sdpa_causal(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    _refuse_options(options, query.shape[2])
+    for name, option in options.items():
+        if option is None or option is False or name in _HARMLESS:
+            continue
+        if name == "is_causal" or (name == "sliding_window" and option >= query.shape[2]):
+            continue
+        raise _unfit_attention(name)
     mixed: tuple[Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
     )
     return mixed
-
-
-#: What a model may say to its attention without changing what is computed for packed sequences.
-_HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
-
-
-def _refuse_options(options: Mapping[str, Any], length: int) -> None:
-    """Raise UnfitModelError unless ``options`` leave attention plain and causal."""
-    for name, value in options.items():
-        if value is None or value is False or name in _HARMLESS:
-            continue
-        if name == "is_causal" or (name == "sliding_window" and value >= length):
-            continue
-        raise _unfit_attention(name)
 
 
 def _unfit_attention(name: str) -> UnfitModelError:

@@ -137,13 +137,6 @@ def load_outer_optimizer(path: Path, schema: Schema) -> OuterOptimizerState:
     return OuterOptimizerState([b.float() for b in buffers], learning_rate, mu, outer_step)
 
 
-def _map(path: str, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """Map the file's float32 tensors, which lie one after the other; no copy."""
-    sizes = [math.prod(shape) for shape in shapes]
-    flat = torch.from_file(path, shared=True, size=sum(sizes), dtype=torch.float32)
-    return [part.view(shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
-
-
 #: This miner could not build or apply its pseudo-gradient: the text says why.
 _local = partial(AllReduceError, AllReduceFault.LOCAL)
 
@@ -226,11 +219,15 @@ class OuterStep:
             elif not self._stream.layout.on_node_0:
                 window = []  # its rows come from its peer on node 0
             else:
-                window = _map(shared, [shard.shape for shard in self._shards])
+                # The file's float32 tensors lie one after the other; no copy.
+                sizes = [math.prod(shard.shape) for shard in self._shards]
+                flat = torch.from_file(shared, shared=True, size=sum(sizes), dtype=torch.float32)
+                parts = zip(flat.split(sizes), self._shards, strict=True)
+                window = [part.view(shard.shape) for part, shard in parts]
         except (OSError, RuntimeError) as error:
             problem = f"{type(error).__name__}: {error}"
         # All or none: a rank without a window would send rows that rank 0 does not receive.
-        problem = self._stream.first_error(problem)
+        problem = self._stream.vote_error(problem)
         if problem is None:
             self._window = window
         elif self._stream.rank == 0:
@@ -279,22 +276,14 @@ class OuterStep:
             now.sub_(start) for now, start in zip(self.current(), self.epoch_start, strict=True)
         ]
 
-    def load(self, path: Path | None, *, then: Callable[[], None]) -> None:
+    def load_with_weights(self, path: Path | None, *, load_weights: Callable[[], None]) -> None:
         """Load momentum and learning rate from rank 0's ``outer_optimizer.pt``; None: start fresh.
 
-        ``then`` loads the weights that belong to it. Raises ValueError on all ranks alike when rank
-        0 cannot read the file, and the errors of ``then``; nothing changes then.
+        ``load_weights`` loads the weights that belong to it. Collective. Raises ValueError on all
+        ranks alike when rank 0 cannot read the file, and the errors of ``load_weights``; nothing
+        changes then.
         """
         before = self.momentum, self.learning_rate, self.mu
-        self._load(path)
-        # Momentum of one state and weights of another would make a step that no other miner makes.
-        try:
-            then()
-        except (ValueError, RankFailedError):
-            self.momentum, self.learning_rate, self.mu = before
-            raise
-
-    def _load(self, path: Path | None) -> None:
         schema = [(shard.name, shard.shape) for shard in self._shards]
         # Before any tensor is sent: the others would wait for one that never comes.
         state = self._stream.read_on_rank_0(
@@ -308,6 +297,12 @@ class OuterStep:
         self.momentum = self._scatter(source) if facts and facts[2] else None
         if facts is not None:
             self.learning_rate, self.mu, _ = facts
+        # Momentum of one state and weights of another would make a step that no other miner makes.
+        try:
+            load_weights()
+        except (ValueError, RankFailedError):
+            self.momentum, self.learning_rate, self.mu = before
+            raise
 
     @torch.no_grad()
     def write_pseudo_gradient(
@@ -324,10 +319,10 @@ class OuterStep:
         problem = self._buffer_problem(buffers)
         if self.epoch_start is None:
             problem = "no epoch-start weights are kept: begin_epoch was not called"
-        self._stream.agree(problem, _local)
+        self._stream.raise_if_any(problem, _local)
         assert self.epoch_start is not None
         # Memory may run out on one rank alone.
-        self._written = self._stream.together(self.current, _local) if trains_on else None
+        self._written = self._stream.run_on_all(self.current, _local) if trains_on else None
         square, own = 0.0, self._own_rows(buffers)
         # One parameter at a time: in a round there is no room for the whole model once more.
         for i, (shard, start) in enumerate(zip(self._shards, self.epoch_start, strict=True)):
@@ -353,7 +348,7 @@ class OuterStep:
         """
         self._prepared = None
         problem = self._buffer_problem(averaged)
-        self._stream.agree(problem, partial(AllReduceError, AllReduceFault.SCHEMA))
+        self._stream.raise_if_any(problem, partial(AllReduceError, AllReduceFault.SCHEMA))
         if self.epoch_start is None:
             raise _local("begin_epoch was not called")
         average = self._own_rows(averaged)
@@ -385,7 +380,7 @@ class OuterStep:
             return weights, written, momentum
 
         # It takes two new tensors for each parameter, so memory may run out on one rank alone.
-        new = self._stream.together(moved, _local)
+        new = self._stream.run_on_all(moved, _local)
         self._prepared = _Prepared(*new, self._new_epoch_id())
 
     @torch.no_grad()

@@ -401,16 +401,23 @@ def _reset_iter_state(root: Any) -> None:
 def load(sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: int) -> None:
     """Load weights from rank 0's ``path``, or initialize them if it is None.
 
-    Collective.
-
-    The ranks of its machine read their own rows there, and other machines get theirs from them.
-    Raises ValueError on all ranks alike, changing nothing.
+    Collective. The ranks of its machine read their own rows there, and other machines get theirs
+    from them. Raises ValueError on all ranks alike, changing nothing.
     """
     shards, tied = sharded.shards, sharded.tied
     shared = stream.from_rank_0(None if path is None else str(path))
     if shared is None:
         spread = getattr(sharded.model.config, "initializer_range", INITIAL_SPREAD)
-        _initialize(shards, float(spread), seed)  # type: ignore[arg-type]
+        # Normal matrices, zero biases, unit norms: the same for every world size and device.
+        for index, shard in enumerate(shards):
+            if len(shard.shape) == 1:
+                shard.local.fill_(0.0 if shard.name.endswith("bias") else 1.0)
+                continue
+            # The whole matrix on the host and from a seed of its own: no value depends on how many
+            # ranks there are, or on the device.
+            generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
+            whole = torch.empty(shard.shape).normal_(0.0, float(spread), generator=generator)
+            shard.local.copy_(whole[shard.start : shard.stop])
         return
     error, problem, layout = None, None, stream.layout
     try:
@@ -423,7 +430,7 @@ def load(sharded: ShardedModel, path: Path | None, stream: RowStream, *, seed: i
         error = f"{shared} was not loaded: {problem}. Fetch the global state again"
     # Every shape was compared before the first row is copied: a file of another model changes
     # nothing.
-    stream.agree(error, ValueError)
+    stream.raise_if_any(error, ValueError)
     with safe_open(shared, "pt") if layout.on_node_0 else nullcontext() as opened:
         _copy(sharded, opened, stream)
 
@@ -462,17 +469,3 @@ def _mismatch(shards: Sequence[ParameterShard], file: Any, tied: Mapping[str, st
         if dtype not in ("F64", "F32", "F16", "BF16"):
             return f"{name} holds {dtype}, not floating-point numbers"
     return f"the model has no {min(stored)}" if stored else None
-
-
-@torch.no_grad()
-def _initialize(shards: Sequence[ParameterShard], std: float, seed: int) -> None:
-    """Draw normal matrices, zero biases, unit norms: the same for every world size and device."""
-    for index, shard in enumerate(shards):
-        if len(shard.shape) == 1:
-            shard.local.fill_(0.0 if shard.name.endswith("bias") else 1.0)
-            continue
-        # The whole matrix on the host and from a seed of its own: no value depends on how many
-        # ranks there are, or on the device.
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + index)
-        whole: Tensor = torch.empty(shard.shape).normal_(0.0, std, generator=generator)
-        shard.local.copy_(whole[shard.start : shard.stop])

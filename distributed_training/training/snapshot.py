@@ -147,8 +147,13 @@ class BoundaryCopier:
         self._released = threading.Event()
         self._released.set()
 
-    def take(self) -> BoundaryCopies:
-        boundary = self._now()
+    def copy_boundary(self) -> BoundaryCopies:
+        """Copy weights and the optimizer's state of now, unless that was done at this boundary."""
+        # Counters that change with the values. torch counts the writes to a tensor, except those of
+        # fused AdamW.
+        moments = chain.from_iterable(self._optimizer.state.values())
+        tensors = (*(shard.local for shard in self._shards), *moments)
+        boundary = (self._optimizer.step_count, *(tensor._version for tensor in tensors))
         last = None if self._last is None else self._last()
         if last is not None and boundary == self._boundary:
             return last
@@ -175,15 +180,6 @@ class BoundaryCopier:
                 self._patience,
             )
             self._released.set()  # once for each
-
-    def _now(self) -> tuple[int, ...]:
-        """Return counters that change with the values.
-
-        torch counts the writes to a tensor, except those of fused AdamW.
-        """
-        moments = chain.from_iterable(self._optimizer.state.values())
-        tensors = (*(shard.local for shard in self._shards), *moments)
-        return (self._optimizer.step_count, *(tensor._version for tensor in tensors))
 
 
 _PARTS = ".parts"
@@ -294,12 +290,6 @@ def _drop_frames(failure: BaseException) -> None:
             seen.add(id(error))
             traceback.clear_frames(error.__traceback__)
             errors += [error.__context__, error.__cause__]  # torch.save's has the disk's
-
-
-def prepare_folder(folder: Path) -> None:
-    """Rank 0, before any rank writes: an empty folder."""
-    shutil.rmtree(folder, ignore_errors=True)
-    (folder / _PARTS).mkdir(parents=True)
 
 
 def write_snapshot(
@@ -567,11 +557,11 @@ class Snapshots:
         self._outer = outer
 
     @torch.no_grad()
-    def take(
+    def begin_snapshot(
         self,
         folder: Path,
         *,
-        take_copies: Callable[[], BoundaryCopies],
+        copy_boundary: Callable[[], BoundaryCopies],
         progress: Progress,
         block: int,
         last_loss: float,
@@ -588,14 +578,15 @@ class Snapshots:
         start = self._outer.epoch_start
         if start is None:
             raise AllReduceError(AllReduceFault.LOCAL, "no epoch-start weights are kept")
-        copies = take_copies()
+        copies = copy_boundary()
         problem = None
         if self._stream.rank == 0:
             try:
-                prepare_folder(folder)
+                shutil.rmtree(folder, ignore_errors=True)
+                (folder / _PARTS).mkdir(parents=True)
             except OSError as error:
                 problem = f"{folder} cannot hold a snapshot: {error}"
-        self._stream.agree(problem, OSError)  # no rank writes before
+        self._stream.raise_if_any(problem, OSError)  # no rank writes before
         metadata = {
             "block": int(block),
             "inner_step": int(progress.inner_step),
@@ -610,6 +601,13 @@ class Snapshots:
             self._outer.learning_rate,
             second_moment=copies.state.get("exp_avg_sq"),
         )
+        description = describe_inner(
+            self._sharded.schema,
+            self._schedule,
+            self._optimizer,
+            finished_steps=steps,
+            outer_step=progress.outer_step,
+        )
         state = SnapshotState(
             layout=self._stream.layout,
             shards=self._sharded.shards,
@@ -618,30 +616,17 @@ class Snapshots:
             compression=self._outer.feedback.compression,
             config=config,
             gradients_metadata=metadata,
-            write_inner=self._inner_writer(copies, steps, progress.outer_step),
+            write_inner=partial(
+                write_shard,
+                description=description,
+                schema=self._sharded.schema,
+                rank=self._stream.layout.shard,
+                ranks=self._stream.layout.shards,
+                counts=self._optimizer.counts(),
+                moments=copies.state,
+            ),
         )
         epoch = Epoch(self._outer.epoch_id, start, self._outer.learning_rate)
         handle = SnapshotHandle(folder, time.perf_counter() - started, epoch)
         handle.start(partial(write_snapshot, state, parts_timeout=PARTS_TIMEOUT))
         return handle
-
-    def _inner_writer(
-        self, copies: BoundaryCopies, steps: int, outer_step: int
-    ) -> Callable[[Path], None]:
-        optimizer, layout = self._optimizer, self._stream.layout
-        description = describe_inner(
-            self._sharded.schema,
-            self._schedule,
-            optimizer,
-            finished_steps=steps,
-            outer_step=outer_step,
-        )
-        return partial(
-            write_shard,
-            description=description,
-            schema=self._sharded.schema,
-            rank=layout.shard,
-            ranks=layout.shards,
-            counts=optimizer.counts(),
-            moments=copies.state,
-        )

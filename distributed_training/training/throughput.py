@@ -134,23 +134,19 @@ class StepMeter:
         began = now if self._began is None else self._began
         seconds = max(now - began - self._paused, 1e-9)
         waited, self._began, self._paused, self._waited = self._waited, now, 0.0, 0.0
+        memory = None
+        if self._device.type == "cuda":  # the most since the last step
+            memory = torch.cuda.max_memory_allocated(self._device) / 1e9
+            torch.cuda.reset_peak_memory_stats(self._device)
         speed = tokens * self._flops_per_token / seconds
         return {
             "tokens": tokens,
             "seconds": seconds,
             "data_wait_seconds": waited,
-            "gpu_memory_gb": self._peak_memory_gb(),
+            "gpu_memory_gb": memory,
             "gpu_utilization": self._utilization() if self._utilization else None,
             "mfu": None if self.peak is None else speed / self.peak,
         }
-
-    def _peak_memory_gb(self) -> float | None:
-        """Return the most memory allocated since the last call, GB = 1e9 bytes."""
-        if self._device.type != "cuda":
-            return None
-        peak = torch.cuda.max_memory_allocated(self._device) / 1e9
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return peak
 
 
 def start_profiler(*, steps: int, rank: int) -> profile:

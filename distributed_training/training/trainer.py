@@ -113,7 +113,13 @@ class Trainer:
             sequence_length=settings.sequence_length,
         )
         # After the optimizer: ``auto`` measures what is left of the device's memory.
-        self._build_step(run_folder)
+        path = None if run_folder is None else run_folder / "micro-batch.json"
+        known = KnownSize(path, facts_of(self.sharded, settings, layout.shards))
+        if self.world_size > 1:
+            known.adopt_smallest(self.stream)
+        self.step = MicroBatches(
+            sharded=self.sharded, stream=self.stream, known=known, say=self._say
+        )
 
         self.outer_step = self.inner_step = self.total_inner_steps = 0
         self.skipped_in_a_row = 0
@@ -158,16 +164,6 @@ class Trainer:
         self.starts = EpochStarts(shards=shards, stream=self.stream)
         self._left_sketch: Tensor | None = None  # of the outer step that a round is to end
 
-    def _build_step(self, run_folder: Path | None) -> None:
-        path = None if run_folder is None else run_folder / "micro-batch.json"
-        ranks = self.stream.layout.shards
-        known = KnownSize(path, facts_of(self.sharded, self.settings, ranks))
-        if self.world_size > 1:
-            known.agree(self.stream)
-        self.step = MicroBatches(
-            sharded=self.sharded, stream=self.stream, known=known, say=self._say
-        )
-
     # --- batch arithmetic ----------------------------------------------------------------------
 
     def plan_micro_batches(self, size: int) -> None:
@@ -202,7 +198,9 @@ class Trainer:
         sharding.load(self.sharded, path, self.stream, seed=self.settings.seed)
         self.drop_step()
 
-    def _load_anothers(self, path: Path | None, outer_step: int, sample: Tensor | None) -> None:
+    def load_checked_weights(
+        self, path: Path | None, outer_step: int, sample: Tensor | None
+    ) -> None:
         """Load weights as :meth:`load_weights`, but refuse those that are worse than a guess.
 
         ``sample``: int64 (sequences, length) of this rank's text, None if it has none now. Weights
@@ -262,13 +260,13 @@ class Trainer:
     ) -> None:
         """Load weights, outer momentum and epoch start from rank 0's files (None: fresh ones).
 
-        ``sample``: see :meth:`_load_anothers`. Raises on all ranks alike ValueError when one is not
-        this model's, or the weights are awful, and RankFailedError when a rank has no memory;
+        ``sample``: see :meth:`load_checked_weights`. Raises on all ranks alike ValueError when one
+        is not this model's, WeightsWorseThanGuess, and RankFailedError when a rank has no memory;
         nothing changes then.
         """
-        self.outer.load(
+        self.outer.load_with_weights(
             outer_optimizer,
-            then=lambda: self._load_anothers(weights_path, outer_step, sample),
+            load_weights=lambda: self.load_checked_weights(weights_path, outer_step, sample),
         )
         self.begin_epoch(outer_step)
 
@@ -285,10 +283,10 @@ class Trainer:
         what :meth:`load_global` raises; nothing changes then.
         """
         # First of all: the load overwrites the weights that it is measured from.
-        trained = self.stream.together(self.outer.trained)
-        self.outer.load(
+        trained = self.stream.run_on_all(self.outer.trained)
+        self.outer.load_with_weights(
             outer_optimizer,
-            then=lambda: self._load_anothers(weights_path, self.outer_step, sample),
+            load_weights=lambda: self.load_checked_weights(weights_path, self.outer_step, sample),
         )
         self.outer.begin_epoch()
         for item, rows in zip(self.sharded.shards, trained, strict=True):
@@ -346,9 +344,7 @@ class Trainer:
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> bool:
-        """Go back to a :meth:`state_dict`, with this rank's rows.
-
-        All ranks.
+        """Restore a :meth:`state_dict`, with this rank's rows. Collective.
 
         Returns False, on all ranks alike, if the micro-batches of an unfinished step were dropped.
         """
@@ -361,13 +357,8 @@ class Trainer:
         self.total_inner_steps = int(state["total_inner_steps"])
         if state["pending"] is None:
             return not state["domains"]
-        return self._run_again(state["pending"])
-
-    def _run_again(self, pending: Tensor) -> bool:
-        """Run stored batches again, since their gradients were not stored.
-
-        Returns False if they fit no step of these flags.
-        """
+        # Run again, since their gradients were not stored, unless they fit no step of these flags.
+        pending: Tensor = state["pending"]
         shape = (self.micro_batch_size, self.settings.sequence_length)
         if tuple(pending.shape[1:]) != shape or len(pending) >= self.batch_plan.micro_batches:
             self._say(
@@ -587,15 +578,15 @@ class Trainer:
         # What a round that failed has left would be in host memory beside the copies.
         self.roll_back_outer_step()
         # A rank that raised alone would leave the others in what comes next.
-        return self.stream.together(self.copier.take)
+        return self.stream.run_on_all(self.copier.copy_boundary)
 
     def snapshot(
         self, folder: Path, *, progress: Progress, block: int, last_loss: float
     ) -> SnapshotHandle:
-        """See :meth:`~.snapshot.Snapshots.take`."""
-        return self.snapshots.take(
+        """See :meth:`~.snapshot.Snapshots.begin_snapshot`."""
+        return self.snapshots.begin_snapshot(
             folder,
-            take_copies=self.boundary_copies,
+            copy_boundary=self.boundary_copies,
             progress=progress,
             block=block,
             last_loss=last_loss,

@@ -36,7 +36,7 @@ from distributed_training.training import snapshot as snapshots
 from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
-from distributed_training.training.local_evaluation import AwfulWeights
+from distributed_training.training.local_evaluation import WeightsWorseThanGuess
 from distributed_training.training.outer_step import nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
 from distributed_training.training.trainer import Trainer
@@ -205,8 +205,8 @@ def no_memory(folder: Path) -> None:
 
     places = [
         (torch, "zeros_like", WORLD - 1),
-        (made.copier, "take", 0),
-        (made.copier, "take", WORLD - 1),
+        (made.copier, "copy_boundary", 0),
+        (made.copier, "copy_boundary", WORLD - 1),
         (gradients, "encode", 0),
     ]
     for step, (owner, name, who) in enumerate(places):
@@ -217,7 +217,7 @@ def no_memory(folder: Path) -> None:
             refuses(f"rank {who}: MemoryError: no memory is left; free host memory there")
             keeper.save({}, Progress(0, 1, 1, []))
         keeper.wait()
-        assert (keeper.last_error is None) == (name != "take")
+        assert (keeper.last_error is None) == (name != "copy_boundary")
         assert feedback.residual is before, "nothing was sent"
         take(f"{step}")
     made.hold_back(sequences(99, count=2))
@@ -293,7 +293,7 @@ def rebase(folder: Path) -> None:
     for kind, name, who in (
         (ValueError, "bad", WORLD),
         (ValueError, "numbers", WORLD),
-        (AwfulWeights, "awful", WORLD),
+        (WeightsWorseThanGuess, "awful", WORLD),
         (RankFailedError, "global", 0),
         (RankFailedError, "global", WORLD - 1),
     ):
@@ -472,7 +472,7 @@ def unlike_gpus(folder: Path) -> None:
             made = trainer(
                 rank=RANK, world_size=WORLD, run_folder=folder, local_batch_size_train="auto"
             )
-            sizes = made.stream.answers(made.micro_batch_size)
+            sizes = made.stream.all_gather(made.micro_batch_size)
             assert len(set(sizes)) == 1, sizes
     assert json.loads((folder / "micro-batch.json").read_text())["fastest"] == sizes[0]
 

@@ -255,7 +255,7 @@ AWFUL = "loss 14.00, limit 11.82"
         ),
         (
             ev.LoadFailed(AWFUL, 1.0, awful=True),
-            f"! {lines.awful(3, AWFUL)}",
+            f"! {lines.worse_weights(3, AWFUL)}",
             "load_failed",
             {"problem": AWFUL},
         ),

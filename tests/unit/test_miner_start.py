@@ -54,7 +54,7 @@ from distributed_training.store.errors import (
     TransientError,
 )
 from distributed_training.store.s3 import S3ObjectStore
-from distributed_training.training.local_evaluation import AwfulWeights
+from distributed_training.training.local_evaluation import WeightsWorseThanGuess
 from distributed_training.training.model import hf_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER, VALIDATOR
@@ -122,7 +122,7 @@ def test_a_global_state_that_is_refused_is_downloaded_more_and_more_seldom(
     ("error", "line"),
     [
         (ValueError, r"does not fit this program \(layer"),
-        (AwfulWeights, r"state of uid 3 is not taken over: layer.* see --data\.source"),
+        (WeightsWorseThanGuess, r"state of uid 3 is not taken over: layer.* see --data\.source"),
     ],
 )
 @pytest.mark.parametrize("checkpoint", [False, True])

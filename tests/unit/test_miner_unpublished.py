@@ -31,7 +31,7 @@ from distributed_training.protocol.types import (
     Progress,
 )
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.local_evaluation import AwfulWeights
+from distributed_training.training.local_evaluation import WeightsWorseThanGuess
 from distributed_training.training.outer_step import (
     OuterOptimizerState,
     nesterov_sgd,
@@ -100,7 +100,7 @@ class Miner(DecidedMiner):
                         self.trainer.load_global(*files, published.outer_step, text)
                     else:
                         self.trainer.rebase(*files, text)
-                except AwfulWeights as error:
+                except WeightsWorseThanGuess as error:
                     self.refused.append(str(error))
                     return ev.LoadFailed(str(error), self.now, awful=True)
                 self.loads.append(action)

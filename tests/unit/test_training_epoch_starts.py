@@ -22,7 +22,7 @@ def starts(world: int = 1, rank: int = 0, seed: int = 7) -> EpochStarts:
     ]
     stream: Any = types.SimpleNamespace(
         from_rank_0=lambda value: seed,
-        together=lambda work: work(),
+        run_on_all=lambda work: work(),
         sum=list,
         layout=types.SimpleNamespace(replicas=1),
     )

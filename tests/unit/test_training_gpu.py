@@ -367,7 +367,7 @@ def test_copies_to_the_host_go_through_two_small_buffers(stage: int) -> None:
     copies = HostCopies(torch.device("cpu"), stage=stage)
     some = [torch.randn(shape) for shape in ((5, 9), (0, 4), (64,), (), (3, 7))]
     for _ in range(2):
-        taken = copies.take(some)
+        taken = copies.copy_to_host(some)
         assert all(torch.equal(a, b) for a, b in zip(taken, some, strict=True))
         assert all(
             a.data_ptr() != b.data_ptr() for a, b in zip(taken, some, strict=True) if b.numel()

@@ -29,7 +29,7 @@ from distributed_training.training import checkpoint, sharding, snapshot
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
 from distributed_training.training.inner_optimizer import CosineSchedule
-from distributed_training.training.local_evaluation import AwfulWeights
+from distributed_training.training.local_evaluation import WeightsWorseThanGuess
 from distributed_training.training.model import blocks_of, hf_config
 from distributed_training.training.outer_step import OuterOptimizerState, save_outer_optimizer
 from distributed_training.training.trainer import Trainer
@@ -514,7 +514,7 @@ def test_awful_weights_of_another_are_refused(
         made.add_micro_batch(text[:2])
         before = [t.clone() for t in state()]
         pending, momentum = made.pending_micro_batches, made.outer.momentum
-        with pytest.raises(AwfulWeights, match=why):
+        with pytest.raises(WeightsWorseThanGuess, match=why):
             load(how, content, *rest)
         assert made.outer.momentum is momentum and made.pending_micro_batches == pending == 1
         assert same(before, state())
@@ -544,7 +544,7 @@ def test_first_weights_of_a_network_that_begins_wide_are_taken(tmp_path: Path) -
     save_file(weights, tmp_path / "model.safetensors")
     made.load_global(tmp_path / "model.safetensors", None, 0, sequences(0))
     save_file({n: 5 * w for n, w in weights.items()}, tmp_path / "model.safetensors")
-    with pytest.raises(AwfulWeights):
+    with pytest.raises(WeightsWorseThanGuess):
         made.load_global(tmp_path / "model.safetensors", None, 0, sequences(0))
 
 
@@ -663,8 +663,8 @@ def test_copies_of_another_boundary_wait_until_these_are_written(
 ) -> None:
     made = trainer()
     train(made, 0, 1)
-    first = made.copier.take()
-    assert made.copier.take() is first
+    first = made.copier.copy_boundary()
+    assert made.copier.copy_boundary() is first
     if change == "step":
         train(made, 1, 2)
     elif change == "weights":
@@ -672,7 +672,7 @@ def test_copies_of_another_boundary_wait_until_these_are_written(
     else:
         made.optimizer.reset()
     made.copier._patience = 0.01
-    second = made.copier.take()
+    second = made.copier.copy_boundary()
     assert second is not first and "still being written" in caplog.text
     caplog.clear()
     made.copier._patience = 30.0
@@ -680,7 +680,7 @@ def test_copies_of_another_boundary_wait_until_these_are_written(
     held = [second]
     del second
     threading.Timer(0.2, held.clear).start()  # its writer is done
-    third = made.copier.take()
+    third = made.copier.copy_boundary()
     assert not held and not caplog.records and third is not first
 
 
@@ -694,7 +694,7 @@ def test_a_snapshot_that_failed_holds_no_copies(
 
     def full(path: Path, **_: Any) -> None:
         try:
-            full_disk(made.copier.take())  # as a frame below has it
+            full_disk(made.copier.copy_boundary())  # as a frame below has it
         except OSError as error:
             if chained == "as a cause":
                 raise RuntimeError("unexpected pos") from error
