@@ -159,7 +159,7 @@ def test_whatever_one_upload_raises_costs_that_one_alone(
         "looked at": (
             BucketReader,
             "metadata",
-            lambda self, *_: self._once is world.miners[17].bucket,
+            lambda self, *_: self._store is world.miners[17].bucket,
         ),
         "read": (upload, "load_payload", lambda raw, *_: raw == mine),
         "measured": (world, "pages", lambda uid, block: uid == 17),
