@@ -1,15 +1,12 @@
-"""A real miner of a local subnet under a real pm2, and what happens to it in a life.
+"""A real miner of a local subnet under a real pm2: a restart in mid-upload, a stop in mid-round.
 
-An update, a restart in mid-upload, a stop in mid-round, a killed launcher, a reboot. After each it
-takes the next round with everybody. At last it is deregistered for longer than it waits, and pm2
-leaves it down. The same with ranks that train nothing is in test_launcher_pm2.py.
+After each it takes the next round with everybody. The rest of a life (an update, a reboot, a lost
+registration) is in test_launcher_pm2.py, with ranks that train nothing.
 """
 
 from __future__ import annotations
 
-import os
 import threading
-from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,15 +14,12 @@ from typing import Any
 import pytest
 
 from bench import kills
-from distributed_training.chain.registry import RegistryChain
-from distributed_training.common.files import read_json_object
-from distributed_training.common.processes import command_of, kill_tree
+from distributed_training.common.processes import command_of
 from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
-from distributed_training.miner.run_folder import launcher_pid, mark_of
-from distributed_training.protocol.types import ExitStatus, Revision
+from distributed_training.protocol.types import Revision
 from distributed_training.telemetry import read_events
-from tests.tools.pm2 import NAME, Pm2, checkout, needs_pm2, start_update
+from tests.tools.pm2 import NAME, Pm2, checkout, needs_pm2
 from tests.tools.subnet_tools import stop_miner
 from tests.tools.waiting import wait_for
 
@@ -53,12 +47,11 @@ class LocalMiner(Pm2):
 
 @pytest.mark.long
 @pytest.mark.timeout(1500)
-def test_a_life_under_pm2(tmp_path: Path) -> None:
+def test_a_restart_in_mid_upload_and_a_stop_in_mid_round(tmp_path: Path) -> None:
     options = SubnetOptions(
         folder=tmp_path / "subnet",
         ranks=(1,),
         blocks_per_allreduce=40,
-        miner_flags=("--neuron.deregistered_wait", "10s"),
         # A stop comes in time to be in mid-round.
         rules={"round.min_matchmaking_time": "10s"},
     )
@@ -71,28 +64,11 @@ def test_a_life_under_pm2(tmp_path: Path) -> None:
             checkout(tmp_path / "miner", {})
             pm2("start", str(tmp_path / "miner" / "app.config.js"))
             kills.clean_round(subnet)
-            update(subnet, pm2, tmp_path / "miner")
             restart_in_mid_upload(subnet, pm2)
             stop_in_mid_round(subnet, pm2)
-            kill_the_launcher(subnet, pm2)
-            reboot(subnet, pm2)
-            lose_the_registration(subnet, pm2)
         finally:
             pm2("kill")
     assert subnet.problems == []
-
-
-def update(subnet: LocalSubnet, pm2: LocalMiner, home: Path) -> None:
-    """The new version goes on at the very next step."""
-    starting = start_update(pm2, home, "v2", "--no-doctor")
-    out, error = starting.communicate(timeout=300)
-    assert starting.returncode == 0, out + error
-    events = pm2.events("step", "stop")
-    stop = max(i for i, event in enumerate(events) if event["kind"] == "stop")
-    before, after = events[stop - 1], events[stop + 1]
-    assert after["outer_step"] == before["outer_step"]
-    assert after["inner_step"] == before["inner_step"] + 1
-    kills.clean_round(subnet)
 
 
 def restart_in_mid_upload(subnet: LocalSubnet, pm2: LocalMiner) -> None:
@@ -136,42 +112,3 @@ def stop_in_mid_round(subnet: LocalSubnet, pm2: LocalMiner) -> None:
     assert stop["kind"] == "stop" and stop["exit_status"] == 0
     pm2("start", NAME)
     kills.clean_round(subnet)
-
-
-def kill_the_launcher(subnet: LocalSubnet, pm2: LocalMiner) -> None:
-    (miner,) = subnet.miners
-    launcher, restarts = launcher_pid(miner.plan.folder), pm2.state[1]
-    assert launcher is not None
-    os.kill(launcher, 9)
-    kills.clean_round(subnet)
-    assert pm2.state == ("online", restarts + 1)
-
-
-def reboot(subnet: LocalSubnet, pm2: LocalMiner) -> None:
-    """As a power cut: pm2's daemon and everything of the miner are gone at once."""
-    (miner,) = subnet.miners
-    pm2("save")
-    launcher, mark = launcher_pid(miner.plan.folder), mark_of(miner.plan.folder)
-    assert launcher is not None and mark is not None
-    os.kill(int((pm2.folder / "pm2.pid").read_text()), 9)
-    kill_tree(launcher)
-    mark.end(settle=timedelta(0), grace=timedelta(0))
-    pm2("resurrect")
-    kills.clean_round(subnet)
-    assert pm2.state == ("online", 0)
-    assert pm2.events("start")[-1]["resumed"]
-
-
-def lose_the_registration(subnet: LocalSubnet, pm2: LocalMiner) -> None:
-    (miner,), services = subnet.miners, subnet.services
-    assert services is not None
-    with closing(
-        RegistryChain(url=services.chain_endpoint, wallet=services.wallet(miner.plan))
-    ) as us:
-        us.deregister()
-    pm2.wait_for(lambda: pm2.state[0] != "online", "the end")
-    written = read_json_object(miner.plan.folder / "exit_status.json")
-    assert written is not None and written["status"] == ExitStatus.DEREGISTERED
-    pm2.outlast_a_restart()
-    status, restarts = pm2.state
-    assert status != "online" and restarts == 0

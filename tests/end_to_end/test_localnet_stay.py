@@ -4,7 +4,7 @@ Doctor and score take the settings of its folder, as an operator's do. Other fil
 an operator's days:
 
 - restart, stop, kill, reboot under pm2: test_localnet_pm2.py, test_launcher_pm2.py, test_kills.py
-- an update: test_launcher_pm2.py, and of a real miner test_localnet_pm2.py
+- an update: test_launcher_pm2.py
 - the page in each state: test_page.py
 - the doctor's rows, a lost uid: test_running_miner.py
 """

@@ -41,41 +41,13 @@ class Machine:
     def plug(self) -> None:
         ip("-n", self.name, "link", "set", "eth0", "up")
 
-    def close_ports_but(self, port: int, *, device: str = "eth0") -> None:
-        """A firewall: connections from elsewhere to other ports are dropped without a word. (Their
-        first packets, SYN without ACK, go into a cable without an end.)"""
-        ip("-n", self.name, "link", "add", "hole", "type", "veth", "peer", "name", "nowhere")
-        ip("-n", self.name, "link", "set", "hole", "up")
-        tc = [*self.prefix, "tc"]
-        filters = [*tc, "filter", "add", "dev", device, "ingress", "protocol", "ip"]
-        passed = f"prio 1 u32 match ip dport {port} 0xffff classid 1:1"
-        dropped = (
-            "prio 2 u32 match ip protocol 6 0xff match u8 0x02 0x12 at 33 "
-            "action mirred egress redirect dev hole"
-        )
-        run(*tc, "qdisc", "add", "dev", device, "clsact")
-        run(*filters, *passed.split())
-        run(*filters, *dropped.split())
-
-    def open_ports(self, *, device: str = "eth0") -> None:
-        """After :meth:`close_ports_but`."""
-        run(*self.prefix, "tc", "qdisc", "del", "dev", device, "clsact")
-        ip("-n", self.name, "link", "del", "hole")
-
 
 @contextmanager
 def machines(
-    count: int,
-    *,
-    network: str = "10.0.0",
-    here: bool = False,
-    second: str | None = None,
-    rate: str | None = None,
+    count: int, *, network: str = "10.0.0", rate: str | None = None
 ) -> Iterator[list[Machine]]:
-    """``network``: of their addresses. ``here``: they reach this machine too, at its .254.
-    ``second``: another network, which each has at eth1 with the same last number. ``rate``: at
-    which each sends through eth0, as tc writes it. Skips the test, with the reason, where
-    namespaces cannot be made."""
+    """``network``: of their addresses. ``rate``: at which each sends, as tc writes it. Skips the
+    test, with the reason, where namespaces cannot be made."""
     tag = f"dt{os.getpid() % 100000}"
     made = [Machine(f"{tag}n{i}", f"{network}.{i + 1}") for i in range(count)]
     try:
@@ -86,11 +58,6 @@ def machines(
             for machine in made if rate else ():
                 bucket = f"tbf rate {rate} burst 64kb latency 200ms".split()
                 run("tc", "-n", machine.name, "qdisc", "add", "dev", "eth0", "root", *bucket)
-            if here:
-                ip("addr", "add", f"{network}.254/24", "dev", f"{tag}v")
-            if second is not None:
-                more = {m.name: f"{second}.{i + 1}" for i, m in enumerate(made)}
-                join(f"{tag}w", more, device="eth1")
         except (OSError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", "") or error
             pytest.skip(f"network namespaces cannot be made here: {said}")
@@ -98,8 +65,7 @@ def machines(
     finally:
         for machine in made:
             subprocess.run(["ip", "netns", "del", machine.name], capture_output=True, check=False)
-        for bridge in (f"{tag}v", f"{tag}w"):
-            subprocess.run(["ip", "link", "del", bridge], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "del", f"{tag}v"], capture_output=True, check=False)
 
 
 #: Of a router that hides who is behind it: ports that were announced lead inside, nothing else.
@@ -126,11 +92,11 @@ PLACES = ("founder", "direct", "slow", "natted", "stranger")
 
 
 @contextmanager
-def sites(*, announced: dict[int, int], rate: float = 50) -> Iterator[dict[str, Machine]]:
+def sites(*, announced: dict[int, int]) -> Iterator[dict[str, Machine]]:
     """Machines at the :data:`PLACES` of one internet.
 
     ``natted`` is behind a router: its ``address`` is the router's, where the ``announced`` ports
-    lead to ports of its own. ``slow`` sends and receives ``rate`` Mbit/s. Nothing of it is outside
+    lead to ports of its own. ``slow`` sends and receives 50 Mbit/s. Nothing of it is outside
     of the namespaces. Skips the test, with the reason, where they cannot be made.
     """
     tag = f"dt{os.getpid() % 100000}"
@@ -147,7 +113,7 @@ def sites(*, announced: dict[int, int], rate: float = 50) -> Iterator[dict[str, 
                 (made["slow"].name, "eth0"),
                 (internet, f"port{PLACES.index('slow')}"),
             ):
-                shape(namespace, device, rate)
+                shape(namespace, device, 50)
             _hide(made["natted"].name, router, announced)
         except (OSError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", "") or error
@@ -173,21 +139,19 @@ def _hide(name: str, router: str, announced: dict[int, int]) -> None:
     run(*at_router, "nft", _NAT.format(announced=" ".join(rules)))
 
 
-def join(
-    bridge: str, addresses: Mapping[str, str], *, device: str = "eth0", switch: str | None = None
-) -> None:
-    """Give each namespace that there is its address, on a new ``device``, and a line from there to
-    a new ``bridge``, in namespace ``switch`` or on this machine. Its ends there are called after
-    the bridge, and numbered. Raises OSError or subprocess.CalledProcessError."""
+def join(bridge: str, addresses: Mapping[str, str], *, switch: str | None = None) -> None:
+    """Give each namespace that there is its address, at eth0, and a link from there to a new
+    ``bridge``, in namespace ``switch`` or on this machine. Its ends there are called after the
+    bridge, and numbered. Raises OSError or subprocess.CalledProcessError."""
     here = ["-n", switch] if switch else []
     ip(*here, "link", "add", bridge, "type", "bridge")
     ip(*here, "link", "set", bridge, "up")
     for i, (name, address) in enumerate(addresses.items()):
-        there = ["peer", "name", device, "netns", name]
+        there = ["peer", "name", "eth0", "netns", name]
         ip(*here, "link", "add", f"{bridge}{i}", "type", "veth", *there)
         ip(*here, "link", "set", f"{bridge}{i}", "master", bridge, "up")
-        ip("-n", name, "addr", "add", f"{address}/24", "dev", device)
-        for each in ("lo", device):
+        ip("-n", name, "addr", "add", f"{address}/24", "dev", "eth0")
+        for each in ("lo", "eth0"):
             ip("-n", name, "link", "set", each, "up")
 
 
