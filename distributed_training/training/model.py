@@ -2,11 +2,7 @@
 
 It is built without memory from a ``config.json``; its parameters keep the names they have there.
 
-*Attention on a GPU* is SDPA under a name of our own, ``sdpa_causal``; *on a CPU*, for short
-sequences, plain products (:func:`short_causal`). PyTorch's fused CPU kernel is made for long ones.
-With 256 tokens and heads of 32, one thread, bf16, its forward and backward take 1.4 and 3.8 ms.
-Three plain products and a softmax take 0.9 and 1.1 ms (AMD EPYC with avx512_bf16, torch 2.13): a
-quarter of a small model's whole step.
+*Attention* is SDPA under a name of our own, ``sdpa_causal``, for which transformers makes no mask.
 
 *The loss* is cross-entropy without the logits: computed for a chunk of tokens at a time, with its
 gradients. The logits of a micro-batch in float32 are its largest tensor by far (2 x 1024 tokens x
