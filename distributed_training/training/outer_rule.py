@@ -25,7 +25,7 @@ OUTER_MOMENTUM = float(_PUBLIC["training.outer_momentum"])
 
 
 class OuterRule(Protocol):
-    """One step along ``grad``: return new ``(param, state)``, inputs untouched.
+    """One step along ``grad``: return new ``(param, state)``, inputs untouched and not in them.
 
     ``state`` is one float32 tensor of the parameter's shape, None before the first step. It is kept
     in checkpoints and travels as ``momentum_buffer`` of ``outer_optimizer.pt``. ``lr`` and ``mu``
@@ -67,8 +67,38 @@ OUTER_RULES.register("nesterov", nesterov_sgd)
 
 
 def outer_rule_of(settings: TrainingSettings) -> OuterRule:
-    """Return the network's outer rule. Raises ConfigError for an unknown name."""
+    """Return the network's outer rule, once two steps of a small parameter were as they must be.
+
+    Raises ConfigError for an unknown name, and for a rule that breaks :class:`OuterRule`.
+    """
+    name = settings.outer_rule
     try:
-        return OUTER_RULES[settings.outer_rule]
+        rule = OUTER_RULES[name]
     except UnknownKindError as error:
         raise ConfigError(f"training.outer_rule: {error}; so nothing was started") from None
+    rates = {"lr": settings.outer_learning_rate, "mu": settings.outer_momentum}
+    param, grad, state = torch.ones(2, 3), torch.arange(6.0).view(2, 3) - 2, None
+    problem = ""
+    for _ in range(2):
+        given = [t for t in (param, grad, state) if t is not None]
+        before = [t.clone() for t in given]
+        new, kept = rule(param, grad, state, **rates)
+        lower = rule(param[1:], grad[1:], None if state is None else state[1:], **rates)
+        if any((t.shape, t.dtype) != (param.shape, param.dtype) for t in (new, kept)):
+            problem = "returns other tensors than float32 ones of the parameter's shape"
+        elif not all(map(torch.equal, given, before)):
+            problem = "changes what it is given"
+        elif grad.untyped_storage().data_ptr() in (
+            new.untyped_storage().data_ptr(),
+            kept.untyped_storage().data_ptr(),
+        ):
+            # The average lies in the swarm's memory, which the next round overwrites.
+            problem = "returns the average itself instead of a copy"
+        elif not (torch.allclose(lower[0], new[1:]) and torch.allclose(lower[1], kept[1:])):
+            problem = "moves each row by what is in other rows, which other ranks may have"
+        if problem:
+            raise ConfigError(
+                f"the outer rule {name!r} {problem}, so nothing was started: correct the rule"
+            )
+        param, state = new, kept
+    return rule

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from distributed_training.config import ConfigError
+from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.outer_rule import OUTER_RULES, outer_rule_of
 from tests.tools.training_world import outer_step, save_checkpoint, train, trainer
 from tests.toys.outer_rule import signed
 
@@ -36,3 +39,22 @@ def test_an_outer_step_is_taken_by_a_plug_in_s_rule(tmp_path: Path) -> None:
 def test_a_name_that_nobody_registered_is_told_with_those_there_are() -> None:
     with pytest.raises(ConfigError, match=r"no outer rule called 'none'.*nesterov, signed"):
         trainer(outer_rule="none")
+
+
+@pytest.mark.parametrize(
+    ("returned", "refused"),
+    [
+        (lambda w, g, s: (w - g, g.sum()), "other tensors than float32"),
+        (lambda w, g, s: (w - g, w.double()), "other tensors than float32"),
+        (lambda w, g, s: (w.sub_(g), torch.zeros_like(g)), "changes what it is given"),
+        (lambda w, g, s: (w - g, g), "returns the average itself"),
+        (lambda w, g, s: (w - g / g.norm(), torch.zeros_like(g)), "what is in other rows"),
+        (lambda w, g, s: (w - g, g * 0 if s is None else s[0]), "other tensors than float32"),
+    ],
+)
+def test_a_rule_whose_state_could_not_be_kept_is_refused(
+    returned: Any, refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OUTER_RULES, "_made", {"odd": lambda w, g, s, lr, mu: returned(w, g, s)})
+    with pytest.raises(ConfigError, match=refused):
+        outer_rule_of(TrainingSettings(outer_rule="odd"))
