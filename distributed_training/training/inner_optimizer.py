@@ -126,40 +126,68 @@ class StateNames:
 
 
 def find_state(settings: TrainingSettings) -> StateNames:
-    """Find out what the network's optimizer keeps of a parameter, by a step of a small one.
+    """Find out what the network's optimizer keeps of a parameter, by steps of a small one.
 
-    Raises ConfigError for a name that nobody registered, and for state that cannot be cut into rows
-    or does not begin with zeros.
+    Raises ConfigError for a name that nobody registered, and for an optimizer whose steps would
+    depend on the number of ranks, or whose state a checkpoint would not bring back.
     """
     try:
         factory = OPTIMIZERS[settings.optimizer]
     except UnknownKindError as error:
         raise ConfigError(f"training.optimizer: {error}") from None
+    gradient = torch.arange(6.0).view(2, 3) - 2
 
-    def step_from(state: dict[str, Any] | None) -> tuple[Tensor, dict[str, Any]]:
-        parameter = nn.Parameter(torch.ones(2, 3))
+    def step(begun: Mapping[str, Any], rows: slice) -> tuple[Tensor, dict[str, Any], bool]:
+        """Return those rows after a step, their state, and whether a group has changed."""
+        parameter = nn.Parameter(torch.ones(2, 3)[rows])
         optimizer = factory([parameter], settings)
-        if state is not None:
-            optimizer.state[parameter] = state
-        parameter.grad = torch.arange(6.0).view(2, 3) - 2
+        optimizer.state[parameter] = copy.deepcopy(dict(begun))  # it is changed in place
+        parameter.grad = gradient[rows].clone()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1  # as each step sets it: it may begin with 0, which moves nothing
+        before = repr(optimizer.param_groups[0] | {"params": ()})
         optimizer.step()
+        changed = before != repr(optimizer.param_groups[0] | {"params": ()})
         kept = {name: v for name, v in optimizer.state[parameter].items() if v is not None}
-        return parameter.detach(), kept
+        return parameter.detach(), kept, changed
 
-    after, found = step_from(None)
+    after, found, changed = step({}, slice(None))
     rows = tuple(n for n, v in found.items() if isinstance(v, Tensor) and v.shape == after.shape)
-    zeros = {n: torch.zeros_like(v) if isinstance(v, Tensor) else 0 for n, v in found.items()}
-    counts = {name: value for name, value in zeros.items() if name not in rows}
-    large = [name for name, v in counts.items() if isinstance(v, Tensor) and v.numel() != 1]
-    # Of a copy: the step changes what it begins with, in place.
-    if large or not torch.equal(after, step_from(copy.deepcopy(zeros))[0]):
+    counts = {name: value for name, value in found.items() if name not in rows}
+    of_wrong_type = [name for name in rows if found[name].dtype != torch.float32]
+    of_wrong_shape = [
+        name
+        for name, v in counts.items()
+        if (v.numel() != 1 if isinstance(v, Tensor) else not isinstance(v, (int, float)))
+    ]
+    problem = ""
+    if changed:
+        problem = "changes its parameter group at a step"
+    elif of_wrong_type:
+        problem = f"keeps {of_wrong_type[0]} in {found[of_wrong_type[0]].dtype}, not float32"
+    elif of_wrong_shape:
+        problem = f"keeps {of_wrong_shape[0]}, which has another shape than its parameter"
+    else:
+        zeros = {
+            n: torch.zeros_like(v) if isinstance(v, Tensor) else type(v)() for n, v in found.items()
+        }
+        same, again, _ = step(zeros, slice(None))
+        if not torch.equal(after, same) or repr(found) != repr(again):
+            problem = "keeps state that begins with other values than zeros"
+        elif not torch.allclose(after, torch.cat([step({}, slice(i, i + 1))[0] for i in (0, 1)])):
+            problem = "steps each row by what is in other rows, which other ranks may have"
+    if problem:
         raise ConfigError(
-            f"the inner optimizer {settings.optimizer!r} "
-            + (f"keeps {large[0]}, which has" if large else "keeps state that begins with")
-            + f" {'another shape than its parameter' if large else 'other values than zeros'}, so "
-            "it cannot be kept in rows: use another, or change what it keeps"
+            f"the inner optimizer {settings.optimizer!r} {problem}, so it cannot be kept in rows: "
+            "use another, or change what it keeps"
         )
-    return StateNames(rows, counts)
+    return StateNames(rows, {name: zeros[name] for name in counts})
+
+
+def checkpoint_key(name: str) -> str:
+    """Return the key in a checkpoint of the rows that the optimizer calls ``name``."""
+    # AdamW's are those of 0.2.0. Another's may be called as the outer step's: "momentum", for one.
+    return name if name in ("exp_avg", "exp_avg_sq") else f"inner_{name}"
 
 
 OFFLOAD_BUCKET = 1 << 26  # elements whose state is on the device at once when offloaded
@@ -300,7 +328,7 @@ class InnerOptimizer:
 
     def published_group(self, rate: float, peak: float, names: Sequence[str]) -> dict[str, Any]:
         """Return the one parameter group of an upload; ``rate``: the present learning rate."""
-        (group,) = self._model.param_groups
+        group = self._model.param_groups[0]
         here = {"lr": rate, "foreach": None, "fused": None} | {"params": list(names)}
         kept = {key: here.get(key, value) for key, value in group.items() if key != "params"}
         return kept | {"initial_lr": peak, "params": here["params"]}
@@ -317,18 +345,19 @@ class InnerOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         others = {name: value for name, value in self.counts().items() if name != "step"}
-        return {"steps": self.step_count, **self.state} | ({"counts": others} if others else {})
+        rows = {checkpoint_key(name): rows for name, rows in self.state.items()}
+        return {"steps": self.step_count, **rows} | ({"counts": others} if others else {})
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         # Into the tensors that there are: the optimizers' own state and pinned memory refer to
         # them. None: the checkpoint is of another optimizer, and this one begins.
-        new = any(state[name] is None for name in self.state)
+        new = any(state[checkpoint_key(name)] is None for name in self.state)
         self.reset()
         if new:
             return
         for name, kept in self.state.items():
-            for mine, theirs in zip(kept, state[name], strict=True):
+            for mine, theirs in zip(kept, state[checkpoint_key(name)], strict=True):
                 mine.copy_(theirs)
         self.step_count = int(state["steps"])
         self._set_counts({"step": float(self.step_count), **state.get("counts", {})})

@@ -41,7 +41,7 @@ from distributed_training.protocol.types import AllReduceError, AllReduceFault, 
 
 from .collectives import Layout, ParameterShard, RowStream, enter_thread, to_host
 from .error_feedback import Direction
-from .inner_optimizer import CosineSchedule, InnerOptimizer
+from .inner_optimizer import CosineSchedule, InnerOptimizer, checkpoint_key
 from .inner_state import describe_inner, write_shard
 
 if TYPE_CHECKING:
@@ -123,7 +123,8 @@ class BoundaryCopies:
     @property
     def by_key(self) -> dict[str, list[Tensor]]:
         """All of them, by the keys in the state dicts of model and optimizer."""
-        return {"weights": self.weights, **self.state}
+        inner = {checkpoint_key(name): rows for name, rows in self.state.items()}
+        return {"weights": self.weights, **inner}
 
 
 class BoundaryCopier:

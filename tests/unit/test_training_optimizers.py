@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from torch import nn
 
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
+from distributed_training.protocol.types import Progress
+from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.inner_optimizer import OPTIMIZERS, find_state
 from distributed_training.training.memory_plan import named_config, plan_memory
-from tests.tools.training_world import SETTINGS, train, trainer, whole_weights
+from tests.tools.training_world import SETTINGS, save_checkpoint, train, trainer, whole_weights
 from tests.toys.optimizer import lion, sgd
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("process_group")]
@@ -74,36 +77,84 @@ def test_a_checkpoint_of_another_optimizer_keeps_the_weights_and_begins_its_stat
     made, other = trainer(), trainer(optimizer="sgd")
     train(made, 0, 3)
     saved = made.state_dict()
-    other.load_state_dict(saved | {"momentum_buffer": None})
+    other.load_state_dict(saved | {"inner_momentum_buffer": None})
     assert same(whole_weights(made), whole_weights(other))
     assert other.optimizer.step_count == 0 and other.total_inner_steps == 3
     assert not any(rows.any() for rows in other.optimizer.state["momentum_buffer"])
 
 
-class Odd(torch.optim.SGD):
+class Odd(torch.optim.Optimizer):
+    """Keeps what ``kind`` says, and steps by it."""
+
+    def __init__(self, parameters: Any, kind: str) -> None:
+        super().__init__(parameters, {"lr": 0.0, "kind": kind, "steps": 0})
+
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        super().step()
-        for parameter in self.param_groups[0]["params"]:
-            state = self.state[parameter]
-            begun = state.setdefault("scale", torch.full((), 3.0))
-            parameter.data.mul_(begun)
-            state["row_sums"] = torch.zeros(2) if self.defaults["momentum"] == 0.5 else None
+        group = self.param_groups[0]
+        kind = group["kind"]
+        group["steps"] += kind == "in group"
+        for p in group["params"]:
+            state = self.state[p]
+            change = p.grad
+            if kind == "row sums":
+                state["row_sums"] = p.grad.sum(1)
+            elif kind == "scale":
+                change = change * state.setdefault("scale", torch.full((), 3.0))
+            elif kind == "later":
+                state["trace"] = state.get("trace", torch.ones_like(p)) * 0.9
+            elif kind == "half":
+                state["half"] = torch.zeros_like(p, dtype=torch.bfloat16)
+            elif kind == "text":
+                state["text"] = "none"
+            elif kind == "norm":
+                change = change / p.grad.norm()
+            elif kind == "sum":
+                state["sum"] = state.get("sum", 0.0) + 0.3
+            elif kind == "momentum":
+                state.setdefault("momentum", torch.zeros_like(p)).add_(p.grad)
+            p.sub_(change, alpha=group["lr"])
+
+
+@pytest.fixture
+def odd(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = request.node.callspec.params["kind"]
+    made = {"odd": lambda parameters, settings: Odd(parameters, kind)}
+    monkeypatch.setattr(OPTIMIZERS, "_made", made)
 
 
 @pytest.mark.parametrize(
-    ("momentum", "refused"),
+    ("kind", "refused"),
     [
-        (0.5, "keeps row_sums, which has another shape"),
-        (0.6, "begins with other values"),
+        ("row sums", "keeps row_sums, which has another shape"),
+        ("scale", "begins with other values"),
+        ("later", "begins with other values"),
+        ("half", "keeps half in torch.bfloat16"),
+        ("text", "keeps text, which"),
+        ("in group", "changes its parameter group"),
+        ("norm", "steps each row by what is in other rows"),
     ],
 )
-def test_state_that_cannot_be_kept_in_rows_is_refused(
-    momentum: float, refused: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made = {"odd": lambda parameters, settings: Odd(parameters, momentum=momentum)}
-    monkeypatch.setattr(OPTIMIZERS, "_made", made)
+@pytest.mark.usefixtures("odd")
+def test_state_that_cannot_be_kept_in_rows_is_refused(kind: str, refused: str) -> None:
     with pytest.raises(ConfigError, match=refused):
         find_state(TrainingSettings(optimizer="odd"))
+
+
+@pytest.mark.parametrize("kind", ["sum", "momentum"])
+@pytest.mark.usefixtures("odd")
+def test_a_checkpoint_brings_back_what_an_optimizer_keeps(kind: str, tmp_path: Path) -> None:
+    made = trainer(optimizer="odd", learning_rate=1e-2)
+    train(made, 0, 3)
+    save_checkpoint(Checkpointer(trainer=made, folder=tmp_path), Progress(0, 3, 3, []))
+    again = trainer(optimizer="odd", learning_rate=1e-2)
+    assert Checkpointer(trainer=again, folder=tmp_path).restore() is not None
+    assert again.optimizer.counts() == made.optimizer.counts()
+    assert all(
+        same(rows, again.optimizer.state[name]) for name, rows in made.optimizer.state.items()
+    )
+    assert again.outer.momentum is None and same(again.outer.epoch_start, made.outer.epoch_start)
+    assert kind == "sum" or all(rows.any() for rows in again.optimizer.state["momentum"])
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are() -> None:
