@@ -86,6 +86,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MOST_FILES = 1 << 20  # what Linux gives a process at most, by default
 _OWNER = "owner"  # in a folder of one process
 _owned: dict[str, IO[str]] = {}  # by folder: locked until it is removed or this process ends
+_awaited: set[int] = set()  # pids of children whose status wait_or_kill reads
 
 
 @dataclass(frozen=True)
@@ -202,14 +203,16 @@ def become_subreaper() -> bool:
 
 
 def reap_orphans(*, spare: Collection[int]) -> None:
-    """Wait for the children that have ended. ``spare``: pids that somebody else waits for."""
+    """Wait for the children that have ended.
+
+    ``spare``: pids that somebody else waits for, beside those of :func:`start_child`.
+    """
     if not hasattr(os, "waitid"):
         return
     with contextlib.suppress(ChildProcessError):  # none left
-        # WNOWAIT looks and takes nothing: whoever waits for a pid of ``spare`` must still find its
-        # status.
+        # WNOWAIT looks and takes nothing: whoever waits for such a pid must still find its status.
         while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            if ended.si_pid in spare:
+            if ended.si_pid in spare or ended.si_pid in _awaited:
                 return  # it hides those behind it until it was waited for
             os.waitpid(ended.si_pid, 0)
 
@@ -340,18 +343,18 @@ def start_child(
             env=without_secrets(keep=keep) | path | _ONE_THREAD | plugin_environment(),
             **options,
         )
+    _awaited.add(process.pid)
     return process, Connection(ours.detach())
 
 
 def wait_or_kill(process: subprocess.Popen[Any], seconds: float) -> None:
     """Wait for its end; kill it after ``seconds``. One that even then does not end is left."""
     try:
-        process.wait(seconds)
-        return
-    except subprocess.TimeoutExpired:
-        process.kill()
-    try:
-        process.wait(_KILL_SECONDS)
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(_KILL_SECONDS)
     except subprocess.TimeoutExpired:
         # In the kernel, on a mount that does not answer, for days: a stop cannot wait for that.
         log.warning(
@@ -360,6 +363,7 @@ def wait_or_kill(process: subprocess.Popen[Any], seconds: float) -> None:
             process.pid,
             _KILL_SECONDS,
         )
+    _awaited.discard(process.pid)
 
 
 def describe_end(status: int) -> str:

@@ -149,8 +149,10 @@ def test_kill_tree(mark: Mark, start: Start) -> None:
 
 def test_orphans_are_reaped_but_not_what_another_waits_for() -> None:
     code = (
-        "import os, time\n"
-        "from distributed_training.common.processes import become_subreaper, reap_orphans\n"
+        "import os, subprocess, time\n"
+        "from distributed_training.common.processes import (\n"
+        "    become_subreaper, reap_orphans, start_child, wait_or_kill\n"
+        ")\n"
         "assert become_subreaper()\n"
         "child = os.fork()\n"
         "if not child:\n"
@@ -168,6 +170,11 @@ def test_orphans_are_reaped_but_not_what_another_waits_for() -> None:
         "os.waitid(os.P_PID, ours, os.WEXITED | os.WNOWAIT)\n"
         "reap_orphans(spare=[ours])\n"
         "assert os.waitstatus_to_exitcode(os.waitpid(ours, 0)[1]) == 7\n"
+        "child, _ = start_child('no_such_module', stderr=subprocess.DEVNULL)\n"
+        "os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)\n"
+        "reap_orphans(spare=())\n"
+        "wait_or_kill(child, 10)\n"
+        "assert child.returncode == 1\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=40)
     assert done.returncode == 0

@@ -382,7 +382,7 @@ def main(argv: list[str] | None = None) -> int:
     # After the port is ours: reading takes seconds, and a port in use is told before.
     try:
         neurons = [NeuronState(folder).catch_up() for folder in given.folders]
-    except OSError as error:  # of a disk, which may come back: no "error: ", the end for good
+    except OSError as error:  # of a disk, which may come back: not the status of an end for good
         tell(f"the page cannot begin ({error}): check the run folder's disk", logging.ERROR)
         return ExitStatus.FAULT
     tell(f"page: http://{host}:{listener.getsockname()[1]}/", logging.INFO)
