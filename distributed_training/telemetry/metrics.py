@@ -59,8 +59,8 @@ def register_metric(
         measure: Measures a gauge each time the metrics file is written. Without ``step`` and
             ``measure`` it is set where it is known.
 
-    None means "could not be measured": the metric is absent. Raises ValueError for a name that is
-    taken, or that is none.
+    None means "could not be measured": the metric is absent. So is one that raises, or gives no
+    number, with a warning. Raises ValueError for a name that is taken, or that is none.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name) or (measure and name.endswith("_total")):
         raise ValueError(f"{name!r} is no name for such a metric")
@@ -392,7 +392,13 @@ def record_step(registry: Registry, report: StepReport) -> None:
 def _read(name: str, read: Callable[[], float | None]) -> float | None:
     """Return a metric's value; None, which makes it absent, if it cannot be read."""
     try:
-        return read()
+        value = read()
+        if value is None:
+            return None
+        value = float(value)
+        if name.endswith("_total") and not (math.isfinite(value) and value >= 0):
+            raise ValueError(f"a counter cannot grow by {value}")
+        return value
     except Exception as error:  # noqa: BLE001 - a plug-in's, which must not end training
         if _may_complain(name):
             log.warning("The metric dt_%s cannot be read (%r): it is left out", name, error)

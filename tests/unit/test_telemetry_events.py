@@ -221,6 +221,8 @@ def test_a_metric_of_a_plug_in_is_in_the_file_the_page_and_the_trackers(
     monkeypatch.setattr(METRICS, "_made", dict(METRICS._made))
     runpy.run_path(str(Path(__file__).parents[1] / "toys" / "metric.py"))
     register_metric("toy_broken", "always fails", measure=lambda: 1 / 0)
+    for name, wrong in {"toy_text": "1.5", "toy_text_total": "x", "toy_back_total": -1}.items():
+        register_metric(name, "no number, or less than none", step=lambda report, v=wrong: v)
     with pytest.raises(ValueError, match="two kinds of metric called 'train_loss'"):
         register_metric("train_loss", "taken")
     file = MetricsFile(tmp_path / "metrics.prom", every=0.0)
@@ -231,5 +233,9 @@ def test_a_metric_of_a_plug_in_is_in_the_file_the_page_and_the_trackers(
     shown = NeuronState(tmp_path).measured()["gauges"]
     assert shown["dt_toy_loss_bits"] == 2.0 / math.log(2) and shown["dt_toy_load"] >= 0
     assert "bits per token" in (tmp_path / "metrics.prom").read_text()
-    assert "dt_toy_broken" not in shown
+    assert "dt_toy_broken" not in shown and shown["dt_toy_text"] == 1.5
+    assert caplog.text.count("The metric dt_toy_text_total cannot be read (ValueError") == 1
+    assert (
+        "dt_toy_back_total cannot be read (ValueError('a counter cannot grow by -1.0" in caplog.text
+    )
     assert caplog.text.count("The metric dt_toy_broken cannot be read (ZeroDivisionError") == 1
