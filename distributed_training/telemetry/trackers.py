@@ -114,9 +114,11 @@ class WandB:
         )
         try:
             # No limit: this thread alone waits.
-            problem = self._connection.recv()
+            is_open, problem = self._connection.recv()
         except EOFError:
-            raise OSError("its process ended") from None
+            is_open, problem = False, "its process ended"
+        if not is_open:
+            raise OSError(problem)
         if problem:
             log.warning(
                 "W&B: %s. The figures are kept in %s, `wandb sync` sends them: check "
@@ -231,26 +233,30 @@ def main() -> None:
     logging.getLogger("wandb").setLevel(logging.CRITICAL)  # the rank logs what it has to say
     parent = ParentConnection(plugins=False)
     given = parent.receive()
-    options: dict[str, Any] = {
-        "project": given["project"],
-        "name": given["name"],
-        "group": given["name"],
-        "dir": given["folder"],
-        "settings": wandb.Settings(
-            api_key=given["key"], init_timeout=given["patience"], silent=True, console="off",
-            save_code=False, disable_code=True, disable_git=True, disable_job_creation=True,
-            x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True,
-            x_save_requirements=False,
-        ),
-    }  # fmt: skip
     problem = ""
     try:
-        run = wandb.init(mode=given["mode"], **options)
-    except wandb.Error as error:
-        wandb.teardown()  # its helper still holds the run that failed
-        problem = _first_line(error)
-        run = wandb.init(mode="offline", **options)
-    parent.send(problem)
+        options: dict[str, Any] = {
+            "project": given["project"],
+            "name": given["name"],
+            "group": given["name"],
+            "dir": given["folder"],
+            "settings": wandb.Settings(
+                api_key=given["key"], init_timeout=given["patience"], silent=True, console="off",
+                save_code=False, disable_code=True, disable_git=True, disable_job_creation=True,
+                x_disable_meta=True, x_disable_stats=True, x_disable_machine_info=True,
+                x_save_requirements=False,
+            ),
+        }  # fmt: skip
+        try:
+            run = wandb.init(mode=given["mode"], **options)
+        except wandb.Error as error:
+            wandb.teardown()  # its helper still holds the run that failed
+            problem = _first_line(error)
+            run = wandb.init(mode="offline", **options)
+    except Exception as error:  # noqa: BLE001 - another version of the library has other settings
+        parent.send((False, _first_line(error)))
+        return
+    parent.send((True, problem))
     run.define_metric("*", step_metric=STEP)
     with contextlib.suppress(EOFError, OSError):
         while True:

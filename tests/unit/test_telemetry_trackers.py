@@ -205,6 +205,10 @@ def test_whatever_wandb_raises_costs_a_line(
     rows = [json.loads(row) for row in (tmp_path / "figures").read_text().splitlines()]
     assert rows == 2 * [{"inner_step_total": 1, "loss_metrics/global_avg_loss": 1.0}]
     assert warning(caplog).startswith("W&B shows nothing from here on")
+    caplog.clear()
+    (tmp_path / "wandb.py").write_text(STAND_IN.replace("self, **_", "self"))
+    log_steps(settings, tmp_path, range(1, 2), first=1)
+    assert "unexpected keyword argument" in warning(caplog)
 
 
 @pytest.mark.long
