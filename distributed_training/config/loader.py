@@ -261,7 +261,6 @@ def _refuse_secret(name: str, known: Schema, why: str) -> None:
 def read_environment(environ: Mapping[str, str], known: Schema) -> dict[str, Given]:
     """Read the variables that name a setting; empty ones count as not set."""
     names = {setting.env: setting.name for setting in known if setting.env}
-    names |= {name: name for name in REMOVED if name.isupper()}
     return {name: Given(environ[env], env) for env, name in names.items() if environ.get(env)}
 
 
@@ -477,9 +476,11 @@ def _with_rules(
     _refuse(
         [
             f"{given[setting.name].source} {show(ours.get(setting.name))} is not what "
-            f"{setting.network} in {place or 'its file'} says "
+            f"{setting.network} in {place or 'sn38'} says "
             f"({show(shared.get(setting.name))}), so no peer of this network would have the same "
             "rules and nothing was started: leave it out"
+            # The chain is the network's affair, and a node of it the operator's.
+            + (", or give --subtensor.chain_endpoint" if setting.name == "chain.endpoint" else "")
             for setting in known
             if setting.name in given
             and (setting.is_rule or (setting.fixed and founded))

@@ -2,7 +2,7 @@
 
 Neither ``--help`` nor a settings class knows them. What had no effect on this miner, or has the
 value that holds now, is accepted, with one line for all of them. Anything else is refused, since a
-run that relied on it would go wrong. A name in capitals is that of an environment variable.
+run that relied on it would go wrong.
 """
 
 from __future__ import annotations

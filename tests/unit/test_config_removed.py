@@ -75,6 +75,8 @@ def test_removed_flags_of_any_spelling_are_one_line(tmp_path: Path) -> None:
         if name in FIXED:
             assert f"it is always {value} now" in refused(f"--{name}", "another")
     assert load("--no_prompt", "--strict").warnings[0].endswith(": --no_prompt, --strict")
+    line = refused("--subtensor.network", "ws://me:word@10.0.0.5:9944")
+    assert "--subtensor.chain_endpoint" in line and "word" not in line
     for name in MOVED:
         assert MOVED[name] in refused(f"--{name}", "another")
     assert not [n for n in REMOVED if f"--{n} " in parser_of(schema("miner")).format_help()]
