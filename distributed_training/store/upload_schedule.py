@@ -157,7 +157,7 @@ class UploadSchedule:
         said = self._warnings(now)
         inner, minimum = report.inner_step, self._lowered_minimum(now)
         regular = inner % self._every == 0
-        if inner < minimum:
+        if inner < minimum and not self._is_last_in_time(now):
             if regular:
                 said.append(("warning", lines.upload_blocked(inner, minimum)))
             return Decision(False, tuple(said))
@@ -268,6 +268,14 @@ class UploadSchedule:
             return self._minimum
         room = rounds.half - rounds.pause - (self.upload_seconds or 0.0) - self._margin()
         return min(self._minimum, max(1, math.floor(room / step)))
+
+    def _is_last_in_time(self, now: float) -> bool:
+        """Return whether the last upload would be too old before one from the next step ends."""
+        if self._published_step is None or self.published_at is None or self._period is None:
+            return False
+        sending = (self.upload_seconds or 0.0) + self._margin()
+        left = self.published_at + self.age_limit - sending - now
+        return 0.0 <= left < (self.step_seconds or 0.0)
 
     def _counts_until(self, rounds: Rounds, outer_step: int) -> float:
         """Return the time at which the last upload of this outer step stops counting."""
