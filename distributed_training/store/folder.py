@@ -7,13 +7,16 @@ write is for the disk to say, so no keys are read.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from stat import S_ISREG
+from typing import IO
+from urllib.parse import unquote
 
-from distributed_training.common.files import atomic_file
+from distributed_training.common.files import atomic_file, is_full
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol.metadata import BucketCredentials
 
@@ -24,10 +27,13 @@ from .errors import (
     IntegrityError,
     ObjectMissingError,
     PreconditionError,
+    RefusedError,
     StoreError,
     TransientError,
 )
 from .uplink import Section
+
+_LEFT_AFTER = 3600.0  # seconds without a write: then a temporary file has no writer any more
 
 
 class FolderStore:
@@ -42,26 +48,26 @@ class FolderStore:
         return str(self._folder)
 
     def head(self, key: str) -> ObjectInfo | None:
-        with self._errors(key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            path = self._path(key)
-            return _info(key, path) if path.is_file() else None
+        with (
+            contextlib.suppress(ObjectMissingError, BucketMissingError),
+            self._opened(key) as found,
+        ):
+            return found[1]
         return None
 
     def get(self, key: str, *, limit: int) -> bytes | None:
-        info = self.head(key)
-        if info is None:
-            return None
-        if info.size > limit:
-            raise IntegrityError(
-                f"{self.bucket}/{key} has {info.size} bytes, more than the {limit} allowed, so it "
-                "is not read"
-            )
-        return self.get_range(key, 0, info.size)
+        with contextlib.suppress(ObjectMissingError), self._opened(key) as (file, info):
+            if info.size > limit:
+                raise IntegrityError(
+                    f"{self.bucket}/{key} has {info.size} bytes, more than the {limit} allowed, so "
+                    "it is not read"
+                )
+            return file.read(info.size)
+        return None
 
     def get_range(self, key: str, start: int, length: int, *, etag: str = "") -> bytes:
-        with self._errors(key), self._path(key).open("rb") as file:
-            info = self.head(key)
-            if etag and (info is None or info.etag != etag):
+        with self._opened(key) as (file, info):
+            if etag and info.etag != etag:
                 raise PreconditionError(f"{self.bucket}/{key}: the object changed meanwhile")
             file.seek(start)
             return file.read(length)
@@ -79,7 +85,7 @@ class FolderStore:
             else:
                 file.write(data)
         with self._errors(key):
-            return _info(key, path).etag
+            return _info(key, path.stat()).etag
 
     def delete(self, key: str) -> None:
         with contextlib.suppress(ObjectMissingError), self._errors(key):
@@ -88,13 +94,17 @@ class FolderStore:
     def list_objects(self, prefix: str = "", *, most: int = MOST_LISTED) -> list[ObjectInfo]:
         with self._errors(prefix):
             self._folder.stat()
-            found = []
+            found: list[ObjectInfo] = []
             for path in self._folder.rglob("*"):
                 key = path.relative_to(self._folder).as_posix()
-                if key.startswith(prefix) and not path.name.endswith(".tmp") and path.is_file():
-                    found.append(_info(key, path))
-        if len(found) > most:
-            raise StoreError(f"{self.bucket}/{prefix} lists more than {most} objects")
+                if not key.startswith(prefix) or path.name.endswith(".tmp"):
+                    continue
+                with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                    status = path.lstat()
+                    if S_ISREG(status.st_mode):
+                        found.append(_info(key, status))
+                if len(found) > most:
+                    raise StoreError(f"{self.bucket}/{prefix} lists more than {most} objects")
         return sorted(found, key=lambda info: info.key)
 
     def multipart(self) -> None:
@@ -104,16 +114,28 @@ class FolderStore:
         pass
 
     def _path(self, key: str) -> Path:
-        if ".." in key.split("/") or key.startswith("/"):
-            raise StoreError(f"{key!r:.200} is no key of {self.bucket}")
-        return self._folder / key
+        path = self._folder / key
+        # A link could lead to any file of this machine: the bucket may be another's.
+        real = os.path.realpath(path) if "\0" not in key else ""
+        if real != f"{os.path.realpath(self._folder)}/{key}":
+            raise StoreError(f"{key!r:.200} is no key of {self.bucket}, or a link is in its place")
+        return path
+
+    @contextlib.contextmanager
+    def _opened(self, key: str) -> Iterator[tuple[IO[bytes], ObjectInfo]]:
+        """Open an object to read what its info describes, whoever replaces it meanwhile."""
+        with self._errors(key), open(self._path(key), "rb", opener=_open_at_once) as file:
+            status = os.fstat(file.fileno())
+            if not S_ISREG(status.st_mode):
+                raise FileNotFoundError
+            yield file, _info(key, status)
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:
         """Raise the disk's errors as a store's."""
         try:
             yield
-        except (FileNotFoundError, NotADirectoryError):
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             if not self._folder.is_dir():
                 raise BucketMissingError(
                     f"bucket {self.bucket} does not exist, so nothing can be read or published "
@@ -122,15 +144,24 @@ class FolderStore:
             raise ObjectMissingError(f"{self.bucket}/{key}: no such object") from None
         except PermissionError as error:
             raise AccessDeniedError(f"{self.bucket}/{key}: {error.strerror}") from None
-        except OSError as error:  # of a network disk, or the uplink's pause
+        except OSError as error:
+            if is_full(error):
+                raise RefusedError(
+                    f"{self.bucket}/{key}: {error.strerror}: free that disk"
+                ) from None
+            # Of a network disk, or the uplink's pause.
             raise TransientError(f"{self.bucket}/{key}: {error.strerror or error}") from None
 
 
-def _info(key: str, path: Path) -> ObjectInfo:
-    status = path.stat()
-    etag = f"{status.st_ino}-{status.st_mtime_ns}"  # of the object, as long as it is the same
+def _info(key: str, status: os.stat_result) -> ObjectInfo:
+    # Of the object, as long as it is the same: a file system gives an inode again at once.
+    etag = f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
     age = max(0.0, time.time() - status.st_mtime)
     return ObjectInfo(key, status.st_size, etag, status.st_mtime, age)
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)  # a FIFO would wait for its writer
 
 
 def _open(
@@ -140,10 +171,18 @@ def _open(
     write: bool,
     credentials: BucketCredentials | None,
 ) -> FolderStore:
-    place = Path(unquote(urlsplit(settings.endpoint_url or "").path))
+    place = unquote((settings.endpoint_url or "").partition("://")[2])
+    if not place.startswith("/"):
+        raise ValueError(f"{settings.endpoint_url} names no whole path: give folder:///PLACE")
     if not bucket or "/" in bucket or bucket.startswith("."):
         raise ValueError(f"{bucket!r:.80} is not a bucket name")
-    return FolderStore(place / bucket, writes=write and credentials is None)
+    folder, writes = Path(place) / bucket, write and credentials is None
+    # Of uploaders that were killed; nothing else would ever remove them.
+    for left in folder.rglob(".*.tmp") if writes else ():
+        with contextlib.suppress(OSError):
+            if time.time() - left.lstat().st_mtime > _LEFT_AFTER:
+                left.unlink()
+    return FolderStore(folder, writes=writes)
 
 
 STORES.register("folder", _open)

@@ -712,7 +712,8 @@ class Sender:
 
     def abandon(self, record: UploadRecord) -> None:
         """Abort an upload nobody will go on with, and forget it. One attempt: cleanup has more."""
-        if not record.etag:
+        # Of another store, before --r2.endpoint_url was changed, where this one takes no parts.
+        if not record.etag and self._store.multipart() is not None:
             try:
                 self._multipart.abort_multipart(record.key, record.upload_id)
             except UploadMissingError:

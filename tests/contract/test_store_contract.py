@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -21,7 +22,7 @@ from distributed_training.health import outside
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Revision
-from distributed_training.store import s3
+from distributed_training.store import folder, s3
 from distributed_training.store.base import MultipartStore, ObjectStore, PartInfo
 from distributed_training.store.bucket_reader import (
     BucketReader,
@@ -41,7 +42,8 @@ from distributed_training.store.errors import (
     TransientError,
     UploadMissingError,
 )
-from distributed_training.store.journal import Journal, Submission
+from distributed_training.store.folder import FolderStore
+from distributed_training.store.journal import Journal, Submission, UploadRecord
 from distributed_training.store.opening import open_store
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.transfer import multipart_etag
@@ -71,9 +73,9 @@ def made(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
     if kind == "s3":
         server = request.getfixturevalue("server")
         return new_bucket(server, settings_for(server))
-    folder = request.getfixturevalue("tmp_path")
-    (folder / "bucket").mkdir()
-    place = {"folder": f"folder://{folder}", "memory": "memory://"}[kind]
+    place = request.getfixturevalue("tmp_path")
+    (place / "bucket").mkdir()
+    place = {"folder": f"folder://{place}", "memory": "memory://"}[kind]
     return open_store(StoreSettings(endpoint_url=place), "bucket", write=True)
 
 
@@ -212,8 +214,17 @@ def test_a_folder_takes_nothing_from_outside_and_nothing_without_its_disk(tmp_pa
             operation()
     (tmp_path / "bucket").mkdir()
     store.put("a", b"x")
-    with pytest.raises(StoreError, match="no key"):
-        store.get("../bucket/a", limit=9)
+    (tmp_path / "b").write_bytes(b"of another")
+    (tmp_path / "bucket" / "link").symlink_to(tmp_path / "b")
+    for key in ("../b", "../bucket/a", str(tmp_path / "b"), "link", "x//y", "./a", "a/", "", "\0"):
+        for reads in (lambda key=key: store.get(key, limit=9), lambda key=key: store.head(key)):
+            with pytest.raises(StoreError, match="no key"):
+                reads()
+        with pytest.raises(StoreError, match="no key"):
+            store.put(key, b"x")
+    os.mkfifo(tmp_path / "bucket" / "fifo")
+    assert store.get("fifo", limit=9) is None, "and nobody waits for it"
+    assert [o.key for o in store.list_objects()] == ["a"]
     reader = open_store(place, "bucket")
     with pytest.raises(AccessDeniedError):
         reader.put("a", b"y")
@@ -221,6 +232,64 @@ def test_a_folder_takes_nothing_from_outside_and_nothing_without_its_disk(tmp_pa
     for name in ("../other", ".hidden", ""):
         with pytest.raises(ValueError, match="bucket name"):
             open_store(place, name)
+    for place in ("folder://data/buckets", "folder://"):
+        with pytest.raises(ValueError, match="give folder:///PLACE"):
+            open_store(StoreSettings(endpoint_url=place), "bucket", write=True)
+
+
+def test_an_object_of_a_folder_is_read_as_it_was_when_its_reading_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = FolderStore(tmp_path, writes=True)
+    before = store.put("a", b"short")
+    fstat = os.fstat
+
+    def replaced(handle: int) -> os.stat_result:
+        monkeypatch.setattr(folder, "os", os)
+        store.put("a", b"longer and another")
+        return fstat(handle)
+
+    monkeypatch.setattr(folder, "os", SimpleNamespace(**vars(os) | {"fstat": replaced}))
+    assert store.get("a", limit=99) == b"short"
+    before = store.put("a", b"short")
+    monkeypatch.setattr(folder, "os", SimpleNamespace(**vars(os) | {"fstat": replaced}))
+    assert store.get_range("a", 0, 99, etag=before) == b"short"
+
+
+def test_what_killed_uploaders_left_in_a_folder_is_removed(tmp_path: Path) -> None:
+    new, old = (tmp_path / "bucket" / "epoch-3" / f".gradients.pt.{n}.tmp" for n in (1, 2))
+    new.parent.mkdir(parents=True)
+    for path in (new, old):
+        path.write_bytes(b"half")
+    os.utime(old, times=(0, 0))
+    place = StoreSettings(endpoint_url=f"folder://{tmp_path}")
+    open_store(place, "bucket")
+    assert old.exists(), "a reader changes nothing"
+    store = open_store(place, "bucket", write=True)
+    assert new.exists() and not old.exists() and store.list_objects() == []
+
+
+def test_a_folder_whose_disk_is_full_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(folder, "atomic_file", full)
+    with pytest.raises(RefusedError, match=r"No space left.*free that disk"):
+        FolderStore(tmp_path, writes=True).put("a", b"x")
+
+
+def test_an_upload_in_parts_is_forgotten_where_the_store_takes_none(tmp_path: Path) -> None:
+    """Its journal is of the store before --r2.endpoint_url was changed."""
+    journal = Journal(tmp_path / "uploads.json")
+    journal.put(UploadRecord("bucket", "epoch-2/gradients.pt", "id", 1, "1:1", 5 * MIB))
+    write_snapshot(tmp_path / "s", Revision(5, 3, 50), world_size=1)
+    (tmp_path / "bucket").mkdir()
+    store = FolderStore(tmp_path / "bucket", writes=True)
+    submission = Submission(tmp_path / "s", Revision(5, 3, 50), 1, PEER_ID)
+    assert Publication(store, journal, StoreSettings(), "me").run(submission).ok
+    assert journal.uploads() == []
 
 
 def test_an_unknown_kind_of_store_is_named_with_those_that_there_are() -> None:
