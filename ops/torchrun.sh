@@ -9,7 +9,10 @@
 
 words=()
 while [ $# -gt 0 ] && [ "$1" != -- ]; do
-    case $1 in --node_rank | --node-rank) export GROUP_RANK=$2 ;; esac
+    case $1 in
+        --node_rank | --node-rank) export GROUP_RANK=$2 ;;
+        --node_rank=* | --node-rank=*) export GROUP_RANK=${1#*=} ;;
+    esac
     words+=("$1")
     shift
 done

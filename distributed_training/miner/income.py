@@ -190,8 +190,8 @@ def _span(seconds: float) -> str:
 class Income:
     """Follow the verdict of one miner.
 
-    ``limits``: measures of the uploads by metric (``reporter.limits``). ``called_at``: moment of a
-    validator's last call, of ``clock``. ``round_period``: in seconds. ``patience``: see
+    ``limits``: measures of the uploads by metric (:func:`~.metrics.limits`). ``called_at``: moment
+    of a validator's last call, of ``clock``. ``round_period``: in seconds. ``patience``: see
     :class:`Facts`.
     """
 

@@ -177,7 +177,7 @@ class Nodes:
                 "the ranks of all nodes end: they go on from the last checkpoint once torchrun "
                 "runs on all nodes again"
             )
-            self._store.set("over", line)
+            self._end_all(line)
             raise NetworkFailure(line)
         for work in (self._beat, self._watch):
             threading.Thread(target=work, name="nodes", daemon=True).start()
@@ -189,7 +189,7 @@ class Nodes:
         # Not Store.wait: a rank that blocks in it handles no SIGTERM.
         while not self._store.check(keys):
             if self._stop_wanted():
-                self._store.set("over", "a node was asked to stop before all ranks had met")
+                self._end_all("a node was asked to stop before all ranks had met")
                 raise Stopped
             time.sleep(_POLL)
         first, *others = (json.loads(self._store.get(key)) for key in keys)
@@ -209,16 +209,23 @@ class Nodes:
             log.info("Stopped with status %d%s", status, f": {reason}" if reason else "")
         try:
             if status != ExitStatus.STOPPED:
-                self._store.set("over", f"rank {self._me.rank} failed: {reason}")
+                self._end_all(f"rank {self._me.rank} failed: {reason}")
                 return status
             # Others may still write or close what they have: nobody may end them for a silence now.
             self._store.set("done", "")
+            # All may have saved before this rank's next beat.
+            if not self._stop_wanted() and self._store.add("stop", 0) > 0:
+                self._stopped_elsewhere = True
         except RuntimeError:  # torchrun on node 0 is gone
             log.debug("torchrun's store is gone", exc_info=True)
         if not self._stopped_elsewhere:
             return status
         log.info("Another node was asked to stop: saved; once it is back, training goes on")
         return ExitStatus.FAULT
+
+    def _end_all(self, why: str) -> None:
+        """End the ranks of all nodes. The first reason stays: others fail as it ends them."""
+        self._store.compare_set("over", "", why)
 
     # --- threads -------------------------------------------------------------------------------
 
@@ -233,7 +240,7 @@ class Nodes:
                         "--neuron.hang_timeout, or no further in its start, so the ranks of all "
                         "nodes end (stacks are in its output)"
                     )
-                    self._store.set("over", line)
+                    self._end_all(line)
                     self._end(line)
                 else:
                     self._exchange()

@@ -190,7 +190,8 @@ def _compare_outer_steps(state: MinerState, seen: int, at: float) -> Decision:
 
 def _begin_fetch(state: MinerState, target: int) -> Decision:
     view = _NO_LONGER_AWAITED.get(state.view, state.view)
-    if target == state.outer_step:
+    # Unread it stays: by weights alone nobody knows at which outer step the bucket is.
+    if target == state.outer_step and view is not GlobalView.UNREAD:
         view = GlobalView.DIFFERENT
     after = replace(state, mode=Mode.FETCHING, fetch_target=target, view=view)
     return after, (Task.FETCH_GLOBAL,)

@@ -187,6 +187,18 @@ def _straight(folder: Path, *, ranks: int, steps: int) -> dict[int, float]:
 
 
 @pytest.mark.slow
+def test_a_stop_of_one_node_saves_on_both(pair: Pair) -> None:
+    _start(pair, steps=4000, past=2, again=False)
+    pair[1].stop()
+    assert [node.wait() for node in pair] == [1, 1]  # torchrun's, whatever its ranks ended with
+    assert "Another node was asked to stop: saved" in pair[0].output
+    names = [{p.name for p in (n.folder / "checkpoints").glob("checkpoint-*")} for n in pair]
+    assert max(names[0]) in names[1], "a stop saves on both"
+    first, second = (torch.load(n.folder / "rows-0.pt", weights_only=True) for n in pair)
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.long
 def test_nodes_that_differ_say_so_and_a_stop_of_one_saves_on_both(
     pair: Pair, tmp_path: Path
 ) -> None:

@@ -297,6 +297,10 @@ def test_a_start_from_the_disk_joins_no_round_before_the_bucket_was_seen(
     assert decide(disk, call, RULES) == (disk, ())
     late, _ = decide(disk, ev.Tick(4000.0), RULES)
     assert late.mode is Mode.TRAINING and decide(late, call, RULES) == (late, ())
+    # A slice of weights could be read, and the root metadata not.
+    differs, _ = decide(late, ev.WeightsCompared(12, False), RULES)
+    failed, _ = decide(differs, ev.GlobalFetchFailed("away", 4000.0), RULES)
+    assert failed.mode is Mode.AWAITING_GLOBAL and decide(failed, call, RULES) == (failed, ())
     after, actions = decide(disk, ev.GlobalEpochSeen(seen, 100.0), RULES)
     assert (after.mode, actions) == (mode, follows) and after.view is not GlobalView.UNREAD
     called, _ = decide(after, call, RULES)

@@ -87,6 +87,23 @@ def test_a_stop_of_one_node_is_rank_0s_and_the_other_starts_again(
     assert sent == [(os.getpid(), signal.SIGTERM)] and not pair[0].ended and not pair[1].ended
 
 
+def test_a_stop_that_was_faster_than_a_beat_is_another_nodes_all_the_same() -> None:
+    here, there = (Watched(dist.HashStore(), 1) for _ in range(2))
+    here._store.add("stop", 1)
+    there._store.add("stop", 1)
+    there.wanted = True
+    assert here.close(ExitStatus.STOPPED, "") == ExitStatus.FAULT
+    assert there.close(ExitStatus.STOPPED, "") == ExitStatus.STOPPED
+
+
+def test_the_first_reason_is_told_and_not_what_followed_from_it(pair: list[Watched]) -> None:
+    third = Watched(pair[0]._store, 1)
+    pair[0].close(ExitStatus.FAULT, "the disk is full")
+    third.close(ExitStatus.FAULT, "Connection reset by peer")
+    wait_for(lambda: pair[1].ended, "the other ends")
+    assert pair[1].ended == ["rank 0 failed: the disk is full"]
+
+
 def test_a_node_that_comes_back_early_ends_the_start_that_lost_it(pair: list[Watched]) -> None:
     again = Watched(pair[0]._store, 1)
     with pytest.raises(NetworkFailure, match=r"rank 1 was started again, .* last checkpoint"):

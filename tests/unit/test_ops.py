@@ -142,6 +142,23 @@ def test_pm2_runs_torchrun_where_the_override_asks_for_it(tmp_path: Path) -> Non
     assert words[words.index("--") + 1 :] == ["--wallet.name", "W", "--wallet.hotkey", "H"]
 
 
+@pytest.mark.parametrize("words", [["--node_rank", "1"], ["--node-rank=1"]])
+def test_torchrun_follows_a_check_as_the_node_it_is(words: list[str], tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\n[ "$2" = check ] && echo 61.5\n'
+        f'echo "$GROUP_RANK $TORCH_ELASTIC_SHUTDOWN_TIMEOUT $*" >>{tmp_path}/calls\n'
+    )
+    python.chmod(0o755)
+    command = [str(OPS / "torchrun.sh"), "--nnodes", "2", *words, "--", "--data.workers", "4"]
+    environment = os.environ | {"DT_PYTHON": str(python), "DT_PROGRAM": "miner"}
+    subprocess.run(command, env=environment, check=True, timeout=60)
+    check, run = (tmp_path / "calls").read_text().splitlines()
+    assert check.split() == ["1", "miner", "check", "--data.workers", "4"]
+    torchrun = ["-m", "torch.distributed.run", "--max_restarts", "0", "--nnodes", "2", *words]
+    assert run.split() == ["1", "81", *torchrun, "miner", "--data.workers", "4"]
+
+
 @needs_node
 @pytest.mark.parametrize(("app", "status"), [("validator", 0), ("registry", 0), ("x", 1)])
 def test_pm2_runs_what_a_founder_needs(app: str, status: int, tmp_path: Path) -> None:
