@@ -385,8 +385,16 @@ class RegistryChain(Chain):
         """Ask for the state. Raises httpx.HTTPError, ValueError."""
         answer = self._fetch("/state")
         if answer.status == 304 and self._seen is not None:
-            block, seconds = int(answer.headers["x-block"]), float(answer.headers["x-time"])
-            return replace(self._seen, block=block, time=seconds)
+            # Nothing that we read is lost, whichever process answers and from whatever backup. It
+            # is the one whose version the next answers are compared with.
+            self._seen = replace(
+                self._seen,
+                start=answer.headers["x-start"],
+                version=int(answer.headers["x-version"]),
+                block=int(answer.headers["x-block"]),
+                time=float(answer.headers["x-time"]),
+            )
+            return self._seen
         if answer.status != 200:
             raise Unusable(f"status {answer.status}")
         state = _STATE.validate_json(answer.body)

@@ -219,7 +219,12 @@ class Service(BoundedServer):
     def _state(self, head: Head) -> bytes:
         registry, view = self.registry, self.registry.view
         # Before any body, so that they are there without one too.
-        now = {"x-block": str(registry.height), "x-time": f"{time.time():.3f}"}
+        now = {
+            "x-block": str(registry.height),
+            "x-time": f"{time.time():.3f}",
+            "x-start": registry.start,
+            "x-version": str(view.version),
+        }
         headers = {"cache-control": "no-cache", "etag": view.etag, **now}
         if head.headers.get("if-none-match") == view.etag:
             return whole_reply(304, b"", _JSON, headers)

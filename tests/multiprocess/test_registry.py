@@ -478,6 +478,25 @@ class TestKept:
         assert caplog.text.count("was not written") == 1 == caplog.text.count("was not stored")
         assert registry.faults == 3
 
+    def test_a_start_is_no_backup_for_a_client_whose_list_stayed_the_same(
+        self, server: RegistryServer, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """It gets 304 from the new process, and another miner writes as its hotkey afterwards."""
+        with chain_of(server.url, PEER) as chain:
+            chain.register()
+            chain.serve("127.0.0.1", 8091)
+            server.stop()
+            server.start()
+            before = chain.reads()
+            wait_for(lambda: chain.reads() > before + 1)
+            with chain_of(server.url, PEER) as second:
+                second.serve("127.0.0.1", 8092)
+            wait_for(lambda: chain.neuron(PEER.ss58).port == 8092)
+            before = chain.reads()
+            wait_for(lambda: chain.reads() > before + 1)
+        assert server.registry.view.neurons[1].port == 8092
+        assert "went back" not in caplog.text
+
     def test_what_a_killed_one_left_is_not_written_into_a_backup(
         self, server: RegistryServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
