@@ -20,6 +20,7 @@ import logging
 import os
 import secrets
 import signal
+import sqlite3
 import sys
 import threading
 import time
@@ -406,7 +407,7 @@ def main(argv: list[str] | None = None) -> int:
         return _COMMANDS[given.command](given)
     except ConfigError as error:
         return exit_with(error, of_service=given.command == "serve")
-    except (RuntimeError, OSError) as error:  # StoreFault, ChainError; a disk
+    except (RuntimeError, OSError, sqlite3.Error) as error:  # StoreFault, ChainError; a disk
         print(f"error: {error}", file=sys.stderr)
         return ExitStatus.FAULT
     except KeyboardInterrupt:

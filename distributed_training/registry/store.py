@@ -155,7 +155,9 @@ class Registry(Ledger):
         self._may_warn = Throttle(60.0)
         with ExitStack() as failed:
             failed.callback(self._lock_file.close)  # Ctrl-C too: it would keep the next start out
-            self._begin(_open(folder / FILE))
+            db = _open(folder / FILE)
+            failed.callback(db.close)
+            self._begin(db)
             failed.pop_all()
 
     def _begin(self, db: sqlite3.Connection) -> None:
@@ -164,7 +166,10 @@ class Registry(Ledger):
             db.execute("PRAGMA journal_mode = WAL")
             # NORMAL would lose acknowledged writes in a power failure.
             db.execute("PRAGMA synchronous = FULL")
-            _upgrade(db)
+            (schema,) = db.execute("PRAGMA user_version").fetchone()
+            if schema < SCHEMA:  # the version before, to which an operator may go back, reads this
+                backup(self.folder / FILE, self.folder / f"schema-{schema}.db")
+                _upgrade(db)
             (charter,) = db.execute("SELECT value FROM meta WHERE key = 'charter'").fetchone()
             self.charter = Charter(**json.loads(charter))
             super().__init__(
@@ -172,10 +177,8 @@ class Registry(Ledger):
                 seconds_per_block=self.charter.seconds_per_block,
                 most_uids=self.charter.most_uids,
             )
-            self._forget_nonces()
             self._start_clock()
         except (sqlite3.Error, LookupError, TypeError, ValueError, AttributeError) as error:
-            db.close()
             raise _unusable(self.folder / FILE, error) from None
 
     @classmethod
@@ -205,17 +208,6 @@ class Registry(Ledger):
             self._lock_file.close()
 
     # the file
-
-    def _forget_nonces(self) -> None:
-        """Forget those of the hotkeys that left first, beyond the number of them that is kept."""
-        # By number: by age, a start with a wrong clock would forget those that are still fresh.
-        gone = self._db.execute(
-            "SELECT hotkey FROM nonces WHERE hotkey NOT IN (SELECT hotkey FROM neurons) "
-            "ORDER BY nonce DESC LIMIT -1 OFFSET ?",
-            (_MOST_GONE,),
-        ).fetchall()
-        for table in ("used", "nonces"):
-            self._db.executemany(f"DELETE FROM {table} WHERE hotkey = ?", gone)
 
     @contextmanager
     def change(self) -> Iterator[None]:
@@ -346,6 +338,15 @@ class Registry(Ledger):
             taken = self._one("SELECT 1 FROM neurons WHERE uid = ?", uid)
             free = uid is not None and uid < self.most_uids and not taken
             uid = self.register(hotkey, uid=uid if free else None)
+            # With admission open anybody comes and goes. By number: by age, a wrong clock would
+            # forget those that are still fresh.
+            gone = self._db.execute(
+                "SELECT hotkey FROM nonces WHERE hotkey NOT IN (SELECT hotkey FROM neurons) "
+                "ORDER BY nonce DESC LIMIT -1 OFFSET ?",
+                (_MOST_GONE,),
+            ).fetchall()
+            for table in ("used", "nonces"):
+                self._db.executemany(f"DELETE FROM {table} WHERE hotkey = ?", gone)
         log.info("Hotkey %s is registered as uid %d", hotkey, uid)
         return uid
 
@@ -632,16 +633,6 @@ def backup(source: Path, target: Path, *, to_restore: bool = False) -> int:
     return int(version)
 
 
-def _keep_expelled(source: Path, target: Path) -> None:
-    """Expel from the registry's file ``target`` the hotkeys that ``source`` has expelled since."""
-    with contextlib.closing(_open(source)) as db, contextlib.closing(_open(target)) as copy:
-        _upgrade(copy)
-        found: list[tuple[str]] = []
-        with contextlib.suppress(sqlite3.OperationalError):  # of a version that expelled nobody
-            found = db.execute("SELECT hotkey FROM expelled").fetchall()
-        copy.executemany("INSERT OR IGNORE INTO expelled VALUES (?)", found)
-
-
 def restore(source: Path, folder: Path) -> Path | None:
     """Put the backup ``source`` in the place of ``folder``'s registry, which must not be served.
 
@@ -659,6 +650,11 @@ def restore(source: Path, folder: Path) -> Path | None:
         backup(source, temporary, to_restore=True)
         with contextlib.suppress(ConfigError, StoreFault):  # damaged: that is why it is replaced
             backup(path, kept)
-            _keep_expelled(kept, temporary)
+            with contextlib.closing(_open(kept)) as db, contextlib.closing(_open(temporary)) as new:
+                _upgrade(new)
+                found: list[tuple[str]] = []  # who was expelled since the backup stays so
+                with contextlib.suppress(sqlite3.OperationalError):  # of a version without the word
+                    found = db.execute("SELECT hotkey FROM expelled").fetchall()
+                new.executemany("INSERT OR IGNORE INTO expelled VALUES (?)", found)
         _publish(temporary, path)
     return kept if kept.exists() else None
