@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 from collections.abc import Mapping, Sequence
@@ -64,7 +65,12 @@ class SignedClient:
         told.
         """
         replies = self._sweep(neurons, synapses.IS_ALIVE, synapses.build_is_alive(epoch), timeout)
-        return {uid: _is_alive(reply) for uid, reply in replies.items()}
+        alive: dict[int, IsAliveReply | None] = dict.fromkeys(replies)
+        for uid, reply in replies.items():
+            if reply is not None and reply[0] == 200:
+                with contextlib.suppress(SynapseError):
+                    alive[uid] = synapses.parse_is_alive_reply(reply[1])
+        return alive
 
     def sweep_all_reduce(
         self, neurons: Sequence[Neuron], request: RoundRequest
@@ -80,7 +86,12 @@ class SignedClient:
             synapses.build_all_reduce(request),
             ACKNOWLEDGE_TIMEOUT,
         )
-        return {uid: _acknowledged(reply) for uid, reply in replies.items()}
+        words: dict[int, str | None] = dict.fromkeys(replies)
+        for uid, reply in replies.items():
+            if reply is not None and reply[0] == 200:
+                answer = reply[1].get("answer")
+                words[uid] = answer if isinstance(answer, str) else ""
+        return words
 
     def _sweep(
         self,
@@ -156,19 +167,3 @@ async def _post(
     if reply.status_code != 200:
         log.debug("%s of uid %d: status %d", name, neuron.uid, reply.status_code)
     return (reply.status_code, content) if isinstance(content, dict) else None
-
-
-def _is_alive(reply: Reply | None) -> IsAliveReply | None:
-    if reply is None or reply[0] != 200:
-        return None
-    try:
-        return synapses.parse_is_alive_reply(reply[1])
-    except SynapseError:
-        return None
-
-
-def _acknowledged(reply: Reply | None) -> str | None:
-    if reply is None or reply[0] != 200:
-        return None
-    answer = reply[1].get("answer")
-    return answer if isinstance(answer, str) else ""

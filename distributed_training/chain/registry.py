@@ -343,29 +343,32 @@ class RegistryChain(Chain):
                     backoff.succeeded()
                 except _FAILURES as error:  # no other thread of this process reads
                     self._counts["failures"] += 1
-                    self._log_failure(error)
+                    why = _why(error)
+                    # Once for each outage, and for each other program that answers in its place.
+                    if not self._logged or (isinstance(error, Unusable) and why != self._logged):
+                        log.warning(
+                            "The registry at %s does not answer (%s): training goes on with what "
+                            "was last known, and it is asked again; if it lasts, see chain.url of "
+                            "the network's file",
+                            self._url,
+                            why,
+                        )
+                    self._logged = why
                     wait = backoff.failed()
                 self._stop.wait(wait.total_seconds())
         finally:
             with self._lock, self._runner:  # not in the middle of a write
                 self._runner.run(self._client.aclose())
 
-    def _log_failure(self, error: Exception) -> None:
-        """Log once for each outage, and for each other program that answers in its place."""
-        why = _why(error)
-        if not self._logged or (isinstance(error, Unusable) and why != self._logged):
-            log.warning(
-                "The registry at %s does not answer (%s): training goes on with what was last "
-                "known, and it is asked again; if it lasts, see chain.url of the network's file",
-                self._url,
-                why,
-            )
-        self._logged = why
-
     def _read_state(self) -> None:
         """Ask for what is new; with the lock held."""
-        state = self._ask()
-        if self._went_back(state):
+        state, seen = self._ask(), self._seen
+        if (
+            seen is not None
+            and state.start != seen.start
+            and (state.version < seen.version or not self._shows_ours(state))
+        ):
+            # It came back without some of what we have read of it.
             self._write_again(state)
             state = self._ask()
         found = {uid: (neuron, text) for uid, neuron, text in state.rows if neuron is not None}
@@ -405,13 +408,6 @@ class RegistryChain(Chain):
             raise Unusable(f"it is {state.registry} now, no longer {self.identity}")
         self.identity = state.registry
         return replace(state, etag=answer.headers.get("etag", ""))
-
-    def _went_back(self, state: State) -> bool:
-        """Return whether the registry came back without some of what we have read of it."""
-        seen = self._seen
-        if seen is None or state.start == seen.start:
-            return False
-        return state.version < seen.version or not self._shows_ours(state)
 
     def _shows_ours(self, state: State) -> bool:
         own = self._wallet.ss58 if self._wallet is not None else None

@@ -191,19 +191,6 @@ class SignedServer(BoundedServer):
         """Return when a caller with a validator's permit was last answered; None before."""
         return self._called_at
 
-    def _running(self) -> tuple[RoundRequest, float] | None:
-        """Return the running round and for how many seconds; with the lock held."""
-        if self._round is None:
-            return None
-        request, accepted_at = self._round
-        lasted = self._monotonic() - accepted_at
-        timeout = (request.timeout or synapses.ALL_REDUCE_TIMEOUT).total_seconds()
-        # Whatever the loop forgot to end must not keep later rounds out for ever.
-        if lasted > timeout + ROUND_MARGIN:
-            self._round = None
-            return None
-        return request, lasted
-
     # one request
 
     def check_head(self, head: Head) -> auth.Claim:
@@ -301,14 +288,20 @@ class SignedServer(BoundedServer):
             raise Refused(Refusal.MALFORMED) from None
         with self._round_lock:
             # One lock for check and record: two calls at once must not both start a round.
-            running = self._running()
+            running, now = self._round, self._monotonic()
+            if running is not None:
+                timeout = (running[0].timeout or synapses.ALL_REDUCE_TIMEOUT).total_seconds()
+                # Whatever the loop forgot to end must not keep later rounds out for ever.
+                if now - running[1] > timeout + ROUND_MARGIN:
+                    running = self._round = None
             if running is None:
                 self._check_due(claim)
-                self._round = (request, self._monotonic())
+                self._round = (request, now)
         if running is not None:
             self._counts["repeated.AllReduce"] += 1
             phase = self._miner.round_phase() or "accepted"
-            first, lasted = running
+            first, accepted_at = running
+            lasted = now - accepted_at
             return f"round running for {lasted:.0f} s, called by {first.caller}: {phase}"
         self._counts["accepted.AllReduce"] += 1
         self._miner.on_all_reduce(request)

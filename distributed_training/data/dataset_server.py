@@ -346,10 +346,14 @@ class RowsApiSource:
         deadline = time.monotonic() + self._settings.page_deadline.total_seconds()
         attempts = self._settings.request_attempts
         for attempt in range(attempts):
-            if not self._hold(deadline):
+            # While the server wants to be left alone, but not beyond the deadline.
+            while (hold := self._hold_until - time.monotonic()) > 0:
+                if time.monotonic() + hold >= deadline:
+                    break
+                time.sleep(hold + random.uniform(0, 0.2))  # not all connections at one instant
+            if hold > 0:
                 if not attempt:
-                    left = self._hold_until - time.monotonic()
-                    problem = f"the server asked to be left alone for {left:.0f} s more"
+                    problem = f"the server asked to be left alone for {hold:.0f} s more"
                 break
             pause, asked = waits.failed().total_seconds(), None
             try:
@@ -374,14 +378,6 @@ class RowsApiSource:
             time.sleep(pause)
         where = ", ".join(query[k] for k in ("config", "offset") if k in query)
         raise kind(f"/{path} {where or self._dataset}: {problem}")
-
-    def _hold(self, deadline: float) -> bool:
-        """Wait while the server wants to be left alone; False if that is beyond the deadline."""
-        while (pause := self._hold_until - time.monotonic()) > 0:
-            if time.monotonic() + pause >= deadline:
-                return False
-            time.sleep(pause + random.uniform(0, 0.2))  # not all connections at one instant
-        return True
 
     def _answer(self, path: str, query: Mapping[str, str]) -> bytes:
         """Return the body of a reply; without the token where the server refuses that.

@@ -136,23 +136,21 @@ class FolderSource:
         with self._lock:
             if not self._ends:
                 for path in itertools.chain.from_iterable(self._paths.values()):
-                    if path not in self._scanned:
-                        self._try_to_scan(path)
+                    if path in self._scanned:
+                        continue
+                    try:
+                        self._scanned[path] = self._scan(path)
+                    except (OSError, ValueError) as error:
+                        # Left out once, it is left out until a restart, and the rows behind it have
+                        # other numbers than at the validators. So what may pass is waited for.
+                        raise_if_it_may_pass(error, path)
+                        self._counts.add("files_unreadable")
+                        log.warning("%s is left out: %s", path, error)
                 for config, paths in self._paths.items():
                     paths[:] = [path for path in paths if path in self._scanned]
                     rows = (self._scanned[path] for path in paths)
                     self._ends[config] = list(itertools.accumulate(rows))
             return {config: ends[-1] if ends else 0 for config, ends in self._ends.items()}
-
-    def _try_to_scan(self, path: Path) -> None:
-        try:
-            self._scanned[path] = self._scan(path)
-        except (OSError, ValueError) as error:
-            # Left out once, it is left out until a restart, and the rows behind it have other
-            # numbers than at the validators. So what may pass is waited for.
-            raise_if_it_may_pass(error, path)
-            self._counts.add("files_unreadable")
-            log.warning("%s is left out: %s", path, error)
 
     def rows(self, config: str, row: int, *, split: str, limit: int) -> list[str]:
         del split  # a folder has one
@@ -243,7 +241,14 @@ class ParquetSource(FolderSource):
                     self._kept -= sum(part.nbytes for part in oldest)
                 if size > KEPT:
                     decoded = None
-                    self._leave(key)
+                    if not self._too_large:
+                        log.warning(
+                            "A row group of %s has more than %d MB of text, so it is decoded again "
+                            "for each page: write the files with smaller row groups (10,000 rows)",
+                            path,
+                            KEPT // 2**20,
+                        )
+                    self._too_large.add(key)
             yield batch
             rows += len(batch)
             if decoded is None and rows >= end:
@@ -262,17 +267,6 @@ class ParquetSource(FolderSource):
             how: dict[str, Any] = {"columns": [self._column], "use_threads": False}
             for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], **how):
                 yield batch.column(0)
-
-    def _leave(self, key: tuple[Path, int]) -> None:
-        """Keep no row group of this kind, and say so once."""
-        if not self._too_large:
-            log.warning(
-                "A row group of %s has more than %d MB of text, so it is decoded again for each "
-                "page: write the files with smaller row groups (10,000 rows)",
-                key[0],
-                KEPT // 2**20,
-            )
-        self._too_large.add(key)
 
 
 def _texts(column: Any) -> Iterator[object]:
