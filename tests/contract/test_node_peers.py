@@ -39,12 +39,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStoreServ
     server.stop()
 
 
-def _store(
-    server: ObjectStoreServer, *, read_only: bool = False, **changes: object
-) -> S3ObjectStore:
-    return S3ObjectStore.from_settings(
-        settings_for(server, **changes), bucket="bucket", write=not read_only
-    )
+def _store(server: ObjectStoreServer, **changes: object) -> S3ObjectStore:
+    settings = settings_for(server, **changes)
+    return S3ObjectStore.from_settings(settings, bucket="bucket", write=True)
 
 
 def _reader(store: S3ObjectStore) -> BucketReader:
@@ -70,22 +67,6 @@ def test_what_is_not_there(make: Callable[[], S3ObjectStore], tmp_path: Path) ->
     ):
         with pytest.raises(ObjectMissingError, match="epoch-0/none"):
             call()
-
-
-def test_objects_come_whole(
-    make: Callable[[], S3ObjectStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bucket_reader, "RANGE", 1000)
-    store, data = make(), os.urandom(2500)
-    store.put("epoch-0/a", data)
-    reader = _reader(store)
-    info = reader.head("epoch-0/a")
-    assert info is not None and info.size == 2500
-    assert info.age_seconds is not None and 0 <= info.age_seconds < 60
-    assert reader.get("epoch-0/a", limit=2500) == data
-    assert reader.read("epoch-0/a", limit=2500) == data
-    reader.download("epoch-0/a", tmp_path / "a", limit=2500)
-    assert (tmp_path / "a").read_bytes() == data
 
 
 def test_more_than_allowed_is_not_read(make: Callable[[], S3ObjectStore], tmp_path: Path) -> None:

@@ -37,7 +37,6 @@ from distributed_training.protocol import keys
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page import PageProcess
 from tests.end_to_end.test_doctor import doctor
-from tests.tools import chromium
 from tests.tools.log_reference import LINE, Reference
 from tests.tools.subnet_tools import paced, steps_of
 from tests.tools.waiting import wait_for
@@ -279,22 +278,6 @@ def test_the_page_shows_the_run_and_no_secret(run: Run) -> None:
         assert len(known["steps"]) == len(miner.state.losses) and known["state"] == "stopped"
         assert len(known["marks"]) >= run.outer_steps and known["tables"]["publication"]
     assert shown["validator"]["scores"]
-
-
-@chromium.needed
-def test_a_browser_shows_the_run(run: Run, tmp_path: Path) -> None:
-    said: list[str] = []
-    folders = [neuron.plan.folder for neuron in [*run.subnet.miners, run.subnet.validator]]
-    with PageProcess(folders, told=said.append), chromium.opened(tmp_path) as browser:
-        wait_for(lambda: said, "the page")
-        browser.get(said[0].removeprefix("page: "))
-        wait_for(lambda: f"{run.outer_steps} . " in chromium.card(browser, "Step"), "the miner")
-        assert "took part" in chromium.card(browser, "Last round")
-        assert "ago" in chromium.card(browser, "Uploaded")
-        assert "peers" in chromium.card(browser, "Swarm") and chromium.card(browser, "Score")
-        assert browser.execute_script(chromium.CHECKS) == []
-        assert len(browser.find_elements("css selector", "#loss .mark")) >= run.outer_steps
-        assert [e for e in browser.get_log("browser") if e["level"] == "SEVERE"] == []
 
 
 def test_after_a_round_validator_and_miners_hold_the_same_weights(run: Run) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ from tests.tools.store_shim import Call, Shim
 from tests.tools.support_store import (
     Upload,
     assert_published,
-    digest,
     new_bucket,
     server,
     settings_for,
@@ -151,57 +149,3 @@ def test_a_full_disk_under_the_journal_fails_the_publication_and_not_the_uploade
             assert publisher.pid == pid, "the uploader went on"
     assert_published(store, REVISION, files)
     assert store.list_multiparts() == []
-
-
-SNAPSHOT = """
-import sys, json
-from pathlib import Path
-import torch, torch.distributed as dist
-sys.path.insert(0, {root!r})
-from tests.tools.training_world import finished, tiny, train, trainer
-from distributed_training.common.processes import leave
-from distributed_training.protocol.types import Progress
-
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-made = trainer(model=tiny(hidden=128, intermediate=512, layers=4))
-losses = [r.loss for r in train(made, 0, 2)]
-disk, filler = Path(sys.argv[1]), Path(sys.argv[1]) / "fill"
-free = __import__("os").statvfs(disk)
-filler.write_bytes(b"x" * (free.f_bavail * free.f_frsize - 1_000_000))
-said = []
-for attempt in range(2):
-    handle = made.snapshot(disk / "4.2", progress=Progress(4, 2, 2, [7]), block=9, last_loss=1.0)
-    losses += [r.loss for r in train(made, 2 + attempt, 3 + attempt)]
-    try:
-        finished(handle)
-        said.append("written")
-    except OSError as error:
-        said.append(str(error))
-    filler.unlink(missing_ok=True)
-print(json.dumps([said, losses]))
-leave(0)
-"""
-
-
-def test_a_full_disk_under_a_snapshot_is_its_error_and_training_goes_on(tmp_path: Path) -> None:
-    import json
-
-    with small_disk(tmp_path / "disk", 48) as disk:
-        script = SNAPSHOT.format(root=str(ROOT))
-        done = subprocess.run(
-            [sys.executable, "-c", script, str(disk)],
-            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=180,
-        )
-        assert done.returncode == 0, done.stderr
-        # The second one did not wait for the copies of the first, which failed.
-        assert "still being written" not in done.stderr
-        said, losses = json.loads(done.stdout.splitlines()[-1])
-        assert "No space left on device" in said[0] and said[1] == "written"
-        assert len(losses) == 4 and losses[-1] < losses[0]
-        names = {path.name for path in (disk / "4.2").iterdir()}
-        assert {"model.safetensors", "gradients.pt", "config.json"} <= names
-        assert not any(name.startswith(".") for name in names)
-        assert digest(disk / "4.2" / "model.safetensors")

@@ -39,8 +39,6 @@ WHOLE = ("long", "deaf", "early averages")
 #: One of each way to fail; whatever else a reducer answers: test_swarm_all_reduce.py.
 DAILY = ("short", "nan", "heavy", "nan averages", "stall", "vanish")
 #: "vanish" is the last: the process ends.
-THREES = "[3, 0, 2, 0]"  # the stock peer's values, and their average with ours
-BESIDE_STOCK = ("short", "long", "nan", "heavy", "misframed", "stall", "vanish")
 
 
 def bad_peer(folder: Path, known: list[str], group_size: int) -> LinePeer:
@@ -95,42 +93,3 @@ def test_the_others_end_in_time_and_equal(world: World, kind: str) -> None:
         kept = re.search(r"kept_local=([\d.]+)", answer)
         assert "PEER_FAILED" in answer or (kept and 1 / 3 <= float(kept[1]) <= 1 / 2)
     assert_good_round(*swarms)
-
-
-@pytest.mark.long
-def test_the_same_beside_a_stock_peer(tmp_path: Path) -> None:
-    """Two of ours, a plain hivemind averager and one that misbehaves, round after round."""
-    request = replace(TROUBLED, min_group_size=4)
-    with contextlib.ExitStack() as stack:
-        swarms = stack.enter_context(open_swarms(tmp_path, 2, SHAPES))
-        known = swarms[0].visible_maddrs
-        bad = stack.enter_context(contextlib.closing(bad_peer(tmp_path / "bad", known, 4)))
-        order = (json.dumps(each) for each in (SHAPES, known, 3, 20))
-        stock = LinePeer("swarm_stock_peer.py", tmp_path / "stock.log", *order)
-        stack.callback(stock.close)
-        assert bad.answer() and stock.answer() == "ready"
-        for kind in BESIDE_STOCK:
-            bad.begin(kind)
-            stock.begin(THREES)
-            rounds = Rounds(*swarms, request=request)
-            for swarm, outcome in rounds.join().items():
-                assert rounds.seconds[swarm] < 10 + TRANSFER
-                assert isinstance(outcome, AllReduceResult), (kind, outcome)
-                assert len(outcome.peers) == 4
-                assert all(bool(torch.isfinite(buffer).all()) for buffer in swarm.buffers)
-            assert stock.answer(), kind  # its round ends too
-            assert bad.answer() or kind == "vanish"
-
-        stock.begin(THREES)
-        outcomes = Rounds(*swarms, request=replace(request, min_group_size=3)).join()
-        answer = stock.answer()
-        for number, swarm in enumerate(swarms):
-            outcome = outcomes[swarm]
-            assert isinstance(outcome, AllReduceResult), (outcomes, answer)
-            assert len(outcome.peers) == 3, (outcomes, answer)
-            values = torch.cat([buffer.flatten() for buffer in swarm.buffers])
-            averaged = (values - 2.0).abs() < 1e-6  # of 1, 2 and 3
-            assert bool((averaged | (values == number + 1)).all()), (outcomes, answer)
-            # hivemind's reducer closes its stream at once: p2pd may lose its last averages.
-            assert outcome.kept_local < 1 / 3, (outcomes, answer)
-        assert answer.startswith("ok")

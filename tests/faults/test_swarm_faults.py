@@ -113,13 +113,6 @@ def test_a_peer_that_joined_late_takes_its_first_round(trio: list[HivemindSwarm]
             assert torch.allclose(buffer, torch.full_like(buffer, 0.67))
 
 
-def test_the_bootstrap_peer_dies_and_the_others_go_on(trio: list[HivemindSwarm]) -> None:
-    bootstrap, *others = trio
-    signal_host(bootstrap, signal.SIGKILL)
-    assert_good_round(*others)
-    assert_good_round(*trio)
-
-
 def test_the_bootstrap_is_away_and_comes_later(tmp_path: Path) -> None:
     """At the start of a peer, and when its host is started again."""
     with ExitStack() as stack:

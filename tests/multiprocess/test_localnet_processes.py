@@ -45,24 +45,6 @@ STUBBORN = """
     print("ready", flush=True)
     time.sleep(600)
 """
-GOOD = """
-    import signal, sys, time
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    print("ready", flush=True)
-    time.sleep(600)
-"""
-
-
-def test_stop_is_graceful_first_and_in_time(tmp_path: Path, mark: Mark) -> None:
-    good, bad = child(tmp_path, mark, GOOD, "good"), child(tmp_path, mark, STUBBORN, "bad")
-    for c in (good, bad):
-        c.start()
-    wait_for(lambda: good.last_lines() == ["ready"] == bad.last_lines(), "both children")
-    grace = timedelta(seconds=4)  # enough for the good one, on a busy machine too
-    defects = stop_together([good, bad], grace)
-    assert good.exit_status == 0
-    assert bad.exit_status == -signal.SIGKILL
-    assert len(defects) == 1 and "bad did not stop" in defects[0]
 
 
 def test_one_that_not_even_sigkill_ends_at_once_keeps_no_other_from_its_stop(

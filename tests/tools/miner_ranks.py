@@ -568,6 +568,27 @@ def overtaken(folder: Path) -> None:
     miner.run("overtaken")
 
 
+def traced(folder: Path) -> None:
+    """List the product's files that the loop runs through in a step, an upload and a round."""
+    product, files = str(Path(start.__file__).parents[1]) + os.sep, set[str]()
+
+    def profile(frame: types.FrameType, event: str, argument: object) -> None:
+        files.add(frame.f_code.co_filename)
+
+    def on_step(miner: Miner, step: int) -> None:
+        if step == 4:
+            miner.call()
+            sys.setprofile(profile)
+        if miner.trainer.outer_step and len(miner.publisher.submitted) >= 2:
+            sys.setprofile(None)
+            miner.stop()
+        assert step < 60
+
+    Miner(folder, on_step=on_step).run("traced")
+    ours = sorted(name.removeprefix(product) for name in files if name.startswith(product))
+    (folder / "files.json").write_text(json.dumps(ours))
+
+
 def toys(folder: Path) -> None:
     """A thing of each kind comes from ``tests/toys``: three inner steps, a round, an upload.
 

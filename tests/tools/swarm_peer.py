@@ -8,27 +8,18 @@ from __future__ import annotations
 import json
 import sys
 import time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import AllReduceError, RoundRequest
-from distributed_training.swarm.swarm import HivemindSwarm
+from tests.tools.swarm_world import SETTINGS, open_swarm
 
 
 def main() -> None:
     folder, ip, size, peers = sys.argv[1:5]
-    swarm = HivemindSwarm(
-        settings=SwarmSettings(
-            dht_port=0,
-            dht_listen_ip=ip,
-            initial_peers=tuple(json.loads(peers)),
-            run_id="partition",
-            start_timeout=timedelta(seconds=30),
-        ),
-        schema=[(str(i), (int(size) // 4,)) for i in range(4)],
-        run_folder=Path(folder),
-    )
+    settings = replace(SETTINGS, dht_listen_ip=ip, run_id="partition")
+    swarm = open_swarm(Path(folder), [(int(size) // 4,)] * 4, json.loads(peers), settings)
     print(json.dumps({"maddrs": swarm.visible_maddrs, "peer_id": swarm.peer_id}), flush=True)
     weight = 0.0  # of a model of one parameter
     for line in sys.stdin:

@@ -25,7 +25,6 @@ from distributed_training.chain.identity import Wallet
 from distributed_training.chain.server import LEAST_STAKE
 from distributed_training.common import ports
 from distributed_training.config.types import ConfigError
-from tests.tools.chain_vectors import FILE
 from tests.tools.chain_world import (
     EPOCH,
     MINER,
@@ -46,7 +45,9 @@ SCHEMES = ("btauth", "legacy")
 ALIVE = b'{"answer": null, "completion": "", "epoch": null}'
 REDUCE = b'{"completion": false, "min_group_size": 32, "allreduce_timeout": 795.0}'
 SECOND_NS = 10**9
-REQUESTS = json.loads(FILE.read_text())
+#: Signed by bittensor 11.3 (btauth) and from the facts page (legacy), each with the server's clock
+#: and what must become of it. They stay: whatever signs or verifies, their fate is the same.
+REQUESTS = json.loads((Path(__file__).parents[1] / "vectors" / "signed_requests.json").read_text())
 
 
 @pytest.fixture
