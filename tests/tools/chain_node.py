@@ -50,7 +50,8 @@ class Node:
 
     def start(self) -> None:
         async def start() -> None:
-            self._server = await serve(self._talk, "127.0.0.1", self.port)
+            # A client that was abandoned never answers the close of its connection.
+            self._server = await serve(self._talk, "127.0.0.1", self.port, close_timeout=1)
 
         self._run(start())
 
