@@ -30,7 +30,7 @@ main = __import__("functools").partial(main, program="tests.tools.launcher_fake_
 VERSIONS = {
     "v2": {"distributed_training/__init__.py": "\n# another version\n"},
     "v3-doctor": {"scripts/diagnose.py": "\nraise RuntimeError('the doctor is ill')\n"},
-    "v4-start": {"neurons/miner.py": "\nraise RuntimeError('no luck')\n"},
+    "v4-start": {"neurons/miner.py": "\nraise SystemExit(2)\n"},  # as for a wrong setting
 }
 
 needs_node = pytest.mark.skipif(shutil.which("node") is None, reason="needs node")

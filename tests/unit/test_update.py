@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,8 +24,9 @@ ROOT = Path(__file__).parents[2]
 GIT = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-c", "core.hooksPath="]
 NAME = "distributed_training_miner"
 
-#: Keeps one app in a file. Unless its version is "broken", its miner has taken a step when `start`
-#: returns; a broken one ends as after a wrong setting, or stays without steps ("silent").
+#: Keeps one app in a file. If its version is a v, its miner has taken a step when `start` returns.
+#: Others end ("broken"; "refused", as after a wrong setting), stay without steps ("silent"), or are
+#: not started at all ("unknown").
 PM2 = """#!{python} -IS
 import json, os, sys
 from pathlib import Path
@@ -42,12 +44,13 @@ elif command == "delete":
 elif command == "start":
     version = Path(words[0]).parent
     kind = (version / "version").read_text()
-    status = "stopped" if kind == "broken" else "online"
+    status = {{"broken": "stopped", "refused": "waiting restart"}}.get(kind, "online")
     env = {{"status": status, "restart_time": 0, "pm_cwd": str(home),
+           "stop_exit_codes": [2, 3], **({{"exit_code": 2}} if kind == "refused" else {{}}),
            "env": {{"PYTHONPATH": {root!r}, "MINE": os.environ.get("MINE", "")}},
            "pm_exec_path": str(version / "neurons" / "miner.py")}}
-    apps = [{{"name": {name!r}, "pm2_env": env}}]
-    if kind not in ("broken", "silent"):
+    apps = [{{"name": {name!r}, "pm2_env": env}}] if kind != "unknown" else []
+    if kind.startswith("v"):
         with (home / "run" / "events.jsonl").open("a") as events:
             print(json.dumps({{"kind": "step"}}), file=events)
 state.write_text(json.dumps(apps))
@@ -113,11 +116,14 @@ class Machine:
         (app,) = json.loads((self.folder / "apps.json").read_text())
         return Path(app["pm2_env"]["pm_exec_path"]).parent.parent
 
+    def command(self, *words: str) -> list[str]:
+        return [str(ROOT / "scripts" / "update.sh"), "--pm2", str(self.pm2), *words]
+
     def update(self, *words: str) -> subprocess.CompletedProcess[str]:
         """From another shell: the miner's settings are not in its environment."""
         plain = {k: os.environ[k] for k in ("PATH", "HOME")}
         return subprocess.run(
-            [ROOT / "scripts" / "update.sh", "--pm2", str(self.pm2), *words],
+            self.command(*words),
             capture_output=True,
             text=True,
             env=plain,
@@ -189,6 +195,7 @@ def test_what_fails_before_the_switch_leaves_the_old_version(machine: Machine) -
     machine.updated("v2")
     (machine.home / "no-setup").touch()
     assert "setting up v3 failed" in machine.refused("v3")
+    assert not list((machine.home / "versions").glob("v3-*")), "it may have filled the disk"
     (machine.home / "no-setup").unlink()
     (machine.home / "ill").touch()
     assert "the doctor of v3 failed" in machine.refused("v3")
@@ -204,6 +211,23 @@ def test_what_fails_before_the_switch_leaves_the_old_version(machine: Machine) -
     assert (folder / "setups").read_text() == "setup\n", "begun again after the failure"
 
 
+def test_ctrl_c_ends_the_wait_for_a_round_and_the_update(machine: Machine) -> None:
+    due = f"dt_next_round_timestamp_seconds {time.time() + 60}\n"
+    (machine.home / "run" / "metrics.prom").write_text(due)
+    before = machine.runs_from
+    update = subprocess.Popen(
+        ["env", "--default-signal=INT", *machine.command("v2", "--no-doctor")],
+        stdout=subprocess.PIPE,
+        process_group=0,
+    )
+    assert update.stdout is not None
+    lines = iter(update.stdout.readline, b"")
+    assert any(b"waiting: a round is near" in line for line in lines)
+    os.killpg(update.pid, signal.SIGINT)
+    assert update.wait(20) == -signal.SIGINT and machine.runs_from == before
+    update.stdout.close()
+
+
 def test_a_setup_that_was_killed_is_begun_again(machine: Machine) -> None:
     folder = machine.home / "versions" / f"v2-{machine.commits['v2'][:12]}"
     machine.git("worktree", "add", "--detach", str(folder), "v2", at=machine.home)
@@ -212,9 +236,9 @@ def test_a_setup_that_was_killed_is_begun_again(machine: Machine) -> None:
     assert machine.updated("v2") == folder and (folder / "version").read_text() == "v2"
 
 
-@pytest.mark.parametrize("kind", ["broken", "silent"])
+@pytest.mark.parametrize("kind", ["broken", "refused", "silent", "unknown"])
 def test_a_version_that_does_not_train_is_taken_back(machine: Machine, kind: str) -> None:
-    """One that pm2 shows as stopped at once, another one after its time."""
+    """One that ended, or that pm2 could not start, at once; another one after its time."""
     before = machine.updated("v2")
     machine.release(kind)
     began = time.monotonic()
