@@ -535,7 +535,7 @@ class ValidatorSettings(RoundSettings):
     # While fewer miners are alive than a round needs; then it has failed.
     sweep_patience: timedelta = 120 * SECOND
     minimum_peers: int = flag("validator.minimum_peers", 3, ge=1, le=LARGEST_GROUP)
-    """peers (this validator included, failed ones not) without which an average is refused"""
+    """fewest peers (this validator included, failed ones not) of a round and of its average"""
     loss_tolerance: float = flag("validator.loss_tolerance", 0.25, ge=0, le=1000)
     """an outer step is refused when it makes the held-out loss worse by more than this fraction"""
     top_candidates: int = 3  # miners, best first, whose checkpoint is tried as our contribution

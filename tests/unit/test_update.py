@@ -248,6 +248,14 @@ def test_a_version_that_does_not_train_is_taken_back(machine: Machine, kind: str
     assert time.monotonic() - began < 45
 
 
+def test_a_reader_of_what_it_says_may_go(machine: Machine) -> None:
+    """As `| tee` does when the terminal is closed."""
+    with subprocess.Popen(machine.command("v2", "--no-doctor"), stdout=subprocess.PIPE) as update:
+        assert update.stdout is not None
+        update.stdout.close()
+        assert update.wait(60) == 0 and machine.runs_from.name.startswith("v2")
+
+
 def test_a_version_that_trains_stays_though_pm2_cannot_save(machine: Machine) -> None:
     (machine.folder / "no-save").touch()
     done = machine.update("v2")
