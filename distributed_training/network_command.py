@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed_training.chain.base import ChainError
+from distributed_training.chain.kinds import how_to_register
 from distributed_training.common.files import write_bytes
 from distributed_training.common.kinds import PluginError, import_plugins
 from distributed_training.common.proxies import HUB, share
@@ -375,11 +376,13 @@ def _join(options: argparse.Namespace) -> None:
     print(config.network.line)
     hotkey = _hotkey(config.chain)
     print(f"hotkey {hotkey.ss58}")
-    if config.network.head.chain == "bittensor":
+    if (kind := config.network.head.chain) != "registry":
+        place, which = "", ""
+        if kind == "bittensor":
+            place, which = " on the machine with the coldkey", f" --hotkey {hotkey.ss58}"
         print(
-            "if dt-doctor with the flags below finds the network there, register on the machine "
-            f"with the coldkey: btcli subnet register --netuid {config.chain.netuid} "
-            f"--hotkey {hotkey.ss58}"
+            f"if dt-doctor with the flags below finds the network there, register{place}: "
+            f"{how_to_register(config.chain)}{which}"
         )
         bucket = f"{config.store.global_model_name}-<uid>"
     else:

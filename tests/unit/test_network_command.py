@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import runpy
 import shlex
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,7 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from distributed_training.chain.kinds import CHAINS
 from distributed_training.config import ConfigError, load_config
 from distributed_training.network_command import main
 from distributed_training.node.start import fetch_tokenizer
@@ -63,6 +65,17 @@ def test_a_founded_network_is_what_a_miner_joins(tmp_path: Path, capsys) -> None
     flags = shlex.split(words.partition("\n")[0])
     assert load_config("validator", flags, environ={}, dotenv=None, check=False).network
     assert found(folder) == 2 and "exists already" in capsys.readouterr().err
+
+
+def test_a_member_of_a_network_on_a_plug_ins_chain_is_told_how_to_register(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CHAINS, "_made", dict(CHAINS._made))
+    runpy.run_path(str(Path(__file__).parents[1] / "toys" / "chain.py"))
+    assert found(tmp_path / "lab", "--set", "chain.kind=memory") == 0
+    wallet = ("--wallet.path", str(tmp_path / "wallets"))
+    assert main(["join", str(tmp_path / "lab" / "network.toml"), *wallet]) == 0
+    assert "register: nothing: it takes everybody\nbucket lab-<uid>" in capsys.readouterr().out
 
 
 def test_the_data_are_pinned_as_their_source_serves_them(tmp_path: Path, capsys) -> None:
