@@ -149,7 +149,7 @@ def _download_notes(path: Path) -> Any:
     store.put("a", b"content")
     target = path.parent / "a"
     target.with_name(".a.part").touch()
-    download(store, "a", target, limit=99, deadline=deadline_in(timedelta(seconds=20)))
+    download(store, "a", target, limit=99, deadline=deadline_in(timedelta(seconds=240)))
     assert target.stat().st_size == 7
 
 
