@@ -300,7 +300,11 @@ WebUrl = Annotated[
 ]
 
 
-def _is_endpoint(text: str) -> str:
+def _check_endpoint(text: str) -> str:
+    if re.fullmatch(r"(?!https?:)[a-z][a-z0-9]*://\S*", text):
+        return text  # for that kind of store to check
+    if not _is_url("http", "https")(text):
+        raise ValueError("an http:// or https:// URL without user and password, or folder:///PLACE")
     parts = urlsplit(text)
     host, rest = parts.hostname or "", re.sub(r"^[^:]*://[^/?#]*", "", text)
     # Some stores lie below a path. One that a bucket could be called is what R2's dashboard shows.
@@ -318,15 +322,7 @@ def _is_endpoint(text: str) -> str:
     return text
 
 
-def _is_store(text: str) -> str:
-    if re.fullmatch(r"(?!https?:)[a-z][a-z0-9]*://\S*", text):
-        return text  # for that kind of store to check
-    if not _is_url("http", "https")(text):
-        raise ValueError("an http:// or https:// URL without user and password, or folder:///PLACE")
-    return _is_endpoint(text)
-
-
-EndpointUrl = Annotated[str, AfterValidator(_is_store)]
+EndpointUrl = Annotated[str, AfterValidator(_check_endpoint)]
 
 
 def show(value: Any) -> str:

@@ -121,7 +121,11 @@ def unused_gpu() -> tuple[str | None, str]:
             try:
                 # The memory as well as the processes: those of another container are not listed.
                 pids = [p.pid for p in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
-                used = _used_bytes(nvml, handle)
+                try:  # without the driver's own, where it tells these apart
+                    memory = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)
+                except (nvml.NVMLError, AttributeError):  # an old driver
+                    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+                used = int(memory.used)
                 if not pids and used < _IDLE_BYTES:
                     # By UUID: an index means another card once CUDA_VISIBLE_DEVICES is set.
                     return _text(nvml.nvmlDeviceGetUUID(handle)), ""
@@ -131,14 +135,6 @@ def unused_gpu() -> tuple[str | None, str]:
             by = f" by process {pids[0]}" if pids else ""
             why = f"GPU {index} is in use{by} ({used / 1e9:.1f} GB)"
         return None, why
-
-
-def _used_bytes(nvml: Any, handle: Any) -> int:
-    """Return the bytes in use, without the driver's own where it tells these apart."""
-    try:
-        return int(nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used)
-    except (nvml.NVMLError, AttributeError):  # an old driver
-        return int(nvml.nvmlDeviceGetMemoryInfo(handle).used)
 
 
 def visible_gpu_count() -> int:

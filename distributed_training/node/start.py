@@ -103,32 +103,29 @@ def make_run_folder(config: Config, *, fstab: Path = FSTAB) -> Path:
         (config.data.cache_dir, "--data.cache_dir", "every page would be fetched again"),
         (config.telemetry.tensorboard_dir, "--neuron.tensorboard_dir", "no curve would be drawn"),
     ):
-        if folder is not None and (problem := _make(folder, fstab)) is not None:
-            cause, remedy = problem
+        if folder is None:
+            continue
+        cause = ""
+        try:
+            # What holds files is no empty mount point. The launcher's count of tries is no file of
+            # a miner: it may have been written while the mount was away.
+            there = folder.iterdir() if folder.is_dir() else ()
+            filled = any(path.name not in _NO_MINERS_FILES for path in there)
+            if not filled and (mount := late_mount(folder, fstab)) is not None:
+                cause, remedy = f"is on {mount} of {fstab}, which is not mounted", f"mount {mount}"
+            else:
+                # A relative one is below the folder the miner starts in, which is there.
+                folder.mkdir(exist_ok=True, parents=not folder.is_absolute())
+                with tempfile.TemporaryFile(dir=folder):  # a file system may be read-only
+                    pass
+        except OSError as error:
+            cause, remedy = f"cannot be written ({error.strerror})", "give a folder of yours"
+            if not (parent := folder.parent).exists():
+                cause = f"cannot be made, since {parent} is not there"
+                remedy = f"mount its disk, or mkdir -p {parent} if there is none"
+        if cause:
             raise ConfigError(f"{flag} {folder} {cause}, so {consequence}: {remedy}")
     return config.run_folder.absolute()
-
-
-def _make(folder: Path, fstab: Path) -> tuple[str, str] | None:
-    """Return why ``folder`` cannot be used, and the remedy; None if it can."""
-    try:
-        # What holds files is no empty mount point. The launcher's count of tries is no file of a
-        # miner: it may have been written while the mount was away.
-        filled = folder.is_dir() and any(p.name not in _NO_MINERS_FILES for p in folder.iterdir())
-        if not filled and (mount := late_mount(folder, fstab)) is not None:
-            return f"is on {mount} of {fstab}, which is not mounted", f"mount {mount}"
-        # A relative one is below the folder the miner starts in, which is there.
-        folder.mkdir(exist_ok=True, parents=not folder.is_absolute())
-        with tempfile.TemporaryFile(dir=folder):  # a file system may be read-only
-            return None
-    except OSError as error:
-        parent = folder.parent
-        if not parent.exists():
-            return (
-                f"cannot be made, since {parent} is not there",
-                f"mount its disk, or mkdir -p {parent} if there is none",
-            )
-        return f"cannot be written ({error.strerror})", "give a folder of yours"
 
 
 @contextlib.contextmanager

@@ -150,29 +150,6 @@ def setup_logging(
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # a full disk or a closed pipe must not end training
     tame_libraries(trace=settings.trace)
-    _catch_uncaught()
-
-
-def tame_libraries(*, trace: bool = False) -> None:
-    """Let libraries log warnings only, in our format.
-
-    hivemind puts a handler of its own on its logger when first imported: call this again after the
-    import to remove it. The environment variables reach the processes it forks.
-    """
-    os.environ.setdefault("HIVEMIND_COLORS", "0")
-    os.environ.setdefault("HIVEMIND_LOGLEVEL", "DEBUG" if trace else "WARNING")
-    for library in _LIBRARIES:
-        logger = logging.getLogger(library)
-        for handler in list(logger.handlers):
-            logger.removeHandler(handler)
-        logger.propagate = True
-        # logging.config of a library may have switched it off, errors included.
-        logger.disabled = False
-        logger.setLevel(logging.DEBUG if trace else logging.WARNING)
-    logging.getLogger("py.warnings").setLevel(logging.WARNING if trace else logging.ERROR)
-
-
-def _catch_uncaught() -> None:
     log = logging.getLogger("distributed_training")
 
     def uncaught(
@@ -194,3 +171,22 @@ def _catch_uncaught() -> None:
     # Python's own would write many lines to stderr, with every secret that is in them.
     sys.excepthook = uncaught
     threading.excepthook = uncaught_in_thread
+
+
+def tame_libraries(*, trace: bool = False) -> None:
+    """Let libraries log warnings only, in our format.
+
+    hivemind puts a handler of its own on its logger when first imported: call this again after the
+    import to remove it. The environment variables reach the processes it forks.
+    """
+    os.environ.setdefault("HIVEMIND_COLORS", "0")
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "DEBUG" if trace else "WARNING")
+    for library in _LIBRARIES:
+        logger = logging.getLogger(library)
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
+        logger.propagate = True
+        # logging.config of a library may have switched it off, errors included.
+        logger.disabled = False
+        logger.setLevel(logging.DEBUG if trace else logging.WARNING)
+    logging.getLogger("py.warnings").setLevel(logging.WARNING if trace else logging.ERROR)

@@ -223,20 +223,17 @@ class NeuronState:
 
     def measured(self) -> dict[str, Any]:
         """Return the part of :meth:`facts` that changes without an event, or counts many."""
+        previewed = None  # this miner's row of the last score preview
+        found = read_json_object(self.folder / SCORE_FILE) or {}
+        with contextlib.suppress(*_DAMAGED):
+            (row,) = (row for row in found["miners"] if row["uid"] == self.uid)
+            previewed = {**row, "time": found["time"]}
         return {
             "gauges": read_metrics(self.folder / "metrics.prom"),
             "life": self.life(),
             "judged": {uid: asdict(judged) for uid, judged in self.judged.items()},
-            "previewed": self._previewed(),
+            "previewed": previewed,
         }
-
-    def _previewed(self) -> dict[str, Any] | None:
-        """Return this miner's row of the last score preview; None if there is none."""
-        found = read_json_object(self.folder / SCORE_FILE) or {}
-        with contextlib.suppress(*_DAMAGED):
-            (row,) = (row for row in found["miners"] if row["uid"] == self.uid)
-            return {**row, "time": found["time"]}
-        return None
 
     def life(self) -> dict[str, Any]:
         """Return when the neuron last wrote anything, and whether it is gone.
