@@ -172,7 +172,22 @@ def _prepare(config: Config, program: str, signals: StopSignals, outages: Outage
         outages.report()
         # What a killed rank leaves becomes our child, not init's: only so can it be waited for.
         become_subreaper()
-        _end_earlier_instance(folder, patience=stop_limit(folder, config.miner.stop_timeout))
+        # We hold the lock, so the launcher before is gone: what bears its mark is provably ours.
+        mark = mark_of(folder)
+        if mark is not None and (left := mark.processes()):
+            found = counted(len(left), "process", "processes")
+            log.warning("Ending %s an earlier miner of this run folder left behind", found)
+            pids = listening_ranks(folder, instance=mark.value).values()
+            ranks = [process for process in left if process.pid in pids]
+            for process in ranks:
+                send(process, signal.SIGTERM)
+            # They save their state.
+            patience = stop_limit(folder, config.miner.stop_timeout).total_seconds()
+            deadline = time.monotonic() + patience
+            while any(map(is_running, ranks)) and time.monotonic() < deadline:
+                time.sleep(_POLL.total_seconds())
+            # Then the rest, which the ranks needed for their checkpoint.
+            mark.end(settle=timedelta(0), grace=TERMINATE_GRACE)
         with dashboard(config, folder):
             return outages.outlast(lambda: _train(config, program, folder, signals, outages))
 
@@ -230,29 +245,6 @@ def ranks_of(config: Config, remembered: int = 0) -> int:
     if config.miner.nproc_per_node or config.miner.device == "cpu":
         return config.miner.nproc_per_node or 1
     return visible_gpu_count() or max(1, remembered)
-
-
-def _end_earlier_instance(folder: Path, *, patience: timedelta) -> None:
-    """End what a SIGKILLed launcher of this folder left.
-
-    Ranks that are saving their state get ``patience``.
-    """
-    # We hold the lock, so that launcher is gone: what bears its mark is provably ours.
-    mark = mark_of(folder)
-    left = mark.processes() if mark is not None else []
-    if mark is None or not left:
-        return
-    found = counted(len(left), "process", "processes")
-    log.warning("Ending %s an earlier miner of this run folder left behind", found)
-    pids = listening_ranks(folder, instance=mark.value).values()
-    ranks = [process for process in left if process.pid in pids]
-    for process in ranks:
-        send(process, signal.SIGTERM)
-    deadline = time.monotonic() + patience.total_seconds()
-    while any(map(is_running, ranks)) and time.monotonic() < deadline:
-        time.sleep(_POLL.total_seconds())
-    # Then the rest, which the ranks needed for their checkpoint.
-    mark.end(settle=timedelta(0), grace=TERMINATE_GRACE)
 
 
 @contextlib.contextmanager

@@ -273,10 +273,11 @@ class Nodes:
         while not self._closed.wait(1.0):
             now = time.monotonic()
             for rank, heard in self._heard.items():
+                node = rank // self._me.local_world_size
                 limit = SILENCE if self._counts[rank] else FIRST_SILENCE
                 if now - heard > limit.total_seconds():
                     self._end(
-                        f"Nothing was heard of node {self._me.node_of(rank)} (rank {rank}) for "
+                        f"Nothing was heard of node {node} (rank {rank}) for "
                         f"{limit.total_seconds():.0f} s, so the ranks of this node end: training "
                         "goes on from the last checkpoint once torchrun runs on all nodes again"
                     )

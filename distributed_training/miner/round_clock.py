@@ -179,11 +179,7 @@ class RoundClock:
         last = _passed(self._last, block)
         if last is None:
             return None
-        self._measure_pace(block, now)
-        return now + (last + self._period - block) * self._seconds_per_block
-
-    def _measure_pace(self, block: int, now: float) -> None:
-        """Measure the pace, and keep the old one if the two readings allow it."""
+        # The pace of now; the old one if the two readings allow it.
         first_block, first_time = self._marks[0]
         passed, seconds = block - first_block, now - first_time
         pace = self._seconds_per_block
@@ -194,6 +190,7 @@ class RoundClock:
             self._marks.clear()  # a chain that began again
         if not self._marks or block - self._marks[-1][0] >= _WINDOW:
             self._marks.append((block, now))
+        return now + (last + self._period - block) * self._seconds_per_block
 
 
 def _passed(last: int | None, block: int) -> int | None:

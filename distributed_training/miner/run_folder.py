@@ -51,9 +51,6 @@ class RankEnvironment:
     world_size: int
     local_world_size: int
 
-    def node_of(self, rank: int) -> int:
-        return rank // self.local_world_size
-
 
 def rank_environment() -> RankEnvironment:
     """Read a rank's variables. Raises KeyError without a launcher or torchrun."""

@@ -217,9 +217,22 @@ def train(
             ranks.share("start", asdict(info))
         else:
             info = StartupInfo(**ranks.share("start", None))
-            info = on_this_node(config, folder, ranks, info)
-    if info.problem:
-        return ExitStatus.STOPPED, ""  # rank 0 says why; this rank did not fail
+        if info.problem:
+            return ExitStatus.STOPPED, ""  # rank 0 says why; this rank did not fail
+        if node := ranks.rank // ranks.local_world_size:
+            # Other machines have the tokenizer in a folder of their own.
+            found = None
+            if ranks.local_rank == 0:
+                path, eos_id = fetch_tokenizer(config, folder)
+                if eos_id != info.eos_id:
+                    raise ConfigError(
+                        "tokenizer.name is another tokenizer here than on node 0 (its end of text "
+                        f"is token {eos_id}, there {info.eos_id}), so this node would train on "
+                        f"other tokens: remove {path}, and start again"
+                    )
+                found = {"path": str(path)}
+            shared = ranks.share(f"tokenizer-{node}", found)
+            info = replace(info, tokenizer_path=shared["path"])
     context = RankContext(config, folder, device, ranks, stop.events, stack)
     status, reason = build_rank(context, info, connections).run()
     with suppress(RuntimeError):  # the others may be gone already
@@ -324,23 +337,6 @@ def find_address(config: Config, member: Member) -> str:
             raise NetworkFailure(str(error)) from None
         log.warning("%s. Going on with %s, which the chain shows for it", error, me.ip)
         return me.ip
-
-
-def on_this_node(config: Config, folder: Path, ranks: Ranks, info: StartupInfo) -> StartupInfo:
-    """Rank 0's ``info``, where other machines have the tokenizer in a folder of their own."""
-    node, found = ranks.rank // ranks.local_world_size, None
-    if node == 0 or info.problem:
-        return info
-    if ranks.local_rank == 0:
-        path, eos_id = fetch_tokenizer(config, folder)
-        if eos_id != info.eos_id:
-            raise ConfigError(
-                "tokenizer.name is another tokenizer here than on node 0 (its end "
-                f"of text is token {eos_id}, there {info.eos_id}), so this node would train on "
-                f"other tokens: remove {path}, and start again"
-            )
-        found = {"path": str(path)}
-    return replace(info, tokenizer_path=ranks.share(f"tokenizer-{node}", found)["path"])
 
 
 # --- every rank ---------------------------------------------------------------------------------
