@@ -278,8 +278,23 @@ class BucketReader:
         what = f"global state of outer step {before.outer_step}"
         came = self._fetch_missing(what, aside, objects, reserved)
         # After the last byte: tens of gigabytes take minutes, in which the owner may publish again.
-        self._check_unchanged(before, objects, came)
-        self._check_inner_step(aside, before)
+        after = self.metadata(before.outer_step)
+        replaced = any(
+            came[name] != info.etag or self._look_up(info.key).etag != info.etag
+            for name, info in objects.items()
+        )
+        if replaced or after is None or after.revision != before.revision:
+            raise StateUnavailable(
+                f"outer step {before.outer_step} of bucket {self.name} was published again while "
+                "it was fetched: the next attempt fetches what is there then"
+            )
+        path, inner_step = aside / keys.CONFIG, before.inner_step
+        if path.exists() and (found := read_config(path).inner_step) != inner_step:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise StateUnavailable(
+                f"epoch-{before.outer_step} of bucket {self.name} is a mixture: metadata says "
+                f"{before.revision.tag}, config.json inner step {found}"
+            )
         # Last of all: a folder without metadata is not whole.
         write_bytes(aside / keys.METADATA, before.to_json())  # its sync is of the whole folder
         log.info("Downloaded %s in %.0f s", what, time.monotonic() - began)
@@ -323,48 +338,20 @@ class BucketReader:
             f"Downloading {what}", total, held=total - needed, clock=self._uplink.clock
         )
         for name, info in wanted.items():
-            etag = self._fetch_file(info.key, aside / name, deadline, progress)
+            path = aside / name
+            try:
+                found = self.download(
+                    info.key, path, limit=MOST_BYTES, deadline=deadline, progress=progress
+                )
+                check_file(path)
+            except ObjectMissingError:
+                raise StateUnavailable(f"{self.name}/{info.key} is missing") from None
+            except IntegrityError as error:
+                shutil.rmtree(aside, ignore_errors=True)
+                raise self._refused(info.key, error) from None
             # After its check: a file whose etag is noted is not looked into again.
-            write_json(aside / _ETAGS, came := came | {name: etag})
+            write_json(aside / _ETAGS, came := came | {name: found.etag})
         return came
-
-    def _fetch_file(self, key: str, path: Path, deadline: float, progress: Progress) -> str:
-        """Return the object's etag, once the file is checked."""
-        try:
-            found = self.download(key, path, limit=MOST_BYTES, deadline=deadline, progress=progress)
-            check_file(path)
-        except ObjectMissingError:
-            raise StateUnavailable(f"{self.name}/{key} is missing") from None
-        except IntegrityError as error:
-            shutil.rmtree(path.parent, ignore_errors=True)
-            raise self._refused(key, error) from None
-        return found.etag
-
-    def _check_unchanged(
-        self, before: Metadata, objects: Mapping[str, ObjectInfo], came: Mapping[str, Any]
-    ) -> None:
-        """Raise StateUnavailable if a publication was under way: it changed some object by now."""
-        outer_step = before.outer_step
-        after = self.metadata(outer_step)
-        replaced = any(
-            came[name] != info.etag or self._look_up(info.key).etag != info.etag
-            for name, info in objects.items()
-        )
-        if replaced or after is None or after.revision != before.revision:
-            raise StateUnavailable(
-                f"outer step {outer_step} of bucket {self.name} was published again while it was "
-                "fetched: the next attempt fetches what is there then"
-            )
-
-    def _check_inner_step(self, aside: Path, metadata: Metadata) -> None:
-        path = aside / keys.CONFIG
-        said = read_config(path).inner_step if path.exists() else metadata.inner_step
-        if said != metadata.inner_step:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise StateUnavailable(
-                f"epoch-{metadata.outer_step} of bucket {self.name} is a mixture: metadata says "
-                f"{metadata.revision.tag}, config.json inner step {said}"
-            )
 
     def _refused(self, key: str, why: object) -> StateUnavailable:
         return StateUnavailable(f"{self.name}/{key} is refused: {why}; the last good state stays")

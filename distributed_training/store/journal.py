@@ -42,7 +42,7 @@ class UploadRecord:
 
 @dataclass(frozen=True)
 class Submission:
-    """A snapshot to upload. ``preview_delta``: see :func:`~.snapshot_folder.upload_gate`."""
+    """A snapshot to upload. ``preview_delta``: see :func:`~.snapshot_folder.preview_warning`."""
 
     folder: Path
     revision: Revision

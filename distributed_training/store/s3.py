@@ -3,7 +3,6 @@
 Everything particular to R2 is here: region ``auto``, checksums only where the API requires them (R2
 refuses botocore's trailers, as ``Unauthorized``), path-style addresses, one write per second and
 key, no transfer library in C.
-
 """
 
 from __future__ import annotations
@@ -509,7 +508,18 @@ class S3ObjectStore:
             # Here and below without the chain: it may hold a signed request.
             raise self._refused(verb, key, error.response) from None
         except SSLError as error:
-            raise self._not_trusted(f"{verb} {self._bucket}/{key}", str(error)) from None
+            place = f"{verb} {self._bucket}/{key}"
+            # A certificate that is not accepted, or a connection that broke.
+            found = re.search(r"certificate verify failed: (.*?)\.? \(_ssl", str(error))
+            if found is None:
+                raise TransientError(
+                    f"{place}: no answer from {self._endpoint} (SSLError)"
+                ) from None
+            raise CertificateError(
+                f"{place}: the certificate of {self._endpoint} is not accepted ({found[1]}): name "
+                "the file of its authority in AWS_CA_BUNDLE, or set this machine's clock "
+                "(timedatectl)"
+            ) from None
         except (BotoCoreError, HTTPError, OSError) as error:
             # Connection, timeout, or a read of ours that was interrupted.
             raise TransientError(
@@ -523,16 +533,6 @@ class S3ObjectStore:
                 f"{verb} {self._bucket}/{key}: the answer of {self._endpoint} {what}, so it is not "
                 "an object store's"
             ) from None
-
-    def _not_trusted(self, place: str, error: str) -> StoreError:
-        """Tell a certificate that is not accepted from a connection that broke."""
-        found = re.search(r"certificate verify failed: (.*?)\.? \(_ssl", error)
-        if found is None:
-            return TransientError(f"{place}: no answer from {self._endpoint} (SSLError)")
-        return CertificateError(
-            f"{place}: the certificate of {self._endpoint} is not accepted ({found[1]}): name the "
-            "file of its authority in AWS_CA_BUNDLE, or set this machine's clock (timedatectl)"
-        )
 
     def _refused(self, verb: str, key: str, response: Any) -> StoreError:
         """Map botocore's ``ClientError.response`` to an error, which has the store's own sentence.

@@ -11,6 +11,7 @@ all the rest of it.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import time
@@ -84,24 +85,21 @@ def wait_complete(
             if give_up():
                 raise IntegrityError(f"superseded by a newer snapshot before rank {rank} finished")
             uplink.sleep(0.1)
-        files |= {record.name: record for record in _read_done(path)}
+        try:
+            done = _DONE.validate_json(path.read_bytes()[:_MOST_DONE_BYTES])
+        except ValueError:  # an earlier version named no tensors: are they finite?
+            raise IntegrityError(
+                f"{path.name} of the snapshot cannot be read: the next snapshot takes its place"
+            ) from None
+        if done.error is not None:
+            raise IntegrityError(
+                f"rank-{rank} could not write its files of the snapshot: {done.error}"
+            )
+        files |= {record.name: record for record in done.files}
     missing = [name for name in keys.data_files(world_size) if name not in files]
     if missing:
         raise IntegrityError(f"the snapshot lacks {', '.join(missing)}, so it is not uploaded")
     return files
-
-
-def _read_done(path: Path) -> tuple[FileRecord, ...]:
-    try:
-        done = _DONE.validate_json(path.read_bytes()[:_MOST_DONE_BYTES])
-    except ValueError:  # an earlier version named no tensors: nobody knows whether they are finite
-        raise IntegrityError(
-            f"{path.name} of the snapshot cannot be read: the next snapshot takes its place"
-        ) from None
-    if done.error is not None:
-        rank = path.name.partition(".")[0]
-        raise IntegrityError(f"{rank} could not write its files of the snapshot: {done.error}")
-    return done.files
 
 
 def check_files(
@@ -237,7 +235,11 @@ def prune_snapshots(
             continue
         # Earlier, not other: a snapshot of a later block may be under way in the ranks.
         old = newest is not None and block < newest
-        if old or (unused_for is not None and _unused(path) > unused_for.total_seconds()):
+        if not old and unused_for is not None:
+            with contextlib.suppress(OSError):  # it is being deleted
+                written = max(each.stat().st_mtime for each in (path, *path.rglob("*")))
+                old = time.time() - written > unused_for.total_seconds()
+        if old:
             shutil.rmtree(path, ignore_errors=True)
 
 
@@ -248,12 +250,3 @@ def _chain_block(snapshot: Path) -> int | None:
     """
     parts = snapshot.name.split(".")
     return int(parts[2]) if len(parts) == 3 and all(p.isdigit() for p in parts) else None
-
-
-def _unused(folder: Path) -> float:
-    """Return the seconds since the last write in ``folder``; 0 if it is being deleted."""
-    try:
-        written = max(path.stat().st_mtime for path in (folder, *folder.rglob("*")))
-    except OSError:
-        return 0.0
-    return time.time() - written

@@ -94,8 +94,7 @@ class UploadSchedule:
 
     ``minimum_inner_step``: nothing of an outer step is uploaded before it, unless that would come
     too late for validators, who refuse inner step 0 only. ``age_limit``: of a file.
-    ``published_at``: of what the bucket held at the
-    start.
+    ``published_at``: of what the bucket held at the start.
     """
 
     def __init__(
@@ -129,10 +128,7 @@ class UploadSchedule:
         self._warned: set[str] = set()
 
     def expect_round(self, at: float | None, period: float | None = None) -> None:
-        """Expect the next round ``at`` this time, None if unknown or overdue.
-
-        ``period`` in seconds.
-        """
+        """Expect the next round ``at`` this time, None if unknown or overdue. Seconds."""
         if at is not None or period is None:
             self._next_round_at = at
         self._period = period
@@ -333,7 +329,15 @@ class UploadSchedule:
     def _warnings(self, now: float) -> list[tuple[str, str]]:
         upload = self.upload_seconds or 0.0
         said = [] if self._steps < _TIMED_LEAST else self._pace_warnings(now, upload)
-        return said + self._age_warning(now, upload)
+        age = self.repo_age(now)
+        if age is None or age <= self.age_limit - SLACK - upload:
+            return said
+        why = "an upload is under way" if self._asked else "no step could be uploaded since"
+        return said + self._once(
+            f"age-{math.floor(age / 300)}",
+            f"⚠️  Repo age is {age:.0f}s, the limit {self.age_limit:.0f}s ({why}; an upload "
+            f"takes {upload:.0f}s): validators will soon score this miner 0",
+        )
 
     def _pace_warnings(self, now: float, upload: float) -> list[tuple[str, str]]:
         assert self.step_seconds is not None
@@ -376,19 +380,6 @@ class UploadSchedule:
                 "round.minimum_valid_inner_step",
             )
         return said
-
-    def _age_warning(self, now: float, upload: float) -> list[tuple[str, str]]:
-        age = self.repo_age(now)
-        if age is None or age <= self.age_limit - SLACK - upload:
-            return []
-        why = "no step could be uploaded since"
-        if self._asked is not None:
-            why = "an upload is under way"
-        return self._once(
-            f"age-{math.floor(age / 300)}",
-            f"⚠️  Repo age is {age:.0f}s, the limit {self.age_limit:.0f}s ({why}; an upload "
-            f"takes {upload:.0f}s): validators will soon score this miner 0",
-        )
 
     def _once(self, name: str, text: str) -> list[tuple[str, str]]:
         if name in self._warned:

@@ -274,24 +274,22 @@ class UploadLoop:
                 self._uplink.stop()
         with self._wake:
             match message:
-                case Submission():
-                    self._queue(message)
+                case Submission(folder, revision):
+                    for held in (self._current, self._waiting):
+                        if held is not None and held.revision == revision:
+                            # Found in the journal and sent again by a restart; or the same step
+                            # once more, by a miner that went back to a checkpoint: one upload of a
+                            # step is enough.
+                            if folder != held.folder:
+                                self._forget(folder)
+                            return
+                    if self._waiting is not None:
+                        reason = f"superseded by {revision.tag} before it was sent"
+                        self._failed(self._waiting, reason)
+                    self._waiting = message
                 case PeerId(peer_id):
                     self._peer_id = peer_id
             self._wake.notify_all()
-
-    def _queue(self, new: Submission) -> None:
-        for held in (self._current, self._waiting):
-            if held is not None and held.revision == new.revision:
-                # Found in the journal and sent again by a restart; or the same step once more, by a
-                # miner that went back to a checkpoint: one upload of a step is enough.
-                if new.folder != held.folder:
-                    self._forget(new.folder)
-                return
-        if self._waiting is not None:
-            reason = f"superseded by {new.revision.tag} before it was sent"
-            self._failed(self._waiting, reason)
-        self._waiting = new
 
     def _failed(self, submission: Submission, reason: str) -> None:
         """Report a failure: without it nothing would ever be submitted again."""
