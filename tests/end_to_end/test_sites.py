@@ -54,42 +54,16 @@ def addresses(machine: Machine) -> list[str]:
 
 
 @dataclass
-class Standing:
-    """Hold what the validator's ledger may not lose: uids, ratings, and successful rounds."""
-
-    path: Path
-    rounds: int = 0
-    rated: dict[str, str] = field(default_factory=dict)  # hotkey by uid
-
-    def look(self) -> None:
-        try:
-            ledger = json.loads(self.path.read_text())
-        except FileNotFoundError:
-            assert not self.rated, "the ledger is gone"
-            return
-        assert ledger["successful_rounds"] >= self.rounds, (ledger, self)
-        self.rounds = ledger["successful_rounds"]
-        hotkeys = {uid: entry["hotkey"] for uid, entry in ledger["entries"].items()}
-        assert self.rated.items() <= hotkeys.items(), (ledger, self)
-        for uid, place in ledger["board"].items():
-            if place["sigma"] != 25 / 3:
-                self.rated[uid] = hotkeys[uid]
-            assert uid not in self.rated or place["sigma"] != 25 / 3, (ledger, self)
-
-
-@dataclass
 class Run:
     """The network while it trains."""
 
     network: Founded
     programs: dict[str, Program]
     folders: dict[str, Path]
-    standing: Standing
     taken: dict[int, dict[str, Any]] = field(default_factory=dict)  # by the validator, by number
 
     def look(self) -> None:
         """Read what was done since the last look. Nothing may have ended."""
-        self.standing.look()
         self.taken = outer_steps(self.folders["validator"])
         for name, program in self.programs.items():
             assert program.status is None, (name, program.said[-3000:])
@@ -128,7 +102,7 @@ def found(network: Founded) -> tuple[Run, str]:
     programs = {"registry": registry, "front": front, "validator": validator}
     programs |= {who: network.join(who, *addresses(machines[who])) for who in JOINERS}
     folders = {who: network.run_folder(who) for who in ("validator", *JOINERS)}
-    return Run(network, programs, folders, Standing(folders["validator"] / "ledger.json")), url
+    return Run(network, programs, folders), url
 
 
 def test_sites_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,7 +121,6 @@ def test_sites_train_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         run.programs.pop("validator").stop()  # first: no other round begins
         run.go_on(lambda: run.settled(step), "its weights at all miners")
         network.stop()
-        run.standing.look()
         show(run, step, first)
         got_nothing(run, stranger)
 
@@ -166,7 +139,9 @@ def show(run: Run, step: int, first: float) -> None:
     print(f"held-out loss {losses[0]['before']:.4f} -> {losses[-1]['after']:.4f}, weights {apart}")
     assert losses[-1]["after"] < losses[0]["before"]
     assert all(distance <= 1e-5 for distance in apart.values()), apart
-    assert run.standing.rounds == step and len(run.standing.rated) == len(JOINERS)
+    ledger = json.loads((run.folders["validator"] / "ledger.json").read_text())
+    rated = [uid for uid, place in ledger["board"].items() if place["sigma"] != 25 / 3]
+    assert ledger["successful_rounds"] == step and len(rated) == len(JOINERS), ledger
 
 
 # --- the stranger ---------------------------------------------------------------------------------

@@ -92,14 +92,6 @@ def test_a_port_that_is_taken_costs_a_line(launched: Callable[..., Launched]) ->
         assert miner.listening and miner.process.poll() is None
 
 
-def test_the_world_is_not_served_without_a_token(launched: Callable[..., Launched]) -> None:
-    miner = launched("--neuron.page_port", "0", "--neuron.page_host", "0.0.0.0")
-    wait_for(lambda: "nothing is served without a token" in miner.output, "the line")
-    (line,) = [x for x in miner.output.splitlines() if "error: " in x]
-    assert "WARNING" in line and "--neuron.page_host 0.0.0.0" in line and "page: " not in line
-    assert miner.listening and miner.process.poll() is None
-
-
 def test_the_miners_secrets_are_neither_in_it_nor_served(
     launched: Callable[..., Launched], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -245,3 +245,15 @@ def test_the_files_that_a_miner_runs_through_are_in_the_architectures_page(tmp_p
     files = json.loads((tmp_path / "files.json").read_text())
     page = (SCRIPT.parents[2] / "docs" / "architecture.md").read_text()
     assert len(files) > 20 and {name for name in files if name not in page} == set()
+
+
+def test_a_miner_of_toys_takes_inner_steps_an_outer_step_and_uploads(tmp_path: Path) -> None:
+    """All kinds of things that somebody may add, from outside of the package and in one miner."""
+    ended = run("toys", tmp_path, 1)
+    assert ended["outer_steps"] == 1 and ended["rounds"] == 1 and len(ended["losses"]) >= 3
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["optimizer"] == "Lion" and found["uid"] == 0
+    assert found["commitment"] == ended["submitted"][-1]["tag"]
+    assert {"config.json", "gradients.pt", "model.safetensors"} <= set(found["files"])
+    assert found["gradient"] == ["weightscale", "weightsigns"], "of the toy compression"
+    assert "toy_loss_bits" in found["metrics"] and "toy_load" in found["metrics"]
