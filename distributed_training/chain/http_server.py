@@ -131,16 +131,6 @@ def _parse(raw: bytes) -> tuple[str, str, dict[str, str], bool]:
 _parse_again = functools.lru_cache(maxsize=512)(_parse)
 
 
-def body_length(head: Head, most: int) -> int:
-    """Return a body's length. Raises Refused if it is not given, or too large."""
-    if "transfer-encoding" in head.headers:
-        raise Refused(Refusal.LENGTH)
-    length = int(head.headers.get("content-length", "0"))  # h11 saw that it is digits
-    if length > most:
-        raise Refused(Refusal.TOO_LARGE)
-    return length
-
-
 def parse_fields(body: bytes) -> dict[str, Any]:
     """Return the JSON object of a body; an empty body is an empty object. Raises Refused."""
 
@@ -154,12 +144,6 @@ def parse_fields(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise Refused(Refusal.MALFORMED)
     return fields
-
-
-def reply_bytes(status: int, content: dict[str, Any]) -> bytes:
-    # The header is what a legacy caller takes for success.
-    more = {"bt_header_axon_status_code": str(status)}
-    return whole_reply(status, json.dumps(content).encode(), "application/json", more)
 
 
 def whole_reply(status: int, body: bytes, kind: str, headers: Mapping[str, str]) -> bytes:
@@ -210,7 +194,12 @@ class Exchange:
             why = Refusal.SILENT if silent else Refusal.TIMEOUT
             self._server.refused(why, None, self._address)
             return False
-        whole = reply if isinstance(reply, bytes) else reply_bytes(status, reply)
+        if isinstance(reply, bytes):
+            whole = reply
+        else:
+            # The header is what a legacy caller takes for success.
+            more = {"bt_header_axon_status_code": str(status)}
+            whole = whole_reply(status, json.dumps(reply).encode(), "application/json", more)
         if not stays:
             whole = whole.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
         return await _sent(connection, whole) and stays
@@ -238,7 +227,12 @@ class Exchange:
                 return False
             end += len(_END_OF_HEAD)
             self._head = parse_head(bytes(self._received[:end]), self._address)
-            self._length = body_length(self._head, self._server.max_body)
+            if "transfer-encoding" in self._head.headers:
+                raise Refused(Refusal.LENGTH)
+            # h11 saw that it is digits.
+            self._length = int(self._head.headers.get("content-length", "0"))
+            if self._length > self._server.max_body:
+                raise Refused(Refusal.TOO_LARGE)
             # What the head alone decides is refused before any of the body is waited for.
             self._claim = self._server.check_head(self._head)
             del self._received[:end]

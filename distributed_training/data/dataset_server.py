@@ -195,8 +195,13 @@ class RowsApiSource:
     def num_rows(self) -> Mapping[str, int]:
         # Held while the server is asked: its threads want the same table, asked for once.
         with self._lock:
-            if not self._table:
-                self._recall_table()
+            if not self._table and self._cache is not None:
+                stored = self._cache.get(self._table_key)
+                if isinstance(stored, dict):
+                    table = {str(config): int(rows) for config, rows in stored["rows"].items()}
+                    # Else it was kept for another network.
+                    if self._pin.rows in (None, sum(table.values())):
+                        self._table, self._table_at = table, float(stored["at"])
             now = time.time()
             # Kept while a clock was ahead, a table is of the future: that is no young one.
             age = now - self._table_at
@@ -256,15 +261,6 @@ class RowsApiSource:
     def _ask_table_later(self) -> None:
         wait = min(self._settings.table_age.total_seconds(), _ASK_AGAIN)
         self._ask_table_at = time.monotonic() + wait
-
-    def _recall_table(self) -> None:
-        stored = self._cache.get(self._table_key) if self._cache is not None else None
-        if isinstance(stored, dict):
-            table = {str(config): int(rows) for config, rows in stored["rows"].items()}
-            if self._pin.rows not in (None, sum(table.values())):
-                return  # kept for another network
-            self._table = table
-            self._table_at = float(stored["at"])
 
     def _fetch_table(self) -> tuple[dict[str, int], int]:
         """Fetch the table, and how many configs the server left out.
