@@ -217,24 +217,21 @@ class EventFollower:
     def poll(self) -> list[dict[str, Any]]:
         """Return the events completed since the last call; none if there is no file yet."""
         events = [*self._events()]
-        if self._rotated():
+        if self._file is None:
+            return events
+        try:
+            now, ours = self.path.stat(), os.fstat(self._file.fileno())
+        except FileNotFoundError:
+            return events  # between the rename and the new file
+        # Rotated, or cut short by logrotate's copytruncate or "> events.jsonl": beyond the end
+        # nothing is ever read.
+        if now.st_ino != ours.st_ino or now.st_size < self._file.tell():
             # Once more before it is closed: the writer may have written between our read and its
             # rename.
-            events += self._events()  # what came between our read and the rotation
+            events += self._events()
             self.close()
             events += self._events()
         return events
-
-    def _rotated(self) -> bool:
-        """Return whether ``path`` is now another file than the one we read, or was cut short."""
-        if self._file is None:
-            return False
-        try:
-            now, ours = self.path.stat(), os.fstat(self._file.fileno())
-            # logrotate's copytruncate, or "> events.jsonl": beyond the end nothing is ever read.
-            return now.st_ino != ours.st_ino or now.st_size < self._file.tell()
-        except FileNotFoundError:
-            return False  # between the rename and the new file
 
     def _from_end(self, count: int) -> Iterator[dict[str, Any]]:
         try:
