@@ -35,6 +35,7 @@ from distributed_training.common.memory import (
 )
 from distributed_training.common.ports import listen
 from distributed_training.config import Config, ConfigError, problems
+from distributed_training.config.settings import TrainingSettings
 from distributed_training.data.sources import kind_of
 from distributed_training.health.gpus import (
     accumulation_steps,
@@ -238,6 +239,7 @@ def memory_checks(examination: Examination) -> list[Check]:
         cuda=gpu is not None,
         loss_chunk=loss_chunk(gpu),
         train_in_rounds=examination.config.miner.train_in_rounds,
+        moments=count_moments(training),
     )
     return check_memory(
         device_memory(shape, how),
@@ -245,6 +247,17 @@ def memory_checks(examination: Examination) -> list[Check]:
         device_bytes=gpu,
         host_bytes=host_bytes(),
     )
+
+
+def count_moments(training: TrainingSettings) -> int:
+    """Count the tensors that the network's inner optimizer keeps of a parameter."""
+    if training.optimizer == "adamw":
+        return 2  # without torch, for which the checks at a start have no time
+    from distributed_training.training.inner_optimizer import find_state
+
+    with contextlib.suppress(ConfigError):  # unknown, or refused: the miner says so itself
+        return len(find_state(training).rows)
+    return 2
 
 
 def check_memory(
@@ -332,6 +345,7 @@ def _ways(
             offload_optimizer=offload,
             cuda=cuda,
             train_in_rounds=config.miner.train_in_rounds,
+            moments=count_moments(config.training),
         )
         needs: list[tuple[str, float]] = [("host memory", host_memory(shape, how))]
         yield needs + ([("GPU memory", device_memory(shape, how))] if cuda else [])
@@ -347,7 +361,8 @@ def check_room(examination: Examination) -> list[Check]:
     needed = max(round(config.diagnostics.minimum_disk_gb * 1e9), DISK_RESERVE)
     folder = config.run_folder.absolute()
     if shape is not None:
-        most = disk_space(shape, keep_checkpoints=config.miner.keep_checkpoints).total
+        keep, moments = config.miner.keep_checkpoints, count_moments(config.training)
+        most = disk_space(shape, keep_checkpoints=keep, moments=moments).total
         # What is there is part of the need: counted twice, a restart on a disk of the documented
         # size would be refused.
         needed += max(0, most - bytes_under(folder))

@@ -27,7 +27,7 @@ from distributed_training.health.clock import (
     chain_offset,
     store_offset,
 )
-from distributed_training.health.machine import Entry, Examination
+from distributed_training.health.machine import Entry, Examination, count_moments
 from distributed_training.node.buckets import check_own, commitment_text, open_own, own_commitment
 from distributed_training.node.identity import (
     check_global_state,
@@ -324,7 +324,7 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
     finding = f"{8 * speed / 1e6:.0f} Mbit/s up, on one connection"
     if shape is None:
         return Check("line", "ok", finding)
-    seconds = snapshot_bytes(shape.tensors) / speed
+    seconds = snapshot_bytes(shape.tensors, count_moments(config.training)) / speed
     limit = config.store.longest_transfer
     finding += f": an upload takes about {seconds / 60:.0f} min"
     if seconds < 0.5 * limit.total_seconds():

@@ -33,7 +33,7 @@ from distributed_training.chain.base import Neuron
 from distributed_training.common.memory import ModelShape, disk_space
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import MinerSettings
-from distributed_training.health.machine import bytes_under
+from distributed_training.health.machine import bytes_under, count_moments
 from distributed_training.node.buckets import PeerBuckets
 from distributed_training.node.identity import follow_chain, miners_of
 from distributed_training.protocol import keys
@@ -117,7 +117,7 @@ def read_judged(
         )
         schema = parameter_schema(model_config)
         folder.mkdir(parents=True, exist_ok=True)
-        reserved = _kept_for_miners(miners, folder, model_config) if miners else 0
+        reserved = _kept_for_miners(miners, folder, model_config, config) if miners else 0
         return PublishedState(
             block=block,
             bpa=bpa,
@@ -154,13 +154,16 @@ def _weights(
     return load_weights(found / keys.MODEL, schema)
 
 
-def _kept_for_miners(miners: Path, folder: Path, model_config: Mapping[str, Any]) -> int:
+def _kept_for_miners(
+    miners: Path, folder: Path, model_config: Mapping[str, Any], config: Config
+) -> int:
     """Return the bytes that miners may still take, if their disk is ``folder``'s.
 
     Their run folders are in ``miners``.
     """
-    checkpoints = MinerSettings().keep_checkpoints
-    most = disk_space(ModelShape.from_config(model_config), keep_checkpoints=checkpoints).total
+    keep, moments = MinerSettings().keep_checkpoints, count_moments(config.training)
+    shape = ModelShape.from_config(model_config)
+    most = disk_space(shape, keep_checkpoints=keep, moments=moments).total
     # With checkpoints it is a miner's; a validator's or a subnet's takes no such room.
     runs = {path.parent for path in miners.glob("*/checkpoints")}
     # Of miners on another disk no room is taken.

@@ -27,7 +27,7 @@ from distributed_training.common.memory import (
 from distributed_training.common.ports import free_ports
 from distributed_training.common.proxies import VARIABLES
 from distributed_training.config import ConfigError, load_config
-from distributed_training.config.settings import StoreSettings
+from distributed_training.config.settings import StoreSettings, TrainingSettings
 from distributed_training.doctor import _DECISIVE, model_config
 from distributed_training.health import gpus, machine, outside
 from distributed_training.health.machine import (
@@ -247,7 +247,7 @@ def test_a_line_is_judged_by_the_time_an_upload_really_has(
     clock = SimpleNamespace(perf_counter=lambda: now)
     monkeypatch.setattr(outside, "time", clock)
     monkeypatch.setattr(S3ObjectStore, "from_settings", lambda *given, **fields: SlowStore())
-    config: Any = SimpleNamespace(store=StoreSettings(**given))
+    config: Any = SimpleNamespace(store=StoreSettings(**given), training=TrainingSettings())
     check = outside.check_line(config, "bucket", shape)
     assert check.status == verdict and said in check.finding
 
