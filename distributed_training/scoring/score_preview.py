@@ -65,7 +65,8 @@ from distributed_training.store.errors import NoRoomError, StoreError
 from distributed_training.store.snapshot_folder import size_text
 from distributed_training.training.compression import compression_of
 from distributed_training.training.model import parameter_schema
-from distributed_training.training.outer_step import OUTER_LEARNING_RATE, load_weights, model_bytes
+from distributed_training.training.outer_rule import OUTER_LEARNING_RATE
+from distributed_training.training.outer_step import load_weights, model_bytes
 
 log = logging.getLogger(__name__)
 

@@ -122,40 +122,34 @@ class Parts:
         self._folder, self._name = folder, name
         self._schema, self._stream, self._layout = schema, stream, stream.layout
         self._files: dict[int, dict[str, Any]] = {}  # part: by each tensor's name, its open file
-        self.manifest = self._gather_manifests()  # of one part; its state is that of all
+        found, problem = None, "it is incomplete"
+        try:
+            found = next(manifests_in(folder / name), None)
+        except DAMAGE as error:
+            problem = in_words(error)
+        # Every rank takes part before any of them raises: one that left alone would hold the others
+        # in the next collective.
+        everywhere = stream.all_gather((found, problem))
+        manifests = [manifest for manifest, _ in everywhere if manifest is not None]
+        if len(manifests) < len(everywhere):
+            raise CheckpointError(next(why for manifest, why in everywhere if manifest is None))
+        self.manifest = manifests[0]  # of one part; its state is that of all
         self._count = int(self.manifest["world_size"])
         replicas = self.manifest.get("replicas", 1)
         #: Every rank has what was its alone.
         self.exact = (self._count, replicas) == (self._layout.shards, self._layout.replicas)
         self._epoch = folder / f"epoch-{self.manifest['state']['epoch_id']}-of-{self._count}"
-        self._kinds = self._open_parts()
-
-    def _gather_manifests(self) -> dict[str, Any]:
-        found, problem = None, "it is incomplete"
-        try:
-            found = next(manifests_in(self._folder / self._name), None)
-        except DAMAGE as error:
-            problem = in_words(error)
-        # Every rank takes part before any of them raises: one that left alone would hold the others
-        # in the next collective.
-        everywhere = self._stream.all_gather((found, problem))
-        manifests = [manifest for manifest, _ in everywhere if manifest is not None]
-        if len(manifests) < len(everywhere):
-            raise CheckpointError(next(why for manifest, why in everywhere if manifest is None))
-        return manifests[0]
-
-    def _open_parts(self) -> set[str]:
-        """Open the parts with this rank's rows, and its own. Return the kinds of state in them."""
+        # This rank's own part, and those with its rows.
         shard = self._layout.shard
-        parts = {part for _, shape in self._schema for part, _, _ in self._pieces(shape[0])}
+        parts = {part for _, shape in schema for part, _, _ in self._pieces(shape[0])}
         parts |= {shard} if self.exact else set()
         problems = [self._problem(part) for part in sorted(parts or {0})]
         kinds = {_kind(key) for files in self._files.values() for key in files if _kind(key)}
-        answers = self._stream.all_gather((problems, kinds))
-        for found, _ in answers:
-            for problem in filter(None, found):
+        answers = stream.all_gather((problems, kinds))
+        for found_problems, _ in answers:
+            for problem in filter(None, found_problems):
                 raise CheckpointError(problem)
-        return set().union(*(kinds for _, kinds in answers))
+        self._kinds = set().union(*(kinds for _, kinds in answers))
 
     def _problem(self, part: int) -> str | None:
         """Open ``part`` in this machine's folder; return the reason if that fails."""
@@ -440,7 +434,14 @@ class Checkpointer:
         if self._lead:
             try:
                 if self._prune(name):
-                    self._log_written(name, parsed["progress"])
+                    size = sum(path.stat().st_size for path in (self._folder / name).iterdir())
+                    log.info(
+                        "Checkpoint written: outer step %d, inner step %d (%.1f MB in %.1f s)",
+                        parsed["progress"]["outer_step"],
+                        parsed["progress"]["inner_step"],
+                        size / 1e6,
+                        self.seconds,
+                    )
                 # Read by the launcher: a stop must have the time for one.
                 write_json(self._folder / "last.json", {"name": name, "seconds": self.seconds})
             except (OSError, ValueError, KeyError) as error:
@@ -454,16 +455,6 @@ class Checkpointer:
         # A disk may be full for hours, and the log is on it. The text names another file each time.
         if (again := self._repeats((type(error), getattr(error, "errno", None)))) is not None:
             log.error("Checkpoint %s was not written (%s); %s%s", name, why, restart, again)
-
-    def _log_written(self, name: str, progress: Mapping[str, Any]) -> None:
-        size = sum(path.stat().st_size for path in (self._folder / name).iterdir())
-        log.info(
-            "Checkpoint written: outer step %d, inner step %d (%.1f MB in %.1f s)",
-            progress["outer_step"],
-            progress["inner_step"],
-            size / 1e6,
-            self.seconds,
-        )
 
     def _write_files(
         self,

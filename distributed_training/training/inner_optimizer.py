@@ -284,28 +284,19 @@ class InnerOptimizer:
         self._optimizers = [factory(part, settings) for part in parts]
         # Of a rank that has no rows as well: for what the optimizer says of itself.
         self._model = factory([nn.Parameter(torch.zeros(1))], settings)
-        self._places: list[Tensor] = []
-        if offload:
-            self._make_places()
-        else:
-            for bucket, indices in enumerate(self._buckets):
-                for i in indices:
-                    self._attach(bucket, i, {name: self.state[name][i] for name in names.rows})
-
-    def _make_places(self) -> None:
-        """Allocate the state of the largest bucket, twice; buckets take turns."""
-        kinds = self._names.rows
-        sizes = [len(kinds) * sum(self._params[i].numel() for i in b) for b in self._buckets]
-        count = min(2, len(sizes))
-        self._places = [torch.empty(max(sizes), device=self._device) for _ in range(count)]
+        # When offloaded, room for the state of the largest bucket, twice: buckets take turns.
+        sizes = [len(names.rows) * sum(p.numel() for p in part) for part in parts]
+        count = min(2, len(sizes)) if offload else 0
+        places = [torch.empty(max(sizes), device=device) for _ in range(count)]
         for number, bucket in enumerate(self._buckets):
-            rest = self._places[number % 2]
+            start = 0
             for i in bucket:
-                size, shape = self._params[i].numel(), self._params[i].shape
-                parts = rest.split([*[size] * len(kinds), len(rest) - size * len(kinds)])
-                views = [part.view(shape) for part in parts[:-1]]
-                self._attach(number, i, dict(zip(kinds, views, strict=True)))
-                rest = parts[-1]
+                rows = {name: self.state[name][i] for name in names.rows}
+                if offload:
+                    for name, kept in rows.items():
+                        room = places[number % 2][start : start + kept.numel()]
+                        rows[name], start = room.view(kept.shape), start + kept.numel()
+                self._attach(number, i, rows)
 
     def _attach(self, bucket: int, i: int, rows: dict[str, Tensor]) -> None:
         """Make ``rows`` and counts of its own the state of parameter ``i``."""
@@ -328,10 +319,10 @@ class InnerOptimizer:
 
     def published_group(self, rate: float, peak: float, names: Sequence[str]) -> dict[str, Any]:
         """Return the one parameter group of an upload; ``rate``: the present learning rate."""
-        group = self._model.param_groups[0]
-        here = {"lr": rate, "foreach": None, "fused": None} | {"params": list(names)}
-        kept = {key: here.get(key, value) for key, value in group.items() if key != "params"}
-        return kept | {"initial_lr": peak, "params": here["params"]}
+        here = {"lr": rate, "foreach": None, "fused": None}
+        group = self._model.param_groups[0].items()
+        kept = {key: here.get(key, value) for key, value in group if key != "params"}
+        return kept | {"initial_lr": peak, "params": list(names)}
 
     def counts(self) -> dict[str, float]:
         """Return the single numbers that the optimizer keeps, alike for all parameters."""
@@ -390,11 +381,27 @@ class InnerOptimizer:
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate
-        if self.offload:
-            self._step_offloaded()
-        else:
+        if not self.offload:
             for optimizer in self._optimizers:
                 optimizer.step()
+        else:
+            last = len(self._buckets) - 1
+            computing = _Lane.current(self._device if self._coming.stream is not None else None)
+            self._coming.wait_for(computing)  # what it did with the places' memory before
+            if self._buckets:
+                self._fetch(0)
+            for bucket in range(last + 1):
+                if bucket < last:
+                    self._fetch(bucket + 1)
+                # On the stream of training: the next forward then needs no event to see the new
+                # weights.
+                with computing.after(self._coming, bucket, bucket):
+                    self._optimizers[bucket].step()
+                with self._leaving.after(computing, bucket, bucket):
+                    for host, place in self._moments(bucket):
+                        host.copy_(place, non_blocking=True)
+            # The host copies must be whole before a snapshot or the next step reads them.
+            self._leaving.finish()
         self.step_count += 1
         # A reference kept here would hold the gradients' memory through the next forward.
         for param in self._params:
@@ -412,22 +419,3 @@ class InnerOptimizer:
         with self._coming.after(self._leaving, bucket - 2, bucket):
             for host, place in self._moments(bucket):
                 place.copy_(host, non_blocking=True)
-
-    def _step_offloaded(self) -> None:
-        last = len(self._buckets) - 1
-        computing = _Lane.current(self._device if self._coming.stream is not None else None)
-        self._coming.wait_for(computing)  # what it did with the places' memory before
-        if self._buckets:
-            self._fetch(0)
-        for bucket in range(last + 1):
-            if bucket < last:
-                self._fetch(bucket + 1)
-            # On the stream of training: the next forward then needs no event to see the new
-            # weights.
-            with computing.after(self._coming, bucket, bucket):
-                self._optimizers[bucket].step()
-            with self._leaving.after(computing, bucket, bucket):
-                for host, place in self._moments(bucket):
-                    host.copy_(place, non_blocking=True)
-        # The host copies must be whole before a snapshot or the next step reads them.
-        self._leaving.finish()

@@ -237,7 +237,19 @@ def plan_memory(
         )
         need = device_memory(shape, how)
         fits = device_bytes is None or need <= device_bytes * MARGIN
-        note = _memory_note(how, need, per_block, None if fits else device_bytes)
+        size = f"{need / 1e9:.1f} GB" if need >= 1e8 else f"{need / 1e6:.0f} MB"
+        note = (
+            f"Memory: about {size} per rank. FSDP: "
+            f"{'a group per decoder layer' if per_block else 'one group'}, gathered "
+            f"weights {'kept through a step' if keep else 'dropped after use'}, "
+            f"gradients reduced at {'every' if sync_every else 'the last'} micro-batch, "
+            f"the optimizer's state in {'host' if offloads else 'device'} memory"
+        )
+        if device_bytes is not None and not fits:
+            note += (
+                f"; more than {MARGIN:.0%} of the device's {device_bytes / 1e9:.1f} GB: "
+                "if it runs out, use --neuron.activation_checkpointing full or more GPUs"
+            )
         chosen = MemoryPlan(per_block, keep, sync_every, offloads, need, note)
         if fits:
             break
@@ -248,20 +260,3 @@ def plan_memory(
 def _choices(value: str, on: str) -> list[bool]:
     """List the arrangements that the operator leaves open: off before on."""
     return [False, True] if value == "auto" else [value == on]
-
-
-def _memory_note(how: Arrangement, need: int, per_block: bool, too_little: int | None) -> str:
-    size = f"{need / 1e9:.1f} GB" if need >= 1e8 else f"{need / 1e6:.0f} MB"
-    note = (
-        f"Memory: about {size} per rank. FSDP: "
-        f"{'a group per decoder layer' if per_block else 'one group'}, gathered "
-        f"weights {'kept through a step' if how.keep_unsharded else 'dropped after use'}, "
-        f"gradients reduced at {'the last' if how.reduce_at_last else 'every'} micro-batch, "
-        f"the optimizer's state in {'host' if how.offload_optimizer else 'device'} memory"
-    )
-    if too_little is not None:
-        note += (
-            f"; more than {MARGIN:.0%} of the device's {too_little / 1e9:.1f} GB: "
-            "if it runs out, use --neuron.activation_checkpointing full or more GPUs"
-        )
-    return note

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -451,7 +452,19 @@ def find_micro_batch(
         # in a collective.
         problem = vote(_too_large(size, peaks, budget))
         if problem is None:
-            problem, seconds = _try(seconds_per_sequence, size, peaks, budget)
+            if budget is not None:
+                budget.forget_peak()
+            seconds = math.nan
+            with contextlib.suppress(torch.OutOfMemoryError):
+                seconds = seconds_per_sequence(size)
+            if math.isnan(seconds):  # and the error is gone, whose frames hold the activations
+                _free_memory()
+                problem = f"{size} does not fit the GPU's memory"
+            elif budget is not None:
+                peaks[size] = budget.peak()
+                if peaks[size] > budget.limit:
+                    share = peaks[size] / budget.limit
+                    problem = f"{size} would fill {share:.0%} of what may be filled"
             problem = vote(problem)
         if problem is not None:
             why = problem
@@ -482,28 +495,6 @@ def _too_large(size: int, peaks: Mapping[int, int], budget: DeviceBudget | None)
     if expected <= budget.limit:
         return None
     return f"{size} would take {expected / 1e9:.1f} of {budget.limit / 1e9:.1f} GB"
-
-
-def _try(
-    seconds_per_sequence: Callable[[int], float],
-    size: int,
-    peaks: dict[int, int],
-    budget: DeviceBudget | None,
-) -> tuple[str | None, float]:
-    if budget is not None:
-        budget.forget_peak()
-    seconds = None
-    with contextlib.suppress(torch.OutOfMemoryError):
-        seconds = seconds_per_sequence(size)
-    if seconds is None:  # and the error is gone, whose frames hold the activations
-        _free_memory()
-        return f"{size} does not fit the GPU's memory", 0.0
-    if budget is not None:
-        peaks[size] = budget.peak()
-        if peaks[size] > budget.limit:
-            share = peaks[size] / budget.limit
-            return f"{size} would fill {share:.0%} of what may be filled", 0.0
-    return None, seconds
 
 
 def _free_memory() -> None:

@@ -113,21 +113,6 @@ def hf_config(model_config: Mapping[str, Any]) -> Any:
         ) from error
 
 
-@contextlib.contextmanager
-def _sound_values() -> Iterator[None]:
-    """Raise UnfitModelError for what transformers raises over values of a ``config.json``."""
-    try:
-        yield
-    except ConfigError:
-        raise
-    except Exception as error:  # it checks some values itself, and trips over the others
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise UnfitModelError(
-            f"config.json has values that make no model ({why:.200}): fetch the global state again "
-            "or check store.global_bucket"
-        ) from error
-
-
 def build_meta_model(
     model_config: Mapping[str, Any],
     *,
@@ -142,10 +127,19 @@ def build_meta_model(
     """
     from transformers import AutoModelForCausalLM
 
-    with _parameters_on_meta(), _sound_values():
-        model: nn.Module = AutoModelForCausalLM.from_config(
-            hf_config(model_config), dtype=torch.float32, attn_implementation=attention
-        )
+    try:
+        with _parameters_on_meta():
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                hf_config(model_config), dtype=torch.float32, attn_implementation=attention
+            )
+    except ConfigError:
+        raise
+    except Exception as error:  # it checks some values itself, and trips over the others
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UnfitModelError(
+            f"config.json has values that make no model ({why:.200}): fetch the global state again "
+            "or check store.global_bucket"
+        ) from error
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     config: Any = model.config
     scaled = [

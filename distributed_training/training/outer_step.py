@@ -44,11 +44,9 @@ from distributed_training.protocol.types import AllReduceError, AllReduceFault, 
 from .collectives import ParameterShard, RowStream, on_host, to_host
 from .error_feedback import ErrorFeedback
 from .model import parameter_schema, without_extras
-from .outer_rule import OUTER_LEARNING_RATE, OUTER_MOMENTUM, OuterRule, nesterov_sgd
+from .outer_rule import OUTER_MOMENTUM, OuterRule, nesterov_sgd
 
 log = logging.getLogger(__name__)
-
-__all__ = ["OUTER_LEARNING_RATE", "OUTER_MOMENTUM", "nesterov_sgd"]
 
 
 @dataclass(frozen=True)
@@ -144,9 +142,18 @@ _local = partial(AllReduceError, AllReduceFault.LOCAL)
 @dataclass(frozen=True)
 class _Prepared:
     weights: list[Tensor]
-    present: list[Tensor]  # the weights, and what was trained while the swarm averaged
     momentum: list[Tensor]
-    epoch_id: str
+    present: list[Tensor]  # the weights, and what was trained while the swarm averaged
+    epoch_id: str = ""
+
+    def with_training_since(
+        self, written: list[Tensor], shards: Sequence[ParameterShard]
+    ) -> _Prepared:
+        """Add what was trained since the pseudo-gradient was written from those weights."""
+        # In the memory of what was written: whatever the vote, it is of no further use.
+        for rows, shard, outer in zip(written, shards, self.weights, strict=True):
+            rows.neg_().add_(on_host(shard.local)).add_(outer)
+        return replace(self, present=written)
 
 
 class Rows(NamedTuple):
@@ -364,24 +371,20 @@ class OuterStep:
             raise AllReduceError(AllReduceFault.NOT_FINITE)
         start = self.epoch_start
 
-        def moved() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        def take_step() -> _Prepared:
             before: Sequence[Tensor | None] = self.momentum or [None] * len(start)
             new = [
                 self.rule(*each, lr=self.learning_rate, mu=self.mu)
                 for each in zip(start, average, before, strict=True)
             ]
             weights, momentum = [each for each, _ in new], [each for _, each in new]
+            prepared = _Prepared(weights, momentum, weights)
             written, self._written = self._written, None
-            if written is None:
-                return weights, weights, momentum
-            # In the memory of what was written: whatever the vote, it is of no further use.
-            for rows, shard, outer in zip(written, self._shards, weights, strict=True):
-                rows.neg_().add_(on_host(shard.local)).add_(outer)
-            return weights, written, momentum
+            return prepared.with_training_since(written, self._shards) if written else prepared
 
         # It takes two new tensors for each parameter, so memory may run out on one rank alone.
-        new = self._stream.run_on_all(moved, _local)
-        self._prepared = _Prepared(*new, self._new_epoch_id())
+        prepared = self._stream.run_on_all(take_step, _local)
+        self._prepared = replace(prepared, epoch_id=self._new_epoch_id())
 
     @torch.no_grad()
     def commit(self) -> None:

@@ -225,7 +225,9 @@ def _recompute_and_compile(
 ) -> bool:
     """Set up activation checkpointing, then torch.compile; return whether blocks are compiled.
 
-    Wrapped, then compiled, then sharded: each must see the one before as part of the block.
+    Wrapped, then compiled, then sharded: each must see the one before as part of the block. In
+    backward ``full`` recomputes every block, ``selective`` every second, ``budget`` of each block
+    what costs least, until half of what it kept is gone, which torch.compile works out.
     """
     mode = settings.activation_checkpointing
     wanted = settings.compile == "on" or (settings.compile == "auto" and device.type == "cuda")
@@ -237,7 +239,14 @@ def _recompute_and_compile(
             "Activation checkpointing: every second decoder layer is recomputed, since only "
             "torch.compile, which is off, keeps to a budget"
         )
-    checkpoint_activations(model, mode)
+    # Of the process, and read at a block's first run, so it is set for every mode.
+    functorch_config.activation_memory_budget = ACTIVATION_BUDGET if mode == "budget" else 1.0
+    if mode in ("full", "selective"):
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        layers = blocks_of(model)
+        for index in range(0, len(layers), 2 if mode == "selective" else 1):
+            layers[index] = checkpoint_wrapper(layers[index])
     if compiled:
         # Shapes are fixed: a second size would otherwise make torch compile for any size, which is
         # slower ever after.
@@ -247,23 +256,6 @@ def _recompute_and_compile(
         how = "each decoder layer, for the one shape of a micro-batch"
         say(f"torch.compile: {how if problem is None else 'off: ' + problem}")
     return compiled
-
-
-def checkpoint_activations(model: nn.Module, mode: str) -> None:
-    """Make blocks recompute their activations in backward.
-
-    ``full``: every block; ``selective``: every second; ``budget``: of each block what costs least,
-    until half of what it kept is gone, which torch.compile works out when it compiles.
-    """
-    # Of the process, and read at a block's first run, so it is set for every mode.
-    functorch_config.activation_memory_budget = ACTIVATION_BUDGET if mode == "budget" else 1.0
-    if mode in ("none", "budget"):
-        return
-    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-
-    layers = blocks_of(model)
-    for index in range(0, len(layers), 2 if mode == "selective" else 1):
-        layers[index] = checkpoint_wrapper(layers[index])
 
 
 def _compiler_problem(device: torch.device) -> str | None:

@@ -22,7 +22,6 @@ import time
 import traceback
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -251,9 +250,17 @@ class SnapshotHandle:
         try:
             write(self)
         except BaseException as error:  # noqa: BLE001 - in a thread: whoever asks is told
-            # The handle keeps the error, the error its frames, this one too, and they the copies.
+            # The handle keeps the error, the error its frames, this one too, and they the copies,
+            # which the next snapshot waits for.
             del write
-            _drop_frames(error)
+            errors, seen = list[BaseException | None]([error]), set[int]()
+            while errors:
+                one = errors.pop()
+                if one is not None and id(one) not in seen:
+                    seen.add(id(one))
+                    traceback.clear_frames(one.__traceback__)
+                    errors += [one.__context__, one.__cause__]  # torch.save's has the disk's
+            del one
             gc.collect()  # Python 3.11.2 makes a cycle of an error that passes a @contextmanager
             self.error = error
         finally:
@@ -282,17 +289,6 @@ class SnapshotHandle:
         self.codes, self.contents, self.epoch = {}, {}, None
 
 
-def _drop_frames(failure: BaseException) -> None:
-    """Free what the frames of a failure hold: its copies, which the next snapshot waits for."""
-    errors, seen = list[BaseException | None]([failure]), set[int]()
-    while errors:
-        error = errors.pop()
-        if error is not None and id(error) not in seen:
-            seen.add(id(error))
-            traceback.clear_frames(error.__traceback__)
-            errors += [error.__context__, error.__cause__]  # torch.save's has the disk's
-
-
 def write_snapshot(
     state: SnapshotState, handle: SnapshotHandle, *, parts_timeout: timedelta
 ) -> None:
@@ -307,9 +303,17 @@ def write_snapshot(
     if not state.layout.on_node_0:
         handle.codes = {each.name: each.encode(handle.check) for each in state.directions}
         return
-    with ExitStack() as stack:
-        stack.push(lambda _, error, __: _tell_failure(handle.folder, state.rank, error))
+    try:
         _write_files(state, handle, parts_timeout)
+    except BaseException as error:
+        parts, why = handle.folder / _PARTS, f"{type(error).__name__}: {error}"
+        _gradient_part(parts, state.rank).unlink(missing_ok=True)  # a full disk needs the room
+        # To both: rank 0 may have its part and read no more of this rank, and the uploader would
+        # wait ten minutes for the rest.
+        for path in (_ready(parts, state.rank), _done_file(handle.folder, state.rank)):
+            with contextlib.suppress(OSError):
+                write_json(path, {"error": why})
+        raise
 
 
 def _write_files(state: SnapshotState, handle: SnapshotHandle, parts_timeout: timedelta) -> None:
@@ -321,7 +325,13 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle, parts_timeout: ti
     codes = {each.name: each.encode(handle.check) for each in state.directions}
     handle.codes = codes
     if state.rank != 0:
-        write_safetensors(_gradient_part(parts, state.rank), _part_tensors(state, codes))
+        part: dict[str, Tensor] = {}
+        for direction, made in codes.items():
+            for shard, code in zip(state.shards, made, strict=True):
+                if code is not None:
+                    for ending, tensor in zip(state.compression.endings, code, strict=True):
+                        part[f"{direction}/{shard.name}{ending}"] = tensor
+        write_safetensors(_gradient_part(parts, state.rank), part)
     # After the part: rank 0 reads it as soon as this is there. Without a sync: nothing reads it
     # after a crash, and rank 0 may have removed the folder before that began.
     write_json(_ready(parts, state.rank), {"error": None, "not_finite": bad_weights}, durable=False)
@@ -350,18 +360,6 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle, parts_timeout: ti
     # Last: where this is, the uploader takes the rank's files for whole.
     done = {"rank": state.rank, "world_size": state.layout.shards, "files": _listed(files)}
     write_json(_done_file(folder, state.rank), done)
-
-
-def _tell_failure(folder: Path, rank: int, error: BaseException | None) -> None:
-    """Report a failure to rank 0, which waits for this rank's part, and to the uploader."""
-    if error is not None:
-        parts, why = folder / _PARTS, f"{type(error).__name__}: {error}"
-        _gradient_part(parts, rank).unlink(missing_ok=True)  # a full disk needs the room
-        # To both: rank 0 may have its part and read no more of this rank, and the uploader would
-        # wait ten minutes for the rest.
-        for path in (_ready(parts, rank), _done_file(folder, rank)):
-            with contextlib.suppress(OSError):
-                write_json(path, {"error": why})
 
 
 def publish_instead(
@@ -455,18 +453,6 @@ def _ready(parts: Path, rank: int) -> Path:
 
 def _gradient_part(parts: Path, rank: int) -> Path:
     return parts / f"gradients.rank-{rank}.safetensors"
-
-
-def _part_tensors(
-    state: SnapshotState, codes: Mapping[str, Sequence[Code | None]]
-) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = {}
-    for direction, made in codes.items():
-        for shard, code in zip(state.shards, made, strict=True):
-            if code is not None:
-                for ending, part in zip(state.compression.endings, code, strict=True):
-                    tensors[f"{direction}/{shard.name}{ending}"] = part
-    return tensors
 
 
 def _wait_for_parts(

@@ -134,8 +134,15 @@ class Trainer:
         if settings.profile_steps:
             self._profiler = start_profiler(steps=settings.profile_steps, rank=self.rank)
         if isinstance(wanted, str):
-            size = measured_micro_batch(self.step, settings, end_step=self._try_end_of_step)
-            self.plan_micro_batches(size)
+
+            def end_step() -> None:
+                # Norm and optimizer, before there are weights: the optimizer is as new after it.
+                gradients = self.step.gradients()
+                self._sum_over_ranks(gradients)
+                self.optimizer.step(gradients, 0.0)
+                self.optimizer.reset()
+
+            self.plan_micro_batches(measured_micro_batch(self.step, settings, end_step=end_step))
 
     def _build_optimizers(self) -> None:
         settings, shards = self.settings, self.sharded.shards
@@ -501,13 +508,6 @@ class Trainer:
                 100 * rate / self.schedule.peak,
                 2 * total,
             )
-
-    def _try_end_of_step(self) -> None:
-        """Try norm and AdamW before there are weights; the optimizer is as new after it."""
-        gradients = self.step.gradients()
-        self._sum_over_ranks(gradients)
-        self.optimizer.step(gradients, 0.0)
-        self.optimizer.reset()
 
     def begin_schedule(self, network_steps: int) -> None:
         """Begin at the network's place in the learning rate's schedule, at a first start.

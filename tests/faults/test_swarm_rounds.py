@@ -25,7 +25,8 @@ from distributed_training.miner.events import Action, Mode
 from distributed_training.miner.global_state import TOLERANCE, drift
 from distributed_training.protocol.types import AllReduceResult, RoundRequest
 from distributed_training.swarm.swarm import HivemindSwarm
-from distributed_training.training.outer_step import Rows, nesterov_sgd
+from distributed_training.training.outer_rule import nesterov_sgd
+from distributed_training.training.outer_step import Rows
 from tests.tools.decided_miner import DecidedMiner, Published
 from tests.tools.swarm_world import REQUEST, everybody, open_swarms, signal_host
 

@@ -37,7 +37,7 @@ from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
 from distributed_training.training.local_evaluation import WeightsWorseThanGuess
-from distributed_training.training.outer_step import nesterov_sgd
+from distributed_training.training.outer_rule import nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
 from distributed_training.training.trainer import Trainer
 from tests.tools import torch_2_5

@@ -47,7 +47,8 @@ from distributed_training.scoring.evaluator import EvaluationModel
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoreError
 from distributed_training.telemetry import read_events
-from distributed_training.training.outer_step import GlobalState, nesterov_sgd
+from distributed_training.training.outer_rule import nesterov_sgd
+from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.program import Parts, build
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.gradient_file import build_payload

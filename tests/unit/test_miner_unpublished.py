@@ -32,11 +32,8 @@ from distributed_training.protocol.types import (
 )
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.local_evaluation import WeightsWorseThanGuess
-from distributed_training.training.outer_step import (
-    OuterOptimizerState,
-    nesterov_sgd,
-    save_outer_optimizer,
-)
+from distributed_training.training.outer_rule import nesterov_sgd
+from distributed_training.training.outer_step import OuterOptimizerState, save_outer_optimizer
 from tests.tools.decided_miner import RULES, DecidedMiner, Published
 from tests.tools.training_world import save_checkpoint, sequences, train, trainer, whole_weights
 

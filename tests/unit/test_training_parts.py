@@ -35,11 +35,11 @@ from distributed_training.training.model import (
     parameter_schema,
     tied_names,
 )
+from distributed_training.training.outer_rule import nesterov_sgd
 from distributed_training.training.outer_step import (
     OuterOptimizerState,
     load_outer_optimizer,
     load_weights,
-    nesterov_sgd,
     save_outer_optimizer,
 )
 from distributed_training.training.throughput import flops_per_token, peak_flops

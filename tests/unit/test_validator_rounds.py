@@ -24,7 +24,7 @@ from distributed_training.protocol import keys, synapses
 from distributed_training.protocol.metadata import Metadata, RoundNotes, parse_config
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Revision
 from distributed_training.store.errors import StoreError
-from distributed_training.training.outer_step import nesterov_sgd
+from distributed_training.training.outer_rule import nesterov_sgd
 from distributed_training.validator import rounds
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.rounds import _AT_ONCE, WEIGHT_OF_NOTHING, Attendance, each
