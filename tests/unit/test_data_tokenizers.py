@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from distributed_training.data.page_source import Counts
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.node.start import fetch_tokenizer
 from tests.tools.miner_parts import config_of
+from tests.tools.mutations import mutated
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -36,66 +36,18 @@ def a_folder(folder: Path, **config: Any) -> Path:
     return folder
 
 
-JUNK: list[Any] = [
-    *(None, True, -1, 3, 1e308, 2**40, "", "x", "\ud800", "\x00", [], [[]], {}, {"type": "BPE"}),
-    *("ByteLevel", "Regex", ["a"], {"content": "<eos>"}, {"a": {"b": [1]}}, "(?<x", "tok.Mine"),
-]
-
-
-def places(node: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Yield the way to each value of a JSON tree."""
-    if above:
-        yield above
-    if isinstance(node, (dict, list)):
-        for key in node if isinstance(node, dict) else range(len(node)):
-            yield from places(node[key], (*above, key))
-
-
-def mutated(draw: random.Random, text: str) -> bytes:
-    """Return a file with a value replaced, removed or repeated, or with bytes of it changed."""
-    if draw.random() < 0.25:
-        data = bytearray(text.encode())
-        kind = draw.randrange(3)
-        at = draw.randrange(len(data))
-        if kind == 0:
-            return bytes(data[:at])
-        if kind == 1:
-            return bytes(data[:at] + data[at // 2 :])
-        for _ in range(draw.choice((1, 1, 5))):
-            data[draw.randrange(len(data))] = draw.randrange(256)
-        return bytes(data)
-    tree = json.loads(text)
-    all_ways = list(places(tree))
-    # Most values are of the vocabulary.
-    few = [way for way in all_ways if "vocab" not in way]
-    for _ in range(draw.choice((1, 1, 2))):
-        *way, last = draw.choice(few if draw.random() < 0.8 else all_ways)
-        node = tree
-        try:
-            for key in way:
-                node = node[key]
-            if draw.random() < 0.3:
-                del node[last]
-            else:
-                node[last] = draw.choice(JUNK)
-        except (LookupError, TypeError):  # what was there is junk by now
-            continue
-    return json.dumps(tree).encode("utf-8", "surrogatepass")
-
-
 def test_damaged_files_are_refused_in_one_line_or_work(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], cases: int = 80
 ) -> None:
     """Nothing but a line comes of them, nobody is asked anything, and no row ends a worker."""
     draw, refused = random.Random(3), 0
-    good = {path.name: path.read_text() for path in a_folder(tmp_path / "good").iterdir()}
+    good = {path.name: path.read_bytes() for path in a_folder(tmp_path / "good").iterdir()}
     for i in range(cases):
         folder = tmp_path / str(i)
         folder.mkdir()
         which = draw.choice(list(good))
-        for name, text in good.items():
-            data = mutated(draw, text) if name == which else text.encode()
-            (folder / name).write_bytes(data)
+        for name, data in good.items():
+            (folder / name).write_bytes(mutated(draw, name, data) if name == which else data)
         try:
             path, eos = build_tokenizer(str(folder), tmp_path / "made")
         except ValueError as error:

@@ -247,24 +247,6 @@ def test_no_memory_is_taken_for_values_that_are_no_numbers() -> None:
         tracemalloc.stop()
 
 
-@settings(max_examples=150, deadline=None)
-@given(st.data())
-def test_damage_is_refused_or_harmless(data: st.DataObject) -> None:
-    """Whatever bytes come, they are a part, the end of the stream, or an OSError."""
-    good = bytearray(hiveminds(part_of(ramp(64), code=4, group_id=b"g" * 20, weight=1.0)))
-    for _ in range(data.draw(st.integers(1, 4))):
-        good[data.draw(st.integers(0, len(good) - 1))] = data.draw(st.integers(0, 255))
-    cut = data.draw(st.integers(0, len(good)))
-
-    async def attempt(stream: Stream) -> None:
-        with contextlib.suppress(OSError):
-            arriving = await wire.begin(stream, part_bytes=PART_BYTES)
-            if arriving is not None:
-                await wire.finish(stream, arriving, torch.zeros(64))
-
-    received(bytes(good[:cut]), attempt)
-
-
 def test_a_stream_that_ends_in_the_middle_is_an_error() -> None:
     whole = hiveminds(part_of(ramp(1000)))
     for cut in (0, 5, 9, 40, 2000):
