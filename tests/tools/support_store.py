@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import io
 import json
+import threading
+import time
 import uuid
 from collections.abc import Iterator
 from datetime import timedelta
@@ -26,8 +29,10 @@ from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store.journal import Journal, Submission
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.transfer import Retry
-from distributed_training.store.uploader_process import Publication
+from distributed_training.store.uploader import Close, Start
+from distributed_training.store.uploader_process import Publication, UploadLoop
 from tests.tools.gradient_file import build_payload
+from tests.tools.waiting import wait_for
 
 PEER_ID = "12D3KooWHDMAeP3zKHrALtREoc2vfYQL7HhsMN7WBvft7hgBCRhK"
 RUN = 5
@@ -65,6 +70,29 @@ def new_bucket(server: ObjectStoreServer, settings: StoreSettings) -> S3ObjectSt
     store = S3ObjectStore.from_settings(settings, bucket=name, write=True)
     store.create_bucket()
     return store
+
+
+@contextlib.contextmanager
+def uploading(
+    settings: StoreSettings, store: Any, folder: Path, snapshots: Path | None = None
+) -> Iterator[tuple[UploadLoop, list[object]]]:
+    """Run an upload loop with a journal in ``folder``; what it sends to rank 0."""
+    messages: list[object] = []
+    began = None if snapshots is None else time.time()
+    start = Start(settings, "bucket", folder, snapshots, miner_began=began)
+    loop = UploadLoop(start, store, messages.append)
+    thread = threading.Thread(target=loop.run, daemon=True)
+    thread.start()
+    try:
+        yield loop, messages
+    finally:
+        loop.receive(Close())
+        thread.join(30)
+    assert not thread.is_alive()
+    wait_for(
+        lambda: not any(t.name.startswith("_keep_") for t in threading.enumerate()),
+        what="the threads beside it to end",
+    )
 
 
 def write_snapshot(

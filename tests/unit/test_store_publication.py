@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import hashlib
@@ -11,7 +10,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -36,13 +35,13 @@ from distributed_training.store.s3 import endpoint_of
 from distributed_training.store.snapshot_folder import prune_snapshots, wait_complete
 from distributed_training.store.transfer import Retry
 from distributed_training.store.uplink import Uplink
-from distributed_training.store.uploader import Close, Start
 from distributed_training.store.uploader_process import Publication
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.support_store import (
     PEER_ID,
     assert_published,
     finish_rank,
+    uploading,
     write_snapshot,
 )
 from tests.tools.waiting import wait_for
@@ -74,26 +73,6 @@ def run(
 def publisher(store: MemoryObjectStore, folder: Path, **changes: object) -> Publication:
     settings = dataclasses.replace(SETTINGS, **changes)  # type: ignore[arg-type]
     return Publication(store, Journal(folder / "uploads.json"), settings, "me")
-
-
-@contextlib.contextmanager
-def uploading(
-    store: MemoryObjectStore, folder: Path, snapshots: Path | None = None, **changes: object
-) -> Iterator[tuple[uploader_process.UploadLoop, list[object]]]:
-    """Run an upload loop with a journal in ``folder``; what it sends to rank 0."""
-    messages: list[object] = []
-    settings = dataclasses.replace(SETTINGS, **changes)  # type: ignore[arg-type]
-    began = None if snapshots is None else time.time()
-    start = Start(settings, "bucket", folder, snapshots, miner_began=began)
-    loop = uploader_process.UploadLoop(start, store, messages.append)
-    thread = threading.Thread(target=loop.run, daemon=True)
-    thread.start()
-    try:
-        yield loop, messages
-    finally:
-        loop.receive(Close())
-        thread.join(30)
-    assert not thread.is_alive()
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -304,7 +283,7 @@ def test_a_disk_that_is_away_ends_neither_uploads_nor_the_cleanup(
     store.put("epoch-0/config.json", b"x")
     files = write_snapshot(tmp_path / "s", REVISION, world_size=1)
     away = tmp_path / ("x" * 300)  # no disk lists it
-    with uploading(store, tmp_path, away) as (loop, messages):
+    with uploading(SETTINGS, store, tmp_path, away) as (loop, messages):
         loop.receive(Submission(tmp_path / "s", REVISION, 1, PEER_ID))
         wait_for(lambda: not store.list_objects("epoch-0"), seconds=60, what="the cleanup")
         reports = [m for m in messages if isinstance(m, PublicationReport)]
@@ -344,7 +323,7 @@ def test_a_crowded_bucket_is_cleaned_and_no_publication_waits_for_it(
         store.create_multipart(f"epoch-1/{number}")
     store._before = before
     files = write_snapshot(tmp_path / "s", REVISION, world_size=1)
-    with uploading(store, tmp_path) as (loop, messages):
+    with uploading(SETTINGS, store, tmp_path) as (loop, messages):
         wait_for(lambda: len(held_up) > 1, what="the cleanup under way")
         loop.receive(Submission(tmp_path / "s", REVISION, 1, PEER_ID))
         reports = wait_for(
@@ -513,7 +492,7 @@ def test_a_thread_that_keeps_the_bucket_outlives_an_error_that_nobody_expected(
 
     store = MemoryObjectStore(before=before, clock=lambda: time.time() - 2 * 3600)
     store._uploads["old"] = ("epoch-0/a", 0.0, {})
-    with uploading(store, tmp_path):
+    with uploading(SETTINGS, store, tmp_path):
         wait_for(lambda: cleanup.OWNER_KEY in store._objects, what="the claim")
         wait_for(lambda: not store._uploads, what="the cleanup")
     assert failed == {"put", "list_multiparts"}

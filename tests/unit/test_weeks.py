@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
@@ -17,10 +15,9 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.store import cleanup
 from distributed_training.store.journal import Submission
-from distributed_training.store.uploader import Close, PeerId, Start
-from distributed_training.store.uploader_process import UploadLoop
+from distributed_training.store.uploader import PeerId
 from tests.tools.memory_store import MemoryObjectStore
-from tests.tools.support_store import PEER_ID, write_snapshot
+from tests.tools.support_store import PEER_ID, uploading, write_snapshot
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(240)
@@ -50,34 +47,13 @@ class Left:
         )
 
 
-@contextmanager
-def uploader(
-    folder: Path, store: MemoryObjectStore, messages: list[object]
-) -> Iterator[UploadLoop]:
-    start = Start(SETTINGS, "bucket", folder, folder / "snapshots", miner_began=0.0)
-    loop = UploadLoop(start, store, messages.append)
-    thread = threading.Thread(target=loop.run, daemon=True)
-    thread.start()
-    try:
-        yield loop
-    finally:
-        loop.receive(Close())
-        thread.join(10)
-        assert not thread.is_alive()
-        wait_for(
-            lambda: not any(t.name.startswith("_keep_") for t in threading.enumerate()),
-            what="the threads beside it to end",
-        )
-
-
 def test_many_publications_leave_no_more_than_a_few(tmp_path: Path) -> None:
     """Rounds, failed publications and restarts: the same files, threads and bytes are left."""
     store = MemoryObjectStore()
     left: list[Left] = []
 
     def live(outer_steps: range) -> None:
-        messages: list[object] = []
-        with uploader(tmp_path, store, messages) as loop:
+        with uploading(SETTINGS, store, tmp_path, tmp_path / "snapshots") as (loop, messages):
             for outer_step in outer_steps:
                 loop.receive(PeerId(PEER_ID))
                 for inner_step in (5, 10):
