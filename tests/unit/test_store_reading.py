@@ -29,6 +29,8 @@ from distributed_training.store.errors import (
     DeadlineError,
     IntegrityError,
     NoRoomError,
+    ObjectMissingError,
+    PreconditionError,
     StoreError,
     TransientError,
 )
@@ -487,3 +489,98 @@ def test_a_bucket_that_only_fails_is_given_up_long_before_the_deadline(
     reader = BucketReader(published, large=timedelta(days=1))
     with pytest.raises(DeadlineError, match="500 InternalError"):
         reader.fetch(3, tmp_path / "g", MINER_FILES)
+
+
+# --- one object ----------------------------------------------------------------------------------
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    reader = BucketReader(MemoryObjectStore())
+    assert reader.head("epoch-0/none") is None
+    assert reader.get("epoch-0/none", limit=5) is None
+    for call in (
+        lambda: reader.read("epoch-0/none", limit=5),
+        lambda: reader.open("epoch-0/none"),
+        lambda: reader.download("epoch-0/none", tmp_path / "x", limit=5),
+    ):
+        with pytest.raises(ObjectMissingError, match="epoch-0/none"):
+            call()
+
+
+def test_objects_come_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_reader, "RANGE", 1000)
+    store, data = MemoryObjectStore(), os.urandom(2500)
+    store.put("epoch-0/a", data)
+    reader = BucketReader(store)
+    info = reader.head("epoch-0/a")
+    assert info is not None and info.size == 2500
+    assert info.age_seconds is not None and 0 <= info.age_seconds < 60
+    assert reader.get("epoch-0/a", limit=2500) == data
+    assert reader.read("epoch-0/a", limit=2500) == data
+    reader.download("epoch-0/a", tmp_path / "a", limit=2500)
+    assert (tmp_path / "a").read_bytes() == data
+
+
+def test_more_than_allowed_is_not_read(tmp_path: Path) -> None:
+    store = MemoryObjectStore()
+    store.put("big", bytes(1000))
+    reader = BucketReader(store)
+    for call in (
+        lambda: reader.get("big", limit=999),
+        lambda: reader.read("big", limit=999),
+        lambda: reader.download("big", tmp_path / "big", limit=999),
+    ):
+        with pytest.raises(IntegrityError, match="more than"):
+            call()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_store_that_stumbles_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bucket_reader, "RANGE", 1000)
+    stumbles = {"get_range": 2, "get": 1, "head": 1}
+
+    def before(operation: str, key: str) -> None:
+        if stumbles.get(operation, 0):
+            stumbles[operation] -= 1
+            raise TransientError(f"{operation}: 503")
+
+    store, data = MemoryObjectStore(before=before), os.urandom(2500)
+    store.put("a", data)
+    reader = BucketReader(store)
+    assert reader.read("a", limit=2500) == data and reader.get("a", limit=2500) == data
+    assert set(stumbles.values()) == {0}
+
+
+def test_one_that_sends_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little comes each time, it is over when the named time is."""
+    monkeypatch.setattr(bucket_reader, "RANGE", 1)
+    now = 0.0
+
+    def before(operation: str, key: str) -> None:
+        nonlocal now
+        now += 1.0
+
+    monkeypatch.setattr(bucket_reader.time, "monotonic", lambda: now)
+    store = MemoryObjectStore(before=before)
+    store.put("a", bytes(1000))
+    with pytest.raises(DeadlineError, match="of 1000 bytes came in 30 s"):
+        BucketReader(store, large=timedelta(seconds=30)).read("a", limit=1000)
+    assert now < 60
+
+
+def test_an_object_replaced_while_it_is_read_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bucket_reader, "RANGE", 1000)
+    ranges = []
+
+    def before(operation: str, key: str) -> None:
+        if operation == "get_range":
+            ranges.append(key)
+            if len(ranges) == 2:
+                store.put("a", b"1" * 2500)
+
+    store = MemoryObjectStore(before=before)
+    store.put("a", bytes(2500))
+    with pytest.raises(PreconditionError, match="changed"):
+        BucketReader(store).read("a", limit=2500)
