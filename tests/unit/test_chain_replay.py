@@ -95,29 +95,6 @@ def test_the_memory_is_bounded_by_time_and_by_number(monkeypatch) -> None:
     assert memory.used("stranger 0", clocks.wall - 30 * NS)
 
 
-def test_after_a_clean_end_only_what_was_accepted_is_refused(tmp_path: Path) -> None:
-    clocks, file = Clocks(), tmp_path / "callers.json"
-    first = clocks.memory(file)
-    first.use("a", clocks.wall)
-    save(first, file, clean=True)
-    second = clocks.memory(file)
-    assert second.used("a", START) and second.used("b", START)
-    assert second.use("a", START + 1)
-
-
-def test_after_a_kill_what_could_have_been_signed_before_is_refused(tmp_path: Path) -> None:
-    clocks, file = Clocks(), tmp_path / "callers.json"
-    first = clocks.memory(file)
-    save(first, file, clean=False)  # as the server does before it answers
-    accepted = clocks.wall + SKEW * NS  # a caller whose clock is ahead
-    assert first.use("a", accepted)  # and killed: it never reached the file
-    clocks.pass_(1.2)
-    second = clocks.memory(file)
-    assert second.used("a", accepted)
-    clocks.pass_(SKEW + 0.1)
-    assert second.use("a", clocks.wall) and second.used("a", accepted)
-
-
 def test_a_clock_that_was_ahead_at_the_start_shuts_nobody_out_for_long(tmp_path: Path) -> None:
     clocks, file = Clocks(), tmp_path / "callers.json"
     save(clocks.memory(file), file, clean=False)

@@ -72,6 +72,9 @@ def test_waits_of_a_networks_file_end_before_those_around_them(
     ("argv", "text"),
     [
         (("--neuron.upload_steps", "0"), "--neuron.upload_steps: 0 is less than 1"),
+        (("--neuron.upload_steps", "often"), "'often' is not a whole number"),
+        (("--neuron.upload_steps", "--neuron.use_dct"), "expected one argument"),
+        (("--neuron.stop_timeout", "99999999999d"), "is not a duration"),
         (("--axon.port", "70000"), "--axon.port: 70000 is more than 65535"),
         (("--chain.start_timeout", "9999d"), "--chain.start_timeout: 9999d is more than 24h"),
         (("--dht.ip", "my.host"), "--dht.ip: 'my.host' is not an IP address"),

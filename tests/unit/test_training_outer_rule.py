@@ -36,11 +36,6 @@ def test_an_outer_step_is_taken_by_a_plug_in_s_rule(tmp_path: Path) -> None:
         assert torch.equal(found, kept)
 
 
-def test_a_name_that_nobody_registered_is_told_with_those_there_are() -> None:
-    with pytest.raises(ConfigError, match=r"no outer rule called 'none'.*nesterov, signed"):
-        trainer(outer_rule="none")
-
-
 @pytest.mark.parametrize(
     ("returned", "refused"),
     [
