@@ -267,8 +267,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for text in ("neuron = = 1", f"neuron = {'1' * 5000}"):
         bad.write_text(text)
         assert "is not TOML" in refused("--config", str(bad))
-    bad.write_text("[neuron]\nupload_stepz = 1\n")
-    assert "did you mean --neuron.upload_steps?" in refused("--config", str(bad))
     assert refused("--preset", "lokal").startswith("--preset: 'lokal' is not one of public")
 
 

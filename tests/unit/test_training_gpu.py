@@ -83,15 +83,6 @@ def test_the_count_sees_what_transformers_own_sdpa_reads(monkeypatch: pytest.Mon
     assert first["_local_scalar_dense"] >= 1
 
 
-def test_attention_is_causal_and_gives_the_same_losses() -> None:
-    ours = [r.loss for r in train(trainer(), 0, 4)]
-    assert trainer().sharded.model.config._attn_implementation == "sdpa_causal"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sharding, "causal_attention", lambda: "sdpa")
-        theirs = [r.loss for r in train(trainer(), 0, 4)]
-    assert ours == pytest.approx(theirs, abs=1e-5)
-
-
 def test_the_form_of_the_loss_that_is_compiled_is_the_eager_one() -> None:
     torch.manual_seed(0)
     logits, target = torch.randn(7, 50).bfloat16(), torch.randint(0, 50, (7, 1))
