@@ -125,6 +125,7 @@ _PARAMETER, _SUBCLASS = "torch._utils._rebuild_parameter", "torch._tensor._rebui
 #: What a file of plain values and tensors calls; with which arguments: :func:`_as_torch_writes`.
 PLAIN_CALLS = frozenset({_ORDERED, _TENSOR, _PARAMETER, "torch.Size", "torch.device"})
 _ENCRYPTED = 1  # bit of a member's flags
+_FOLDER = 0x10  # in the attributes that MS-DOS has
 # PKWARE's APPNOTE.TXT, 4.3.16, 4.3.15 and 4.3.14: end record, locator and record of Zip64.
 _END, _LOCATOR64 = struct.Struct("<4s4H2IH"), struct.Struct("<4sIQI")
 _END64 = struct.Struct("<4sQ2H2I4Q")
@@ -277,6 +278,9 @@ def _check_members(members: Collection[zipfile.ZipInfo], size: int) -> None:
     # does not answer while the file is read from it.
     if any(member.flag_bits & _ENCRYPTED for member in members):
         raise PtFileError("it is encrypted")
+    # Of a folder torch reads no byte, and the tensor is what lay in that memory before.
+    if any(member.external_attr & _FOLDER or member.is_dir() for member in members):
+        raise PtFileError("one of its members is a folder")
     if any(member.compress_type != zipfile.ZIP_STORED for member in members):
         raise PtFileError("it is compressed, so it unpacks to more than it looks like")
     if len({member.filename for member in members}) != len(members):

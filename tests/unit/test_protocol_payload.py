@@ -315,11 +315,16 @@ def test_tensors_that_overlap_and_many_that_are_tiny_cost_little() -> None:
     assert time.process_time() - began < 5
 
 
-def test_an_encrypted_member_is_refused() -> None:
-    data = bytearray(_archive({"a/data.pkl": LOOKED_AT}))
-    entry = data.index(b"PK\1\2")
-    data[entry + 8] |= 1  # of its flags
-    with pytest.raises(PayloadError, match="encrypted"):
+@pytest.mark.parametrize(
+    ("at", "bit", "said"),
+    [(8, 1, "encrypted"), (38, 0x10, "a folder")],  # of its flags, of its attributes
+)
+def test_a_member_of_which_torch_reads_other_bytes_is_refused(at: int, bit: int, said: str) -> None:
+    """Of a folder it reads none: the tensor would be what lay in that memory before."""
+    data = bytearray(_bytes(build_payload(_codes(), META)))
+    entry = data.rindex(b"PK\1\2", 0, data.rindex(b"/data/0"))
+    data[entry + at] |= bit
+    with pytest.raises(PayloadError, match=said):
         load_payload(bytes(data), SCHEMA)
 
 
