@@ -111,7 +111,8 @@ class Meeting:
     async def join(self) -> Obstacle:
         """Meet the initial peers and those in the book, until the first answers."""
         obstacles = []
-        candidates = self._by_peer([*self._book.addresses(), *self._initial_addresses()])
+        initial = itertools.chain.from_iterable(self._initial.values())
+        candidates = self._by_peer([*self._book.addresses(), *initial])
         waiting = self._meet_all(candidates, await self._connected())
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
@@ -125,9 +126,6 @@ class Meeting:
             which = "initial peers" if self._initial else "peers that were met before"
             return Obstacle(Kind.AWAY, f"None of the {which} can be reached")
         return found
-
-    def _initial_addresses(self) -> list[str]:
-        return list(itertools.chain.from_iterable(self._initial.values()))
 
     async def before_round(self, order: RoundOrder) -> None:
         """Meet those whose addresses the call has, if they are not connected; for seconds."""

@@ -268,8 +268,7 @@ class HostKeeper:
         self._in_use = threading.Lock()  # held by a round, and by a start of the process
         self._closing = threading.Event()
         self._wake = threading.Event()  # a round waits for the process: start it now
-        self._failures = 0  # starts that failed, and why the last one did
-        self._problem = ""
+        self._problem: RuntimeError | None = None  # of the last start that failed
         self.host: HostProcess | None = None
         self._starting: HostProcess | None = None  # not ready yet
         self._start()
@@ -294,7 +293,7 @@ class HostKeeper:
         holds no round beyond ``timeout`` seconds. Raises AllReduceError when there is none in time,
         or it cannot be started.
         """
-        deadline, failures = time.monotonic() + timeout, self._failures
+        deadline, before = time.monotonic() + timeout, self._problem
         while True:
             # In short turns: a round that is cancelled must not wait for a start that hangs.
             if self._in_use.acquire(timeout=0.2):
@@ -305,8 +304,8 @@ class HostKeeper:
                 self._wake.set()
             if cancelled.is_set():
                 raise AllReduceError(AllReduceFault.CANCELLED)
-            if self._failures != failures:
-                raise AllReduceError(AllReduceFault.SWARM_DOWN, self._problem)
+            if (problem := self._problem) is not before:
+                raise AllReduceError(AllReduceFault.SWARM_DOWN, str(problem))
             if time.monotonic() >= deadline:
                 detail = f"the swarm process could not be started within {timeout:.0f} s"
                 raise AllReduceError(AllReduceFault.SWARM_DOWN, detail)
@@ -370,8 +369,7 @@ class HostKeeper:
             except RuntimeError as error:  # SwarmUnavailable; or no thread could be started
                 if not self._closing.is_set():
                     log.warning("%s", error)
-                    self._problem = str(error)
-                    self._failures += 1
+                    self._problem = error.with_traceback(None)
             wait = backoff.failed().total_seconds()
 
     def _mend(self) -> bool:
@@ -604,7 +602,11 @@ class HostProcess:
         except (ValueError, LookupError, TypeError) as error:
             # Its program was updated on the disk under this one. Unheard it would count as alive.
             self.why = self.why or f"it sent what cannot be read: {error!r}"
-        self.why = self.why or self._how_it_ended()
+        if not self.why:
+            why = "it closed its socket"
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                why = f"it {describe_end(self._process.wait(2))}"
+            self.why = self.why or why  # end() may have said more meanwhile
         # `why` is set before: whoever wakes up reads it. None wakes whoever waits for an answer.
         self.ended.set()
         self._ready.put(None)
@@ -646,11 +648,6 @@ class HostProcess:
                 f"its memory grew to {taken // 10**6} MB, of at most "
                 f"{self._most_memory // 10**6} MB: a defect, or peers that fill it"
             )
-
-    def _how_it_ended(self) -> str:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return f"it {describe_end(self._process.wait(2))}"
-        return "it closed its socket"
 
     def close(self) -> None:
         """Leave the swarm within seconds, then :meth:`end`."""
