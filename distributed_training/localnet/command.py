@@ -44,7 +44,7 @@ def build_parser() -> Parser:
     add("--folder", type=path, default=Path("runs/localnet"), help="where everything is written")
     block = ranged(0.01, 60.0)
     add("--seconds-per-block", type=block, default=1.0, help="block time (default 1; public: 12)")
-    add("--blocks-per-allreduce", type=count, help="blocks between rounds (default: the preset's)")
+    add("--blocks-per-allreduce", type=count, help="blocks between rounds (default: the network's)")
     add("--timeout", type=ranged(1.0, 1e6), help="seconds for it all (default: as its rounds need)")
     add("--keep", action="store_true", help="keep buckets and checkpoints after a good run")
     add("--stay", action="store_true", help="go on until Ctrl-C, and say how a miner joins by hand")
@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _options(arguments)
         subnet = LocalSubnet(
             options=options,
-            tell=view.say,
+            tell=view.report,
             refresh=lambda s: view.update([n.state for n in s.neurons]),
         )
         with StopSignals(interrupts=True) as signals:
@@ -95,7 +95,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if summary.ok and not interrupted:
         _sample(subnet)
     if summary.ok and not interrupted and not arguments.keep:
-        _drop_bulk(subnet)
+        assert subnet.services is not None
+        for folder in subnet.services.bulk_folders():
+            shutil.rmtree(folder, ignore_errors=True)
     print("interrupted" if interrupted else summary.verdict)
     return ExitStatus.INTERRUPTED if interrupted else int(not summary.ok)
 
@@ -117,19 +119,19 @@ def _run(
         ):
             joining = subnet.invite() if arguments.stay else ""
             if joining:
-                view.say(joining)
+                view.report(joining)
             subnet.wait_for_outer_steps(subnet.options.outer_steps, timeout)
             # Scores come after the last step; a run without them would seem to have failed.
             subnet.wait_for_figures(timedelta(seconds=20))
             if arguments.stay:
-                view.say(f"the subnet goes on until Ctrl-C; {joining}")
+                view.report(f"the subnet goes on until Ctrl-C; {joining}")
                 subnet.wait_until(lambda: False, timedelta(days=365))
-        view.say("done; stopping")
+        view.report("done; stopping")
     except (SubnetFailure, StoreError) as failure:
-        view.say(str(failure), style="red")
+        view.report(str(failure), style="red")
         return str(failure)
     except Stopped:
-        view.say("interrupted; stopping")
+        view.report("interrupted; stopping")
     finally:
         signals.interrupts = False  # a stop is bounded: let it end
         # Exceptions not named above are defects: they pass, but the subnet is stopped first.
@@ -141,7 +143,7 @@ def _run(
 
 def _show_page(line: str, view: View) -> None:
     """Say where the page is; on a desktop, open it."""
-    view.say(line)
+    view.report(line)
     address = line.removeprefix("page: ")
     desktop = sys.platform == "darwin" or "DISPLAY" in os.environ or "WAYLAND_DISPLAY" in os.environ
     if line == address or not desktop or "CI" in os.environ or not sys.stdout.isatty():
@@ -199,10 +201,3 @@ def _sample(subnet: LocalSubnet) -> None:
         return
     print(f"model of outer step {step}: {folder}, which says, after {_PROMPT!r}:")
     print(sample(folder, _PROMPT, tokens=96))
-
-
-def _drop_bulk(subnet: LocalSubnet) -> None:
-    """Delete after a good run all but what people read: logs, events, summary, pictures."""
-    assert subnet.services is not None
-    for folder in subnet.services.bulk_folders():
-        shutil.rmtree(folder, ignore_errors=True)

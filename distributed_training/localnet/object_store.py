@@ -16,7 +16,6 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 from distributed_training.common.files import atomic_file
@@ -103,20 +102,15 @@ def _write_configuration(folder: Path, port: int) -> dict[int, Path]:
     text += "account_autocreate = true\n"
     for name, settings in _FILTERS.items():
         text += f"[filter:{name}]\nuse = egg:swift#{name}\n{settings}"
-    text += f"[filter:tempauth]\nuse = egg:swift#tempauth\n{_users(store_keys(folder))}"
+    text += "[filter:tempauth]\nuse = egg:swift#tempauth\n"
+    keys = store_keys(folder)
+    for kind, group in (("WRITE", ".admin"), ("READ", ".reseller_reader")):
+        account, name = keys[f"R2_{kind}_ACCESS_KEY_ID"].split(":")
+        text += f"user_{account}_{name} = {keys[f'R2_{kind}_SECRET_ACCESS_KEY']} {group}\n"
     files[port] = folder / "proxy.conf"
     with open(os.open(files[port], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
         handle.write(text)
     return files
-
-
-def _users(keys: Mapping[str, str]) -> str:
-    """Return tempauth's lines for the two keys."""
-    lines = ""
-    for kind, group in (("WRITE", ".admin"), ("READ", ".reseller_reader")):
-        account, name = keys[f"R2_{kind}_ACCESS_KEY_ID"].split(":")
-        lines += f"user_{account}_{name} = {keys[f'R2_{kind}_SECRET_ACCESS_KEY']} {group}\n"
-    return lines
 
 
 def serve(folder: Path, port: int) -> None:

@@ -264,15 +264,26 @@ class LocalSubnet:
 
     def poll(self) -> None:
         """Take in new events; SubnetFailure if a neuron ended that nobody had stopped."""
-        self._start_next_miner()
+        # The next miner that never ran, if its imports would not delay another's: on two cores the
+        # imports of two miners at once double the time to the first inner step.
+        starting = [m for m in self.miners if m.child.running and not m.state.losses]
+        waiting = [m for m in self.miners if m.child.pid is None]
+        its_turn = len(starting) < max(1, usable_cores() - 1) or time.monotonic() > self._next_turn
+        if waiting and its_turn and not self._stopped:
+            self._next_turn = time.monotonic() + _TURN
+            self._start_neuron(waiting[0])  # waits by itself for a model to train
         for neuron in self.neurons:
             self._read_events(neuron)
             child = neuron.child
             # Not those that a test stopped or killed, nor those whose turn has not come.
             if child.running or child.exit_status is None or child.stopping:
                 continue
-            if not self._as_pm2(neuron):
+            # As a miner's pm2, which starts it again unless its status says that it would not help.
+            final = (ExitStatus.BAD_CONFIGURATION, ExitStatus.DEREGISTERED)
+            again = neuron.plan.kind == "miner" and child.exit_status not in final
+            if not again or not self.options.restart_miners:
                 raise SubnetFailure(child.obituary)
+            self._start_neuron(neuron)
         if self.services is not None:
             for line in self.services.dead():
                 # Without store or chain nothing can work: at once, not at the deadline.
@@ -321,26 +332,6 @@ class LocalSubnet:
         )
 
     # --- inside ---------------------------------------------------------------------------------
-
-    def _start_next_miner(self) -> None:
-        """Start the next miner that never ran, if its imports would not delay another's."""
-        # On two cores the imports of two miners at once double the time to the first inner step.
-        at_once = max(1, usable_cores() - 1)
-        starting = [m for m in self.miners if m.child.running and not m.state.losses]
-        waiting = [m for m in self.miners if m.child.pid is None]
-        its_turn = len(starting) < at_once or time.monotonic() > self._next_turn
-        if waiting and its_turn and not self._stopped:
-            self._next_turn = time.monotonic() + _TURN
-            self._start_neuron(waiting[0])  # waits by itself for a model to train
-
-    def _as_pm2(self, neuron: Neuron) -> bool:
-        """Start a neuron that ended again, if a miner's pm2 would. Whether it was."""
-        final = (ExitStatus.BAD_CONFIGURATION, ExitStatus.DEREGISTERED)
-        again = neuron.plan.kind == "miner" and neuron.child.exit_status not in final
-        if again and self.options.restart_miners:
-            self._start_neuron(neuron)
-            return True
-        return False
 
     def _follow(self, condition: Callable[[], bool], longest: timedelta) -> bool:
         """Poll until ``condition()``; return False if it does not come in time."""

@@ -99,7 +99,7 @@ class View:
         if isinstance(self._console.file, io.TextIOWrapper):
             self._console.file.reconfigure(errors="replace")  # a terminal of ASCII
 
-    def say(self, text: str, *, style: str = "") -> None:
+    def report(self, text: str, *, style: str = "") -> None:
         for line in text.splitlines() or [""]:
             line = f"{clock(time.monotonic() - self._started)}  {line}"
             self._console.print(Text(line, style=style), soft_wrap=True)
@@ -108,7 +108,7 @@ class View:
         """Print the neurons' lines that are due; cheap to call often."""
         for state in states:
             if self._due(state.name):
-                self.say(neuron_line(state))
+                self.report(neuron_line(state))
 
 
 _SLOWER = (
@@ -288,7 +288,17 @@ def summarize(
                 fault = seen.get("fault") or "no reason given"
                 found.append(f"{neuron.name}: a round failed ({fault})")
     for miner in results:
-        found += _upload_problems(miner)
+        # One line for each, its first cause: the others follow from it.
+        if not miner.uploads:
+            found.append(f"{miner.name} published nothing")
+        elif not miner.uploads_judged:
+            found.append(f"{miner.name}: the validator judged none of its uploads")
+        elif not miner.uploads_scored:
+            slow = miner.last_cause == "OLD_BLOCKS"  # Cause: its module imports torch
+            found.append(
+                f"{miner.name}: none of its {miner.uploads_judged} judged uploads was scored; the "
+                f"last was reset: {miner.last_reset}{_SLOWER if slow else ''}"
+            )
     return Summary(
         wanted_outer_steps=wanted_outer_steps,
         seconds=seconds,
@@ -366,21 +376,6 @@ def _searched(judged: Mapping[str, Any], miner: NeuronState) -> bool:
     }
     newest = next(reversed(there.values()), False)
     return there.get(str(judged.get("revision")), newest)
-
-
-def _upload_problems(miner: MinerResult) -> list[str]:
-    # One line for each miner, its first cause: the others follow from it.
-    if not miner.uploads:
-        return [f"{miner.name} published nothing"]
-    if not miner.uploads_judged:
-        return [f"{miner.name}: the validator judged none of its uploads"]
-    if not miner.uploads_scored:
-        slow = miner.last_cause == "OLD_BLOCKS"  # Cause: its module imports torch
-        return [
-            f"{miner.name}: none of its {miner.uploads_judged} judged uploads was scored; the last "
-            f"was reset: {miner.last_reset}{_SLOWER if slow else ''}"
-        ]
-    return []
 
 
 def _number(value: float | None) -> str:

@@ -155,6 +155,8 @@ def subnet_flags(folder: Path | None) -> list[str]:
 def score(config: Config, options: argparse.Namespace) -> int:
     """Look once, or until Ctrl-C."""
     # The heavy imports, once the flags are known to be right.
+    import torch
+
     from distributed_training.chain.base import ChainError
     from distributed_training.node.start import NetworkFailure, fetch_tokenizer
     from distributed_training.protocol.scoring import random_block_range
@@ -170,7 +172,13 @@ def score(config: Config, options: argparse.Namespace) -> int:
     from distributed_training.store.errors import StoreError
 
     if options.background:
-        _stay_out_of_the_way()
+        # Every cycle and every byte is left to a miner that trains on this machine. Before torch
+        # starts threads: on Linux each inherits the niceness of the one that starts it.
+        os.nice(19)
+        torch.set_num_threads(1)
+        # Where the machine's memory runs out, the kernel ends this process and not a rank.
+        with suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
     with ExitStack() as stack:
         # What it may say while it tries again is told once, by the error that ends the look.
         chain_log = logging.getLogger("distributed_training.chain")
@@ -178,7 +186,11 @@ def score(config: Config, options: argparse.Namespace) -> int:
         chain_log.setLevel(logging.ERROR)
         try:
             sources, uids = find_sources(config, options, stack)
-            folder = cache_folder(options)
+            # For tokenizer and global weights; never a miner's run folder.
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+            folder = cache / "distributed-training" / "score"
+            if options.cache or options.subnet:
+                folder = Path(options.cache or options.subnet / "score")
             # Once for all looks: tokenizer and model take longer to load than most looks.
             limit = BACKGROUND_SEQUENCES if options.background else 0
             limit = limit if options.sequences is None else options.sequences
@@ -220,8 +232,8 @@ def score(config: Config, options: argparse.Namespace) -> int:
                     notes=read_round_notes(bucket),
                 )
                 looked = True
-                keep(preview, config.run_folder)
-                show(preview, as_json=options.json)
+                save_for_dashboard(preview, config.run_folder)
+                print_preview(preview, as_json=options.json)
             # torch has a plain RuntimeError for a lack of memory; reason() raises all others again.
             except (NotJudgeable, ChainError, ConfigError, MemoryError, RuntimeError) as error:
                 # A uid that nobody has any more may come back; at once it is a wrong flag.
@@ -278,14 +290,6 @@ def find_sources(
     return sources, mine
 
 
-def cache_folder(options: argparse.Namespace) -> Path:
-    """Return the folder for tokenizer and global weights; never a miner's run folder."""
-    if options.cache or options.subnet:
-        return Path(options.cache or options.subnet / "score")
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache) / "distributed-training" / "score"
-
-
 def reason(error: BaseException) -> str:
     """Return in one line why a look failed. Raises what is a fault of this program."""
     import torch
@@ -307,7 +311,7 @@ def reason(error: BaseException) -> str:
     return str(error)
 
 
-def keep(preview: Preview, run_folder: Path) -> None:
+def save_for_dashboard(preview: Preview, run_folder: Path) -> None:
     """Leave the preview for the dashboard of the miner whose settings these are, if it ran here."""
     # Nowhere else: with a score file any folder would look like a miner's.
     if (run_folder / "events.jsonl").exists():
@@ -316,25 +320,13 @@ def keep(preview: Preview, run_folder: Path) -> None:
             write_json(run_folder / SCORE_FILE, found, durable=False)
 
 
-def show(preview: Preview, *, as_json: bool) -> None:
+def print_preview(preview: Preview, *, as_json: bool) -> None:
     text = json.dumps(to_json(preview)) if as_json else "\n".join(lines_of(preview))
     try:
         print(text, flush=True)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
-
-
-def _stay_out_of_the_way() -> None:
-    """Leave every cycle and every byte of the GPU to a miner that trains on this machine."""
-    import torch
-
-    # Before torch starts threads: on Linux each inherits the niceness of the one that starts it.
-    os.nice(19)
-    torch.set_num_threads(1)
-    # Where the machine's memory runs out, the kernel ends this process and not a rank.
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 # --- the output: two lines for each miner, or JSON ------------------------------------------------

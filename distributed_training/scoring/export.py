@@ -78,29 +78,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(__doc__)
         return 0
     try:
-        # Before the network is asked: a download of gigabytes would end in this refusal.
-        folder = _new_folder(options.folder)
+        # Before the network is asked: a download of gigabytes would end in one of these.
+        folder: Path | None = options.folder
+        if folder is None:
+            raise ConfigError("no folder is given, so nothing was exported: dt-export FOLDER")
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ConfigError(
+                f"{folder} exists already, so nothing was exported: give a folder that is not there"
+            )
+        if not folder.absolute().parent.is_dir():
+            raise ConfigError(
+                f"{folder.absolute().parent} is not there, so nothing was exported: make it first"
+            )
         # First, so that the same flag on the command line wins.
         given = ["--neuron.device", "cpu", *subnet_flags(options.subnet), *flags]
         config = load_config("validator", given, check=False)
         return _export(config, options, folder)
     except ConfigError as error:
         return exit_with(error)
-
-
-def _new_folder(folder: Path | None) -> Path:
-    """Return the folder to make. Raises ConfigError for none, and for one that holds files."""
-    if folder is None:
-        raise ConfigError("no folder is given, so nothing was exported: dt-export FOLDER")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(
-            f"{folder} exists already, so nothing was exported: give a folder that is not there"
-        )
-    if not folder.absolute().parent.is_dir():
-        raise ConfigError(
-            f"{folder.absolute().parent} is not there, so nothing was exported: make it first"
-        )
-    return folder
 
 
 def _export(config: Config, options: argparse.Namespace, folder: Path) -> int:
@@ -135,7 +130,7 @@ def _global_bucket(config: Config, options: argparse.Namespace, stack: ExitStack
     Raises NetworkFailure, NoBucket.
     """
     from distributed_training.node.buckets import PeerBuckets
-    from distributed_training.node.identity import follow_chain, keep_state
+    from distributed_training.node.identity import chain_name, follow_chain, keep_state
     from distributed_training.scoring.score_preview import on_chain
 
     master, longest = config.miner.master_ss58_address, timedelta(hours=6)
@@ -144,7 +139,10 @@ def _global_bucket(config: Config, options: argparse.Namespace, stack: ExitStack
     # Its own lines speak of a training that goes on.
     logging.getLogger("distributed_training.chain").setLevel(logging.ERROR)
     settings = replace(config.chain, start_timeout=min(config.chain.start_timeout, _PATIENCE))
-    folder = _read_keys(config)
+    # The chain's state, kept for later exports.
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    name = hashlib.sha256(chain_name(config.chain).encode()).hexdigest()[:16]
+    folder = Path(cache) / "distributed-training" / "export" / name
     chain = follow_chain(settings, stack, kept=_kept_state(config, folder), master=master)
     buckets = PeerBuckets(config.store, chain, small=timedelta(seconds=30), large=longest)
     bucket = buckets.of_master(master)
@@ -152,15 +150,6 @@ def _global_bucket(config: Config, options: argparse.Namespace, stack: ExitStack
         folder.mkdir(parents=True, exist_ok=True)
         keep_state(chain, config.chain, folder)
     return bucket
-
-
-def _read_keys(config: Config) -> Path:
-    """Return the folder in which the state of this network's chain is kept for later exports."""
-    from distributed_training.node.identity import chain_name
-
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    name = hashlib.sha256(chain_name(config.chain).encode()).hexdigest()[:16]
-    return Path(cache) / "distributed-training" / "export" / name
 
 
 def _kept_state(config: Config, folder: Path) -> ChainState | None:
@@ -200,6 +189,7 @@ def export_model(
     shape that config.json implies, and is finite. Raises ExportError, StoreError, ConfigError.
     """
     from distributed_training.common.files import write_json
+    from distributed_training.data.tokenizer import build_tokenizer, load_pretrained
     from distributed_training.protocol import keys
     from distributed_training.store.bucket_reader import StateUnavailable
     from distributed_training.training.model import parameter_schema, without_extras
@@ -224,7 +214,12 @@ def export_model(
             # To check them: transformers makes up a tensor that is missing, and only warns.
             load_weights(weights, schema)
             write_json(part / keys.CONFIG, content)
-            _save_tokenizer(config, part)
+            name = config.miner.global_tokenizer_name
+            if name == "bytes":
+                build_tokenizer(name, part)
+            else:
+                pretrained = load_pretrained(name, revision=config.tokenizer_revision)
+                pretrained.save_pretrained(part)
             # An empty one: shutil.move would put the model inside of it.
             if folder.exists():
                 folder.rmdir()
@@ -236,17 +231,6 @@ def export_model(
     except (ValueError, OSError) as error:
         raise ExportError(f"the state of {reader.name} cannot be exported: {error}") from None
     return outer_step
-
-
-def _save_tokenizer(config: Config, folder: Path) -> None:
-    """Write the tokenizer as transformers does. Raises ValueError, OSError."""
-    from distributed_training.data.tokenizer import build_tokenizer, load_pretrained
-
-    name = config.miner.global_tokenizer_name
-    if name == "bytes":
-        build_tokenizer(name, folder)
-        return
-    load_pretrained(name, revision=config.tokenizer_revision).save_pretrained(folder)
 
 
 def _load(folder: Path) -> Any:

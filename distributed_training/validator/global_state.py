@@ -241,7 +241,7 @@ class GlobalPublisher:
             self._bucket.fetch(outer_step, self._folder, (keys.MODEL,), limit=limit)
         return load_weights(folder / keys.MODEL, schema)
 
-    def tell_round(self, notes: RoundNotes) -> None:
+    def write_notes(self, notes: RoundNotes) -> None:
         """Write who was not in the last round, for whoever looks up a score. Raises StoreError."""
         self._put(keys.ROUND, notes.to_json())
 

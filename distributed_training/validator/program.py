@@ -201,7 +201,8 @@ def build(
     ``stack`` closes what must be closed. Raises ConfigError, GlobalStateError, StoreError.
     """
     settings = config.validator
-    run = _new_run(config, folder, stop)
+    record = EventLog.open(folder).write
+    run = Run(folder, record, stop, config.store.run, parts.clock_fault)
     publisher = GlobalPublisher(
         store=parts.store,
         folder=folder / "global",
@@ -217,6 +218,14 @@ def build(
         model_config=state.model_config, device=evaluation_device(config.miner.device), stop=stop
     )
     held_out_loss = partial(model.loss_of, sequences=parts.held_out)
+    ledger = folder / "ledger.json"
+    try:
+        standings = Standings.load(ledger)
+    except ValueError as error:
+        raise GlobalStateError(
+            f"{ledger} is damaged ({error}), so the miners' scores are unknown: restore it, or "
+            "remove it to start with empty scores"
+        ) from None
     validator = Validator(
         settings=settings,
         member=parts.member,
@@ -236,8 +245,8 @@ def build(
             open_bucket=parts.open_bucket,
             publisher=publisher,
             evaluator=Evaluator(model=model, pages=parts.pages),
-            standings=_standings(folder / "ledger.json"),
-            ledger=folder / "ledger.json",
+            standings=standings,
+            ledger=ledger,
             compression=compression_of(config.training),
             # One of its own: the public validator draws its random block from the generator that it
             # has just seeded with a uid, so that miners can compute it.
@@ -248,10 +257,8 @@ def build(
         held_out_loss=held_out_loss,
         outer_rule=outer_rule_of(config.training),
         run=run,
-        clock_fault=parts.clock_fault,
     )
     check_peer_id(config, swarm)
-    standings = validator.standings
     watch_address(config, swarm, failing=lambda: standings.failed_rounds > 0, stop=stop)
     return validator, state, found is not None
 
@@ -310,11 +317,6 @@ def watch_address(
     )
 
 
-def _new_run(config: Config, folder: Path, stop: threading.Event) -> Run:
-    """Return what the parts of one run share."""
-    return Run(folder, EventLog.open(folder).write, stop, config.store.run)
-
-
 def _initial_state(config: Config, model_config: Mapping[str, Any]) -> GlobalState:
     """Return the state that a network begins with: random weights, no momentum."""
     return GlobalState(
@@ -327,16 +329,6 @@ def _initial_state(config: Config, model_config: Mapping[str, Any]) -> GlobalSta
         mu=config.training.outer_momentum,
         last_allreduce_block=0,
     )
-
-
-def _standings(path: Path) -> Standings:
-    try:
-        return Standings.load(path)
-    except ValueError as error:
-        raise GlobalStateError(
-            f"{path} is damaged ({error}), so the miners' scores are unknown: restore it, or "
-            "remove it to start with empty scores"
-        ) from None
 
 
 def _new_model(config: Config, parts: Parts) -> dict[str, Any]:

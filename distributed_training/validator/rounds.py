@@ -55,13 +55,15 @@ class Run:
     """One run of the validator.
 
     ``folder`` keeps what must not be lost; ``record(kind, **fields)`` writes an event (see
-    ``events``); ``stop`` is set when the program should end.
+    ``events``); ``stop`` is set when the program should end. ``clock_fault``: what is wrong with
+    this machine's clock, in words, or nothing.
     """
 
     folder: Path
     record: Callable[..., None]
     stop: threading.Event
     number: int
+    clock_fault: Callable[[], str] = str
 
 
 Item = TypeVar("Item")

@@ -146,7 +146,7 @@ class Standings:
                 self.board.add(uid)
                 self.suspects.forget(uid)
 
-    def swept(self, attendance: Attendance, *, block: int, patience: int) -> None:
+    def record_sweep(self, attendance: Attendance, *, block: int, patience: int) -> None:
         """Take in who answered a sweep.
 
         Who answers from another outer step has missed none for ``patience`` blocks: after a round
@@ -272,7 +272,7 @@ _UPLOAD_PATIENCE = timedelta(minutes=5)  # with one upload: a store may drip for
 class Scorer:
     """Check every repository, judge some uploads, update the standings.
 
-    It judges at most ``--validator.score_uids`` of them.
+    It judges at most ``settings.score_uids`` of them.
     """
 
     settings: ValidatorSettings

@@ -117,7 +117,18 @@ class Suspects:
         causes = causes or {}
         group = set(called) - causes.keys()
         if not fault:
-            self._good(group)
+            for uid, sentence in list(self.sentences.items()):
+                sentence.rest = max(0, sentence.rest - 1)
+                sentence.level -= uid in group
+                if sentence.level <= 0:
+                    del self.sentences[uid]
+            self.doubts = {
+                uid: less
+                for uid, doubt in self.doubts.items()
+                if (less := doubt * (0.5 if uid in group else _FADES)) > _NO_DOUBT
+            }
+            rests = ([uid for uid in failed if uid not in group] for failed in self.failures)
+            self.failures = [rest for rest in rests if rest]
         elif not causes and group:
             self._failed(group)
         found = {uid: self._find(uid, why, named=True) for uid, why in causes.items()}
@@ -125,19 +136,6 @@ class Suspects:
             why = f"rounds with it failed{fault and f', the last with {fault}'}"
             found[single[0]] = self._find(single[0], why, named=False)
         return found
-
-    def _good(self, group: set[int]) -> None:
-        for uid, sentence in list(self.sentences.items()):
-            sentence.rest = max(0, sentence.rest - 1)
-            sentence.level -= uid in group
-            if sentence.level <= 0:
-                del self.sentences[uid]
-        self.doubts = {
-            uid: less
-            for uid, doubt in self.doubts.items()
-            if (less := doubt * (0.5 if uid in group else _FADES)) > _NO_DOUBT
-        }
-        self.failures = [kept for f in self.failures if (kept := [u for u in f if u not in group])]
 
     def _failed(self, group: set[int]) -> None:
         # Who has just come back is the first suspect; then who is hunted.

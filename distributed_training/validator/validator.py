@@ -60,6 +60,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -105,8 +106,7 @@ class Validator:
     """Call :meth:`start`, then :meth:`run`.
 
     A stop ends both soon; the swarm's owner also cancels a running round then. ``held_out_loss``:
-    of a model with the given weights, in nats per token. ``clock_fault``: what is wrong with this
-    machine's clock, in words, or nothing.
+    of a model with the given weights, in nats per token.
     """
 
     def __init__(
@@ -119,7 +119,6 @@ class Validator:
         scorer: Scorer,
         held_out_loss: Callable[[Sequence[Tensor]], float],
         run: Run,
-        clock_fault: Callable[[], str] = str,
         outer_rule: OuterRule = nesterov_sgd,
     ) -> None:
         # collaborators
@@ -131,7 +130,7 @@ class Validator:
         self._publisher = publisher
         self._scorer = scorer
         self._held_out_loss = held_out_loss
-        self._clock_fault = clock_fault
+        self._clock_fault = run.clock_fault
         self._record = run.record
         self._stop = run.stop
         # what it knows
@@ -216,7 +215,15 @@ class Validator:
         Raises ChainError, Stopped, and GlobalStateError if the bucket is ahead of us.
         """
         if self._unsure:
-            self._look_at_root()
+            with suppress(StoreError):  # asked again at the next tick
+                reached = unless_stopped(self._publisher.outer_step, stop=self._stop)
+                self._unsure = False
+                if reached > self.state.outer_step:
+                    # Miners go by the bucket: none of them would be at our outer step any more.
+                    raise GlobalStateError(
+                        f"outer step {reached} was published after all, and this process is still "
+                        f"at {self.state.outer_step}: start it again, which goes on from the bucket"
+                    )
         block = self._chain.block()
         # Before all else: the miners count the same blocks and have timed their uploads by it.
         if self._round_due(block):
@@ -258,11 +265,15 @@ class Validator:
             if not after <= before * (1 + self._settings.loss_tolerance):  # also for NaN
                 fault, detail = WORSE, f"held-out loss {before:.4f} -> {after:.4f}"
                 following = None
-        self._told_round(outcome, fault, detail)
+        self._record_round(outcome, fault, detail)
         self._remember(outcome, fault)
         good = False
         if following is not None:
-            self._keep_round(following.outer_step, outcome)
+            # Saved first: the publication may be this process's last act, and is to be credited.
+            attendance = outcome.attendance
+            alive = sorted(set(attendance.alive) - set(outcome.failed))
+            self.standings.reached = Reached(following.outer_step, list(attendance.asked), alive)
+            self._save()
             if good := self._published(following):
                 self._succeeded(following, after, outcome, began)
             else:
@@ -270,7 +281,7 @@ class Validator:
         if not good:
             self._failed(fault or "publication", detail)
         # Last: a bucket that is slow, or a stop, must not keep a good round from being published.
-        self._tell_miners(outcome, state.outer_step)
+        self._write_notes(outcome, state.outer_step)
         return good
 
     def _remember(self, outcome: RoundOutcome, fault: str) -> None:
@@ -290,7 +301,7 @@ class Validator:
                 sentence.cause,
             )
 
-    def _tell_miners(self, outcome: RoundOutcome, outer_step: int) -> None:
+    def _write_notes(self, outcome: RoundOutcome, outer_step: int) -> None:
         """Write into the global bucket who was not in the round of ``outer_step``, and why."""
         other = "its network's file is another version: it runs {}, so it is not called"
         notes = {u: other.format(run) for u, run in outcome.attendance.other_runs.items()}
@@ -299,7 +310,7 @@ class Validator:
         # Nothing to say after a round with nothing to say: one write less.
         if not notes and not self._noted:
             return
-        write = partial(self._publisher.tell_round, RoundNotes(outer_step, notes))
+        write = partial(self._publisher.write_notes, RoundNotes(outer_step, notes))
         try:
             unless_stopped(write, stop=self._stop)
             self._noted = bool(notes)
@@ -348,13 +359,6 @@ class Validator:
             loss,
         )
         self._report_loss()
-
-    def _keep_round(self, outer_step: int, outcome: RoundOutcome) -> None:
-        """Save who is to be credited if the publication that follows is this process's last act."""
-        attendance = outcome.attendance
-        good = sorted(set(attendance.alive) - set(outcome.failed))
-        self.standings.reached = Reached(outer_step, list(attendance.asked), good)
-        self._save()
 
     def _failed(self, fault: str, detail: str) -> None:
         """Keep the outer step; the whole period starts again."""
@@ -406,7 +410,7 @@ class Validator:
                 ", ".join(f"uid {uid} at {attendance.elsewhere[uid]}" for uid in sorted(new)),
             )
         patience = self.blocks_per_allreduce
-        self.standings.swept(attendance, block=self._chain.block(), patience=patience)
+        self.standings.record_sweep(attendance, block=self._chain.block(), patience=patience)
 
     # --- scoring ----------------------------------------------------------------------------------
 
@@ -488,20 +492,6 @@ class Validator:
         self.standings.sync(miners)
         return miners
 
-    def _look_at_root(self) -> None:
-        """Raise GlobalStateError if a publication arrived that seemed to have failed."""
-        try:
-            reached = unless_stopped(self._publisher.outer_step, stop=self._stop)
-        except StoreError:
-            return  # asked again at the next tick
-        self._unsure = False
-        if reached > self.state.outer_step:
-            # Miners go by the bucket: none of them would be at our outer step any more.
-            raise GlobalStateError(
-                f"outer step {reached} was published after all, and this process is still at "
-                f"{self.state.outer_step}: start it again, which goes on from the bucket"
-            )
-
     def _published(self, state: GlobalState) -> bool:
         """Publish, trying again for a while: the miners have made the step already."""
         deadline = time.monotonic() + self._settings.publication_budget.total_seconds()
@@ -522,7 +512,7 @@ class Validator:
             if time.monotonic() + pause > deadline or self._stop.wait(pause):
                 return False
 
-    def _told_round(self, outcome: RoundOutcome, fault: str, detail: str) -> None:
+    def _record_round(self, outcome: RoundOutcome, fault: str, detail: str) -> None:
         result = outcome.result
         self._record(
             "round",

@@ -217,7 +217,7 @@ class TestView:
         view = View(console, interval=timedelta(hours=1))
         for _ in range(50):
             view.update([a_miner()])
-        view.say("hello " * 40)
+        view.report("hello " * 40)
         assert "\x1b" not in stream.getvalue()
         first, second = stream.getvalue().splitlines()
         assert "miner-000" in first and second.count("hello") == 40
@@ -225,7 +225,7 @@ class TestView:
     def test_a_stream_that_cannot_say_it_gets_question_marks(self) -> None:
         raw = io.BytesIO()
         stream = io.TextIOWrapper(raw, encoding="ascii")
-        View(Console(file=stream)).say("miner-000: a reason in \u00b5s")
+        View(Console(file=stream)).report("miner-000: a reason in \u00b5s")
         stream.flush()
         assert b"miner-000" in raw.getvalue() and b"?" in raw.getvalue()
 

@@ -51,7 +51,7 @@ def test_only_on_a_desktop(
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     lines: list[str] = []
-    view: Any = SimpleNamespace(say=lines.append)
+    view: Any = SimpleNamespace(report=lines.append)
     _show_page(f"page: {ADDRESS}", view)
     assert lines == [f"page: {ADDRESS}"], "it is always said"
     assert calls == ([ADDRESS] if opened else [])

@@ -492,7 +492,7 @@ def test_a_stop_while_the_miners_are_told_loses_no_good_round(
         world.stop.set()
         time.sleep(2)
 
-    monkeypatch.setattr(world.publisher, "tell_round", never_ends)
+    monkeypatch.setattr(world.publisher, "write_notes", never_ends)
     world.miners[17].run_id = "0123456789abcdef"
     with pytest.raises(Stopped):
         world.validator.round()

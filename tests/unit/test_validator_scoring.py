@@ -457,12 +457,12 @@ def test_more_than_ten_missed_sweeps_in_a_row_cost_the_score() -> None:
     ledger = after_a_round()
     one_is_away = Attendance(asked=(1, 2), alive=(2,))
     for _ in range(10):
-        ledger.swept(one_is_away, block=0, patience=60)
+        ledger.record_sweep(one_is_away, block=0, patience=60)
     assert ledger.judged([], {1: True, 2: True}, block=5)[1]["published"] > 0
-    ledger.swept(one_is_away, block=0, patience=60)
+    ledger.record_sweep(one_is_away, block=0, patience=60)
     assert ledger.judged([], {1: True, 2: True}, block=6)[1]["published"] == 0.0
     assert set(ledger.weights()) == {2}
-    ledger.swept(Attendance(asked=(1, 2), alive=(1,)), block=0, patience=60)
+    ledger.record_sweep(Attendance(asked=(1, 2), alive=(1,)), block=0, patience=60)
     assert ledger.entries[1].missed_sweeps == 0
 
 
@@ -471,14 +471,14 @@ def test_an_answer_from_another_outer_step_is_no_missed_sweep_for_a_round_period
     reply = IsAliveReply(True, 1)
     elsewhere = Attendance((1, 2), (), answered={1: reply, 2: reply}, elsewhere={1: 1, 2: 1})
     for block in range(0, 65, 5):
-        ledger.swept(elsewhere, block=block, patience=60)
+        ledger.record_sweep(elsewhere, block=block, patience=60)
     ledger.judged([], {1: True, 2: True}, block=65)
     assert set(ledger.weights()) == {1, 2}
     for block in range(65, 120, 5):
-        ledger.swept(elsewhere, block=block, patience=60)
+        ledger.record_sweep(elsewhere, block=block, patience=60)
     ledger.judged([], {1: True, 2: True}, block=120)
     assert not ledger.weights()
-    ledger.swept(Attendance((1, 2), (1, 2)), block=120, patience=60)
+    ledger.record_sweep(Attendance((1, 2), (1, 2)), block=120, patience=60)
     assert ledger.entries[1].missed_sweeps == 0 and ledger.entries[1].elsewhere_since is None
 
 
@@ -487,14 +487,14 @@ def test_who_runs_with_another_file_is_not_paid_until_it_has_ours() -> None:
     ledger.judged([], {1: True, 2: True}, block=0)
     other = {1: IsAliveReply(True, 0, run_id="other")}
     found = Attendance((1, 2), (2,), answered=other, other_runs={1: "other"})
-    ledger.swept(found, block=0, patience=60)
+    ledger.record_sweep(found, block=0, patience=60)
     assert set(ledger.weights()) == {2}
     assert ledger.judged([], {1: True, 2: True}, block=5)[1]["published"] == 0.0
-    ledger.swept(Attendance((1, 2), (2,)), block=0, patience=60)  # it is silent: as before
+    ledger.record_sweep(Attendance((1, 2), (2,)), block=0, patience=60)  # it is silent: as before
     ledger.judged([], {1: True, 2: True}, block=5)
     assert set(ledger.weights()) == {2}
     ours = {1: IsAliveReply(True, 0, run_id="ours")}
-    ledger.swept(Attendance((1, 2), (1, 2), answered=ours), block=0, patience=60)
+    ledger.record_sweep(Attendance((1, 2), (1, 2), answered=ours), block=0, patience=60)
     ledger.judged([], {1: True, 2: True}, block=6)
     assert set(ledger.weights()) == {1, 2}
 
