@@ -416,7 +416,7 @@ def full_disk(folder: Path) -> None:
         """Written before anybody asks, whatever the disk's pace."""
         nonlocal refused
         first, refused = not refused, True
-        with memory_ends(miner.trainer.copier, "take", when=first and RANK == WORLD - 1):
+        with memory_ends(miner.trainer.copier, "copy_boundary", when=first and RANK == WORLD - 1):
             handle = take(*arguments, **fields)
         done = handle.done
         handle.done = lambda: handle.join() or done()
