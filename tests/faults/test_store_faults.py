@@ -21,7 +21,7 @@ from pydantic import SecretStr
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import PublicationReport, Revision
-from distributed_training.store import s3
+from distributed_training.store import uplink
 from distributed_training.store.cleanup import (
     OWNER_KEY,
     claim_bucket,
@@ -151,7 +151,7 @@ def test_an_outage_longer_than_the_deadline_is_a_report_and_the_next_try_resumes
     direct = upload.bucket
     away: list[Call] = []  # each try takes five minutes
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + 300 * len(away))
-    monkeypatch.setattr(s3, "time", clock)
+    monkeypatch.setattr(uplink, "time", clock)
 
     def outage(call: Call) -> int | None:
         if call.what != "part" or call.count < 3:
