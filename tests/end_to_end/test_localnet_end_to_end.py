@@ -94,7 +94,7 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         outer_steps=outer_steps,
         # An upload counts for 26 blocks, and other tests share the cores with it. The chain starts
         # with block 1000, so that the first round is due at block 1040.
-        seconds_per_block=2.0,
+        seconds_per_block=3.0,
         blocks_per_allreduce=52,
         # A busy machine takes long for a checkpoint, and for the search over what is held back.
         miner_flags=("--neuron.stop_timeout", "60", "--neuron.preview_sequences", "2"),
