@@ -29,6 +29,7 @@ from urllib.parse import urlsplit
 import base58
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, SecretStr
 
+from distributed_training.common.kinds import Kinds, Made, UnknownKindError
 from distributed_training.common.ports import is_port
 from distributed_training.network import public_values
 from distributed_training.protocol.keys import is_peer_id
@@ -45,6 +46,14 @@ class ConfigAway(ConfigError):
     """A place that the settings name is away and may come back: exit status 1."""
 
     status = ExitStatus.FAULT
+
+
+def choose_kind(kinds: Kinds[Made], name: str, *, key: str) -> Made:
+    """Return the kind that ``key`` of the network's file names. Raises ConfigError."""
+    try:
+        return kinds[name]
+    except UnknownKindError as error:
+        raise ConfigError(f"{key}: {error}; so nothing was started") from None
 
 
 def load_optional(module: str, *, wanted_by: str) -> ModuleType:

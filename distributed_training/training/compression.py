@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from distributed_training.common.kinds import Kinds, UnknownKindError
-from distributed_training.config import ConfigError
+from distributed_training.common.kinds import Kinds
 from distributed_training.config.settings import TrainingSettings
+from distributed_training.config.types import choose_kind
 from distributed_training.protocol.compression import Compression
 from distributed_training.protocol.gradients import TopK
 
@@ -23,8 +23,4 @@ COMPRESSIONS.register("top-k", lambda s: TopK(s.topk_compression, s.target_chunk
 
 def compression_of(settings: TrainingSettings) -> Compression:
     """Return the network's compression of uploads. Raises ConfigError for an unknown name."""
-    try:
-        made = COMPRESSIONS[settings.compression]
-    except UnknownKindError as error:
-        raise ConfigError(f"compression.kind: {error}; so nothing was started") from None
-    return made(settings)
+    return choose_kind(COMPRESSIONS, settings.compression, key="compression.kind")(settings)

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from distributed_training.common.kinds import Kinds, UnknownKindError
+from distributed_training.common.kinds import Kinds
 from distributed_training.config.settings import TrainingSettings
-from distributed_training.config.types import ConfigError
+from distributed_training.config.types import ConfigError, choose_kind
 
 from .collectives import ParameterShard
 
@@ -131,10 +131,7 @@ def find_state(settings: TrainingSettings) -> StateNames:
     Raises ConfigError for a name that nobody registered, and for an optimizer whose steps would
     depend on the number of ranks, or whose state a checkpoint would not bring back.
     """
-    try:
-        factory = OPTIMIZERS[settings.optimizer]
-    except UnknownKindError as error:
-        raise ConfigError(f"training.optimizer: {error}") from None
+    factory = choose_kind(OPTIMIZERS, settings.optimizer, key="training.optimizer")
     gradient = torch.arange(6.0).view(2, 3) - 2
 
     def step(begun: Mapping[str, Any], rows: slice) -> tuple[Tensor, dict[str, Any], bool]:

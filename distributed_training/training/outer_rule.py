@@ -14,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from distributed_training.common.kinds import Kinds, UnknownKindError
-from distributed_training.config import ConfigError
+from distributed_training.common.kinds import Kinds
 from distributed_training.config.settings import TrainingSettings
+from distributed_training.config.types import ConfigError, choose_kind
 from distributed_training.network import public_values
 
 _PUBLIC = public_values()
@@ -72,10 +72,7 @@ def outer_rule_of(settings: TrainingSettings) -> OuterRule:
     Raises ConfigError for an unknown name, and for a rule that breaks :class:`OuterRule`.
     """
     name = settings.outer_rule
-    try:
-        rule = OUTER_RULES[name]
-    except UnknownKindError as error:
-        raise ConfigError(f"training.outer_rule: {error}; so nothing was started") from None
+    rule = choose_kind(OUTER_RULES, name, key="training.outer_rule")
     rates = {"lr": settings.outer_learning_rate, "mu": settings.outer_momentum}
     param, grad, state = torch.ones(2, 3), torch.arange(6.0).view(2, 3) - 2, None
     problem = ""
