@@ -304,8 +304,7 @@ class RoundCaller:
 
     def _choose(self, outcome: RoundOutcome, able: Sequence[int], suspects: Suspects) -> list[int]:
         """Return which of the uids that are ``able`` to call, the best first."""
-        peers = max(self._settings.minimum_peers, self._swarm_settings.min_group_size)
-        choice = suspects.choose(able, least=max(1, peers - 1), most=MOST_CALLED, rng=self._rng)
+        choice = suspects.choose(able, least=self._needed, most=MOST_CALLED, rng=self._rng)
         outcome.left_out.update(choice.left_out)
         if choice.left_out:
             log.info(
@@ -318,18 +317,23 @@ class RoundCaller:
                 "uids %s are called although they spoil rounds; ask their operators, expel whose "
                 "fault it is (dt-registry expel), or lower --validator.minimum_peers",
                 len(able),
-                max(1, peers - 1),
+                self._needed,
                 ", ".join(map(str, choice.no_choice)),
             )
         return list(choice.called)
 
     # --- steps of a round -----------------------------------------------------------------------
 
+    @property
+    def _needed(self) -> int:
+        """The miners that a good round takes, beside the validator."""
+        peers = max(self._settings.minimum_peers, self._swarm_settings.min_group_size)
+        return max(1, peers - 1)
+
     def _least(self, neurons: Sequence[Neuron]) -> int:
         """Return how many miners must be alive for a round: what a good one takes."""
-        peers = max(self._settings.minimum_peers, self._swarm_settings.min_group_size)
         # A network that has just begun has fewer miners.
-        return max(1, min(peers - 1, len(neurons)))
+        return max(1, min(self._needed, len(neurons)))
 
     def _gather(
         self,
