@@ -9,7 +9,8 @@
 #       --pm2 pm2                  the command
 #
 # Exit status: 0 the new version trains; 1 the old one runs on, or again, and one line says why;
-# 2 wrong arguments. --no-tests changes nothing: up to 0.2.0 an update ran unit tests.
+# 2 wrong arguments; 130 Ctrl-C before the switch. --no-tests changes nothing: up to 0.2.0 an update
+# ran unit tests.
 set -euo pipefail
 name=${DT_NAME:-} doctor=yes first_step=30m round_wait=2h pm2=pm2 goes_on=''
 say() { echo "$1" 2>/dev/null || true; } # a terminal that was closed must not end a switch
@@ -43,7 +44,9 @@ environment=("${found[@]:4}" "PATH=$PATH" "HOME=$HOME" "DT_HOME=$home" ${PM2_HOM
 as_app() (cd "$home" && exec env -i "${environment[@]}" "$@" 9<&-) # 9, the lock, is not for pm2's daemon
 
 { exec 9<"$home" && flock -n 9; } || fail "another update is under way in $home"
-# In the foreground: else Ctrl-C would not reach them, and the update would go on.
+# In the foreground: else Ctrl-C would not reach them. The trap: `timeout` that has not begun its child
+# yet ends with a status, not by the signal, and bash would take it for a failure and go on.
+trap 'exit 130' INT
 timeout --foreground 600 git -C "$old" fetch --tags --force --quiet 9<&- || say "nothing was fetched: only what is here is known"
 commit=$(git -C "$old" rev-parse --verify --quiet "origin/$target^{commit}" ||
     git -C "$old" rev-parse --verify --quiet "$target^{commit}") || fail "there is no version $target"
