@@ -43,8 +43,9 @@ class BlockList:
     a block that waits in the queue ages, and validators judge an upload by its newest *trained*
     block. ``hold_back``: micro-batches to leave out at the end of a new block that is twice as
     long, for previews: of the first one, unless ``data`` holds some from before, and of the first
-    one after each outer step. ``recent``: validators refuse a list whose newest block
-    is more than so many behind the chain's (half a round).
+    one after each outer step. ``first``: the block that a fresh start begins with, which the ranks
+    have prepared already; else 0. ``recent``: validators refuse a list whose newest block is more
+    than so many behind the chain's (half a round).
     """
 
     #: Seconds without any ready block after which a block that was served before is trained on
@@ -60,6 +61,7 @@ class BlockList:
         micro_batch_size: int,
         uid: int = 0,
         hold_back: int = 0,
+        first: int = 0,
         recent: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,8 +77,7 @@ class BlockList:
         self._done_at: float | None = None  # the last micro-batch
         # From one micro-batch to the next; the median leaves rounds and waits for data out.
         self._seconds: deque[float] = deque(maxlen=33)
-        self._last_requested = 0  # the newest block
-        self._oldest = 0
+        self._last_requested = self._oldest = first
         self._gaps: list[tuple[int, int]] = []  # first and last of what lies unused between the two
         self._skipped = Repeats(_SAY_AGAIN)
         self._barren = False  # the last block had no data: the source may be down
@@ -88,7 +89,7 @@ class BlockList:
         self._repeat_line = Throttle(self.patience, clock=clock)
         self._remaining = 0  # micro-batches of it
         self._starving_since: float | None = None
-        self._ahead: list[int] = []  # requested before a restart
+        self._ahead = [first] if first else []  # also: requested before a restart
         self._under_way = (0, 0, 0)  # block, sequences and position of a restored cursor
         self._since_step: set[int] = set()  # blocks in the inner step under way
         self._steps = 0  # inner steps that ended
@@ -251,13 +252,16 @@ class BlockList:
                 self.micro_batch_done()
                 self.step_done(skipped=report.skipped)
             case ev.BlockUsedUp():
-                self.block_used_up()
+                self._remaining = 0
             case ev.OuterStepEnded(committed=True) | ev.Loaded():
                 # Of the step under way: an outer step or a load has replaced its weights.
                 self._since_step.clear()
                 self._to_hold_back = self._held
             case ev.SnapshotTaken(progress=progress):
-                self.snapshot_taken(progress)
+                # A block still in training enters the next list again. Not copied: from here on
+                # the dictionary is the upload's, and a new one is ours.
+                self._published[progress.outer_step, progress.inner_step] = self._trained
+                self._trained = {}
             case ev.SnapshotFailed(revision=Revision() as revision):
                 self.publication_ended(revision, ok=False)
             case ev.PublicationEnded(report=publication):
@@ -275,9 +279,6 @@ class BlockList:
         self._remaining = max(0, self._remaining - 1)
         self._since_step.add(self._current[0])
 
-    def block_used_up(self) -> None:
-        self._remaining = 0
-
     def step_done(self, *, skipped: bool = False) -> None:
         """Note that an inner step ended. Tokens of a skipped step (NaN/Inf) were not learned."""
         self._steps += 1
@@ -289,12 +290,6 @@ class BlockList:
     def blocks(self) -> list[int]:
         """Return the blocks trained on since the last upload, in order."""
         return list(self._trained)
-
-    def snapshot_taken(self, at: Progress | Revision) -> None:
-        """Give the list to this revision; a block still in training enters the next one again."""
-        # Not copied: from here on the dictionary is the upload's, and a new one is ours.
-        self._published[at.outer_step, at.inner_step] = self._trained
-        self._trained = {}
 
     def publication_ended(self, revision: Revision, *, ok: bool) -> None:
         """Take the blocks back from an upload that failed or was superseded."""
@@ -347,13 +342,13 @@ class BlockList:
         where ``exact`` is False. Then the blocks that they were of, and the one in training, start
         over: no page of a block that is listed goes untrained.
         """
+        if not state:
+            return
         self._trained = {int(b): int(step) for b, step in state.get("blocks", [])}
         self._steps = int(state.get("steps", 0))
         self._last_requested = int(state.get("last_block", 0))
         self._oldest = int(state.get("oldest", self._last_requested))
         self._gaps = [(int(first), int(last)) for first, last in state.get("gaps", [])]
-        if not state:
-            return
         self._to_hold_back = max(self._to_hold_back, int(state.get("to_hold_back", 0)))
         since_step = {int(b) for b in state.get("since_step", [])}
         ahead = [int(b) for b in state.get("ahead", [])]
@@ -388,11 +383,6 @@ class BlockList:
             log.info("Data goes on in block %d at sequence %d of %d", block, offset, sequences)
             self._under_way = (block, sequences, offset)
             self._ahead = [block, *(b for b in self._ahead if b != block)]
-
-    def begin_with(self, block: int) -> None:
-        """Begin a fresh start with a block that the ranks have prepared already."""
-        self._ahead = [block]
-        self._last_requested = self._oldest = block
 
     def roll_back(self, state: dict[str, Any]) -> None:
         """Go back to the weights of the checkpoint with ``state``; data goes on from here.

@@ -82,14 +82,38 @@ class Controller:
             self._handle_event(ev.Tick(self._clock()))
         may_train = trains_now(self.state) and not self._pending
         data = self._blocks.on_boundary(may_begin=may_train)
-        if self._pending:
-            return self._command(self._pending.popleft(), data)
-        if may_train and (data.begin or self._blocks.available):
-            return Command(Action.TRAIN, data=data)
-        # With a request at hand there is no wait: ranks begin to fetch only with the command.
-        if not data.request:
-            self._handle_next(_IDLE_WAIT)
-        return Command(Action.WAIT_FOR_DATA if may_train else Action.IDLE, data=data)
+        if not self._pending:
+            if may_train and (data.begin or self._blocks.available):
+                return Command(Action.TRAIN, data=data)
+            # With a request at hand there is no wait: ranks begin to fetch only with the command.
+            if not data.request:
+                self._handle_next(_IDLE_WAIT)
+            return Command(Action.WAIT_FOR_DATA if may_train else Action.IDLE, data=data)
+        # With what it needs and rank 0's own part, as they are at its turn.
+        command = Command(self._pending.popleft())
+        state, blocks = self.state, self._blocks
+        match command.action:
+            case Action.LOAD | Action.REBASE:
+                # A roll-back to another outer step may have come between: then it is a load.
+                command = Command(
+                    Action.REBASE if rebases(state) else Action.LOAD,
+                    outer_step=state.fetch_target or 0,
+                    local=LocalPart(folder=state.fetched),
+                )
+            case Action.SNAPSHOT:
+                taken = LocalPart(blocks=blocks.blocks())
+                command = replace(command, chain_block=blocks.chain_block(), local=taken)
+            case Action.WRITE_PSEUDO_GRADIENT:
+                command = replace(command, trains_on=self._rules.train_in_rounds)
+            case Action.CHECK_GRADIENT:
+                in_pause = state.mode is Mode.AVERAGING and not state.trains_on
+                command = replace(command, in_pause=in_pause)
+            case Action.CHECKPOINT | Action.STOP as action:
+                kept = {"rank_zero": {"blocks": blocks.state_dict()}}
+                local = LocalPart(blocks=blocks.blocks(), kept=kept)
+                status = state.exit_status if action is Action.STOP else 0
+                command = replace(command, exit_status=status, local=local)
+        return replace(command, data=DataPart(data.request))
 
     def drain(self) -> None:
         """Handle every event that was posted until now."""
@@ -141,31 +165,3 @@ class Controller:
                 self._global_epoch.fetch(state.fetch_target)
             case Task.REFUSE_GLOBAL:
                 self._global_epoch.refuse_fetched(state.problem)
-
-    def _command(self, action: Action, data: DataPart) -> Command:
-        """Return ``action`` with what it needs and rank 0's own part, as they are at its turn."""
-        state, blocks = self.state, self._blocks
-        match action:
-            case Action.LOAD | Action.REBASE:
-                # A roll-back to another outer step may have come between: then it is a load.
-                command = Command(
-                    Action.REBASE if rebases(state) else Action.LOAD,
-                    outer_step=state.fetch_target or 0,
-                    local=LocalPart(folder=state.fetched),
-                )
-            case Action.SNAPSHOT:
-                taken = LocalPart(blocks=blocks.blocks())
-                command = Command(action, chain_block=blocks.chain_block(), local=taken)
-            case Action.WRITE_PSEUDO_GRADIENT:
-                command = Command(action, trains_on=self._rules.train_in_rounds)
-            case Action.CHECK_GRADIENT:
-                in_pause = state.mode is Mode.AVERAGING and not state.trains_on
-                command = Command(action, in_pause=in_pause)
-            case Action.CHECKPOINT | Action.STOP:
-                kept = {"rank_zero": {"blocks": blocks.state_dict()}}
-                local = LocalPart(blocks=blocks.blocks(), kept=kept)
-                status = state.exit_status if action is Action.STOP else 0
-                command = Command(action, exit_status=status, local=local)
-            case _:
-                command = Command(action)
-        return replace(command, data=DataPart(data.request))

@@ -145,7 +145,7 @@ class GlobalBucket:
         self._bucket: BucketReader | None = None
         self._run = run
         self.run_seen: int | None = None  # of the bucket, when it was last looked at
-        self._folder = folder
+        self.folder = folder
 
     def follow(self) -> BucketReader:
         """Return the bucket by the keys of now, or else the last one.
@@ -184,8 +184,8 @@ class GlobalBucket:
         for a state that :func:`refuse` was called for.
         """
         with _unavailable():
-            folder = self.follow().fetch(outer_step, self._folder)
-        remove_states(self._folder, before=outer_step - 1)
+            folder = self.follow().fetch(outer_step, self.folder)
+        remove_states(self.folder, before=outer_step - 1)
         problem = refusal(folder)
         if problem is not None:
             # Raised with the folder: a start with a checkpoint needs its config.json alone.
@@ -202,10 +202,6 @@ class GlobalBucket:
         """Return what the bucket says of its network; None if it does not."""
         with _unavailable():
             return self.follow().network()
-
-    def on_disk(self) -> tuple[int, Path] | None:
-        """Return the newest outer step that was fetched whole, and its folder."""
-        return max(states(self._folder), default=None)
 
     def stop(self) -> None:
         """End a fetch under way; what was fetched stays for the next."""
@@ -279,7 +275,9 @@ def first_global_state(
         except GlobalUnavailableError as error:
             if resumes and isinstance(error, GlobalRefusedError):
                 return outer_step, error.folder, True
-            found = bucket.on_disk() if resumes and isinstance(error, GlobalSilentError) else None
+            silent = isinstance(error, GlobalSilentError)
+            # The newest outer step that was fetched whole, and its folder.
+            found = max(states(bucket.folder), default=None) if resumes and silent else None
             if found is not None:
                 log.warning(
                     "The global bucket does not answer (%s): starting from the disk with outer "

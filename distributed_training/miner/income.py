@@ -119,53 +119,35 @@ def judge_income(facts: Facts) -> tuple[Verdict, str, bool]:
     standing = facts.standing
     if standing is None:
         return Verdict.UNKNOWN, "the chain does not show this hotkey now", False
-    obstacle = find_obstacle(facts)
-    if obstacle is None:
-        if standing.incentive > 0:
-            return Verdict.EARNING, standing.words, False
-        words = "uploads count; no validator has set weights yet"
-        if standing.weights_block:
-            words = (
-                "uploads count; the weights that validators set last give nothing to it yet "
-                "(python scripts/score.py --background scores the upload here)"
-            )
-        return Verdict.NOT_YET, words, False
-    verdict, words, bad = obstacle
-    if standing.incentive > 0:
-        words += f". Still paid for earlier scores: {standing.words}"
-    return verdict, words, bad
-
-
-def find_obstacle(facts: Facts) -> tuple[Verdict, str, bool] | None:
-    """Return what makes the next score zero, if anything does, as :func:`judge_income` does."""
+    paid = f". Still paid for earlier scores: {standing.words}" if standing.incentive > 0 else ""
     # In this order: what stands first makes all that follows meaningless.
     if facts.other_version:
-        return Verdict.OTHER_VERSION, facts.other_version, True
+        return Verdict.OTHER_VERSION, facts.other_version + paid, True
     if facts.upload_age is None:
         late = facts.running > facts.age_limit
         span = f"in the {_span(facts.running)} " if facts.running >= 1 else ""
         words = f"nothing was uploaded {span}since the start"
         remedy = "; grep -iE 'UPLOAD BLOCKED|upload failed|snapshot' in the log for the cause"
-        return Verdict.NOTHING_UPLOADED, words + remedy * late, late
+        return Verdict.NOTHING_UPLOADED, words + remedy * late + paid, late
     if facts.upload_age > facts.age_limit:
         words = (
             f"the newest upload is {_span(facts.upload_age)} old, and validators take none older "
             f"than {_span(facts.age_limit)}; grep -iE 'UPLOAD BLOCKED|upload failed' in the log"
         )
-        return Verdict.RESET, words, True
+        return Verdict.RESET, words + paid, True
     if facts.blocks_left is not None and facts.blocks_left < 0:
         words = (
             f"the newest upload lists blocks that are {counted(-facts.blocks_left, 'block')} too "
             "old for validators; the next upload cures it; if it lasts, steps are too slow"
         )
         # Behind the network the load that is due helps here as well, without an operator.
-        return Verdict.RESET, words, facts.behind is None
+        return Verdict.RESET, words + paid, facts.behind is None
     if facts.behind is not None and facts.behind > facts.patience:
         words = (
             f"the network has been at a later outer step for {_span(facts.behind)}; grep "
             "'global state' in the log for why it is not loaded"
         )
-        return Verdict.BEHIND, words, True
+        return Verdict.BEHIND, words + paid, True
     if facts.silent > facts.round_period:
         remedy = (
             "see from another machine whether --axon.port is reached (python -m "
@@ -177,8 +159,17 @@ def find_obstacle(facts: Facts) -> tuple[Verdict, str, bool] | None:
                 "of this machine first"
             )
         words = f"no validator has called for {_span(facts.silent)}: {remedy}"
-        return Verdict.NOT_CALLED, words, True
-    return None
+        return Verdict.NOT_CALLED, words + paid, True
+    # The next score is above zero.
+    if standing.incentive > 0:
+        return Verdict.EARNING, standing.words, False
+    words = "uploads count; no validator has set weights yet"
+    if standing.weights_block:
+        words = (
+            "uploads count; the weights that validators set last give nothing to it yet "
+            "(python scripts/score.py --background scores the upload here)"
+        )
+    return Verdict.NOT_YET, words, False
 
 
 def _span(seconds: float) -> str:
@@ -237,25 +228,8 @@ class Income:
                 self._behind_since = None
             case ev.NetworkCompared(problem=problem):
                 self._other_version = problem
-            case ev.Tick() if self._look():
-                self._update_verdict()
-
-    def gauges(self) -> Mapping[str, Callable[[], float | None]]:
-        """Return what measures each metric of this subject."""
-
-        def of_standing(name: str) -> Callable[[], float | None]:
-            return lambda: getattr(self._standing, name, None)
-
-        return {
-            "incentive": of_standing("incentive"),
-            "emission": of_standing("emission"),
-            "incentive_rank": of_standing("rank"),
-            "weights_block": of_standing("weights_block"),
-            "last_call_timestamp_seconds": lambda: unix_time(self._called_at()),
-            "earning": lambda: _EARNS.get(self._verdict, False),
-        }
-
-    def _update_verdict(self) -> None:
+        if not isinstance(event, ev.Tick) or not self._look():
+            return
         now, called_at = self._clock(), self._called_at()
         try:
             self._standing = standing(self._chain.neurons(), self._hotkey)
@@ -283,3 +257,18 @@ class Income:
         if self._record_again() or changed:
             found = asdict(facts.standing) if facts.standing else {}
             self._record("income", verdict=verdict.value, words=words, bad=bad, **found)
+
+    def gauges(self) -> Mapping[str, Callable[[], float | None]]:
+        """Return what measures each metric of this subject."""
+
+        def of_standing(name: str) -> Callable[[], float | None]:
+            return lambda: getattr(self._standing, name, None)
+
+        return {
+            "incentive": of_standing("incentive"),
+            "emission": of_standing("emission"),
+            "incentive_rank": of_standing("rank"),
+            "weights_block": of_standing("weights_block"),
+            "last_call_timestamp_seconds": lambda: unix_time(self._called_at()),
+            "earning": lambda: _EARNS.get(self._verdict, False),
+        }

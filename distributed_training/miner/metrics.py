@@ -167,11 +167,8 @@ class Metrics:
         gauges: Mapping[str, Callable[[], float | None]],
         by_rank: Callable[[], Mapping[str, Mapping[int, float]]] = dict,
         trackers: Sequence[Tracker] = (),
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._file = file
-        self._clock = clock
-        self._round_began: float | None = None
         self._counts = counts
         self._gauges = gauges
         self._by_rank = by_rank
@@ -199,8 +196,6 @@ class Metrics:
                     tracker.log(report.total_inner_steps, registry.values())
             case ev.Tick():  # also where no step ends, in a round or without data
                 self._file.write(self._gather_figures)
-            case ev.PseudoGradientWritten():
-                self._round_began = self._clock()
             case ev.RoundFailed() if state.mode is Mode.AVERAGING:
                 self._count_round(state.outer_step, ok=False)
             case ev.OuterStepEnded(committed=committed) if state.mode is Mode.AVERAGING:
@@ -230,11 +225,8 @@ class Metrics:
                 self._file.write(self._gather_figures, at_once=True)
 
     def _count_round(self, outer_step: int, *, ok: bool) -> None:
-        registry, began = self._file.registry, self._round_began
-        registry.add("rounds_total")
-        registry.add("rounds_failed_total", not ok)
-        registry.set("round_seconds", 0.0 if began is None else self._clock() - began)
-        self._round_began = None
+        self._file.registry.add("rounds_total")
+        self._file.registry.add("rounds_failed_total", not ok)
         self._last_rounds.append((outer_step, ok))
         self._set_participation()
 

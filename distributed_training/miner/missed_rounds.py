@@ -81,16 +81,16 @@ class MissedRounds:
             # Nothing else is asked of the bucket while a state is fetched, which may take hours.
             case ev.GlobalFetched() | ev.GlobalFetchFailed():
                 self._seen_at = math.inf
-            case ev.GlobalEpochSeen(outer_step=seen, at=at):
+            case ev.GlobalEpochSeen(at=at):
                 if at - self._seen_at > self._gap:
                     self._outage = at, at - self._seen_at
                 self._seen_at = at
-                # In a round the step may be our own, which the validator published before us.
-                if seen > self._known and state.mode is not Mode.AVERAGING:
-                    self._report(seen, at)
-
-    def _report(self, seen: int, at: float) -> None:
-        """Log that the network is at outer step ``seen``, and why this miner is not."""
+        if not isinstance(event, ev.GlobalEpochSeen) or event.outer_step <= self._known:
+            return
+        # In a round the step may be our own, which the validator published before us.
+        if state.mode is Mode.AVERAGING:
+            return
+        seen, at = event.outer_step, event.at
         ended, away = self._outage
         cause = (
             "the validator did not call it: see whether other machines reach its --axon.port "

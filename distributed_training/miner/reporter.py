@@ -58,6 +58,7 @@ class Reporter:
         self._reload_timeout = reload_timeout
         self._clock = clock
         self._round_began: float | None = None
+        self.round_seconds: float | None = None  # of the last round
         self._no_snapshot = Repeats(_SAY_AGAIN, clock=clock)
         self._global_outer_step = 0  # when the global bucket was last looked at
 
@@ -144,7 +145,7 @@ class Reporter:
         result, detail, fault = state.averaged, event.detail, ""
         began = self._round_began
         seconds = 0.0 if began is None else self._clock() - began
-        self._round_began = None
+        self._round_began, self.round_seconds = None, seconds
         if isinstance(event, ev.RoundFailed):
             fault = event.fault.name
             if event.fault is AllReduceFault.NO_GROUP and (why := self._clock_fault()):

@@ -25,7 +25,8 @@ def who_stops() -> str:
 class RankStop:
     """SIGTERM asks for a stop; SIGINT is the launcher's to handle (a terminal sends it to all).
 
-    Under torchrun SIGINT and SIGHUP ask for one too. ``events``: rank 0's queue, in which the stop
+    Under torchrun SIGINT and SIGHUP ask for one too. It handles them from its construction on, in
+    the main thread. ``events``: rank 0's queue, in which the stop
     arrives as an event like any other.
     """
 
@@ -33,8 +34,6 @@ class RankStop:
         self.events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
         self.wanted = False
         self._interrupts = False
-
-    def install(self) -> None:
         signal.signal(signal.SIGTERM, self._on_signal)
         # torchrun passes on which of them it got.
         for number in (signal.SIGINT, signal.SIGHUP):

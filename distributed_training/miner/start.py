@@ -124,7 +124,6 @@ def run_rank(config: Config) -> int:
     """Train until the miner ends. Return the exit status (:class:`ExitStatus`)."""
     me = rank_environment()
     stop = RankStop()
-    stop.install()
     # After the handler: a parent that is gone already is told by SIGTERM at once.
     die_with_parent()
     write_stacks_on_signal()
@@ -451,6 +450,7 @@ class RankZero:
             micro_batch_size=trainer.micro_batch_size,
             uid=info.uid,
             hold_back=trainer.preview_micro_batches,
+            first=training.first_block,
             recent=self.round_clock.half,
         )
         self.blocks.load_state_dict(
@@ -458,8 +458,6 @@ class RankZero:
             training.kept.get("data", {}),
             exact=training.checkpointer.exact,
         )
-        if training.first_block:
-            self.blocks.begin_with(training.first_block)
         self.blocks.newest_published = connections.own.newest_block
         reload = config.miner.round_reload_timeout.total_seconds()
         # A checkpoint ahead of the bucket is no mistake: the validator may still be publishing.
@@ -556,7 +554,8 @@ class RankZero:
             reload_timeout=config.miner.round_reload_timeout,
             clock_fault=connections.clock.fault,
         )
-        metrics = self._open_metrics({**uploaded, **income.gauges()})
+        round_seconds = {"round_seconds": lambda: reporter.round_seconds}
+        metrics = self._open_metrics({**uploaded, **income.gauges(), **round_seconds})
         missed = MissedRounds(
             outer_step=trainer.outer_step,
             clock_fault=connections.clock.fault,
@@ -582,7 +581,7 @@ class RankZero:
         self.controller.subscribe(end_rounds_of(self.server))
 
     def _open_metrics(self, measured: Mapping[str, Callable[[], float | None]]) -> Metrics:
-        """Open the metrics file. ``measured``: gauges of uploads and income."""
+        """Open the metrics file. ``measured``: gauges of uploads, income and the last round."""
         context, connections, blocks = self._context, self._connections, self.blocks
         config, trainer = context.config, self._training.trainer
         open_until_end = context.stack.enter_context

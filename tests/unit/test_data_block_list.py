@@ -16,9 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from distributed_training.miner import events as ev
 from distributed_training.miner.block_list import BlockList
+from distributed_training.miner.events import MinerState, Mode
 from distributed_training.protocol.pages import JUDGED_RANKS, VALIDATOR_PAGES, pages_read_by
-from distributed_training.protocol.types import Revision
+from distributed_training.protocol.types import Progress, Revision
 
 MICRO_BATCH = 2
 MICRO_BATCHES_PER_STEP = 3
@@ -103,7 +105,8 @@ class BlockListMachine(RuleBasedStateMachine):
         self.snapshots += 1
         revision = Revision(5, 1, self.snapshots)
         self.pending[revision] = (self.steps, self.feed.blocks())
-        self.feed.snapshot_taken(revision)
+        taken: Any = ev.SnapshotTaken(None, Progress(1, self.snapshots))  # type: ignore[arg-type]
+        self.feed.on_event(taken, MinerState(mode=Mode.TRAINING, outer_step=1))
         assert self.feed.blocks() == []
 
     @precondition(lambda self: self.pending)

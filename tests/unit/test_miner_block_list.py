@@ -16,6 +16,8 @@ from distributed_training.protocol.types import Progress, PublicationReport, Rev
 from tests.tools.miner_parts import step_report
 
 pytestmark = pytest.mark.timeout(30)
+MODE = MinerState(mode=Mode.TRAINING, outer_step=1)
+HANDLE: Any = None
 
 
 class World:
@@ -75,19 +77,18 @@ def test_sequences_are_left_out_once_for_each_outer_step() -> None:
             part = feed.on_boundary(may_begin=True)
             if part.begin:
                 found.append(part.sequences)
-                feed.block_used_up()
+                feed.on_event(ev.BlockUsedUp(), MODE)
         return found
 
-    mode = MinerState(mode=Mode.TRAINING, outer_step=4)
     assert sequences(feed, 3) == [6, 10, 10]
-    feed.on_event(ev.OuterStepEnded(False, 4), mode)
+    feed.on_event(ev.OuterStepEnded(False, 4), MODE)
     assert sequences(feed, 1) == [10]
-    feed.on_event(ev.OuterStepEnded(True, 5), mode)
+    feed.on_event(ev.OuterStepEnded(True, 5), MODE)
     world.held_before = True
     again = world.feed(hold_back=2)
     again.load_state_dict(feed.state_dict(), {})  # killed before the next block
     assert sequences(again, 3).count(6) == 1
-    feed.on_event(ev.Loaded(5), mode)
+    feed.on_event(ev.Loaded(5), MODE)
     assert sequences(feed, 2) == [6, 10]
     world.default, world.held_before = 8, False
     assert sequences(world.feed(hold_back=2), 2) == [4, 8], "twice as long is long enough"
@@ -108,9 +109,8 @@ def saved(world: World) -> tuple[dict[str, Any], dict[str, int]]:
 
 def test_a_fresh_start_begins_with_what_was_prepared_meanwhile() -> None:
     world = World()
-    feed = world.feed()
+    feed = world.feed(first=90)  # the chain has moved on since
     feed.load_state_dict({}, {})
-    feed.begin_with(90)  # the chain has moved on since
     assert feed.on_boundary(may_begin=True) == DataPart(request=90)
     part = feed.on_boundary(may_begin=True)
     assert (part.request, part.begin) == (100, 90)
@@ -178,7 +178,7 @@ def test_without_new_data_the_last_block_is_trained_on_again_after_a_while(
     feed = world.feed()
     feed.on_boundary(may_begin=True)
     assert feed.on_boundary(may_begin=True).begin == 100
-    feed.block_used_up()
+    feed.on_event(ev.BlockUsedUp(), MODE)
     assert feed.on_boundary(may_begin=True).begin == 0
     assert "No new data" not in caplog.text
     world.now = 61.0
@@ -188,7 +188,7 @@ def test_without_new_data_the_last_block_is_trained_on_again_after_a_while(
         feed.micro_batch_done()
         feed.step_done()
         assert feed.list_is_recent()
-        feed.snapshot_taken(Revision(5, 1, 1))
+        feed.on_event(ev.SnapshotTaken(HANDLE, Progress(1, 1)), MODE)
         feed.publication_ended(Revision(5, 1, 1), ok=True)
         world.chain = 1000
 
@@ -215,12 +215,12 @@ def hour(
         if world.now >= busy_until and feed.available:
             feed.micro_batch_done()
             feed.step_done()
-            feed.block_used_up()
+            feed.on_event(ev.BlockUsedUp(), MODE)
         if world.now >= due and feed.blocks() and feed.list_is_recent():
             ages.append(100_000 + int(world.now // 12) - max(feed.blocks()))
             published += 1
             listed = max(feed.blocks())
-            feed.snapshot_taken(Revision(5, 1, published))
+            feed.on_event(ev.SnapshotTaken(HANDLE, Progress(1, published)), MODE)
             feed.publication_ended(Revision(5, 1, published), ok=True)
             assert feed.newest_published == listed
             due = world.now + publish_every

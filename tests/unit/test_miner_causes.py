@@ -78,6 +78,7 @@ def slow_step(memory: float | None, *, expect_gpu: bool = False) -> Say:
 def sigterm(starter: Any) -> Say:
     def say(_: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.setattr(multiprocessing, "parent_process", lambda: starter)
+        monkeypatch.setattr(signal, "signal", lambda *_: None)
         stop = signals.RankStop()
         stop._on_signal(signal.SIGTERM, None)
         event = stop.events.get_nowait()
@@ -166,7 +167,6 @@ def test_a_line_names_no_cause_that_was_not_looked_at(
 def test_a_stop_ends_a_start_that_waits_for_a_store() -> None:
     """Once: what the start cleans up then is not cut short by a second signal."""
     stop = signals.RankStop()
-    stop.install()
     try:
         began = time.monotonic()
         main = threading.main_thread().ident

@@ -64,7 +64,6 @@ class Rig:
             file=MetricsFile(self.file, every=0.0),
             counts={"data": lambda: {"blocks": 3}},
             gauges={"chain_age_seconds": lambda: 4.0, "disk_free_bytes": lambda: None},
-            clock=lambda: self.now,
         )
 
     def on_event(self, event: ev.Event, state: MinerState = TRAINING) -> list[str]:

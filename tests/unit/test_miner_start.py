@@ -348,7 +348,7 @@ def rank_ends(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for name in ("die_with_parent", "write_stacks_on_signal", "start_log", "RankStop"):
-        monkeypatch.setattr(start, name, lambda *_, **named: SimpleNamespace(install=lambda: None))
+        monkeypatch.setattr(start, name, lambda *_, **named: None)
     config = config_of()
     monkeypatch.setattr(start, "make_run_folder", lambda _: tmp_path)
 
