@@ -62,7 +62,7 @@ from distributed_training.node.start import (
 )
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.types import ExitStatus
-from distributed_training.store.snapshot_folder import disk_allows
+from distributed_training.store.snapshot_folder import describe_full_disk
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.store.uploader import Uploader
 from distributed_training.swarm.supervisor import HostLaunch, SwarmUnavailable
@@ -571,7 +571,7 @@ class RankZero:
             round_clock=clock,
             blocks=blocks,
             uploader=connections.uploader,
-            disk_problem=lambda: disk_allows(folder, needed),
+            disk_problem=lambda: describe_full_disk(folder, needed),
             world_size=trainer.stream.layout.shards,
             run=config.store.run,
         )

@@ -28,7 +28,7 @@ from distributed_training.common.backoff import Throttle
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.types import StepReport
 from distributed_training.store.errors import IntegrityError
-from distributed_training.store.snapshot_folder import read_config, upload_gate
+from distributed_training.store.snapshot_folder import NO_BLOCKS, read_config
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.store.uploader import Uploader
 
@@ -148,7 +148,7 @@ class Uploads:
         if (problem := self._disk_problem()) is not None:
             return [ev.SnapshotFailed(problem, kind="disk")]
         if not self._blocks.blocks():
-            return [ev.SnapshotFailed(upload_gate(blocks=()) or "", kind="blocks")]
+            return [ev.SnapshotFailed(NO_BLOCKS, kind="blocks")]
         if not self._blocks.list_is_recent():
             # Trained on earlier blocks alone since the last upload.
             self._schedule.cancelled(again=True)

@@ -231,38 +231,33 @@ def sweep_uploads(
 
 
 def prune_epochs(store: ObjectStore, *, newest: int, keep: int) -> Removed:
-    """Delete the objects of outer steps more than ``keep`` - 1 before ``newest``.
+    """Delete the objects of outer steps more than ``keep`` - 1 before ``newest``; log the result.
 
     Steps after ``newest`` stay: they are not ours to judge. Metadata goes first, so that an outer
-    step half deleted is not one that anyone is pointed to. Raises StoreError when the bucket cannot
-    be listed.
+    step half deleted is not one that anyone is pointed to.
     """
-    old = [
-        (name, info.key)
-        for info in _RETRY(store.list_objects, "epoch-")
-        # A name that is not the protocol's is not ours to delete: it counts as the newest step's.
-        for step, name in [keys.parse_epoch_key(info.key) or (newest, "")]
-        if step <= newest - max(keep, 1)
-    ]
 
     def delete(key: str) -> None:
         _RETRY(store.delete, key)
 
-    metadata = _each(delete, [key for name, key in old if name == keys.METADATA])
-    # Files without metadata are read by nobody; metadata without files leads readers into a hole.
-    if metadata.failed:
-        return metadata
-    data = _each(delete, [key for name, key in old if name != keys.METADATA])
-    return replace(data, gone=metadata.gone + data.gone)
-
-
-def prune_old_steps(store: ObjectStore, *, newest: int, keep: int) -> None:
-    """Run :func:`prune_epochs` in the daemon: never raises, logs the result."""
     try:
-        done = prune_epochs(store, newest=newest, keep=keep)
-    except StoreError as error:
+        old = [
+            (name, info.key)
+            for info in _RETRY(store.list_objects, "epoch-")
+            # A name that is not the protocol's is not ours to delete: it counts as the newest
+            # step's.
+            for step, name in [keys.parse_epoch_key(info.key) or (newest, "")]
+            if step <= newest - max(keep, 1)
+        ]
+        done = _each(delete, [key for name, key in old if name == keys.METADATA])
+        # Files without metadata are read by nobody; metadata without files leads into a hole.
+        if not done.failed:
+            data = _each(delete, [key for name, key in old if name != keys.METADATA])
+            done = replace(data, gone=done.gone + data.gone)
+    except StoreError as error:  # the bucket cannot be listed
         done = Removed(0, 1, str(error))
     if done.gone:
         log.info("Deleted %d objects of old outer steps from %s", done.gone, store.bucket)
     if done.failed:
         log.warning("Old outer steps stay in %s for now: %s", store.bucket, done.why)
+    return done

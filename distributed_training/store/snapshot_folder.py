@@ -15,7 +15,7 @@ import contextlib
 import math
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -34,10 +34,14 @@ from distributed_training.protocol.metadata import (
 )
 from distributed_training.protocol.types import Revision
 
-from .errors import IntegrityError
+from .errors import IntegrityError, StoreError
 from .uplink import Uplink
 
 _MOST_DONE_BYTES = 1024 * 1024
+NO_BLOCKS = (
+    "⚠️  UPLOAD BLOCKED: the block list is empty. Validators will reject this! "
+    "Waiting until a block was trained since the last upload"
+)
 
 
 @dataclass(frozen=True)
@@ -102,14 +106,12 @@ def wait_complete(
     return files
 
 
-def check_files(
-    folder: Path, files: Mapping[str, FileRecord], revision: Revision
-) -> tuple[ConfigExtras, str | None]:
-    """Check sizes; return ``(config.json's extras, what holds NaN or Inf)``.
+def check_files(folder: Path, files: Mapping[str, FileRecord], revision: Revision) -> None:
+    """Check sizes, the revision, and the rules of an upload.
 
     The ranks looked for NaN and Inf while the tensors were in their memory, and each part of an
     upload is held against the store's MD5: so no tensor is read here. Raises IntegrityError for a
-    snapshot that is not what its writers left.
+    snapshot that is not what its writers left, StoreError for one that validators would reject.
     """
     for record in files.values():
         path = folder / record.name
@@ -120,8 +122,15 @@ def check_files(
         raise IntegrityError(
             f"config.json is of inner step {extras.inner_step}, the snapshot of {revision.tag}"
         )
-    bad = (f"{r.not_finite!r:.80} of {r.name}" for r in files.values() if r.not_finite)
-    return extras, next(bad, None)
+    for record in files.values():
+        if record.not_finite:
+            raise StoreError(
+                f"⚠️  UPLOAD BLOCKED: NaN or Inf in {record.not_finite!r:.80} of {record.name}. "
+                "Validators will reject this! If it comes again, go back to a checkpoint, or ask "
+                "the network's founder for a lower training.learning_rate"
+            )
+    if not extras.block_list:
+        raise StoreError(NO_BLOCKS)
 
 
 def read_config(path: Path) -> ConfigExtras:
@@ -132,33 +141,6 @@ def read_config(path: Path) -> ConfigExtras:
         return parse_config(path.read_bytes())[1]
     except MetadataError as error:
         raise IntegrityError(str(error)) from None
-
-
-# --- the rules of an upload -----------------------------------------------------------------------
-
-
-def upload_gate(
-    *,
-    blocks: Sequence[int],
-    not_finite: str | None = None,
-) -> str | None:
-    """Return the line that forbids this upload with its reason, or None.
-
-    ``blocks``: the block list to be uploaded. ``not_finite``: the name of a part that holds NaN or
-    Inf.
-    """
-    if not_finite:
-        return (
-            f"⚠️  UPLOAD BLOCKED: NaN or Inf in {not_finite}. Validators will reject this! "
-            "If it comes again, go back to a checkpoint, or ask the network's founder for a lower "
-            "training.learning_rate"
-        )
-    if not blocks:
-        return (
-            "⚠️  UPLOAD BLOCKED: the block list is empty. Validators will reject this! "
-            "Waiting until a block was trained since the last upload"
-        )
-    return None
 
 
 def preview_warning(preview_delta: float | None) -> str | None:
@@ -184,8 +166,23 @@ def preview_warning(preview_delta: float | None) -> str | None:
 # --- the disk -------------------------------------------------------------------------------------
 
 
-def disk_allows(folder: Path, needed: int) -> str | None:
-    """Return None if ``needed`` bytes fit beside ``DISK_RESERVE``, else a line with the reason.
+def describe_shortage(folder: Path, needed: int, *, older: int = 0) -> str | None:
+    """Return None if ``needed`` bytes fit beside ``DISK_RESERVE``, else how many are free.
+
+    ``older``: bytes there that can be deleted for them. Raises OSError.
+    """
+    free = free_bytes(folder)
+    if free is None or free + older >= needed + DISK_RESERVE:
+        return None
+    return (
+        f"needs {size_text(needed)} in {folder}, only {size_text(free + older)} are free"
+        f"{' without the older states' if older else ''} "
+        f"({size_text(DISK_RESERVE)} stay in reserve)"
+    )
+
+
+def describe_full_disk(folder: Path, needed: int) -> str | None:
+    """Return None if a snapshot of ``needed`` bytes fits, else a line with the reason.
 
     ``folder`` need not exist yet.
     """
@@ -194,19 +191,18 @@ def disk_allows(folder: Path, needed: int) -> str | None:
         # Before the first snapshot there is no such folder, and disk_usage() would raise.
         while not place.exists() and place != place.parent:
             place = place.parent
-        free = free_bytes(place)
+        shortage = describe_shortage(place, needed)
     except OSError as error:  # a network disk that is away
         return (
             f"UPLOAD BLOCKED: the disk of {folder} does not answer ({error.strerror or error}), so "
             "no snapshot can be written. Training goes on without uploads: bring the disk back or "
             "move --neuron.run_folder"
         )
-    if free is None or free >= needed + DISK_RESERVE:
+    if shortage is None:
         return None
     return (
-        f"UPLOAD BLOCKED: a snapshot needs {size_text(needed)} in {folder}, only "
-        f"{size_text(free)} are free ({size_text(DISK_RESERVE)} stay in reserve). Training goes on "
-        "unpublished: free the disk or move --neuron.run_folder"
+        f"UPLOAD BLOCKED: a snapshot {shortage}. Training goes on unpublished: free the disk or "
+        "move --neuron.run_folder"
     )
 
 

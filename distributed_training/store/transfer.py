@@ -29,7 +29,6 @@ from typing import ParamSpec, TypeVar
 
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.files import (
-    free_bytes,
     is_full,
     read_state,
     sync_folder,
@@ -37,7 +36,6 @@ from distributed_training.common.files import (
     write_state,
 )
 
-from . import snapshot_folder
 from .base import MultipartStore, ObjectInfo, ObjectStore, PartInfo, is_md5, same_etag
 from .errors import (
     CertificateError,
@@ -52,7 +50,7 @@ from .errors import (
     UploadMissingError,
 )
 from .journal import Journal, UploadRecord
-from .snapshot_folder import size_text
+from .snapshot_folder import describe_shortage
 from .uplink import Section, Uplink
 
 log = logging.getLogger(__name__)
@@ -341,16 +339,10 @@ def check_room(folder: Path, needed: int, *, what: str, older: int = 0) -> None:
 
     ``older``: bytes of states there that can be deleted for it.
     """
-    free = free_bytes(folder)
-    if free is None:
-        return
-    free += older
-    if free < needed + snapshot_folder.DISK_RESERVE:
+    if shortage := describe_shortage(folder, needed, older=older):
         raise NoRoomError(
-            f"no room to download {what}: {size_text(needed)} more are needed in {folder}, "
-            f"{size_text(free)} are free{' without the older states' if older else ''} and "
-            f"{size_text(snapshot_folder.DISK_RESERVE)} of it stay in reserve; what came of it is "
-            f"kept: {_MAKE_ROOM}"
+            f"no room to download {what}: the rest {shortage}; what came of it is kept: "
+            f"{_MAKE_ROOM}"
         )
 
 

@@ -44,14 +44,14 @@ from distributed_training.protocol import keys, lines
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
 from distributed_training.protocol.types import ExitStatus, PublicationReport
 
-from .base import ObjectStore, same_etag
+from .base import ObjectInfo, ObjectStore, same_etag
 from .cleanup import (
     RENEW_EVERY,
     STUCK_AGE,
     check_claim,
     claim_bucket,
     instance_of,
-    prune_old_steps,
+    prune_epochs,
     release_bucket,
     sweep_uploads,
 )
@@ -62,10 +62,9 @@ from .snapshot_folder import (
     check_files,
     preview_warning,
     prune_snapshots,
-    upload_gate,
     wait_complete,
 )
-from .transfer import FIRST_WAIT, Progress, Retry, Sender, Sent
+from .transfer import FIRST_WAIT, Progress, Retry, Sender, Sent, Staged
 from .uplink import Uplink
 from .uploader import Close, Paused, PeerId, Start
 
@@ -98,26 +97,77 @@ class Publication:
         self._retry = Retry(each=limit, uplink=self.uplink)
 
     def run(self, submission: Submission) -> PublicationReport:
-        """Publish; every failure but a stop is a report with its reason.
+        """Upload one snapshot, from its folder to the metadata that points readers to it.
 
-        ``settings.longest_transfer`` covers all transfers with their retries, without the pauses.
-        Raises StoppedError; the journal then holds what the next process needs to go on.
+        Every failure but a stop is a report with its reason. ``settings.longest_transfer`` covers
+        all transfers with their retries, without the pauses. Raises StoppedError; the journal then
+        holds what the next process needs to go on.
         """
-        began = time.monotonic()
-        reason, sent, age = "", Sent(), None
-        revision, checked = submission.revision, submission.preview_delta is not None
+        began, sent, reason, age = time.monotonic(), Sent(), "", None
+        revision, settings, uplink = submission.revision, self.settings, self.uplink
+        checked = submission.preview_delta is not None
         try:
             # First of all: after a kill from here on, the next process goes on with it.
             self.journal.set_pending(submission)
-            age = self._publish(submission, sent)
+            # More is the schedule's to ask for: validators refuse inner step 0 only.
+            if revision.inner_step < 1:
+                raise StoreError(lines.upload_blocked(revision.inner_step, 1))
+            files = wait_complete(
+                submission.folder,
+                submission.world_size,
+                timeout=settings.snapshot_timeout,
+                uplink=uplink,
+                give_up=self.newer,
+            )
+            check_files(submission.folder, files, revision)
+            if warning := preview_warning(submission.preview_delta):
+                log.warning("%s", warning)
+            size = sum(record.size for record in files.values())
+            named = {keys.epoch_key(revision.outer_step, n): record for n, record in files.items()}
+            deadline = uplink.clock() + settings.longest_transfer.total_seconds()
+            with Sender(
+                store=self.store,
+                journal=self.journal,
+                deadline=deadline,
+                uplink=uplink,
+                concurrency=settings.concurrency,
+                part_size=settings.part_size,
+                sent=sent,
+                progress=Progress(f"Uploading {revision.tag}", size, clock=uplink.clock),
+            ) as sender:
+                # Two miners in one bucket overwrite each other's files: a mixture would be scored.
+                self._retry(check_claim, self.store, self.instance)
+                sender.abandon_all_but(named)
+                staged = [
+                    sender.stage(key, submission.folder / record.name, until=deadline)
+                    for key, record in sorted(named.items(), key=lambda item: -item[1].size)
+                ]
+                # Nothing was visible so far. What fails from here on leaves an outer step without
+                # metadata: better none than one that vouches for other files. Also one of the same
+                # revision: a miner that went back to a checkpoint comes there with other weights.
+                epoch_metadata = keys.epoch_key(revision.outer_step, keys.METADATA)
+                self._retry(self.store.delete, epoch_metadata)
+                etags = sender.publish_all(staged)
+            for file in staged:
+                info = self._verify(file, etags[file.key])
+                if file.path.name == keys.GRADIENTS:
+                    age = info.age_seconds  # a store may date an object by when its upload began
+            seen = time.monotonic()
+            metadata = Metadata.of(revision, submission.peer_id).to_json()
+            # The root last: it leads readers to the outer step, whose metadata must be there.
+            for key in (epoch_metadata, keys.ROOT_METADATA):
+                self._retry(self.store.put, key, metadata)
+            # Only now: a kill before the metadata is written must go on with this upload.
+            self.journal.drop(*named)
+            self.journal.set_checked(revision.outer_step if checked else None)
+            if age is not None:
+                age += time.monotonic() - seen
         except StoppedError:
             raise
         except StoreError as error:
             reason = str(error)
         except OSError as error:
             reason = disk_problem(error)
-        if not reason:
-            self.journal.set_checked(revision.outer_step if checked else None)
         self.journal.set_pending(None)
         return PublicationReport(
             revision=revision,
@@ -126,86 +176,26 @@ class Publication:
             bytes_sent=sent.bytes,
             reason=reason,
             finished_at=time.time(),
-            age_seconds=age,
+            age_seconds=None if reason else age,
             checked=checked,
         )
 
-    def _publish(self, submission: Submission, sent: Sent) -> float | None:
-        """Upload one snapshot, from its folder to the metadata that points readers to it.
+    def _verify(self, file: Staged, etag: str) -> ObjectInfo:
+        """Return what the store holds of a file that was just made visible.
 
-        Return the age of ``gradients.pt`` at the end, seconds by the store's clock.
+        Raises IntegrityError if it is not what was sent.
         """
-        revision, settings = submission.revision, self.settings
-        # More is the schedule's to ask for: validators refuse inner step 0 only.
-        if revision.inner_step < 1:
-            raise StoreError(lines.upload_blocked(revision.inner_step, 1))
-        files = wait_complete(
-            submission.folder,
-            submission.world_size,
-            timeout=settings.snapshot_timeout,
-            uplink=self.uplink,
-            give_up=self.newer,
+        # One answer that contradicts what was just done is no reason to send it all again.
+        for wait in (0.0, FIRST_WAIT.total_seconds()):
+            self.uplink.sleep(wait)
+            info = self._retry(self.store.head, file.key)
+            if info is not None and info.size == file.size and same_etag(info.etag, etag):
+                return info
+        self.journal.drop(file.key)
+        raise IntegrityError(
+            f"{file.key} at the store is not what was sent (another miner's?), so the metadata is "
+            "not written: it is sent again with the next upload"
         )
-        extras, not_finite = check_files(submission.folder, files, revision)
-        blocked = upload_gate(blocks=extras.block_list, not_finite=not_finite)
-        if blocked:
-            raise StoreError(blocked)
-        if warning := preview_warning(submission.preview_delta):
-            log.warning("%s", warning)
-        deadline = self.uplink.clock() + settings.longest_transfer.total_seconds()
-        with Sender(
-            store=self.store,
-            journal=self.journal,
-            deadline=deadline,
-            uplink=self.uplink,
-            concurrency=settings.concurrency,
-            part_size=settings.part_size,
-            sent=sent,
-            progress=Progress(
-                f"Uploading {revision.tag}",
-                sum(record.size for record in files.values()),
-                clock=self.uplink.clock,
-            ),
-        ) as sender:
-            # Two miners in one bucket overwrite each other's files: the mixture would be scored.
-            self._retry(check_claim, self.store, self.instance)
-            named = {keys.epoch_key(revision.outer_step, n): record for n, record in files.items()}
-            sender.abandon_all_but(named)
-            staged = [
-                sender.stage(key, submission.folder / record.name, until=deadline)
-                for key, record in sorted(named.items(), key=lambda item: -item[1].size)
-            ]
-            # Nothing was visible so far. What fails from here on leaves an outer step without
-            # metadata: better none than one that vouches for other files. Also one of the same
-            # revision: a miner that went back to a checkpoint comes there with other weights.
-            epoch_metadata = keys.epoch_key(revision.outer_step, keys.METADATA)
-            self._retry(self.store.delete, epoch_metadata)
-            etags = sender.publish_all(staged)
-        age = None
-        for file in staged:
-            # One answer that contradicts what was just done is no reason to send it all again.
-            for wait in (0.0, FIRST_WAIT.total_seconds()):
-                self.uplink.sleep(wait)
-                info = self._retry(self.store.head, file.key)
-                held = info is not None and info.size == file.size
-                if info is not None and held and same_etag(info.etag, etags[file.key]):
-                    break
-            else:
-                self.journal.drop(file.key)
-                raise IntegrityError(
-                    f"{file.key} at the store is not what was sent (another miner's?), so the "
-                    "metadata is not written: it is sent again with the next upload"
-                )
-            if file.path.name == keys.GRADIENTS:
-                age = info.age_seconds  # a store may date an object by when its upload began
-        seen = time.monotonic()
-        metadata = Metadata.of(revision, submission.peer_id).to_json()
-        # The root last: it leads readers to the outer step, whose metadata must be there.
-        for key in (epoch_metadata, keys.ROOT_METADATA):
-            self._retry(self.store.put, key, metadata)
-        # Only now: a kill before the metadata is written must go on with this upload.
-        self.journal.drop(*named)
-        return None if age is None else age + time.monotonic() - seen
 
     # --- root metadata --------------------------------------------------------------------------
 
@@ -299,7 +289,7 @@ class UploadLoop:
 
     def run(self) -> None:
         """Upload what is submitted until closed."""
-        for work in (self._keep_claim, self._keep_clean):
+        for work in (self._renew_claim, self._clean_up):
             threading.Thread(
                 target=self._until_closed, args=(work,), name=work.__name__, daemon=True
             ).start()
@@ -324,34 +314,24 @@ class UploadLoop:
                 self._closing.wait(_DEFECT_WAIT)
 
     def _upload(self) -> None:
-        submission = self._next()
-        if self._peer_id != self._peer_id_published:
-            self._publish_peer_id(self._peer_id)
-        if submission is not None:
-            self._publish(submission)
-
-    def _give_up(self, error: Exception) -> None:
-        """Report the upload under way, if there is one, as failed by a defect."""
-        if self._current is not None:
-            with contextlib.suppress(OSError):
-                self._journal.set_pending(None)
-            what = f"unexpected error ({type(error).__name__}), see its log line"
-            self._failed(self._current, what)
-
-    def _next(self) -> Submission | None:
-        """Return the next snapshot to upload; None: a peer id. Raises StoppedError."""
+        """Upload the next snapshot, publish a new peer id, or both. Raises StoppedError."""
         with self._wake:
             self._current = None
-            while self._waiting is None and self._peer_id == self._peer_id_published:
-                if self._closing.is_set():
-                    break
-                self._wake.wait()
+            self._wake.wait_for(
+                lambda: (
+                    self._closing.is_set()
+                    or self._waiting is not None
+                    or self._peer_id != self._peer_id_published
+                )
+            )
             if self._closing.is_set():
                 raise StoppedError("closing")
-            self._current, self._waiting = self._waiting, None
-            return self._current
-
-    def _publish(self, submission: Submission) -> None:
+            submission, self._waiting = self._waiting, None
+            self._current = submission
+        if self._peer_id != self._peer_id_published:
+            self._publish_peer_id(self._peer_id)
+        if submission is None:
+            return
         # One that the journal kept was submitted before a restart, perhaps with another identity.
         submission = replace(submission, peer_id=self._peer_id or submission.peer_id)
         report = self._publication.run(submission)
@@ -364,6 +344,14 @@ class UploadLoop:
         if not report.ok:
             self._forget(submission.folder)
         self._send(report)
+
+    def _give_up(self, error: Exception) -> None:
+        """Report the upload under way, if there is one, as failed by a defect."""
+        if self._current is not None:
+            with contextlib.suppress(OSError):
+                self._journal.set_pending(None)
+            what = f"unexpected error ({type(error).__name__}), see its log line"
+            self._failed(self._current, what)
 
     def _publish_peer_id(self, peer_id: str) -> None:
         try:
@@ -384,7 +372,7 @@ class UploadLoop:
                     _PEER_ID_RETRY.total_seconds(),
                 )
 
-    def _keep_claim(self) -> None:
+    def _renew_claim(self) -> None:
         lines = Throttle(_CLAIM_LINES_EVERY)
         wait = timedelta(0)
         while not self._closing.wait(wait.total_seconds()):
@@ -398,7 +386,7 @@ class UploadLoop:
                 if lines(str(error)):
                     log.error("%s", error)
 
-    def _keep_clean(self) -> None:
+    def _clean_up(self) -> None:
         """Abort stuck uploads each hour, delete old outer steps when a new one was uploaded."""
         swept = -math.inf
         while not self._closing.is_set():
@@ -413,7 +401,7 @@ class UploadLoop:
                 self._prune_snapshots(unused_for=2 * self._settings.longest_transfer)
             newest, self._newest_published = self._newest_published, None
             if newest is not None:
-                prune_old_steps(self._store, newest=newest, keep=self._settings.keep_epochs)
+                prune_epochs(self._store, newest=newest, keep=self._settings.keep_epochs)
             with self._wake:
                 self._wake.wait_for(
                     lambda: self._closing.is_set() or self._newest_published is not None,
@@ -452,17 +440,6 @@ class UploadLoop:
 # --- the process ----------------------------------------------------------------------------------
 
 
-def lower_priority(nice: int) -> None:
-    """Lower this process's priority for CPU and disk: training comes first.
-
-    Call it before any thread is started.
-    """
-    with contextlib.suppress(OSError):
-        os.nice(nice)
-    with contextlib.suppress(AttributeError, OSError):  # not Linux
-        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)  # idle could starve on a busy disk
-
-
 def main() -> int:
     parent = ParentConnection()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; rank 0 decides
@@ -472,7 +449,10 @@ def main() -> int:
     write_stacks_on_signal()
 
     start: Start = parent.receive()
-    lower_priority(_NICENESS)
+    # Training comes first. Before any thread is started, which inherits it.
+    with contextlib.suppress(AttributeError, OSError):  # not Linux, or not allowed
+        os.nice(_NICENESS)
+        psutil.Process().ionice(psutil.IOPRIO_CLASS_BE, 7)  # idle could starve on a busy disk
     parent.forward_log()
     logging.getLogger("distributed_training").setLevel(logging.INFO)
     try:

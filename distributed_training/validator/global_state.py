@@ -8,7 +8,6 @@ rate's schedule.
 from __future__ import annotations
 
 import json
-import logging
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -48,8 +47,6 @@ from distributed_training.training.outer_step import (
     model_bytes,
     save_outer_optimizer,
 )
-
-log = logging.getLogger(__name__)
 
 
 def small_llama(*, vocabulary: int, sequence_length: int, eos_token: int) -> dict[str, Any]:
@@ -193,7 +190,8 @@ class GlobalPublisher:
         except (StoreError, OSError, SafetensorError, RuntimeError) as error:
             reason = str(error)
         if not reason:
-            self._prune(state.outer_step)
+            prune_epochs(self._store, newest=state.outer_step, keep=self._keep_epochs)
+            remove_states(self._folder, before=state.outer_step - KEPT_EPOCHS + 1)
         return PublicationReport(
             revision=revision,
             ok=not reason,
@@ -264,13 +262,3 @@ class GlobalPublisher:
             parameters=len(state.schema),
         )
         return folder
-
-    def _prune(self, outer_step: int) -> None:
-        try:
-            done = prune_epochs(self._store, newest=outer_step, keep=self._keep_epochs)
-            problem = done.why if done.failed else ""
-        except StoreError as error:
-            problem = str(error)
-        if problem:
-            log.warning("Old outer steps stay in the global bucket for now: %s", problem)
-        remove_states(self._folder, before=outer_step - KEPT_EPOCHS + 1)

@@ -114,7 +114,7 @@ class Network:
         product.GlobalEpoch = lambda **_: Mock(GlobalEpoch)  # the global bucket never changes
         product.UploadSchedule = lambda **_: upload_schedule(upload_steps=4, first=2)
         product.MetricsFile = partial(MetricsFile, every=0.0)
-        product.disk_allows = lambda folder, needed: self.no_room
+        product.describe_full_disk = lambda folder, needed: self.no_room
         product.identity = Mock()
 
     def _open_hivemind(self, *given: Any) -> Alone:

@@ -90,7 +90,7 @@ def uploading(
         thread.join(30)
     assert not thread.is_alive()
     wait_for(
-        lambda: not any(t.name.startswith("_keep_") for t in threading.enumerate()),
+        lambda: not {"_renew_claim", "_clean_up"} & {t.name for t in threading.enumerate()},
         what="the threads beside it to end",
     )
 

@@ -41,7 +41,7 @@ from distributed_training.common.files import (
 )
 from distributed_training.health.machine import check_disk, check_shared_memory
 from distributed_training.store.errors import NoRoomError
-from distributed_training.store.snapshot_folder import disk_allows
+from distributed_training.store.snapshot_folder import describe_full_disk
 from distributed_training.store.transfer import check_room
 
 
@@ -226,7 +226,7 @@ def test_free_space_that_is_not_told_is_not_taken_for_none(
     refused = total and not free
     for _ in range(2):
         assert free_bytes(tmp_path) == (free if total else None)
-        assert bool(disk_allows(tmp_path / "snapshots", 1000)) == bool(refused)
+        assert bool(describe_full_disk(tmp_path / "snapshots", 1000)) == bool(refused)
         with pytest.raises(NoRoomError) if refused else contextlib.nullcontext():
             check_room(tmp_path, 1000, what="it")
         assert check_disk(tmp_path, needed_bytes=1000).status == (
