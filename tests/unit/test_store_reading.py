@@ -229,7 +229,7 @@ def test_the_oldest_state_makes_room_and_only_where_that_is_enough(
     assert sorted(path.name for path in folder.iterdir()) == ["epoch-5", "epoch-6", "epoch-7"]
     publish_state(store, 8, rows=1024)
     read = len(ranges.keys)
-    with pytest.raises(NoRoomError, match=r"of outer step 8: 8.* MB more .* without the older"):
+    with pytest.raises(NoRoomError, match=r"step 8: the rest needs 8.* MB .* without the older"):
         patient_reader(store).fetch(8, folder)
     assert len(ranges.keys) == read, "room is asked for before the first byte"
     assert {path.name for path in folder.glob("epoch-*")} == {"epoch-5", "epoch-6", "epoch-7"}
