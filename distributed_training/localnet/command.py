@@ -16,9 +16,9 @@ from pathlib import Path
 
 from distributed_training.config.loader import Parser, argument, exit_with, ranged
 from distributed_training.config.types import ConfigError, File, Text
-from distributed_training.localnet.services import SubnetOptions, parse_ranks
+from distributed_training.localnet.services import STORE_FOLDER, SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
-from distributed_training.localnet.summary import Summary, View, draw
+from distributed_training.localnet.summary import View, draw
 from distributed_training.node.start import Stopped, StopSignals
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.store.errors import StoreError
@@ -49,14 +49,18 @@ def build_parser() -> Parser:
     add("--keep", action="store_true", help="keep buckets and checkpoints after a good run")
     add("--stay", action="store_true", help="go on until Ctrl-C, and say how a miner joins by hand")
     add("--page-port", type=ranged(0, 65535), default=0, help="of the live page (default: any)")
-    add("--miner-flags", type=_words, default=(), help="more flags for every miner, in quotes")
-    add("--validator-flags", type=_words, default=(), help="more for the validator, in quotes")
+    add(
+        "--miner-flags", type=_split_flags, default=(), help="more flags for every miner, in quotes"
+    )
+    add(
+        "--validator-flags", type=_split_flags, default=(), help="more for the validator, in quotes"
+    )
     add("--miner-script", type=path, help="another miner's program (default: this package's)")
     add("--validator-script", type=path, help="another validator's (default: this package's)")
     return parser
 
 
-def _words(text: str) -> tuple[str, ...]:
+def _split_flags(text: str) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(argument(Text)(text)))
     except ValueError as error:  # a quotation mark without its second
@@ -67,7 +71,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     view = View()
     try:
-        options = _options(arguments)
+        options = SubnetOptions(
+            folder=arguments.folder,
+            ranks=parse_ranks(arguments.ranks, arguments.miners),
+            outer_steps=arguments.outer_steps,
+            seconds_per_block=arguments.seconds_per_block,
+            blocks_per_allreduce=arguments.blocks_per_allreduce,
+            miner_flags=arguments.miner_flags,
+            validator_flags=arguments.validator_flags,
+            miner_script=arguments.miner_script and arguments.miner_script.absolute(),
+            validator_script=arguments.validator_script and arguments.validator_script.absolute(),
+        )
         subnet = LocalSubnet(
             options=options,
             tell=view.report,
@@ -91,13 +105,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before picture and sample: these take seconds, and a second Ctrl-C may end them.
     summary.write(subnet.folder)
     print(summary.text(), end="")
-    _draw(subnet, summary)
+    try:
+        png = draw(
+            subnet.folder,
+            started_at=subnet.started_at,
+            summary=summary,
+            miners=[m.state for m in subnet.miners],
+        )
+        print(f"picture: {png}\nlogs:    {subnet.folder}/*/log.txt")
+    except ImportError as error:
+        print(f"no picture: {error}; install the extra 'local'", file=sys.stderr)
     if summary.ok and not interrupted:
         _sample(subnet)
     if summary.ok and not interrupted and not arguments.keep:
-        assert subnet.services is not None
-        for folder in subnet.services.bulk_folders():
-            shutil.rmtree(folder, ignore_errors=True)
+        # Buckets, checkpoints and snapshots; logs, events and metrics are files beside these.
+        shutil.rmtree(subnet.folder / STORE_FOLDER, ignore_errors=True)
+        for neuron in subnet.neurons:
+            for path in neuron.plan.folder.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
     print("interrupted" if interrupted else summary.verdict)
     return ExitStatus.INTERRUPTED if interrupted else int(not summary.ok)
 
@@ -154,34 +180,6 @@ def _show_page(line: str, view: View) -> None:
         in_terminal = isinstance(browser, webbrowser.GenericBrowser)
         if not in_terminal or isinstance(browser, webbrowser.BackgroundBrowser):
             browser.open(address)
-
-
-def _options(arguments: argparse.Namespace) -> SubnetOptions:
-    return SubnetOptions(
-        folder=arguments.folder,
-        ranks=parse_ranks(arguments.ranks, arguments.miners),
-        outer_steps=arguments.outer_steps,
-        seconds_per_block=arguments.seconds_per_block,
-        blocks_per_allreduce=arguments.blocks_per_allreduce,
-        miner_flags=arguments.miner_flags,
-        validator_flags=arguments.validator_flags,
-        miner_script=arguments.miner_script and arguments.miner_script.absolute(),
-        validator_script=arguments.validator_script and arguments.validator_script.absolute(),
-    )
-
-
-def _draw(subnet: LocalSubnet, summary: Summary) -> None:
-    try:
-        png = draw(
-            subnet.folder,
-            started_at=subnet.started_at,
-            summary=summary,
-            miners=[m.state for m in subnet.miners],
-        )
-    except ImportError as error:
-        print(f"no picture: {error}; install the extra 'local'", file=sys.stderr)
-        return
-    print(f"picture: {png}\nlogs:    {subnet.folder}/*/log.txt")
 
 
 def _sample(subnet: LocalSubnet) -> None:

@@ -62,22 +62,10 @@ _PIPELINE = (
 )
 
 
-def _ring(folder: Path, service: str, port: int) -> None:
-    """Write a ring in which one device holds everything. Ports differ from start to start."""
-    from swift.common.ring import RingBuilder
-
-    # One device, no replicas: the smallest ring that Swift takes.
-    builder = RingBuilder(part_power=4, replicas=1, min_part_hours=0)
-    here = {"ip": "127.0.0.1", "port": port}
-    replication = {"replication_ip": "127.0.0.1", "replication_port": port}
-    place = {"id": 0, "region": 1, "zone": 1, "device": "disk", "weight": 1, "meta": ""}
-    builder.add_dev({**place, **here, **replication})
-    builder.rebalance()
-    builder.get_ring().save(str(folder / f"{service}.ring.gz"))
-
-
 def _write_configuration(folder: Path, port: int) -> dict[int, Path]:
     """Write swift.conf, a ring and a file per service. Return port -> file, the proxy last."""
+    from swift.common.ring import RingBuilder
+
     (folder / "devices" / "disk").mkdir(parents=True, exist_ok=True)
     # Prefix and suffix take part in where objects lie: they must never change for this folder.
     (folder / "swift.conf").write_text(
@@ -89,7 +77,14 @@ def _write_configuration(folder: Path, port: int) -> dict[int, Path]:
     services = ("account", "container", "object")
     # Of their own ports: Swift's four servers speak HTTP with each other, in one process too.
     for service, service_port in zip(services, free_ports(3), strict=True):
-        _ring(folder, service, service_port)
+        # One device, no replicas: the smallest ring that Swift takes. Its port differs each time.
+        builder = RingBuilder(part_power=4, replicas=1, min_part_hours=0)
+        here = {"ip": "127.0.0.1", "port": service_port}
+        replication = {"replication_ip": "127.0.0.1", "replication_port": service_port}
+        place = {"id": 0, "region": 1, "zone": 1, "device": "disk", "weight": 1, "meta": ""}
+        builder.add_dev({**place, **here, **replication})
+        builder.rebalance()
+        builder.get_ring().save(str(folder / f"{service}.ring.gz"))
         files[service_port] = folder / f"{service}.conf"
         files[service_port].write_text(
             f"[DEFAULT]\n{common}bind_port = {service_port}\ndevices = {folder / 'devices'}\n"

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 #: Where this package is imported from: a checkout, or site-packages.
 PACKAGES = Path(__file__).resolve().parents[2]
 GLOBAL_BUCKET = "local"
+STORE_FOLDER = "store"  # of the object store's data, in the run folder
 # An operator's own keys and settings must not reach a subnet that is only for experiments.
 FOREIGN_PREFIXES = ("R2_", "BT_", "DT_", "WANDB_", "LOKI_", "AWS_", "HF_", "INFLUXDB_")
 # uid u's rank 1 reads the same pages as uid u + 1's rank 0 (protocol: seed = uid + local rank), so
@@ -343,13 +344,13 @@ class Services:
         self._wallets: dict[str, Wallet] = {}
         self.network = folder.absolute() / "network.toml"
         self._store = ObjectStoreServer(
-            folder=folder / "store", environment=self._clean_environment()
+            folder=folder / STORE_FOLDER, environment=self._clean_environment()
         )
         self.store_endpoint = self._store.endpoint
         (self._chain_port,) = free_ports(1)
         self.chain_endpoint = f"http://127.0.0.1:{self._chain_port}"
         self._chain_folder = folder / "chain"
-        self._chain: Child | None = None
+        self.children = [self._store.child]  # that were begun, in this order
 
     def bucket(self, plan: NeuronPlan) -> str:
         """Name a neuron's bucket: the validator has the global one, a miner its uid's."""
@@ -390,33 +391,39 @@ class Services:
         validator = self._validator
         for plan in self.plans:
             self._wallets[plan.name] = create_wallet(self._wallet_folder, plan.name)
-        self._chain = self._found_chain(self.wallet(validator).ss58)
-        self._chain.start()
+        flags = {
+            "folder": str(self._chain_folder.absolute()),
+            "name": "local",
+            "master": self.wallet(validator).ss58,
+            "seconds-per-block": str(self.options.seconds_per_block),
+            "admission": "open",
+            "port": str(self._chain_port),
+            "requests-per-address": "10000",  # all come from one
+        }
+        words = [word for name, value in flags.items() for word in (f"--{name}", value)]
+        chain = Child(
+            name="chain",
+            command=[sys.executable, "-m", "distributed_training.registry", "serve", *words],
+            environment=self._clean_environment(),
+            folder=self._chain_folder,
+        )
+        self.children.append(chain)
+        chain.start()
         self._write_network(make_identity(validator.folder))
-        self._chain.wait_ready()
-        self._register()
+        chain.wait_ready()
+        with contextlib.closing(self.founders_chain()) as founder:
+            for plan in self.plans:
+                # By uid: the first free ones would lie side by side, and ranks would share pages.
+                founder.enroll(self._wallets[plan.name].ss58, uid=plan.uid)
         self._store.child.wait_ready()
         for plan in self.plans:
             self._make_bucket(plan)
 
     def stop(self) -> list[str]:
         """Stop the chain, then the store; return the problems of that."""
-        problems = stop_together([self._chain] if self._chain else [], timedelta(seconds=3))
+        problems = stop_together(self.children[1:], timedelta(seconds=3))
         self._store.stop()
         return problems
-
-    def dead(self) -> list[str]:
-        """Return a line for each service that ended by itself."""
-        services = [child for child in (self._chain, self._store.child) if child is not None]
-        return [s.obituary for s in services if not s.running and not s.stopping]
-
-    def bulk_folders(self) -> list[Path]:
-        """List what a good run may delete: buckets, checkpoints, snapshots; not logs and events."""
-        bulk = [self._store.folder]
-        for plan in self.plans:
-            # Logs, events and metrics are files beside these folders.
-            bulk += [path for path in plan.folder.iterdir() if path.is_dir()]
-        return bulk
 
     def _write_network(self, peer_id: str) -> None:
         """Write the rules of this subnet. ``peer_id``: of the validator's swarm identity."""
@@ -439,31 +446,6 @@ class Services:
             rules[table][name] = value
         text = signed(to_toml(rules), master.hotkey, beside=str)
         write_bytes(self.network, text.encode(), durable=False)
-
-    def _found_chain(self, master: str) -> Child:
-        """Make the process of a registry whose founder is ``master``."""
-        flags = {
-            "folder": str(self._chain_folder.absolute()),
-            "name": "local",
-            "master": master,
-            "seconds-per-block": str(self.options.seconds_per_block),
-            "admission": "open",
-            "port": str(self._chain_port),
-            "requests-per-address": "10000",  # all come from one
-        }
-        words = [word for name, value in flags.items() for word in (f"--{name}", value)]
-        return Child(
-            name="chain",
-            command=[sys.executable, "-m", "distributed_training.registry", "serve", *words],
-            environment=self._clean_environment(),
-            folder=self._chain_folder,
-        )
-
-    def _register(self) -> None:
-        with contextlib.closing(self.founders_chain()) as chain:
-            for plan in self.plans:
-                # By uid: the first free ones would lie side by side, and ranks would share pages.
-                chain.enroll(self._wallets[plan.name].ss58, uid=plan.uid)
 
     def founders_chain(self) -> RegistryChain:
         """Open the chain as the validator sees it, which founded it. Close it."""

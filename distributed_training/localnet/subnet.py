@@ -61,7 +61,7 @@ class RunFolder:
         self.path = path.absolute()
         self._lock: IO[bytes] | None = None
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Lock it and empty it. Raises ConfigError; nothing has changed then."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -163,7 +163,7 @@ class LocalSubnet:
         Raises ConfigError if the folder cannot be used, SubnetFailure if a service or the validator
         does not come.
         """
-        self._folder.take()
+        self._folder.acquire()
         with ExitStack() as undo:
             # Whatever fails below, Ctrl-C too: no process stays.
             undo.callback(self.stop, timedelta(seconds=5))
@@ -179,11 +179,20 @@ class LocalSubnet:
                 raise SubnetFailure(str(failure)) from failure
             self._tell(f"object store at {self.services.store_endpoint}")
             self._tell(f"chain at {self.services.chain_endpoint}")
-            self.neurons = [self._prepare(plan, self.services) for plan in plans]
+            for plan in plans:
+                plan.folder.mkdir(parents=True, exist_ok=True)
+                child = Child(
+                    name=plan.name,
+                    command=[sys.executable, *self.services.arguments(plan)],
+                    environment=self.services.environment(plan),
+                    folder=plan.folder,
+                )
+                state = NeuronState(plan.folder, uid=plan.uid)
+                self.neurons.append(Neuron(plan, child, state))
             # Alone and waited for: miners have nothing to load before its first model is there.
             self._start_neuron(self.validator)
-            state = self.validator.state
-            self.wait_until(lambda: state.starts > 0, _START, "the validator's start")
+            validator = self.validator.state
+            self.wait_until(lambda: validator.starts > 0, _START, "the validator's start")
             undo.pop_all()
 
     def stop(self, grace: timedelta | None = None) -> list[str]:
@@ -284,10 +293,10 @@ class LocalSubnet:
             if not again or not self.options.restart_miners:
                 raise SubnetFailure(child.obituary)
             self._start_neuron(neuron)
-        if self.services is not None:
-            for line in self.services.dead():
-                # Without store or chain nothing can work: at once, not at the deadline.
-                raise SubnetFailure(line)
+        for service in self.services.children if self.services is not None else ():
+            # Without store or chain nothing can work: at once, not at the deadline.
+            if not service.running and not service.stopping:
+                raise SubnetFailure(service.obituary)
 
     def wait_until(
         self, condition: Callable[[], bool], deadline: timedelta, what: str = "the condition"
@@ -362,19 +371,6 @@ class LocalSubnet:
             line = event_line(event, of_validator=neuron.plan.kind == "validator")
             if line and not (self._stopped and event["kind"] == "sweep"):
                 self._tell(f"{neuron.plan.name}: {line}")
-
-    def _prepare(self, plan: NeuronPlan, services: Services) -> Neuron:
-        plan.folder.mkdir(parents=True, exist_ok=True)
-        return Neuron(
-            plan=plan,
-            child=Child(
-                name=plan.name,
-                command=[sys.executable, *services.arguments(plan)],
-                environment=services.environment(plan),
-                folder=plan.folder,
-            ),
-            state=NeuronState(plan.folder, uid=plan.uid),
-        )
 
     def _start_neuron(self, neuron: Neuron) -> None:
         child = neuron.child

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -196,10 +196,36 @@ class Summary:
             if miner.last_reset:
                 notes.append(f"{miner.name}: last reset: {miner.last_reset}")
             notes += [f"{miner.name}: upload failed: {reason}" for reason in miner.failed_uploads]
+        outer_steps = [
+            (
+                step.outer_step,
+                clock(step.seconds_from_start),
+                f"{step.round_seconds:.1f} s",
+                f"{_number(step.loss_before)} -> {_number(step.loss_after)}",
+                ", ".join(step.participants)
+                + (f"   MISSED BY {', '.join(step.missed_by)}" if step.missed_by else ""),
+            )
+            for step in self.outer_steps
+        ]
+        kinds = ("random", "assigned", "total")
+        figures = ("ranks", "inner steps", "loss first -> last", "uploads", "rounds", "scored")
+        miners = [
+            (
+                miner.name,
+                miner.world_size,
+                miner.inner_steps,
+                f"{_number(miner.first_loss)} -> {_number(miner.last_loss)}",
+                miner.uploads,
+                f"{miner.rounds_ok} of {miner.rounds}",
+                f"{miner.uploads_scored} of {miner.uploads_judged}",
+                *(_number(miner.scores.get(kind)) for kind in kinds),
+            )
+            for miner in self.miners
+        ]
         parts = [
             f"{took} in {self.seconds:.0f} s",
-            _table(self._outer_step_rows()),
-            _table(self._miner_rows()),
+            _table(("outer step", "at", "round", "held-out loss", "took part"), outer_steps),
+            _table(("miner", *figures, *kinds), miners),
             "\n".join(notes),
             _LEGEND,
             "\n".join(f"PROBLEM: {problem}" for problem in self.problems),
@@ -210,40 +236,12 @@ class Summary:
         write_bytes(folder / "summary.txt", self.text().encode())
         write_json(folder / "summary.json", dataclasses.asdict(self))
 
-    def _outer_step_rows(self) -> Iterator[Sequence[object]]:
-        yield "outer step", "at", "round", "held-out loss", "took part"
-        for step in self.outer_steps:
-            missed = f"   MISSED BY {', '.join(step.missed_by)}" if step.missed_by else ""
-            yield (
-                step.outer_step,
-                clock(step.seconds_from_start),
-                f"{step.round_seconds:.1f} s",
-                f"{_number(step.loss_before)} -> {_number(step.loss_after)}",
-                ", ".join(step.participants) + missed,
-            )
 
-    def _miner_rows(self) -> Iterator[Sequence[object]]:
-        kinds = ("random", "assigned", "total")
-        figures = ("ranks", "inner steps", "loss first -> last", "uploads", "rounds", "scored")
-        yield "miner", *figures, *kinds
-        for miner in self.miners:
-            yield (
-                miner.name,
-                miner.world_size,
-                miner.inner_steps,
-                f"{_number(miner.first_loss)} -> {_number(miner.last_loss)}",
-                miner.uploads,
-                f"{miner.rounds_ok} of {miner.rounds}",
-                f"{miner.uploads_scored} of {miner.uploads_judged}",
-                *(_number(miner.scores.get(kind)) for kind in kinds),
-            )
-
-
-def _table(rows: Iterator[Sequence[object]]) -> str:
-    """Render a table, its head first, without colours. Names stand left, figures right."""
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Render a table without colours. Names stand left, figures right."""
     table = Table(box=None, pad_edge=False)
-    for name in next(rows):
-        table.add_column(str(name), justify="left" if name in ("miner", "took part") else "right")
+    for name in head:
+        table.add_column(name, justify="left" if name in ("miner", "took part") else "right")
     for row in rows:
         table.add_row(*map(str, row))
     text = io.StringIO()
@@ -335,6 +333,18 @@ def _newest(neuron: NeuronState, kind: str, **wanted: Any) -> dict[str, Any]:
 def _miner(miner: NeuronState, world_size: int, validator: NeuronState) -> MinerResult:
     judged = validator.judged.get(miner.uid, Judged())
     losses, rounds = [step.loss for step in miner.losses], miner.tables["round"]
+    searched = 0
+    for scored in validator.tables["upload_scored"]:
+        if scored["ok"] and scored["uid"] == miner.uid:
+            there = {
+                str(upload["revision"]): bool(upload.get("checked"))
+                for upload in miner.tables["publication"]
+                if upload["ok"]
+                and Revision.parse(str(upload["revision"])).outer_step == scored.get("outer_step")
+            }
+            # The tag is that of the newest upload, which may be of the next outer step.
+            newest = next(reversed(there.values()), False)
+            searched += there.get(str(scored.get("revision")), newest)
     return MinerResult(
         name=miner.name,
         uid=miner.uid,
@@ -352,30 +362,11 @@ def _miner(miner: NeuronState, world_size: int, validator: NeuronState) -> Miner
         rounds=len(rounds),
         uploads_scored=judged.scored,
         uploads_judged=judged.passes,
-        uploads_searched=sum(
-            _searched(each, miner)
-            for each in validator.tables["upload_scored"]
-            if each["ok"] and each["uid"] == miner.uid
-        ),
+        uploads_searched=searched,
         last_cause=judged.last_cause,
         last_reset=judged.last_reset,
         scores=validator.scores.get(miner.uid, {}),
     )
-
-
-def _searched(judged: Mapping[str, Any], miner: NeuronState) -> bool:
-    """Return whether the upload that was judged had been searched.
-
-    The tag is that of the newest upload, which may be of the next outer step.
-    """
-    there = {
-        str(upload["revision"]): bool(upload.get("checked"))
-        for upload in miner.tables["publication"]
-        if upload["ok"]
-        and Revision.parse(str(upload["revision"])).outer_step == judged.get("outer_step")
-    }
-    newest = next(reversed(there.values()), False)
-    return there.get(str(judged.get("revision")), newest)
 
 
 def _number(value: float | None) -> str:
