@@ -1,7 +1,6 @@
 """Run the reference validator: it publishes the global state, leads rounds, scores uploads.
 
 ``program`` (start and stop, from the configuration), ``validator`` (the loop), ``rounds`` (one
-all-reduce). ``global_state`` (what it publishes: the state, also the first one, and an inner
-optimizer for newcomers), ``scorer`` (scoring passes and the standings that they add up to). Nothing
-is imported here.
+all-reduce). ``global_state`` (what it publishes: the state, also the first one), ``scorer``
+(scoring passes and the standings that they add up to). Nothing is imported here.
 """

@@ -10,12 +10,11 @@ from __future__ import annotations
 import logging
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from torch import Tensor
@@ -102,6 +101,8 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
 
     Raises ConfigError, NetworkFailure.
     """
+    from tokenizers import Tokenizer
+
     require_data(config)
     member = join_subnet(config, stack)
     clock = ClockWatch(partial(measure, config, member.chain))
@@ -127,7 +128,8 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         pages=PageReader.from_settings(config, tokenizer_path, eos_id),
         held_out=held_out,
         swarm=lambda schema: HivemindSwarm(settings=config.swarm, schema=schema, run_folder=folder),
-        vocabulary=_vocabulary(tokenizer_path),
+        # Tensor cores want multiples of 8.
+        vocabulary=-(-Tokenizer.from_file(str(tokenizer_path)).get_vocab_size() // 8) * 8,
         eos_id=eos_id,
         clock_fault=clock.fault,
     )
@@ -141,14 +143,6 @@ def _narrowest(config: Config) -> Reach:
         return min(reach(own), Reach.MACHINE) if own else Reach.EVERYWHERE
     except ValueError:  # a name; a founder's machine may have its own at 127.0.1.1
         return Reach.EVERYWHERE
-
-
-def _vocabulary(tokenizer_path: Path) -> int:
-    """Return the number of words of the tokenizer, rounded up to a multiple of 8."""
-    from tokenizers import Tokenizer
-
-    # Tensor cores want multiples of 8.
-    return -(-Tokenizer.from_file(str(tokenizer_path)).get_vocab_size() // 8) * 8
 
 
 def run_validator(
@@ -211,7 +205,7 @@ def build(
     )
     # First: model, swarm and files are all made for the schema that is found.
     found = publisher.load()
-    state = found or _initial_state(config, _new_model(config, parts))
+    state = found or initial_state(config, vocabulary=parts.vocabulary, eos_token=parts.eos_id)
     swarm = parts.swarm(state.schema)
     stack.callback(swarm.close)
     model = EvaluationModel(
@@ -317,8 +311,20 @@ def watch_address(
     )
 
 
-def _initial_state(config: Config, model_config: Mapping[str, Any]) -> GlobalState:
-    """Return the state that a network begins with: random weights, no momentum."""
+def initial_state(config: Config, *, vocabulary: int, eos_token: int) -> GlobalState:
+    """Return the state that a network begins with: random weights, no momentum.
+
+    Raises ConfigError for a ``--validator.model_config`` that cannot be used.
+    """
+    if config.validator.model_config is not None:
+        model_config = read_model_config(config.validator.model_config, vocabulary)
+    elif config.network is not None and config.network.model is not None:
+        model_config = dict(config.network.model)
+    else:
+        length = config.training.sequence_length
+        model_config = small_llama(
+            vocabulary=vocabulary, sequence_length=length, eos_token=eos_token
+        )
     return GlobalState(
         model_config=model_config,
         schema=parameter_schema(model_config),
@@ -328,17 +334,4 @@ def _initial_state(config: Config, model_config: Mapping[str, Any]) -> GlobalSta
         learning_rate=config.training.outer_learning_rate,
         mu=config.training.outer_momentum,
         last_allreduce_block=0,
-    )
-
-
-def _new_model(config: Config, parts: Parts) -> dict[str, Any]:
-    path = config.validator.model_config
-    if path is not None:
-        return read_model_config(path, parts.vocabulary)
-    if config.network is not None and config.network.model is not None:
-        return dict(config.network.model)
-    return small_llama(
-        vocabulary=parts.vocabulary,
-        sequence_length=config.training.sequence_length,
-        eos_token=parts.eos_id,
     )

@@ -226,7 +226,7 @@ class RoundCaller:
         miners: Callable[[], Sequence[Neuron]],
         suspects: Suspects,
         scores: Mapping[int, float],
-        on_sweep: Callable[[Attendance], None] = lambda attendance: None,
+        on_sweep: Callable[[Attendance], None],
     ) -> RoundOutcome:
         """Run one round; ``miners`` lists the registered ones before each sweep.
 
@@ -475,7 +475,11 @@ class RoundCaller:
                 "AllReduce called at %d miners, %d acknowledged", len(called), len(acknowledged)
             )
             try:
-                result = self._wait(future, give_up=not acknowledged)
+                while not wait([future], timeout=_LOOK).done:
+                    if not acknowledged or self._stop.is_set():
+                        # Again and again: the first may come before the round has begun.
+                        self._swarm.cancel()
+                result = future.result()
             except AllReduceError as error:
                 outcome.causes = {uids_of[p]: w for p, w in error.causes.items() if p in uids_of}
                 if acknowledged:
@@ -497,14 +501,3 @@ class RoundCaller:
                 f"{good} good peers, {self._settings.minimum_peers} are needed",
             )
         outcome.averaged = [buffer.clone() for buffer in self._swarm.buffers]
-
-    def _wait(self, future: Future[AllReduceResult], *, give_up: bool) -> AllReduceResult:
-        """Return the result, or raise the error.
-
-        A stop, or ``give_up``, cancels the round and waits for its end.
-        """
-        while not wait([future], timeout=_LOOK).done:
-            if give_up or self._stop.is_set():
-                # Again and again: the first may come before the round has begun.
-                self._swarm.cancel()
-        return future.result()

@@ -212,41 +212,41 @@ class Standings:
         """Return the entries of who was registered when that was last seen."""
         return {uid: e for uid, e in self.entries.items() if uid not in self._absent}
 
-    def count_end(self) -> None:
-        """Count the end of the process before, if it ended while it judged an upload."""
-        begun, self.begun = self.begun, None
-        entry = self.entries.get(begun.uid) if begun else None
-        if begun is None or entry is None or entry.hotkey != begun.hotkey:
-            return
-        entry.ends = Ends(1 if entry.ends is None else entry.ends.count + 1, begun.block)
-        entry.scored_at = begun.block  # or it would come before those of its pass again
-        first = entry.ends.count == 1
-        log.warning(
-            "The validator ended while it judged upload %s of uid %d (%d. time), so that miner's "
-            "next one is %s; if it was no reboot, look for the process in dmesg",
-            begun.upload,
-            begun.uid,
-            entry.ends.count,
-            "judged last, and alone" if first else "reset unread for a while, then judged alone",
-        )
-
     def save(self, path: Path) -> None:
         board = {u: s for u, s in self.board.state().items() if int(u) in self.entries}
         write_json(path, asdict(self) | {"board": board})
 
     @classmethod
     def load(cls, path: Path) -> Standings:
-        """Load standings, empty ones if there is no file. Raises ValueError for a damaged one."""
+        """Load standings, empty ones if there is no file. Raises ValueError for a damaged one.
+
+        The end of the process before counts, if it ended while it judged an upload.
+        """
         try:
             # No read_state: it would set a damaged file aside, and begin with empty scores.
             data = path.read_bytes()
             found = TypeAdapter(cls).validate_json(data, strict=True)
             found.board.restore(json.loads(data)["board"])
-            found.count_end()
         except FileNotFoundError:
             return cls()
         except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
             raise ValueError(f"not a validator's standings: {type(error).__name__}") from None
+        begun, found.begun = found.begun, None
+        entry = found.entries.get(begun.uid) if begun else None
+        if begun is not None and entry is not None and entry.hotkey == begun.hotkey:
+            count = 1 + (entry.ends.count if entry.ends else 0)
+            entry.ends = Ends(count, begun.block)
+            entry.scored_at = begun.block  # or it would come before those of its pass again
+            log.warning(
+                "The validator ended while it judged upload %s of uid %d (%d. time), so that "
+                "miner's next one is %s; if it was no reboot, look for the process in dmesg",
+                begun.upload,
+                begun.uid,
+                count,
+                "judged last, and alone"
+                if count == 1
+                else "reset unread for a while, then judged alone",
+            )
         return found
 
     def _figures(self, uid: int, total: float) -> dict[str, float]:

@@ -19,9 +19,6 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
     before == after (the state the run begins from), then for each outer step *before* its
     ``outer_step`` event; outer_step is the one reached by it. A step that was refused for its loss
     has the event too, and no ``outer_step`` event follows: for one outer_step the last counts.
-``inner_optimizer``
-    outer_step (of the files that newcomers take over), uid (whose moments they are), finished_steps
-    (the place in the learning rate's schedule), seconds.
 ``upload_seen``
     uid, revision (tag in the miner's root metadata), outer_step (folder looked at), age_seconds.
     Once for each new revision.
@@ -225,11 +222,23 @@ class Validator:
                         f"at {self.state.outer_step}: start it again, which goes on from the bucket"
                     )
         block = self._chain.block()
+        weights = self.standings.weights()
         # Before all else: the miners count the same blocks and have timed their uploads by it.
         if self._round_due(block):
             self.round()
-        elif block - self._weights_at >= self._settings.epoch_length and self.standings.weights():
-            self._set_weights(block)
+        elif weights and block - self._weights_at >= self._settings.epoch_length:
+            # Also if it fails: the chain limits how often weights are set.
+            self._weights_at = block
+            try:
+                unless_stopped(partial(self._chain.set_weights, weights), stop=self._stop)
+                by_uid = {str(uid): weight for uid, weight in weights.items()}
+                self._record("weights", block=block, weights=by_uid)
+            except ChainError as error:
+                log.warning(
+                    "Weights were not set (%s). Trying again in %d blocks.",
+                    error,
+                    self._settings.epoch_length,
+                )
         elif block - self._scored_at >= self._settings.score_blocks:
             self.score()
 
@@ -265,7 +274,24 @@ class Validator:
             if not after <= before * (1 + self._settings.loss_tolerance):  # also for NaN
                 fault, detail = WORSE, f"held-out loss {before:.4f} -> {after:.4f}"
                 following = None
-        self._record_round(outcome, fault, detail)
+        result = outcome.result
+        self._record(
+            "round",
+            outer_step=state.outer_step,
+            ok=not fault,
+            fault=fault,
+            detail=detail,
+            peers=list(result.peers) if result else [],
+            failed_peers=list(result.failed_peers) if result else [],
+            called=list(outcome.called),
+            participants=list(outcome.participants),
+            left_out={str(uid): why for uid, why in outcome.left_out.items()},
+            causes={str(uid): why for uid, why in outcome.causes.items()},
+            top_uid=outcome.top_uid,
+            seconds=round(outcome.seconds, 3),
+            matchmaking_seconds=result.matchmaking_seconds if result else None,
+            transfer_seconds=result.transfer_seconds if result else None,
+        )
         self._remember(outcome, fault)
         good = False
         if following is not None:
@@ -280,8 +306,20 @@ class Validator:
                 self._unsure = True
         if not good:
             self._failed(fault or "publication", detail)
-        # Last: a bucket that is slow, or a stop, must not keep a good round from being published.
-        self._write_notes(outcome, state.outer_step)
+        # Who was not in it, and why, for score previews. Last: a bucket that is slow, or a stop,
+        # must not keep a good round from being published.
+        other = "its network's file is another version: it runs {}, so it is not called"
+        notes = {u: other.format(run) for u, run in outcome.attendance.other_runs.items()}
+        notes |= {uid: f"it was not called: {why}" for uid, why in outcome.left_out.items()}
+        notes |= {uid: f"it is not in the average: {why}" for uid, why in outcome.causes.items()}
+        # Nothing to say after a round with nothing to say: one write less.
+        if notes or self._noted:
+            write = partial(self._publisher.write_notes, RoundNotes(state.outer_step, notes))
+            try:
+                unless_stopped(write, stop=self._stop)
+                self._noted = bool(notes)
+            except StoreError as error:
+                log.info("%s was not written (%s): it is after the next round", keys.ROUND, error)
         return good
 
     def _remember(self, outcome: RoundOutcome, fault: str) -> None:
@@ -300,22 +338,6 @@ class Validator:
                 lines.counted(sentence.rest, "good round"),
                 sentence.cause,
             )
-
-    def _write_notes(self, outcome: RoundOutcome, outer_step: int) -> None:
-        """Write into the global bucket who was not in the round of ``outer_step``, and why."""
-        other = "its network's file is another version: it runs {}, so it is not called"
-        notes = {u: other.format(run) for u, run in outcome.attendance.other_runs.items()}
-        notes |= {uid: f"it was not called: {why}" for uid, why in outcome.left_out.items()}
-        notes |= {uid: f"it is not in the average: {why}" for uid, why in outcome.causes.items()}
-        # Nothing to say after a round with nothing to say: one write less.
-        if not notes and not self._noted:
-            return
-        write = partial(self._publisher.write_notes, RoundNotes(outer_step, notes))
-        try:
-            unless_stopped(write, stop=self._stop)
-            self._noted = bool(notes)
-        except StoreError as error:
-            log.info("%s was not written (%s): it is after the next round", keys.ROUND, error)
 
     def _outer_step(self, averaged: Sequence[Tensor], inner_steps: int) -> GlobalState | None:
         """Take the outer step along the average; None if the result is not finite.
@@ -439,21 +461,6 @@ class Validator:
         self._save()
         return judgements
 
-    def _set_weights(self, block: int) -> None:
-        # Also if it fails: the chain limits how often weights are set.
-        self._weights_at = block
-        weights = self.standings.weights()
-        try:
-            unless_stopped(partial(self._chain.set_weights, weights), stop=self._stop)
-        except ChainError as error:
-            log.warning(
-                "Weights were not set (%s). Trying again in %d blocks.",
-                error,
-                self._settings.epoch_length,
-            )
-            return
-        self._record("weights", block=block, weights={str(u): w for u, w in weights.items()})
-
     def _report_loss(self) -> None:
         """Report the loss to the chain, for its readers; nothing depends on it."""
         try:
@@ -511,23 +518,3 @@ class Validator:
             pause = PUBLICATION_RETRY.total_seconds()
             if time.monotonic() + pause > deadline or self._stop.wait(pause):
                 return False
-
-    def _record_round(self, outcome: RoundOutcome, fault: str, detail: str) -> None:
-        result = outcome.result
-        self._record(
-            "round",
-            outer_step=self.state.outer_step,
-            ok=not fault,
-            fault=fault,
-            detail=detail,
-            peers=list(result.peers) if result else [],
-            failed_peers=list(result.failed_peers) if result else [],
-            called=list(outcome.called),
-            participants=list(outcome.participants),
-            left_out={str(uid): why for uid, why in outcome.left_out.items()},
-            causes={str(uid): why for uid, why in outcome.causes.items()},
-            top_uid=outcome.top_uid,
-            seconds=round(outcome.seconds, 3),
-            matchmaking_seconds=result.matchmaking_seconds if result else None,
-            transfer_seconds=result.transfer_seconds if result else None,
-        )

@@ -46,7 +46,7 @@ from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator import program
-from distributed_training.validator.global_state import GlobalPublisher, small_llama
+from distributed_training.validator.global_state import GlobalPublisher
 from distributed_training.validator.scorer import Scorer, Standings
 from tests.tools import forked
 from tests.tools.chain_program import chain_program
@@ -154,9 +154,7 @@ def _publish_all(folder: Path, url: str, server: ObjectStoreServer) -> Subnet:
         "all are registered and have committed",
     )
     path, eos = build_tokenizer("bytes", folder / "tokenizer")
-    length = config.training.sequence_length
-    model_config = small_llama(vocabulary=2048, sequence_length=length, eos_token=eos)
-    state = program._initial_state(config, model_config)
+    state = program.initial_state(config, vocabulary=2048, eos_token=eos)
     state = replace(state, last_allreduce_block=chain.block())
     store = S3ObjectStore.from_settings(config.store, bucket=GLOBAL_BUCKET, write=True)
     publisher = GlobalPublisher(store=store, folder=folder / "global", run=5)

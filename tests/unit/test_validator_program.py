@@ -130,10 +130,10 @@ def test_a_swarm_or_a_disk_that_is_away_is_one_line_and_status_1(
     assert f"| ERROR | {error}\n" in capfd.readouterr().out
 
 
-def test_the_default_model_fits_the_tokenizer(world: World, tmp_path: Path) -> None:
+def test_the_default_model_fits_the_tokenizer(tmp_path: Path) -> None:
     config = _config(tmp_path)
     plain = replace(config, validator=replace(config.validator, model_config=None))
-    model = program._new_model(plain, world.parts())
+    model = program.initial_state(plain, vocabulary=VOCABULARY, eos_token=0).model_config
     assert model["vocab_size"] == VOCABULARY and model["max_position_embeddings"] == LENGTH
     assert model["eos_token_id"] == 0
 
