@@ -61,7 +61,7 @@ from distributed_training.telemetry.neuron_state import SCORE_FILE
 
 if TYPE_CHECKING:
     from distributed_training.scoring.evaluator import Comparison, EvaluationModel
-    from distributed_training.scoring.score_preview import Preview, Row, Sources
+    from distributed_training.scoring.score_preview import Preview, Sources
     from distributed_training.store.bucket_reader import BucketReader
 
 
@@ -232,8 +232,7 @@ def score(config: Config, options: argparse.Namespace) -> int:
                     notes=read_round_notes(bucket),
                 )
                 looked = True
-                save_for_dashboard(preview, config.run_folder)
-                print_preview(preview, as_json=options.json)
+                report_preview(preview, config.run_folder, as_json=options.json)
             # torch has a plain RuntimeError for a lack of memory; reason() raises all others again.
             except (NotJudgeable, ChainError, ConfigError, MemoryError, RuntimeError) as error:
                 # A uid that nobody has any more may come back; at once it is a wrong flag.
@@ -311,19 +310,16 @@ def reason(error: BaseException) -> str:
     return str(error)
 
 
-def save_for_dashboard(preview: Preview, run_folder: Path) -> None:
-    """Leave the preview for the dashboard of the miner whose settings these are, if it ran here."""
+def report_preview(preview: Preview, run_folder: Path, *, as_json: bool) -> None:
+    """Print the preview, and leave it for the dashboard of the miner whose run folder it is."""
+    found = to_json(preview)
     # Nowhere else: with a score file any folder would look like a miner's.
     if (run_folder / "events.jsonl").exists():
         with suppress(OSError):  # a full disk is the miner's to report
-            found = {"time": time.time(), **to_json(preview)}
-            write_json(run_folder / SCORE_FILE, found, durable=False)
-
-
-def print_preview(preview: Preview, *, as_json: bool) -> None:
-    text = json.dumps(to_json(preview)) if as_json else "\n".join(lines_of(preview))
+            file = run_folder / SCORE_FILE
+            write_json(file, {"time": time.time(), **found}, durable=False)
     try:
-        print(text, flush=True)
+        print(json.dumps(found) if as_json else "\n".join(lines_of(preview)), flush=True)
     except BrokenPipeError:  # `| head` has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(0)
@@ -370,40 +366,40 @@ def to_json(preview: Preview) -> dict[str, Any]:
 
     What is not known is null.
     """
+    miners = []
+    for row in preview.rows:
+        age, judgement, cause = row.repository.age, row.judgement, row.cause
+        fields: dict[str, Any] = {
+            "uid": row.neuron.uid,
+            "hotkey": row.neuron.hotkey,
+            "revision": row.repository.tag,
+            "repo_valid": row.repository.valid,
+            "age_seconds": age.total_seconds() if age is not None else None,
+            "age_limit_seconds": row.age_limit.total_seconds(),
+            "cause": cause.name if cause else None,
+            "reason": row.reason,
+            "costs": cause.costs if cause else "",
+            "remedy": cause.remedy if cause else "",
+            "of_round": row.of_round,
+            "assigned_wins": judgement.assigned_wins if judgement else None,
+            "assigned_wins_chance": judgement.chance if judgement else None,
+        }
+        for name in ("random", "assigned"):
+            found: Comparison | None = getattr(judgement, name, None)
+            before, after = found.losses if found else (None, None)
+            fields[f"{name}_blocks"] = list(found.blocks) if found else []
+            fields[f"{name}_before"], fields[f"{name}_after"] = before, after
+            fields[f"{name}_relative"] = found.relative if found else None
+            # An interval of one micro-batch has no end, and JSON has no infinity.
+            bounds = found.interval if found else (math.inf, math.inf)
+            for bound, value in zip(("low", "high"), bounds, strict=True):
+                fields[f"{name}_{bound}"] = value if math.isfinite(value) else None
+        miners.append(fields)
     return {
         "block": preview.block,
         "global_outer_step": preview.global_outer_step,
         "outer_step": preview.outer_step,
         "random_blocks": list(preview.random_blocks),
         "seconds": round(preview.seconds, 3),
-        "miners": [row_fields(row) for row in preview.rows],
+        "miners": miners,
     }
-
-
-def row_fields(row: Row) -> dict[str, Any]:
-    repository, judgement = row.repository, row.judgement
-    fields: dict[str, Any] = {
-        "uid": row.neuron.uid,
-        "hotkey": row.neuron.hotkey,
-        "revision": repository.tag,
-        "repo_valid": repository.valid,
-        "age_seconds": repository.age.total_seconds() if repository.age is not None else None,
-        "age_limit_seconds": row.age_limit.total_seconds(),
-        "cause": row.cause.name if row.cause else None,
-        "reason": row.reason,
-        "costs": row.cause.costs if row.cause else "",
-        "remedy": row.cause.remedy if row.cause else "",
-        "of_round": row.of_round,
-        "assigned_wins": judgement.assigned_wins if judgement else None,
-        "assigned_wins_chance": judgement.chance if judgement else None,
-    }
-    for name in ("random", "assigned"):
-        found: Comparison | None = getattr(judgement, name, None)
-        fields[f"{name}_blocks"] = list(found.blocks) if found else []
-        fields[f"{name}_before"], fields[f"{name}_after"] = found.losses if found else (None, None)
-        fields[f"{name}_relative"] = found.relative if found else None
-        # An interval of one micro-batch has no end, and JSON has no infinity.
-        bounds = found.interval if found else (math.inf, math.inf)
-        for bound, value in zip(("low", "high"), bounds, strict=True):
-            fields[f"{name}_{bound}"] = value if math.isfinite(value) else None
-    return fields

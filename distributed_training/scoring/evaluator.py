@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distributed_training.config import ConfigError
 from distributed_training.node.start import Stopped
-from distributed_training.protocol.gradients import GradientPayload, Schema
+from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.scoring import relative_improvement
 from distributed_training.scoring.upload import (
     Cause,
@@ -306,7 +306,12 @@ class Evaluator:
         if not all(math.isfinite(loss) for losses in before for loss in losses):
             raise DataUnavailable("the loss before it is not finite")
         try:
-            self._apply(upload.payload, judged.learning_rate)
+            # One at a time: decoded together they are as large as the model.
+            for name, shape in self.model.schema:
+                decoded = upload.payload.decode(name, shape)
+                if decoded is not None:  # it was sent
+                    factor = judged.learning_rate * APPLIED_FRACTION
+                    self.model.subtract(name, decoded, factor)
             after = [self.model.losses(text) for text in texts]
         except torch.AcceleratorError:
             raise
@@ -325,14 +330,6 @@ class Evaluator:
             cause = Cause.NOT_FINITE
             return Judgement.reset(uid, outer_step, cause, "the loss after it is not finite")
         return Judgement(uid, outer_step, on_random, on_assigned)
-
-    def _apply(self, payload: GradientPayload, outer_learning_rate: float) -> None:
-        """Subtract ``outer_lr * 0.5 * decoded`` from every parameter that was sent."""
-        # One at a time: decoded together they are as large as the model.
-        for name, shape in self.model.schema:
-            decoded = payload.decode(name, shape)
-            if decoded is not None:
-                self.model.subtract(name, decoded, outer_learning_rate * APPLIED_FRACTION)
 
 
 def judgement_fields(judgement: Judgement, revision: str) -> Mapping[str, object]:

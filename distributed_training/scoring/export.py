@@ -49,7 +49,6 @@ from distributed_training.scoring.command import subnet_flags
 if TYPE_CHECKING:
     import torch
 
-    from distributed_training.chain.base import ChainState
     from distributed_training.store.bucket_reader import BucketReader
 
 _PATIENCE = timedelta(seconds=30)  # for a first answer of the chain
@@ -93,12 +92,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         # First, so that the same flag on the command line wins.
         given = ["--neuron.device", "cpu", *subnet_flags(options.subnet), *flags]
         config = load_config("validator", given, check=False)
-        return _export(config, options, folder)
     except ConfigError as error:
         return exit_with(error)
-
-
-def _export(config: Config, options: argparse.Namespace, folder: Path) -> int:
+    # The heavy imports, once the flags are known to be right.
     from distributed_training.chain.base import ChainError
     from distributed_training.node.start import NetworkFailure
     from distributed_training.scoring.upload import DataUnavailable
@@ -118,6 +114,8 @@ def _export(config: Config, options: argparse.Namespace, folder: Path) -> int:
             print(f"held-out loss {loss:.4f}, perplexity {math.exp(loss):.2f}")
         if options.sample:
             print(sample(folder, options.sample, tokens=options.tokens))
+    except ConfigError as error:
+        return exit_with(error)
     except (ExportError, NetworkFailure, ChainError, StoreError, DataUnavailable) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -129,8 +127,14 @@ def _global_bucket(config: Config, options: argparse.Namespace, stack: ExitStack
 
     Raises NetworkFailure, NoBucket.
     """
+    from distributed_training.chain.base import ChainState
     from distributed_training.node.buckets import PeerBuckets
-    from distributed_training.node.identity import chain_name, follow_chain, keep_state
+    from distributed_training.node.identity import (
+        STATE_FILE,
+        chain_name,
+        follow_chain,
+        keep_state,
+    )
     from distributed_training.scoring.score_preview import on_chain
 
     master, longest = config.miner.master_ss58_address, timedelta(hours=6)
@@ -139,30 +143,23 @@ def _global_bucket(config: Config, options: argparse.Namespace, stack: ExitStack
     # Its own lines speak of a training that goes on.
     logging.getLogger("distributed_training.chain").setLevel(logging.ERROR)
     settings = replace(config.chain, start_timeout=min(config.chain.start_timeout, _PATIENCE))
-    # The chain's state, kept for later exports.
+    # The chain's state, for later exports; the newest that an export or a miner has left here.
     cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    name = hashlib.sha256(chain_name(config.chain).encode()).hexdigest()[:16]
-    folder = Path(cache) / "distributed-training" / "export" / name
-    chain = follow_chain(settings, stack, kept=_kept_state(config, folder), master=master)
+    name = chain_name(config.chain)
+    digest = hashlib.sha256(name.encode()).hexdigest()[:16]
+    folder = Path(cache) / "distributed-training" / "export" / digest
+    places = [folder, *config.run_folder.parent.glob("*")]
+    files = (place / STATE_FILE for place in places if (place / STATE_FILE).is_file())
+    # Of any age: a bucket's read key is good until its owner makes another.
+    states = (ChainState.load(file, chain=name, hotkey=master, oldest=None) for file in files)
+    newest = max(filter(None, states), key=lambda state: state.at, default=None)
+    chain = follow_chain(settings, stack, kept=newest, master=master)
     buckets = PeerBuckets(config.store, chain, small=timedelta(seconds=30), large=longest)
     bucket = buckets.of_master(master)
     with suppress(OSError):  # without it the next export needs the chain, as this one did
         folder.mkdir(parents=True, exist_ok=True)
         keep_state(chain, config.chain, folder)
     return bucket
-
-
-def _kept_state(config: Config, folder: Path) -> ChainState | None:
-    """Return the newest state that an export or a miner of this machine has kept; or None."""
-    from distributed_training.chain.base import ChainState
-    from distributed_training.node.identity import STATE_FILE, chain_name
-
-    master, name = config.miner.master_ss58_address, chain_name(config.chain)
-    places = [folder, *config.run_folder.parent.glob("*")]
-    files = (place / STATE_FILE for place in places if (place / STATE_FILE).is_file())
-    # Of any age: a bucket's read key is good until its owner makes another.
-    states = (ChainState.load(file, chain=name, hotkey=master, oldest=None) for file in files)
-    return max(filter(None, states), key=lambda state: state.at, default=None)
 
 
 def open_folder(folder: Path) -> tuple[BucketReader, int | None]:

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -118,7 +119,17 @@ def read_judged(
         )
         schema = parameter_schema(model_config)
         folder.mkdir(parents=True, exist_ok=True)
-        reserved = _kept_for_miners(miners, folder, model_config, config) if miners else 0
+        reserved = 0  # bytes that miners may still take, if their disk is the folder's
+        if miners is not None:
+            most = disk_space(
+                ModelShape.from_config(model_config),
+                keep_checkpoints=MinerSettings().keep_checkpoints,
+                moments=count_moments(config.training),
+            ).total
+            # With checkpoints it is a miner's; a validator's or a subnet's takes no such room.
+            for run in {path.parent for path in miners.glob("*/checkpoints")}:
+                if run.stat().st_dev == folder.stat().st_dev:
+                    reserved += max(0, most - bytes_under(run))
         return PublishedState(
             block=block,
             bpa=bpa,
@@ -153,23 +164,6 @@ def _weights(
         if state != found:
             shutil.rmtree(state, ignore_errors=True)
     return load_weights(found / keys.MODEL, schema)
-
-
-def _kept_for_miners(
-    miners: Path, folder: Path, model_config: Mapping[str, Any], config: Config
-) -> int:
-    """Return the bytes that miners may still take, if their disk is ``folder``'s.
-
-    Their run folders are in ``miners``.
-    """
-    keep, moments = MinerSettings().keep_checkpoints, count_moments(config.training)
-    shape = ModelShape.from_config(model_config)
-    most = disk_space(shape, keep_checkpoints=keep, moments=moments).total
-    # With checkpoints it is a miner's; a validator's or a subnet's takes no such room.
-    runs = {path.parent for path in miners.glob("*/checkpoints")}
-    # Of miners on another disk no room is taken.
-    same = [run for run in runs if run.stat().st_dev == folder.stat().st_dev]
-    return sum(max(0, most - bytes_under(run)) for run in same)
 
 
 def _learning_rate(bucket: BucketReader, outer_step: int) -> float:
@@ -243,7 +237,7 @@ class Previewer:
         neurons: Sequence[Neuron],
         *,
         random_blocks: Sequence[int],
-        notes: Mapping[int, str] | None = None,
+        notes: Mapping[int, str] = MappingProxyType({}),
     ) -> Preview:
         """Judge the uploads of ``neurons``; ``notes``: by uid, why the last round was without it.
 
@@ -253,7 +247,7 @@ class Previewer:
         rows = []
         for neuron in neurons:
             row = self._judge(neuron, random_blocks)
-            rows.append(dataclasses.replace(row, of_round=(notes or {}).get(neuron.uid, "")))
+            rows.append(dataclasses.replace(row, of_round=notes.get(neuron.uid, "")))
         return Preview(
             block=self.judged.block,
             global_outer_step=self.judged.global_outer_step,

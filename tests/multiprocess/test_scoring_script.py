@@ -330,8 +330,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> Mock:
     monkeypatch.setattr(evaluator, "EvaluationModel", Mock())
     for name in ("read_judged", "read_round_notes", "choose_miners", "Previewer"):
         monkeypatch.setattr(score_preview, name, Mock())
-    for name in ("save_for_dashboard", "print_preview"):
-        monkeypatch.setattr(score, name, Mock())
+    monkeypatch.setattr(score, "report_preview", Mock())
     monkeypatch.setattr(score.time, "sleep", Mock())
     return found
 

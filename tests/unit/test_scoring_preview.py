@@ -108,8 +108,9 @@ def test_its_figures_are_the_validators_for_the_same_blocks(world: World) -> Non
         scored = {e["uid"]: e for e in world.events.of("upload_scored")[-3:]}
         found = preview(world, blocks=(scored[3]["random_block"],))
         assert found.outer_step == scored[3]["outer_step"]
+        shown = {fields["uid"]: fields for fields in command.to_json(found)["miners"]}
         for uid, row in rows_of(found).items():
-            event, fields = scored[uid], command.row_fields(row)
+            event, fields = scored[uid], shown[uid]
             assert event["ok"] == _ok(row) and event["reason"] == row.reason
             assert row.repository.tag == event["revision"]
             for name in ("random", "assigned"):
@@ -294,8 +295,9 @@ def test_what_the_validator_says_of_its_last_round_is_shown(
     assert notes == found
     repository = SimpleNamespace(tag="", valid=True, age=None)
     row = Row(Neuron(17, "m"), repository, timedelta(1), None, None, "", of_round=notes.get(17, ""))
-    shown = "\n".join(command.lines_of(Preview(1, 3, 3, (7,), (row,), 1.0)))
-    assert ("it sent NaN" in shown) == bool(found) == bool(command.row_fields(row)["of_round"])
+    shown = Preview(1, 3, 3, (7,), (row,), 1.0)
+    assert ("it sent NaN" in "\n".join(command.lines_of(shown))) == bool(found)
+    assert bool(command.to_json(shown)["miners"][0]["of_round"]) == bool(found)
 
 
 def test_who_is_looked_at() -> None:

@@ -19,6 +19,7 @@ import torch
 from distributed_training.chain.base import Neuron
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import gradients as codec
+from distributed_training.protocol.gradients import GradientPayload
 from distributed_training.protocol.scoring import MAX_MISSED_SWEEPS
 from distributed_training.protocol.synapses import IsAliveReply
 from distributed_training.scoring import upload
@@ -163,7 +164,7 @@ def test_whatever_one_upload_raises_costs_that_one_alone(
         ),
         "read": (upload, "load_payload", lambda raw, *_: raw == mine),
         "measured": (world, "pages", lambda uid, block: uid == 17),
-        "applied": (Evaluator, "_apply", lambda self, sent, rate: sent.metadata.inner_step == 77),
+        "applied": (GradientPayload, "decode", lambda sent, *_: sent.metadata.inner_step == 77),
         "judged": (Evaluator, "judge", lambda self, one, *_, **__: one.uid == 17),
     }[where]
     original = getattr(holder, name)
