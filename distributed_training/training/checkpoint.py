@@ -42,6 +42,7 @@ from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.types import Progress, RankFailedError
 
 from .collectives import RowStream, enter_thread, row_range
+from .inner_optimizer import checkpoint_key
 from .snapshot import write_safetensors
 from .trainer import SLOW_STEPS, Trainer
 
@@ -259,13 +260,7 @@ class Checkpointer:
     to leave there.
     """
 
-    def __init__(
-        self,
-        *,
-        trainer: Trainer,
-        folder: Path,
-        keep: int = 2,
-    ) -> None:
+    def __init__(self, *, trainer: Trainer, folder: Path, keep: int = 2) -> None:
         self.hold_seconds = 0.0  # how long the last save held training
         self.seconds: float | None = None  # what the last one took this rank, held and written
         self.last_error: str | None = None
@@ -293,15 +288,31 @@ class Checkpointer:
         started = time.perf_counter()
         # What is incomplete from here on was given up, so rank 0 may delete it.
         self._trainer.stream.vote_error(None)  # no rank writes any more
+        name = ""
+        if self._lead:
+            names: list[str] = []
+            # A disk that is away: the thread that writes logs it. Raised here, it would end the
+            # miner, with the other ranks waiting for the name.
+            with contextlib.suppress(OSError):
+                names = self._names()
+                for old in names:
+                    # A disk that was full for a moment would stay full.
+                    if not is_complete(self._folder / old):
+                        shutil.rmtree(self._folder / old, ignore_errors=True)
+            numbers = [int(n) for old in names if (n := old.partition("-")[2]).isdigit()]
+            # Later than all there are, also where the clock was set back.
+            number = max(max(numbers, default=0) + 1, time.time_ns() // 1_000_000)
+            name = f"checkpoint-{number:015d}"
         # One name for all: the clocks of two nodes would give two.
-        name, first = self._trainer.stream.from_rank_0((self._next_name(), extra))
+        name, first = self._trainer.stream.from_rank_0((name, extra))
         try:
             # A snapshot of this boundary has the same ones: 12 bytes a parameter, once.
             copies = self._trainer.boundary_copies()
         except RankFailedError as error:
             self._not_written(name, error, str(error))
             return
-        state = self._trainer.state_dict() | copies.by_key
+        moments = {checkpoint_key(name): rows for name, rows in copies.state.items()}
+        state = {**self._trainer.state_dict(), "weights": copies.weights, **moments}
         by_epoch = self._named(self._trainer.outer.state_dict())
         tensors = self._named(state)
         by_step = {key: tensor for key, tensor in tensors.items() if key not in by_epoch}
@@ -320,25 +331,6 @@ class Checkpointer:
             self._thread = thread
         except RuntimeError:  # the machine has no thread left: training waits
             self._write(name, held, text)
-
-    def _next_name(self) -> str:
-        """Rank 0: later than all there are, also where the clock was set back.
-
-        What a rank could not write whole is deleted, or a disk that was full for a moment would
-        stay full.
-        """
-        if not self._lead:
-            return ""
-        names: list[str] = []
-        # A disk that is away: the thread that writes logs it. Raised here, it would end the miner,
-        # with the other ranks waiting for the name.
-        with contextlib.suppress(OSError):
-            names = self._names()
-            for name in names:
-                if not is_complete(self._folder / name):
-                    shutil.rmtree(self._folder / name, ignore_errors=True)
-        last = max((int(n) for name in names if (n := name.partition("-")[2]).isdigit()), default=0)
-        return f"checkpoint-{max(last + 1, time.time_ns() // 1_000_000):015d}"
 
     def wait(self) -> None:
         """Wait until this rank's write under way is over."""

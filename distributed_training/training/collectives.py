@@ -270,21 +270,6 @@ class RowStream:
         self.raise_if_any(problem, fault)
         return result
 
-    def read_on_rank_0(self, read: Callable[[], Result]) -> Result | None:
-        """Run ``read()`` on rank 0, None elsewhere.
-
-        Raises ValueError on all ranks alike, whatever it raised.
-        """
-        found, problem = None, None
-        if self.rank == 0:
-            try:
-                found = read()
-            except Exception as error:  # noqa: BLE001 - foreign bytes; the others wait for this
-                expected = isinstance(error, (ValueError, OSError))
-                problem = str(error) if expected else f"{type(error).__name__}: {error}"
-        self.raise_if_any(problem, ValueError)
-        return found
-
     def from_rank_0(self, value: Result) -> Result:
         """Rank 0's ``value`` on every rank (pickled; small things only)."""
         box = [value]
@@ -368,9 +353,7 @@ class HostCopies:
             start += size
 
 
-@functools.cache
-def _copies(device: torch.device) -> HostCopies:
-    return HostCopies(device)
+_copies = functools.cache(HostCopies)  # by device
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:

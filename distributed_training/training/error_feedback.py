@@ -29,6 +29,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ _DEVICE_ROWS = 1 << 24  # elements visiting the device at once; topk needs sever
 
 
 Rows = Callable[[int], Tensor]  # parameter index -> a new host tensor of this rank's rows
+Parts = list[Callable[[], Code] | Code | None]  # by parameter: see Direction
 
 
 @dataclass
@@ -53,7 +55,7 @@ class Direction:
     """
 
     name: str
-    parts: list[Callable[[], Code] | Code | None]
+    parts: Parts
     lock: contextlib.AbstractContextManager[Any] = field(default_factory=contextlib.nullcontext)
     done: Callable[[], None] = lambda: None
 
@@ -126,44 +128,31 @@ class ErrorFeedback:
         def gradient(i: int) -> Tensor:
             return (start[i] - current[i]).mul_(lr)
 
+        def encode_later(i: int, moments: Sequence[Tensor] | None) -> Code:
+            rows = gradient(i)
+            if moments is None:
+                return self._encode_rows(i, rows)
+            # The loss bends along an entry about as AdamW's second moment says (the diagonal of the
+            # Fisher matrix), so an entry weighs |g| v^0.5 (arXiv 2509.11167).
+            where, _ = self._encode_rows(i, rows * moments[i].sqrt())
+            return where, rows.gather(1, where.long())
+
         made = []
         if self.mode != "upload":
-            made.append(self._off(gradient))
-        if self.mode == "best" and second_moment is not None and self.compression.by_rows:
-            made.append(self._curved(gradient, second_moment, made[0]))
+            gathered = self._encode_gathered(gradient, None)
+            kinds = {"off": None, "curved": second_moment}
+            if self.mode == "off" or second_moment is None or not self.compression.by_rows:
+                del kinds["curved"]
+            for name, moments in kinds.items():
+                parts: Parts = [
+                    gathered.get(i, partial(encode_later, i, moments))
+                    for i in range(len(self._shards))
+                ]
+                made.append(Direction(name, parts))
         # Made last: EF advances with it, and must not for an upload that fails with another one.
         if self.mode != "off":
             made.insert(0, self._upload(gradient))
         return made
-
-    def _off(self, gradient: Rows) -> Direction:
-        """Encode what ``gradient`` gives and remember nothing."""
-
-        def later(i: int) -> Callable[[], Code]:
-            return lambda: self._encode_rows(i, gradient(i))
-
-        count = range(len(self._shards))
-        codes = self._encode_gathered(gradient, None)
-        return Direction("off", [codes[i] if i in codes else later(i) for i in count])
-
-    def _curved(self, gradient: Rows, second_moment: Sequence[Tensor], off: Direction) -> Direction:
-        """Encode as ``off`` does, but the entries of a row whose change weighs most.
-
-        The loss bends along an entry about as AdamW's second moment says (the diagonal of the
-        Fisher matrix), so an entry weighs |g| v^0.5 (arXiv 2509.11167). Parameters that must be
-        encoded whole are as in ``off``.
-        """
-
-        def later(i: int) -> Callable[[], Code]:
-            def part() -> Code:
-                rows = gradient(i)
-                where, _ = self._encode_rows(i, rows * second_moment[i].sqrt())
-                return where, rows.gather(1, where.long())
-
-            return part
-
-        parts = [later(i) if self.by_rows(i) else each for i, each in enumerate(off.parts)]
-        return Direction("curved", parts)
 
     def _upload(self, gradient: Rows) -> Direction:
         """Encode as the public miner does: EF advances by what ``gradient`` gives."""
@@ -182,24 +171,17 @@ class ErrorFeedback:
             # checkpoint.
             return both if bool(torch.isfinite(both).all()) else gradient(i)
 
-        def later(i: int) -> Callable[[], Code]:
-            def part() -> Code:
-                rows[i] = advanced(i)
-                code = self._encode_rows(i, rows[i])
-                rows[i].scatter_(1, code[0].long(), 0.0)  # what is sent is exactly these entries
-                return code
+        def encode_later(i: int) -> Code:
+            rows[i] = advanced(i)
+            code = self._encode_rows(i, rows[i])
+            rows[i].scatter_(1, code[0].long(), 0.0)  # what is sent is exactly these entries
+            return code
 
-            return part
-
-        def done() -> None:
-            self._replace(rows, loads)
-
-        count = range(len(self._shards))
         remains: dict[int, Tensor] = {}
         codes = self._encode_gathered(advanced, remains)
         self._replace(remains, loads)
-        parts = [codes[i] if i in codes else later(i) for i in count]
-        return Direction("upload", parts, self._in_turn, done)
+        parts: Parts = [codes.get(i, partial(encode_later, i)) for i in range(len(self._shards))]
+        return Direction("upload", parts, self._in_turn, partial(self._replace, rows, loads))
 
     def _replace(self, entries: Mapping[int, Tensor], loads: int) -> None:
         with self._swap:
@@ -211,21 +193,23 @@ class ErrorFeedback:
         """Return ``(rows, k)`` codes of host ``rows`` of a matrix, computed by its shard."""
         device = self._shards[index].local.device
         if device.type == "cuda" and rows.numel():
-            # Training may fill the device at every try: a slow upload is better than none.
-            with contextlib.suppress(torch.OutOfMemoryError):
-                return self._encode_on(device, rows)
+            # Some rows at a time: training has filled the device, and topk needs several times its
+            # input.
+            pieces = rows.split(max(1, _DEVICE_ROWS // rows.shape[1]))
+            # Training may fill the device at every try: a slow upload is better than none. On the
+            # side stream the work is beside training's kernels, not between them.
+            with (
+                contextlib.suppress(torch.OutOfMemoryError),
+                torch.cuda.stream(side_stream(device)),
+            ):
+                parts = [self.compression.encode_rows(piece.to(device)) for piece in pieces]
+                # These wait for the side stream alone, and in the thread that writes, not in
+                # training's.
+                where, values = (
+                    torch.cat([t.cpu() for t in each]) for each in zip(*parts, strict=True)
+                )
+                return where, values
         return self.compression.encode_rows(rows)
-
-    def _encode_on(self, device: torch.device, rows: Tensor) -> Code:
-        """Return the codes of host ``rows``, in host memory. Raises torch.OutOfMemoryError."""
-        # Some rows at a time: training has filled the device, and topk needs several times its
-        # input.
-        step = max(1, _DEVICE_ROWS // rows.shape[1])
-        with torch.cuda.stream(side_stream(device)):  # beside training's kernels, not between them
-            parts = [self.compression.encode_rows(part.to(device)) for part in rows.split(step)]
-            # These wait for the side stream alone, and in the thread that writes, not in
-            # training's.
-            return torch.cat([i.cpu() for i, _ in parts]), torch.cat([v.cpu() for _, v in parts])
 
     def _encode_gathered(
         self, make: Rows, remains: dict[int, Tensor] | None

@@ -144,16 +144,7 @@ class _Prepared:
     weights: list[Tensor]
     momentum: list[Tensor]
     present: list[Tensor]  # the weights, and what was trained while the swarm averaged
-    epoch_id: str = ""
-
-    def with_training_since(
-        self, written: list[Tensor], shards: Sequence[ParameterShard]
-    ) -> _Prepared:
-        """Add what was trained since the pseudo-gradient was written from those weights."""
-        # In the memory of what was written: whatever the vote, it is of no further use.
-        for rows, shard, outer in zip(written, shards, self.weights, strict=True):
-            rows.neg_().add_(on_host(shard.local)).add_(outer)
-        return replace(self, present=written)
+    epoch_id: str
 
 
 class Rows(NamedTuple):
@@ -292,14 +283,17 @@ class OuterStep:
         """
         before = self.momentum, self.learning_rate, self.mu
         schema = [(shard.name, shard.shape) for shard in self._shards]
+        source, facts, problem = None, None, None
+        if self._stream.rank == 0 and path is not None:
+            try:
+                state = load_outer_optimizer(path, schema)
+                source = state.momentum
+                facts = (state.learning_rate, state.mu, source is not None)
+            except Exception as error:  # noqa: BLE001 - foreign bytes; the others wait for this
+                expected = isinstance(error, (ValueError, OSError))
+                problem = str(error) if expected else f"{type(error).__name__}: {error}"
         # Before any tensor is sent: the others would wait for one that never comes.
-        state = self._stream.read_on_rank_0(
-            lambda: None if path is None else load_outer_optimizer(path, schema)
-        )
-        source, facts = None, None
-        if state is not None:
-            source = state.momentum
-            facts = (state.learning_rate, state.mu, source is not None)
+        self._stream.raise_if_any(problem, ValueError)
         facts = self._stream.from_rank_0(facts)
         self.momentum = self._scatter(source) if facts and facts[2] else None
         if facts is not None:
@@ -369,22 +363,23 @@ class OuterStep:
         norms = [float(torch.linalg.vector_norm(a)) for a in average]
         if not math.isfinite(self._stream.sum([sum(norms)])[0]):
             raise AllReduceError(AllReduceFault.NOT_FINITE)
-        start = self.epoch_start
-
-        def take_step() -> _Prepared:
-            before: Sequence[Tensor | None] = self.momentum or [None] * len(start)
-            new = [
-                self.rule(*each, lr=self.learning_rate, mu=self.mu)
-                for each in zip(start, average, before, strict=True)
-            ]
-            weights, momentum = [each for each, _ in new], [each for _, each in new]
-            prepared = _Prepared(weights, momentum, weights)
-            written, self._written = self._written, None
-            return prepared.with_training_since(written, self._shards) if written else prepared
-
+        before: Sequence[Tensor | None] = self.momentum or [None] * len(average)
+        inputs = list(zip(self.epoch_start, average, before, strict=True))
         # It takes two new tensors for each parameter, so memory may run out on one rank alone.
-        prepared = self._stream.run_on_all(take_step, _local)
-        self._prepared = replace(prepared, epoch_id=self._new_epoch_id())
+        new = self._stream.run_on_all(
+            lambda: [self.rule(*each, lr=self.learning_rate, mu=self.mu) for each in inputs], _local
+        )
+        weights, momentum = [each for each, _ in new], [each for _, each in new]
+        present, written = weights, self._written
+        self._written = None
+        if written is not None:
+            # What was trained since, in the memory of what was written: whatever the vote, it is
+            # of no further use.
+            now = list(zip(written, self._shards, weights, strict=True))
+            present = self._stream.run_on_all(
+                lambda: [w.neg_().add_(on_host(s.local)).add_(outer) for w, s, outer in now], _local
+            )
+        self._prepared = _Prepared(weights, momentum, present, self._new_epoch_id())
 
     @torch.no_grad()
     def commit(self) -> None:

@@ -40,7 +40,7 @@ from distributed_training.protocol.types import AllReduceError, AllReduceFault, 
 
 from .collectives import Layout, ParameterShard, RowStream, enter_thread, to_host
 from .error_feedback import Direction
-from .inner_optimizer import CosineSchedule, InnerOptimizer, checkpoint_key
+from .inner_optimizer import CosineSchedule, InnerOptimizer
 from .inner_state import describe_inner, write_shard
 
 if TYPE_CHECKING:
@@ -118,12 +118,6 @@ class BoundaryCopies:
 
     weights: list[Tensor]
     state: Mapping[str, list[Tensor]]
-
-    @property
-    def by_key(self) -> dict[str, list[Tensor]]:
-        """All of them, by the keys in the state dicts of model and optimizer."""
-        inner = {checkpoint_key(name): rows for name, rows in self.state.items()}
-        return {"weights": self.weights, **inner}
 
 
 class BoundaryCopier:

@@ -174,7 +174,7 @@ def test_a_snapshot_for_which_the_gpu_has_no_room_is_encoded_on_the_host(
     for each in (expected, made):
         train(each, 0, 1)
     full = mock.Mock(side_effect=torch.OutOfMemoryError("CUDA out of memory"))
-    monkeypatch.setattr(made.outer.feedback, "_encode_on", full)
+    monkeypatch.setattr(error_feedback, "side_stream", full)
     cards = [OnCard(**vars(shard)) for shard in made.sharded.shards]
     monkeypatch.setattr(made.outer.feedback, "_shards", cards)
     handles = [
