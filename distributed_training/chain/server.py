@@ -263,7 +263,9 @@ class SignedServer(BoundedServer):
             self._alive_calls[uid] += 1
             # One line a minute for each uid, which may ask many times a second.
             if self._alive_lines(uid):
-                log.info("%s", lines.responded_active(uid, self._alive_calls.pop(uid)))
+                caller = "no uid" if uid is None else f"uid {uid}"
+                calls = lines.counted(self._alive_calls.pop(uid), "call")
+                log.info("%s (%s, %s)", lines.RESPONDED_ACTIVE, caller, calls)
         else:
             if not self._may_call_rounds(claim.hotkey, neuron):
                 raise Refused(Refusal.LOW_STAKE if permit else Refusal.NO_PERMIT)

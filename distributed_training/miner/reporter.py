@@ -86,7 +86,7 @@ class Reporter:
             case ev.RoundFailed() | ev.OuterStepEnded() if state.mode is Mode.AVERAGING:
                 self._report_round(event, state)
             case ev.SnapshotTaken(handle=handle, progress=progress):
-                log.info("%s", lines.saving_state(progress.outer_step))
+                log.info(lines.SAVING_STATE, progress.outer_step)
                 log.info("%s", lines.FULL_STATE)
                 held = handle.hold_seconds
                 log.info("%s: training was held for %.2f s", lines.EXTRACTED_STATE, held)
@@ -102,14 +102,14 @@ class Reporter:
                 if delta is not None:
                     self._record("preview", revision=revision.tag, delta=delta, seconds=seconds)
                 log.info("%s", lines.UPLOAD_MODEL_START)
-                log.info("%s", lines.uploading(self._bucket))
+                log.info(lines.UPLOADING, self._bucket)
             case ev.PublicationEnded(report=upload):
                 if upload.ok:
                     pushed = lines.pushed(upload.revision, self._bucket)
                     sent = upload.bytes_sent / 1e6
                     log.info("%s (%.1f MB in %.1f s)", pushed, sent, upload.seconds)
                 else:
-                    log.warning("%s", lines.upload_failed(upload.reason))
+                    log.warning(lines.UPLOAD_FAILED, upload.reason)
                 self._record("publication", **asdict(upload) | {"revision": upload.revision.tag})
             case ev.GlobalEpochSeen(outer_step=seen):
                 self._global_outer_step = seen
@@ -167,7 +167,7 @@ class Reporter:
             fault = AllReduceFault.LOCAL.name
             log.warning("%s (%s)", lines.all_reduce_failed(3), detail)
         log.info("%s", lines.RESUMING)
-        log.info("%s", lines.waiting_for_validator(self._reload_timeout))
+        log.info(lines.WAITING_FOR_VALIDATOR, self._reload_timeout.total_seconds())
         causes = event.causes if isinstance(event, ev.RoundFailed) else result and result.causes
         self._record(
             "round",

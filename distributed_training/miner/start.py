@@ -163,7 +163,7 @@ def run_rank(config: Config) -> int:
             log.error("%s", error)
     except Exception as error:  # the last word of this process: say it in one line, then end
         reason = f"{type(error).__name__}: {error}"
-        log.exception("%s", lines.training_loop_failed(error))
+        log.exception(lines.TRAINING_LOOP_FAILED, error)
     if me.local_rank == 0:
         with suppress(OSError):  # no room: to the launcher that is a fault
             write_exit_status(folder, status, reason, outside=outside)

@@ -90,7 +90,12 @@ class Uploads:
                 now, outer_step = self._clock(), revision.outer_step
                 replaces = self._uploaded_checked == outer_step
                 if delta is None and replaces and self._schedule.counts(outer_step, now):
-                    return [self._drop_snapshot(lines.not_checked(revision), "unchecked")]
+                    problem = (
+                        f"{revision.tag} is not uploaded: its gradient could not be checked, and "
+                        f"the bucket has a checked one of outer step {outer_step} that still "
+                        "counts. Its blocks go into the next upload"
+                    )
+                    return [self._drop_snapshot(problem, "unchecked")]
                 self._taken = None
                 self._uploader.submit(
                     handle.folder, revision, self._world_size, preview_delta=delta

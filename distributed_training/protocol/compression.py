@@ -6,7 +6,6 @@ parameter's name and one ending each. The public network's is ``TopK`` in ``grad
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -59,7 +58,3 @@ class Compression(ABC):
     def encode_rows(self, rows: Tensor) -> Code:
         """Return the code of some rows of a matrix, where ``by_rows``."""
         raise NotImplementedError
-
-    def bytes_of(self, shape: Sequence[int]) -> int:
-        """Return how many bytes the whole code of a parameter of ``shape`` takes."""
-        return sum(math.prod(each) * dtype.itemsize for each, dtype in self.shapes(shape))

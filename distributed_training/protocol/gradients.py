@@ -35,7 +35,7 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
@@ -402,8 +402,8 @@ def max_payload_bytes(schema: Schema, compression: Compression = TOP_K) -> int:
     """Return more bytes than any honest ``gradients.pt`` takes; check it before downloading."""
     total = 64 * 1024
     for name, shape in schema:
-        records = len(compression.endings) * (_BYTES_PER_RECORD + 8 * len(name))
-        total += compression.bytes_of(shape) + records
+        for coded, dtype in compression.shapes(shape):
+            total += math.prod(coded) * dtype.itemsize + _BYTES_PER_RECORD + 8 * len(name)
     return total
 
 
@@ -425,7 +425,14 @@ def load_payload(
         if all(part is None for part in sent):
             continue
         # Others (sparse, quantized, of a device) obey other rules than the checks below go by.
-        parts = [part for part in sent if _plain_tensor(part)]
+        parts = [
+            part
+            for part in sent
+            if isinstance(part, torch.Tensor)
+            and part.layout == torch.strided
+            and part.device.type == "cpu"
+            and not part.is_quantized
+        ]
         if len(parts) != len(sent):
             what = " and ".join(compression.endings)
             raise PayloadError(f"{name}: {what} are not all dense tensors on the CPU")
@@ -441,15 +448,6 @@ def load_payload(
                 raise PayloadError(f"{name}: {ending} hold NaN or Inf")
         codes[name] = code
     return GradientPayload(metadata, codes, compression)
-
-
-def _plain_tensor(value: Any) -> TypeGuard[torch.Tensor]:
-    return (
-        isinstance(value, torch.Tensor)
-        and value.layout == torch.strided
-        and value.device.type == "cpu"
-        and not value.is_quantized
-    )
 
 
 def _read(source: Path | bytes, limit: int) -> dict[str, Any]:

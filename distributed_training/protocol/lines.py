@@ -7,9 +7,16 @@ Misspellings in them (``Succesfully``) are part of the text.
 
 from __future__ import annotations
 
-from datetime import timedelta
-
 from distributed_training.protocol.types import Revision, StepReport
+
+# With %s: log.info(SAVING_STATE, outer_step).
+SAVING_STATE = "💾 Saving model state locally for epoch %s"
+UPLOADING = "🔼 Uploading model and optimizer states to r2 bucket: %s"
+UPLOAD_FAILED = "Model state upload failed: %s"
+WAITING_FOR_VALIDATOR = (
+    "Waiting %.0f seconds until validator complete the all_reduce (training goes on)"
+)
+TRAINING_LOOP_FAILED = "Training Loop Failed with error: %s"
 
 FULL_STATE = "Full State"
 EXTRACTED_STATE = "Extracted Optimizer & Model State Dict"
@@ -29,21 +36,13 @@ ALL_REDUCE_DONE = "AllReduce Operation Finished Succesfully"
 RESUMING = "✅ Resuming continuous training."
 SLOW_STEP = 60.0  # seconds; a longer inner step prints SLOW STEP
 _LOW_GPU_MEMORY = 1.0  # GB of 1e9 bytes in use
+RESPONDED_ACTIVE = "Responded to be Active"  # calls of one caller since its last line
 METADATA_LOGGED = "Metadata Dict Succesfully Logged To Chain."
 
 
 def counted(count: float, one: str, many: str = "") -> str:
     """Return ``1 block``, ``2 blocks``. ``many``: where it is not ``one`` and an s."""
     return f"{count:.0f} {one if count == 1 else many or f'{one}s'}"
-
-
-def not_checked(revision: Revision) -> str:
-    """Word that ``revision`` had no gradient check, while a checked one still counts."""
-    return (
-        f"{revision.tag} is not uploaded: its gradient could not be checked, and the bucket has a "
-        f"checked one of outer step {revision.outer_step} that still counts. Its blocks go into "
-        "the next upload"
-    )
 
 
 def not_fetched(detail: str) -> str:
@@ -68,12 +67,6 @@ def worse_weights_back(outer_step: int, ours: int, why: object) -> str:
         f"and they are not taken over: {why}. Training goes on at outer step {ours}, and the state "
         "is tried again later. If this lasts, take it as it is: stop, delete checkpoints/, start"
     )
-
-
-def responded_active(uid: int | None, calls: int) -> str:
-    """Word ``calls`` of one caller since its last line. ``uid`` None: callers without one."""
-    caller = "no uid" if uid is None else f"uid {uid}"
-    return f"Responded to be Active ({caller}, {counted(calls, 'call')})"
 
 
 def judged_upload(tag: str, outer_step: int) -> str:
@@ -141,14 +134,6 @@ def step_warnings(report: StepReport, *, expect_gpu: bool = False) -> list[str]:
     return lines
 
 
-def saving_state(outer_step: int) -> str:
-    return f"💾 Saving model state locally for epoch {outer_step}"
-
-
-def uploading(bucket: str) -> str:
-    return f"🔼 Uploading model and optimizer states to r2 bucket: {bucket}"
-
-
 def pushed(revision: Revision, bucket: str) -> str:
     return f"Successfully pushed new model state with tag {revision.tag} to bucket: {bucket}"
 
@@ -163,10 +148,6 @@ def preview(delta: float, how: str) -> str:
     return f"Preview: {changes} {delta:+.4f} ({how})"
 
 
-def upload_failed(error: object) -> str:
-    return f"Model state upload failed: {error}"
-
-
 def upload_blocked(inner_step: int, minimum: int) -> str:
     return (
         f"⚠️  UPLOAD BLOCKED: inner_step ({inner_step}) < minimum ({minimum}). "
@@ -179,16 +160,6 @@ def all_reduce_failed(checkpoint: int) -> str:
     return f"All Reduce Failed At Checkpoint {checkpoint}"
 
 
-def waiting_for_validator(wait: timedelta) -> str:
-    """Word the pause before the global state is read; nothing waits, training goes on."""
-    seconds = f"{wait.total_seconds():.0f}"
-    return f"Waiting {seconds} seconds until validator complete the all_reduce (training goes on)"
-
-
 def epochs_differ(local: int, remote: int) -> str:
     where = "Behind" if local < remote else "Ahead Of"
     return f"Local Epoch {local} {where} Global Epoch {remote}. Loading Latest Model State."
-
-
-def training_loop_failed(error: BaseException) -> str:
-    return f"Training Loop Failed with error: {error}"

@@ -136,16 +136,8 @@ class ConfigExtras:
 
     def merge_into(self, config: Mapping[str, Any]) -> bytes:
         """Return ``config.json`` with these extras, replacing those already in ``config``."""
-        merged = {
-            **config,
-            "block_list": [int(b) for b in self.block_list],
-            "inner_step": int(self.inner_step),
-        }
-        if self.last_allreduce_block is not None:
-            merged["last_allreduce_block"] = int(self.last_allreduce_block)
-        if self.total_inner_steps is not None:
-            merged["total_inner_steps"] = int(self.total_inner_steps)
-        return _dump(merged)
+        known = {name: value for name, value in vars(self).items() if value is not None}
+        return _dump({**config, **known})
 
 
 def parse_config(data: bytes | str) -> tuple[dict[str, Any], ConfigExtras]:

@@ -401,24 +401,12 @@ class _Reader(_Unpickler):
         if not ordered and not _is_other(target):
             raise PtFileError("it sets attributes of what torch.save gives none")
 
-    def _append(self) -> None:
-        self._extend([self.stack.pop()])
-
-    def _appends(self) -> None:
-        self._extend(self.pop_mark())
-
     def _extend(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if isinstance(target, list):
             target.extend(items)
         elif not _is_other(target):
             raise PtFileError("its pickle appends to what is no list")
-
-    def _set_item(self) -> None:
-        self._set([self.stack.pop(), self.stack.pop()][::-1])
-
-    def _set_items(self) -> None:
-        self._set(self.pop_mark())
 
     def _set(self, items: list[Any]) -> None:
         target = self.stack[-1]
@@ -437,8 +425,8 @@ class _Reader(_Unpickler):
         pickle.REDUCE[0]: _call,
         pickle.NEWOBJ[0]: _new_object,
         pickle.BUILD[0]: _build,
-        pickle.APPEND[0]: _append,
-        pickle.APPENDS[0]: _appends,
-        pickle.SETITEM[0]: _set_item,
-        pickle.SETITEMS[0]: _set_items,
+        pickle.APPEND[0]: lambda self: self._extend([self.stack.pop()]),
+        pickle.APPENDS[0]: lambda self: self._extend(self.pop_mark()),
+        pickle.SETITEM[0]: lambda self: self._set([self.stack.pop(), self.stack.pop()][::-1]),
+        pickle.SETITEMS[0]: lambda self: self._set(self.pop_mark()),
     }

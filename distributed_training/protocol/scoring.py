@@ -80,11 +80,6 @@ TRAIN_WEIGHT = 0.75  # of the total; the all-reduce score has the rest
 MAX_MISSED_SWEEPS = 10  # more failed IsAlive sweeps in a row than this force the score to 0
 
 
-def absolute_improvement(before: float, after: float) -> float:
-    """Return ``before - after``, nats per token."""
-    return before - after
-
-
 def relative_improvement(before: float, after: float) -> float:
     """Return (before - after) / before; 0 when before is 0, which only a reset has."""
     return (before - after) / before if before else 0.0
@@ -145,10 +140,11 @@ class ScoreBoard:
             for uid, (rating,) in zip(random, rated, strict=True):
                 self._ratings[uid] = rating
         for uid, pair in random.items():
-            # Strictly: a reset, 0 on both, has to lower the average.
-            better = absolute_improvement(*assigned.get(uid, RESET)) > absolute_improvement(*pair)
-            before = self._assigned[uid]
-            self._assigned[uid] = moving_average(before, float(better), alpha=ASSIGNED_ALPHA)
+            # In nats per token. Strictly: a reset, 0 on both, has to lower the average.
+            before, after = assigned.get(uid, RESET)
+            better = before - after > pair[0] - pair[1]
+            average = moving_average(self._assigned[uid], float(better), alpha=ASSIGNED_ALPHA)
+            self._assigned[uid] = average
 
     def rating(self, uid: int) -> tuple[float, float]:
         """Return (mu, sigma)."""

@@ -101,7 +101,9 @@ def answer_is_alive(
 
     The public network's callers do not ask for peer id, addresses and run id, and get none.
     """
-    reply = {"answer": _text(body, "answer"), "completion": "True", "epoch": epoch}
+    answer = body.get("answer")
+    text = answer if isinstance(answer, str) else None
+    reply = {"answer": text, "completion": "True", "epoch": epoch}
     known = {
         "peer_id": peer_id or None,
         "addresses": list(_addresses_of(peer_id, addresses)),
@@ -239,8 +241,3 @@ def _number(name: str, value: Any) -> float:
     if not math.isfinite(number):
         raise SynapseError(f"{name} {number} is not finite")
     return number
-
-
-def _text(body: Mapping[str, Any], name: str) -> str | None:
-    value = body.get(name)
-    return value if isinstance(value, str) else None

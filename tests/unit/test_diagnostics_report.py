@@ -1,30 +1,13 @@
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 
 from distributed_training.config import ConfigError
 from distributed_training.health.gpus import CudaState, gpu_report_lines
-from distributed_training.protocol.lines import step_warnings
-from distributed_training.protocol.types import StepReport
 from distributed_training.telemetry.logs import level_name
 
 pytestmark = pytest.mark.timeout(60)
-
-REPORT = StepReport(
-    outer_step=56,
-    inner_step=84,
-    loss=3.4,
-    learning_rate=2.1e-5,
-    tokens=1,
-    samples=1,
-    seconds=15.2,
-    data_wait_seconds=0,
-    micro_batches=64,
-    gpu_memory_gb=18.45,
-)
 
 
 def test_the_block_of_a_healthy_start() -> None:
@@ -93,15 +76,3 @@ def test_what_is_wrong_is_found_by_a_search_for_warnings(
     if not torch.cuda.is_available():
         with pytest.raises(ConfigError, match=r"--neuron\.device cuda.*sees no GPU"):
             rank_device("cuda", 0)
-
-
-def test_warnings_as_operators_know_them() -> None:
-    assert step_warnings(REPORT) == []
-    bad = dataclasses.replace(REPORT, seconds=245.7, gpu_memory_gb=0.05)
-    assert step_warnings(bad) == [
-        "⚠️  SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!",
-        "⚠️  LOW GPU MEMORY: Model may be on CPU!",
-    ]
-    hungry = dataclasses.replace(REPORT, seconds=90.0, data_wait_seconds=70.0)
-    (line,) = step_warnings(hungry)
-    assert line.endswith("Check GPU usage! 70.0s of it were spent waiting for data")

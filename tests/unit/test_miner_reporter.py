@@ -210,10 +210,10 @@ def test_a_publication(rig: Rig) -> None:
     handle: Any = type("Handle", (), {"hold_seconds": 0.25})
     revision = Revision(5, 3, 10)
     saved, full, held = rig.on_event(ev.SnapshotTaken(handle, Progress(3, 10)))
-    assert (saved, full) == (lines.saving_state(3), lines.FULL_STATE)
+    assert (saved, full) == (lines.SAVING_STATE % 3, lines.FULL_STATE)
     assert held == f"{lines.EXTRACTED_STATE}: training was held for 0.25 s"
     preview = ev.GradientChecked(-0.0123, 0.5)
-    begun = [lines.UPLOAD_MODEL_START, lines.uploading("mine")]
+    begun = [lines.UPLOAD_MODEL_START, lines.UPLOADING % "mine"]
     assert rig.on_event(ev.SnapshotSubmitted(revision, ev.GradientChecked(None, 0.0))) == begun
     assert rig.records == [], "that gradient could not be tried"
     assert rig.on_event(ev.SnapshotSubmitted(revision, preview)) == begun
@@ -221,7 +221,7 @@ def test_a_publication(rig: Rig) -> None:
     pushed = f"{lines.pushed(revision, 'mine')} (2.5 MB in 3.0 s)"
     assert rig.on_event(ev.PublicationEnded(report)) == [pushed]
     failed = PublicationReport(revision, False, 3.0, 0, "403")
-    assert rig.on_event(ev.PublicationEnded(failed)) == [f"! {lines.upload_failed('403')}"]
+    assert rig.on_event(ev.PublicationEnded(failed)) == [f"! {lines.UPLOAD_FAILED % '403'}"]
     assert [kind for kind, _ in rig.records] == ["preview", "publication", "publication"]
     assert rig.records[0][1] == {"revision": "5.3.10", "delta": -0.0123, "seconds": 0.5}
     stays = {"revision": "5.3.10", "ok": True, "seconds": 3.0, "bytes_sent": 2_500_000}

@@ -45,8 +45,20 @@ def test_lines_operators_search_for() -> None:
         "⚠️  UPLOAD BLOCKED: inner_step (15) < minimum (50). Validators will reject this! "
         "Waiting for more training steps..."
     )
-    assert lines.saving_state(56) == "💾 Saving model state locally for epoch 56"
+    assert lines.SAVING_STATE % 56 == "💾 Saving model state locally for epoch 56"
     assert lines.ALL_REDUCE_DONE == "AllReduce Operation Finished Succesfully"
     assert lines.all_reduce_failed(3) == "All Reduce Failed At Checkpoint 3"
     assert "Behind Global Epoch 9" in lines.epochs_differ(8, 9)
     assert "Ahead Of Global Epoch 8" in lines.epochs_differ(9, 8)
+
+
+def test_warnings_as_operators_know_them() -> None:
+    assert lines.step_warnings(REPORT) == []
+    bad = dataclasses.replace(REPORT, seconds=245.7, gpu_memory_gb=0.05)
+    assert lines.step_warnings(bad) == [
+        "⚠️  SLOW STEP: 245.7s (expected 10-30s) - Check GPU usage!",
+        "⚠️  LOW GPU MEMORY: Model may be on CPU!",
+    ]
+    hungry = dataclasses.replace(REPORT, seconds=90.0, data_wait_seconds=70.0)
+    (line,) = lines.step_warnings(hungry)
+    assert line.endswith("Check GPU usage! 70.0s of it were spent waiting for data")
