@@ -36,6 +36,7 @@ from distributed_training.config.loader import (
     add_wallet,
     argument,
     exit_with,
+    load_config,
     ranged,
     read_dotenv,
 )
@@ -59,8 +60,42 @@ def parser() -> Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     commands = made.add_subparsers(dest="command", required=True, parser_class=Parser)
-    _add_serve(commands.add_parser("serve", help="found a registry, or go on with it"))
     command: argparse.ArgumentParser
+    command = commands.add_parser("serve", help="found a registry, or go on with it")
+    _add_folder(command)
+    new = command.add_argument_group("of a new registry")
+    new.add_argument(
+        "--network",
+        metavar="FILE",
+        help="the network's file or its URL: gives name, founder and the number of uids",
+    )
+    new.add_argument("--name", type=argument(FileName), help="the network's: letters, digits, - .")
+    new.add_argument("--master", type=argument(Hotkey), help="the founder's hotkey")
+    new.add_argument("--seconds-per-block", type=ranged(0.01, 3600.0), help="[12] (0.01 to 3600)")
+    new.add_argument("--most-uids", type=ranged(2, 4096), help="[256] (2 to 4096)")
+    command.add_argument(
+        "--admission",
+        choices=("open", "invited", "listed"),
+        help="who may register; may be changed with a restart [invited]",
+    )
+    command.add_argument(
+        "--host", type=argument(IpAddress), default="127.0.0.1", help="address [127.0.0.1]"
+    )
+    command.add_argument("--port", type=ranged(0, 65535), default=8100, help="[8100] 0: a free one")
+    command.add_argument(
+        "--proxy",
+        type=argument(IpAddress),
+        help="address of the TLS proxy in front, whose X-Forwarded-For is believed",
+    )
+    command.add_argument(
+        "--host-name",
+        action="append",
+        default=[],
+        help="name at which browsers may open the page; several are possible [loopback's]",
+    )
+    command.add_argument("--requests-per-address", type=ranged(0.1, 1e6), default=50.0, help="[50]")
+    command.add_argument("--requests-per-hotkey", type=ranged(0.1, 1e6), default=5.0, help="[5]")
+    command.add_argument("--max-connections", type=ranged(1, 65535), default=8192, help="[8192]")
     for name, text in (("backup", "copy it to FILE while it serves"), ("restore", "put FILE back")):
         command = commands.add_parser(name, help=text)
         _add_folder(command)
@@ -96,43 +131,6 @@ def _add_folder(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_serve(command: argparse.ArgumentParser) -> None:
-    _add_folder(command)
-    new = command.add_argument_group("of a new registry")
-    new.add_argument(
-        "--network",
-        metavar="FILE",
-        help="the network's file or its URL: gives name, founder and the number of uids",
-    )
-    new.add_argument("--name", type=argument(FileName), help="the network's: letters, digits, - .")
-    new.add_argument("--master", type=argument(Hotkey), help="the founder's hotkey")
-    new.add_argument("--seconds-per-block", type=ranged(0.01, 3600.0), help="[12] (0.01 to 3600)")
-    new.add_argument("--most-uids", type=ranged(2, 4096), help="[256] (2 to 4096)")
-    command.add_argument(
-        "--admission",
-        choices=("open", "invited", "listed"),
-        help="who may register; may be changed with a restart [invited]",
-    )
-    command.add_argument(
-        "--host", type=argument(IpAddress), default="127.0.0.1", help="address [127.0.0.1]"
-    )
-    command.add_argument("--port", type=ranged(0, 65535), default=8100, help="[8100] 0: a free one")
-    command.add_argument(
-        "--proxy",
-        type=argument(IpAddress),
-        help="address of the TLS proxy in front, whose X-Forwarded-For is believed",
-    )
-    command.add_argument(
-        "--host-name",
-        action="append",
-        default=[],
-        help="name at which browsers may open the page; several are possible [loopback's]",
-    )
-    command.add_argument("--requests-per-address", type=ranged(0.1, 1e6), default=50.0, help="[50]")
-    command.add_argument("--requests-per-hotkey", type=ranged(0.1, 1e6), default=5.0, help="[5]")
-    command.add_argument("--max-connections", type=ranged(1, 65535), default=8192, help="[8192]")
-
-
 def _client(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=text)
     command.add_argument("--url", type=argument(WebUrl), required=True, help="the registry's")
@@ -143,7 +141,7 @@ def _client(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
 # --- the service ----------------------------------------------------------------------------------
 
 
-def serve(given: argparse.Namespace) -> int:
+def serve(given: argparse.Namespace) -> None:
     """Serve until SIGTERM or Ctrl-C."""
     from distributed_training.common.ports import listen
     from distributed_training.common.processes import limit_resources
@@ -178,7 +176,6 @@ def serve(given: argparse.Namespace) -> int:
             # With the pid: a log that is appended to has the READY of earlier starts.
             print(f"READY {os.getpid()}", flush=True)
             stop.wait()
-    return ExitStatus.STOPPED
 
 
 def _registry(given: argparse.Namespace) -> Registry:
@@ -187,7 +184,14 @@ def _registry(given: argparse.Namespace) -> Registry:
     from distributed_training.registry import store
 
     # Read again at every start: what it says now is compared with the founding.
-    in_file = _take_network(given) if given.network is not None else ()
+    in_file = []
+    if given.network is not None:
+        network = load_config("validator", ["--network", given.network], check=False).network
+        assert network is not None  # it was named
+        said = {**network.values, "name": network.head.name}
+        in_file = [field for field in _FIXED if getattr(given, field) is None]
+        for field in in_file:
+            setattr(given, field, said.get(_FIXED[field]))
     if (given.folder / store.FILE).exists():
         registry = store.Registry.at(given.folder, None)
         for field, key in _FIXED.items():
@@ -203,7 +207,7 @@ def _registry(given: argparse.Namespace) -> Registry:
                     f"so nothing was started: {remedy}, or give another --folder"
                 )
         if given.admission is not None:
-            registry.set_admission(given.admission)
+            registry.change_charter(admission=given.admission)
         return registry
     if (mount := late_mount(given.folder)) is not None:
         raise store.StoreFault(
@@ -239,35 +243,20 @@ _FIXED = {
 }
 
 
-def _take_network(given: argparse.Namespace) -> list[str]:
-    """Set what ``--network`` says and no flag does. Return what that is. Raises ConfigError."""
-    from distributed_training.config import load_config
-
-    network = load_config("validator", ["--network", given.network], check=False).network
-    assert network is not None  # it was named
-    said = {**network.values, "name": network.head.name}
-    taken = [field for field in _FIXED if getattr(given, field) is None]
-    for field in taken:
-        setattr(given, field, said.get(_FIXED[field]))
-    return taken
-
-
-def backup(given: argparse.Namespace) -> int:
+def backup(given: argparse.Namespace) -> None:
     from distributed_training.registry import store
 
     version = store.backup(given.folder / store.FILE, given.file)
     print(f"{given.file}: version {version}")
-    return 0
 
 
-def restore(given: argparse.Namespace) -> int:
+def restore(given: argparse.Namespace) -> None:
     from distributed_training.registry import store
 
     kept = store.restore(given.file, given.folder)
     print(f"{given.folder / store.FILE} is {given.file} now")
     if kept is not None:
         print(f"what it replaced is kept as {kept}")
-    return 0
 
 
 # --- its clients ----------------------------------------------------------------------------------
@@ -278,35 +267,43 @@ def _chain(given: argparse.Namespace) -> AbstractContextManager[RegistryChain]:
 
     Raises ConfigError, ChainError.
     """
-    from distributed_training.chain.registry import answering
-
-    # Not a flag: other users of the machine can read command lines.
-    found = {**read_dotenv(Path(".env")), **os.environ}.get("DT_INVITATION", "")
-    invitation = SecretStr(found) if found else None
-    return answering(url=given.url, wallet=_wallet(given), invitation=invitation)
-
-
-def _wallet(given: argparse.Namespace) -> Any:
-    """Load the wallet; None for a command that signs nothing."""
-    from dataclasses import replace
-
     from distributed_training.chain.identity import load_wallet
+    from distributed_training.chain.registry import answering
     from distributed_training.config.settings import ChainSettings
 
     flags = {name: value for name, value in vars(given).items() if name.startswith("wallet.")}
-    names = {name.replace(".", "_"): value for name, value in flags.items()}
-    return load_wallet(replace(ChainSettings(), **names)) if names else None
+    settings = ChainSettings(**{name.replace(".", "_"): value for name, value in flags.items()})
+    # Not a flag: other users of the machine can read command lines.
+    found = {**read_dotenv(Path(".env")), **os.environ}.get("DT_INVITATION", "")
+    return answering(
+        url=given.url,
+        wallet=load_wallet(settings) if flags else None,
+        invitation=SecretStr(found) if found else None,
+    )
 
 
-def invite(given: argparse.Namespace) -> int:
-    """Print the token: the registry gets its hash alone."""
+def invite(given: argparse.Namespace) -> None:
+    """Print a new token, of which the registry gets the hash alone; or list or end earlier ones."""
     from distributed_training.registry.store import ID_LENGTH, hash_of
 
-    if given.list or given.revoke is not None:
-        return _invitations(given)
-    token = secrets.token_urlsafe(24)
     with _chain(given) as chain:
-        expires = time.time() + given.days * 86400
+        if given.revoke is not None:
+            members = chain.revoke(given.revoke)
+            print(f"invitation {given.revoke} lets nobody in any more")
+            print(f"by it came, and stay: {' '.join(members) or 'nobody'}")
+            return
+        if given.list:
+            for invitation in chain.invitations():
+                uses, expires = invitation["uses"], invitation["expires"]
+                until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires))
+                state = f"good for {uses} until {until}"
+                if uses <= 0:
+                    state = "used up" if uses == 0 else "taken back"
+                elif expires < time.time():
+                    state = f"expired {until}, {uses} not used"
+                print(f"{invitation['id']}  {state}; {' '.join(invitation['hotkeys']) or 'nobody'}")
+            return
+        token, expires = secrets.token_urlsafe(24), time.time() + given.days * 86400
         # The hash: whoever reads the registry's file or a backup of it can let nobody in.
         chain.invite(hash_of(token), uses=given.uses, expires=expires)
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires))
@@ -316,37 +313,15 @@ def invite(given: argparse.Namespace) -> int:
         end="\n\n",
     )
     print(f"DT_INVITATION={token}")
-    return 0
 
 
-def _invitations(given: argparse.Namespace) -> int:
-    """List the invitations that were given out, or end one of them."""
-    with _chain(given) as chain:
-        if given.revoke is not None:
-            members = chain.revoke(given.revoke)
-            print(f"invitation {given.revoke} lets nobody in any more")
-            print(f"by it came, and stay: {' '.join(members) or 'nobody'}")
-            return 0
-        for invitation in chain.invitations():
-            uses, expires = invitation["uses"], invitation["expires"]
-            until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires))
-            state = f"good for {uses} until {until}"
-            if uses <= 0:
-                state = "used up" if uses == 0 else "taken back"
-            elif expires < time.time():
-                state = f"expired {until}, {uses} not used"
-            print(f"{invitation['id']}  {state}; {' '.join(invitation['hotkeys']) or 'nobody'}")
-    return 0
-
-
-def allow(given: argparse.Namespace) -> int:
+def allow(given: argparse.Namespace) -> None:
     with _chain(given) as chain:
         for hotkey in given.hotkeys:
             chain.allow(hotkey, not given.remove)
-    return 0
 
 
-def expel(given: argparse.Namespace) -> int:
+def expel(given: argparse.Namespace) -> None:
     with _chain(given) as chain:
         for hotkey in given.hotkeys:
             done = chain.expel(hotkey, again=given.again)
@@ -359,25 +334,22 @@ def expel(given: argparse.Namespace) -> int:
                 print(f"the invitation it came by, {done['invitation']}, lets nobody in any more")
             if done["others"]:
                 print(f"by the same invitation came, and stay: {' '.join(done['others'])}")
-    return 0
 
 
-def enroll(given: argparse.Namespace) -> int:
+def enroll(given: argparse.Namespace) -> None:
     with _chain(given) as chain:
         uid = chain.enroll(
             given.hotkey, uid=given.uid, stake=given.stake, validator_permit=given.validator
         )
     print(f"uid {uid}")
-    return 0
 
 
-def register(given: argparse.Namespace) -> int:
+def register(given: argparse.Namespace) -> None:
     with _chain(given) as chain:
         print(f"uid {chain.register()}")
-    return 0
 
 
-def status(given: argparse.Namespace) -> int:
+def status(given: argparse.Namespace) -> None:
     with _chain(given) as chain:
         print(f"{chain.identity}, block {chain.block()}")
         for n in chain.neurons():
@@ -386,10 +358,9 @@ def status(given: argparse.Namespace) -> int:
             print(f"{n.uid:4} {n.hotkey}  {role}, {where}, incentive {n.incentive:.4f}")
         for hotkey in sorted(chain.all_expelled):
             print(f"   - {hotkey}  expelled")
-    return 0
 
 
-_COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+_COMMANDS: dict[str, Callable[[argparse.Namespace], None]] = {
     function.__name__: function
     for function in (serve, invite, allow, enroll, expel, register, status, backup, restore)
 }
@@ -404,7 +375,8 @@ def main(argv: list[str] | None = None) -> int:
     # It has a line for each request, among what the command prints.
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
-        return _COMMANDS[given.command](given)
+        _COMMANDS[given.command](given)
+        return ExitStatus.STOPPED
     except ConfigError as error:
         return exit_with(error, of_service=given.command == "serve")
     except (RuntimeError, OSError, sqlite3.Error) as error:  # StoreFault, ChainError; a disk

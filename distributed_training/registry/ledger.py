@@ -28,6 +28,7 @@ from pydantic import AfterValidator, Field
 from distributed_training.chain.base import ChainError, Neuron
 
 MAX_UIDS = 256
+FIRST_BLOCK = 1000
 MAX_COMMITMENT = 128  # bytes, as on the public chain
 #: Blocks after its registration during which nobody takes a neuron's uid, as on the public chain.
 IMMUNITY = 4096
@@ -137,7 +138,7 @@ class Ledger:
         db: sqlite3.Connection,
         *,
         seconds_per_block: float = math.inf,
-        first_block: int = 1000,
+        first_block: int = FIRST_BLOCK,
         most_uids: int = MAX_UIDS,
     ) -> None:
         self._db = db

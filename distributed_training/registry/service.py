@@ -134,7 +134,7 @@ class Service(BoundedServer):
             "/health": lambda _: _json(
                 200, {"registry": registry.charter.identity, "block": registry.height}
             ),
-            "/metrics": self._metrics,
+            "/metrics": lambda _: _text(200, metrics(registry, self.counters())),
             "/": self._page,
         }
         self._made = (float("-inf"), b"")  # when, and the page
@@ -253,9 +253,6 @@ class Service(BoundedServer):
             content = page(self.registry).encode()
             self._made = time.monotonic(), whole_reply(200, content, _PAGE_TYPE, _PAGE_HEADERS)
         return self._made[1]
-
-    def _metrics(self, head: Head) -> bytes:
-        return _text(200, metrics(self.registry, self.counters()))
 
     # writes
 
@@ -427,9 +424,11 @@ def metrics(registry: Registry, counts: Mapping[str, int]) -> str:
     lines = []
     for name, value in gauges.items():
         lines += [f"# TYPE dt_registry_{name} gauge", f"dt_registry_{name} {value}"]
-    totals = {"store_faults_total": registry.faults}
-    lines += [f"# TYPE dt_registry_{n} counter\ndt_registry_{n} {v}" for n, v in totals.items()]
-    lines.append("# TYPE dt_registry_calls_total counter")
+    lines += [
+        "# TYPE dt_registry_store_faults_total counter",
+        f"dt_registry_store_faults_total {registry.faults}",
+        "# TYPE dt_registry_calls_total counter",
+    ]
     for key, count in sorted(counts.items()):
         kind, what = key.replace("/", ".", 1).split(".", 1)
         label = f'outcome="{kind}",what="{what or "page"}"'

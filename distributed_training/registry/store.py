@@ -40,7 +40,7 @@ from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import sync_folder
 from distributed_training.config.types import ConfigError, Hotkey
 
-from .ledger import TABLES, Amount, Ledger, Uid
+from .ledger import FIRST_BLOCK, TABLES, Amount, Ledger, Uid
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,6 @@ _INVITATIONS_KEPT = 400 * 86400.0  # seconds after their end, so that a wrong cl
 ID_LENGTH = 12  # letters of its hash that name an invitation
 _TAKEN_BACK = -1  # uses of an invitation
 _MOST_GONE = 65536  # hotkeys that are not registered, whose nonces are kept
-_FIRST_BLOCK = 1000
 # ``used``: accepted nonces above the floor of their hotkey. ``joined``: the hash of the invitation
 # by which a hotkey came.
 _TABLES = """
@@ -120,7 +119,7 @@ def found(folder: Path, charter: Charter) -> None:
             + TABLES
             + _TABLES
         )
-        meta = {"charter": asdict(charter), "version": 0, "reserved": _FIRST_BLOCK}
+        meta = {"charter": asdict(charter), "version": 0, "reserved": FIRST_BLOCK}
         rows = [(key, json.dumps(value)) for key, value in meta.items()]
         db.executemany("INSERT INTO meta VALUES (?, ?)", rows)
     _publish(temporary, folder / FILE)
@@ -157,29 +156,26 @@ class Registry(Ledger):
             failed.callback(self._lock_file.close)  # Ctrl-C too: it would keep the next start out
             db = _open(folder / FILE)
             failed.callback(db.close)
-            self._begin(db)
+            try:
+                db.execute("PRAGMA journal_mode = WAL")
+                # NORMAL would lose acknowledged writes in a power failure.
+                db.execute("PRAGMA synchronous = FULL")
+                (schema,) = db.execute("PRAGMA user_version").fetchone()
+                if schema < SCHEMA:
+                    # An operator may go back to the version before, which reads this.
+                    backup(folder / FILE, folder / f"schema-{schema}.db")
+                    _upgrade(db)
+                (charter,) = db.execute("SELECT value FROM meta WHERE key = 'charter'").fetchone()
+                self.charter = Charter(**json.loads(charter))
+                super().__init__(
+                    db,
+                    seconds_per_block=self.charter.seconds_per_block,
+                    most_uids=self.charter.most_uids,
+                )
+                self._start_clock()
+            except (sqlite3.Error, LookupError, TypeError, ValueError, AttributeError) as error:
+                raise _unusable(folder / FILE, error) from None
             failed.pop_all()
-
-    def _begin(self, db: sqlite3.Connection) -> None:
-        """Go on from the file. Raises StoreFault."""
-        try:
-            db.execute("PRAGMA journal_mode = WAL")
-            # NORMAL would lose acknowledged writes in a power failure.
-            db.execute("PRAGMA synchronous = FULL")
-            (schema,) = db.execute("PRAGMA user_version").fetchone()
-            if schema < SCHEMA:  # the version before, to which an operator may go back, reads this
-                backup(self.folder / FILE, self.folder / f"schema-{schema}.db")
-                _upgrade(db)
-            (charter,) = db.execute("SELECT value FROM meta WHERE key = 'charter'").fetchone()
-            self.charter = Charter(**json.loads(charter))
-            super().__init__(
-                db,
-                seconds_per_block=self.charter.seconds_per_block,
-                most_uids=self.charter.most_uids,
-            )
-            self._start_clock()
-        except (sqlite3.Error, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise _unusable(self.folder / FILE, error) from None
 
     @classmethod
     def at(cls, folder: Path, charter: Charter | None) -> Registry:
@@ -235,7 +231,7 @@ class Registry(Ledger):
         self._reserved = self._floor = self._meta("reserved")
         elapsed = time.time() - self.charter.founded_at
         restored = self._meta("restored")
-        behind = (self._floor - _FIRST_BLOCK) * self.seconds_per_block - elapsed
+        behind = (self._floor - FIRST_BLOCK) * self.seconds_per_block - elapsed
         # Less is no clock's fault: after a kill the file is ahead by what was reserved.
         if behind > 2 * _RESERVED_SECONDS + self.seconds_per_block:
             log.warning(
@@ -257,13 +253,13 @@ class Registry(Ledger):
             behind = 0.0
         if behind:
             elapsed += behind
-            self._change_charter(founded_at=time.time() - elapsed)
-        self._origin = (_FIRST_BLOCK, time.monotonic() - elapsed)
+            self.change_charter(founded_at=time.time() - elapsed)
+        self._origin = (FIRST_BLOCK, time.monotonic() - elapsed)
         self.reserve_blocks()
         if restored:  # and not each time: a start writes nothing, so that a full disk is no bar
             self._set_meta("restored", False)
 
-    def _change_charter(self, **changes: Any) -> None:
+    def change_charter(self, **changes: Any) -> None:
         self.charter = replace(self.charter, **changes)
         self._set_meta("charter", asdict(self.charter))
 
@@ -289,40 +285,34 @@ class Registry(Ledger):
     def write(self, hotkey: str, nonce: int, action: Callable[[], Any]) -> Any:
         """Do ``action`` once for a proven call. Raises Replayed, ChainError."""
         with self.change():
-            self._refuse_replay(hotkey, nonce)
+            find = "SELECT nonce, floor FROM nonces WHERE hotkey = ?"
+            last, floor = self._one(find, hotkey) or (-1, -1)
+            used = self._one("SELECT 1 FROM used WHERE hotkey = ? AND nonce = ?", hotkey, nonce)
+            # One of the future was accepted while both clocks were ahead: as a floor it would lock
+            # this hotkey out for as long as they were.
+            ahead = last > time.time_ns() + round(CLOCK_SKEW * 1e9)
+            if used or nonce <= floor or (nonce <= last and not ahead):
+                later = (max(last, floor) - nonce) / 1e9
+                raise Replayed(
+                    "nonce was used before"
+                    if used
+                    else f"this hotkey has signed a call that is {later:.1f} s later, so a clock "
+                    "was ahead: see whether timedatectl says 'synchronized: yes' there"
+                )
             result = action()
             # In the action's transaction: a kill between the two would let the call be replayed.
-            self._remember(hotkey, nonce)
-            return result
-
-    def _refuse_replay(self, hotkey: str, nonce: int) -> None:
-        find = "SELECT nonce, floor FROM nonces WHERE hotkey = ?"
-        last, floor = self._one(find, hotkey) or (-1, -1)
-        used = self._one("SELECT 1 FROM used WHERE hotkey = ? AND nonce = ?", hotkey, nonce)
-        # One of the future was accepted while both clocks were ahead: as a floor it would lock
-        # this hotkey out for as long as they were.
-        ahead = last > time.time_ns() + round(CLOCK_SKEW * 1e9)
-        if used or nonce <= floor or (nonce <= last and not ahead):
-            later = (max(last, floor) - nonce) / 1e9
-            raise Replayed(
-                "nonce was used before"
-                if used
-                else f"this hotkey has signed a call that is {later:.1f} s later, so a clock was "
-                "ahead: see whether timedatectl says 'synchronized: yes' there"
+            self._db.execute(
+                "INSERT INTO nonces (hotkey, nonce) VALUES (?, ?) "
+                "ON CONFLICT (hotkey) DO UPDATE SET nonce = excluded.nonce",
+                (hotkey, nonce),
             )
-
-    def _remember(self, hotkey: str, nonce: int) -> None:
-        self._db.execute(
-            "INSERT INTO nonces (hotkey, nonce) VALUES (?, ?) "
-            "ON CONFLICT (hotkey) DO UPDATE SET nonce = excluded.nonce",
-            (hotkey, nonce),
-        )
-        self._db.execute("INSERT INTO used VALUES (?, ?)", (hotkey, nonce))
-        newest = "SELECT nonce FROM used WHERE hotkey = ? ORDER BY nonce DESC LIMIT 1 OFFSET ?"
-        if (forgotten := self._one(newest, hotkey, _MOST_NONCES)) is not None:
-            values = (*forgotten, hotkey)
-            self._db.execute("DELETE FROM used WHERE nonce <= ? AND hotkey = ?", values)
-            self._db.execute("UPDATE nonces SET floor = ? WHERE hotkey = ?", values)
+            self._db.execute("INSERT INTO used VALUES (?, ?)", (hotkey, nonce))
+            newest = "SELECT nonce FROM used WHERE hotkey = ? ORDER BY nonce DESC LIMIT 1 OFFSET ?"
+            if (forgotten := self._one(newest, hotkey, _MOST_NONCES)) is not None:
+                values = (*forgotten, hotkey)
+                self._db.execute("DELETE FROM used WHERE nonce <= ? AND hotkey = ?", values)
+                self._db.execute("UPDATE nonces SET floor = ? WHERE hotkey = ?", values)
+            return result
 
     def join(self, hotkey: str, invitation: _Short | None = None, uid: Uid | None = None) -> int:
         """Register ``hotkey`` if it may. Returns its uid; one that is registered keeps all.
@@ -439,11 +429,11 @@ class Registry(Ledger):
             (hashed,) = self._one("SELECT hash FROM joined WHERE hotkey = ?", hotkey) or ("",)
             return {
                 "uid": uid,
-                "invitation": hashed[:ID_LENGTH] if self._take_back(hashed) else None,
+                "invitation": hashed[:ID_LENGTH] if self._end_invitation(hashed) else None,
                 "others": self._came_by(hashed),
             }
 
-    def _take_back(self, hashed: str) -> bool:
+    def _end_invitation(self, hashed: str) -> bool:
         """End an invitation; return whether it could still be used."""
         ended = self._db.execute(
             "UPDATE invitations SET uses = ? WHERE hash = ? AND uses > 0", (_TAKEN_BACK, hashed)
@@ -473,7 +463,7 @@ class Registry(Ledger):
             found = self._one("SELECT hash FROM invitations WHERE hash LIKE ?", f"{invitation}%")
             if found is None:
                 raise ChainError(f"revoke: there is no invitation {invitation}: see --list")
-            if not self._take_back(found[0]):
+            if not self._end_invitation(found[0]):
                 raise ChainError(f"revoke: invitation {invitation} lets nobody in as it is")
             return self._came_by(found[0])
 
@@ -493,9 +483,6 @@ class Registry(Ledger):
             if allowed:
                 self._refuse_expelled("allow", hotkey)
                 self._db.execute("INSERT INTO allowed VALUES (?)", (hotkey,))
-
-    def set_admission(self, admission: Admission) -> None:
-        self._change_charter(admission=admission)
 
 
 def hash_of(invitation: str) -> str:

@@ -84,6 +84,7 @@ def test_only_the_hotkey_writes_for_itself(server: RegistryServer, tmp_path: Pat
         with pytest.raises(ChainError, match="not registered"):
             other.commit("y")
         assert post(server, "/commit", body, {}) == 401
+        assert post(server, "/commit", b"x" * (300 * 1024), {}) == 413
         forged = sign(server, VALIDATOR, "/commit", body)
         forged["X-Bittensor-Hotkey"] = PEER.ss58
         assert post(server, "/commit", body, forged) == 401
@@ -260,7 +261,7 @@ class TestAdmission:
                 founder.expel(VALIDATOR.ss58)
             assert server.registry is not None
             for admission in ("open", "listed", "invited"):
-                server.registry.set_admission(admission)
+                server.registry.change_charter(admission=admission)
                 with refused:
                     self.join(server, PEER, "second")
             server.stop()
@@ -412,23 +413,6 @@ class TestKept:
                                 killer.start()
                     block = chain.block()
         assert acknowledged >= 15
-
-    def test_blocks_never_go_back(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        charter = store.Charter("x", PEER.ss58, 0.1, most_uids=4, admission="open")
-        heights, now = [0], time.time
-
-        def start(hours: float) -> None:
-            monkeypatch.setattr(time, "time", lambda: now() + hours * 3600)
-            with closing(Registry.at(tmp_path, charter)) as registry:
-                begun = registry.height
-                assert begun >= heights[-1]
-                wait_for(lambda: registry.height > begun)
-                heights.append(registry.height)
-
-        for hours in (0, 48, 24, 0, 12, 0):
-            start(hours)
-        # Two days are a wrong clock or a long outage: no block passes. Half a day is believed.
-        assert heights[2] - heights[1] < 36000 < 12 * 36000 - 10 < heights[5] - heights[4]
 
     def test_a_backup_that_is_put_back_is_noticed(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -863,20 +847,6 @@ class TestLimits:
             assert ask("1.1.1.1") == 200
             assert ask("1.1.1.1") in (429, None)
             assert (ask("2.2.2.2") == 200) == (proxy is not None), "only a proxy is believed"
-
-    def test_junk_and_slow_clients_keep_nobody_out(self, tmp_path: Path) -> None:
-        limits = Limits(read_timeout=timedelta(seconds=3), max_connections_per_address=200)
-        with RegistryServer(tmp_path, limits=limits) as server:
-            slow = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(50)]
-            for one in slow:
-                one.send(b"GET /state HT")
-            assert httpx.get(server.url + "/health", trust_env=False).status_code == 200
-            body = b"x" * (300 * 1024)
-            assert post(server, "/commit", body, {}) == 413
-            for one in slow:
-                one.settimeout(60)
-                assert one.recv(1) == b""
-                one.close()
 
     @pytest.mark.slow
     def test_ten_thousand_connections_keep_nobody_out(self) -> None:
