@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 
 from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
-from distributed_training.config.model import Kind
 from distributed_training.config.schema import PUBLIC_DOCUMENT, markdown
 
 
@@ -26,22 +25,18 @@ def main(argv: list[str]) -> int:
             Path(*file or [PUBLIC_DOCUMENT]).write_text(markdown(), encoding="utf-8")
             return 0
         case ["stop-seconds" | "run-folder" as what, ("miner" | "validator") as kind, *flags]:
-            return _answer(what, kind, flags)
+            # What app.config.js tells pm2, and where scripts/update.sh finds the events.
+            own = OPERATORS_FILE if kind == "miner" else None
+            try:
+                # Without the checks across settings: the start tells what is wrong.
+                config = load_config(kind, flags, file=own, check=False)
+            except ConfigError as error:
+                return exit_with(error)
+            longest = config.miner.stop_timeout.total_seconds()
+            print(longest if what == "stop-seconds" else config.run_folder.absolute())
+            return 0
     print(__doc__, file=sys.stderr)
     return 2
-
-
-def _answer(what: str, kind: Kind, flags: list[str]) -> int:
-    """Print what app.config.js tells pm2, or where scripts/update.sh finds the events."""
-    file = OPERATORS_FILE if kind == "miner" else None
-    try:
-        # Without the checks across settings: the start tells what is wrong.
-        config = load_config(kind, flags, file=file, check=False)
-    except ConfigError as error:
-        return exit_with(error)
-    longest = config.miner.stop_timeout.total_seconds()
-    print(longest if what == "stop-seconds" else config.run_folder.absolute())
-    return 0
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -55,7 +55,7 @@ from distributed_training.config import (
     load_config,
 )
 from distributed_training.config.loader import Parser, argument, ranged
-from distributed_training.config.settings import ChainSettings, StoreSettings, SwarmSettings
+from distributed_training.config.settings import ChainSettings, SwarmSettings
 from distributed_training.config.types import is_ip
 from distributed_training.health import machine
 from distributed_training.health.machine import Entry, Examination
@@ -83,12 +83,10 @@ _UPLOAD_SHARE = 1 / 15
 _DECISIVE = ("torch", "gpu", "gpu memory", "host memory", "batch")
 
 
-def examine(
-    examination: Examination, flags: Sequence[str], *, show: Callable[[str], None]
-) -> list[Check]:
+def examine(examination: Examination, flags: Sequence[str]) -> list[Check]:
     """Make all checks. Each reports what went wrong itself, so there is nothing to catch.
 
-    ``flags``: as the miner is started. ``show`` gets a line before what takes long.
+    ``flags``: as the miner is started. A line on stderr says what takes long.
     """
     entries = [*machine.CHECKS]
     why_not = ""
@@ -104,25 +102,13 @@ def examine(
 
         entries += outside.CHECKS
     # Last: it takes seconds, and is left out where torch or memory failed above.
-    entries.append(Entry(lambda e: check_step_time(e, flags, show=show)))
+    entries.append(Entry(lambda e: check_step_time(e, flags)))
     for entry in entries:
         if entry.note:
-            show(entry.note)
+            _show(entry.note)
         # At once: later checks ask what failed before them.
         examination.found += entry.check(examination)
     return examination.found
-
-
-def listening_ports(run_folder: Path) -> frozenset[int]:
-    """Return the ports that the processes of a running miner listen at."""
-    mark, ports = mark_of(run_folder), set()
-    # All of them: each port belongs to another process, that of the swarm to p2pd.
-    for process in mark.processes() if mark is not None else []:
-        with contextlib.suppress(psutil.Error):
-            for connection in process.net_connections("tcp"):
-                if connection.status == psutil.CONN_LISTEN and connection.laddr:
-                    ports.add(connection.laddr.port)
-    return frozenset(ports)
 
 
 def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], str]:
@@ -188,15 +174,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.probe:
             return report([probe(*p) for p in probed(options.probe)], as_json=options.json)
         config = load_config("miner", flags, file=OPERATORS_FILE, check=False)
+        mark, ports = mark_of(config.run_folder), set()
+        # Of a running miner, all: each port is another process's, that of the swarm p2pd's.
+        for process in mark.processes() if mark is not None else []:
+            with contextlib.suppress(psutil.Error):
+                for connection in process.net_connections("tcp"):
+                    if connection.status == psutil.CONN_LISTEN and connection.laddr:
+                        ports.add(connection.laddr.port)
         examination = Examination(
             config=config,
             ranks=ranks_of(config),
             model=model_config(config, options.model),
             offline=options.offline,
             uid=options.uid,
-            own_ports=listening_ports(config.run_folder),
+            own_ports=frozenset(ports),
         )
-        return report(examine(examination, flags, show=_show), as_json=options.json)
+        return report(examine(examination, flags), as_json=options.json)
     except ConfigError as error:
         return exit_with(error)
     except KeyboardInterrupt:
@@ -339,17 +332,19 @@ def _read(connection: socket.socket) -> bytes:
 # --- the step time ------------------------------------------------------------------------------
 
 
-def check_step_time(
-    examination: Examination, flags: Sequence[str], *, show: Callable[[str], None]
-) -> list[Check]:
-    """Measure a step and compare it with what validators want of uploads."""
+def check_step_time(examination: Examination, flags: Sequence[str]) -> list[Check]:
+    """Measure an inner step; compare it with the warning threshold, and uploads with the limits.
+
+    An upload's are the validators': its age, and the time from a successful round until the first
+    one of the new outer step must be there.
+    """
     config = examination.config
     seconds = config.diagnostics.measure.total_seconds()
     if seconds <= 0:
         return [Check("step time", "skip", "not measured: --diagnostics.measure 0")]
     if obstacle := examination.failed(*_DECISIVE):
         return [Check("step time", "skip", f"not measured: {obstacle} failed above")]
-    show(f"measuring for {seconds:.0f} s, after the model was built")
+    _show(f"measuring for {seconds:.0f} s, after the model was built")
     model = examination.model[0] if examination.model else {}
     try:
         measured = measure(flags, ranks=examination.ranks, model=model, seconds=seconds)
@@ -360,26 +355,13 @@ def check_step_time(
     blocks = max(rounds.blocks_per_allreduce, rounds.blocks_per_allreduce_later)
     # Then validators judge uploads of the new outer step (protocol.scoring.scored_epoch).
     due = timedelta(seconds=blocks / 2 * config.chain.seconds_per_block)
-    return check_speed(**measured, store=config.store, due=due)
-
-
-def check_speed(
-    micro_batch_seconds: float,
-    micro_batches: int,
-    *,
-    store: StoreSettings,
-    due: timedelta,
-) -> list[Check]:
-    """Compare the step time with the warning threshold, the uploads with the validators' limits.
-
-    ``micro_batches``: of each rank, in an inner step. ``due``: from a successful round until the
-    first upload of the new outer step must be there.
-    """
-    step = timedelta(seconds=micro_batch_seconds * micro_batches)
+    micro_batches = measured["micro_batches"]  # of each rank, in an inner step
+    step = timedelta(seconds=measured["micro_batch_seconds"] * micro_batches)
+    store = config.store
     steps, minimum = store.upload_steps, max(1, store.minimum_valid_inner_step)
     faster = "use a GPU, or lower --neuron.local_batch_size_train_effective"
     text = f"about {step.total_seconds():.1f} s per inner step ({micro_batches} x "
-    text += f"{1000 * micro_batch_seconds:.0f} ms)"
+    text += f"{1000 * measured['micro_batch_seconds']:.0f} ms)"
     slow = step.total_seconds() > SLOW_STEP
     time = Check("step time", "warn" if slow else "ok", text, faster if slow else "")
     regular = -(-minimum // steps) * steps  # the first upload that the gate lets through

@@ -13,6 +13,7 @@ signed and verified. Types and ranges of its values are those of the settings th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import hashlib
 import json
@@ -50,7 +51,7 @@ BUILT_IN = {
 LARGEST_FILE = 1 << 20  # bytes, of the file and of the model's beside it
 LARGEST_SHOWN = 4096  # bytes of what the global bucket says of its network
 KEPT = "network"  # folder of the last good copy, in the run folder
-_FILE = "network.toml"
+FILE = "network.toml"
 _ATTEMPTS, _FIRST_WAIT, _TIMEOUT = 3, 1.0, 10.0  # seconds
 _LONGEST = 30.0  # seconds, of a whole reply with the redirects before it
 _MOST_REDIRECTS = 5
@@ -249,7 +250,7 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
         raise NetworkFileError(
             f"{missing[0]}{more} is missing", "every peer needs each value: add it"
         )
-    files = {_FILE: text, **_load_model(flat, beside)}
+    files = {FILE: text, **_load_model(flat, beside)}
     digest = digest_of(flat)
     head = _head({key: flat[key] for key in HEAD_KEYS & {*flat}})
     # [chain] has the keys of its kind and no other's. One of a plug-in has what it likes.
@@ -272,7 +273,21 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
             "remove the line",
         )
     if not built_in:
-        _verify(head.signature, digest, str(flat.get("chain.master_hotkey")))
+        from bittensor_core import verify  # the chain's client would take a second
+
+        hotkey = str(flat.get("chain.master_hotkey"))
+        if head.signature is None:
+            raise NetworkFileError("it is not signed", "ask the founder for the signed file")
+        try:
+            valid = verify(_message(digest), bytes.fromhex(head.signature[2:]), hotkey)
+        except ValueError:  # chain.master_hotkey is none
+            valid = False
+        if not valid:
+            raise NetworkFileError(
+                f"its signature is not that of chain.master_hotkey {hotkey} for these values: it "
+                "was altered after it was signed",
+                "fetch it again from the founder",
+            )
     values = {key: value for key, value in flat.items() if key in keys}
     # Of the digest: peers whose files differ use other DHT keys and cannot meet.
     values.setdefault("run_id", digest[:_RUN_ID_DIGITS])
@@ -332,23 +347,6 @@ def toml_value(value: Any) -> str:
 
 def _message(digest: str) -> bytes:
     return f"network.toml {FORMAT} {digest}".encode()
-
-
-def _verify(signature: str | None, digest: str, hotkey: str) -> None:
-    from bittensor_core import verify  # the chain's client would take a second
-
-    if signature is None:
-        raise NetworkFileError("it is not signed", "ask the founder for the signed file")
-    try:
-        valid = verify(_message(digest), bytes.fromhex(signature[2:]), hotkey)
-    except ValueError:  # chain.master_hotkey is none
-        valid = False
-    if not valid:
-        raise NetworkFileError(
-            f"its signature is not that of chain.master_hotkey {hotkey} for these values: it was "
-            "altered after it was signed",
-            "fetch it again from the founder",
-        )
 
 
 def _head(found: Mapping[str, Any]) -> Head:
@@ -438,7 +436,15 @@ def read_network(
         )
     copy = kept / KEPT
     # Read before the URL is asked: its founder decides what counts as an answer.
-    known = _kept_copy(copy, place, keys)
+    known = None
+    with contextlib.suppress(OSError, ValueError):  # NetworkFileError too: none, or a damaged one
+        if (copy / "url").read_text(encoding="utf-8") == place:
+            known = parse(
+                read_text(copy / FILE),
+                place=place,
+                keys=keys,
+                beside=lambda name: read_text(copy / name),
+            )
     try:
         text = _fetch(place)
         try:
@@ -463,24 +469,6 @@ def read_network(
             raise
         tell(f"{away}: the copy of an earlier start in {copy} is used")
         return known
-
-
-def _kept_copy(copy: Path, place: str, keys: Collection[str]) -> Network | None:
-    """Return the network of the last good start from ``place``.
-
-    None if there is none, or what is left of it is damaged.
-    """
-    try:
-        if (copy / "url").read_text(encoding="utf-8") != place:
-            return None
-        return parse(
-            read_text(copy / _FILE),
-            place=place,
-            keys=keys,
-            beside=lambda name: read_text(copy / name),
-        )
-    except (OSError, ValueError):  # NetworkFileError too
-        return None
 
 
 def save_copy(network: Network, folder: Path) -> None:
@@ -554,29 +542,24 @@ async def _download(url: str) -> bytes:
             if not reply.has_redirect_location:
                 reply.raise_for_status()
                 return data
-            place = _redirected(url, place, reply.headers["location"])
+            location = reply.headers["location"]
+            try:
+                place = urljoin(place, location)
+                parts = urlsplit(place)
+            except ValueError:  # httpx takes some of those for names
+                raise NetworkAway(f"{url} leads to {location!r:.200}, which is no URL") from None
+            shown = repr(place)[1:201]
+            # The signature tells who wrote the file, not that it is today's.
+            if parts.scheme != "https" or "@" in parts.netloc or not parts.hostname:
+                raise NetworkAway(f"{url} leads to {shown}, which anybody on the way writes")
+            # Before anything is asked of it: whoever can write to the founder's web site would have
+            # this machine ask its neighbours. An operator's own URL may be of the own network. A
+            # proxy reaches no private address.
+            if proxy_for(place) is None and _is_inside(place) and not _is_inside(url):
+                raise NetworkAway(
+                    f"{url} leads to {shown}, an internal address, so it was not asked"
+                )
     raise NetworkAway(f"{url} leads on more than {_MOST_REDIRECTS} times")
-
-
-def _redirected(url: str, place: str, location: str) -> str:
-    """Return where ``place`` leads, before anything is asked of it. Raises NetworkAway.
-
-    ``url``: what was asked first. Whoever can write to the founder's web site would else have this
-    machine ask its neighbours.
-    """
-    try:
-        place = urljoin(place, location)
-        parts = urlsplit(place)
-    except ValueError:  # httpx takes some of those for names
-        raise NetworkAway(f"{url} leads to {location!r:.200}, which is no URL") from None
-    shown = repr(place)[1:201]
-    # The signature tells who wrote the file, not that it is today's.
-    if parts.scheme != "https" or "@" in parts.netloc or not parts.hostname:
-        raise NetworkAway(f"{url} leads to {shown}, which anybody on the way writes")
-    # An operator's own URL may be of the own network. A proxy reaches no private address.
-    if proxy_for(place) is None and _is_inside(place) and not _is_inside(url):
-        raise NetworkAway(f"{url} leads to {shown}, an internal address, so it was not asked")
-    return place
 
 
 def _is_inside(url: str) -> bool:

@@ -24,7 +24,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.kinds import how_to_register
@@ -37,6 +37,7 @@ from distributed_training.config.model import KEY_VARIABLES
 from distributed_training.config.schema import schema
 from distributed_training.config.types import ConfigAway, EndpointUrl, File, Text
 from distributed_training.network import (
+    FILE,
     NetworkFileError,
     built_in_rules,
     flatten,
@@ -49,11 +50,6 @@ from distributed_training.network import (
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.types import ExitStatus
 
-if TYPE_CHECKING:
-    from distributed_training.chain.identity import Wallet
-    from distributed_training.config.settings import ChainSettings
-
-FILE = "network.toml"
 _MASTER = "master"  # name of the wallet
 _HUB_SECONDS = 10.0  # of the question for a tokenizer's commit
 
@@ -282,7 +278,9 @@ def _pin_tokenizer(table: dict[str, Any]) -> None:
 
 def _model(options: argparse.Namespace, training: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``[model]``. Raises ConfigError."""
+    from distributed_training.common.memory import ModelShape
     from distributed_training.training.memory_plan import local_llama_config
+    from distributed_training.training.model import blocks_of, build_meta_model, refuse_attention
 
     try:
         if options.model is not None:
@@ -294,25 +292,19 @@ def _model(options: argparse.Namespace, training: Mapping[str, Any]) -> dict[str
         else:
             raise ValueError("the tiny model is for the tokenizer 'bytes'")
         content = _without_nulls(content)
-        return {"parameters": _parameters(content, training), "config": content}
+        ModelShape.from_config(content)  # of sizes that fill the memory, before they are built
+        # As peers will build it.
+        model = build_meta_model(content)
+        blocks_of(model)
+        length = training.get("sequence_length")
+        refuse_attention(model, length if isinstance(length, int) else None)
+        count = sum(parameter.numel() for parameter in model.parameters())
+        return {"parameters": count, "config": content}
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"there is no model to found a network with ({error}), so nothing was founded: give "
             "--model with the config.json of a Llama-like model"
         ) from None
-
-
-def _parameters(config: Mapping[str, Any], training: Mapping[str, Any]) -> int:
-    """Count the parameters of the model that peers will build. Raises ConfigError, ValueError."""
-    from distributed_training.common.memory import ModelShape
-    from distributed_training.training.model import blocks_of, build_meta_model, refuse_attention
-
-    ModelShape.from_config(config)  # of sizes that fill the memory, before they are built
-    model = build_meta_model(config)
-    blocks_of(model)
-    length = training.get("sequence_length")
-    refuse_attention(model, length if isinstance(length, int) else None)
-    return sum(parameter.numel() for parameter in model.parameters())
 
 
 def _without_nulls(value: Any) -> Any:
@@ -364,6 +356,7 @@ def _sign(options: argparse.Namespace) -> None:
 
 def _join(options: argparse.Namespace) -> None:
     """Join a network. Raises ConfigError; ChainError for a registry that is away or refuses."""
+    from distributed_training.chain.identity import create_wallet, load_wallet
     from distributed_training.health.gpus import visible_gpu_count
     from distributed_training.health.machine import refuse_model
 
@@ -374,7 +367,14 @@ def _join(options: argparse.Namespace) -> None:
     # Before a uid is taken: a machine that cannot hold the model earns nothing by it.
     refuse_model(config, ranks=config.miner.nproc_per_node or visible_gpu_count() or 1)
     print(config.network.line)
-    hotkey = _hotkey(config.chain)
+    folder, name = Path(config.chain.wallet_path).expanduser(), config.chain.wallet_name
+    exists = (folder / name / "hotkeys" / config.chain.wallet_hotkey).exists()
+    # Another name that is not there is misspelled, and gets no new key.
+    if not exists and config.chain.wallet_hotkey == "default":
+        print(f"making a hotkey in {folder / name}: keep a copy of it")
+        hotkey = create_wallet(folder, name)
+    else:
+        hotkey = load_wallet(config.chain)
     print(f"hotkey {hotkey.ss58}")
     if (kind := config.network.head.chain) != "registry":
         place, which = "", ""
@@ -408,19 +408,6 @@ def _join(options: argparse.Namespace) -> None:
     if missing:
         print(f"missing in .env: {', '.join(filter(None, missing))}")
     print(f"then: dt-doctor {flags}\nand:  dt-miner {flags}")
-
-
-def _hotkey(settings: ChainSettings) -> Wallet:
-    """Return the wallet of the flags; make its hotkey if there is none. Raises ConfigError."""
-    from distributed_training.chain.identity import create_wallet, load_wallet
-
-    folder = Path(settings.wallet_path).expanduser()
-    exists = (folder / settings.wallet_name / "hotkeys" / settings.wallet_hotkey).exists()
-    # Another name that is not there is misspelled, and gets no new key.
-    if not exists and settings.wallet_hotkey == "default":
-        print(f"making a hotkey in {folder / settings.wallet_name}: keep a copy of it")
-        return create_wallet(folder, settings.wallet_name)
-    return load_wallet(settings)
 
 
 def _show(options: argparse.Namespace, *, rules: bool = True) -> None:

@@ -44,14 +44,6 @@ def git(*words: str) -> str:
     return subprocess.check_output(["git", *words], cwd=ROOT, text=True).strip()
 
 
-def check_repository(tag: str) -> None:
-    """Raise ``Refused`` unless all is committed and the tag is not taken."""
-    if changed := git("status", "--porcelain"):
-        raise Refused(f"not committed: {changed.splitlines()[0]}: commit it first")
-    if git("tag", "--list", tag):
-        raise Refused(f"{tag} exists: raise __version__ in distributed_training/__init__.py")
-
-
 def build(folder: Path, version: str) -> list[Path]:
     """Return the wheel and the archive of the sources, built into an empty ``folder``."""
     # A file of an earlier version would be among the sums, and be published.
@@ -76,7 +68,10 @@ def main() -> int:
     version = distributed_training.__version__
     try:
         text = notes((ROOT / "CHANGELOG.md").read_text(), version)
-        check_repository(f"v{version}")
+        if changed := git("status", "--porcelain"):
+            raise Refused(f"not committed: {changed.splitlines()[0]}: commit it first")
+        if git("tag", "--list", f"v{version}"):
+            raise Refused(f"v{version} exists: raise it in distributed_training/__init__.py")
     except Refused as refused:
         print(f"error: {refused}", file=sys.stderr)
         return 1

@@ -133,7 +133,7 @@ REMOVED = NO_EFFECT | FIXED.keys() | MOVED.keys() | RULES.keys()
 def why_refused(name: str, text: str) -> str | None:
     """Return why ``text`` cannot be taken for a removed flag, with the remedy; None if it can."""
     if name in FIXED:
-        if _is_same(text, FIXED[name]):
+        if _value(text) == _value(FIXED[name]):
             return None
         remedy = f"it is always {FIXED[name]} now"
         remedy += f"; {MOVED[name]}" if name in MOVED else ""
@@ -143,12 +143,8 @@ def why_refused(name: str, text: str) -> str | None:
     return None
 
 
-def _is_same(text: str, fixed: str) -> bool:
-    """Return whether two texts are one value: ``1m`` is ``60s``, ``off`` is ``false``."""
-    return _value(text) == _value(fixed)
-
-
 def _value(text: str) -> object:
+    """Return what is equal of two texts of one value: ``1m`` and ``60s``, ``off`` and ``false``."""
     words = text.lower().replace(",", " ").split()
     text = words[0] if words else ""
     text = "1" if text in ("true", "yes", "on") else "0" if text in ("false", "no", "off") else text

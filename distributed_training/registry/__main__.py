@@ -188,10 +188,10 @@ def _registry(given: argparse.Namespace) -> Registry:
     if given.network is not None:
         network = load_config("validator", ["--network", given.network], check=False).network
         assert network is not None  # it was named
-        said = {**network.values, "name": network.head.name}
+        in_network = {**network.values, "name": network.head.name}
         in_file = [field for field in _FIXED if getattr(given, field) is None]
         for field in in_file:
-            setattr(given, field, said.get(_FIXED[field]))
+            setattr(given, field, in_network.get(_FIXED[field]))
     if (given.folder / store.FILE).exists():
         registry = store.Registry.at(given.folder, None)
         for field, key in _FIXED.items():

@@ -227,12 +227,7 @@ def folder_flags() -> list[str]:
 @pytest.mark.parametrize("flag", folder_flags())
 @pytest.mark.parametrize("folder", ["/proc/x", "/proc", "/dev/null/x", "/dev/null"])
 def test_a_folder_that_cannot_be_written_is_named(flag: str, folder: str, tmp_path: Path) -> None:
-    argv = [
-        "--neuron.run_folder",
-        str(tmp_path),
-        f"--{flag}",
-        folder,
-    ]
+    argv = ["--neuron.run_folder", str(tmp_path), f"--{flag}", folder]
     config = load_config("miner", argv, environ=KEYS, dotenv=None)
     with pytest.raises(ConfigError, match=f"--{flag} {folder} cannot be written") as refusal:
         make_run_folder(config)

@@ -494,7 +494,7 @@ def speed(
     monkeypatch.setattr(doctor, "SLOW_STEP", 90.0)
     network = {f"round.{key}": value for key, value in rules.items()}
     asked = Examination(config_of(*flags, rules=network), 1)
-    checks = doctor.check_step_time(asked, flags, show=lambda line: None)
+    checks = doctor.check_step_time(asked, flags)
     return {check.name: check for check in checks}
 
 
