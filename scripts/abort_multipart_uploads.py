@@ -2,7 +2,7 @@
 """List and abort multipart uploads that were never completed; they are billed but not visible.
 
     python scripts/abort_multipart_uploads.py BUCKET [--older-than 1h] [--prefix epoch-12/]
-                                              [--dry-run] [--yes]
+                                              [--dry-run] [--yes] [--plugins MODULE ...]
 
 Keys are read from the environment and ``.env`` as the miner reads them. The miner cleans its own
 bucket each hour; this is for other buckets, or for a miner that is gone. An upload that a running
@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument
-from distributed_training.config.types import DAY, Bucket, Duration, Text, WebUrl
+from distributed_training.config.types import DAY, Bucket, Duration, EndpointUrl, Text
 from distributed_training.protocol.lines import counted
 from distributed_training.protocol.types import ExitStatus
 
@@ -43,7 +43,9 @@ def build_parser() -> Parser:
     add("--prefix", type=argument(Text), default="", help="only keys that start with this")
     add("--dry-run", action="store_true", help="list only")
     add("--yes", action="store_true", help="do not ask")
-    add("--endpoint-url", type=argument(WebUrl), help="object store to use instead of R2")
+    add("--endpoint-url", type=argument(EndpointUrl), help="object store to use instead of R2")
+    plugins = "modules of your own, e.g. with a kind of object store"
+    add("--plugins", type=argument(Text), nargs="+", metavar="MODULE", help=plugins)
     return parser
 
 
@@ -55,7 +57,9 @@ def _age(age: timedelta) -> str:
 
 def main() -> int:
     arguments = build_parser().parse_args()
-    flags = ["--r2.endpoint_url", arguments.endpoint_url] if arguments.endpoint_url else []
+    flags = ["--plugins", *arguments.plugins] if arguments.plugins else []
+    if arguments.endpoint_url:
+        flags += ["--r2.endpoint_url", arguments.endpoint_url]
     try:
         settings = load_config("miner", flags, file=OPERATORS_FILE, check=False).store
     except ConfigError as error:

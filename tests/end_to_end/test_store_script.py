@@ -72,6 +72,13 @@ def test_lists_asks_and_aborts(server: ObjectStoreServer, tmp_path: Path) -> Non
         assert "Traceback" not in done.stderr
 
 
+def test_a_store_of_your_own_is_asked(tmp_path: Path) -> None:
+    own = ("--plugins", "tests.toys.store", "--endpoint-url", "memory://")
+    done = run(tmp_path, "some-bucket", *own)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "No multipart uploads older than" in done.stdout
+
+
 def test_without_keys_it_says_which(tmp_path: Path) -> None:
     done = run(tmp_path, "some-bucket")
     assert done.returncode == 2

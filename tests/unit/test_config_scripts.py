@@ -79,7 +79,7 @@ def test_every_option_with_every_hostile_value(script: str, option: str, capfd) 
         value = getattr(result, name_of(script, option))
         if isinstance(value, (int, float)):
             assert math.isfinite(value) and 0 <= value <= 1e8, f"{option} {value} is accepted"
-        words = value if isinstance(value, tuple) else [value]
+        words = value if isinstance(value, (tuple, list)) else [value]
         assert all(str(word).isprintable() and len(str(word)) <= 4096 for word in words)
 
 
@@ -100,6 +100,7 @@ def test_every_positional_with_every_hostile_value(script: str, capfd) -> None:
     ("command", "name"),
     [
         (("abort_multipart_uploads",), "bucket"),
+        (("abort_multipart_uploads", "bucket-1", "--plugins", "no_such"), "--plugins"),
         (("diagnose", "--model", "MODEL.json"), "--model MODEL.json"),
         (("diagnose", "--neuron.local_batch_size_train_effective", "0"), "effective"),
         (("localnet", "--miner-flags", "'"), "--miner-flags"),
