@@ -126,6 +126,8 @@ _FIRST_WAIT, _MAX_WAIT = timedelta(seconds=0.5), timedelta(seconds=30)
 _LONGEST_HOLD = 900.0  # whatever a server asks for
 _ASK_AGAIN = 300.0  # for the table, after a failure
 _WHOLE_TABLE_LASTS = 86400.0  # against one that leaves out configs; by then validators use that
+#: A RecursionError: of a reply that is nested too deeply.
+_UNUSABLE = (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError, RecursionError)
 _AGAIN = frozenset({408, 425, 429, 500, 502, 503, 504, 520, 522, 524})
 _LONGEST_ERROR = 2**16  # bytes, of which the server's own sentence is shown
 _LONGEST_SENTENCE = 200  # characters
@@ -227,7 +229,8 @@ class RowsApiSource:
                     age / 3600,
                 )
                 return self._table
-            if self._table and table != self._table:
+            changed = table != self._table
+            if self._table and changed:
                 # Every page after this is another one than before, also for the validators.
                 self._counts.add("table_changes")
                 log.warning(
@@ -238,25 +241,19 @@ class RowsApiSource:
                     len(self._table),
                     sum(self._table.get(config) != rows for config, rows in table.items()),
                 )
-            self._keep_table(table, now, left_out)
-            return table
-
-    def _keep_table(self, table: dict[str, int], now: float, left_out: int) -> None:
-        """Keep a table; an incomplete one is asked for again soon, and not stored for a restart."""
-        changed = table != self._table
-        self._table, self._table_at, self._whole = table, now, not left_out
-        if self._whole:
-            if self._cache is not None:
+            self._table, self._table_at, self._whole = table, now, not left_out
+            if self._whole and self._cache is not None:
                 self._cache.put(self._table_key, {"at": now, "rows": table})
-            return
-        if changed:
-            log.warning(
-                "The table of %s leaves out %s whose rows the server has not counted: "
-                "until it is whole, pages may differ from those of the validators",
-                self._dataset,
-                counted(left_out, "config"),
-            )
-        self._ask_table_later()
+            if left_out:  # asked for again soon, and not stored for a restart
+                self._ask_table_later()
+            if left_out and changed:
+                log.warning(
+                    "The table of %s leaves out %s whose rows the server has not counted: "
+                    "until it is whole, pages may differ from those of the validators",
+                    self._dataset,
+                    counted(left_out, "config"),
+                )
+            return table
 
     def _ask_table_later(self) -> None:
         wait = min(self._settings.table_age.total_seconds(), _ASK_AGAIN)
@@ -277,7 +274,15 @@ class RowsApiSource:
             named = {*(entry["config"] for entry in entries), *waiting}
             # Of a data set without configs it is the only one.
             drawn = named - {_DEFAULT} or named
-            table = dict(_config_rows(entry) for entry in entries if entry["config"] in drawn)
+            table: dict[str, int] = {}
+            for entry in entries:
+                if entry["config"] not in drawn:
+                    continue
+                config, rows = str(entry["config"]), int(entry["num_rows"])
+                config.encode()  # lone surrogates: no request and no name in the cache holds them
+                if not 0 <= rows < 2**53:
+                    raise ValueError(f"{rows} rows")
+                table[config] = rows
             left_out = sum(config in drawn for config in waiting)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise PageUnavailable(f"the reply of /size is not a table: {error!r}") from error
@@ -353,7 +358,8 @@ class RowsApiSource:
                 break
             pause, asked = waits.failed().total_seconds(), None
             try:
-                return _parse(self._answer(path, query))
+                # Bytes that are not UTF-8 become lone surrogates: their rows are left out alone.
+                return json.loads(self._answer(path, query).decode("utf-8", "surrogateescape"))
             except _Refusal as refusal:
                 problem, status, asked = str(refusal), refusal.status, refusal.wait
                 self._counts.add(f"http_{status}")
@@ -362,7 +368,7 @@ class RowsApiSource:
                     break  # asking again gives the same answer
                 if status == 429:
                     self._hold_until = time.monotonic() + min(asked or pause, _LONGEST_HOLD)
-            except (httpx.HTTPError, httpx.InvalidURL, ValueError, TimeoutError) as error:
+            except _UNUSABLE as error:
                 problem = f"{type(error).__name__}: {error}"
                 self._counts.add("http_failures")
             if attempt + 1 == attempts:
@@ -424,23 +430,6 @@ class RowsApiSource:
                 if time.monotonic() > end:
                     raise TimeoutError(f"the reply took longer than {timeout:g} s")
         return bytes(body)
-
-
-def _parse(body: bytes) -> Any:
-    try:
-        # Bytes that are not UTF-8 become lone surrogates: their rows are left out, others used.
-        return json.loads(body.decode("utf-8", "surrogateescape"))
-    except RecursionError:  # a RuntimeError, which nobody expects of a reply
-        raise ValueError("it is nested too deeply") from None
-
-
-def _config_rows(entry: Mapping[str, Any]) -> tuple[str, int]:
-    """Return name and rows of one entry of a table. Raises for what no page can be drawn from."""
-    config, rows = str(entry["config"]), int(entry["num_rows"])
-    config.encode()  # lone surrogates: neither a request nor a name in the cache can hold them
-    if not 0 <= rows < 2**53:
-        raise ValueError(f"{rows} rows")
-    return config, rows
 
 
 def retry_after(value: str | None) -> float | None:

@@ -98,7 +98,10 @@ class Fronts:
         self.known = (
             not model.get("dropout")
             and all(map(_is_local, normalizers))
-            and all(map(_looks_near, splitters))
+            and all(
+                _splits(part) or part["type"] in ("ByteLevel", "Metaspace", "Digits")
+                for part in splitters
+            )
             and (self._single or self._joined or by_words)
         )
 
@@ -158,10 +161,6 @@ def _is_blank(part: Mapping[str, Any]) -> bool:
         case "Metaspace":
             return part["replacement"] == _BLANK and not _splits(part)
     return False
-
-
-def _looks_near(splitter: Mapping[str, Any]) -> bool:
-    return _splits(splitter) or splitter["type"] in ("ByteLevel", "Metaspace", "Digits")
 
 
 def _splits(splitter: Mapping[str, Any]) -> bool:

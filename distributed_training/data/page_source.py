@@ -114,7 +114,7 @@ def usable_texts(values: Iterable[object], counts: Counts) -> list[str]:
     left = PAGE
     for value in values:
         if value is TOO_LONG:
-            size: int | None = PAGE + 1
+            size = PAGE + 1
         elif not isinstance(value, str):
             counts.add("rows_without_text")
             continue
@@ -122,10 +122,12 @@ def usable_texts(values: Iterable[object], counts: Counts) -> list[str]:
             counts.add("rows_empty")
             continue
         else:
-            size = _bytes_of(value)
-        if size is None:
-            counts.add("rows_not_utf8")
-        elif size > left:
+            try:
+                size = len(value.encode())
+            except UnicodeEncodeError:  # lone surrogates, the rest of bytes that are not UTF-8
+                counts.add("rows_not_utf8")
+                continue
+        if size > left:
             counts.add("rows_too_long")
             if _too_long_is_due():
                 log.warning(
@@ -137,27 +139,6 @@ def usable_texts(values: Iterable[object], counts: Counts) -> list[str]:
             left -= size
             texts.append(str(value))
     return texts
-
-
-def _bytes_of(text: str) -> int | None:
-    """Return the bytes of UTF-8; None for lone surrogates, the rest of bytes that are not."""
-    try:
-        return len(text.encode())
-    except UnicodeEncodeError:
-        return None
-
-
-def large_enough(rows: Mapping[str, int], *, where: str, counts: Counts) -> dict[str, int]:
-    """Return the configs a page can be drawn from. Raises PageUnavailable if there are none."""
-    kept = {config: count for config, count in rows.items() if count >= MINIMUM_ROWS}
-    counts.add("configs_too_small", len(rows) - len(kept))
-    if not kept:
-        most = max(rows.values(), default=0)
-        raise PageUnavailable(
-            f"{where}: the largest config has {most} rows and a page is drawn from at least "
-            f"{MINIMUM_ROWS}: add text"
-        )
-    return kept
 
 
 # --- the standard library ------------------------------------------------------------------------
@@ -215,8 +196,19 @@ class StdlibSource:
         return sorted(found, key=lambda path: path.split("/"))
 
     def _rows_of(self, path: str) -> Iterator[str]:
+        """Yield pieces of whole lines, each about ``_ROW_CHARACTERS`` long."""
         with contextlib.suppress(OSError, UnicodeDecodeError):
-            yield from _rows((self._folder / path).read_text(encoding="utf-8"))
+            piece: list[str] = []
+            length = 0
+            text = (self._folder / path).read_text(encoding="utf-8")
+            for line in text.splitlines(keepends=True):
+                piece.append(line)
+                length += len(line)
+                if length >= _ROW_CHARACTERS:
+                    yield "".join(piece)
+                    piece, length = [], 0
+            if length:
+                yield "".join(piece)
 
 
 def _digest(path: str) -> int:
@@ -226,17 +218,3 @@ def _digest(path: str) -> int:
 
 def _held_out(path: str) -> bool:
     return _digest("held out/" + path) % 100 < _HELD_OUT_OF_100
-
-
-def _rows(text: str) -> Iterator[str]:
-    """Yield pieces of whole lines, each about ``_ROW_CHARACTERS`` long."""
-    piece: list[str] = []
-    length = 0
-    for line in text.splitlines(keepends=True):
-        piece.append(line)
-        length += len(line)
-        if length >= _ROW_CHARACTERS:
-            yield "".join(piece)
-            piece, length = [], 0
-    if length:
-        yield "".join(piece)

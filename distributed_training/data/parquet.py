@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .page_source import Counts, PageUnavailable, large_enough, usable_texts
+from .page_source import MINIMUM_ROWS, Counts, PageUnavailable, usable_texts
 
 log = logging.getLogger(__name__)
 
@@ -124,9 +124,17 @@ class FolderSource:
     def num_rows(self) -> Mapping[str, int]:
         rows = self.all_rows()
         with self._lock:
-            if self._table is None:
-                self._table = large_enough(rows, where=str(self._folder), counts=self._counts)
-            return self._table
+            if self._table is not None:
+                return self._table
+            table = {config: count for config, count in rows.items() if count >= MINIMUM_ROWS}
+            self._counts.add("configs_too_small", len(rows) - len(table))
+            if not table:
+                raise PageUnavailable(
+                    f"{self._folder}: the largest config has {max(rows.values(), default=0)} rows "
+                    f"and a page is drawn from at least {MINIMUM_ROWS}: add text"
+                )
+            self._table = table
+            return table
 
     def all_rows(self) -> dict[str, int]:
         """Count the rows of each config, also of those too small for the page selection.
@@ -225,6 +233,8 @@ class ParquetSource(FolderSource):
 
         More of them are decoded than are asked for, as long as all may fit.
         """
+        import pyarrow.parquet as pq
+
         key = (path, group)
         if key in self._groups:
             self._groups.move_to_end(key)
@@ -232,41 +242,37 @@ class ParquetSource(FolderSource):
             return
         decoded: list[Any] | None = None if key in self._too_large else []
         rows = size = 0
-        for batch in self._decode(path, group):
-            if decoded is not None:
-                size += batch.nbytes
-                decoded.append(batch)
-                while self._groups and self._kept + size > KEPT:
-                    _, oldest = self._groups.popitem(last=False)
-                    self._kept -= sum(part.nbytes for part in oldest)
-                if size > KEPT:
-                    decoded = None
-                    if not self._too_large:
-                        log.warning(
-                            "A row group of %s has more than %d MB of text, so it is decoded again "
-                            "for each page: write the files with smaller row groups (10,000 rows)",
-                            path,
-                            KEPT // 2**20,
-                        )
-                    self._too_large.add(key)
-            yield batch
-            rows += len(batch)
-            if decoded is None and rows >= end:
-                return
-        if decoded is not None:
-            self._groups[key] = decoded
-            self._kept += size
-
-    def _decode(self, path: Path, group: int) -> Iterator[Any]:
-        import pyarrow.parquet as pq
-
         # Opened for each group: a mirror has more files than a process may have open. By default
         # Arrow reads all of a group's column before the first row.
         with pq.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as file:
             # Arrow would take a thread for each core, which the ranks need.
             how: dict[str, Any] = {"columns": [self._column], "use_threads": False}
-            for batch in file.iter_batches(batch_size=_ROWS, row_groups=[group], **how):
-                yield batch.column(0)
+            for table in file.iter_batches(batch_size=_ROWS, row_groups=[group], **how):
+                batch = table.column(0)
+                if decoded is not None:
+                    size += batch.nbytes
+                    decoded.append(batch)
+                    while self._groups and self._kept + size > KEPT:
+                        _, oldest = self._groups.popitem(last=False)
+                        self._kept -= sum(part.nbytes for part in oldest)
+                    if size > KEPT:
+                        decoded = None
+                        if not self._too_large:
+                            log.warning(
+                                "A row group of %s has more than %d MB of text, so it is decoded "
+                                "again for each page: write the files with smaller row groups "
+                                "(10,000 rows)",
+                                path,
+                                KEPT // 2**20,
+                            )
+                        self._too_large.add(key)
+                yield batch
+                rows += len(batch)
+                if decoded is None and rows >= end:
+                    return
+        if decoded is not None:
+            self._groups[key] = decoded
+            self._kept += size
 
 
 def _texts(column: Any) -> Iterator[object]:

@@ -232,7 +232,15 @@ class DataPipeline:
         self._used.pop(block, None)
         self._used[block] = None
         self._forget(earlier)
-        self._warn_if_slow()
+        per_worker = self._prepare_seconds / self._settings.workers
+        slow = self._timed >= _TIMED_LEAST and per_worker > self._train_seconds
+        if slow and self._slow_line():
+            log.warning(
+                "Data is prepared more slowly (%.1f s a block) than it is trained on (%.1f s), so "
+                "training will wait: raise --data.workers",
+                per_worker,
+                self._train_seconds,
+            )
         if self._buffer is not None:
             self._buffer.clear()
             self._stage()
@@ -363,17 +371,6 @@ class DataPipeline:
         the GPUs waiting.
         """
         return _LEAST_LEAD + 3.0 * self._prepare_seconds
-
-    def _warn_if_slow(self) -> None:
-        per_worker = self._prepare_seconds / self._settings.workers
-        slow = self._timed >= _TIMED_LEAST and per_worker > self._train_seconds
-        if slow and self._slow_line():
-            log.warning(
-                "Data is prepared more slowly (%.1f s a block) than it is trained on (%.1f s), so "
-                "training will wait: raise --data.workers",
-                per_worker,
-                self._train_seconds,
-            )
 
     def _forget(self, earlier: list[int]) -> None:
         """Drop used blocks beyond the last few, and ``earlier`` ones that were never ordered.

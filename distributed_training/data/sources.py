@@ -88,25 +88,19 @@ def _open_rows_api(opening: Opening) -> PageSource:
 
     settings = opening.settings
     size = round(settings.cache_gb * 1e9)
-    return RowsApiSource(
-        settings=settings,
-        token=_hub_token(settings.rows_url),
-        cache=PageCache(opening.cache, limit_bytes=size) if opening.cache and size > 0 else None,
-        counts=opening.counts,
-    )
-
-
-def _hub_token(url: str) -> str | None:
-    """Return HF_TOKEN, Hugging Face's own convention, if ``url`` is of its hub.
-
-    That is huggingface.co or what HF_ENDPOINT names. A network's file may name any other server.
-    """
-    asked = urlsplit(url)
+    # Hugging Face's own convention, for its hub alone, which HF_ENDPOINT may name: a network's file
+    # may name any other server.
+    token, asked = None, urlsplit(settings.rows_url)
     for hub in map(urlsplit, ("https://huggingface.co", HUB)):
         below = f".{asked.hostname}".endswith(f".{hub.hostname}")
         if below and asked.scheme == hub.scheme:
-            return os.environ.get("HF_TOKEN")
-    return None
+            token = os.environ.get("HF_TOKEN")
+    return RowsApiSource(
+        settings=settings,
+        token=token,
+        cache=PageCache(opening.cache, limit_bytes=size) if opening.cache and size > 0 else None,
+        counts=opening.counts,
+    )
 
 
 def _open_parquet(opening: Opening) -> PageSource:

@@ -81,7 +81,12 @@ class TextTokenizer:
             # As transformers does: special tokens that the tokenizer adds count, and stay.
             self._tokenizer.enable_truncation(max_length)
             self._truncated_at = max_length
-        fronts = [self._front(row, max_length) for row in rows]
+        fronts = []
+        for row in rows:
+            front = row if len(row) <= LONGEST else None
+            with contextlib.suppress(ValueError), _foreign("of the data"):
+                front = self._fronts.of(row, max_length=max_length, most=LONGEST)
+            fronts.append(front)
         if too_long := fronts.count(None):
             counts.add("rows_too_long", too_long)
             if not self._told:
@@ -105,11 +110,6 @@ class TextTokenizer:
                 counts.add("rows")
                 pieces.append(np.array(ids, dtype=np.int32))
         return np.concatenate(pieces) if pieces else np.zeros(0, dtype=np.int32)
-
-    def _front(self, row: str, max_length: int) -> str | None:
-        with contextlib.suppress(ValueError), _foreign("of the data"):
-            return self._fronts.of(row, max_length=max_length, most=LONGEST)
-        return row if len(row) <= LONGEST else None
 
     def _ids_of(self, rows: list[str]) -> list[list[int] | None]:
         """Return the ids of each row, cut; None for one at which the tokenizer fails."""
@@ -201,7 +201,13 @@ def load_pretrained(name: str, *, revision: str | None = None) -> Any:
         try:
             return AutoTokenizer.from_pretrained(name, **how)
         except OSError as error:
-            if not os.environ.get("HF_TOKEN") or not _is_unauthorized(error):
+            # Refused, if it began with a hub that answered 401.
+            cause: BaseException | None = error
+            while cause is not None:
+                if getattr(getattr(cause, "response", None), "status_code", None) == 401:
+                    break
+                cause = cause.__cause__ or cause.__context__
+            if cause is None or not os.environ.get("HF_TOKEN"):
                 raise
             refusal = error
         # A public tokenizer needs none.
@@ -241,13 +247,3 @@ def _foreign(name: str) -> Iterator[None]:
             f"the tokenizer {name} cannot be read ({why:.300}), so there is no text to train on: "
             "correct tokenizer.name of the network's file, or the files of its folder"
         ) from error
-
-
-def _is_unauthorized(error: BaseException | None) -> bool:
-    """Return whether transformers' error began with a hub that answered 401."""
-    while error is not None:
-        status = getattr(getattr(error, "response", None), "status_code", None)
-        if status == 401:
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -92,15 +92,15 @@ def test_a_large_row_group_is_decoded_up_to_the_rows_of_a_page(
     made.num_rows()
     made.rows("root", 0, split="train", limit=10)
     decoded = 0
-    decode = ParquetSource._decode
+    decode = pq.ParquetFile.iter_batches
 
-    def counting(self: ParquetSource, path: Path, group: int) -> object:
+    def counting(file: pq.ParquetFile, **how: object) -> object:
         nonlocal decoded
-        for batch in decode(self, path, group):
+        for batch in decode(file, **how):
             decoded += len(batch)
             yield batch
 
-    monkeypatch.setattr(ParquetSource, "_decode", counting)
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", counting)
     assert made.rows("root", 1000, split="train", limit=10) == rows[1000:1010]
     assert 1010 <= decoded < 1010 + 2 * parquet._ROWS and not made._groups
 

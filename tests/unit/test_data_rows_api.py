@@ -235,7 +235,7 @@ OTHER_ROWS = json.dumps({"rows": [{"row_idx": i, "row": {"text": "x"}} for i in 
     [
         *((body, "not a page") for body in (b"[]", b'{"rows": 3}', b'{"rows": [{}]}', b'"rows"')),
         (b"null", "not a page"),
-        (b"[" * 100_000, "nested too deeply"),
+        (b"[" * 100_000, "RecursionError"),
         (OTHER_ROWS, "CC-MAIN-0, 5: the server answered with other rows"),
     ],
     ids=lambda value: str(value)[:20],
