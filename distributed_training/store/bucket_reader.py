@@ -257,10 +257,13 @@ class BucketReader:
         StoppedError.
         """
         with self._fetching, _disk_errors():
-            before = self._published(outer_step)
-            objects = {
-                name: self._look_up(keys.epoch_key(outer_step, name), limit) for name in names
-            }
+            before = self.metadata(outer_step)
+            if before is None or before.outer_step != outer_step:
+                held = before.revision.tag if before else "nothing published"
+                raise StateUnavailable(
+                    f"bucket {self.name} holds no whole outer step {outer_step} but {held}"
+                )
+            objects = {name: self._find(keys.epoch_key(outer_step, name), limit) for name in names}
             final = destination / keys.epoch_folder(outer_step)
             aside = destination / f".{final.name}.{before.revision.tag}"
             for left in (*destination.glob(".epoch-*"), *destination.glob(".old.epoch-*")):
@@ -268,60 +271,33 @@ class BucketReader:
                     shutil.rmtree(left, ignore_errors=True)  # of a fetch that was given up
             if not _is_whole(final, before.revision, objects):
                 self._fetch(before, objects, aside, reserved)
-                _put_in_place(aside, final)
+                old = final.with_name(f".old.{final.name}")
+                if final.exists():
+                    shutil.rmtree(old, ignore_errors=True)
+                    # A rename does not replace a folder that holds files. Killed between the two,
+                    # the next fetch finds ``aside`` whole and only renames it.
+                    try:
+                        final.rename(old)
+                    except OSError as error:
+                        # One of the container's image is not renamed (overlayfs), and can be
+                        # deleted.
+                        if error.errno != errno.EXDEV:
+                            raise
+                        shutil.rmtree(final)
+                aside.rename(final)
+                shutil.rmtree(old, ignore_errors=True)
+                sync_folder(final.parent)
             return final
 
     def _fetch(
         self, before: Metadata, objects: Mapping[str, ObjectInfo], aside: Path, reserved: int
     ) -> None:
-        began = time.monotonic()
+        """Fetch into ``aside`` what an earlier attempt did not, and check that all is of one state.
+
+        Raises StateUnavailable.
+        """
+        began, deadline = time.monotonic(), deadline_in(self._large)
         what = f"global state of outer step {before.outer_step}"
-        came = self._fetch_missing(what, aside, objects, reserved)
-        # After the last byte: tens of gigabytes take minutes, in which the owner may publish again.
-        after = self.metadata(before.outer_step)
-        replaced = any(
-            came[name] != info.etag or self._look_up(info.key).etag != info.etag
-            for name, info in objects.items()
-        )
-        if replaced or after is None or after.revision != before.revision:
-            raise StateUnavailable(
-                f"outer step {before.outer_step} of bucket {self.name} was published again while "
-                "it was fetched: the next attempt fetches what is there then"
-            )
-        path, inner_step = aside / keys.CONFIG, before.inner_step
-        if path.exists() and (found := read_config(path).inner_step) != inner_step:
-            shutil.rmtree(aside, ignore_errors=True)
-            raise StateUnavailable(
-                f"epoch-{before.outer_step} of bucket {self.name} is a mixture: metadata says "
-                f"{before.revision.tag}, config.json inner step {found}"
-            )
-        # Last of all: a folder without metadata is not whole.
-        write_bytes(aside / keys.METADATA, before.to_json())  # its sync is of the whole folder
-        log.info("Downloaded %s in %.0f s", what, time.monotonic() - began)
-
-    def _published(self, outer_step: int) -> Metadata:
-        found = self.metadata(outer_step)
-        if found is None or found.outer_step != outer_step:
-            held = found.revision.tag if found else "nothing published"
-            raise StateUnavailable(
-                f"bucket {self.name} holds no whole outer step {outer_step} but {held}"
-            )
-        return found
-
-    def _look_up(self, key: str, limit: int = MOST_BYTES) -> ObjectInfo:
-        """Return the object's size and etag. Raises StateUnavailable."""
-        info = self.head(key)
-        if info is None:
-            raise StateUnavailable(f"{self.name}/{key} is missing")
-        if info.size > limit:
-            raise self._refused(key, f"it has {info.size} bytes, more than the {limit} allowed")
-        return info
-
-    def _fetch_missing(
-        self, what: str, aside: Path, objects: Mapping[str, ObjectInfo], reserved: int
-    ) -> dict[str, Any]:
-        """Fetch into ``aside`` what an earlier attempt did not; return the etags of all."""
-        deadline = deadline_in(self._large)
         aside.mkdir(parents=True, exist_ok=True)
         came = read_json_object(aside / _ETAGS) or {}
         wanted = {
@@ -351,7 +327,36 @@ class BucketReader:
                 raise self._refused(info.key, error) from None
             # After its check: a file whose etag is noted is not looked into again.
             write_json(aside / _ETAGS, came := came | {name: found.etag})
-        return came
+        # After the last byte: tens of gigabytes take minutes, in which the owner may publish again.
+        after = self.metadata(before.outer_step)
+        replaced = any(
+            came[name] != info.etag or self._find(info.key).etag != info.etag
+            for name, info in objects.items()
+        )
+        if replaced or after is None or after.revision != before.revision:
+            raise StateUnavailable(
+                f"outer step {before.outer_step} of bucket {self.name} was published again while "
+                "it was fetched: the next attempt fetches what is there then"
+            )
+        path, inner_step = aside / keys.CONFIG, before.inner_step
+        if path.exists() and (found_step := read_config(path).inner_step) != inner_step:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise StateUnavailable(
+                f"epoch-{before.outer_step} of bucket {self.name} is a mixture: metadata says "
+                f"{before.revision.tag}, config.json inner step {found_step}"
+            )
+        # Last of all: a folder without metadata is not whole.
+        write_bytes(aside / keys.METADATA, before.to_json())  # its sync is of the whole folder
+        log.info("Downloaded %s in %.0f s", what, time.monotonic() - began)
+
+    def _find(self, key: str, limit: int = MOST_BYTES) -> ObjectInfo:
+        """Return the object's size and etag. Raises StateUnavailable."""
+        info = self.head(key)
+        if info is None:
+            raise StateUnavailable(f"{self.name}/{key} is missing")
+        if info.size > limit:
+            raise self._refused(key, f"it has {info.size} bytes, more than the {limit} allowed")
+        return info
 
     def _refused(self, key: str, why: object) -> StateUnavailable:
         return StateUnavailable(f"{self.name}/{key} is refused: {why}; the last good state stays")
@@ -504,53 +509,42 @@ def _make_room(destination: Path, needed: int, *, what: str) -> None:
     check_room(destination, needed, what=what)
 
 
-def _put_in_place(aside: Path, final: Path) -> None:
-    """Rename ``aside`` to ``final``; what was there is whole until then."""
-    old = final.with_name(f".old.{final.name}")
-    if final.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        # A rename does not replace a folder that holds files. Killed between the two, the next
-        # fetch finds ``aside`` whole and only renames it.
-        try:
-            final.rename(old)
-        except OSError as error:
-            # A folder of the container's image is not renamed (overlayfs), and can be deleted.
-            if error.errno != errno.EXDEV:
-                raise
-            shutil.rmtree(final)
-    aside.rename(final)
-    shutil.rmtree(old, ignore_errors=True)
-    sync_folder(final.parent)
-
-
 # --- single files -------------------------------------------------------------------------------
 
 
 def check_file(path: Path) -> None:
-    """Form and finite values, by the file's kind. Raises IntegrityError."""
-    if path.suffix == ".safetensors":
-        _check_safetensors(path)
-    elif path.suffix == ".pt":
-        _check_pt(path)
-    elif path.name == keys.CONFIG:
+    """Check form and finite values, by the file's kind. Raises IntegrityError."""
+    if path.name == keys.CONFIG:
         read_config(path)
-
-
-def _check_safetensors(path: Path) -> None:
-    with path.open("rb") as handle:
-
-        def read(first: int, count: int) -> bytes:
-            handle.seek(first)
-            return handle.read(count)
-
+    elif path.suffix == ".pt":
+        found = pt_content(path)
         try:
-            entries = safetensors_table(read, path.stat().st_size)
-        except ValueError as error:
-            raise IntegrityError(f"{path.name} is not a whole safetensors file: {error}") from None
-        for name, entry in entries.items():
-            handle.seek(entry.start)
-            if not _finite(handle, entry.size, entry.dtype):
-                raise IntegrityError(f"NaN or Inf in {name!r:.80} of {path.name}")
+            with zipfile.ZipFile(path) as archive:
+                for key, member in found.members.items():
+                    kind = _OF_STORAGE.get(found.storages[key].kind, "")
+                    with archive.open(member) as handle:
+                        if not _finite(handle, member.file_size, kind):
+                            raise IntegrityError(f"NaN or Inf in {path.name}")
+        except (IntegrityError, OSError):
+            raise
+        except Exception as error:  # noqa: BLE001 - zipfile promises none; its texts quote the file
+            raise IntegrityError(f"{path.name} is not whole: {str(error)[:200]}") from None
+    elif path.suffix == ".safetensors":
+        with path.open("rb") as file:
+
+            def read(first: int, count: int) -> bytes:
+                file.seek(first)
+                return file.read(count)
+
+            try:
+                entries = safetensors_table(read, path.stat().st_size)
+            except ValueError as error:
+                what = f"{path.name} is not a whole safetensors file: {error}"
+                raise IntegrityError(what) from None
+            for name, entry in entries.items():
+                file.seek(entry.start)
+                if not _finite(file, entry.size, entry.dtype):
+                    raise IntegrityError(f"NaN or Inf in {name!r:.80} of {path.name}")
 
 
 def _finite(handle: IO[bytes], size: int, kind: str) -> bool:
@@ -580,21 +574,6 @@ def pt_content(path: Path | IO[bytes]) -> PtContent:
     except PtFileError as error:
         name = Path(path.name).name
         raise IntegrityError(f"{name} is not a whole .pt file: {error}") from None
-
-
-def _check_pt(path: Path) -> None:
-    found = pt_content(path)
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for key, member in found.members.items():
-                kind = _OF_STORAGE.get(found.storages[key].kind, "")
-                with archive.open(member) as handle:
-                    if not _finite(handle, member.file_size, kind):
-                        raise IntegrityError(f"NaN or Inf in {path.name}")
-    except (IntegrityError, OSError):
-        raise
-    except Exception as error:  # noqa: BLE001 - zipfile promises none; its texts quote the file
-        raise IntegrityError(f"{path.name} is not whole: {str(error)[:200]}") from None
 
 
 # --- what a read key may do ----------------------------------------------------------------------

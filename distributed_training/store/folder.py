@@ -124,7 +124,9 @@ class FolderStore:
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[tuple[IO[bytes], ObjectInfo]]:
         """Open an object to read what its info describes, whoever replaces it meanwhile."""
-        with self._errors(key), open(self._path(key), "rb", opener=_open_at_once) as file:
+        # At once: a FIFO would wait for its writer.
+        flags = os.O_RDONLY | os.O_NONBLOCK
+        with self._errors(key), open(os.open(self._path(key), flags), "rb") as file:
             status = os.fstat(file.fileno())
             if not S_ISREG(status.st_mode):
                 raise FileNotFoundError
@@ -158,10 +160,6 @@ def _info(key: str, status: os.stat_result) -> ObjectInfo:
     etag = f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
     age = max(0.0, time.time() - status.st_mtime)
     return ObjectInfo(key, status.st_size, etag, status.st_mtime, age)
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)  # a FIFO would wait for its writer
 
 
 def _open(

@@ -207,10 +207,10 @@ class S3ObjectStore:
 
         # Asked where a bucket is, a server that redirects everything is asked that again, until the
         # stack ends: hundreds of requests for each of ours.
-        def redirected_once(context: dict[str, Any], **_: Any) -> None:
-            context.setdefault("s3_redirect", {})["redirected"] = True
-
-        self._client.meta.events.register("before-call.s3.HeadBucket", redirected_once)
+        self._client.meta.events.register(
+            "before-call.s3.HeadBucket",
+            lambda context, **_: context.setdefault("s3_redirect", {}).update(redirected=True),
+        )
 
     @classmethod
     def from_settings(cls, settings: StoreSettings, *, bucket: str, write: bool) -> S3ObjectStore:
@@ -562,11 +562,14 @@ class S3ObjectStore:
                 f"{place}: this machine's clock differs too much from the store's ({answer}), so "
                 "no request is accepted: set the clock (timedatectl set-ntp true)"
             )
-        if code == "AuthorizationHeaderMalformed" and (region := _expected_region(error)):
-            return StoreError(
-                f"{place}: the store answered {answer}: give --r2.region {region} instead of "
-                f"{self._region}"
-            )
+        if code == "AuthorizationHeaderMalformed":
+            text = f"{error.get('Region', '')} {error.get('Message', '')}"
+            named = re.match(r"([a-z0-9-]{2,40}) ", text)
+            if named := named or re.search(r"expecting '([a-z0-9-]+)'", text):
+                return StoreError(
+                    f"{place}: the store answered {answer}: give --r2.region {named[1]} instead "
+                    f"of {self._region}"
+                )
         if code in _BAD_KEYS or status == 401:
             what, where = self._keys.what, " from the R2 dashboard" if self._is_r2 else ""
             return AccessDeniedError(
@@ -613,13 +616,6 @@ class S3ObjectStore:
             line = line.replace(secret.get_secret_value() or "\n", "********")
         line = _LIKE_A_SECRET.sub("********", line)
         return line if len(line) <= _LONGEST_SENTENCE else f"{line[:_LONGEST_SENTENCE]}..."
-
-
-def _expected_region(error: Any) -> str:
-    """Return the region that a store wants requests signed for, "" if it does not say."""
-    text = f"{error.get('Region', '')} {error.get('Message', '')}"
-    found = re.match(r"([a-z0-9-]{2,40}) ", text) or re.search(r"expecting '([a-z0-9-]+)'", text)
-    return found[1] if found else ""
 
 
 def _etag_of(answer: dict[str, Any]) -> str:

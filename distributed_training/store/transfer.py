@@ -81,23 +81,23 @@ class Progress:
         self._lock = threading.Lock()
         self._since = clock(), held  # when the last line was logged, and how much was there then
 
-    def count_held(self, count: int) -> None:
-        """Count bytes that an earlier attempt brought: they do not tell how fast this one is."""
-        with self._lock:
-            self._there += count
-            at, there = self._since
-            self._since = at, there + count
+    def add(self, count: int, *, held: int = 0) -> None:
+        """Count bytes that came just now, and log a line if one is due.
 
-    def add(self, count: int) -> None:
-        """Count bytes that came just now, and log a line if one is due."""
+        ``held``: further ones that an earlier attempt brought, which do not tell how fast this is.
+        """
         with self._lock:
-            self._there += count
+            self._there += count + held
             now, (at, before) = self._clock(), self._since
+            before += held
+            self._since = at, before
             if now - at < EVERY or self._there >= self._total:
                 return
             rate = (self._there - before) / (now - at)
             self._since = now, self._there
         unit, name = (1e9, "GB") if self._total >= 1e8 else (1e6, "MB")
+        minutes = round((self._total - self._there) / max(rate, 1.0) / 60)
+        left = f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
         log.info(
             "%s: %.1f of %.1f %s, %.*f MB/s, %s left",
             self._what,
@@ -106,15 +106,8 @@ class Progress:
             name,
             0 if rate >= 1e7 else 1,
             rate / 1e6,
-            _duration_text((self._total - self._there) / max(rate, 1.0)),
+            left if minutes else "less than a minute",
         )
-
-
-def _duration_text(seconds: float) -> str:
-    minutes = round(seconds / 60)
-    if minutes < 1:
-        return "less than a minute"
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
 Item = TypeVar("Item")
@@ -497,36 +490,25 @@ class Sender:
             cut = _Parts(file.fileno(), size, part_size, self._uplink)
             record, kept = self._resume(key, cut, identity)
             if record is None:
-                record = self._begin(key, cut, identity)
+                # Of an uploader that was killed, or that lost the store's answer, before they were
+                # in the journal. One attempt: the hourly cleanup finds what stays.
+                try:
+                    for upload in self._multipart.list_multiparts(key):
+                        # The claim lets one uploader send to a bucket, so they are nobody else's.
+                        if upload.key == key and upload.upload_id not in self._journal.owned():
+                            with contextlib.suppress(UploadMissingError):
+                                self._multipart.abort_multipart(key, upload.upload_id)
+                except StoreError as error:
+                    log.warning("Could not look for earlier uploads of %s: %s", key, error)
+                upload_id = self._retry(self._multipart.create_multipart, key)
+                record = UploadRecord(self._store.bucket, key, upload_id, size, identity, part_size)
+                # On the disk before a part is sent: parts of an upload without a record are paid
+                # for, and nothing goes on with them.
+                self._journal.put(record)
             if record.etag:
                 return Staged(key, path, size, record)
             parts = self._send_missing(record, cut, kept, until)
         return Staged(key, path, size, record, parts, multipart_etag(parts))
-
-    def _begin(self, key: str, cut: _Parts, identity: str) -> UploadRecord:
-        self._abort_unknown(key)
-        upload_id = self._retry(self._multipart.create_multipart, key)
-        # On the disk before a part is sent: parts of an upload without a record are paid for, and
-        # nothing goes on with them.
-        record = UploadRecord(self._store.bucket, key, upload_id, cut.size, identity, cut.part_size)
-        self._journal.put(record)
-        return record
-
-    def _abort_unknown(self, key: str) -> None:
-        """Abort uploads of ``key`` without a record.
-
-        Their uploader was killed, or the answer of the store was lost, before they were in the
-        journal.
-        """
-        # One attempt: the hourly cleanup finds what stays.
-        try:
-            for upload in self._multipart.list_multiparts(key):
-                # The claim lets one uploader send to a bucket, so they are nobody else's.
-                if upload.key == key and upload.upload_id not in self._journal.owned():
-                    with contextlib.suppress(UploadMissingError):
-                        self._multipart.abort_multipart(key, upload.upload_id)
-        except StoreError as error:
-            log.warning("Could not look for earlier uploads of %s: %s", key, error)
 
     def _resume(
         self, key: str, cut: _Parts, identity: str
@@ -630,7 +612,10 @@ class Sender:
     # --- publish --------------------------------------------------------------------------------
 
     def publish(self, staged: Staged) -> str:
-        """Make the file visible; its etag. Publishing again is harmless."""
+        """Make the file visible; return its etag. Publishing again is harmless.
+
+        Raises IntegrityError if the store put other bytes together.
+        """
         record = staged.record
         if record is None:
             with staged.path.open("rb") as file:
@@ -647,7 +632,18 @@ class Sender:
                 self.abandon(record)  # refused for good: the parts would only be billed
             raise
         if not same_etag(etag, staged.etag):
-            etag = self._ask_again(staged, etag)
+            # Asked again: the object itself tells, by its etag where that is one of MD5s, else by
+            # its size.
+            info = self._retry(self._store.head, staged.key)
+            answered, etag = etag, info.etag if info is not None else ""
+            other = staged.etag and _OF_PARTS.fullmatch(etag) and not same_etag(etag, staged.etag)
+            if info is None or info.size != staged.size or other:
+                self._journal.drop(staged.key)
+                raise IntegrityError(
+                    f"{staged.key}: the store put the parts together wrongly: etag "
+                    f"{etag or answered:.80} instead of {staged.etag}, so it is sent again with "
+                    "the next upload"
+                )
         self._journal.put(replace(record, etag=etag))
         return etag
 
@@ -669,27 +665,6 @@ class Sender:
             f"the store lost the multipart upload of {staged.key} and does not hold the object: it "
             "is sent again with the next upload"
         )
-
-    def _ask_again(self, staged: Staged, etag: str) -> str:
-        """Return the etag of the object that was just completed; the answer had another one.
-
-        Raises IntegrityError if it is not the file: by its etag, where that is one of MD5s, else by
-        its size.
-        """
-        info = self._retry(self._store.head, staged.key)
-        held = info.etag if info is not None else ""
-        comparable = staged.etag and _OF_PARTS.fullmatch(held)
-        if (
-            info is None
-            or info.size != staged.size
-            or (comparable and not same_etag(held, staged.etag))
-        ):
-            self._journal.drop(staged.key)
-            raise IntegrityError(
-                f"{staged.key}: the store put the parts together wrongly: etag {held or etag:.80} "
-                f"instead of {staged.etag}, so it is sent again with the next upload"
-            )
-        return held
 
     def publish_all(self, staged: Iterable[Staged]) -> dict[str, str]:
         """Complete all files side by side, so that they appear within moments.
@@ -724,7 +699,7 @@ class Sender:
 
     def _count_kept(self, parts: Collection[PartInfo]) -> None:
         self.sent.parts_kept += len(parts)
-        self._progress.count_held(sum(part.size for part in parts))
+        self._progress.add(0, held=sum(part.size for part in parts))
 
     def _count(self, size: int) -> None:
         with self._count_lock:

@@ -149,7 +149,20 @@ class UploadSchedule:
         ``block_age``: seconds since the chain was at the newest block that would be listed; None if
         not known.
         """
-        self._learn(report, now, block_age)
+        # The first step of a process also compiles and fills caches.
+        self.step_seconds = _mean(self.step_seconds if self._steps > 1 else None, report.seconds)
+        self._steps += 1
+        self._block_age = block_age
+        self._steps_since += 1
+        if self._began is None:
+            self._began = now
+        if self._step_before is not None and self._step_before[0] < report.outer_step:
+            gap = now - self._step_before[1] - report.seconds
+            self._pause = _mean(self._pause, max(0.0, gap))
+            self.interrupt()
+            # Once more in each outer step: its pace may be another.
+            self._warned -= {"period", "first"}
+        self._step_before = (report.outer_step, now)
         said = self._warnings(now)
         inner, minimum = report.inner_step, self._lowered_minimum(now)
         regular = inner % self._every == 0
@@ -216,22 +229,6 @@ class UploadSchedule:
         self._asked = None
 
     # --- what is known ----------------------------------------------------------------------------
-
-    def _learn(self, report: StepReport, now: float, block_age: float | None) -> None:
-        # The first step of a process also compiles and fills caches.
-        self.step_seconds = _mean(self.step_seconds if self._steps > 1 else None, report.seconds)
-        self._steps += 1
-        self._block_age = block_age
-        self._steps_since += 1
-        if self._began is None:
-            self._began = now
-        if self._step_before is not None and self._step_before[0] < report.outer_step:
-            gap = now - self._step_before[1] - report.seconds
-            self._pause = _mean(self._pause, max(0.0, gap))
-            self.interrupt()
-            # Once more in each outer step: its pace may be another.
-            self._warned -= {"period", "first"}
-        self._step_before = (report.outer_step, now)
 
     def _variation(self) -> float:
         if self._upload_varies is None:
@@ -327,28 +324,18 @@ class UploadSchedule:
         return regular and to_spare >= apart and (left >= 3 * apart or long)
 
     def _warnings(self, now: float) -> list[tuple[str, str]]:
-        upload = self.upload_seconds or 0.0
-        said = [] if self._steps < _TIMED_LEAST else self._pace_warnings(now, upload)
-        age = self.repo_age(now)
-        if age is None or age <= self.age_limit - SLACK - upload:
-            return said
-        why = "an upload is under way" if self._asked else "no step could be uploaded since"
-        return said + self._once(
-            f"age-{math.floor(age / 300)}",
-            f"⚠️  Repo age is {age:.0f}s, the limit {self.age_limit:.0f}s ({why}; an upload "
-            f"takes {upload:.0f}s): validators will soon score this miner 0",
-        )
-
-    def _pace_warnings(self, now: float, upload: float) -> list[tuple[str, str]]:
-        assert self.step_seconds is not None
-        said, rounds = [], self._rounds(now)
+        """Describe what costs this miner its scores: its pace, and the age of its upload."""
+        upload, step = self.upload_seconds or 0.0, self.step_seconds or 0.0
+        said: list[tuple[str, str]] = []
+        rounds, minimum = self._rounds(now), self._lowered_minimum(now)
+        timed = self._steps >= _TIMED_LEAST
         limit, what = self.age_limit - SLACK, "the age limit"
         consequence = "count this bucket as stale"
         if rounds.half - self._margin() < limit:
             limit, what = rounds.half - self._margin(), "half the time between two rounds"
             consequence = "reset uploads for their old blocks"
-        if self._every * self.step_seconds + upload > limit:
-            fitting = int((limit - upload) / self.step_seconds)
+        if timed and self._every * step + upload > limit:
+            fitting = int((limit - upload) / step)
             fitting = min(fitting, max(self._minimum, 1))  # so that each round has its upload
             remedy = (
                 f"give --neuron.upload_steps {fitting} or less"
@@ -357,27 +344,34 @@ class UploadSchedule:
             )
             said += self._once(
                 "period",
-                f"⚠️  {self._every} steps of {self.step_seconds:.1f}s and an upload of "
-                f"{upload:.1f}s take {self._every * self.step_seconds + upload:.1f}s, longer than "
+                f"⚠️  {self._every} steps of {step:.1f}s and an upload of "
+                f"{upload:.1f}s take {self._every * step + upload:.1f}s, longer than "
                 f"{what} allows ({limit:.1f}s), so validators will {consequence}: {remedy}",
             )
-        minimum = self._lowered_minimum(now)
-        if minimum < self._minimum:
+        if timed and minimum < self._minimum:
             said += self._once(
                 f"minimum {minimum.bit_length()}",  # what is half as much is news
                 f"⚠️  The first upload of an outer step is at inner step {minimum}, not "
                 f"{self._minimum} (round.minimum_valid_inner_step): {self._minimum} steps of "
-                f"{self.step_seconds:.1f}s and an upload of {upload:.1f}s would end "
+                f"{step:.1f}s and an upload of {upload:.1f}s would end "
                 f"after validators begin to judge it, half a period ({rounds.half:.0f}s) after the "
                 "round. They refuse only inner step 0",
             )
-        elif minimum * self.step_seconds + upload > self.age_limit - SLACK:
+        elif timed and minimum * step + upload > self.age_limit - SLACK:
             said += self._once(
                 "first",
                 f"⚠️  Step {minimum}, before which nothing is uploaded, ends "
-                f"{minimum * self.step_seconds + upload:.0f}s after a round, too late for the age "
+                f"{minimum * step + upload:.0f}s after a round, too late for the age "
                 f"limit of {self.age_limit:.0f}s: make steps faster or lower "
                 "round.minimum_valid_inner_step",
+            )
+        age = self.repo_age(now)
+        if age is not None and age > self.age_limit - SLACK - upload:
+            why = "an upload is under way" if self._asked else "no step could be uploaded since"
+            said += self._once(
+                f"age-{math.floor(age / 300)}",
+                f"⚠️  Repo age is {age:.0f}s, the limit {self.age_limit:.0f}s ({why}; an upload "
+                f"takes {upload:.0f}s): validators will soon score this miner 0",
             )
         return said
 

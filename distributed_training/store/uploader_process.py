@@ -328,8 +328,24 @@ class UploadLoop:
                 raise StoppedError("closing")
             submission, self._waiting = self._waiting, None
             self._current = submission
-        if self._peer_id != self._peer_id_published:
-            self._publish_peer_id(self._peer_id)
+        if (peer_id := self._peer_id) != self._peer_id_published:
+            try:
+                self._publication.publish_peer_id(peer_id)
+                self._peer_id_published = peer_id
+            except StoppedError:
+                raise
+            except StoreError as error:
+                log.warning("The peer id is not published yet: %s", error)
+                with self._wake:  # there may be something better to do than to wait
+                    self._wake.wait_for(
+                        lambda: (
+                            self._closing.is_set()
+                            or self._current
+                            or self._waiting
+                            or self._peer_id != peer_id
+                        ),
+                        _PEER_ID_RETRY.total_seconds(),
+                    )
         if submission is None:
             return
         # One that the journal kept was submitted before a restart, perhaps with another identity.
@@ -352,25 +368,6 @@ class UploadLoop:
                 self._journal.set_pending(None)
             what = f"unexpected error ({type(error).__name__}), see its log line"
             self._failed(self._current, what)
-
-    def _publish_peer_id(self, peer_id: str) -> None:
-        try:
-            self._publication.publish_peer_id(peer_id)
-            self._peer_id_published = peer_id
-        except StoppedError:
-            raise
-        except StoreError as error:
-            log.warning("The peer id is not published yet: %s", error)
-            with self._wake:  # there may be something better to do than to wait
-                self._wake.wait_for(
-                    lambda: (
-                        self._closing.is_set()
-                        or self._current
-                        or self._waiting
-                        or self._peer_id != peer_id
-                    ),
-                    _PEER_ID_RETRY.total_seconds(),
-                )
 
     def _renew_claim(self) -> None:
         lines = Throttle(_CLAIM_LINES_EVERY)

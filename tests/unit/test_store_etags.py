@@ -150,6 +150,14 @@ def store_of(client: Client) -> S3ObjectStore:
     return store
 
 
+def sender_to(store: S3ObjectStore, journal: Path) -> Sender:
+    """Of one part after the other, with 30 s for all."""
+    until = time.monotonic() + 30
+    return Sender(
+        store=store, journal=Journal(journal), deadline=until, concurrency=1, part_size=PART
+    )
+
+
 def test_what_a_store_accepted_is_there_and_was_sent_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -162,11 +170,7 @@ def test_what_a_store_accepted_is_there_and_was_sent_once(
         content, path = dice.randbytes(size), tmp_path / "model"
         path.write_bytes(content)
         client = store._client = Client(style, damages)  # a store of botocore's takes 10 ms
-        journal = Journal(tmp_path / f"{case}.json")
-        until = time.monotonic() + 30
-        with Sender(
-            store=store, journal=journal, deadline=until, concurrency=1, part_size=PART
-        ) as sender:
+        with sender_to(store, tmp_path / f"{case}.json") as sender:
             if damages > 1 or style in HOPELESS:
                 failed += 1
                 with pytest.raises(IntegrityError, match="twice"):
@@ -188,10 +192,7 @@ def test_one_answer_that_an_upload_is_gone_costs_nothing(
     client, path = Client(style, 0), tmp_path / "model"
     client.lost = list(lost)
     path.write_bytes(os.urandom(3 * PART))
-    journal, until = Journal(tmp_path / "j.json"), time.monotonic() + 30
-    with Sender(
-        store=store_of(client), journal=journal, deadline=until, concurrency=1, part_size=PART
-    ) as sender:
+    with sender_to(store_of(client), tmp_path / "j.json") as sender:
         sender.upload_all([("k", path)])
     assert client.objects["k"][0] == path.read_bytes()
     assert client.received == 3 * PART and not client.lost
@@ -208,9 +209,7 @@ def test_an_object_of_other_parts_is_sent_again(tmp_path: Path) -> None:
         return lambda **how: ask(**how) | {"ETag": f'"{"0" * 32}-3"'}
 
     client.complete_multipart_upload = wrong(complete)  # type: ignore[method-assign]
-    journal = Journal(tmp_path / "j.json")
-    until = time.monotonic() + 30
-    with Sender(store=store_of(client), journal=journal, deadline=until, part_size=PART) as sender:
+    with sender_to(store_of(client), tmp_path / "j.json") as sender:
         sender.upload_all([("k", path)])  # one answer alone
         client.head_object = wrong(head)  # type: ignore[method-assign]
         with pytest.raises(StoreError, match="put the parts together wrongly"):
