@@ -6,7 +6,7 @@ signature (43 us). The scheme of a call decides nothing about what its caller ma
 signature covers the hash of nothing in place of the body (protocol/synapses.py).
 
 *Replay.* A nonce is the caller's clock in nanoseconds. A call is fresh while its nonce is at most
-some seconds old by our clock (:func:`max_age`), and a replay when the same call was accepted
+some seconds old by our clock (:func:`check_fresh`), and a replay when the same call was accepted
 before. Both clocks are wall clocks, by protocol, and may be set at any time. So accepted calls are
 remembered for much longer than they could stay fresh (``KEPT``), by a monotonic clock. When a call
 is forgotten at last, everything as old or older is refused from then on (the floor); one of the
@@ -86,9 +86,6 @@ BTAUTH = "btauth"
 LEGACY = "legacy"
 BTAUTH_MAX_AGE: float = http_auth.DEFAULT_MAX_AGE  # seconds
 
-# What a bittensor 10 dendrite says it is; axons refuse callers that are much older.
-LEGACY_VERSION = 10005000
-
 # Bounded, and without spaces or control characters: what matches goes into log lines.
 _HOTKEY = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,60}")
 _NONCE = re.compile(r"[0-9]{1,20}")
@@ -147,18 +144,16 @@ def claim(headers: Mapping[str, str], schemes: tuple[str, ...] = (BTAUTH, LEGACY
     return Claim(scheme, hotkey, receiver, int(nonce), salt, timeout)
 
 
-def max_age(claimed: Claim, *, legacy_timeout_cap: float) -> float:
-    """Return the seconds that a nonce stays fresh."""
-    if claimed.scheme == BTAUTH:
-        return BTAUTH_MAX_AGE
-    return LEGACY_ALLOWANCE.total_seconds() + min(claimed.header_timeout or 0.0, legacy_timeout_cap)
+def check_fresh(claimed: Claim, now: int, *, skew: float, legacy_timeout_cap: float = 0.0) -> None:
+    """Raise Refused unless the nonce is fresh by our clock and at most ``skew`` seconds ahead.
 
-
-def check_fresh(claimed: Claim, now: int, *, oldest: float, skew: float) -> None:
-    """Raise Refused unless the nonce is at most ``oldest`` seconds old and ``skew`` ahead.
-
-    ``now``: of our clock, in nanoseconds.
+    ``now``: of our clock, in nanoseconds. ``legacy_timeout_cap``: the most seconds that the
+    timeout of a legacy call adds to its life.
     """
+    oldest = BTAUTH_MAX_AGE
+    if claimed.scheme == LEGACY:
+        added = min(claimed.header_timeout or 0.0, legacy_timeout_cap)
+        oldest = LEGACY_ALLOWANCE.total_seconds() + added
     age = (now - claimed.nonce) / 1e9
     if age > oldest:
         raise Refused(Refusal.STALE)
@@ -343,17 +338,14 @@ class NonceMemory:
 
     def _forget(self, now: float) -> None:
         """Forget what is too old or too much. It raises the floor, so that it stays refused."""
-        future = self._clock() + self._window
-        while len(self._accepted) > MOST_CALLS or now - self._oldest() > KEPT.total_seconds():
+        future, oldest = self._clock() + self._window, now - KEPT.total_seconds()
+        while len(self._accepted) > MOST_CALLS or next(iter(self._accepted.values())) < oldest:
             call, _ = self._accepted.popitem(last=False)
             if call[1] > future and len(self._accepted) < MOST_CALLS:
                 # As a floor it would shut all out until then.
                 self._accepted[call] = now
             else:
                 self._floor = max(self._floor, call[1])
-
-    def _oldest(self) -> float:
-        return next(iter(self._accepted.values()))
 
 
 def _nanoseconds(duration: timedelta) -> int:

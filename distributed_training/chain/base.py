@@ -254,15 +254,6 @@ class Chain(abc.ABC):
         """
         return dict(self._counts)
 
-    def _clock_when_read(self) -> float:
-        """Return the chain's time at the last read, in seconds since the epoch.
-
-        0 before the first one.
-        """
-        if self._ahead_of_monotonic is None or self._read_at is None:
-            return 0.0
-        return self._ahead_of_monotonic + self._read_at
-
     def clock(self) -> float | None:
         """Return the time on the chain's clock, in seconds since the epoch; None: not known.
 

@@ -92,16 +92,11 @@ class Head:
 Reply = dict[str, Any] | bytes
 
 
-def parse_head(raw: bytes, address: str) -> Head:
-    """Parse ``raw``, which ends with the empty line.
+def _parse(raw: bytes) -> tuple[str, str, dict[str, str], bool]:
+    """Parse ``raw``, which ends with the empty line, into the fields of a :class:`Head`.
 
     Raises Refused unless it is strictly HTTP/1.
     """
-    parse = _parse_again if len(raw) <= SHORT_HEAD else _parse
-    return Head(*parse(raw), address)
-
-
-def _parse(raw: bytes) -> tuple[str, str, dict[str, str], bool]:
     # h11 takes time for each line: they are counted before it sees one.
     if raw.count(b"\n") > MAX_HEAD_LINES:
         raise Refused(Refusal.HEADERS)
@@ -177,7 +172,7 @@ class Exchange:
         stays = False
         self._received += first
         try:
-            if not self._take():
+            if not self._parse_received():
                 # One deadline for all bytes: one for each read would let a drip live for ever.
                 async with asyncio.timeout(read_timeout.total_seconds()):
                     await self._receive(connection)
@@ -202,7 +197,15 @@ class Exchange:
             whole = whole_reply(status, json.dumps(reply).encode(), "application/json", more)
         if not stays:
             whole = whole.replace(b"\r\n", b"\r\nconnection: close\r\n", 1)
-        return await _sent(connection, whole) and stays
+        sent = 0
+        with contextlib.suppress(BlockingIOError):
+            sent = connection.send(whole)  # most go out at once, without a timer
+        with contextlib.suppress(TimeoutError):
+            if sent < len(whole):
+                async with asyncio.timeout(SEND_TIMEOUT):
+                    await asyncio.get_running_loop().sock_sendall(connection, whole[sent:])
+            return stays
+        return False  # the client does not read it
 
     async def _receive(self, connection: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -212,12 +215,12 @@ class Exchange:
             if not data:
                 raise ConnectionResetError("the client hung up")
             self._received += data
-            if self._take():
+            if self._parse_received():
                 return
             pause = doubling(looks, first=FIRST_PAUSE, longest=LONGEST_PAUSE)
             await asyncio.sleep(pause.total_seconds())
 
-    def _take(self) -> bool:
+    def _parse_received(self) -> bool:
         """Return whether the request is complete. Raises Refused."""
         if self._head is None:
             end = self._received.find(_END_OF_HEAD)
@@ -226,7 +229,8 @@ class Exchange:
             if end < 0:
                 return False
             end += len(_END_OF_HEAD)
-            self._head = parse_head(bytes(self._received[:end]), self._address)
+            parse = _parse_again if end <= SHORT_HEAD else _parse
+            self._head = Head(*parse(bytes(self._received[:end])), self._address)
             if "transfer-encoding" in self._head.headers:
                 raise Refused(Refusal.LENGTH)
             # h11 saw that it is digits.
@@ -240,22 +244,6 @@ class Exchange:
         if len(self._received) > self._length:
             raise Refused(Refusal.MALFORMED)
         return len(self._received) == self._length
-
-
-async def _sent(connection: socket.socket, answer: bytes) -> bool:
-    """Send an answer; return False if the client does not read it.
-
-    Raises OSError if it hangs up.
-    """
-    sent = 0
-    with contextlib.suppress(BlockingIOError):
-        sent = connection.send(answer)  # most go out at once, without a timer
-    with contextlib.suppress(TimeoutError):
-        if sent < len(answer):
-            async with asyncio.timeout(SEND_TIMEOUT):
-                await asyncio.get_running_loop().sock_sendall(connection, answer[sent:])
-        return True
-    return False
 
 
 def normalize(address: str) -> str:
@@ -339,8 +327,8 @@ class Buckets:
     def empty(self, key: Hashable) -> bool:
         return self._level(key, self._clock()) < 1.0
 
-    def take(self, key: Hashable) -> bool:
-        """Take one token; return False when there is none."""
+    def draw(self, key: Hashable) -> bool:
+        """Draw one token; return False when there is none."""
         now = self._clock()
         level = self._level(key, now)
         enough = level >= 1.0
@@ -384,30 +372,27 @@ class Admission:
 
     def connect(self, address: str) -> bool:
         """Return whether a new connection may be used; it counts until :meth:`disconnect`."""
-        reason = self._why_not(address)
-        if reason is not None:
+        trusted = address in self._trusted
+        reason = ""
+        if self._blocked.get(address, 0.0) > self._clock() and not trusted:
+            reason = "connection_blocked"
+        # By address before all together: one client must not use up what all share.
+        elif self._open.get(address, 0) >= self._max_per_address:
+            self.strike(address)
+            reason = "connections_of_address"
+        elif not self._requests.draw(address):
+            reason = "rate"
+        elif self.connections >= (self._max + self._max // 4 if trusted else self._max):
+            reason = "connections"
+        # Last: a connection that is refused anyway draws nothing from the shared budget.
+        elif not trusted and not self._newcomers.draw("newcomers"):
+            reason = "connection_rate"
+        if reason:
             self.refused[reason] += 1
             return False
         self._open[address] += 1
         self.connections += 1
         return True
-
-    def _why_not(self, address: str) -> str | None:
-        trusted = address in self._trusted
-        if self._blocked.get(address, 0.0) > self._clock() and not trusted:
-            return "connection_blocked"
-        # By address before all together: one client must not use up what all share.
-        if self._open.get(address, 0) >= self._max_per_address:
-            self.strike(address)
-            return "connections_of_address"
-        if not self._requests.take(address):
-            return "rate"
-        if self.connections >= (self._max + self._max // 4 if trusted else self._max):
-            return "connections"
-        # Last: a connection that is refused anyway takes nothing of the shared budget.
-        if not trusted and not self._newcomers.take("newcomers"):
-            return "connection_rate"
-        return None
 
     def may_stay(self, address: str) -> bool:
         """Return whether a connection may wait for another request; half are kept for new ones."""
@@ -423,7 +408,7 @@ class Admission:
 
     def strike(self, address: str) -> None:
         """Count a request of this address that was refused unproven."""
-        if address in self._trusted or self._strikes.take(address):
+        if address in self._trusted or self._strikes.draw(address):
             return
         self._blocked[address] = self._clock() + BLOCK_SECONDS
         self._blocked.move_to_end(address)
@@ -451,11 +436,9 @@ def bind(*, ip: str, port: int) -> socket.socket:
     problem = ""
     for candidate in (host, "0.0.0.0") if host == "::" else (host,):
         try:
-            sock = listen(candidate, port, backlog=BACKLOG)
+            return listen(candidate, port, backlog=BACKLOG)
         except OSError as error:
             problem = error.strerror or str(error)
-            continue
-        return sock
     raise ConfigError(
         f"cannot listen on {ip} port {port} ({problem}), so no validator could reach this miner: "
         "stop what uses the port, or choose another one with --axon.port (and --axon.ip)"
@@ -497,7 +480,9 @@ class BoundedServer(abc.ABC):
         self._open: set[asyncio.Task[None]] = set()
         self._thread = threading.Thread(target=self._run, name="signed-server", daemon=True)
         self._stopping = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, name="server-files", daemon=True)
+        self._keeper = threading.Thread(
+            target=self._write_regularly, name="server-files", daemon=True
+        )
 
     @abc.abstractmethod
     def check_head(self, head: Head) -> Any:
@@ -512,7 +497,7 @@ class BoundedServer(abc.ABC):
         """
 
     @abc.abstractmethod
-    def keep(self) -> None:
+    def write_files(self) -> None:
         """Write files. Called every ``KEEP_INTERVAL`` seconds, in a thread of its own."""
 
     def refused(self, refusal: Refusal, head: Head | None, address: str) -> None:
@@ -559,10 +544,10 @@ class BoundedServer(abc.ABC):
         if self._keeper.ident is not None:
             self._keeper.join(5)
 
-    def _keep(self) -> None:
+    def _write_regularly(self) -> None:
         # Off the event loop: an fsync on a disk that an upload keeps busy takes long.
         while not self._stopping.wait(KEEP_INTERVAL):
-            self.keep()
+            self.write_files()
 
     def _run(self) -> None:
         try:

@@ -145,9 +145,11 @@ def external_ip(
     if settings.external_ip:
         return settings.external_ip.strip("[]")
     own = settings.axon_ip.strip("[]")
-    if own and _reachable(own, local=settings.registry_url is not None):
-        return own
-    address, given = asyncio.run(_agreed(services, timeout))
+    if own:
+        parsed, local = ipaddress.ip_address(own), settings.registry_url is not None
+        if parsed.is_global or (local and not parsed.is_unspecified):
+            return own
+    address, given = asyncio.run(_find_address(services, timeout))
     if address is None:
         others = f"; given were {', '.join(given)}" if given else ""
         raise AddressUnknown(
@@ -157,36 +159,28 @@ def external_ip(
     return address
 
 
-def _reachable(address: str, *, local: bool) -> bool:
-    parsed = ipaddress.ip_address(address)
-    return parsed.is_global or (local and not parsed.is_unspecified)
-
-
-async def _agreed(services: Sequence[str], timeout: timedelta) -> tuple[str | None, list[str]]:
+async def _find_address(
+    services: Sequence[str], timeout: timedelta
+) -> tuple[str | None, list[str]]:
     """Return the address that two answers gave, None if none did, and all that were given."""
     found: Counter[str] = Counter()
     async with httpx.AsyncClient(trust_env=False, follow_redirects=False) as client:
         # Twice: a service that was away for a moment may still agree.
         for service in (*services, *services):
-            address = await _ask(client, service, timeout)
-            if address is None:
+            try:
+                reply, answer = await http.ask(
+                    client, "GET", service, most=_MOST_BYTES, seconds=timeout.total_seconds()
+                )
+                reply.raise_for_status()
+                address = ipaddress.ip_address(answer.decode("ascii").strip())
+            except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError):
                 continue
-            found[address] += 1
-            if found[address] == _ALIKE:
-                return address, sorted(found)
+            if not address.is_global:
+                continue
+            found[str(address)] += 1
+            if found[str(address)] == _ALIKE:
+                return str(address), sorted(found)
     return None, sorted(found)
-
-
-async def _ask(client: httpx.AsyncClient, service: str, timeout: timedelta) -> str | None:
-    """Return the global address that ``service`` gives, None if it gives none in time."""
-    seconds = timeout.total_seconds()
-    try:
-        reply, answer = await http.ask(client, "GET", service, most=_MOST_BYTES, seconds=seconds)
-        reply.raise_for_status()
-        address = ipaddress.ip_address(answer.decode("ascii").strip())
-    except (httpx.HTTPError, httpx.InvalidURL, TimeoutError, ValueError):
-        return None
-    return str(address) if address.is_global else None
 
 
 # --- in the swarm ---------------------------------------------------------------------------------

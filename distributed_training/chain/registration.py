@@ -248,7 +248,7 @@ class RegistrationWatcher:
         if reads:
             self._callbacks.on_read()
         try:
-            found = self._look()
+            found = self._compare()
         except ChainUnavailable:
             return None
         if found is None or found in self._reported:
@@ -278,7 +278,7 @@ class RegistrationWatcher:
         self._reported.add(found)
         return RegistrationEvent(found, self._line(found))
 
-    def _look(self) -> _Suspicion | None:
+    def _compare(self) -> _Suspicion | None:
         neurons = self._chain.neurons()
         me = find(neurons, self._hotkey)
         if me is None:

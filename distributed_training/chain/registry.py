@@ -161,7 +161,8 @@ class RegistryChain(Chain):
         self.all_expelled: frozenset[str] = frozenset()  # hotkeys, as last read
         # For a registry that comes back from an old backup.
         self._written: dict[str, dict[str, Any]] = {}  # by kind, what was accepted last
-        self._logged = ""  # the failure that was logged
+        #: The reason why it cannot be used now; empty if it can, or was not asked yet.
+        self.trouble = ""
         self._thread = threading.Thread(target=self._poll, name="registry", daemon=True)
         self._thread.start()
 
@@ -324,11 +325,6 @@ class RegistryChain(Chain):
     def expelled(self, hotkey: str) -> bool:
         return hotkey in self.all_expelled
 
-    @property
-    def trouble(self) -> str:
-        """The reason why the registry cannot be used now; empty if it can, or was not asked yet."""
-        return self._logged
-
     def _poll(self) -> None:
         backoff = Backoff(first=self._interval, longest=_LONGEST_WAIT)
         try:
@@ -337,15 +333,15 @@ class RegistryChain(Chain):
                 try:
                     with self._lock:
                         self._read_state()
-                    if self._logged:
+                    if self.trouble:
                         log.info("The registry at %s answers again", self._url)
-                    self._logged = ""
+                    self.trouble = ""
                     backoff.succeeded()
                 except _FAILURES as error:  # no other thread of this process reads
                     self._counts["failures"] += 1
                     why = _why(error)
                     # Once for each outage, and for each other program that answers in its place.
-                    if not self._logged or (isinstance(error, Unusable) and why != self._logged):
+                    if not self.trouble or (isinstance(error, Unusable) and why != self.trouble):
                         log.warning(
                             "The registry at %s does not answer (%s): training goes on with what "
                             "was last known, and it is asked again; if it lasts, see chain.url of "
@@ -353,7 +349,7 @@ class RegistryChain(Chain):
                             self._url,
                             why,
                         )
-                    self._logged = why
+                    self.trouble = why
                     wait = backoff.failed()
                 self._stop.wait(wait.total_seconds())
         finally:
@@ -363,14 +359,21 @@ class RegistryChain(Chain):
     def _read_state(self) -> None:
         """Ask for what is new; with the lock held."""
         state, seen = self._ask(), self._seen
-        if (
-            seen is not None
-            and state.start != seen.start
-            and (state.version < seen.version or not self._shows_ours(state))
-        ):
-            # It came back without some of what we have read of it.
-            self._write_again(state)
-            state = self._ask()
+        if seen is not None and state.start != seen.start:
+            own = self._wallet.ss58 if self._wallet is not None else ""
+            # Whoever came back before us may have brought the version beyond the one we know.
+            there, lost = False, own in self._by_hotkey
+            for _, neuron, text in state.rows:
+                if neuron is not None and neuron.hotkey == own:
+                    shown = {
+                        "serve": {"ip": neuron.ip, "port": neuron.port},
+                        "commit": {"text": text},
+                    }
+                    there, lost = True, {**shown, **self._written} != shown
+            if lost or state.version < seen.version:
+                # It came back without some of what we have read of it.
+                self._write_again(seen.version, state.version, there=there)
+                state = self._ask()
         found = {uid: (neuron, text) for uid, neuron, text in state.rows if neuron is not None}
         rows = [found[uid] for uid in sorted(found)]
         self.all_expelled = frozenset(state.expelled)
@@ -409,33 +412,19 @@ class RegistryChain(Chain):
         self.identity = state.registry
         return replace(state, etag=answer.headers.get("etag", ""))
 
-    def _shows_ours(self, state: State) -> bool:
-        own = self._wallet.ss58 if self._wallet is not None else None
-        for _, neuron, commitment in state.rows:
-            if neuron is not None and neuron.hotkey == own:
-                served = {"ip": neuron.ip, "port": neuron.port}
-                return (
-                    self._written.get("serve", served) == served
-                    and self._written.get("commit", {"text": commitment})["text"] == commitment
-                )
-        # Whoever came back before us may have brought the version beyond the one we know.
-        return own not in self._by_hotkey
-
-    def _write_again(self, state: State) -> None:
-        """Bring what a restored registry lost of ours: uid, endpoint, commitment.
+    def _write_again(self, before: int, version: int, *, there: bool) -> None:
+        """Bring what a restored registry lost: our uid (unless ``there``), endpoint, commitment.
 
         Before its state is believed: an older endpoint of our own looks like a second miner's.
         """
-        assert self._seen is not None
         log.warning(
             "The registry at %s went back from version %d to %d: it was restored from an older "
             "backup; endpoint and commitment are written again, nothing needs to be done",
             self._url,
-            self._seen.version,
-            state.version,
+            before,
+            version,
         )
         own = self._wallet.ss58 if self._wallet is not None else ""
-        there = any(n is not None and n.hotkey == own for _, n, _ in state.rows)
         try:
             if own in self._by_hotkey and not there:
                 # Another uid would mean another bucket.

@@ -157,7 +157,7 @@ class SignedServer(BoundedServer):
         if self._keeper.ident is not None and not self._keeper.is_alive():  # else a disk hangs
             self._save(clean=True)
 
-    def keep(self) -> None:
+    def write_files(self) -> None:
         self._trust_endpoints()
         self._save(clean=False)
 
@@ -212,9 +212,12 @@ class SignedServer(BoundedServer):
         # a validator's rate under its name.
         if self._hotkeys.empty(claim.hotkey):
             raise Refused(Refusal.RATE)
-        cap = self._settings.legacy_timeout_cap.total_seconds()
-        oldest, skew = auth.max_age(claim, legacy_timeout_cap=cap), self._settings.clock_skew
-        auth.check_fresh(claim, self._clock(), oldest=oldest, skew=skew.total_seconds())
+        auth.check_fresh(
+            claim,
+            self._clock(),
+            skew=self._settings.clock_skew.total_seconds(),
+            legacy_timeout_cap=self._settings.legacy_timeout_cap.total_seconds(),
+        )
         if self._nonces.used(claim.hotkey, claim.nonce, claim.salt):
             raise Refused(Refusal.REPLAY)
         return claim
@@ -227,22 +230,7 @@ class SignedServer(BoundedServer):
         # After the proof: an unproven call must not spend a validator's nonce.
         if not self._nonces.use(claim.hotkey, claim.nonce, claim.salt):
             raise Refused(Refusal.REPLAY)
-        self._hotkeys.take(claim.hotkey)
-        return self._act(head, claim, body)
-
-    def _known(self, hotkey: str) -> Neuron | None:
-        try:
-            return self._chain.neuron(hotkey)
-        except ChainUnavailable:
-            return None
-
-    def _may_call_rounds(self, hotkey: str, neuron: Neuron | None) -> bool:
-        if hotkey == self._master:
-            return True
-        return neuron is not None and neuron.validator_permit and neuron.stake >= LEAST_STAKE
-
-    def _act(self, head: Head, claim: auth.Claim, body: bytes) -> dict[str, Any]:
-        """Carry out a proven call; return the fields of its reply. Raises Refused."""
+        self._hotkeys.draw(claim.hotkey)
         neuron = self._known(claim.hotkey)
         permit = claim.hotkey == self._master or (neuron is not None and neuron.validator_permit)
         fields = parse_fields(body)
@@ -277,6 +265,17 @@ class SignedServer(BoundedServer):
             self._called_at = self._monotonic()
         return reply
 
+    def _known(self, hotkey: str) -> Neuron | None:
+        try:
+            return self._chain.neuron(hotkey)
+        except ChainUnavailable:
+            return None
+
+    def _may_call_rounds(self, hotkey: str, neuron: Neuron | None) -> bool:
+        if hotkey == self._master:
+            return True
+        return neuron is not None and neuron.validator_permit and neuron.stake >= LEAST_STAKE
+
     def _all_reduce(self, claim: auth.Claim, fields: Mapping[str, Any]) -> str | None:
         """Start a round, or what the caller is told of the running one. Raises Refused."""
         try:
@@ -297,7 +296,15 @@ class SignedServer(BoundedServer):
                 if now - running[1] > timeout + ROUND_MARGIN:
                     running = self._round = None
             if running is None:
-                self._check_due(claim)
+                due = self._miner.round_due()
+                # Training pauses for a round, and on this network only the master calls one. Any
+                # other validator could keep a miner from training by calling again and again. A
+                # legacy signature covers neither route nor body: whoever can read and hold back
+                # traffic can turn the master's IsAlive into an AllReduce, between rounds too.
+                masters = claim.hotkey == self._master
+                may_be_early = masters and (claim.scheme == auth.BTAUTH or due is None)
+                if not (due or may_be_early):
+                    raise Refused(Refusal.NOT_DUE)
                 self._round = (request, now)
         if running is not None:
             self._counts["repeated.AllReduce"] += 1
@@ -308,19 +315,3 @@ class SignedServer(BoundedServer):
         self._counts["accepted.AllReduce"] += 1
         self._miner.on_all_reduce(request)
         return None
-
-    def _check_due(self, claim: auth.Claim) -> None:
-        """Raise Refused for a round that may not be called now.
-
-        Training pauses for a round, and on this network only the master calls one. Any other
-        validator could keep a miner from training by calling again and again, so it has to be due.
-        A legacy signature covers neither route nor body: whoever can read and hold back traffic can
-        turn the master's IsAlive into an AllReduce, so its legacy calls are refused between rounds.
-        """
-        due = self._miner.round_due()
-        if claim.hotkey == self._master:
-            refused = claim.scheme == auth.LEGACY and due is False
-        else:
-            refused = due is not True
-        if refused:
-            raise Refused(Refusal.NOT_DUE)

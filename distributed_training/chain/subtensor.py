@@ -345,7 +345,16 @@ class BittensorChain(Chain):
         async with self._client_at(endpoint) as client:
             while True:
                 block = int(await self._timed(client.block()))
-                await self._refuse_behind(client, block)
+                behind = self._block - block
+                if behind > FURTHEST_BEHIND:
+                    # An endpoint that stopped long ago has neither our registration nor our writes:
+                    # its state would end the miner, even if no better one answers. Reorganizations
+                    # go back a few blocks only. A chain that was itself set back further makes new
+                    # blocks all the same, and they are younger than those seen before.
+                    made = (await self._timed(client.timestamp())).timestamp()
+                    ahead, seen_at = self._ahead_of_monotonic, self._read_at
+                    if ahead is not None and seen_at is not None and made < ahead + seen_at:
+                        raise ChainError(f"the node is {behind} blocks behind what was seen before")
                 if known := self._ready.is_set():
                     # Before all else that may fail: rounds, uploads and block lists go by it.
                     self._saw_block(block)
@@ -356,7 +365,12 @@ class BittensorChain(Chain):
                     raise ChainError(f"the node's block stands still at {block}")
                 if self._monotonic() - read_at >= read_every:
                     try:
-                        await self._read_state(client, endpoint, others)
+                        # Before its neurons are believed: a node behind lacks what was registered
+                        # since.
+                        made = (await self._timed(client.timestamp())).timestamp()
+                        self._newest.check(endpoint, made, others)
+                        self._saw_time(made)
+                        await self._read(client)
                         partly = False
                     except _PartlyRead as error:
                         if partly or not tried_all:
@@ -377,29 +391,6 @@ class BittensorChain(Chain):
                 if self._asked_another.is_set():
                     return
                 await self._sleep(self._settings.poll_interval.total_seconds())
-
-    async def _read_state(self, client: Any, endpoint: str, others: Iterable[str]) -> None:
-        """Refuse an endpoint that is behind, then :meth:`_read`. Raises ChainError."""
-        # Before its neurons are believed: a node behind lacks what was registered since.
-        made = (await self._timed(client.timestamp())).timestamp()
-        self._newest.check(endpoint, made, others)
-        self._saw_time(made)
-        await self._read(client)
-
-    async def _refuse_behind(self, client: Any, block: int) -> None:
-        """Raise ChainError if the endpoint is far behind the highest block seen.
-
-        An endpoint that stopped long ago has neither our registration nor our writes: its state
-        would end the miner, even if no better one answers. Reorganizations go back a few blocks
-        only. A chain that was itself set back further makes new blocks all the same, and they are
-        younger than those seen before.
-        """
-        behind = self._block - block
-        if behind <= FURTHEST_BEHIND:
-            return
-        newest = (await self._timed(client.timestamp())).timestamp()
-        if newest < self._clock_when_read():
-            raise ChainError(f"the node is {behind} blocks behind what was seen before")
 
     async def _timed(self, call: Awaitable[T]) -> T:
         seconds = self._settings.call_timeout.total_seconds()
@@ -436,7 +427,27 @@ class BittensorChain(Chain):
             # The SDK makes an empty list of a field that an answer lacks, and of a broken state.
             raise ChainError(f"the node shows no neuron at all on subnet {self._netuid}")
         self._answered_by = self._endpoint
-        self._saw_neurons(tuple(_neuron(n) for n in graph.neurons))
+        neurons = []
+        for found in graph.neurons:
+            ip, port = "0.0.0.0", None
+            if found.axon:
+                host, _, port_text = found.axon.rpartition(":")
+                ip, port = host.strip("[]"), int(port_text)
+            neuron = Neuron(
+                uid=found.uid,
+                hotkey=found.hotkey,
+                ip=ip,
+                port=port or None,
+                stake=float(found.total_stake.amount),
+                validator_permit=found.validator_permit,
+                incentive=found.incentive,
+                trust=found.trust,
+                consensus=found.consensus,
+                emission=float(found.emission.amount),
+                last_update=found.last_update,
+            )
+            neurons.append(neuron)
+        self._saw_neurons(tuple(neurons))
 
     async def _read_commitments(self, client: Any) -> None:
         """Read the map of commitments, and nothing else of that pallet.
@@ -567,26 +578,6 @@ def _stray(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     level = logging.DEBUG if "never retrieved" in message else logging.WARNING
     error = context.get("exception")
     log.log(level, "%s (%s)", message, "no error" if error is None else _describe(error))
-
-
-def _neuron(found: Any) -> Neuron:
-    ip, port = "0.0.0.0", None
-    if found.axon:
-        host, _, port_text = found.axon.rpartition(":")
-        ip, port = host.strip("[]"), int(port_text)
-    return Neuron(
-        uid=found.uid,
-        hotkey=found.hotkey,
-        ip=ip,
-        port=port or None,
-        stake=float(found.total_stake.amount),
-        validator_permit=found.validator_permit,
-        incentive=found.incentive,
-        trust=found.trust,
-        consensus=found.consensus,
-        emission=float(found.emission.amount),
-        last_update=found.last_update,
-    )
 
 
 def _describe(error: object) -> str:

@@ -169,7 +169,7 @@ class Service(BoundedServer):
         super().close()
         self._writer.shutdown()
 
-    def keep(self) -> None:
+    def write_files(self) -> None:
         self.registry.reserve_blocks()
 
     # checks
@@ -177,7 +177,7 @@ class Service(BoundedServer):
     def check_head(self, head: Head) -> auth.Claim | None:
         """Check a request's head; return its claim, None for a read. Raises Refused."""
         address = self._caller(head)
-        if not self._addresses.take(address):
+        if not self._addresses.draw(address):
             raise Refused(Refusal.RATE)
         if head.method == "GET":
             return None
@@ -261,9 +261,9 @@ class Service(BoundedServer):
         registry = self.registry
         receiver = registry.charter.identity
         auth.proven(claim, head.headers, body, path=head.target, own=receiver)
-        self._hotkeys.take(claim.hotkey)
+        self._hotkeys.draw(claim.hotkey)
         # By address: with open admission anybody makes new hotkeys for nothing.
-        if head.path == "/register" and not self._registrations.take(self._caller(head)):
+        if head.path == "/register" and not self._registrations.draw(self._caller(head)):
             raise Refused(Refusal.RATE)
         fields = parse_fields(body)
         # A neuron writes for itself, the founder for whom the fields name.
@@ -322,7 +322,7 @@ def narrowest(listens_at: str, caller: str) -> Reach:
 def _check_fresh(claim: auth.Claim, now: int) -> None:
     """Raise Refused unless the call was signed just now, by the clock ``now`` in ns."""
     try:
-        auth.check_fresh(claim, now, oldest=auth.BTAUTH_MAX_AGE, skew=CLOCK_SKEW)
+        auth.check_fresh(claim, now, skew=CLOCK_SKEW)
     except Refused as refused:
         ahead = (claim.nonce - now) / 1e9
         message = (

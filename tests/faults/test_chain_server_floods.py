@@ -15,18 +15,8 @@ import pytest
 from distributed_training.chain import http_server as admission_module
 from distributed_training.chain.http_server import Admission, Buckets, TrustedAddresses
 from tests.tools.chain_memory import MemoryChain
-from tests.tools.chain_raw import connect, request, send, status, still_answers
-from tests.tools.chain_world import (
-    PEER,
-    POOR,
-    SECOND,
-    SETTINGS,
-    VALIDATOR,
-    World,
-    running,
-    sign,
-    world,
-)
+from tests.tools.chain_raw import connect, is_alive, send, status, still_answers
+from tests.tools.chain_world import POOR, SECOND, SETTINGS, VALIDATOR, World, running, world
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(90)
@@ -75,8 +65,7 @@ def flood(made: World) -> None:
 
 
 def is_alive_from(made: World, source: str) -> int:
-    headers = sign("btauth", VALIDATOR, "/IsAlive", b"{}")
-    return status(send(made, request("/IsAlive", headers, b"{}"), source, 0.3))
+    return status(send(made, is_alive(VALIDATOR), source, 0.3))
 
 
 def test_a_validator_known_before_is_served_in_a_flood_after_a_restart(tmp_path, monkeypatch):
@@ -123,30 +112,20 @@ def test_connections_are_capped_for_each_address_and_for_all() -> None:
         assert made.server.counters()["connections"] == 10
         # A validator's address has room of its own.
         made.server._trusted.add("127.0.0.1")
-        wait_for(lambda: status(is_alive(made)) == 200)
+        wait_for(lambda: status(send(made, is_alive(), timeout=0.3)) == 200)
         for sock in held:
             sock.close()
         wait_for(lambda: made.server.counters()["connections"] == 0)
 
 
-def is_alive(made: World) -> bytes:
-    headers = sign("btauth", PEER, "/IsAlive", b"{}")
-    return send(made, request("/IsAlive", headers, b"{}"), timeout=0.3)
-
-
 def test_memory_for_strangers_is_bounded() -> None:
     now = [0.0]
     buckets = Buckets(rate=1.0, burst=2, capacity=100, clock=lambda: now[0])
-    assert [buckets.take("a") for _ in range(3)] == [True, True, False]
+    assert [buckets.draw("a") for _ in range(3)] == [True, True, False]
     now[0] = 1.0
-    assert buckets.take("a") and not buckets.take("a")
-    admission = Admission(
-        trusted=TrustedAddresses(),
-        max_connections=10,
-        max_connections_per_address=2,
-        requests_per_address=1,
-        clock=lambda: now[0],
-    )
+    assert buckets.draw("a") and not buckets.draw("a")
+    limits = {"max_connections": 10, "max_connections_per_address": 2, "requests_per_address": 1}
+    admission = Admission(trusted=TrustedAddresses(), **limits, clock=lambda: now[0])
     rng = random.Random(1)
     for _ in range(20_000):
         address = f"10.{rng.randrange(256)}.{rng.randrange(256)}.{rng.randrange(256)}"

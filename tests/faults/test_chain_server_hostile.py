@@ -21,10 +21,9 @@ from distributed_training.chain.server import ROUND_BOUNDS
 from distributed_training.config.settings import ChainSettings
 from distributed_training.doctor import probe
 from distributed_training.protocol.synapses import MAX_BODY_BYTES
-from tests.tools.chain_raw import connect, request, send, status, still_answers
+from tests.tools.chain_raw import connect, is_alive, request, send, status, still_answers
 from tests.tools.chain_world import (
     MINER,
-    PEER,
     SETTINGS,
     STRANGER,
     VALIDATOR,
@@ -73,9 +72,8 @@ def test_a_slow_body_is_cut_off(server: World) -> None:
 
 @settings_of(SOON)
 def test_an_idle_connection_is_closed_and_is_no_offence(server: World) -> None:
-    whole = request("/IsAlive", sign("btauth", PEER, "/IsAlive", b"{}"), b"{}")
     with closing(connect(server)) as sock:
-        sock.sendall(whole)
+        sock.sendall(is_alive())
         assert status(sock.recv(65536)) == 200
         while not closed_within(sock, LONG):
             pass  # the rest of the answer
@@ -154,8 +152,10 @@ def test_a_megabyte_of_one_byte_chunks_costs_next_to_nothing(server: World, name
 @settings_of(QUICK)
 def test_a_drip_of_single_bytes_wakes_the_server_seldom(server: World, monkeypatch) -> None:
     looks: list[int] = []
-    take = http_module.Exchange._take
-    monkeypatch.setattr(http_module.Exchange, "_take", lambda e: (looks.append(1), take(e))[1])
+    parse = http_module.Exchange._parse_received
+    monkeypatch.setattr(
+        http_module.Exchange, "_parse_received", lambda e: (looks.append(1), parse(e))[1]
+    )
     with closing(connect(server)) as sock:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sent = 0
@@ -195,9 +195,7 @@ def test_a_head_is_bounded_before_it_is_parsed(
 
 def test_what_follows_a_request_is_not_looked_at(server: World) -> None:
     """A pipelined request is not answered: at best the first one is."""
-    first = request("/IsAlive", sign("btauth", PEER, "/IsAlive", b"{}"), b"{}")
-    second = request("/IsAlive", sign("btauth", PEER, "/IsAlive", b"{}"), b"{}")
-    assert status(send(server, first + second)) in (400, 0)
+    assert status(send(server, is_alive() + is_alive())) in (400, 0)
     assert server.server.counters().get("accepted.IsAlive", 0) == 0
     still_answers(server)
 

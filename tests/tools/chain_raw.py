@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import http.client
 import itertools
 import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 
+from distributed_training.chain.identity import Wallet
 from tests.tools.chain_world import PEER, World, sign
 
 
@@ -27,17 +27,13 @@ def send(made: World, raw: bytes, source: str = "127.0.0.1", timeout: float = 30
         return b""
     sock.settimeout(30)
     with closing(sock):
-        try:
+        with suppress(OSError):
             sock.sendall(raw)
             sock.shutdown(socket.SHUT_WR)
-        except (BrokenPipeError, ConnectionResetError, OSError):
-            pass
         answer = b""
-        try:
+        with suppress(ConnectionResetError):
             while chunk := sock.recv(65536):
                 answer += chunk
-        except ConnectionResetError:
-            pass
         return answer
 
 
@@ -47,15 +43,16 @@ def request(path: str, headers: dict[str, str], body: bytes = b"", method: str =
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
+def is_alive(wallet: Wallet = PEER) -> bytes:
+    return request("/IsAlive", sign("btauth", wallet, "/IsAlive", b"{}"), b"{}")
+
+
 def status(answer: bytes) -> int:
     return int(answer.split(b" ", 2)[1]) if answer else 0
 
 
 def still_answers(made: World) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", made.server.port, timeout=30)
-    connection.request("POST", "/IsAlive", b"{}", sign("btauth", PEER, "/IsAlive", b"{}"))
-    assert connection.getresponse().status == 200
-    connection.close()
+    assert status(send(made, is_alive())) == 200
 
 
 @contextmanager

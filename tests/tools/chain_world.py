@@ -29,8 +29,7 @@ MINER_IP = "127.0.0.1"
 
 
 def wallet_of(uri: str) -> Wallet:
-    keypair = Keypair.create_from_uri(uri)
-    return Wallet(keypair, None)
+    return Wallet(Keypair.create_from_uri(uri), None)
 
 
 MINER = wallet_of("//miner")
@@ -116,7 +115,7 @@ def sign(
     nonce: int | None = None,
     timeout: float = 2.3,
 ) -> dict[str, str]:
-    """Headers of a call signed by ``wallet``; btauth through the SDK's own ``sign``."""
+    """Headers of a call that ``wallet`` signed; btauth through the SDK's own ``sign``."""
     if scheme == "btauth":
         return http_auth.sign(
             wallet.hotkey,
@@ -126,24 +125,12 @@ def sign(
             receiver_ss58=receiver,
             nonce_ns=nonce,
         )
-    return _sign_legacy(wallet, route=path[1:], receiver=receiver, timeout=timeout, nonce=nonce)
-
-
-def _sign_legacy(
-    wallet: Wallet,
-    *,
-    route: str,
-    receiver: str,
-    timeout: float,
-    nonce: int | None,
-) -> dict[str, str]:
-    """Return the headers of a legacy call of synapse ``route``."""
     nonce = time.time_ns() if nonce is None else nonce
     uuid, sender = str(uuids.uuid1()), wallet.ss58
     text = legacy_signed_text(nonce=nonce, sender=sender, receiver=receiver, uuid=uuid)
     signature = wallet.hotkey.sign(text.encode())
     return {
-        "name": route,
+        "name": path[1:],
         "timeout": str(timeout),
         "bt_header_axon_ip": MINER_IP,
         "bt_header_axon_port": "1",

@@ -61,16 +61,23 @@ def post(made: World, path: str, body: bytes, headers: dict[str, str]) -> httpx.
     return httpx.post(made.url + path, content=body, headers=headers, trust_env=False, verify=False)
 
 
+def call(
+    made: World, wallet: Wallet, path: str = "/AllReduce", scheme: str = "btauth", **signed: Any
+) -> httpx.Response:
+    body = {"/AllReduce": REDUCE, "/IsAlive": ALIVE}[path]
+    return post(made, path, body, sign(scheme, wallet, path, body, **signed))
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_a_second_call_of_the_round_is_told_its_state(server: World, scheme: str) -> None:
     for caller in (VALIDATOR, SECOND):
-        reply = post(server, "/AllReduce", REDUCE, sign(scheme, caller, "/AllReduce", REDUCE))
+        reply = call(server, caller, scheme=scheme)
         assert reply.status_code == 200
     answer = reply.json()["answer"]
     assert VALIDATOR.ss58 in answer and answer.endswith(": accepted")
     assert len(server.events) == server.server.counters()["repeated.AllReduce"] == 1
     server.server.round_ended()
-    post(server, "/AllReduce", REDUCE, sign(scheme, SECOND, "/AllReduce", REDUCE))
+    call(server, SECOND, scheme=scheme)
     assert [event.caller for event in server.events] == [VALIDATOR.ss58, SECOND.ss58]
 
 
@@ -82,12 +89,11 @@ def _refused(server: World, reply: httpx.Response, status: int, reason: str) -> 
 
 
 def test_the_least_stake_is_enough(server: World) -> None:
-    least = LEAST_STAKE
-    server.ledger.register(SECOND.ss58, stake=math.nextafter(least, 0.0), validator_permit=True)
-    call = lambda: post(server, "/AllReduce", REDUCE, sign("btauth", SECOND, "/AllReduce", REDUCE))
-    _refused(server, call(), 403, "low_stake")
-    server.ledger.register(SECOND.ss58, stake=least, validator_permit=True)
-    assert call().status_code == 200
+    less = math.nextafter(LEAST_STAKE, 0.0)
+    server.ledger.register(SECOND.ss58, stake=less, validator_permit=True)
+    _refused(server, call(server, SECOND), 403, "low_stake")
+    server.ledger.register(SECOND.ss58, stake=LEAST_STAKE, validator_permit=True)
+    assert call(server, SECOND).status_code == 200
     assert [event.caller for event in server.events] == [SECOND.ss58]
 
 
@@ -102,11 +108,10 @@ def test_the_end_of_a_round_is_not_lost_to_a_call_that_comes_with_it(server: Wor
         return True
 
     server.due = amid_the_call
-    call = lambda w: post(server, "/AllReduce", REDUCE, sign("btauth", w, "/AllReduce", REDUCE))
-    assert call(VALIDATOR).status_code == 200
+    assert call(server, VALIDATOR).status_code == 200
     ending.join(10)
     assert not ending.is_alive()
-    assert call(SECOND).json()["answer"] is None, "no round runs"
+    assert call(server, SECOND).json()["answer"] is None, "no round runs"
     assert [event.caller for event in server.events] == [VALIDATOR.ss58, SECOND.ss58]
 
 
@@ -139,8 +144,8 @@ def test_junk_from_a_validators_address_blocks_nobody() -> None:
 
 def test_a_timeout_that_nobody_signed_keeps_no_call_fresh(server: World) -> None:
     nonce = time.time_ns() - 20 * SECOND_NS
-    headers = sign("legacy", VALIDATOR, "/AllReduce", REDUCE, nonce=nonce, timeout=1e9)
-    _refused(server, post(server, "/AllReduce", REDUCE, headers), 401, "stale")
+    reply = call(server, VALIDATOR, scheme="legacy", nonce=nonce, timeout=1e9)
+    _refused(server, reply, 401, "stale")
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -152,8 +157,7 @@ def test_a_replay_is_refused_also_after_a_restart(tmp_path: Path, scheme: str) -
         assert first.refused("replay") == 1
     with world(folder=tmp_path) as second:
         _refused(second, post(second, "/AllReduce", REDUCE, headers), 401, "replay")
-        fresh = sign(scheme, VALIDATOR, "/AllReduce", REDUCE)
-        assert post(second, "/AllReduce", REDUCE, fresh).status_code == 200
+        assert call(second, VALIDATOR, scheme=scheme).status_code == 200
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -169,8 +173,8 @@ def test_a_replay_is_refused_also_after_a_kill(tmp_path: Path, scheme: str) -> N
         # Who signs after the start is heard as soon as the allowed difference of clocks has passed.
         second.later = SETTINGS.clock_skew.total_seconds() + 1
         second.offset = round(second.later * SECOND_NS)
-        fresh = sign(scheme, VALIDATOR, "/AllReduce", REDUCE, nonce=time.time_ns() + second.offset)
-        assert post(second, "/AllReduce", REDUCE, fresh).status_code == 200
+        nonce = time.time_ns() + second.offset
+        assert call(second, VALIDATOR, scheme=scheme, nonce=nonce).status_code == 200
         assert post(second, "/AllReduce", REDUCE, headers).status_code == 401
         assert second.refused("replay") == 2
 
@@ -257,8 +261,7 @@ def test_who_asks_for_a_sign_of_life_again_and_again_is_logged_once_a_minute(
     def ask(wallet: Wallet, times: int) -> None:
         for _ in range(times):
             nonce = time.time_ns() + server.offset
-            headers = sign("btauth", wallet, "/IsAlive", ALIVE, nonce=nonce)
-            assert post(server, "/IsAlive", ALIVE, headers).status_code == 200
+            assert call(server, wallet, "/IsAlive", nonce=nonce).status_code == 200
 
     uid = {wallet.ss58: server.chain.uid(wallet.ss58) for wallet in (PEER, VALIDATOR)}
     ask(PEER, 5)
@@ -284,10 +287,9 @@ def test_a_slow_disk_does_not_hold_up_the_calls(tmp_path, monkeypatch) -> None:
             assert done.wait(30)
 
         monkeypatch.setattr(auth, "write_state", slow)
-        call = lambda: post(made, "/IsAlive", ALIVE, sign("btauth", PEER, "/IsAlive", ALIVE))
         try:
-            assert call().status_code == 200 and syncing.wait(30)
-            assert call().status_code == 200
+            assert call(made, PEER, "/IsAlive").status_code == 200 and syncing.wait(30)
+            assert call(made, PEER, "/IsAlive").status_code == 200
         finally:
             done.set()
 
@@ -296,46 +298,38 @@ def test_the_master_is_heard_before_the_chain_answers() -> None:
     made = World()
     made.ledger.up = False
     with running(made):
-        peer = sign("btauth", PEER, "/IsAlive", ALIVE)
-        _refused(made, post(made, "/IsAlive", ALIVE, peer), 403, "unknown_hotkey")
-        headers = sign("btauth", VALIDATOR, "/AllReduce", REDUCE)
-        assert post(made, "/AllReduce", REDUCE, headers).status_code == 200
+        _refused(made, call(made, PEER, "/IsAlive"), 403, "unknown_hotkey")
+        assert call(made, VALIDATOR).status_code == 200
 
 
 def test_one_hotkey_may_not_flood() -> None:
     with world(replace(SETTINGS, requests_per_hotkey=0.5)) as made:  # a burst of three
-        call = lambda w: post(made, "/IsAlive", ALIVE, sign("btauth", w, "/IsAlive", ALIVE))
-        assert [call(PEER).status_code for _ in range(5)] == [200, 200, 200, 429, 429]
+        answers = [call(made, PEER, "/IsAlive").status_code for _ in range(5)]
+        assert answers == [200, 200, 200, 429, 429]
         # Junk in the name of a validator does not use up what the validator may send.
         for _ in range(5):
             headers = sign("btauth", STRANGER, "/IsAlive", ALIVE)
             headers["X-Bittensor-Hotkey"] = VALIDATOR.ss58
             assert post(made, "/IsAlive", ALIVE, headers).status_code == 401
-        assert call(VALIDATOR).status_code == 200
+        assert call(made, VALIDATOR, "/IsAlive").status_code == 200
 
 
 @pytest.mark.parametrize(
-    ("scheme", "caller", "due", "status"),
+    ("scheme", "caller", "refused"),
     [
-        ("legacy", VALIDATOR, False, 403),
-        ("legacy", VALIDATOR, None, 200),
-        ("legacy", VALIDATOR, True, 200),
-        ("legacy", SECOND, False, 403),
-        ("legacy", SECOND, None, 403),
-        ("legacy", SECOND, True, 200),
-        ("btauth", VALIDATOR, False, 200),
-        ("btauth", VALIDATOR, None, 200),
-        ("btauth", SECOND, False, 403),
-        ("btauth", SECOND, None, 403),
-        ("btauth", SECOND, True, 200),
+        ("legacy", VALIDATOR, [False]),
+        ("legacy", SECOND, [False, None]),
+        ("btauth", VALIDATOR, []),
+        ("btauth", SECOND, [False, None]),
     ],
 )
+@pytest.mark.parametrize("due", [False, None, True])
 def test_a_round_that_is_not_due_is_the_masters_alone(
-    server: World, scheme: str, caller, due: bool | None, status: int
+    server: World, scheme: str, caller: Wallet, refused: list[bool | None], due: bool | None
 ) -> None:
     server.due = due
-    reply = post(server, "/AllReduce", REDUCE, sign(scheme, caller, "/AllReduce", REDUCE))
-    if status == 403:
+    reply = call(server, caller, scheme=scheme)
+    if due in refused:
         _refused(server, reply, 403, "not_due")
     else:
         assert reply.status_code == 200 and len(server.events) == 1
@@ -357,25 +351,22 @@ def test_an_is_alive_turned_into_an_all_reduce_starts_nothing(
 @pytest.mark.parametrize("hour", [3600, -3600])
 def test_a_clock_set_by_an_hour_changes_no_round(server: World, scheme: str, hour: int) -> None:
     """While the clock is wrong calls are stale or in the future; nothing else depends on it."""
-    call = lambda w: post(server, "/AllReduce", REDUCE, sign(scheme, w, "/AllReduce", REDUCE))
-    assert call(VALIDATOR).status_code == 200
+    assert call(server, VALIDATOR, scheme=scheme).status_code == 200
     server.offset = hour * SECOND_NS
-    assert call(SECOND).status_code == 401
+    assert call(server, SECOND, scheme=scheme).status_code == 401
     assert server.refused("stale" if hour > 0 else "future") == 1
     server.offset = 0
-    reply = call(SECOND)
+    reply = call(server, SECOND, scheme=scheme)
     assert reply.status_code == 200 and "round running for 0 s" in reply.json()["answer"]
     assert len(server.events) == 1
 
 
 @pytest.mark.parametrize("clock", [900, -3600])
 def test_a_round_nobody_ends_is_over_in_time_whatever_the_clock(server: World, clock: int) -> None:
-    call = lambda nonce: post(
-        server, "/AllReduce", b"{}", sign("btauth", VALIDATOR, "/AllReduce", b"{}", nonce=nonce)
-    )
-    call(time.time_ns())
+    call(server, VALIDATOR)
     server.offset, server.later = clock * SECOND_NS, 900.0
-    assert call(time.time_ns() + server.offset).json()["answer"] is None
+    nonce = time.time_ns() + server.offset
+    assert call(server, VALIDATOR, nonce=nonce).json()["answer"] is None
     assert len(server.events) == 2
 
 
