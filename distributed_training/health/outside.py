@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import secrets
 import tempfile
@@ -341,7 +342,7 @@ def check_bootstrap(config: Config) -> Check:
     dialled = {peer: address for peer in peers if (address := address_of(peer))}
     if not dialled:
         return Check(name, "skip", "no initial peer with a TCP port is given")
-    if any_reachable(list(dialled), timeout=_TIMEOUT):
+    if asyncio.run(any_reachable(list(dialled), timeout=_TIMEOUT.total_seconds())):
         return Check(name, "ok", f"at least one of {len(dialled)} initial peers opens its port")
     places = ", ".join(f"{host}:{port}" for host, port in dialled.values())
     return Check(

@@ -66,7 +66,7 @@ from distributed_training.store.snapshot_folder import describe_full_disk
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.store.uploader import Uploader
 from distributed_training.swarm.supervisor import HostLaunch, SwarmUnavailable
-from distributed_training.swarm.swarm import HivemindSwarm, launch_host
+from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog, MetricsFile, unix_time
 from distributed_training.telemetry.trackers import open_trackers
 from distributed_training.training.checkpoint import Checkpointer
@@ -267,7 +267,7 @@ def open_connections(
     Raises ConfigError, NetworkFailure, StopBeforeStart (``wanted`` turned False).
     """
     # First: it imports hivemind, for seconds, while all else is asked.
-    swarm_launch = launch_host(folder)
+    swarm_launch = HostLaunch(folder / "swarm")
     stack.callback(swarm_launch.end)
     require_data(config)
     # wallet and chain
@@ -759,7 +759,7 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Connections
     exchange = rank_zero.exchange if rank_zero else None
     buffers = exchange.buffers if exchange else None
     # Collective: the other ranks wait here for rank 0's swarm.
-    training.trainer.outer.open_window(buffers, exchange.memory_path if exchange else None)
+    training.trainer.outer.open_window(buffers, exchange.memory.path if exchange else None)
     loop = MinerLoop(
         ranks=context.ranks,
         trainer=training.trainer,

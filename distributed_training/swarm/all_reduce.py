@@ -28,7 +28,7 @@ import contextlib
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -249,7 +249,7 @@ class AllReduce:
                     stream = await opened.enter_async_context(self._open_stream(peer))
                 async with asyncio.TaskGroup() as tasks:
                     sending = tasks.create_task(self._send_parts(stream, share))
-                    await self._take_differences(stream, left)
+                    await self._receive_differences(stream, left)
                     # A sound reducer has read all our parts by now.
                     async with asyncio.timeout(self._terms.chunk_timeout):
                         await asyncio.wait([sending])
@@ -280,7 +280,7 @@ class AllReduce:
             )
         await stream.send(wire.END)
 
-    async def _take_differences(self, stream: Stream, left: list[Tensor]) -> None:
+    async def _receive_differences(self, stream: Stream, left: list[Tensor]) -> None:
         difference = self._buffers.borrow()
         refused, few = 0, _FEW_OF_A_SHARE * sum(map(len, left))
         while left:
@@ -357,9 +357,23 @@ class AllReduce:
     async def _collect(
         self, stream: Stream, first: wire.Arriving, sums: asyncio.Queue[_Pending | None]
     ) -> None:
+        """Add the parts that arrive to the sums, and queue each until its average is there."""
+        share = self._shares[self._mine]
         try:
-            async for pending in self._parts_from(stream, first):
-                await sums.put(pending)
+            for index, part in enumerate(share):
+                buffer = self._buffers.borrow()
+                values = buffer[: len(part)]
+                async with asyncio.timeout(self._terms.chunk_timeout):
+                    arriving = await self._next(stream) if index else first
+                    if arriving is None:
+                        raise FrameError(f"{index} parts instead of {len(share)}")
+                    message = await wire.finish(stream, arriving, values)
+                done = self.reducer.add(stream.peer, index, values, message.weight)
+                compression = message.tensor_part.compression
+                await sums.put(_Pending(buffer, values, done, compression))
+            async with asyncio.timeout(self._terms.chunk_timeout):
+                if await self._next(stream) is not None:
+                    raise FrameError(f"more than {len(share)} parts")
         except asyncio.CancelledError:
             self.reducer.leave_out(stream.peer, "it did not take its averages")
             raise
@@ -367,23 +381,6 @@ class AllReduce:
             self.reducer.leave_out(stream.peer, _why(error))
             raise
         await sums.put(None)
-
-    async def _parts_from(self, stream: Stream, first: wire.Arriving) -> AsyncIterator[_Pending]:
-        """Yield the parts that arrive, already added to the sums."""
-        share = self._shares[self._mine]
-        for index, part in enumerate(share):
-            buffer = self._buffers.borrow()
-            values = buffer[: len(part)]
-            async with asyncio.timeout(self._terms.chunk_timeout):
-                arriving = await self._next(stream) if index else first
-                if arriving is None:
-                    raise FrameError(f"{index} parts instead of {len(share)}")
-                message = await wire.finish(stream, arriving, values)
-            done = self.reducer.add(stream.peer, index, values, message.weight)
-            yield _Pending(buffer, values, done, message.tensor_part.compression)
-        async with asyncio.timeout(self._terms.chunk_timeout):
-            if await self._next(stream) is not None:
-                raise FrameError(f"more than {len(share)} parts")
 
     async def _next(self, stream: Stream) -> wire.Arriving | None:
         return await wire.begin(stream, part_bytes=FLOAT_BYTES * self._terms.part_values)
@@ -570,8 +567,8 @@ class Reducer:
         self._sums: dict[int, _Sum] = {}
         self._came = dict.fromkeys(senders, 0)  # parts of each sender
         self._squares: dict[PeerID, tuple[float, float, int]] = {}  # theirs, ours, their number
-        self._look_whether_heard()
-        self._look_whether_complete()
+        self._check_heard()
+        self._check_complete()
 
     @property
     def failed(self) -> set[PeerID]:
@@ -617,8 +614,8 @@ class Reducer:
             theirs, ours, count = self._squares.get(sender, (0.0, 0.0, 0))
             squares = theirs + norm**2, ours + sums.own_norm**2, count + len(values)
             self._squares[sender] = squares
-        self._look_whether_heard()
-        self._look_whether_done(index)
+        self._check_heard()
+        self._finish_part(index)
         return sums.done
 
     def leave_out(self, sender: PeerID, cause: str = "it failed") -> None:
@@ -628,11 +625,11 @@ class Reducer:
         log.warning("%s is left out: %s", sender, cause)
         self._active.discard(sender)
         self.causes[sender] = cause
-        self._look_whether_heard()
+        self._check_heard()
         # A copy: a part that is complete by this leaves the dictionary.
         for index in list(self._sums):
-            self._look_whether_done(index)
-        self._look_whether_complete()
+            self._finish_part(index)
+        self._check_complete()
 
     def behind(self) -> list[PeerID]:
         """Return the senders that all wait for; none if none is behind the others."""
@@ -646,17 +643,21 @@ class Reducer:
         """Return the senders of which parts are missing."""
         return [sender for sender in self._active if self._came[sender] < len(self._parts)]
 
-    def _look_whether_heard(self) -> None:
+    def _check_heard(self) -> None:
         if all(self._came[sender] for sender in self._active):
             self.heard.set()
 
-    def _look_whether_done(self, index: int) -> None:
+    def _finish_part(self, index: int) -> None:
+        """Average a part, if all who may still send it have."""
         sums = self._sums[index]
         if not self._active <= sums.came_from.keys():
             return
         del self._sums[index]
         own, total = self._parts[index], self._weight
-        longest = self._longest(sums)
+        # Those of (nearly) no weight say nothing of how long a contribution may be.
+        norms = [sent.norm for sent in sums.came_from.values() if sent.weight == 1]
+        # Float32: of equal norms none may count as longer.
+        longest = 1.001 * LONGEST * self._usual(sums.own_norm, norms)
 
         def share(weight: float, norm: float) -> float:
             return weight * longest / norm if norm > longest else weight
@@ -676,13 +677,7 @@ class Reducer:
         sums.done.set()
         self.averaged += 1
         self.kept_local -= len(own)
-        self._look_whether_complete()
-
-    def _longest(self, sums: _Sum) -> float:
-        """Return how long a contribution may be. Those of (nearly) no weight say nothing of it."""
-        norms = [sent.norm for sent in sums.came_from.values() if sent.weight == 1]
-        # Float32: of equal norms none may count as longer.
-        return 1.001 * LONGEST * self._usual(sums.own_norm, norms)
+        self._check_complete()
 
     def _usual(self, own: float, norms: Sequence[float]) -> float:
         if self._weight == 1:
@@ -690,7 +685,7 @@ class Reducer:
             norms = [own, *(norm for norm in norms if norm or not own)]
         return usual_norm(norms) if norms else math.inf
 
-    def _look_whether_complete(self) -> None:
+    def _check_complete(self) -> None:
         # Without senders, the parts that nobody has sent keep their values.
         if self.averaged == len(self._parts) or not self._active:
             self.complete.set()

@@ -27,7 +27,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -156,9 +156,7 @@ class DTGradAverager(ServicerBase):
 
     # --- a round -------------------------------------------------------------------------------
 
-    async def average(
-        self, order: RoundOrder, on_found: Callable[[], None] = lambda: None
-    ) -> Average | Failed:
+    async def average(self, order: RoundOrder, on_found: Callable[[], None]) -> Average | Failed:
         """Find a group and average with it, by ``order``'s deadlines. Cancel it to end it early.
 
         ``on_found`` is called once a group is found. From then on, unless Average is answered, what
@@ -269,10 +267,12 @@ class DTGradAverager(ServicerBase):
         serving: set[asyncio.Task[Any]] = set()
         self._serving = serving
         self._search_over.set()
-        with contextlib.ExitStack() as undo:
-            undo.callback(_cancel, serving)  # they would go on writing into the tensors
+        try:
             await all_reduce.run()
-            undo.pop_all()
+        except BaseException:
+            for task in serving:  # they would go on writing into the tensors
+                task.cancel()
+            raise
         return all_reduce
 
     def _open_stream(self, peer: PeerID) -> AbstractAsyncContextManager[Stream]:
@@ -305,7 +305,8 @@ class DTGradAverager(ServicerBase):
                 request = await wire.receive_short(stream, averaging_pb2.JoinRequest)
             context = P2PContext(self._join_protocol, self._node.peer_id, stream.peer)
             answering = asyncio.create_task(self._answer(stream, request, context))
-            gone = asyncio.create_task(wire.until_closed(stream))
+            # Its end comes before so many bytes: it has sent its one message.
+            gone = asyncio.create_task(stream.receive(len(wire.END) + 1))
             try:
                 await asyncio.wait((answering, gone), return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -325,26 +326,24 @@ class DTGradAverager(ServicerBase):
     async def _serve(self, stream: Stream) -> None:
         """Serve a stream on which a peer sends its parts of our share."""
         with self._place("parts", stream.peer) as place:
+            all_reduce = first = None
+            if place:
+                called = str(stream.peer) in self._admitted
+                async with asyncio.timeout(_FIRST_PART_TIMEOUT if called else _UNCALLED_TIMEOUT):
+                    await self._search_over.wait()  # it may know of our group before we do
+                all_reduce = self._all_reduce
             # Not read before we know that it is of our group: it may be anybody's.
-            first = await self._first_part(stream) if place else None
-            if first is None:
+            if all_reduce is not None and stream.peer in all_reduce.group.peers:
+                async with asyncio.timeout(_FIRST_PART_TIMEOUT):
+                    first = await wire.begin(stream, part_bytes=self._config.part_size)
+            if all_reduce is None or first is None or first.group_id != all_reduce.group.id:
                 await stream.send(wire.encode_code(averaging_pb2.BAD_GROUP_ID))
-            else:
-                await self._reduce(stream, *first)
-
-    async def _first_part(self, stream: Stream) -> tuple[AllReduce, wire.Arriving] | None:
-        """Read the beginning of what a peer of our group sends; None: it is of no use."""
-        called = str(stream.peer) in self._admitted
-        async with asyncio.timeout(_FIRST_PART_TIMEOUT if called else _UNCALLED_TIMEOUT):
-            await self._search_over.wait()  # it may know of our group before we do
-        all_reduce = self._all_reduce
-        if all_reduce is None or stream.peer not in all_reduce.group.peers:
-            return None
-        async with asyncio.timeout(_FIRST_PART_TIMEOUT):
-            first = await wire.begin(stream, part_bytes=self._config.part_size)
-        if first is None or first.group_id != all_reduce.group.id:
-            return None
-        return all_reduce, first
+                return
+            task = asyncio.current_task()
+            assert task is not None
+            self._serving.add(task)
+            task.add_done_callback(self._serving.discard)
+            await all_reduce.serve(stream, first)
 
     @contextlib.contextmanager
     def _place(self, kind: str, peer: PeerID) -> Iterator[bool]:
@@ -369,13 +368,6 @@ class DTGradAverager(ServicerBase):
         finally:
             self._streams[key] -= 1
             self._streams += Counter()  # without those that are zero
-
-    async def _reduce(self, stream: Stream, all_reduce: AllReduce, first: wire.Arriving) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._serving.add(task)
-        task.add_done_callback(self._serving.discard)
-        await all_reduce.serve(stream, first)
 
 
 #: What hivemind's matchmaking raises when peers or p2pd misbehave; a new search may succeed.
@@ -449,44 +441,35 @@ class _Dht:
         return self._node.store(key, value, expiration_time, subkey=subkey)
 
 
-def _cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-
-
 async def _group_of(info: GroupInfo, values: int) -> Group:
     """Return the group with each peer's share of the ``values``. Raises GroupFailed."""
-    stated = {peer: _stated(told) for peer, told in zip(info.peer_ids, info.gathered, strict=True)}
+    bandwidths: list[float | None] = []  # Mbit/s
+    auxiliaries = set()
+    for peer, gathered in zip(info.peer_ids, info.gathered, strict=True):
+        # Who states nonsense averages nothing for others: it costs itself its share, and the group
+        # nothing.
+        bandwidths.append(0.0)
+        try:
+            bandwidth, mode, _ = MSGPackSerializer.loads(gathered)
+            if AveragingMode(mode) is not AveragingMode.CLIENT and (
+                bandwidth is None or 0 <= float(bandwidth) < math.inf
+            ):
+                bandwidths[-1] = bandwidth
+                if AveragingMode(mode) is AveragingMode.AUX:
+                    auxiliaries.add(peer)
+        except Exception as error:  # noqa: BLE001 - a peer may state anything; msgpack reads it
+            log.warning("What a peer tells of itself cannot be used: %r", error)
     try:
         # A linear program: tenths of a second for large groups.
-        fractions = await asyncio.to_thread(
-            shares_of, values, [bandwidth for bandwidth, _ in stated.values()]
-        )
+        fractions = await asyncio.to_thread(shares_of, values, bandwidths)
     except wire.NONSENSE as error:
         raise GroupFailed(f"what its peers told cannot be used: {error!r}") from None
     return Group(
         id=info.group_id,
         peers=info.peer_ids,
         fractions=fractions,
-        auxiliaries=frozenset(p for p, (_, m) in stated.items() if m is AveragingMode.AUX),
+        auxiliaries=frozenset(auxiliaries),
     )
-
-
-def _stated(gathered: bytes) -> tuple[float | None, AveragingMode]:
-    """Return what a peer told of its bandwidth, in Mbit/s, and its mode.
-
-    A peer that told nonsense averages nothing for others: it costs itself its share, and the group
-    nothing.
-    """
-    try:
-        bandwidth, mode, _ = MSGPackSerializer.loads(gathered)
-        if AveragingMode(mode) is not AveragingMode.CLIENT and (
-            bandwidth is None or 0 <= float(bandwidth) < math.inf
-        ):
-            return bandwidth, AveragingMode(mode)
-    except Exception as error:  # noqa: BLE001 - a peer may have told anything; msgpack reads it
-        log.warning("What a peer tells of itself cannot be used: %r", error)
-    return 0.0, AveragingMode.CLIENT
 
 
 def shares_of(values: int, bandwidths: Sequence[float | None]) -> tuple[int, ...]:
@@ -512,7 +495,7 @@ def shares_of(values: int, bandwidths: Sequence[float | None]) -> tuple[int, ...
 
 BEAT = 2.0  # seconds between two signs of life
 _LOOK_AFTER_PARENT = 1.0
-_KEEP_IN_TOUCH = 10.0
+_STAY_CONNECTED = 10.0
 _AGAIN_FIRST, _AGAIN_LONGEST = timedelta(seconds=2), timedelta(minutes=2)
 _ASK_AGAIN = 5.0  # seconds after which a peer that did not answer is asked again
 _DAEMON_TIMEOUT = 10.0  # seconds p2pd may take to say who it is
@@ -574,21 +557,28 @@ class Host:
             known=node.p2p.known,
         )
         async with averager.serving():
-            self._tell_joined(await self._meeting.join())
+            self._send_obstacle(await self._meeting.join())
             addresses = [str(address) for address in await node.get_visible_maddrs()]
             # Inside: a peer that hears of us at once finds our calls registered.
             self.send(Ready(str(node.peer_id), addresses))
+            parts = (
+                self._run_orders(averager),
+                self._watch_daemon(node),
+                self._watch_parent(),
+                self._stay_connected(self._meeting),
+            )
+            tasks = [asyncio.create_task(part) for part in parts]
             try:
-                await _first_of(
-                    self._run_orders(averager),
-                    self._watch_daemon(node),
-                    self._watch_parent(),
-                    self._keep_in_touch(self._meeting),
-                )
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    task.result()
             except HostFailed as error:
                 # Before this context ends: its tasks may wait for answers through a dead p2pd.
                 self.send(Ended(str(error)))
                 raise
+            finally:
+                for task in tasks:
+                    task.cancel()
         with contextlib.suppress(OSError, TimeoutError, P2PDaemonError):
             async with asyncio.timeout(_LEAVE_TIMEOUT):
                 await node.shutdown()
@@ -622,7 +612,7 @@ class Host:
                 case RoundOrder() as order:
                     self._number = order.number
                     self._round = asyncio.create_task(self._run_round(averager, order))
-                    self._round.add_done_callback(self._tell_outcome)
+                    self._round.add_done_callback(self._send_outcome)
                     # The cancel may have come first: several threads of rank 0 send.
                     if order.number <= self._cancelled:
                         self._round.cancel()
@@ -645,12 +635,12 @@ class Host:
                 return Failed("NO_GROUP", self._obstacle.text)
         return result
 
-    def _tell_joined(self, obstacle: Obstacle) -> None:
+    def _send_obstacle(self, obstacle: Obstacle) -> None:
         if obstacle.kind is not self._obstacle.kind:
             self.send(Joined(obstacle.text))
         self._obstacle = obstacle
 
-    def _tell_outcome(self, task: asyncio.Task[Average | Failed]) -> None:
+    def _send_outcome(self, task: asyncio.Task[Average | Failed]) -> None:
         if task.cancelled():
             if self._number <= self._cancelled:  # or else this process ends
                 self.send(Failed("CANCELLED"))
@@ -679,13 +669,13 @@ class Host:
             await asyncio.wait([ended], timeout=BEAT)
         raise HostFailed(f"p2pd {describe_end(ended.result())}")
 
-    async def _keep_in_touch(self, meeting: Meeting) -> None:
+    async def _stay_connected(self, meeting: Meeting) -> None:
         """Join again whenever nobody is known; less and less often while that fails."""
         backoff = Backoff(first=_AGAIN_FIRST, longest=_AGAIN_LONGEST)
         while True:
             if not self._obstacle.kind:
                 backoff.succeeded()
-                await asyncio.sleep(_KEEP_IN_TOUCH)
+                await asyncio.sleep(_STAY_CONNECTED)
             else:
                 again = time.monotonic() + backoff.failed().total_seconds()
                 # Others may find us meanwhile.
@@ -693,25 +683,13 @@ class Host:
                     meeting.alone or self._obstacle.kind is Kind.CLOCK
                 ):
                     await asyncio.sleep(_LOOK_AFTER_PARENT)
-            self._tell_joined(await meeting.keep())
+            self._send_obstacle(await meeting.rejoin())
 
     async def _watch_parent(self) -> None:
         """Wait until rank 0 is gone."""
         # Nobody but this process knows of p2pd, which would hold the port for good.
         while os.getppid() == self._config.parent:
             await asyncio.sleep(_LOOK_AFTER_PARENT)
-
-
-async def _first_of(*coroutines: Coroutine[Any, Any, None]) -> None:
-    """Run all until the first ends, and raise its error."""
-    tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 async def serve(config: HostConfig, connection: socket.socket) -> None:

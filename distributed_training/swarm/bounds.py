@@ -79,25 +79,18 @@ class _Account:
 
     def __init__(self, rate: float, burst: float, now: float) -> None:
         self._rate, self._burst = rate, burst
-        self._left, self._at = burst, now
+        self.left, self._at = burst, now
 
     def wait(self, cost: float, now: float) -> float:
         """Return the seconds until ``cost`` may be spent."""
-        self._left = min(self._burst, self._left + (now - self._at) * self._rate)
+        self.left = min(self._burst, self.left + (now - self._at) * self._rate)
         self._at = now
-        return max(0.0, (cost - self._left) / self._rate)
-
-    def spend(self, cost: float) -> None:
-        self._left -= cost
-
-    def forfeit(self, cost: float) -> None:
-        """Take the cost of a call that is refused, without a debt."""
-        self._left = min(self._left, max(0.0, self._left - cost))
+        return max(0.0, (cost - self.left) / self._rate)
 
     @property
     def modest(self) -> bool:
         """True while its owner asks for little; as of the last :meth:`wait`."""
-        return self._left >= _MODEST * self._burst
+        return self.left >= _MODEST * self._burst
 
 
 class Budget:
@@ -129,11 +122,11 @@ class Budget:
             accounts.append(self._unknown[account.modest])
             wait = max(wait, accounts[1].wait(cost, now))
         if wait > _LONGEST_WAIT:
-            # Or who asks on and is refused would soon count as modest again.
-            account.forfeit(cost)
+            # Or who asks on and is refused would soon count as modest again. Without a debt.
+            account.left = min(account.left, max(0.0, account.left - cost))
             raise Refused("too many calls")
         for each in accounts:
-            each.spend(cost)
+            each.left -= cost
         return wait
 
 
@@ -216,26 +209,20 @@ class RecordValidator(RecordValidatorBase):  # type: ignore[misc]  # hivemind ha
         self._longest = longest + MAX_DHT_TIME_DISCREPANCY_SECONDS
 
     def validate(self, record: DHTRecord) -> bool:
-        now = get_dht_time()
+        now, subkey = get_dht_time(), record.subkey
         return (
             record.key in self._keys
             and isinstance(record.value, bytes)
             and len(record.value) <= _LONGEST_VALUE
             # Of a clock that is wrong too: hivemind itself drops what has expired.
             and record.expiration_time <= now + self._longest
-            and _is_peer(record.subkey)
+            # A packed peer id: a multihash as bytes of at most 255.
+            and 4 < len(subkey) <= LONGEST_PEER_ID
+            and subkey[0] == 0xC4
+            and subkey[1] == len(subkey) - 2
+            and subkey[2] in (0x00, 0x12)
+            and subkey[3] == len(subkey) - 4
         )
-
-
-def _is_peer(subkey: bytes) -> bool:
-    """Return whether a packed subkey is a peer id: a multihash as bytes of at most 255."""
-    return (
-        4 < len(subkey) <= LONGEST_PEER_ID
-        and subkey[0] == 0xC4
-        and subkey[1] == len(subkey) - 2
-        and subkey[2] in (0x00, 0x12)
-        and subkey[3] == len(subkey) - 4
-    )
 
 
 class Storage(DHTLocalStorage):  # type: ignore[misc]  # hivemind has no types

@@ -30,7 +30,7 @@ from distributed_training.protocol.synapses import ADDRESSES_EACH
 
 from .address_book import AddressBook
 from .bounds import Known
-from .supervisor import RoundOrder, address_of
+from .supervisor import RoundOrder, any_reachable
 from .wire import NONSENSE, Daemon
 
 _PROBE_TIMEOUT = 3.0  # seconds for a port to open
@@ -92,7 +92,7 @@ class Meeting:
         """True while the DHT node knows nobody."""
         return not self._node.protocol.routing_table.uid_to_peer_id
 
-    async def keep(self) -> Obstacle:
+    async def rejoin(self) -> Obstacle:
         """Tell the initial peers that we are here; join if nobody is known.
 
         One that was started again knows nobody. Returns what is in the way of rounds.
@@ -180,7 +180,7 @@ class Meeting:
             async with asyncio.timeout(_MEET_TIMEOUT):
                 if not connected:
                     # p2pd asks a port that was closed ever less often.
-                    if not await _any_opens(addresses):
+                    if not await any_reachable(addresses, timeout=_PROBE_TIMEOUT):
                         return Obstacle(Kind.AWAY)
                     await self._daemon.connect(peer, addresses)
                 began = get_dht_time()
@@ -209,18 +209,3 @@ class Meeting:
         if node_id is not None:
             await protocol.update_routing_table(node_id, peer)
         return Obstacle()
-
-
-async def _any_opens(addresses: Iterable[str]) -> bool:
-    """Return whether a TCP port of ``addresses`` opens; those without one count as open."""
-    places = [address_of(address) for address in addresses]
-
-    async def opens(host: str, port: int) -> bool:
-        with contextlib.suppress(OSError, TimeoutError, UnicodeError):
-            async with asyncio.timeout(_PROBE_TIMEOUT):
-                _, writer = await asyncio.open_connection(host, port)
-                writer.close()
-                return True
-        return False
-
-    return None in places or any(await asyncio.gather(*(opens(*p) for p in places if p)))

@@ -12,6 +12,7 @@ socket with the first byte.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -27,7 +28,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -55,6 +55,7 @@ _START_ATTEMPTS, _START_AGAIN = 3, timedelta(seconds=2)
 _LOOK = 0.5  # seconds between two checks of the swarm process
 _PROBE_TIMEOUT = timedelta(seconds=3)
 _AGAIN_FIRST, _AGAIN_LONGEST = timedelta(seconds=2), timedelta(minutes=2)
+LOG = "hivemind.log"
 _LOG_BYTES = 8 * 1024 * 1024
 #: What a swarm process may take beyond what it took at its start: this, parts in flight, and what
 #: it averages for peers that average nothing themselves, which take it at their end. Of n peers
@@ -262,7 +263,7 @@ class HostKeeper:
         self._settings = settings
         self._tensors = tensors
         self._folder = folder
-        self._log = folder / "hivemind.log"
+        self._log = folder / LOG
         self._launch = launch  # for the first start
         self._port = settings.dht_port  # 0: any, kept from the first start on
         self._in_use = threading.Lock()  # held by a round, and by a start of the process
@@ -272,7 +273,7 @@ class HostKeeper:
         self.host: HostProcess | None = None
         self._starting: HostProcess | None = None  # not ready yet
         self._start()
-        self._thread = threading.Thread(target=self._keep, name="swarm-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._supervise, name="swarm-keeper", daemon=True)
         self._thread.start()
 
     def alive(self) -> bool:
@@ -349,7 +350,7 @@ class HostKeeper:
 
     # --- the keeper's thread -------------------------------------------------------------------
 
-    def _keep(self) -> None:
+    def _supervise(self) -> None:
         backoff = Backoff(first=_AGAIN_FIRST, longest=_AGAIN_LONGEST)
         wait = _LOOK
         while True:
@@ -360,35 +361,23 @@ class HostKeeper:
                 return
             wait = _LOOK
             bound_log(self._log)
-            if self.alive():
+            # A round uses the process, and would lose its group. The next check is soon enough.
+            if self.alive() or not self._in_use.acquire(blocking=False):
                 continue
             try:
-                if self._mend():
-                    backoff.succeeded()
-                continue
+                if self._closing.is_set() or self.alive():
+                    continue
+                why = self.host.why if self.host is not None else "it was not started"
+                log.warning("The swarm process ended (%s): starting it again", why)
+                self._start()
+                backoff.succeeded()
             except RuntimeError as error:  # SwarmUnavailable; or no thread could be started
                 if not self._closing.is_set():
                     log.warning("%s", error)
                     self._problem = error.with_traceback(None)
-            wait = backoff.failed().total_seconds()
-
-    def _mend(self) -> bool:
-        """Start a swarm process that ended again; not while a round uses it.
-
-        Whether it was started. Raises SwarmUnavailable.
-        """
-        # A round uses the process, and would lose its group. The next check is soon enough.
-        if not self._in_use.acquire(blocking=False):
-            return False
-        try:
-            if self._closing.is_set() or self.alive():
-                return False
-            why = self.host.why if self.host is not None else "it was not started"
-            log.warning("The swarm process ended (%s): starting it again", why)
-            self._start()
-            return True
-        finally:
-            self._in_use.release()
+                wait = backoff.failed().total_seconds()
+            finally:
+                self._in_use.release()
 
     # --- start and end -------------------------------------------------------------------------
 
@@ -423,7 +412,7 @@ class HostKeeper:
         except OSError as error:  # no room, or no descriptor
             return str(error)
         try:
-            launch, self._launch = self._launch or HostLaunch(self._log), None
+            launch, self._launch = self._launch or HostLaunch(self._folder), None
             host = HostProcess(config, launch)
         except (OSError, RuntimeError) as error:  # no room, memory, process, descriptor or thread
             remove_process_folder(config.sockets)  # nobody else would: it is tried for ever
@@ -500,15 +489,15 @@ _TENSORS = b"T"  # the first byte to the process: with it comes the descriptor o
 class HostLaunch:
     """A swarm process that has no task yet and imports meanwhile.
 
-    A start saves those seconds. ``log``: file for hivemind's output. Raises OSError.
+    A start saves those seconds. ``folder``: gets hivemind's output. Raises OSError.
     """
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         self._ended = False
-        log.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         self.connection, theirs = socket.socketpair()
         # `theirs` is closed here at last: held open, the stream would never end with the process.
-        with theirs, log.open("ab") as log_file:
+        with theirs, (folder / LOG).open("ab") as log_file:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", PROGRAM, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
@@ -592,7 +581,7 @@ class HostProcess:
         try:
             with self._connection.makefile("rb") as lines:
                 for line in lines:
-                    self._take(from_line(line))
+                    self._handle(from_line(line))
                     if self.why:  # it cannot go on; its own end may take seconds
                         break
         except TimeoutError:
@@ -612,11 +601,20 @@ class HostProcess:
         self._ready.put(None)
         self._answers.put(None)
 
-    def _take(self, message: Message) -> None:
+    def _handle(self, message: Message) -> None:
         match message:
             case Beat(peers):
                 self.peers = peers
-                self._check_memory()
+                # No RLIMIT_AS: that counts the tensors, which the ranks have too. And the kernel,
+                # once the machine has none left, might choose a rank.
+                held = anonymous_memory(self._process.pid)
+                if self._most_memory is None:
+                    self._most_memory = held + self._may_grow
+                elif held > self._most_memory:
+                    self.why = (
+                        f"its memory grew to {held // 10**6} MB, of at most "
+                        f"{self._most_memory // 10**6} MB: a defect, or peers that fill it"
+                    )
             case Joined(obstacle):
                 self.obstacle = obstacle
                 if obstacle:
@@ -636,18 +634,6 @@ class HostProcess:
                 self._answers.put(message)
             case Ended(detail):
                 self.why = detail
-
-    def _check_memory(self) -> None:
-        # No RLIMIT_AS: that counts the tensors, which the ranks have too. And the kernel, once the
-        # machine has none left, might choose a rank.
-        taken = anonymous_memory(self._process.pid)
-        if self._most_memory is None:
-            self._most_memory = taken + self._may_grow
-        elif taken > self._most_memory:
-            self.why = (
-                f"its memory grew to {taken // 10**6} MB, of at most "
-                f"{self._most_memory // 10**6} MB: a defect, or peers that fill it"
-            )
 
     def close(self) -> None:
         """Leave the swarm within seconds, then :meth:`end`."""
@@ -694,26 +680,21 @@ def address_of(maddr: str) -> tuple[str, int] | None:
     return parts[2], int(parts[4])
 
 
-def any_reachable(maddrs: Sequence[str], *, timeout: timedelta) -> bool:
+async def any_reachable(maddrs: Sequence[str], *, timeout: float) -> bool:
     """Return whether a TCP connection to at least one address opens; all are tried at once.
 
-    ``timeout`` covers each connection, name resolution not included. Addresses without a TCP port
-    (QUIC) cannot be probed and count as reachable: only joining shows it.
+    ``timeout``: seconds for each. Addresses without a TCP port (QUIC) cannot be probed and count as
+    reachable: only joining shows it.
     """
-    addresses = [address_of(maddr) for maddr in maddrs]
-    if None in addresses:
-        return True
+    places = [address_of(maddr) for maddr in maddrs]
 
-    def opens(address: tuple[str, int] | None) -> bool:
-        assert address is not None
-        try:
-            with socket.create_connection(address, timeout=timeout.total_seconds()):
+    async def opens(host: str, port: int) -> bool:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: a name as "a..b"
+            async with asyncio.timeout(timeout):
+                _, writer = await asyncio.open_connection(host, port)
+                writer.close()
                 return True
-        except (OSError, ValueError):  # ValueError: a name that none can have, as "a..b"
-            return False
-
-    if not addresses:
         return False
+
     # At once: each that drops packets costs the whole timeout.
-    with ThreadPoolExecutor(max_workers=min(16, len(addresses))) as pool:
-        return any(pool.map(opens, addresses))
+    return None in places or any(await asyncio.gather(*(opens(*p) for p in places if p)))

@@ -16,7 +16,7 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -41,7 +41,6 @@ from .supervisor import (
     Failed,
     HostKeeper,
     HostLaunch,
-    HostProcess,
     RoundOrder,
     SharedTensors,
 )
@@ -54,18 +53,13 @@ _HANG_MARGIN = timedelta(seconds=10)
 _SHORTEST_MEASURE = 0.5
 
 
-def launch_host(run_folder: Path) -> HostLaunch:
-    """Have the swarm process import while the rest of a start goes on. End it if it is not used."""
-    return HostLaunch(run_folder / "swarm" / "hivemind.log")
-
-
 class HivemindSwarm:
     """A full peer of the swarm. Every public method may be called from any thread.
 
     ``schema``: names and shapes in state-dict order. ``run_folder``: keeps the identity (so that a
-    restart keeps the peer id), the norms of past rounds and hivemind's log. ``launch``: of
-    :func:`launch_host`. Raises SwarmUnavailable when the swarm process cannot be started, tried
-    three times.
+    restart keeps the peer id), the norms of past rounds and hivemind's log. ``launch``: a swarm
+    process that has begun to import. Raises SwarmUnavailable when the swarm process cannot be
+    started, tried three times.
 
     ``buffers`` are float32 CPU tensors in the schema's order, averaged in place. After a round that
     failed their content is not defined: weights never live here.
@@ -82,20 +76,16 @@ class HivemindSwarm:
         folder = run_folder / "swarm"
         folder.mkdir(parents=True, exist_ok=True)
         self._settings = settings
-        self._memory = SharedTensors([shape for _, shape in schema])
-        self.buffers: Sequence[torch.Tensor] = self._memory.tensors
+        #: Of ``buffers``: other ranks map its path.
+        self.memory = SharedTensors([shape for _, shape in schema])
+        self.buffers: Sequence[torch.Tensor] = self.memory.tensors
         self._judge = Judge(folder / "norms.json", run_id=settings.run_id)
         self._one_round = threading.Lock()
         self._cancelled = threading.Event()  # of the round that runs
         self._number = 0
         self._bandwidth: float | None = None  # Mbit/s, measured; None until a round was
         self._closed = False
-        self._keeper = HostKeeper(settings, self._memory, folder, launch)
-
-    @property
-    def memory_path(self) -> str:
-        """The path where other ranks can map ``buffers``, which lie there one after the other."""
-        return self._memory.path
+        self._keeper = HostKeeper(settings, self.memory, folder, launch)
 
     @property
     def peer_id(self) -> str:
@@ -130,7 +120,7 @@ class HivemindSwarm:
         self._closed = True
         self.cancel()
         self._keeper.close()
-        self._memory.close()
+        self.memory.close()
 
     # --- rounds --------------------------------------------------------------------------------
 
@@ -169,7 +159,30 @@ class HivemindSwarm:
             if not math.isfinite(local_norm):  # each peer would refuse it, and our averages
                 raise AllReduceError(AllReduceFault.LOCAL, "our values hold NaN or Inf")
             answer = self._ask_host(request, weight, cancelled, began)
-            return self._result(answer, local_norm, time.monotonic() - began)
+            total = time.monotonic() - began
+            average_norm = norm_of(self.buffers)
+            # First: of an average that is refused nothing else is used.
+            try:
+                self._judge.check(
+                    local_norm=local_norm, average_norm=average_norm, others_norm=answer.usual_norm
+                )
+            except AllReduceError as error:
+                raise AllReduceError(error.fault, error.detail, answer.causes) from None
+            failed = tuple(sorted(answer.causes))
+            if answer.transfer > _SHORTEST_MEASURE and not failed:
+                # What passed through this peer in both directions, as load balancing counts it.
+                self._bandwidth = 8e-6 * 4 * self.memory.values / answer.transfer
+            return AllReduceResult(
+                peers=tuple(answer.peers),
+                failed_peers=failed,
+                matchmaking_seconds=answer.matchmaking,
+                transfer_seconds=answer.transfer,
+                total_seconds=total,
+                average_norm=average_norm,
+                local_norm=local_norm,
+                kept_local=answer.kept_local,
+                causes=answer.causes,
+            )
         finally:
             self._one_round.release()
 
@@ -189,11 +202,18 @@ class HivemindSwarm:
                 host.order(order)
                 if cancelled.is_set():  # maybe before the process had heard of this round
                     self.cancel()
-                answer = self._answer_of(host, order.timeout)
+                try:
+                    answer = host.answer(order.timeout + _HANG_MARGIN.total_seconds())
+                except queue.Empty:
+                    host.end("it did not answer a round")
+                    raise AllReduceError(
+                        AllReduceFault.TIMEOUT, "the swarm process hung; it is started again"
+                    ) from None
+                for peer, cause in (answer.causes if answer else {}).items():
+                    log.warning("Peer %s was left out of the round: %s", peer, cause)
                 if isinstance(answer, Average):
                     return answer
                 if isinstance(answer, Failed):
-                    _log_left_out(answer.causes)
                     raise AllReduceError(AllReduceFault[answer.fault], answer.detail, answer.causes)
                 if cancelled.is_set() or self._closed:
                     raise AllReduceError(AllReduceFault.CANCELLED)
@@ -228,48 +248,6 @@ class HivemindSwarm:
             usual_norm=self._judge.usual or 0.0,
             addresses=request.addresses,
         )
-
-    def _answer_of(self, host: HostProcess, timeout: float) -> Average | Failed | None:
-        """Return the answer; None if the process ended. Raises AllReduceError if it hung."""
-        try:
-            return host.answer(timeout + _HANG_MARGIN.total_seconds())
-        except queue.Empty:
-            host.end("it did not answer a round")
-            raise AllReduceError(
-                AllReduceFault.TIMEOUT, "the swarm process hung; it is started again"
-            ) from None
-
-    def _result(self, answer: Average, local_norm: float, total: float) -> AllReduceResult:
-        """Return the process's answer, if it may be used. Raises AllReduceError."""
-        _log_left_out(answer.causes)
-        average_norm = norm_of(self.buffers)
-        # First: of an average that is refused nothing else is used.
-        try:
-            self._judge.check(
-                local_norm=local_norm, average_norm=average_norm, others_norm=answer.usual_norm
-            )
-        except AllReduceError as error:
-            raise AllReduceError(error.fault, error.detail, answer.causes) from None
-        failed = tuple(sorted(answer.causes))
-        if answer.transfer > _SHORTEST_MEASURE and not failed:
-            # What passed through this peer in both directions, as load balancing counts it.
-            self._bandwidth = 8e-6 * 4 * self._memory.values / answer.transfer
-        return AllReduceResult(
-            peers=tuple(answer.peers),
-            failed_peers=failed,
-            matchmaking_seconds=answer.matchmaking,
-            transfer_seconds=answer.transfer,
-            total_seconds=total,
-            average_norm=average_norm,
-            local_norm=local_norm,
-            kept_local=answer.kept_local,
-            causes=answer.causes,
-        )
-
-
-def _log_left_out(causes: Mapping[str, str]) -> None:
-    for peer, cause in causes.items():
-        log.warning("Peer %s was left out of the round: %s", peer, cause)
 
 
 #: Of an average's norm to what is usual: one that is longer is refused.
@@ -327,18 +305,15 @@ class Judge:
         refused = 0 < MAX_NORM_RATIO * usual < average_norm
         # When the run itself changes, the measure must follow; but slowly, or three rounds of
         # nonsense would make nonsense usual.
-        self._remember(min(average_norm, 2 * usual) if refused else average_norm)
+        self.norms.append(min(average_norm, 2 * usual) if refused else average_norm)
+        with contextlib.suppress(OSError):
+            write_state(self._path, _Norms(self._run_id, list(self.norms)))
         if refused:
             raise AllReduceError(
                 AllReduceFault.OUT_OF_BOUNDS,
                 f"norm {average_norm:.4g} against {usual:.4g} of {known}, more than "
                 f"{MAX_NORM_RATIO:g} times as much",
             )
-
-    def _remember(self, norm: float) -> None:
-        self.norms.append(norm)
-        with contextlib.suppress(OSError):
-            write_state(self._path, _Norms(self._run_id, list(self.norms)))
 
 
 def norm_of(tensors: Sequence[torch.Tensor]) -> float:

@@ -82,20 +82,17 @@ class Stream:
                 # One call for head, values and tail: joined, megabytes would be copied.
                 count = self._socket.sendmsg(left)
             except (BlockingIOError, InterruptedError):
-                await self._until_writable()
+                writable = asyncio.Event()
+                self._loop.add_writer(self._socket, writable.set)
+                try:
+                    await writable.wait()
+                finally:
+                    self._loop.remove_writer(self._socket)
                 continue
             while left and count >= len(left[0]):
                 count -= len(left.pop(0))
             if count:
                 left[0] = left[0][count:]
-
-    async def _until_writable(self) -> None:
-        ready = asyncio.Event()
-        self._loop.add_writer(self._socket, ready.set)
-        try:
-            await ready.wait()
-        finally:
-            self._loop.remove_writer(self._socket)
 
     async def send_message(self, message: Message) -> None:
         """Send to p2pd itself: length as a varint, then the message."""
@@ -389,12 +386,6 @@ async def receive_short(stream: Stream, kind: type[_Short]) -> _Short:
         return kind.FromString(await stream.receive(length))
     except DecodeError as error:
         raise FrameError(f"not a {kind.__name__}: {error}") from None
-
-
-async def until_closed(stream: Stream) -> None:
-    """Wait until the peer, which has sent its one message, closes the stream."""
-    with contextlib.suppress(OSError):
-        await stream.receive(len(END) + 1)  # its end comes first
 
 
 async def finish(stream: Stream, arriving: Arriving, values: Tensor) -> averaging_pb2.AveragingData:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -118,9 +118,7 @@ def test_the_bootstrap_is_away_and_comes_later(tmp_path: Path) -> None:
     with ExitStack() as stack:
 
         def start(name: str, **where: Any) -> HivemindSwarm:
-            swarm = open_swarm(tmp_path / name, SMALL, **where)
-            stack.callback(swarm.close)
-            return swarm
+            return stack.enter_context(closing(open_swarm(tmp_path / name, SMALL, **where)))
 
         settings = replace(SETTINGS, dht_port=free_ports(1)[0])
         bootstrap = start("0", settings=settings)
@@ -143,20 +141,16 @@ def test_one_initial_peer_that_is_reachable_is_enough(
     trio: list[HivemindSwarm], tmp_path: Path
 ) -> None:
     dead = f"/ip4/127.0.0.1/tcp/1/p2p/{trio[0].peer_id}"
-    late = open_swarm(tmp_path, LARGE, (dead, *trio[0].visible_maddrs))
-    try:
+    with closing(open_swarm(tmp_path, LARGE, (dead, *trio[0].visible_maddrs))) as late:
         assert late._keeper.joined
         assert_good_round(trio[0], late)
-    finally:
-        late.close()
 
 
 def test_the_address_of_the_flags_is_announced_and_then_another(tmp_path: Path) -> None:
     """The outside port of a rented container, and a provider that gives it another address."""
     (port,) = free_ports(1)
     settings = replace(SETTINGS, dht_ip="203.0.113.7", dht_port=port, dht_external_port=48009)
-    swarm = open_swarm(tmp_path, [(2,)], settings=settings)
-    try:
+    with closing(open_swarm(tmp_path, [(2,)], settings=settings)) as swarm:
         peer_id = swarm.peer_id
         assert swarm.visible_maddrs == [f"/ip4/203.0.113.7/tcp/48009/p2p/{peer_id}"]
         socket.create_connection(("127.0.0.1", port), 10).close()
@@ -164,8 +158,6 @@ def test_the_address_of_the_flags_is_announced_and_then_another(tmp_path: Path) 
         assert swarm.visible_maddrs == [f"/ip4/198.51.100.9/tcp/48009/p2p/{peer_id}"]
         assert swarm.alive() and swarm.peer_id == peer_id
         socket.create_connection(("127.0.0.1", port), 10).close()
-    finally:
-        swarm.close()
 
 
 @pytest.mark.slow

@@ -27,7 +27,6 @@ from distributed_training.protocol.types import AllReduceError, AllReduceFault, 
 from distributed_training.swarm.swarm import HivemindSwarm
 from tests.tools.swarm_world import (
     REQUEST,
-    SETTINGS,
     SMALL,
     Rounds,
     assert_good_round,
@@ -118,8 +117,7 @@ def test_nothing_in_the_way_of_joining_stops_a_start(
             if clock
             else max(kinds[address] for address in chosen)[1]
         )
-        swarm = open_swarm(tmp_path, SMALL, chosen)
-        try:
+        with contextlib.closing(open_swarm(tmp_path, SMALL, chosen)) as swarm:
             assert swarm.alive() and not swarm._keeper.joined
             (line,) = [m for m in caplog.messages if "this peer joins no round" in m]
             assert expected in line
@@ -131,8 +129,6 @@ def test_nothing_in_the_way_of_joining_stops_a_start(
                 assert raised.value.fault is AllReduceFault.NO_GROUP
                 skewed.ahead = 0.0
                 wait_for(lambda: swarm._keeper.joined, "the swarm is joined", seconds=60)
-        finally:
-            swarm.close()
 
 
 def met(book: Path) -> set[str]:
@@ -157,10 +153,7 @@ def test_peers_that_met_find_each_other_wherever_the_initial_peer_is(tmp_path: P
         for i, swarm in enumerate(swarms):
             book = tmp_path / str(i) / "swarm" / "peers.json"
             known = {each.peer_id for each in swarms} - {swarm.peer_id}
-            wait_for(
-                lambda book=book, known=known: met(book) == known,
-                "both are in the book",
-            )
+            wait_for(lambda book=book, known=known: met(book) == known, "both are in the book")
         # To another address. The others know the old one, as their network's file has it.
         moved._keeper._port = 0
         replaced(moved, dht_port=0)
@@ -177,10 +170,8 @@ def test_peers_that_met_find_each_other_wherever_the_initial_peer_is(tmp_path: P
 def test_a_round_meets_those_whose_addresses_the_call_has(tmp_path: Path, named: bool) -> None:
     """Two that know nobody; addresses of peers that the call does not name are not used."""
     with contextlib.ExitStack() as stack:
-        pair = []
-        for i in range(2):
-            pair.append(open_swarm(tmp_path / str(i), SMALL))
-            stack.callback(pair[i].close)
+        opened = (open_swarm(tmp_path / name, SMALL) for name in ("0", "1"))
+        pair = [stack.enter_context(contextlib.closing(swarm)) for swarm in opened]
         addresses = [m for swarm in pair for m in swarm.visible_maddrs[:2]]
         addresses.insert(0, f"/ip4/127.0.0.1/tcp/9/p2p/{SOMEBODY}")
         ids = tuple(swarm.peer_id for swarm in pair)
@@ -198,11 +189,8 @@ def test_a_round_meets_those_whose_addresses_the_call_has(tmp_path: Path, named:
 
 
 def test_a_peer_is_reached_by_name(tmp_path: Path) -> None:
-    with contextlib.ExitStack() as stack:
-        first = open_swarm(tmp_path / "0", SMALL, settings=SETTINGS)
-        stack.callback(first.close)
+    with contextlib.closing(open_swarm(tmp_path / "0", SMALL)) as first:
         for kind in ("dns4", "dns"):
             name = first.visible_maddrs[0].replace("/ip4/127.0.0.1", f"/{kind}/localhost")
-            other = open_swarm(tmp_path / kind, SMALL, [name])
-            stack.callback(other.close)
-            assert other._keeper.joined, kind
+            with contextlib.closing(open_swarm(tmp_path / kind, SMALL, [name])) as other:
+                assert other._keeper.joined, kind

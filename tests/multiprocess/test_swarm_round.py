@@ -55,12 +55,6 @@ def fill(swarm: HivemindSwarm, value: float) -> None:
         buffer.fill_(value)
 
 
-def together(first: HivemindSwarm, second: HivemindSwarm) -> list[Any]:
-    rounds = Rounds(first, second, request=everybody([first, second]), fill=False)
-    outcomes = rounds.join()
-    return [outcomes[first], outcomes[second]]
-
-
 @pytest.mark.slow
 def test_peers_of_other_networks_never_meet(tmp_path: Path) -> None:
     """In one DHT, with one model; only the digests of their networks' files differ."""
@@ -69,8 +63,7 @@ def test_peers_of_other_networks_never_meet(tmp_path: Path) -> None:
         def peer(name: str, digest: str, known: Sequence[str]) -> HivemindSwarm:
             settings = replace(SETTINGS, run_id=digest)
             swarm = open_swarm(tmp_path / name, SMALL, known, settings)
-            stack.callback(swarm.close)
-            return swarm
+            return stack.enter_context(closing(swarm))
 
         first = peer("first", "1" * 12, ())
         stranger = peer("stranger", "2" * 12, first.visible_maddrs)
@@ -84,8 +77,7 @@ def test_peers_of_other_networks_never_meet(tmp_path: Path) -> None:
 def test_who_was_not_called_is_left_out(pair: Pair, tmp_path: Path) -> None:
     """Whoever has the network's file finds the others, and may gather a group as they do."""
     called = replace(everybody(pair, 30), peers=tuple(swarm.peer_id for swarm in pair))
-    stranger = open_swarm(tmp_path, SMALL, pair[0].visible_maddrs)
-    try:
+    with closing(open_swarm(tmp_path, SMALL, pair[0].visible_maddrs)) as stranger:
         uncalled = Rounds(stranger, request=replace(REQUEST, timeout=timedelta(seconds=20)))
         for _ in range(2):
             for outcome in Rounds(*pair, request=called).join().values():
@@ -93,8 +85,6 @@ def test_who_was_not_called_is_left_out(pair: Pair, tmp_path: Path) -> None:
                 assert set(outcome.peers) == set(called.peers) and not outcome.partial
         outcome = uncalled.join()[stranger]
         assert isinstance(outcome, AllReduceError) and outcome.fault is AllReduceFault.NO_GROUP
-    finally:
-        stranger.close()
 
 
 def test_who_contributes_nothing_does_not_dilute_the_average(pair: Pair) -> None:
@@ -120,14 +110,10 @@ def test_alone_there_is_no_group_and_the_deadline_is_kept(pair: Pair) -> None:
 
 
 def test_a_call_that_leaves_no_time_for_a_group_is_told_so(pair: Pair) -> None:
-    for matchmaking in (3, 30):
-        request = replace(
-            REQUEST,
-            timeout=timedelta(seconds=3),
-            min_matchmaking_time=timedelta(seconds=matchmaking),
-        )
+    for matchmaking in (timedelta(seconds=3), timedelta(seconds=30)):
+        short = replace(REQUEST, timeout=timedelta(seconds=3), min_matchmaking_time=matchmaking)
         with pytest.raises(AllReduceError, match="min_matchmaking_time") as caught:
-            pair[0].average(request)
+            pair[0].average(short)
         assert caught.value.fault is AllReduceFault.NO_GROUP
     assert pair[0].alive()
 
@@ -143,7 +129,7 @@ def test_of_two_peers_the_longer_values_move_the_others_by_a_bounded_step(pair: 
     """Twenty times the shorter at most: no third peer tells which of them is usual."""
     fill(pair[0], 1.0)
     fill(pair[1], 1e6)
-    outcome = together(*pair)[0]
+    outcome = Rounds(*pair, request=everybody(pair), fill=False).join()[pair[0]]
     if isinstance(outcome, AllReduceError):  # most of so few values are one part
         assert outcome.fault is AllReduceFault.PEER_FAILED, outcome
     else:
@@ -193,8 +179,7 @@ def test_a_second_call_is_refused_and_the_first_goes_on(pair: Pair) -> None:
 
 
 def test_another_schema_finds_no_group(pair: Pair, tmp_path: Path) -> None:
-    other = open_swarm(tmp_path, [(3, 3)], pair[0].visible_maddrs)
-    try:
+    with closing(open_swarm(tmp_path, [(3, 3)], pair[0].visible_maddrs)) as other:
         alone = Rounds(other, request=everybody(pair))
         for outcome in Rounds(*pair, request=everybody(pair)).join().values():
             assert isinstance(outcome, AllReduceResult), outcome
@@ -202,8 +187,6 @@ def test_another_schema_finds_no_group(pair: Pair, tmp_path: Path) -> None:
         assert not alone.outcomes, "it still looks for a group"
         other.cancel()
         assert isinstance(alone.join()[other], AllReduceError)
-    finally:
-        other.close()
 
 
 def test_bandwidth_is_what_the_round_before_moved_and_absent_before(

@@ -31,7 +31,7 @@ from typing import Any, cast
 import pytest
 
 from distributed_training.miner.rank_group import PRELOAD
-from distributed_training.swarm.supervisor import HostLaunch
+from distributed_training.swarm.supervisor import LOG, HostLaunch
 
 ROOT = Path(__file__).parents[2]
 #: The clock is replaced before anybody keeps it.
@@ -157,13 +157,13 @@ class ForkedHostLaunch(HostLaunch):
     ``tests/faults/test_swarm_processes.py`` starts the program too, and kills it.
     """
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         prepare()
         self._ended = False
-        log.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         self.connection, theirs = socket.socketpair()
         with theirs:
-            self.process = cast("subprocess.Popen[bytes]", _HostProcess(theirs, log))
+            self.process = cast("subprocess.Popen[bytes]", _HostProcess(theirs, folder / LOG))
 
 
 class _HostProcess:

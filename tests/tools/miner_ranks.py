@@ -64,8 +64,8 @@ class Alone:
     peer_id = "me"
 
     def __init__(self, schema: Any) -> None:
-        self._memory = SharedTensors([shape for _, shape in schema])
-        self.buffers, self.memory_path = self._memory.tensors, self._memory.path
+        self.memory = SharedTensors([shape for _, shape in schema])
+        self.buffers = self.memory.tensors
         self.release = threading.Event()
         self.release.set()
         self.faults: list[AllReduceFault] = []  # of the next rounds

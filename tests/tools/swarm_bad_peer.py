@@ -79,10 +79,10 @@ class BadAllReduce(all_reduce.AllReduce):
     async def _exchange(self, index: int) -> bool:
         return False if self.kind == "silent" else await super()._exchange(index)
 
-    async def _take_differences(self, stream: Stream, left: list[Tensor]) -> None:
+    async def _receive_differences(self, stream: Stream, left: list[Tensor]) -> None:
         if self.kind == "deaf":
             await asyncio.Event().wait()
-        await super()._take_differences(stream, left)
+        await super()._receive_differences(stream, left)
 
     async def serve(self, stream: Stream, first: wire.Arriving) -> None:
         if self.kind != "early averages":
@@ -154,7 +154,7 @@ async def main() -> None:
                 next_chunk_timeout=3,
                 bandwidth=None,
             )
-            print(await peer.average(order), flush=True)
+            print(await peer.average(order, lambda: None), flush=True)
     os._exit(0)
 
 

@@ -125,7 +125,11 @@ def test_whatever_a_peer_answers_is_named_or_harmless(
 ) -> None:
     """An initial peer is somebody else's program; it may answer anything, or nothing."""
     draw, added = random.Random(seed), []
-    monkeypatch.setattr(meeting, "_any_opens", lambda _: asyncio.sleep(0, draw.random() < 0.9))
+
+    async def any_reachable(*_: Any, timeout: float) -> bool:
+        return draw.random() < 0.9
+
+    monkeypatch.setattr(meeting, "any_reachable", any_reachable)
     monkeypatch.setattr(meeting, "_MEET_TIMEOUT", 0.01)
     times = [0.0, time.time(), time.time() + 9, time.time() - 9, math.inf, -math.inf, math.nan]
 

@@ -130,17 +130,6 @@ def test_what_hivemind_sends_is_received(
     assert compression != wire.NONE or torch.equal(values, ramp(count))
 
 
-def test_several_messages_follow_each_other() -> None:
-    data = b"".join(b"".join(wire.encode(ramp(n), weight=n)) for n in (5, 1, 900)) + wire.END
-
-    async def all_of(stream: Stream) -> list[float]:
-        weights = [(await take(stream, n))[0].weight for n in (5, 1, 900)]
-        assert await wire.begin(stream, part_bytes=PART_BYTES) is None
-        return weights
-
-    assert received(data, all_of) == [5, 1, 900]
-
-
 def field(number: int, kind: int, data: bytes) -> bytes:
     return varint(number << 3 | kind) + data
 
