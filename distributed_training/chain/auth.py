@@ -87,7 +87,7 @@ LEGACY = "legacy"
 BTAUTH_MAX_AGE: float = http_auth.DEFAULT_MAX_AGE  # seconds
 
 # Bounded, and without spaces or control characters: what matches goes into log lines.
-_HOTKEY = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,60}")
+HOTKEY = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,60}")
 _NONCE = re.compile(r"[0-9]{1,20}")
 _SIGNATURE = re.compile(r"0x[0-9a-fA-F]{128}")
 _TOKEN = re.compile(r"[0-9A-Za-z-]{1,64}")
@@ -103,12 +103,6 @@ class Claim:
     nonce: int  # ns
     salt: str  # legacy: the uuid
     header_timeout: float | None  # legacy, seconds, unsigned
-
-
-def claimed_hotkey(headers: Mapping[str, str]) -> str | None:
-    """Return the hotkey that a request names as its sender, for the log; None if it names none."""
-    name = headers.get("x-bittensor-hotkey") or headers.get("bt_header_dendrite_hotkey", "")
-    return name if _HOTKEY.fullmatch(name) else None
 
 
 def claim(headers: Mapping[str, str], schemes: tuple[str, ...] = (BTAUTH, LEGACY)) -> Claim:
@@ -139,7 +133,7 @@ def claim(headers: Mapping[str, str], schemes: tuple[str, ...] = (BTAUTH, LEGACY
             raise Refused(Refusal.MALFORMED)
     else:
         raise Refused(Refusal.UNSIGNED)
-    if not (_HOTKEY.fullmatch(hotkey) and _NONCE.fullmatch(nonce)):
+    if not (HOTKEY.fullmatch(hotkey) and _NONCE.fullmatch(nonce)):
         raise Refused(Refusal.MALFORMED)
     return Claim(scheme, hotkey, receiver, int(nonce), salt, timeout)
 

@@ -53,7 +53,7 @@ from distributed_training.common.ports import listen
 from distributed_training.config.types import ConfigError
 from distributed_training.protocol.synapses import MAX_BODY_BYTES, PROBE_HOST
 
-from .auth import MOST_VALIDATORS, Refusal, Refused, claimed_hotkey
+from .auth import HOTKEY, MOST_VALIDATORS, Refusal, Refused
 
 log = logging.getLogger(__name__)
 
@@ -506,10 +506,11 @@ class BoundedServer(abc.ABC):
         if refusal not in self.NO_STRIKE:
             self._admission.strike(address)
         headers = head.headers if head is not None else {}
-        claimed = claimed_hotkey(headers)
-        if not self._may_log(claimed or address):
+        named = headers.get("x-bittensor-hotkey") or headers.get("bt_header_dendrite_hotkey", "")
+        claimed = HOTKEY.fullmatch(named)
+        if not self._may_log(named if claimed else address):
             return
-        caller = f"{claimed} at {address}" if claimed else address
+        caller = f"{named} at {address}" if claimed else address
         if refusal is Refusal.METHOD and headers.get("host") == PROBE_HOST:
             # The operator's own. Whoever pretends to be one gains a quieter line, no more.
             log.info("doctor --probe reached this server from %s", address)

@@ -276,7 +276,19 @@ class RegistrationWatcher:
             )
             return RegistrationEvent(Change.UID_CHANGED, line)
         self._reported.add(found)
-        return RegistrationEvent(found, self._line(found))
+        if found is Change.EXPELLED:
+            line = (
+                f"the founder expelled hotkey {self._hotkey} from this network, so it earns "
+                "nothing and training stops; its weights are kept: ask the founder, who can let it "
+                "in again with `dt-registry expel --again`"
+            )
+        else:
+            line = (
+                f"hotkey {self._hotkey} is no longer registered on the subnet, so it earns nothing "
+                "and training stops; its weights are kept: register it again with "
+                f"`{self._belief.remedy}`, and the miner goes on by itself"
+            )
+        return RegistrationEvent(found, line)
 
     def _compare(self) -> _Suspicion | None:
         neurons = self._chain.neurons()
@@ -304,16 +316,3 @@ class RegistrationWatcher:
                 if since >= REWRITE_EVERY:
                     return name
         return None
-
-    def _line(self, change: Change) -> str:
-        if change is Change.EXPELLED:
-            return (
-                f"the founder expelled hotkey {self._hotkey} from this network, so it earns "
-                "nothing and training stops; its weights are kept: ask the founder, who can let it "
-                "in again with `dt-registry expel --again`"
-            )
-        return (
-            f"hotkey {self._hotkey} is no longer registered on the subnet, so it earns nothing "
-            "and training stops; its weights are kept: register it again with "
-            f"`{self._belief.remedy}`, and the miner goes on by itself"
-        )

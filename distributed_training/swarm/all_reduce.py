@@ -288,8 +288,12 @@ class AllReduce:
             values = difference[: len(part)]
             async with asyncio.timeout(2 * self._terms.chunk_timeout):
                 arriving = await self._next(stream)
-                if arriving is None or arriving.code != averaging_pb2.AVERAGED_PART:
-                    raise FrameError(_refusal(arriving))
+                if arriving is None:
+                    raise FrameError("it ended before all parts were averaged")
+                if (code := arriving.code) != averaging_pb2.AVERAGED_PART:
+                    known = averaging_pb2.MessageCode.values()
+                    name = averaging_pb2.MessageCode.Name(code) if code in known else code
+                    raise FrameError(f"it answered {name}")
                 await wire.finish(stream, arriving, values)
             # Aside: the local values must come through an average that is refused.
             torch.add(part, values, out=values)
@@ -440,14 +444,6 @@ async def _until_closed(stream: Stream, timeout: float) -> None:
             await stream.receive_end()
 
 
-def _refusal(arriving: wire.Arriving | None) -> str:
-    if arriving is None:
-        return "it ended before all parts were averaged"
-    known = averaging_pb2.MessageCode.values()
-    code = arriving.code
-    return f"it answered {averaging_pb2.MessageCode.Name(code) if code in known else code}"
-
-
 def _why(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
@@ -569,11 +565,6 @@ class Reducer:
         self._squares: dict[PeerID, tuple[float, float, int]] = {}  # theirs, ours, their number
         self._check_heard()
         self._check_complete()
-
-    @property
-    def failed(self) -> set[PeerID]:
-        """The senders that were left out."""
-        return set(self.causes)
 
     @property
     def alone(self) -> bool:

@@ -28,7 +28,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -262,7 +262,7 @@ class DTGradAverager(ServicerBase):
                 timeout=timeout,
                 usual_rms=order.usual_norm / math.sqrt(max(1, values)),
             ),
-            open_stream=self._open_stream,
+            open_stream=partial(self.daemon.open_stream, protocol=self._parts_protocol),
         )
         serving: set[asyncio.Task[Any]] = set()
         self._serving = serving
@@ -274,9 +274,6 @@ class DTGradAverager(ServicerBase):
                 task.cancel()
             raise
         return all_reduce
-
-    def _open_stream(self, peer: PeerID) -> AbstractAsyncContextManager[Stream]:
-        return self.daemon.open_stream(peer, self._parts_protocol)
 
     # --- calls of other peers ------------------------------------------------------------------
 

@@ -248,7 +248,7 @@ class HostKeeper:
     times: the port is taken, or p2pd is missing.
 
     A peer that cannot join the swarm starts alone and training goes on. It joins as soon as an
-    initial peer, or one that it has met before, can be met (``joined``).
+    initial peer, or one that it has met before, can be met.
     """
 
     def __init__(
@@ -279,12 +279,6 @@ class HostKeeper:
     def alive(self) -> bool:
         host = self.host
         return host is not None and host.alive()
-
-    @property
-    def joined(self) -> bool:
-        """False while no other peer could be met."""
-        host = self.host
-        return host is not None and host.alive() and not host.obstacle
 
     @contextlib.contextmanager
     def use(self, timeout: float, cancelled: threading.Event) -> Iterator[HostProcess]:

@@ -147,8 +147,7 @@ class Daemon:
         Raises OSError, also if the peer refuses it.
         """
         request = p2pd_pb2.StreamOpenRequest(peer=peer.to_bytes(), proto=[protocol])
-        kind = p2pd_pb2.Request.STREAM_OPEN
-        async with self._call(peer, p2pd_pb2.Request(type=kind, streamOpen=request)) as (stream, _):
+        async with self._call(peer, "STREAM_OPEN", streamOpen=request) as (stream, _):
             yield stream
 
     async def connect(self, peer: PeerID, addresses: Iterable[str]) -> None:
@@ -156,16 +155,13 @@ class Daemon:
         # Its own word for them has no peer id at the end.
         places = [Multiaddr(a.rpartition("/p2p/")[0]).to_bytes() for a in addresses]
         request = p2pd_pb2.ConnectRequest(peer=peer.to_bytes(), addrs=places)
-        async with self._call(
-            peer, p2pd_pb2.Request(type=p2pd_pb2.Request.CONNECT, connect=request)
-        ):
+        async with self._call(peer, "CONNECT", connect=request):
             pass
 
     async def addresses(self, peer: PeerID) -> list[str]:
         """Return the full addresses under which p2pd knows ``peer``. Raises OSError."""
         request = p2pd_pb2.DHTRequest(type=p2pd_pb2.DHTRequest.FIND_PEER, peer=peer.to_bytes())
-        asked = p2pd_pb2.Request(type=p2pd_pb2.Request.DHT, dht=request)
-        async with self._call(peer, asked) as (_, response):
+        async with self._call(peer, "DHT", dht=request) as (_, response):
             return [f"{Multiaddr(place)}/p2p/{peer}" for place in response.dht.peer.addrs]
 
     @contextlib.asynccontextmanager
@@ -207,7 +203,13 @@ class Daemon:
             listener.listen(_BACKLOG)
             accepting = asyncio.create_task(accept())
             try:
-                await self._register(protocol, path)
+                address = Multiaddr(f"/unix{path}").to_bytes()
+                request = p2pd_pb2.StreamHandlerRequest(
+                    addr=address, proto=[protocol], balanced=False
+                )
+                # p2pd keeps the handler when this connection ends.
+                async with self._call(PeerID(b""), "STREAM_HANDLER", streamHandler=request):
+                    pass
                 yield
             finally:
                 # The one that accepts too: a stream that comes now would have no handler.
@@ -216,24 +218,17 @@ class Daemon:
                 await asyncio.gather(accepting, *handlers, return_exceptions=True)
                 path.unlink(missing_ok=True)
 
-    async def _register(self, protocol: str, path: Path) -> None:
-        address = Multiaddr(f"/unix{path}").to_bytes()
-        request = p2pd_pb2.StreamHandlerRequest(addr=address, proto=[protocol], balanced=False)
-        kind = p2pd_pb2.Request.STREAM_HANDLER
-        # p2pd keeps the handler when this connection ends.
-        async with self._call(PeerID(b""), p2pd_pb2.Request(type=kind, streamHandler=request)):
-            pass
-
     @contextlib.asynccontextmanager
     async def _call(
-        self, peer: PeerID, request: p2pd_pb2.Request
+        self, peer: PeerID, kind: str, **request: Message
     ) -> AsyncIterator[tuple[Stream, p2pd_pb2.Response]]:
-        """Put ``request`` to p2pd, on a connection that stays open inside. Raises OSError."""
+        """Call p2pd, on a connection that stays open inside. Raises OSError."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.setblocking(False)
             await asyncio.get_running_loop().sock_connect(connection, self._control)
             stream = Stream(connection, peer)
-            await stream.send_message(request)
+            number = p2pd_pb2.Request.Type.Value(kind)
+            await stream.send_message(p2pd_pb2.Request(type=number, **request))
             response = p2pd_pb2.Response()
             await stream.receive_message(response)
             if response.type != p2pd_pb2.Response.OK:

@@ -40,32 +40,27 @@ SETTINGS = replace(
 
 
 class FastClock:
-    """Minutes pass in milliseconds: a pause ends at once and the time has gone by all the same."""
+    """Minutes pass in milliseconds: a pause ends at once and the time has gone by all the same.
 
-    def __init__(self) -> None:
+    ``busy``: blocks are made meanwhile, on ``nodes``.
+    """
+
+    def __init__(self, *, busy: bool = False) -> None:
         self.now = 1000.0
         self.pauses: list[float] = []
+        self.busy = busy
+        self.nodes: list[LedgerSubstrate] = []
 
     def monotonic(self) -> float:
         return self.now
 
     async def sleep(self, seconds: float) -> None:
+        if self.busy:
+            for ledger in {id(node.ledger): node.ledger for node in self.nodes}.values():
+                ledger.advance()
         self.now += seconds
         self.pauses.append(seconds)
         await asyncio.sleep(0.001)
-
-
-class BusyClock(FastClock):
-    """And blocks are made meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nodes: list[LedgerSubstrate] = []
-
-    async def sleep(self, seconds: float) -> None:
-        for ledger in {id(node.ledger): node.ledger for node in self.nodes}.values():
-            ledger.advance()
-        await super().sleep(seconds)
 
 
 class Nodes:
@@ -87,8 +82,7 @@ class Nodes:
                 node.ledger = MemoryLedger(block=self.ledger.height - round(seconds / 12))
                 node.ledger.register(VALIDATOR.ss58)
         self.clock = clock
-        if isinstance(clock, BusyClock):
-            clock.nodes = [self.first, self.second]
+        clock.nodes = [self.first, self.second]
         self.chain = BittensorChain(
             settings=settings,
             wallet=self.wallet,
@@ -193,10 +187,7 @@ def test_close_does_not_wait_for_a_silent_node(nodes: Nodes) -> None:
 def test_away_for_an_hour_and_back_again(make: Make, caplog) -> None:
     """The pauses, intervals and log lines of the public network's settings; only time is faster."""
     public = ChainSettings()
-    nodes = make(
-        poll_interval=public.poll_interval,
-        neurons_interval=public.neurons_interval,
-    )
+    nodes = make(poll_interval=public.poll_interval, neurons_interval=public.neurons_interval)
     chain, pauses = nodes.chain, nodes.clock.pauses
     caplog.set_level(logging.INFO)
     last = chain.block()
@@ -268,8 +259,8 @@ def minutes_pass(make: Make) -> Make:
     """Makes nodes that all make blocks: one that synchronizes never stands still."""
 
     def made(*, behind: tuple[float, float], more: tuple[str, ...] = (SECOND,)) -> Nodes:
-        clock, interval = BusyClock(), timedelta(seconds=120)
-        return make(clock=clock, behind=behind, neurons_interval=interval, fallback_endpoints=more)
+        settings = {"neurons_interval": timedelta(seconds=120), "fallback_endpoints": more}
+        return make(clock=FastClock(busy=True), behind=behind, **settings)
 
     return made
 

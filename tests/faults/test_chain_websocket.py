@@ -42,12 +42,9 @@ class Network:
         call_timeout: timedelta = SETTINGS.call_timeout,
     ) -> BittensorChain:
         first, *more = endpoints or [node.url for node in self.nodes]
-        settings = replace(SETTINGS, call_timeout=call_timeout)
-        chain = BittensorChain(
-            settings=replace(settings, chain_endpoint=first, fallback_endpoints=tuple(more)),
-            wallet=MINER,
-            substrate=substrate,
-        )
+        where = {"chain_endpoint": first, "fallback_endpoints": tuple(more)}
+        settings = replace(SETTINGS, call_timeout=call_timeout, **where)
+        chain = BittensorChain(settings=settings, wallet=MINER, substrate=substrate)
         self._chains.append(chain)
         return chain
 

@@ -45,7 +45,7 @@ def bad_peer(folder: Path, known: list[str], group_size: int) -> LinePeer:
     """Its first answer is its peer ID; a line is the kind of the next round."""
     folder.mkdir()
     order = (json.dumps(each) for each in (SHAPES, known, group_size))
-    return LinePeer("swarm_bad_peer.py", folder / "log", str(folder), *order)
+    return LinePeer("swarm_bad_peer.py", folder / "log", *order)
 
 
 World = tuple[list[HivemindSwarm], LinePeer, str]

@@ -36,6 +36,7 @@ from tests.tools.swarm_world import (
     Rounds,
     assert_good_round,
     everybody,
+    joined,
     open_swarm,
     open_swarms,
     signal_host,
@@ -128,11 +129,11 @@ def test_the_bootstrap_is_away_and_comes_later(tmp_path: Path) -> None:
         peer_id = other.peer_id
         other.restart()  # as after a host that died
         late = start("late", known=address)
-        assert other.alive() and not other._keeper.joined
-        assert late.alive() and not late._keeper.joined
+        assert other.alive() and not joined(other._keeper)
+        assert late.alive() and not joined(late._keeper)
         back = start("0", settings=settings)
         assert back.visible_maddrs == address
-        wait_for(lambda: late._keeper.joined and other._keeper.joined, "the swarm is joined")
+        wait_for(lambda: joined(late._keeper) and joined(other._keeper), "the swarm is joined")
         assert other.peer_id == peer_id
         assert_good_round(back, other, late)
 
@@ -142,7 +143,7 @@ def test_one_initial_peer_that_is_reachable_is_enough(
 ) -> None:
     dead = f"/ip4/127.0.0.1/tcp/1/p2p/{trio[0].peer_id}"
     with closing(open_swarm(tmp_path, LARGE, (dead, *trio[0].visible_maddrs))) as late:
-        assert late._keeper.joined
+        assert joined(late._keeper)
         assert_good_round(trio[0], late)
 
 

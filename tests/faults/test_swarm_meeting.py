@@ -31,6 +31,7 @@ from tests.tools.swarm_world import (
     Rounds,
     assert_good_round,
     everybody,
+    joined,
     open_swarm,
     open_swarms,
     processes,
@@ -118,7 +119,7 @@ def test_nothing_in_the_way_of_joining_stops_a_start(
             else max(kinds[address] for address in chosen)[1]
         )
         with contextlib.closing(open_swarm(tmp_path, SMALL, chosen)) as swarm:
-            assert swarm.alive() and not swarm._keeper.joined
+            assert swarm.alive() and not joined(swarm._keeper)
             (line,) = [m for m in caplog.messages if "this peer joins no round" in m]
             assert expected in line
             if clock:
@@ -128,7 +129,7 @@ def test_nothing_in_the_way_of_joining_stops_a_start(
                     swarm.average(request)
                 assert raised.value.fault is AllReduceFault.NO_GROUP
                 skewed.ahead = 0.0
-                wait_for(lambda: swarm._keeper.joined, "the swarm is joined", seconds=60)
+                wait_for(lambda: joined(swarm._keeper), "the swarm is joined", seconds=60)
 
 
 def met(book: Path) -> set[str]:
@@ -193,4 +194,4 @@ def test_a_peer_is_reached_by_name(tmp_path: Path) -> None:
         for kind in ("dns4", "dns"):
             name = first.visible_maddrs[0].replace("/ip4/127.0.0.1", f"/{kind}/localhost")
             with contextlib.closing(open_swarm(tmp_path / kind, SMALL, [name])) as other:
-                assert other._keeper.joined, kind
+                assert joined(other._keeper), kind

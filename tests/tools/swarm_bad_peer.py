@@ -1,4 +1,4 @@
-"""A peer that misbehaves in the all-reduce: ``swarm_bad_peer.py FOLDER SHAPES PEERS GROUP_SIZE``.
+"""A peer that misbehaves in the all-reduce: ``swarm_bad_peer.py SHAPES PEERS GROUP_SIZE``.
 
 Each line on standard input is the kind of the next round, as in :data:`KINDS`. It joins the DHT and
 finds its group as any peer does; only what it sends to the others is wrong.
@@ -12,6 +12,8 @@ import os
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,8 +22,8 @@ from torch import Tensor
 
 from distributed_training.swarm import all_reduce, averager_process, wire
 from distributed_training.swarm.bounds import Known
-from distributed_training.swarm.supervisor import HostConfig, RoundOrder
 from distributed_training.swarm.wire import Stream
+from tests.tools.swarm_world import ORDER
 
 KINDS = (
     "short",  # fewer parts than its group needs of it
@@ -112,25 +114,15 @@ class BadAllReduce(all_reduce.AllReduce):
 
 
 async def main() -> None:
-    folder = sys.argv[1]
-    shapes, peers, group_size = (json.loads(text) for text in sys.argv[2:])
+    shapes, peers, group_size = (json.loads(text) for text in sys.argv[1:])
     averager_process.AllReduce = BadAllReduce
     node = await DHTNode.create(initial_peers=peers, host_maddrs=["/ip4/127.0.0.1/tcp/0"])
     tensors = [torch.ones(shape) for shape in shapes]
-    config = HostConfig(
-        parent=0,
-        tensors=0,
-        shapes=shapes,
+    config: Any = SimpleNamespace(
         sockets=tempfile.mkdtemp(prefix="bad-peer-"),
-        initial_peers=[],
-        listen=[],
-        announce=[],
-        identity=f"{folder}/identity",
-        start_timeout=30,
         prefix="test_grad_averager",
         part_size=512 * 1024,
         compression="none",
-        round_timeout=60,
     )
     peer = averager_process.DTGradAverager(node, config, tensors, Known())
     loop = asyncio.get_running_loop()
@@ -143,17 +135,7 @@ async def main() -> None:
             BadAllReduce.kind = kind
             for tensor in tensors:
                 tensor.fill_(1.0)
-            order = RoundOrder(
-                number=number,
-                weight=1.0,
-                timeout=15,
-                min_group_size=group_size,
-                min_matchmaking_time=1.5,
-                request_timeout=1.2,
-                allreduce_timeout=6,
-                next_chunk_timeout=3,
-                bandwidth=None,
-            )
+            order = replace(ORDER, number=number, min_group_size=group_size)
             print(await peer.average(order, lambda: None), flush=True)
     os._exit(0)
 

@@ -21,6 +21,7 @@ import torch
 
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.protocol.types import AllReduceError, AllReduceResult, RoundRequest
+from distributed_training.swarm.supervisor import HostKeeper, RoundOrder
 from distributed_training.swarm.swarm import HivemindSwarm
 
 if TYPE_CHECKING:
@@ -51,6 +52,20 @@ REQUEST = RoundRequest(
     request_timeout=timedelta(seconds=1.2),
     allreduce_timeout=timedelta(seconds=8),
     next_chunk_timeout=timedelta(seconds=2),
+)
+
+
+#: The same to a swarm process.
+ORDER = RoundOrder(
+    number=1,
+    weight=1.0,
+    timeout=15,
+    min_group_size=2,
+    min_matchmaking_time=1.5,
+    request_timeout=1.2,
+    allreduce_timeout=6,
+    next_chunk_timeout=3,
+    bandwidth=None,
 )
 
 
@@ -191,6 +206,12 @@ def stream_pair(own: PeerID, other: PeerID) -> Iterator[tuple[Stream, Stream]]:
         ours.setblocking(False)
         theirs.setblocking(False)
         yield Stream(ours, other), Stream(theirs, own)
+
+
+def joined(keeper: HostKeeper) -> bool:
+    """Return whether its process runs and has met another peer."""
+    host = keeper.host
+    return host is not None and host.alive() and not host.obstacle
 
 
 def host_pid(swarm: HivemindSwarm) -> int:

@@ -6,6 +6,7 @@ import asyncio
 import math
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,8 @@ from distributed_training.swarm import address_book, meeting
 from distributed_training.swarm.address_book import AddressBook
 from distributed_training.swarm.bounds import Known
 from distributed_training.swarm.meeting import Meeting, Obstacle
-from distributed_training.swarm.supervisor import RoundOrder
 from distributed_training.swarm.wire import StreamError
+from tests.tools.swarm_world import ORDER
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -79,19 +80,8 @@ def test_of_a_calls_addresses_few_are_used_and_of_named_peers_alone(
 ) -> None:
     draw, own = random.Random(seed), PeerID.from_base58(IDS[0])
     named = draw.sample(IDS, draw.choice([0, 2, 16, 64]))
-    order = RoundOrder(
-        number=1,
-        weight=1.0,
-        timeout=60,
-        min_group_size=2,
-        min_matchmaking_time=1,
-        request_timeout=1,
-        allreduce_timeout=30,
-        next_chunk_timeout=2,
-        bandwidth=None,
-        peers=named,
-        addresses=[drawn(draw, draw.choice(IDS)) for _ in range(draw.choice([0, 5, 500]))],
-    )
+    addresses = [drawn(draw, draw.choice(IDS)) for _ in range(draw.choice([0, 5, 500]))]
+    order = replace(ORDER, peers=named, addresses=addresses)
     asked: dict[str, list[str]] = {}
 
     async def nobody() -> list[Any]:

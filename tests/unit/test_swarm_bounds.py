@@ -40,9 +40,10 @@ def peer(number: int) -> PeerID:
     return PeerID(bytes([0x12, 32]) + number.to_bytes(32, "big"))
 
 
-async def made(known: Known) -> Any:
-    """A node's protocol, without a network."""
-    validator = RecordValidator(PREFIX, LONGEST)
+async def made(*friends: PeerID) -> Any:
+    """A node's protocol, without a network; it knows ``friends``."""
+    validator, known = RecordValidator(PREFIX, LONGEST), Known()
+    known.add(friends)
     p2p: Any = SimpleNamespace(known=known, peer_id=peer(0))
     return await DHTProtocol.create(
         p2p, DHTID.generate(), 20, 5, 5, 3.0, client_mode=True, record_validator=validator
@@ -96,10 +97,8 @@ def drawn_record(draw: random.Random, sender: PeerID) -> tuple[bytes, bytes, byt
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_is_stored_is_of_the_run_small_short_and_bounded(seed: int) -> None:
     async def run() -> None:
-        draw, known = random.Random(seed), Known()
-        friends = [peer(number) for number in range(1, 9)]
-        known.add(friends)
-        node = await made(known)
+        draw, friends = random.Random(seed), [peer(number) for number in range(1, 9)]
+        node = await made(*friends)
         for _ in range(600):
             unknown = peer(draw.randrange(100, 1000))
             sender = draw.choice([unknown, unknown, unknown, draw.choice(friends)])
@@ -129,10 +128,7 @@ def test_whatever_is_stored_is_of_the_run_small_short_and_bounded(seed: int) -> 
 
 def test_untrusted_clients_declare_themselves_alone_and_leave_room_for_the_called() -> None:
     async def run() -> None:
-        known = Known()
-        known.add([peer(1)])
-        node, soon = await made(known), time.time() + 60
-        key = OURS[0].to_bytes()
+        node, soon, key = await made(peer(1)), time.time() + 60, OURS[0].to_bytes()
 
         def own(number: int, name: int) -> tuple[bytes, bytes, bytes, float]:
             return key, Packed.dumps(peer(name).to_bytes()), b"\xc3", soon
@@ -154,9 +150,7 @@ def test_untrusted_clients_declare_themselves_alone_and_leave_room_for_the_calle
 
 def test_a_dictionary_that_is_too_large_is_not_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        known = Known()
-        known.add([peer(1)])
-        node = await made(known)
+        node = await made(peer(1))
         monkeypatch.setattr(DictionaryDHTValue, "unpackb", lambda *_: pytest.fail("unpacked"))
         large = Packed.dumps(b"x" * 20_000)
         assert await store(node, peer(1), (OURS[0].to_bytes(), b"", large, 4e10)) is None
@@ -168,14 +162,9 @@ def test_the_table_of_peers_is_bounded_and_takes_those_that_we_know() -> None:
     """Node ids are what anybody claims: one place for a peer, and none is sent what is stored."""
 
     async def run() -> None:
-        known = Known()
-        known.add([peer(1)])
-        node = await made(known)
-        await store(
-            node,
-            peer(1),
-            (OURS[0].to_bytes(), Packed.dumps(peer(1).to_bytes()), b"\xc3", time.time() + 60),
-        )
+        node = await made(peer(1))
+        declared = (OURS[0].to_bytes(), Packed.dumps(peer(1).to_bytes()), b"\xc3")
+        await store(node, peer(1), (*declared, time.time() + 60))
         sent: list[Any] = []
 
         async def call(*about: Any, **more: Any) -> None:
@@ -262,7 +251,7 @@ def test_a_peer_that_asks_as_fast_as_it_is_answered_is_slowed_down_not_refused()
 
 def test_too_many_keys_are_refused() -> None:
     async def run() -> None:
-        node = await made(Known())
+        node = await made()
         keys = [DHTID.generate().to_bytes() for _ in range(17)]
         for count in (16, 17):
             request = dht_pb2.FindRequest(keys=keys[:count])

@@ -165,51 +165,36 @@ def test_another_layout_of_the_same_message_is_understood(body: bytes) -> None:
     assert torch.equal(values, torch.zeros(10))
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        framed(long_field(4, long_field(1, bytes(36)) + SHAPE + DTYPE)),
-        framed(long_field(4, BUFFER + long_field(2, b"\x0b") + DTYPE)),
-        framed(long_field(4, BUFFER + SHAPE + long_field(4, b"int32x"))),
-        framed(long_field(4, BUFFER + SHAPE + DTYPE + field(5, 0, b"\x63"))),
-        framed(long_field(4, BUFFER + SHAPE + DTYPE + b"\xff\xff")),
-        framed(long_field(4, b"")),
-        framed(long_field(4, BUFFER)[:-3] + b"\xff\xff\xff"),
-        framed(b""),
-        framed(b"\xff" * 80),
-        framed(field(1, 0, b"\x0f")),
-        b"\x00" + (1 << 60).to_bytes(8, "big") + bytes(100),
-        b"\x00" + (PART_BYTES + 5000).to_bytes(8, "big") + bytes(100),
-        b"\x02" + bytes(8),
-        b"\x01" + (3).to_bytes(8, "big") + b"\x0a\x01x",
-        b"\x01" + (5).to_bytes(8, "big") + b"\xff" * 5,
-        hiveminds(part_of(ramp(11))),
-        hiveminds(part_of(ramp(9), runtime_pb2.CompressionType.FLOAT16)),
-        compressed(runtime_pb2.CompressionType.BLOCKWISE_8BIT, "float32", bytes(20)),
-        compressed(runtime_pb2.CompressionType.UNIFORM_8BIT, "float32", bytes(18)),
-    ],
-    ids=[
-        "fewer bytes than values",
-        "another shape",
-        "no type of a number",
-        "compressed nobody knows how",
-        "bytes after the tensor",
-        "an empty tensor",
-        "cut within the tensor",
-        "nothing",
-        "noise",
-        "a code without values",
-        "endless",
-        "too long",
-        "an unknown marker",
-        "an error message",
-        "an error message that is none",
-        "one value more",
-        "one value fewer, compressed",
-        "compressed by a package that is not here",
-        "numbers of an empty table",
-    ],
-)
+NO_PARTS = {
+    "fewer bytes than values": framed(long_field(4, long_field(1, bytes(36)) + SHAPE + DTYPE)),
+    "another shape": framed(long_field(4, BUFFER + long_field(2, b"\x0b") + DTYPE)),
+    "no type of a number": framed(long_field(4, BUFFER + SHAPE + long_field(4, b"int32x"))),
+    "compressed nobody knows how": framed(
+        long_field(4, BUFFER + SHAPE + DTYPE + field(5, 0, b"\x63"))
+    ),
+    "bytes after the tensor": framed(long_field(4, BUFFER + SHAPE + DTYPE + b"\xff\xff")),
+    "an empty tensor": framed(long_field(4, b"")),
+    "cut within the tensor": framed(long_field(4, BUFFER)[:-3] + b"\xff\xff\xff"),
+    "nothing": framed(b""),
+    "noise": framed(b"\xff" * 80),
+    "a code without values": framed(field(1, 0, b"\x0f")),
+    "endless": b"\x00" + (1 << 60).to_bytes(8, "big") + bytes(100),
+    "too long": b"\x00" + (PART_BYTES + 5000).to_bytes(8, "big") + bytes(100),
+    "an unknown marker": b"\x02" + bytes(8),
+    "an error message": b"\x01" + (3).to_bytes(8, "big") + b"\x0a\x01x",
+    "an error message that is none": b"\x01" + (5).to_bytes(8, "big") + b"\xff" * 5,
+    "one value more": hiveminds(part_of(ramp(11))),
+    "one value fewer, compressed": hiveminds(part_of(ramp(9), runtime_pb2.CompressionType.FLOAT16)),
+    "compressed by a package that is not here": compressed(
+        runtime_pb2.CompressionType.BLOCKWISE_8BIT, "float32", bytes(20)
+    ),
+    "numbers of an empty table": compressed(
+        runtime_pb2.CompressionType.UNIFORM_8BIT, "float32", bytes(18)
+    ),
+}
+
+
+@pytest.mark.parametrize("data", NO_PARTS.values(), ids=NO_PARTS)
 def test_what_is_no_part_is_refused(data: bytes) -> None:
     with pytest.raises(FrameError):
         received(data, lambda stream: take(stream, 10))

@@ -36,6 +36,7 @@ from distributed_training.swarm.supervisor import (
     any_reachable,
     to_line,
 )
+from tests.tools.swarm_world import joined
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
@@ -93,6 +94,7 @@ class World:
         monkeypatch.setattr(supervisor, "HostProcess", start)
         monkeypatch.setattr(supervisor, "Backoff", Backoff)
         monkeypatch.setattr(supervisor, "_LOOK", 0.01)
+        monkeypatch.setattr(supervisor, "_START_ATTEMPTS", 1)
         self.folder = folder
 
     @contextmanager
@@ -115,7 +117,7 @@ def world(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> World:
 def test_a_host_is_started_again_at_once_and_then_less_and_less_often(world: World) -> None:
     with world.keeper() as made:
         world.hosts[-1].end("killed")
-        wait_for(lambda: made.alive() and made.joined, "it is started again")
+        wait_for(lambda: joined(made), "it is started again")
         assert world.failures == [], "at once"
 
 
@@ -129,7 +131,7 @@ def test_a_peer_that_meets_nobody_is_alone_and_says_why(
         for obstacle in ("This machine's clock is 5 s ahead", ""):
             program._theirs.sendall(to_line(Joined(obstacle)))
             wait_for(lambda said=obstacle: host.obstacle == said, "it is told")
-            assert made.alive() and made.joined == (not obstacle)
+            assert made.alive() and joined(made) == (not obstacle)
         assert [line for line in caplog.messages if "clock" in line or "joined" in line] == [
             "This machine's clock is 5 s ahead; so this peer joins no round yet. Training goes on, "
             "and it is tried again",
@@ -150,7 +152,6 @@ def test_a_peer_that_meets_nobody_is_alone_and_says_why(
 def test_a_machine_that_has_nothing_left_costs_time_only(
     world: World, where: str, error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_START_ATTEMPTS", 1)
     with world.keeper() as made:
         tries = []
 
@@ -166,7 +167,7 @@ def test_a_machine_that_has_nothing_left_costs_time_only(
             world.hosts[-1].end("killed")
             wait_for(lambda: len(tries) >= 3, "it is tried again and again")
         world.launch = object
-        wait_for(lambda: made.alive() and made.joined, "it is there again")
+        wait_for(lambda: joined(made), "it is there again")
 
 
 class Program:
@@ -274,10 +275,7 @@ def test_a_name_that_none_can_have_is_not_reachable() -> None:
     assert not asyncio.run(any_reachable(["/dns4/a..b/tcp/80/p2p/x"], timeout=1))
 
 
-def test_a_host_without_an_address_is_no_host(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "_START_ATTEMPTS", 1)
+def test_a_host_without_an_address_is_no_host(world: World) -> None:
     world.outcome = lambda config: []
     with pytest.raises(SwarmUnavailable, match="no TCP port"), world.keeper(dht_port=0):
         pass
@@ -297,10 +295,7 @@ def test_a_start_under_way_does_not_hold_up_the_stop(world: World) -> None:
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails"])
-def test_a_start_holds_no_round_beyond_its_time(
-    world: World, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(supervisor, "_START_ATTEMPTS", 1)
+def test_a_start_holds_no_round_beyond_its_time(world: World, how: str) -> None:
     with world.keeper() as made:
         world.outcome = lambda config: None if how == "hangs" else "no port is free"
         world.hosts[-1].end("killed")
@@ -317,12 +312,11 @@ def test_a_start_holds_no_round_beyond_its_time(
 def test_a_round_does_not_wait_for_the_back_off(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_START_ATTEMPTS", 1)
     monkeypatch.setattr(supervisor, "_LOOK", 60.0)
     with world.keeper() as made:
         world.hosts[-1].end("killed")
-        with made.use(5.0, threading.Event()) as host:
-            assert host.alive() and made.joined
+        with made.use(5.0, threading.Event()):
+            assert joined(made)
 
 
 def test_a_call_without_a_timeout_ends_with_the_rounds_of_the_others(
