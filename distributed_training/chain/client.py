@@ -33,9 +33,6 @@ PARALLEL = synapses.MOST_CALLED  # calls at a time: whoever is silent takes a ca
 ACKNOWLEDGE_TIMEOUT = timedelta(seconds=12)
 
 
-Reply = tuple[int, dict[str, Any]]  # status and fields
-
-
 class SignedClient:
     """Calls miners with the hotkey of ``wallet``.
 
@@ -46,12 +43,7 @@ class SignedClient:
     miner that does not answer or answers nonsense.
     """
 
-    def __init__(
-        self,
-        *,
-        wallet: Wallet,
-        narrowest: Reach = Reach.MACHINE,
-    ) -> None:
+    def __init__(self, *, wallet: Wallet, narrowest: Reach = Reach.MACHINE) -> None:
         self._narrowest = narrowest
         self._may_warn = Throttle(_WARN_AGAIN)
         self._wallet = wallet
@@ -67,9 +59,9 @@ class SignedClient:
         replies = self._sweep(neurons, synapses.IS_ALIVE, synapses.build_is_alive(epoch), timeout)
         alive: dict[int, IsAliveReply | None] = dict.fromkeys(replies)
         for uid, reply in replies.items():
-            if reply is not None and reply[0] == 200:
+            if reply is not None:
                 with contextlib.suppress(SynapseError):
-                    alive[uid] = synapses.parse_is_alive_reply(reply[1])
+                    alive[uid] = synapses.parse_is_alive_reply(reply)
         return alive
 
     def sweep_all_reduce(
@@ -80,16 +72,12 @@ class SignedClient:
         By uid: the miner's word on the round it is already in, empty when it took the call; None
         when it did not acknowledge it.
         """
-        replies = self._sweep(
-            neurons,
-            synapses.ALL_REDUCE,
-            synapses.build_all_reduce(request),
-            ACKNOWLEDGE_TIMEOUT,
-        )
+        fields = synapses.build_all_reduce(request)
+        replies = self._sweep(neurons, synapses.ALL_REDUCE, fields, ACKNOWLEDGE_TIMEOUT)
         words: dict[int, str | None] = dict.fromkeys(replies)
         for uid, reply in replies.items():
-            if reply is not None and reply[0] == 200:
-                answer = reply[1].get("answer")
+            if reply is not None:
+                answer = reply.get("answer")
                 words[uid] = answer if isinstance(answer, str) else ""
         return words
 
@@ -99,12 +87,12 @@ class SignedClient:
         name: str,
         fields: Mapping[str, Any],
         timeout: timedelta,
-    ) -> dict[int, Reply | None]:
-        """Call all ``neurons``, by uid."""
+    ) -> dict[int, dict[str, Any] | None]:
+        """Call all ``neurons``; return the fields of their replies by uid."""
         body = json.dumps(fields).encode()
         gate = asyncio.Semaphore(PARALLEL)
 
-        async def one(client: httpx.AsyncClient, neuron: Neuron) -> Reply | None:
+        async def one(client: httpx.AsyncClient, neuron: Neuron) -> dict[str, Any] | None:
             async with gate:
                 if not self._may_call(neuron):
                     return None
@@ -114,7 +102,7 @@ class SignedClient:
                 )
                 return await _post(client, neuron, name, body, headers, timeout)
 
-        async def sweep() -> list[Reply | None]:
+        async def sweep() -> list[dict[str, Any] | None]:
             # Without redirects and TLS: endpoints are chain addresses.
             async with httpx.AsyncClient(transport=AsyncTransport(verify=False)) as client:
                 return await asyncio.gather(*(one(client, neuron) for neuron in neurons))
@@ -144,7 +132,8 @@ async def _post(
     body: bytes,
     headers: Mapping[str, str],
     timeout: timedelta,
-) -> Reply | None:
+) -> dict[str, Any] | None:
+    """Return the fields of the miner's reply; None if it did not take the call."""
     if neuron.port is None:
         return None
     host = f"[{neuron.ip}]" if ":" in neuron.ip else neuron.ip
@@ -166,4 +155,5 @@ async def _post(
         return None
     if reply.status_code != 200:
         log.debug("%s of uid %d: status %d", name, neuron.uid, reply.status_code)
-    return (reply.status_code, content) if isinstance(content, dict) else None
+        return None
+    return content if isinstance(content, dict) else None
