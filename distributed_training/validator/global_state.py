@@ -183,15 +183,25 @@ class GlobalPublisher:
         writing it was what failed.
         """
         began, sent, reason = time.monotonic(), Sent(), ""
-        revision = Revision(self.run, state.outer_step, 0)
+        step, revision = state.outer_step, Revision(self.run, state.outer_step, 0)
+        metadata = Metadata.of(revision, peer_id).to_json()
         try:
-            self._send(self._write(state), Metadata.of(revision, peer_id), sent)
+            folder, journal = self._write(state), Journal(self._folder / "uploads.json")
+            deadline = deadline_in(_PUBLICATION)
+            with Sender(store=self._store, journal=journal, deadline=deadline, sent=sent) as sender:
+                files = [(keys.epoch_key(step, n), folder / n) for n in keys.GLOBAL_DATA_FILES]
+                # Parts of an outer step that was given up would fill the bucket for days.
+                sender.abandon_all_but(key for key, _ in files)
+                sender.upload_all(files)
+                # In this order: whoever reads the root asks for that folder at once.
+                for key in (keys.epoch_key(step, keys.METADATA), keys.ROOT_METADATA):
+                    self._put(key, metadata)
         # A disk that is full is a RuntimeError of torch's, and safetensors has an error of its own.
         except (StoreError, OSError, SafetensorError, RuntimeError) as error:
             reason = str(error)
         if not reason:
-            prune_epochs(self._store, newest=state.outer_step, keep=self._keep_epochs)
-            remove_states(self._folder, before=state.outer_step - KEPT_EPOCHS + 1)
+            prune_epochs(self._store, newest=step, keep=self._keep_epochs)
+            remove_states(self._folder, before=step - KEPT_EPOCHS + 1)
         return PublicationReport(
             revision=revision,
             ok=not reason,
@@ -200,19 +210,6 @@ class GlobalPublisher:
             reason=reason,
             finished_at=time.time(),
         )
-
-    def _send(self, folder: Path, metadata: Metadata, sent: Sent) -> None:
-        """Upload the files of ``folder``, the metadata last. Raises StoreError, OSError."""
-        step, journal = metadata.outer_step, Journal(self._folder / "uploads.json")
-        deadline = deadline_in(_PUBLICATION)
-        with Sender(store=self._store, journal=journal, deadline=deadline, sent=sent) as sender:
-            files = [(keys.epoch_key(step, n), folder / n) for n in keys.GLOBAL_DATA_FILES]
-            # Parts of an outer step that was given up would fill the bucket for days.
-            sender.abandon_all_but(key for key, _ in files)
-            sender.upload_all(files)
-            # In this order: whoever reads the root asks for that folder at once.
-            for key in (keys.epoch_key(step, keys.METADATA), keys.ROOT_METADATA):
-                self._put(key, metadata.to_json())
 
     def announce(self, outer_step: int, peer_id: str) -> None:
         """Write this process's peer id into the root metadata; nothing else changes.

@@ -254,7 +254,12 @@ class RoundCaller:
                     + (f", {elsewhere} at another" if attendance.elsewhere else ""),
                 )
             alive = [n for n in neurons if n.uid in attendance.alive]
-            candidates = self._rank(alive, scores)
+            found = each(self._candidate, alive, stop=self._stop)
+            # The inner step is the miner's own word: a liar must not come before who has a score.
+            candidates = sorted(
+                (c for c in found if c is not None),
+                key=lambda c: (-scores.get(c.neuron.uid, 0), -c.metadata.inner_step),
+            )
             # What a running miner says of itself is newer than what it has published.
             published = {c.neuron.uid: c.metadata.peer_id for c in candidates}
             answered = attendance.answered
@@ -371,15 +376,6 @@ class RoundCaller:
             if self._stop.wait(self._settings.sweep_interval.total_seconds()):
                 break
         return neurons, attendance
-
-    def _rank(self, neurons: Sequence[Neuron], scores: Mapping[int, float]) -> list[_Candidate]:
-        """Sort by our scores; leave out miners without root metadata."""
-        found = each(self._candidate, neurons, stop=self._stop)
-        # The inner step is the miner's own word: a liar must not come before who has a score.
-        return sorted(
-            (c for c in found if c is not None),
-            key=lambda c: (-scores.get(c.neuron.uid, 0), -c.metadata.inner_step),
-        )
 
     def _candidate(self, neuron: Neuron) -> _Candidate | None:
         try:

@@ -202,7 +202,21 @@ class Standings:
             # The ratings stay: they count again once the miner answers.
             if entry.missed_sweeps > MAX_MISSED_SWEEPS or entry.run_id:
                 entry.published = 0.0
-        return {uid: self._figures(uid, totals[uid]) for uid in present}
+        ratings = {uid: self.board.rating(uid) for uid in present}
+        return {
+            uid: {
+                "random": self.board.random_score(uid),
+                "mu": ratings[uid][0],
+                "sigma": ratings[uid][1],
+                "assigned": self.board.assigned_score(uid),
+                "train": self.board.train_score(uid),
+                "all_reduce": entry.all_reduce,
+                "repo_valid": entry.repo_valid,
+                "total": totals[uid],
+                "published": entry.published,
+            }
+            for uid, entry in present.items()
+        }
 
     def weights(self) -> dict[int, float]:
         present = self._present()
@@ -248,21 +262,6 @@ class Standings:
                 else "reset unread for a while, then judged alone",
             )
         return found
-
-    def _figures(self, uid: int, total: float) -> dict[str, float]:
-        mu, sigma = self.board.rating(uid)
-        entry = self.entries[uid]
-        return {
-            "random": self.board.random_score(uid),
-            "mu": mu,
-            "sigma": sigma,
-            "assigned": self.board.assigned_score(uid),
-            "train": self.board.train_score(uid),
-            "all_reduce": entry.all_reduce,
-            "repo_valid": entry.repo_valid,
-            "total": total,
-            "published": entry.published,
-        }
 
 
 _UPLOAD_PATIENCE = timedelta(minutes=5)  # with one upload: a store may drip for ever

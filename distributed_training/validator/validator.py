@@ -75,12 +75,9 @@ from distributed_training.protocol.scoring import round_due
 from distributed_training.protocol.types import AllReduceFault
 from distributed_training.scoring.evaluator import Judgement
 from distributed_training.store.errors import StoreError
-from distributed_training.training.outer_rule import OuterRule, nesterov_sgd
+from distributed_training.training.outer_rule import OuterRule
 from distributed_training.training.outer_step import GlobalState
-from distributed_training.validator.global_state import (
-    GlobalPublisher,
-    GlobalStateError,
-)
+from distributed_training.validator.global_state import GlobalPublisher, GlobalStateError
 from distributed_training.validator.rounds import (
     Attendance,
     RoundCaller,
@@ -116,7 +113,7 @@ class Validator:
         scorer: Scorer,
         held_out_loss: Callable[[Sequence[Tensor]], float],
         run: Run,
-        outer_rule: OuterRule = nesterov_sgd,
+        outer_rule: OuterRule,
     ) -> None:
         # collaborators
         self._outer_rule = outer_rule
