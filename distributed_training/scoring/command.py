@@ -48,15 +48,10 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from distributed_training.common.files import read_json_object, write_json
-from distributed_training.config import (
-    OPERATORS_FILE,
-    Config,
-    ConfigError,
-    exit_with,
-    load_config,
-)
+from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.types import File
+from distributed_training.health.gpus import unused_gpu
 from distributed_training.telemetry.neuron_state import SCORE_FILE
 
 if TYPE_CHECKING:
@@ -82,37 +77,29 @@ def main(argv: Sequence[str]) -> int:
         if options.background:
             given += ["--neuron.device", "cpu"]
         config = load_config("validator", given, file=OPERATORS_FILE, check=False)
-        return score(choose_device(config, options), options)
+        # Only --neuron.device takes a GPU that is in use: it would be a training miner's, which
+        # runs out of memory then and goes on with a smaller micro-batch.
+        if config.miner.device == "auto":
+            gpu, why = unused_gpu()
+            if gpu is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before torch counts them
+                return score(config, options)
+            if not why.startswith("no GPU"):
+                print(
+                    f"{why}, so this takes one CPU thread at low priority and "
+                    f"{BACKGROUND_SEQUENCES} sequences a block: run it on another machine, or give "
+                    "--neuron.device cuda",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                options.background = True
+            config = replace(config, miner=replace(config.miner, device="cpu"))
+        return score(config, options)
     except ConfigError as error:
         return exit_with(error)
 
 
 BACKGROUND_SEQUENCES = 32  # of each block, unless --sequences says otherwise
-
-
-def choose_device(config: Config, options: argparse.Namespace) -> Config:
-    """Have this process see one GPU that nobody uses, or else behave as with ``--background``.
-
-    Only ``--neuron.device`` takes a GPU that is in use: it would be a training miner's, which runs
-    out of memory then and goes on with a smaller micro-batch.
-    """
-    if config.miner.device != "auto":
-        return config
-    from distributed_training.health.gpus import unused_gpu
-
-    gpu, why = unused_gpu()
-    if gpu is not None:
-        os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before torch counts them
-        return config
-    if not why.startswith("no GPU"):
-        print(
-            f"{why}, so this takes one CPU thread at low priority and {BACKGROUND_SEQUENCES} "
-            "sequences a block: run it on another machine, or give --neuron.device cuda",
-            file=sys.stderr,
-            flush=True,
-        )
-        options.background = True
-    return replace(config, miner=replace(config.miner, device="cpu"))
 
 
 def build_parser() -> Parser:

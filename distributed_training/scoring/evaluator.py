@@ -9,6 +9,7 @@ miner lists as trained.
 from __future__ import annotations
 
 import math
+import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,11 +31,7 @@ from distributed_training.scoring.upload import (
     in_a_line,
     of_this_machine,
 )
-from distributed_training.training.model import (
-    CausalLoss,
-    hf_config,
-    schema_of,
-)
+from distributed_training.training.model import CausalLoss, hf_config, schema_of
 
 
 def evaluation_device(wanted: str) -> torch.device:
@@ -285,7 +282,9 @@ class Evaluator:
         DataUnavailable, Stopped, and torch.AcceleratorError, after which a GPU is of no more use.
         """
         uid, outer_step = upload.uid, judged.outer_step
-        assigned = (upload.assigned_block,)
+        # As the network's validators draw it, by a generator seeded with the uid. Not the global
+        # generator: whoever knows its seed knows the next random block too.
+        assigned = (random.Random(uid).sample(list(upload.blocks), 1)[0],)
         try:
             texts = [
                 torch.cat([self.pages(uid, block) for block in blocks])

@@ -129,12 +129,7 @@ def _global_bucket(config: Config, options: argparse.Namespace, stack: ExitStack
     """
     from distributed_training.chain.base import ChainState
     from distributed_training.node.buckets import PeerBuckets
-    from distributed_training.node.identity import (
-        STATE_FILE,
-        chain_name,
-        follow_chain,
-        keep_state,
-    )
+    from distributed_training.node.identity import STATE_FILE, chain_name, follow_chain, keep_state
     from distributed_training.scoring.score_preview import on_chain
 
     master, longest = config.miner.master_ss58_address, timedelta(hours=6)
@@ -230,24 +225,19 @@ def export_model(
     return outer_step
 
 
-def _load(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-    # Never from the hub: a file that the export lacks must be an error here.
-    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
-
-
 def sample(folder: Path, prompt: str, *, tokens: int) -> str:
     """Return ``prompt`` and what the exported model of ``folder`` continues it with.
 
     At most ``tokens`` tokens and the model's context; sampled at temperature 0.8, seed 0.
     """
     import torch
-    from transformers import AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils.logging import disable_progress_bar
 
-    model, tokenizer = _load(folder), AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    disable_progress_bar()
+    # Never from the hub: a file that the export lacks must be an error here.
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True).eval()
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     room = model.config.max_position_embeddings
     ids = tokenizer(prompt, return_tensors="pt", add_special_tokens=False).input_ids
     # The end of a long prompt: context and new tokens share max_position_embeddings.

@@ -28,8 +28,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from torch import Tensor
-
 from distributed_training.chain.base import Neuron
 from distributed_training.common.memory import ModelShape, disk_space
 from distributed_training.config import Config, ConfigError
@@ -38,13 +36,9 @@ from distributed_training.health.machine import bytes_under, count_moments
 from distributed_training.node.buckets import PeerBuckets
 from distributed_training.node.identity import follow_chain, miners_of
 from distributed_training.protocol import keys
-from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, MetadataError, RoundNotes
 from distributed_training.protocol.scoring import scored_epoch
-from distributed_training.scoring.evaluator import (
-    Evaluator,
-    Judgement,
-)
+from distributed_training.scoring.evaluator import Evaluator, Judgement
 from distributed_training.scoring.upload import (
     Cause,
     DataUnavailable,
@@ -56,12 +50,7 @@ from distributed_training.scoring.upload import (
     read_upload,
     within,
 )
-from distributed_training.store.bucket_reader import (
-    BucketReader,
-    check_run,
-    pt_content,
-    states,
-)
+from distributed_training.store.bucket_reader import BucketReader, check_run, pt_content, states
 from distributed_training.store.errors import NoRoomError, StoreError
 from distributed_training.store.snapshot_folder import size_text
 from distributed_training.training.compression import compression_of
@@ -99,6 +88,7 @@ def read_judged(
     ``folder`` keeps the weights, so that they are fetched once an outer step. ``miners``: folder of
     run folders, whose miners' share of the same disk stays free.
     """
+    reserved = 0  # bytes that miners may still take, if their disk is the folder's
     try:
         # The root first: a publisher writes it last, so what it names is there.
         root = bucket.metadata()
@@ -119,7 +109,6 @@ def read_judged(
         )
         schema = parameter_schema(model_config)
         folder.mkdir(parents=True, exist_ok=True)
-        reserved = 0  # bytes that miners may still take, if their disk is the folder's
         if miners is not None:
             most = disk_space(
                 ModelShape.from_config(model_config),
@@ -130,6 +119,12 @@ def read_judged(
             for run in {path.parent for path in miners.glob("*/checkpoints")}:
                 if run.stat().st_dev == folder.stat().st_dev:
                     reserved += max(0, most - bytes_under(run))
+        limit = model_bytes(schema)
+        found = bucket.fetch(outer_step, folder, (keys.MODEL,), limit=limit, reserved=reserved)
+        # After the fetch, since it may fail: each state is as large as the model.
+        for _, state in states(folder):
+            if state != found:
+                shutil.rmtree(state, ignore_errors=True)
         return PublishedState(
             block=block,
             bpa=bpa,
@@ -137,33 +132,18 @@ def read_judged(
             outer_step=outer_step,
             model_config=model_config,
             schema=schema,
-            weights=_weights(bucket, folder, outer_step, schema, reserved),
+            weights=load_weights(found / keys.MODEL, schema),
             learning_rate=_learning_rate(bucket, root.outer_step),
             compression=compression_of(config.training),
-        )
-    # OSError: a disk that is full, or a miner that goes while its run folder is measured.
-    except (StoreError, ValueError, OSError) as error:
-        raise NotJudgeable(f"the global state cannot be read: {error}") from None
-
-
-def _weights(
-    bucket: BucketReader, folder: Path, outer_step: int, schema: Schema, reserved: int
-) -> list[Tensor]:
-    """Fetch the weights of an outer step; ``folder`` keeps one. ``reserved``: bytes left free."""
-    try:
-        found = bucket.fetch(
-            outer_step, folder, (keys.MODEL,), limit=model_bytes(schema), reserved=reserved
         )
     except NoRoomError as error:
         raise NotJudgeable(
             f"{error}; the miner on this disk may take {size_text(reserved)} of it: give --cache "
             "on another disk"
         ) from None
-    # After the fetch, since it may fail: each state is as large as the model.
-    for _, state in states(folder):
-        if state != found:
-            shutil.rmtree(state, ignore_errors=True)
-    return load_weights(found / keys.MODEL, schema)
+    # OSError: a disk that is full, or a miner that goes while its run folder is measured.
+    except (StoreError, ValueError, OSError) as error:
+        raise NotJudgeable(f"the global state cannot be read: {error}") from None
 
 
 def _learning_rate(bucket: BucketReader, outer_step: int) -> float:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import enum
 import errno
 import logging
-import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -223,19 +222,11 @@ def inspect(
 
 
 PAGES = 2  # of each rank's, its first, are evaluated, if it reads so many
-# Sequences come in pairs: a tail shorter than this many sequences is dropped.
-BATCH = 2
+BATCH = 2  # sequences come in pairs
 
 
 class DataUnavailable(RuntimeError):
     """Pages, or this machine's memory, cannot be had now; says nothing about the upload."""
-
-
-def to_sequences(tokens: np.ndarray[Any, Any], sequence_length: int) -> Tensor:
-    """Cut one line of tokens to int64 ``(n, sequence_length)``; n is even, the rest is dropped."""
-    count = len(tokens) // (BATCH * sequence_length) * BATCH
-    cut = tokens[: count * sequence_length].astype(np.int64)
-    return torch.from_numpy(cut).view(count, sequence_length)
 
 
 @dataclass(frozen=True)
@@ -274,7 +265,7 @@ class PageReader:
         )
 
     def __call__(self, uid: int, block: int) -> Tensor:
-        """Return the text of a block as sequences.
+        """Return the text of a block as int64 ``(n, sequence_length)``.
 
         Raises DataUnavailable: rows cannot be had now, come too slowly, or are too few for one
         sequence or a page.
@@ -305,13 +296,13 @@ class PageReader:
         # ValueError: the page selection drew a config that is too small for a page.
         except (PageUnavailable, OSError, ValueError) as error:
             raise DataUnavailable(f"pages of uid {uid}, block {block}: {error}") from error
-        shortest = min(map(len, tokens))  # validators cut all ranks to it
-        found = torch.cat(
-            [to_sequences(each[:shortest], self.sequence_length)[:per_rank] for each in tokens]
-        )
-        if found.shape[0] == 0:
+        # Validators cut all ranks to the shortest, and drop a tail of less than two sequences.
+        length = self.sequence_length
+        count = min(map(len, tokens)) // (BATCH * length) * BATCH
+        if count == 0:
             raise DataUnavailable(f"pages of uid {uid}, block {block} hold less than two sequences")
-        return found
+        cut = [each[: count * length].astype(np.int64).reshape(count, length) for each in tokens]
+        return torch.cat([torch.from_numpy(each)[:per_rank] for each in cut])
 
 
 Result = TypeVar("Result")
@@ -332,15 +323,6 @@ class Upload:
     uid: int
     blocks: tuple[int, ...]  # as the miner lists them; never empty
     payload: GradientPayload
-
-    @property
-    def assigned_block(self) -> int:
-        """The block it is judged on, drawn as the network's validators draw it.
-
-        It is drawn from its list, by a generator seeded with the uid.
-        """
-        # Not the global generator: whoever knows its seed knows the next random block too.
-        return random.Random(self.uid).sample(list(self.blocks), 1)[0]
 
 
 def in_a_line(error: BaseException) -> str:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from distributed_training.protocol.pages import select_pages
-from distributed_training.scoring.upload import DataUnavailable, PageReader, to_sequences
+from distributed_training.scoring.upload import DataUnavailable, PageReader
 
 pytestmark = pytest.mark.timeout(60)
 NUM_ROWS = {"a": 500, "b": 900}
@@ -50,7 +51,13 @@ def _reader(source: object, **changes: object) -> PageReader:
 
 @pytest.mark.parametrize("tokens, count", [(63, 0), (64, 2), (127, 2), (128, 4)])
 def test_sequences_come_in_pairs(tokens: int, count: int) -> None:
-    found = to_sequences(np.arange(tokens, dtype=np.int32), 32)
+    counted = SimpleNamespace(encode_rows=lambda *_, **__: np.arange(tokens, dtype=np.int32))
+    reader = _reader(Source(), tokenizer=counted, sequence_length=32, ranks=1)
+    if count == 0:
+        with pytest.raises(DataUnavailable, match="less than two"):
+            reader(7, 1234)
+        return
+    found = reader(7, 1234)
     assert found.shape == (count, 32) and found.dtype == torch.int64
     assert found.flatten().tolist() == list(range(count * 32))
 
@@ -108,5 +115,3 @@ def test_rows_that_cannot_be_had_are_nobodys_fault() -> None:
         _reader(Source(), patience=timedelta(0))(7, 1234)
     with pytest.raises(DataUnavailable, match="config a has 101 rows; a page needs 102"):
         _reader(Small())(7, 1234)
-    with pytest.raises(DataUnavailable, match="less than two"):
-        _reader(Source(length=0), sequence_length=4096)(7, 1234)
