@@ -41,25 +41,17 @@ def store_keys(folder: Path) -> dict[str, str]:
     return keys
 
 
-_FILTERS = {
-    "catch_errors": "",
-    "gatekeeper": "",
-    "memcache": "",
-    "listing_formats": "",
-    "bulk": "",
+# "copy" stands before "slo", or copying a multipart object copies its manifest.
+_FILTERS = (
+    *("catch_errors", "gatekeeper", "memcache", "listing_formats", "bulk", "s3api", "tempauth"),
+    *("copy", "slo", "dlo", "versioned_writes", "symlink"),
+)
+_SETTINGS = {  # of some filters; those of tempauth are the keys
     "s3api": "auth_pipeline_check = false\nlocation = auto\nmax_upload_part_num = 10000\n"
     "max_bucket_listing = 1000\n",
-    "copy": "",
     "slo": "allow_async_delete = false\n",  # else a delete never frees the space of its segments
-    "dlo": "",
     "versioned_writes": "allow_object_versioning = true\n",
-    "symlink": "",
 }
-# "copy" stands before "slo", or copying a multipart object copies its manifest.
-_PIPELINE = (
-    "catch_errors gatekeeper memcache listing_formats bulk s3api tempauth copy slo dlo "
-    "versioned_writes symlink proxy-server"
-)
 
 
 def _write_configuration(folder: Path, port: int) -> dict[int, Path]:
@@ -91,17 +83,18 @@ def _write_configuration(folder: Path, port: int) -> dict[int, Path]:
             f"mount_check = false\n[pipeline:main]\npipeline = {service}-server\n"
             f"[app:{service}-server]\nuse = egg:swift#{service}\n"
         )
-    text = f"[DEFAULT]\n{common}bind_port = {port}\n[pipeline:main]\npipeline = {_PIPELINE}\n"
+    pipeline = " ".join([*_FILTERS, "proxy-server"])
+    text = f"[DEFAULT]\n{common}bind_port = {port}\n[pipeline:main]\npipeline = {pipeline}\n"
     # Buckets are containers of one account, which is made at the first request.
     text += "[app:proxy-server]\nuse = egg:swift#proxy\nallow_account_management = true\n"
     text += "account_autocreate = true\n"
-    for name, settings in _FILTERS.items():
-        text += f"[filter:{name}]\nuse = egg:swift#{name}\n{settings}"
-    text += "[filter:tempauth]\nuse = egg:swift#tempauth\n"
-    keys = store_keys(folder)
+    keys, users = store_keys(folder), ""
     for kind, group in (("WRITE", ".admin"), ("READ", ".reseller_reader")):
         account, name = keys[f"R2_{kind}_ACCESS_KEY_ID"].split(":")
-        text += f"user_{account}_{name} = {keys[f'R2_{kind}_SECRET_ACCESS_KEY']} {group}\n"
+        users += f"user_{account}_{name} = {keys[f'R2_{kind}_SECRET_ACCESS_KEY']} {group}\n"
+    settings = {**_SETTINGS, "tempauth": users}
+    for name in _FILTERS:
+        text += f"[filter:{name}]\nuse = egg:swift#{name}\n{settings.get(name, '')}"
     files[port] = folder / "proxy.conf"
     with open(os.open(files[port], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
         handle.write(text)

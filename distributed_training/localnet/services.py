@@ -352,23 +352,21 @@ class Services:
         self._chain_folder = folder / "chain"
         self.children = [self._store.child]  # that were begun, in this order
 
-    def bucket(self, plan: NeuronPlan) -> str:
-        """Name a neuron's bucket: the validator has the global one, a miner its uid's."""
-        if plan.kind == "validator":
-            return GLOBAL_BUCKET
-        return miner_bucket(GLOBAL_BUCKET, plan.uid)
-
     def open_bucket(self, plan: NeuronPlan, *, write: bool = False) -> S3ObjectStore:
-        """Open a neuron's bucket, by default with the keys that may only read. Close it."""
+        """Open a neuron's bucket, by default with the keys that may only read. Close it.
+
+        The validator has the global one, a miner its uid's.
+        """
         from pydantic import SecretStr
 
         from distributed_training.config.settings import StoreSettings
         from distributed_training.store.s3 import AccessKeys, S3ObjectStore
 
         found, kind = self._store.keys, "WRITE" if write else "READ"
+        of_miner = miner_bucket(GLOBAL_BUCKET, plan.uid)
         key, secret = (found[f"R2_{kind}_{n}"] for n in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"))
         return S3ObjectStore(
-            bucket=self.bucket(plan),
+            bucket=GLOBAL_BUCKET if plan.kind == "validator" else of_miner,
             endpoint_url=self.store_endpoint,
             keys=AccessKeys(SecretStr(key), SecretStr(secret)),
             settings=StoreSettings(),

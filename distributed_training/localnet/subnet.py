@@ -293,7 +293,8 @@ class LocalSubnet:
             if not again or not self.options.restart_miners:
                 raise SubnetFailure(child.obituary)
             self._start_neuron(neuron)
-        for service in self.services.children if self.services is not None else ():
+        assert self.services is not None
+        for service in self.services.children:
             # Without store or chain nothing can work: at once, not at the deadline.
             if not service.running and not service.stopping:
                 raise SubnetFailure(service.obituary)
@@ -318,7 +319,20 @@ class LocalSubnet:
         They count since the start. A miner that is not there ``settle`` after the validator is not
         waited for: the summary shows that it missed the step.
         """
-        self.wait_until(lambda: self._reached(count), deadline, f"outer step {count}")
+
+        def reached() -> bool:
+            published = [at for step, at in self.validator.state.outer_steps if step >= count]
+            if not published:
+                return False
+            # A miner that was killed or is late must not hold up the others for ever.
+            settled = time.time() - published[0] > self._settle
+            return settled or all(
+                any(step >= count for step, _ in miner.state.outer_steps)
+                for miner in self.miners
+                if miner.child.running
+            )
+
+        self.wait_until(reached, deadline, f"outer step {count}")
 
     def wait_for_figures(self, deadline: timedelta) -> None:
         """Wait until an upload of every miner was judged and scored, or ``deadline`` is over.
@@ -353,18 +367,6 @@ class LocalSubnet:
             if time.monotonic() >= end:
                 return False
             time.sleep(0.1)
-
-    def _reached(self, target: int) -> bool:
-        published = [at for step, at in self.validator.state.outer_steps if step >= target]
-        if not published:
-            return False
-        # A miner that was killed or is late must not hold up the others for ever.
-        settled = time.time() - published[0] > self._settle
-        return settled or all(
-            any(step >= target for step, _ in m.state.outer_steps)
-            for m in self.miners
-            if m.child.running
-        )
 
     def _read_events(self, neuron: Neuron) -> None:
         for event in neuron.state.poll():
