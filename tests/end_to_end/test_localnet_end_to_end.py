@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
 import random
 import re
 from collections.abc import Iterator
@@ -26,14 +25,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from bench import kills
-from distributed_training.config import load_config
-from distributed_training.data.pipeline import held_out_batches
-from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.doctor import main as run_doctor
 from distributed_training.localnet.services import NeuronPlan, SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, Neuron
 from distributed_training.localnet.summary import Summary
 from distributed_training.protocol import keys
+from distributed_training.telemetry import read_events
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page import PageProcess
 from tests.end_to_end.test_doctor import doctor
@@ -322,61 +319,13 @@ def test_the_uploaded_folder_of_each_miner_is_one_revision_and_loads(run: Run) -
                 assert torch.equal(tensor, written[name]), name
 
 
-def decode(idxs: torch.Tensor, vals: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """The pseudo-gradient of one parameter, from the protocol page alone.
-
-    Rows of a matrix (or chunks of at most 64 of a vector) hold their 32 largest entries.
-    """
-    if len(shape) == 2:
-        rows, columns = shape
-    else:
-        columns = max(d for d in range(1, 65) if shape[0] % d == 0)
-        rows = shape[0] // columns
-    dense = torch.zeros(rows, columns)
-    idxs, vals = idxs.reshape(rows, -1).long(), vals.reshape(rows, -1)
-    for row in range(rows):
-        dense[row, idxs[row]] = vals[row]
-    return dense.reshape(shape)
-
-
-def held_out_loss(model: torch.nn.Module, batches: torch.Tensor) -> float:
-    with torch.no_grad():
-        losses = [model(input_ids=b[None], labels=b[None]).loss.item() for b in batches]
-    return sum(losses) / len(losses)
-
-
-def test_a_pseudo_gradient_decoded_by_the_page_lowers_the_loss_of_the_global_model(
-    run: Run, tmp_path: Path
-) -> None:
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("R2_", "DT_", "BT_"))}
-    config = load_config(
-        "miner", ["--preset", "local"], environ=environment, dotenv=None, check=False
-    )
-    tokenizer, eos = build_tokenizer(config.miner.global_tokenizer_name, tmp_path)
-    batches = held_out_batches(
-        tokenizer_path=tokenizer,
-        eos_id=eos,
-        sequences=16,
-        sequence_length=config.training.sequence_length,
-    )
-    (global_bucket,) = [b for b in run.buckets.iterdir() if b not in miner_buckets(run)]
-    for bucket in miner_buckets(run):
-        # The first outer step's: 1 to 2 nats; a later one's are hundredths on this little text.
-        folder = bucket / "epoch-0"
-        model = AutoModelForCausalLM.from_pretrained(global_bucket / folder.name)
-        before = held_out_loss(model, batches)
-        payload = torch.load(folder / "gradients.pt", weights_only=True)
-        assert set(payload["metadata"]) == {"block", "inner_step", "outer_step", "loss"}
-        changed = 0
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                idxs, vals = payload[name + "idxs"], payload[name + "vals"]
-                assert idxs.dtype == torch.int16 and vals.dtype == torch.float32
-                parameter -= 0.8 * 0.5 * decode(idxs, vals, parameter.shape)
-                changed += 1
-        assert changed > 10
-        after = held_out_loss(model, batches)
-        assert after < before, f"{bucket.name}: {before:.4f} -> {after:.4f}"
+def test_an_upload_of_each_miner_lowers_the_loss_of_the_global_model(run: Run) -> None:
+    # The first outer step's: 1 to 2 nats; a later one's are hundredths on this little text.
+    events = read_events(run.subnet.validator.plan.events, "upload_scored")
+    last = {e["uid"]: e for e in events if e["ok"] and e["outer_step"] == 0}
+    assert last.keys() == {miner.plan.uid for miner in run.subnet.miners}
+    for event in last.values():
+        assert event["random_after"] < event["random_before"], event
 
 
 def test_every_upload_that_was_scored_had_been_searched(run: Run) -> None:

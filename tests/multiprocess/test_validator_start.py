@@ -36,10 +36,8 @@ STOPPED = 40.0  # seconds; at rest it takes two, and nothing that it waits for e
 
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[ObjectStoreServer]:
-    server = ObjectStoreServer(folder=tmp_path / "store")
-    server.start()
-    yield server
-    server.stop()
+    with ObjectStoreServer(folder=tmp_path / "store") as server:
+        yield server
 
 
 @pytest.fixture

@@ -127,16 +127,12 @@ def _put(name: str, data: bytes) -> Callable[[World, TwinMiner], object]:
     return lambda world, miner: miner.bucket.put(name, data)
 
 
-def _down(world: World, miner: TwinMiner) -> None:
-    miner.bucket.down = True
-
-
 SPOILED: dict[str, tuple[Callable[[World, TwinMiner], Any], Cause]] = {
     "no commitment": (
         lambda world, miner: world.uncommit(miner.uid),
         Cause.NO_COMMITMENT,
     ),
-    "down": (_down, Cause.UNREACHABLE),
+    "down": (lambda world, miner: setattr(miner.bucket, "down", True), Cause.UNREACHABLE),
     "empty": (lambda world, miner: miner.bucket.objects.clear(), Cause.NOTHING_PUBLISHED),
     "stale": (lambda world, miner: miner.bucket.age(5000), Cause.STALE),
     "no root": (

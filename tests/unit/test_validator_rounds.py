@@ -316,20 +316,13 @@ def test_rounds_come_by_the_block_clock_and_the_period_grows_after_the_first(
     tmp_path: Path,
 ) -> None:
     world = trained(tmp_path, blocks_per_allreduce_later=100, score_blocks=10**6)
-    world.chain_ledger.advance(59)
-    world.validator.tick()
-    assert world.validator.state.outer_step == 0
-    world.chain_ledger.advance(1)
-    world.validator.tick()
-    assert world.validator.state.outer_step == 1
-    assert world.validator.blocks_per_allreduce == 100
-    world.train_and_publish()
-    world.chain_ledger.advance(99)
-    world.validator.tick()
-    assert world.validator.state.outer_step == 1
-    world.chain_ledger.advance(1)
-    world.validator.tick()
-    assert world.validator.state.outer_step == 2
+    for period, reached in ((60, 1), (100, 2)):
+        assert world.validator.blocks_per_allreduce == period
+        world.train_and_publish()
+        for blocks, outer_step in ((period - 1, reached - 1), (1, reached)):
+            world.chain_ledger.advance(blocks)
+            world.validator.tick()
+            assert world.validator.state.outer_step == outer_step
 
 
 @pytest.mark.parametrize(
