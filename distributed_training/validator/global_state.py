@@ -21,7 +21,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from distributed_training.common.files import atomic_file, write_bytes
-from distributed_training.config.types import ConfigError
 from distributed_training.network import LARGEST_SHOWN, Network, Shown
 from distributed_training.node.start import WrongNetwork
 from distributed_training.protocol import keys
@@ -39,7 +38,7 @@ from distributed_training.store.cleanup import prune_epochs
 from distributed_training.store.errors import StoreError
 from distributed_training.store.journal import Journal
 from distributed_training.store.transfer import Retry, Sender, Sent, deadline_in
-from distributed_training.training.model import hf_config, schema_of, without_extras
+from distributed_training.training.model import hf_config, schema_of
 from distributed_training.training.outer_step import (
     GlobalState,
     OuterOptimizerState,
@@ -67,26 +66,6 @@ def small_llama(*, vocabulary: int, sequence_length: int, eos_token: int) -> dic
         "eos_token_id": eos_token,
         "pad_token_id": eos_token,
     }
-
-
-def read_model_config(path: Path, vocabulary: int) -> dict[str, Any]:
-    """Read a ``config.json``.
-
-    Raises ConfigError if it is none or its vocabulary is too small for the tokenizer.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} cannot be read as a config.json ({error}), so there is no model to publish: "
-            "correct --validator.model_config"
-        ) from None
-    if not isinstance(content, dict) or int(content.get("vocab_size", 0)) < vocabulary:
-        raise ConfigError(
-            f"the model of {path} has fewer words than the tokenizer's {vocabulary}, so it cannot "
-            "be trained on its tokens: correct --validator.model_config"
-        )
-    return without_extras(content)
 
 
 def initial_weights(model_config: Mapping[str, Any], *, seed: int) -> list[Tensor]:

@@ -7,6 +7,7 @@ their own.
 
 from __future__ import annotations
 
+import json
 import logging
 import random
 import threading
@@ -58,7 +59,7 @@ from distributed_training.swarm.supervisor import SwarmUnavailable, address_of
 from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog
 from distributed_training.training.compression import compression_of
-from distributed_training.training.model import parameter_schema
+from distributed_training.training.model import parameter_schema, without_extras
 from distributed_training.training.outer_rule import outer_rule_of
 from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.global_state import (
@@ -66,7 +67,6 @@ from distributed_training.validator.global_state import (
     GlobalStateError,
     claim,
     initial_weights,
-    read_model_config,
     small_llama,
 )
 from distributed_training.validator.rounds import RoundCaller, Run
@@ -316,8 +316,20 @@ def initial_state(config: Config, *, vocabulary: int, eos_token: int) -> GlobalS
 
     Raises ConfigError for a ``--validator.model_config`` that cannot be used.
     """
-    if config.validator.model_config is not None:
-        model_config = read_model_config(config.validator.model_config, vocabulary)
+    if (path := config.validator.model_config) is not None:
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{path} cannot be read as a config.json ({error}), so there is no model to "
+                "publish: correct --validator.model_config"
+            ) from None
+        if not isinstance(content, dict) or int(content.get("vocab_size", 0)) < vocabulary:
+            raise ConfigError(
+                f"the model of {path} has fewer words than the tokenizer's {vocabulary}, so it "
+                "cannot be trained on its tokens: correct --validator.model_config"
+            )
+        model_config = without_extras(content)
     elif config.network is not None and config.network.model is not None:
         model_config = dict(config.network.model)
     else:

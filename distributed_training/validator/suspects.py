@@ -72,9 +72,20 @@ class Suspects:
         resting = {u for u in present if u in self.sentences and self.sentences[u].rest > 0}
         free = [uid for uid in present if uid not in resting][:most]
         sets = [kept for f in self.failures if (kept := set(f).intersection(free))]
-        few = len(free) < least <= len(present)
-        chosen = self._half(free, sets, least=least, rng=rng) if sets else set(free)
-        if few or chosen is None:
+        too_few = len(free) < least <= len(present)
+        chosen = set(free)
+        innocent, target = chosen.difference(*sets), min(sets, key=len, default=set[int]())
+        # Half of the smallest set, and whoever is in none of them.
+        for draw in range(_DRAWS):
+            if not any(kept <= chosen for kept in sets):
+                break
+            # The doubts first; where they lead nowhere any half is as good.
+            doubts = self.doubts if draw == 0 else {}
+            order = sorted(free, key=lambda u: (doubts.get(u, 0.0), rng.random()))
+            chosen = innocent.union([u for u in order if u in target][: len(target) // 2])
+            others = sorted((u for u in order if u not in chosen), key=target.__contains__)
+            chosen.update(others[: max(0, least - len(chosen))])
+        if too_few or any(kept <= chosen for kept in sets):
             blamed = resting.union(*self.failures).intersection(present)
             for uid in resting:
                 self.sentences[uid].rest = 0
@@ -85,26 +96,6 @@ class Suspects:
             uid: "one of those in a round that failed" for uid in free if uid not in chosen
         }
         return Choice(tuple(uid for uid in free if uid in chosen), left_out)
-
-    def _half(
-        self, free: Sequence[int], sets: Sequence[set[int]], *, least: int, rng: random.Random
-    ) -> set[int] | None:
-        """Return half of the smallest of ``sets``, and whoever is in none of them.
-
-        None if whatever was drawn holds one of them whole.
-        """
-        target = min(sets, key=len)
-        innocent = set(free).difference(*sets)
-        for draw in range(_DRAWS):
-            # The doubts first; where they lead nowhere any half is as good.
-            doubts = self.doubts if draw == 0 else {}
-            order = sorted(free, key=lambda u: (doubts.get(u, 0.0), rng.random()))
-            chosen = innocent.union([u for u in order if u in target][: len(target) // 2])
-            others = sorted((u for u in order if u not in chosen), key=target.__contains__)
-            chosen.update(others[: max(0, least - len(chosen))])
-            if not any(kept <= chosen for kept in sets):
-                return chosen
-        return None
 
     def ended(
         self, called: Iterable[int], *, fault: str = "", causes: Mapping[int, str] | None = None
