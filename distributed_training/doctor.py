@@ -95,7 +95,7 @@ def examine(examination: Examination, flags: Sequence[str]) -> list[Check]:
     elif examination.offline:
         why_not = "--offline: chain, bucket, data are not asked"
     if why_not:
-        entries.append(Entry(lambda e: [Check("network", "skip", why_not)]))
+        entries.append(Entry(lambda e: Check("network", "skip", why_not)))
     else:
         # Here: --help and a refusal are not to wait for torch and the chain's client.
         from distributed_training.health import outside

@@ -203,7 +203,12 @@ def _visible_handles(nvml: Any) -> list[Any]:
                 handle = nvml.nvmlDeviceGetHandleByIndex(int(number[0]))
             # "-1", as some schedulers write, and all that is no card hide what follows.
             elif word.startswith(("GPU-", "MIG-")):
-                handle = _handle_by_uuid(nvml, word)
+                try:
+                    handle = nvml.nvmlDeviceGetHandleByUUID(word)
+                except nvml.NVMLError:  # or the beginning of one card's
+                    cards = {_text(nvml.nvmlDeviceGetUUID(c)): c for c in _all_handles(nvml)}
+                    named = [card for uuid, card in cards.items() if uuid.startswith(word)]
+                    handle = named[0] if len(named) == 1 else None
         if handle is None:
             break
         if any(_is_same(handle, other) for other in handles):
@@ -212,19 +217,6 @@ def _visible_handles(nvml: Any) -> list[Any]:
         if number and number[0] != word:
             break
     return handles
-
-
-def _handle_by_uuid(nvml: Any, word: str) -> Any:
-    """Return the handle of a UUID or of the one card that it is the beginning of; else None."""
-    try:
-        return nvml.nvmlDeviceGetHandleByUUID(word)
-    except nvml.NVMLError:
-        of_card = [
-            handle
-            for handle in _all_handles(nvml)
-            if _text(nvml.nvmlDeviceGetUUID(handle)).startswith(word)
-        ]
-        return of_card[0] if len(of_card) == 1 else None
 
 
 def _is_same(one: Any, other: Any) -> bool:

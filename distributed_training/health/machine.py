@@ -15,10 +15,10 @@ import platform
 import resource
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from distributed_training.chain.kinds import chain_kind
 from distributed_training.common.control_groups import usable_cores
@@ -88,15 +88,39 @@ class Examination:
         )
 
 
+Finder = TypeVar("Finder", bound=Callable[[Examination], Check | Iterable[Check]])
+
+
 class Entry(NamedTuple):
     """A check of a list. It may have several findings, as of several GPUs.
 
     ``at_start``: a miner's start makes it too. ``note``: shown before what takes long.
     """
 
-    check: Callable[[Examination], Iterable[Check]]
+    find: Callable[[Examination], Check | Iterable[Check]]
     at_start: bool = False
     note: str = ""
+
+    def check(self, examination: Examination) -> list[Check]:
+        """Make the check."""
+        found = self.find(examination)
+        return [found] if isinstance(found, Check) else [*found]
+
+
+#: In the order in which they are made, this file's; some need what an earlier one found.
+CHECKS: list[Entry] = []
+
+
+def listed(
+    checks: list[Entry], *, at_start: bool = False, note: str = ""
+) -> Callable[[Finder], Finder]:
+    """Return a decorator that adds a check to a list; see :class:`Entry`."""
+
+    def add(find: Finder) -> Finder:
+        checks.append(Entry(find, at_start, note))
+        return find
+
+    return add
 
 
 def start_checks(config: Config, *, ranks: int) -> list[Check]:
@@ -108,12 +132,13 @@ def start_checks(config: Config, *, ranks: int) -> list[Check]:
     return [check for entry in CHECKS if entry.at_start for check in entry.check(start)]
 
 
-# --- configuration, python, batch ---------------------------------------------------------------
+# --- configuration, python, gpus, batch ---------------------------------------------------------
 
 
-def check_configuration(config: Config, *, ranks: int) -> list[Check]:
+@listed(CHECKS)
+def check_configuration(examination: Examination) -> list[Check]:
     """Check what the settings themselves can refuse."""
-    found = []
+    config, found = examination.config, []
     wrong = problems(config)
     try:
         refuse_unknown_kinds(config)
@@ -124,12 +149,19 @@ def check_configuration(config: Config, *, ranks: int) -> list[Check]:
         cause, _, remedy = line.rpartition(": ")
         status: Literal["fail", "warn"] = "fail" if line in wrong else "warn"
         found.append(Check("configuration", status, cause or line, remedy if cause else ""))
-    return found or [Check("configuration", "ok", f"preset {config.preset}, {ranks} rank(s)")]
+    right = f"preset {config.preset}, {examination.ranks} rank(s)"
+    return found or [Check("configuration", "ok", right)]
 
 
-def check_torch(*, gpus: int | None = None) -> Check:
-    """Compare the torch build with the driver. ``gpus``: visible by NVML, None to count them."""
-    seen = visible_gpu_count() if gpus is None else gpus
+@listed(CHECKS)
+def check_python(examination: Examination) -> Check:
+    return Check("python", "ok", f"{platform.python_version()}, {usable_cores()} cores")
+
+
+@listed(CHECKS)
+def check_torch(examination: Examination) -> Check:
+    """Compare the torch build with the driver."""
+    seen = visible_gpu_count()
     try:
         import torch
     except ImportError as error:
@@ -150,69 +182,75 @@ def check_torch(*, gpus: int | None = None) -> Check:
     return Check("torch", "ok", build)
 
 
-def check_batch(*, micro_batch: int | None, effective: int, world_size: int) -> Check:
-    """Check the batch sizes; ``micro_batch`` None: it will be measured at start (``auto``)."""
-    name = "batch"
+@listed(CHECKS, at_start=True)
+def check_gpus(examination: Examination) -> Iterator[Check]:
+    """Check that each rank has a GPU, which no other program fills."""
+    device, wanted, count = examination.config.miner.device, examination.ranks, visible_gpu_count()
+    if device == "cpu":
+        yield Check("gpu", "ok", "not used: --neuron.device cpu")
+        return
+    if count == 0:
+        finding = "no NVIDIA GPU is visible; the model would run on CPU, which is very slow"
+        if device == "cuda":
+            remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES, or give --neuron.device cpu"
+            yield Check("gpu", "fail", finding, remedy)
+            return
+        remedy = "fine for --preset local; otherwise check nvidia-smi and CUDA_VISIBLE_DEVICES"
+        yield Check("gpu", "warn", finding, remedy)
+        return
+    if wanted > count:
+        finding = f"{wanted} ranks on {count} visible GPU(s), so ranks would share one"
+        remedy = f"give --nproc_per_node {count}, or free CUDA_VISIBLE_DEVICES"
+        yield Check("gpu", "fail", finding, remedy)
+        return
+    for index in range(wanted):
+        name, sample = f"gpu {index}", sample_gpu(index)
+        if sample is None:
+            finding = "the driver does not answer for it"
+            yield Check(name, "fail", finding, "nvidia-smi; then reboot")
+            continue
+        used, total = sample.memory_used_gb, sample.memory_total_gb
+        finding = f"{sample.name}, {used:.1f} of {total:.1f} GB in use"
+        if used > 0.1 * total:  # the driver's own share is less than that
+            remedy = "another program holds memory: nvidia-smi shows which"
+            yield Check(name, "warn", finding, remedy)
+        else:
+            yield Check(name, "ok", finding)
+
+
+@listed(CHECKS)
+def check_batch(examination: Examination) -> Check:
+    name, micro_batch, ranks = "batch", examination.micro_batch, examination.ranks
+    effective = examination.config.training.local_batch_size_train_effective
     if micro_batch is None:
         return Check(name, "ok", f"micro-batch auto, {effective} sequences per inner step")
-    steps = accumulation_steps(effective=effective, micro_batch=micro_batch, world_size=world_size)
-    actual = steps * micro_batch * world_size
-    finding = f"{actual} sequences = {steps} micro-batches of {micro_batch} on {world_size} rank(s)"
     if micro_batch > effective:
         finding = f"the micro-batch {micro_batch} is larger than the effective batch {effective}"
         remedy = f"give --neuron.local_batch_size_train {effective} or less"
         return Check(name, "fail", finding, remedy)
+    steps = accumulation_steps(effective=effective, micro_batch=micro_batch, world_size=ranks)
+    actual = steps * micro_batch * ranks
+    finding = f"{actual} sequences = {steps} micro-batches of {micro_batch} on {ranks} rank(s)"
     if actual != effective:
         remedy = f"give --neuron.local_batch_size_train_effective {actual}"
         return Check(name, "warn", f"{finding}: rounded up from {effective}", remedy)
     return Check(name, "ok", finding)
 
 
-def check_model(examination: Examination) -> list[Check]:
+# Before memory and room, which need its shape. No start makes it: room is then the minimum.
+@listed(CHECKS)
+def check_model(examination: Examination) -> Check:
     """Check that the model's size is known, and note it."""
     content, origin = examination.model or ({}, "no model")
     try:
         examination.shape = shape = ModelShape.from_config(content)
     except ValueError as error:
         remedy = "give --model with the config.json of a Llama-like model"
-        return [Check("model", "warn", f"{origin}: {error}: size not known", remedy)]
-    return [Check("model", "ok", f"{shape.parameters / 1e6:.1f} M parameters ({origin})")]
+        return Check("model", "warn", f"{origin}: {error}: size not known", remedy)
+    return Check("model", "ok", f"{shape.parameters / 1e6:.1f} M parameters ({origin})")
 
 
-# --- gpus and memory ----------------------------------------------------------------------------
-
-
-def check_gpus(*, wanted: int, device: str) -> list[Check]:
-    """Check the GPUs. ``wanted``: ranks. ``device``: ``--neuron.device``."""
-    count = visible_gpu_count()
-    if device == "cpu":
-        return [Check("gpu", "ok", "not used: --neuron.device cpu")]
-    if count == 0:
-        finding = "no NVIDIA GPU is visible; the model would run on CPU, which is very slow"
-        if device == "cuda":
-            remedy = "check nvidia-smi and CUDA_VISIBLE_DEVICES, or give --neuron.device cpu"
-            return [Check("gpu", "fail", finding, remedy)]
-        remedy = "fine for --preset local; otherwise check nvidia-smi and CUDA_VISIBLE_DEVICES"
-        return [Check("gpu", "warn", finding, remedy)]
-    if wanted > count:
-        finding = f"{wanted} ranks on {count} visible GPU(s), so ranks would share one"
-        remedy = f"give --nproc_per_node {count}, or free CUDA_VISIBLE_DEVICES"
-        return [Check("gpu", "fail", finding, remedy)]
-    checks = []
-    for index in range(wanted):
-        name, sample = f"gpu {index}", sample_gpu(index)
-        if sample is None:
-            finding = "the driver does not answer for it"
-            checks.append(Check(name, "fail", finding, "nvidia-smi; then reboot"))
-            continue
-        used, total = sample.memory_used_gb, sample.memory_total_gb
-        finding = f"{sample.name}, {used:.1f} of {total:.1f} GB in use"
-        check = Check(name, "ok", finding)
-        if used > 0.1 * total:  # the driver's own share is less than that
-            remedy = "another program holds memory: nvidia-smi shows which"
-            check = Check(name, "warn", finding, remedy)
-        checks.append(check)
-    return checks
+# --- memory -------------------------------------------------------------------------------------
 
 
 def gpu_bytes(config: Config) -> int | None:
@@ -221,11 +259,12 @@ def gpu_bytes(config: Config) -> int | None:
     return round(sample.memory_total_gb * 1e9) if sample else None
 
 
-def memory_checks(examination: Examination) -> list[Check]:
+@listed(CHECKS)
+def check_memory(examination: Examination) -> Iterator[Check]:
     """Check device and host memory against what this model takes with these flags."""
     shape, training = examination.shape, examination.config.training
     if shape is None:
-        return []
+        return
     gpu = gpu_bytes(examination.config)
     how = Arrangement(
         world_size=examination.ranks,
@@ -241,12 +280,31 @@ def memory_checks(examination: Examination) -> list[Check]:
         train_in_rounds=examination.config.miner.train_in_rounds,
         moments=count_moments(training),
     )
-    return check_memory(
-        device_memory(shape, how),
-        host_memory(shape, how),
-        device_bytes=gpu,
-        host_bytes=host_bytes(),
-    )
+    for name, needed, there, remedy in (
+        (
+            "gpu memory",
+            device_memory(shape, how),
+            gpu,
+            "give --neuron.local_batch_size_train 1, --neuron.activation_checkpointing full, "
+            "--neuron.offload_optimizer on, or more GPUs",
+        ),
+        (
+            "host memory",
+            host_memory(shape, how),
+            host_bytes(),
+            "use a machine with more memory, raise the memory limit of the Slurm job, container or "
+            "systemd unit, or give --neuron.offload_optimizer off if it is on",
+        ),
+    ):
+        if there is None:
+            continue
+        finding = f"about {needed / 1e9:.1f} of {there / 1e9:.1f} GB needed"
+        if needed > _TOO_MUCH * there:
+            yield Check(name, "fail", f"{finding}, so training would run out of memory", remedy)
+        elif needed > 0.9 * there:
+            yield Check(name, "warn", f"{finding}: tight", remedy)
+        else:
+            yield Check(name, "ok", finding)
 
 
 def count_moments(training: TrainingSettings) -> int:
@@ -258,35 +316,6 @@ def count_moments(training: TrainingSettings) -> int:
     with contextlib.suppress(ConfigError):  # unknown, or refused: the miner says so itself
         return len(find_state(training).rows)
     return 2
-
-
-def check_memory(
-    device: int, host: int, *, device_bytes: int | None, host_bytes: int | None
-) -> list[Check]:
-    """Compare the estimates with the memory there is; ``device_bytes`` None without a GPU."""
-    checks = []
-    if device_bytes is not None:
-        remedy = (
-            "give --neuron.local_batch_size_train 1, --neuron.activation_checkpointing full, "
-            "--neuron.offload_optimizer on, or more GPUs"
-        )
-        checks.append(_fits("gpu memory", device, device_bytes, remedy))
-    if host_bytes is not None:
-        remedy = (
-            "use a machine with more memory, raise the memory limit of the Slurm job, container or "
-            "systemd unit, or give --neuron.offload_optimizer off if it is on"
-        )
-        checks.append(_fits("host memory", host, host_bytes, remedy))
-    return checks
-
-
-def _fits(name: str, needed: int, there: int, remedy: str) -> Check:
-    finding = f"about {needed / 1e9:.1f} of {there / 1e9:.1f} GB needed"
-    if needed > _TOO_MUCH * there:
-        return Check(name, "fail", f"{finding}, so training would run out of memory", remedy)
-    if needed > 0.9 * there:
-        return Check(name, "warn", f"{finding}: tight", remedy)
-    return Check(name, "ok", finding)
 
 
 def refuse_unknown_kinds(config: Config) -> None:
@@ -313,9 +342,28 @@ def refuse_model(config: Config, *, ranks: int) -> None:
     gpu = gpu_bytes(config)
     # Unknown counts as enough: nothing is refused on a guess.
     has = {"host memory": host_bytes() or math.inf, "GPU memory": gpu or math.inf}
+    ways: list[dict[str, float]] = []  # each: the bytes it takes at least, by the kind of memory
+    if config.kind == "validator":  # weights, momentum, a round's buffers and their average
+        ways.append({"host memory": 16 * shape.parameters})
+    else:
+        for at_last, offload in itertools.product((False, True), (False, True)):
+            how = Arrangement(
+                world_size=ranks,
+                micro_batch=1,
+                sequence_length=config.training.sequence_length,
+                checkpointing="full",
+                reduce_at_last=at_last,
+                offload_optimizer=offload,
+                cuda=gpu is not None,
+                train_in_rounds=config.miner.train_in_rounds,
+                moments=count_moments(config.training),
+            )
+            ways.append({"host memory": host_memory(shape, how)})
+            if how.cuda:
+                ways[-1]["GPU memory"] = device_memory(shape, how)
     tight = []  # what each way of doing it lacks
-    for needs in _ways(config, shape, ranks=ranks, cuda=gpu is not None):
-        lacks = [(kind, need) for kind, need in needs if need > _TOO_MUCH * has[kind]]
+    for needs in ways:
+        lacks = [(kind, need) for kind, need in needs.items() if need > _TOO_MUCH * has[kind]]
         if not lacks:
             return
         tight.append(lacks[0])
@@ -328,34 +376,15 @@ def refuse_model(config: Config, *, ranks: int) -> None:
     )
 
 
-def _ways(
-    config: Config, shape: ModelShape, *, ranks: int, cuda: bool
-) -> Iterator[list[tuple[str, float]]]:
-    """Yield the memory that each way of running the model takes: its kind, and bytes at least."""
-    if config.kind == "validator":  # weights, momentum, a round's buffers and their average
-        yield [("host memory", 16 * shape.parameters)]
-        return
-    for at_last, offload in itertools.product((False, True), (False, True)):
-        how = Arrangement(
-            world_size=ranks,
-            micro_batch=1,
-            sequence_length=config.training.sequence_length,
-            checkpointing="full",
-            reduce_at_last=at_last,
-            offload_optimizer=offload,
-            cuda=cuda,
-            train_in_rounds=config.miner.train_in_rounds,
-            moments=count_moments(config.training),
-        )
-        needs: list[tuple[str, float]] = [("host memory", host_memory(shape, how))]
-        yield needs + ([("GPU memory", device_memory(shape, how))] if cuda else [])
-
-
 # --- disk ---------------------------------------------------------------------------------------
 
 
-def check_room(examination: Examination) -> list[Check]:
-    """Check for room: the minimum and, where the model is known, all that a miner of it keeps."""
+@listed(CHECKS, at_start=True)
+def check_room(examination: Examination) -> Check:
+    """Check for room: the minimum and, where the model is known, all that a miner of it keeps.
+
+    The folder's file system must take a file, too.
+    """
     config, shape = examination.config, examination.shape
     # A download and a snapshot wait for room as long as the reserve is not left free.
     needed = max(round(config.diagnostics.minimum_disk_gb * 1e9), DISK_RESERVE)
@@ -366,7 +395,28 @@ def check_room(examination: Examination) -> list[Check]:
         # What is there is part of the need: counted twice, a restart on a disk of the documented
         # size would be refused.
         needed += max(0, most - bytes_under(folder))
-    return [check_disk(folder, needed_bytes=needed)]
+    place = _existing(folder)
+    try:
+        free = free_bytes(place)
+    except OSError as error:
+        return _silent_disk(place, error)
+    told = "its file system does not tell how much is" if free is None else f"{free / 1e9:.1f} GB"
+    finding = f"{told} free in {folder}, {needed / 1e9:.1f} GB needed"
+    if not (place.is_dir() and os.access(place, os.W_OK)):
+        why = "cannot be written by this user" if place.is_dir() else "is no folder"
+        finding = f"{place} {why}, so nothing could be saved"
+        return Check("disk", "fail", finding, "give --neuron.run_folder a folder of yours")
+    if free is None:
+        return Check("disk", "warn", finding, "see to that yourself: room is not checked there")
+    if free < needed:
+        finding += ", so checkpoints and uploads would fail"
+        remedy = (
+            "free space, lower --neuron.keep_checkpoints, or give --neuron.run_folder elsewhere"
+        )
+        return Check("disk", "fail", finding, remedy)
+    if free < 2 * needed:
+        return Check("disk", "warn", finding, "free space soon: less than twice the need is left")
+    return Check("disk", "ok", finding)
 
 
 def bytes_under(folder: Path) -> int:
@@ -384,32 +434,6 @@ def files_under(folder: Path) -> Iterator[Path]:
         yield from (Path(place, name) for name in names)
 
 
-def check_disk(folder: Path, *, needed_bytes: int) -> Check:
-    """Check whether ``folder``'s file system has ``needed_bytes`` free and can be written."""
-    place = _existing(folder)
-    try:
-        free = free_bytes(place)
-    except OSError as error:
-        return _silent_disk(place, error)
-    told = "its file system does not tell how much is" if free is None else f"{free / 1e9:.1f} GB"
-    finding = f"{told} free in {folder}, {needed_bytes / 1e9:.1f} GB needed"
-    if not (place.is_dir() and os.access(place, os.W_OK)):
-        why = "cannot be written by this user" if place.is_dir() else "is no folder"
-        finding = f"{place} {why}, so nothing could be saved"
-        return Check("disk", "fail", finding, "give --neuron.run_folder a folder of yours")
-    if free is None:
-        return Check("disk", "warn", finding, "see to that yourself: room is not checked there")
-    if free < needed_bytes:
-        finding += ", so checkpoints and uploads would fail"
-        remedy = (
-            "free space, lower --neuron.keep_checkpoints, or give --neuron.run_folder elsewhere"
-        )
-        return Check("disk", "fail", finding, remedy)
-    if free < 2 * needed_bytes:
-        return Check("disk", "warn", finding, "free space soon: less than twice the need is left")
-    return Check("disk", "ok", finding)
-
-
 def _silent_disk(place: Path, error: OSError) -> Check:
     finding = f"the disk of {place} does not answer ({error.strerror}), so nothing could be saved"
     remedy = "mount it again, or give --neuron.run_folder a folder of another disk"
@@ -424,6 +448,7 @@ def _existing(folder: Path) -> Path:
     return place
 
 
+@listed(CHECKS)
 def check_disk_speed(examination: Examination) -> Check:
     """Write and sync 128 MiB, against a checkpoint that is written within a stop."""
     folder, shape = examination.config.run_folder, examination.shape
@@ -466,14 +491,11 @@ def check_disk_speed(examination: Examination) -> Check:
 # --- what the kernel allows ---------------------------------------------------------------------
 
 
-def check_descriptors(connections: int) -> Check:
-    """Check the limit of open files; ``connections``: the most that the signed server has.
-
-    The launcher takes the hard limit.
-    """
+@listed(CHECKS)
+def check_descriptors(examination: Examination) -> Check:
     # The hard limit: each process raises its soft one to that (limit_resources).
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = _DESCRIPTORS + connections
+    needed = _DESCRIPTORS + examination.config.chain.max_connections
     if hard == resource.RLIM_INFINITY or hard >= needed:
         return Check("descriptors", "ok", f"{hard} open files allowed")
     return Check(
@@ -485,8 +507,9 @@ def check_descriptors(connections: int) -> Check:
     )
 
 
-def check_shared_memory(*, ranks: int, gpu: bool) -> Check:
-    if not gpu or ranks < 2:
+@listed(CHECKS)
+def check_shared_memory(examination: Examination) -> Check:
+    if gpu_bytes(examination.config) is None or examination.ranks < 2:
         return Check("shared memory", "skip", "only ranks on several GPUs use /dev/shm")
     try:
         # Docker gives a container 64 MB of it unless it is told otherwise.
@@ -502,56 +525,28 @@ def check_shared_memory(*, ranks: int, gpu: bool) -> Check:
     return Check("shared memory", "warn", f"{finding}; NCCL wants about 1 GB", remedy)
 
 
-def check_port(flag: str, port: int, *, own: Collection[int] = ()) -> Check:
-    """Check whether ``port`` can be listened on, at all addresses of this machine.
-
-    ``own``: ports that a running miner of this run folder holds, which is as it should be.
-    """
-    name = f"port {flag}"
-    if port in own:
-        return Check(name, "ok", f"{port}: the running miner listens there")
-    if port == 0:
-        return Check(name, "ok", "a free one is taken")
-    try:
-        listen("0.0.0.0", port).close()
-    except OSError as error:
-        in_use = error.errno == errno.EADDRINUSE
-        why = "in use" if in_use else (error.strerror or "not usable")
-        finding = f"port {port} (--{flag}) is {why}, so peers could not reach this miner"
-        remedy = f"stop what listens there (ss -ltnup 'sport = :{port}') or give --{flag} "
-        return Check(name, "fail", finding, f"{remedy}another port")
-    return Check(name, "ok", f"{port} is free")
-
-
-#: In the order in which they are made; some need what an earlier one found.
-CHECKS: Sequence[Entry] = (
-    Entry(lambda e: check_configuration(e.config, ranks=e.ranks)),
-    Entry(
-        lambda e: [Check("python", "ok", f"{platform.python_version()}, {usable_cores()} cores")]
-    ),
-    Entry(lambda e: [check_torch()]),
-    Entry(lambda e: check_gpus(wanted=e.ranks, device=e.config.miner.device), at_start=True),
-    Entry(
-        lambda e: [
-            check_batch(
-                micro_batch=e.micro_batch,
-                effective=e.config.training.local_batch_size_train_effective,
-                world_size=e.ranks,
-            )
-        ]
-    ),
-    # Before memory and room, which need its shape. No start makes it: room is then the minimum.
-    Entry(check_model),
-    Entry(memory_checks),
-    Entry(check_room, at_start=True),
-    Entry(lambda e: [check_disk_speed(e)]),
-    Entry(lambda e: [check_descriptors(e.config.chain.max_connections)]),
-    Entry(lambda e: [check_shared_memory(ranks=e.ranks, gpu=gpu_bytes(e.config) is not None)]),
-    Entry(
-        lambda e: [
-            check_port("axon.port", e.config.chain.axon_port, own=e.own_ports),
-            check_port("dht.port", e.config.swarm.dht_port, own=e.own_ports),
-        ],
-        at_start=True,
-    ),
-)
+@listed(CHECKS, at_start=True)
+def check_ports(examination: Examination) -> Iterator[Check]:
+    """Check whether the ports can be listened on, at all addresses of this machine."""
+    ports = {
+        "axon.port": examination.config.chain.axon_port,
+        "dht.port": examination.config.swarm.dht_port,
+    }
+    for flag, port in ports.items():
+        name = f"port {flag}"
+        if port in examination.own_ports:
+            yield Check(name, "ok", f"{port}: the running miner listens there")
+            continue
+        if port == 0:
+            yield Check(name, "ok", "a free one is taken")
+            continue
+        try:
+            listen("0.0.0.0", port).close()
+        except OSError as error:
+            in_use = error.errno == errno.EADDRINUSE
+            why = "in use" if in_use else (error.strerror or "not usable")
+            finding = f"port {port} (--{flag}) is {why}, so peers could not reach this miner"
+            remedy = f"stop what listens there (ss -ltnup 'sport = :{port}') or give --{flag} "
+            yield Check(name, "fail", finding, f"{remedy}another port")
+        else:
+            yield Check(name, "ok", f"{port} is free")

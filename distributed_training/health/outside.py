@@ -7,7 +7,6 @@ import dataclasses
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -24,11 +23,10 @@ from distributed_training.health.clock import (
     REMEDY,
     WARN,
     ClockUnknown,
-    Offset,
     chain_offset,
     store_offset,
 )
-from distributed_training.health.machine import Entry, Examination, count_moments
+from distributed_training.health.machine import Entry, Examination, count_moments, listed
 from distributed_training.node.buckets import check_own, commitment_text, open_own, own_commitment
 from distributed_training.node.identity import (
     check_global_state,
@@ -54,61 +52,61 @@ _LINE_BYTES = 8 * 1024 * 1024
 _METRICS_FRESH = 120.0  # seconds
 
 _KEYS_REMEDY = "check the R2_ variables in .env, and bucket and tokens in the R2 dashboard"
-_DATA_REMEDY = "check the network, --data.source and data.rows_url"
-_TOKENIZER_REMEDY = "check the network and tokenizer.name"
 
 
-def run_probe(name: str, probe: Callable[[], str], *, remedy: str) -> Check:
-    """Run ``probe``, which returns its finding, or raises what is wrong, as a start does."""
-    try:
-        return Check(name, "ok", probe())
-    except (ValueError, RuntimeError, OSError) as error:
-        finding = " ".join(str(error).split()) or type(error).__name__  # texts may have lines
-        return Check(name, "fail", finding, remedy)
+CHECKS: list[Entry] = []  # in the order in which they are made, after those of the machine
+_WRONG = (ValueError, RuntimeError, OSError)  # what a start raises where it cannot go on
 
 
-# --- clock and chain ------------------------------------------------------------------------------
+def _failure(name: str, error: Exception, remedy: str) -> Check:
+    finding = " ".join(str(error).split()) or type(error).__name__  # texts may have lines
+    return Check(name, "fail", finding, remedy)
 
 
-def check_clock(config: Config, by_chain: Offset | None = None) -> Check:
-    """Compare this machine's clock with the store's: the swarm and signatures hold the time.
+# --- chain and clock ------------------------------------------------------------------------------
 
-    ``by_chain``: what the chain's clock says.
+
+@listed(CHECKS)
+def check_proxies(examination: Examination) -> list[Check]:
+    """Report what the proxy variables are used for; nothing where none is set."""
+    given = [name for name in VARIABLES if variable(name)]
+    if not given:
+        return []
+    config = examination.config
+    chain, data = config.chain, config.data
+    if chain.registry_url:
+        places = {"registry": [chain.registry_url]}
+    else:
+        places = {"chain": endpoints_of(chain)}
+    with suppress(ValueError):  # no account yet
+        places["store"] = [endpoint_of(config.store)]
+    if any(spec.kind == "hf" for spec in data.sources):
+        places["data"] = [data.rows_url]
+    if config.miner.global_tokenizer_name != "bytes":
+        places["tokenizer"] = [HUB]
+    places["calls to public addresses"] = ["http://1.1.1.1"]
+    used = [place for place, urls in places.items() if any(map(proxy_for, urls))]
+    unused = [place for place in places if place not in used]
+    finding = (
+        f"{', '.join(given)} set: used for {', '.join(used) or 'nothing'}; not for "
+        f"{', '.join([*unused, 'private addresses, the swarm, the look-up of our address'])}"
+    )
+    if wrong := unusable():
+        finding += f"; {', '.join(wrong)} names no HTTP proxy, so nothing goes there"
+        remedy = "give http://HOST:PORT, or unset it"
+        return [Check("proxies", "warn", finding, remedy)]
+    return [Check("proxies", "ok", finding)]
+
+
+# Before the bucket, whose name ends in the uid.
+@listed(CHECKS, note="asking the chain, and the store for its clock")
+def check_chain(examination: Examination) -> list[Check]:
+    """Check network, hotkey, commitment and endpoint as the chain has them.
+
+    ``examination`` gets the uid, where the operator gave none, and the offset from the chain's
+    clock.
     """
-    name = "clock"
-    try:
-        ours = store_offset(config)
-    except ClockUnknown as error:
-        if by_chain is None:
-            return Check(name, "skip", str(error))
-        ours, by_chain = by_chain, None
-    finding = f"{ours}, {by_chain}" if by_chain is not None else str(ours)
-    if ours.sure >= LIMIT:
-        finding += "; no round would find a group, and validators' calls would be refused"
-        return Check(name, "fail", finding, REMEDY)
-    if ours.sure >= WARN:
-        finding += f"; from {LIMIT:.0f} s on no round finds a group"
-        return Check(name, "warn", finding, REMEDY)
-    if by_chain is not None and by_chain.sure >= WARN:
-        remedy = "ask the network's founder to set the clock of the registry's machine"
-        return Check(name, "warn", finding, remedy)
-    return Check(name, "ok", finding)
-
-
-def _chain(examination: Examination) -> list[Check]:
-    checks, uid = chain_checks(examination.config, examination)
-    if examination.uid is None:  # else the operator gave it
-        examination.uid = uid
-    return checks
-
-
-def chain_checks(
-    config: Config, examination: Examination | None = None
-) -> tuple[list[Check], int | None]:
-    """Check network, hotkey, commitment and endpoint as the chain has them; return the uid, too.
-
-    ``examination`` gets the offset from the chain's clock.
-    """
+    config = examination.config
     shared, own = ("network", "global state"), ("commitment", "endpoint")
     wallet, refused = None, None
     try:
@@ -123,8 +121,7 @@ def chain_checks(
     with ExitStack() as stack:
         try:
             chain = follow_chain(settings, stack, wallet)
-            if examination is not None:
-                examination.by_chain = chain_offset(chain)
+            examination.by_chain = chain_offset(chain)
             # Without a wallet too: who has not registered yet must know that it is the network.
             network = check_network(
                 chain.neurons(),
@@ -136,7 +133,7 @@ def chain_checks(
                 alive = check_global_state(config, chain)
             found = [network, alive]
             if wallet is None or refused is not None:
-                return [*found, *filter(None, [refused]), *_skipped(own, "hotkey failed")], None
+                return [*found, *filter(None, [refused]), *_skipped(own, "hotkey failed")]
             uid = chain.uid(wallet.ss58)
             if uid is None:
                 finding = f"{wallet.ss58} is not registered on subnet {config.chain.netuid}"
@@ -145,16 +142,18 @@ def chain_checks(
                     # A registration there is paid for and earns nothing.
                     remedy = "do not register it there: see network"
                 unregistered = Check("hotkey", "fail", finding, remedy)
-                return [*found, unregistered, *_skipped(own, "hotkey failed")], None
+                return [*found, unregistered, *_skipped(own, "hotkey failed")]
             registered = Check("hotkey", "ok", f"{wallet.ss58} has uid {uid}")
             commitment = _check_commitment(config, chain, wallet.ss58)
             endpoint = _check_endpoint(config, chain, wallet.ss58)
-            return [*found, registered, commitment, endpoint], uid
+            if examination.uid is None:
+                examination.uid = uid
+            return [*found, registered, commitment, endpoint]
         except (NetworkFailure, ChainError) as error:
             finding = f"the chain does not answer ({str(error).partition(',')[0]})"
             remedy = "check the network, or name another node with --subtensor.chain_endpoint"
             silent = refused or Check("hotkey", "fail", finding, remedy)
-            return [silent, *_skipped((*shared, *own), "the chain does not answer")], None
+            return [silent, *_skipped((*shared, *own), "the chain does not answer")]
 
 
 def _skipped(names: tuple[str, ...], why: str) -> list[Check]:
@@ -193,8 +192,33 @@ def _check_endpoint(config: Config, chain: Chain, hotkey: str) -> Check:
     return Check("endpoint", "ok", written)
 
 
-def check_address(config: Config) -> Check:
-    """Tell where others find this machine, as a start does, and how to try it from outside."""
+@listed(CHECKS)
+def check_clock(examination: Examination) -> Check:
+    """Compare this machine's clock with the store's: the swarm and signatures hold the time."""
+    name, by_chain = "clock", examination.by_chain
+    try:
+        ours = store_offset(examination.config)
+    except ClockUnknown as error:
+        if by_chain is None:
+            return Check(name, "skip", str(error))
+        ours, by_chain = by_chain, None
+    finding = f"{ours}, {by_chain}" if by_chain is not None else str(ours)
+    if ours.sure >= LIMIT:
+        finding += "; no round would find a group, and validators' calls would be refused"
+        return Check(name, "fail", finding, REMEDY)
+    if ours.sure >= WARN:
+        finding += f"; from {LIMIT:.0f} s on no round finds a group"
+        return Check(name, "warn", finding, REMEDY)
+    if by_chain is not None and by_chain.sure >= WARN:
+        remedy = "ask the network's founder to set the clock of the registry's machine"
+        return Check(name, "warn", finding, remedy)
+    return Check(name, "ok", finding)
+
+
+@listed(CHECKS)
+def check_address(examination: Examination) -> Check:
+    """Report where others find this machine, as a start does, and how to try it from outside."""
+    config = examination.config
     try:
         ip = public_address(config, timeout=_ADDRESS_TIMEOUT)
     except AddressUnknown as error:
@@ -208,69 +232,41 @@ def check_address(config: Config) -> Check:
     return Check("address", "ok", finding)
 
 
-def check_calls(metrics: Path) -> Check:
-    """Check whether validators reach a running miner, by the counts in its own metrics."""
-    name = "calls"
-    figures = read_metrics(metrics)
-    age = time.time() - figures.get("dt_metrics_written_timestamp_seconds", 0.0)
-    # The file stays when a miner ends, with the counts of then.
-    if age > _METRICS_FRESH:
-        return Check(name, "skip", "no miner runs in this run folder, so nobody calls it")
-    if calls := figures.get("dt_server_accepted_total.IsAlive"):
-        return Check(name, "ok", f"{calls:.0f} signed IsAlive calls since the start")
-    return Check(
-        name,
-        "warn",
-        "no validator has reached the running miner yet",
-        "wait ten minutes after a start; then, from a second machine: "
-        "python -m distributed_training doctor --probe IP",
-    )
-
-
-def check_proxies(config: Config) -> list[Check]:
-    """Tell what the proxy variables are used for; nothing where none is set."""
-    given = [name for name in VARIABLES if variable(name)]
-    if not given:
-        return []
-    chain, data = config.chain, config.data
-    if chain.registry_url:
-        places = {"registry": [chain.registry_url]}
-    else:
-        places = {"chain": endpoints_of(chain)}
-    with suppress(ValueError):  # no account yet
-        places["store"] = [endpoint_of(config.store)]
-    if any(spec.kind == "hf" for spec in data.sources):
-        places["data"] = [data.rows_url]
-    if config.miner.global_tokenizer_name != "bytes":
-        places["tokenizer"] = [HUB]
-    places["calls to public addresses"] = ["http://1.1.1.1"]
-    used = [place for place, urls in places.items() if any(map(proxy_for, urls))]
-    unused = [place for place in places if place not in used]
-    finding = (
-        f"{', '.join(given)} set: used for {', '.join(used) or 'nothing'}; not for "
-        f"{', '.join([*unused, 'private addresses, the swarm, the look-up of our address'])}"
-    )
-    if wrong := unusable():
-        finding += f"; {', '.join(wrong)} names no HTTP proxy, so nothing goes there"
-        remedy = "give http://HOST:PORT, or unset it"
-        return [Check("proxies", "warn", finding, remedy)]
-    return [Check("proxies", "ok", finding)]
-
-
 # --- bucket and line ------------------------------------------------------------------------------
 
 
-def bucket_checks(examination: Examination) -> list[Check]:
-    """Check keys and permissions, then how long an upload takes on this network link."""
+@listed(CHECKS, note="asking for bucket, tokenizer and data")
+def check_bucket(examination: Examination) -> list[Check]:
+    """Check the bucket as a start does, and whether our keys write, read back and delete.
+
+    Then, how long an upload takes on this network link.
+    """
     config, uid = examination.config, examination.uid
     if uid is None:
         reason = "its name ends in the uid, which is not known: give --uid N"
         return [Check(name, "skip", reason) for name in ("bucket", "line")]
-    name = miner_bucket(config.store.global_model_name, uid)
-    bucket = run_probe("bucket", lambda: probe_bucket(config, name), remedy=_KEYS_REMEDY)
-    if bucket.status == "fail":
-        return [bucket, Check("line", "skip", "not measured: bucket failed")]
-    return [bucket, *check_versions(config, name), check_line(config, name, examination.shape)]
+    bucket = miner_bucket(config.store.global_model_name, uid)
+    try:
+        with (
+            closing(open_own(config.store, bucket)) as writer,
+            closing(open_own(config.store, bucket, write=False)) as reader,
+        ):
+            check_own(writer, timeout=_STORE_TIMEOUT)
+            own_commitment(config.store, bucket)  # the read key cannot write: all may have it
+            # A name of its own: a miner may be at work in this bucket.
+            key, content = f"diagnose-{secrets.token_hex(8)}", b"diagnose"
+            writer.put(key, content)
+            try:
+                if reader.get(key, limit=64) != content:
+                    raise StoreError(f"{bucket}: R2_READ does not see what R2_WRITE wrote")
+            finally:
+                # Also where the reader failed: nobody else would ever delete it.
+                writer.delete(key)
+    except _WRONG as error:
+        failed = _failure("bucket", error, _KEYS_REMEDY)
+        return [failed, Check("line", "skip", "not measured: bucket failed")]
+    found = Check("bucket", "ok", f"{bucket}: R2_WRITE writes, R2_READ only reads")
+    return [found, *check_versions(config, bucket), check_line(config, bucket, examination.shape)]
 
 
 def check_versions(config: Config, bucket: str) -> list[Check]:
@@ -285,29 +281,6 @@ def check_versions(config: Config, bucket: str) -> list[Check]:
     finding = f"{bucket} keeps old versions: what is replaced or deleted stays, and is billed"
     remedy = "a lifecycle rule that deletes old versions at once, or turn versioning off"
     return [Check("versions", "warn", finding, remedy)] if kept else []
-
-
-def probe_bucket(config: Config, bucket: str) -> str:
-    """Check the bucket as a start does; then write, read back and delete a small object.
-
-    Raises ConfigError, NetworkFailure, StoreError.
-    """
-    with (
-        closing(open_own(config.store, bucket)) as writer,
-        closing(open_own(config.store, bucket, write=False)) as reader,
-    ):
-        check_own(writer, timeout=_STORE_TIMEOUT)
-        own_commitment(config.store, bucket)  # the read key cannot write, since all may have it
-        # A name of its own: a miner may be at work in this bucket.
-        key, content = f"diagnose-{secrets.token_hex(8)}", b"diagnose"
-        writer.put(key, content)
-        try:
-            if reader.get(key, limit=64) != content:
-                raise StoreError(f"{bucket}: R2_READ does not see what R2_WRITE wrote")
-        finally:
-            # Also where the reader failed: nobody else would ever delete it.
-            writer.delete(key)
-    return f"{bucket}: R2_WRITE writes, R2_READ only reads"
 
 
 def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
@@ -337,8 +310,9 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
 # --- peers and data -------------------------------------------------------------------------------
 
 
-def check_bootstrap(config: Config) -> Check:
-    name, peers = "bootstrap", config.swarm.initial_peers
+@listed(CHECKS)
+def check_bootstrap(examination: Examination) -> Check:
+    name, peers = "bootstrap", examination.config.swarm.initial_peers
     dialled = {peer: address for peer in peers if (address := address_of(peer))}
     if not dialled:
         return Check(name, "skip", "no initial peer with a TCP port is given")
@@ -353,49 +327,58 @@ def check_bootstrap(config: Config) -> Check:
     )
 
 
-def probe_tokenizer(config: Config) -> str:
-    """Fetch the tokenizer and encode a sentence. Raises ValueError, OSError."""
+@listed(CHECKS)
+def check_calls(examination: Examination) -> Check:
+    """Check whether validators reach a running miner, by the counts in its own metrics."""
+    name = "calls"
+    figures = read_metrics(examination.config.run_folder / "metrics.prom")
+    age = time.time() - figures.get("dt_metrics_written_timestamp_seconds", 0.0)
+    # The file stays when a miner ends, with the counts of then.
+    if age > _METRICS_FRESH:
+        return Check(name, "skip", "no miner runs in this run folder, so nobody calls it")
+    if calls := figures.get("dt_server_accepted_total.IsAlive"):
+        return Check(name, "ok", f"{calls:.0f} signed IsAlive calls since the start")
+    return Check(
+        name,
+        "warn",
+        "no validator has reached the running miner yet",
+        "wait ten minutes after a start; then, from a second machine: "
+        "python -m distributed_training doctor --probe IP",
+    )
+
+
+@listed(CHECKS)
+def check_tokenizer(examination: Examination) -> Check:
+    """Fetch the tokenizer and encode a sentence."""
     from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 
+    config = examination.config
     name = config.miner.global_tokenizer_name
-    with tempfile.TemporaryDirectory() as folder:
-        path, eos_id = build_tokenizer(name, Path(folder), revision=config.tokenizer_revision)
-        tokens = TextTokenizer(path, eos_id=eos_id).encode_rows(["one two"], max_length=16)
-    return f"{name}, EOS is {eos_id}, {len(tokens)} tokens for two words"
-
-
-def probe_data(config: Config) -> str:
-    """Ask for the table of rows and for one page. Raises RuntimeError."""
-    from distributed_training.data.block_builder import open_source
-    from distributed_training.data.page_source import PageUnavailable
-
-    # Two tries, so that a doctor ends in a minute; a miner has more.
-    source = open_source(dataclasses.replace(config.data, request_attempts=2))
     try:
+        with tempfile.TemporaryDirectory() as folder:
+            path, eos_id = build_tokenizer(name, Path(folder), revision=config.tokenizer_revision)
+            tokens = TextTokenizer(path, eos_id=eos_id).encode_rows(["one two"], max_length=16)
+    except _WRONG as error:
+        return _failure("tokenizer", error, "check the network and tokenizer.name")
+    finding = f"{name}, EOS is {eos_id}, {len(tokens)} tokens for two words"
+    return Check("tokenizer", "ok", finding)
+
+
+@listed(CHECKS)
+def check_data(examination: Examination) -> Check:
+    """Ask for the table of rows and for one page."""
+    from distributed_training.data.block_builder import open_source
+
+    data = examination.config.data
+    try:
+        # Two tries, so that a doctor ends in a minute; a miner has more.
+        source = open_source(dataclasses.replace(data, request_attempts=2))
         table = source.num_rows()
         start = time.monotonic()
-        texts = source.rows(min(table), 0, split="train", limit=config.data.rows_per_page)
-    except PageUnavailable as error:
-        raise RuntimeError(f"{config.data.source}: {error}") from None
+        texts = source.rows(min(table), 0, split="train", limit=data.rows_per_page)
+    except _WRONG as error:
+        remedy = "check the network, --data.source and data.rows_url"
+        return _failure("data", RuntimeError(f"{data.source}: {error}"), remedy)
     seconds = time.monotonic() - start
-    rows = sum(table.values())
-    return f"{len(table)} configs, {rows} rows; a page of {len(texts)} rows in {seconds:.1f} s"
-
-
-#: In the order in which they are made, after those of the machine.
-CHECKS: Sequence[Entry] = (
-    Entry(lambda e: check_proxies(e.config)),
-    # Before the bucket, whose name ends in the uid.
-    Entry(_chain, note="asking the chain, and the store for its clock"),
-    Entry(lambda e: [check_clock(e.config, e.by_chain)]),
-    Entry(lambda e: [check_address(e.config)]),
-    Entry(bucket_checks, note="asking for bucket, tokenizer and data"),
-    Entry(lambda e: [check_bootstrap(e.config)]),
-    Entry(lambda e: [check_calls(e.config.run_folder / "metrics.prom")]),
-    Entry(
-        lambda e: [
-            run_probe("tokenizer", lambda: probe_tokenizer(e.config), remedy=_TOKENIZER_REMEDY)
-        ]
-    ),
-    Entry(lambda e: [run_probe("data", lambda: probe_data(e.config), remedy=_DATA_REMEDY)]),
-)
+    finding = f"{len(table)} configs, {sum(table.values())} rows; a page of {len(texts)} rows in "
+    return Check("data", "ok", f"{finding}{seconds:.1f} s")

@@ -39,10 +39,12 @@ from distributed_training.common.files import (
     write_json,
     write_state,
 )
-from distributed_training.health.machine import check_disk, check_shared_memory
+from distributed_training.health import machine
+from distributed_training.health.machine import Examination, check_shared_memory
 from distributed_training.store.errors import NoRoomError
 from distributed_training.store.snapshot_folder import describe_full_disk
 from distributed_training.store.transfer import check_room
+from tests.tools.miner_parts import config_of
 
 
 def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> None:
@@ -223,16 +225,15 @@ def test_free_space_that_is_not_told_is_not_taken_for_none(
     monkeypatch.setattr(
         shutil, "disk_usage", lambda _: SimpleNamespace(total=total, used=0, free=free)
     )
+    monkeypatch.setattr(machine, "gpu_bytes", lambda _: 1)
     refused = total and not free
+    examination = Examination(config_of("--neuron.run_folder", str(tmp_path)), ranks=2)
     for _ in range(2):
         assert free_bytes(tmp_path) == (free if total else None)
         assert bool(describe_full_disk(tmp_path / "snapshots", 1000)) == bool(refused)
         with pytest.raises(NoRoomError) if refused else contextlib.nullcontext():
             check_room(tmp_path, 1000, what="it")
-        assert check_disk(tmp_path, needed_bytes=1000).status == (
-            "fail" if refused else "ok" if total else "warn"
-        )
-        assert check_shared_memory(ranks=2, gpu=True).status == (
-            "warn" if refused else "ok" if total else "skip"
-        )
+        verdicts = ("fail", "warn") if refused else ("ok", "ok") if total else ("warn", "skip")
+        for check, verdict in zip((machine.check_room, check_shared_memory), verdicts, strict=True):
+            assert check(examination).status == verdict
     assert [r.getMessage()[:11] for r in caplog.records] == ([] if total else ["The disk of"] * 2)

@@ -19,7 +19,7 @@ from distributed_training.config.model import CARDS, PRESETS
 from distributed_training.config.removed import REMOVED
 from distributed_training.config.schema import schema
 from distributed_training.config.settings import SwarmSettings
-from distributed_training.health.machine import check_configuration
+from distributed_training.health.machine import Examination, check_configuration
 from distributed_training.training.memory_plan import named_config
 from tests.tools import r2_keys
 
@@ -209,7 +209,7 @@ def test_a_misspelled_name_in_dotenv_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"not set.*nothing reads R2_WRITE_ACCES_KEY_ID") as error:
         load_config("miner", [], environ={}, dotenv=dotenv)
     assert "\n" not in str(error.value)
-    rows = check_configuration(load(dotenv=dotenv), ranks=1)
+    rows = check_configuration(Examination(load(dotenv=dotenv), ranks=1))
     assert [row.status for row in rows] == ["warn"] * 3 and rows[0].remedy.startswith("did you")
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -16,31 +17,14 @@ import psutil
 import pytest
 
 from distributed_training import doctor
-from distributed_training.common.memory import (
-    Arrangement,
-    ModelShape,
-    device_memory,
-    host_bytes,
-    host_memory,
-    snapshot_bytes,
-)
+from distributed_training.common.memory import ModelShape, host_bytes, snapshot_bytes
 from distributed_training.common.ports import free_ports
 from distributed_training.common.proxies import VARIABLES
 from distributed_training.config import ConfigError, load_config
 from distributed_training.config.settings import StoreSettings, TrainingSettings
 from distributed_training.doctor import _DECISIVE, model_config
 from distributed_training.health import gpus, machine, outside
-from distributed_training.health.machine import (
-    Examination,
-    bytes_under,
-    check_batch,
-    check_disk,
-    check_disk_speed,
-    check_gpus,
-    check_memory,
-    check_port,
-    check_torch,
-)
+from distributed_training.health.machine import Examination, bytes_under
 from distributed_training.node import identity
 from distributed_training.node.buckets import NoBucket
 from distributed_training.protocol.types import Check
@@ -57,23 +41,22 @@ from tests.tools.miner_parts import config_of
 pytestmark = pytest.mark.timeout(60)
 
 
-def status(checks: list[Check]) -> dict[str, str]:
+def status(checks: Iterable[Check]) -> dict[str, str]:
     return {check.name: check.status for check in checks}
 
 
-def test_memory_verdicts() -> None:
-    shape = ModelShape.from_config(named_config("4b"))
-    how = Arrangement(world_size=1, micro_batch=2, sequence_length=1024)
-    device, host = device_memory(shape, how), host_memory(shape, how)
-    there = {"fail": device // 2, "warn": device, "ok": 2 * device}
-    for wanted, bytes_there in there.items():
-        (check,) = check_memory(device, host, device_bytes=bytes_there, host_bytes=None)
-        assert check.status == wanted
-        assert bool(check.remedy) == (wanted != "ok")
-    there = {"fail": host // 2, "warn": host, "ok": 2 * host}
-    for wanted, bytes_there in there.items():
-        (check,) = check_memory(device, host, device_bytes=None, host_bytes=bytes_there)
-        assert check.status == wanted
+@pytest.mark.parametrize(("share", "verdict"), [(0.5, "fail"), (1, "warn"), (2, "ok")])
+def test_memory_verdicts(share: float, verdict: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Examination(config_of(), ranks=1, shape=ModelShape.from_config(named_config("4b")))
+    for kind in ("gpu_bytes", "host_bytes"):
+        monkeypatch.setattr(machine, "gpu_bytes", lambda *_: None)
+        monkeypatch.setattr(machine, "host_bytes", lambda: None)
+        monkeypatch.setattr(machine, kind, lambda *_: 10**9)
+        (check,) = machine.check_memory(asked)
+        needed = round(float(check.finding.split()[1]) * 1e9)
+        monkeypatch.setattr(machine, kind, lambda *_, there=round(share * needed): there)
+        (check,) = machine.check_memory(asked)
+        assert check.status == verdict and bool(check.remedy) == (verdict != "ok")
 
 
 @pytest.mark.parametrize(
@@ -120,11 +103,12 @@ def test_the_network_is_asked_first_and_without_a_wallet(
     monkeypatch.setattr(outside, "load_wallet", no_wallet)
     chain = MemoryChain(hotkey="", ledger=ledger)
     monkeypatch.setattr(outside, "follow_chain", lambda *_: chain)
-    checks, uid = outside.chain_checks(config)
+    examination = Examination(config, ranks=1)
+    checks = outside.check_chain(examination)
     found = [(check.name, check.status) for check in checks]
     first = [("network", "ok"), ("global state", "warn")]
     assert found[:2] == (first if there else [("network", "fail"), ("global state", "skip")])
-    assert uid is None and ("hotkey", "fail") in found
+    assert examination.uid is None and ("hotkey", "fail") in found
     assert not any("btcli" in check.line for check in checks)
 
 
@@ -155,23 +139,33 @@ def test_the_newest_global_state_is_of_today(
 
 def test_port() -> None:
     (port,) = free_ports(1)  # of the system's own range another program might take it when let go
+    config = config_of("--axon.port", "0", "--dht.port", str(port))
     with socket.create_server(("127.0.0.1", port)):
-        check = check_port("dht.port", port)
-        assert check.status == "fail" and f"port {port} (--dht.port) is in use" in check.line
-    assert check_port("dht.port", port).status == "ok"
-    assert check_port("dht.port", 0).status == "ok"
+        calls, swarm = machine.check_ports(Examination(config, ranks=1))
+        assert calls.status == "ok"
+        assert swarm.status == "fail" and f"port {port} (--dht.port) is in use" in swarm.line
+        own = Examination(config, ranks=1, own_ports=frozenset({port}))
+        assert set(status(machine.check_ports(own)).values()) == {"ok"}
+    assert set(status(machine.check_ports(Examination(config, ranks=1))).values()) == {"ok"}
 
 
-def test_disk(tmp_path: Path) -> None:
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def check_room(folder: Path) -> Check:
+        given = ["--neuron.run_folder", str(folder), "--diagnostics.minimum_disk_gb"]
+        return machine.check_room(Examination(config_of(*given, str(needed)), ranks=1))
+
+    monkeypatch.setattr(machine, "DISK_RESERVE", 1)
+    needed = 1e-9
     missing = tmp_path / "not" / "yet"
-    assert check_disk(missing, needed_bytes=1).status == "ok"
+    assert check_room(missing).status == "ok"
     assert not missing.exists()
-    check = check_disk(missing, needed_bytes=10**18)
-    assert check.status == "fail" and "--neuron.run_folder" in check.remedy
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", tmp_path / "file" / "run"):
-        assert "is no folder" in check_disk(folder, needed_bytes=1).finding
-    assert check_disk(tmp_path / ("long" * 99), needed_bytes=1).finding  # no traceback
+        assert "is no folder" in check_room(folder).finding
+    assert check_room(tmp_path / ("long" * 99)).finding  # no traceback
+    needed = 1e9
+    check = check_room(missing)
+    assert check.status == "fail" and "--neuron.run_folder" in check.remedy
 
 
 def test_what_always_stays_free_is_part_of_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +174,7 @@ def test_what_always_stays_free_is_part_of_the_need(monkeypatch: pytest.MonkeyPa
     for free, status in ((6 * 10**8, "fail"), (3 * 10**9, "ok")):
         usage = SimpleNamespace(total=10**12, free=free)
         monkeypatch.setattr(shutil, "disk_usage", lambda _, usage=usage: usage)
-        (check,) = machine.check_room(Examination(config, ranks=1))
+        check = machine.check_room(Examination(config, ranks=1))
         assert check.status == status and "1.0 GB needed" in check.line
 
 
@@ -194,7 +188,7 @@ def test_a_disk_that_does_not_answer_fails_its_checks_and_ends_nothing(
     flags = ["--neuron.run_folder", str(tmp_path), "--preset", "local"]
     asked = Examination(load_config("miner", flags, check=False), 1)
     asked.shape = ModelShape.from_config(named_config("tiny"))
-    for check in (check_disk(tmp_path, needed_bytes=1), check_disk_speed(asked)):
+    for check in (machine.check_room(asked), machine.check_disk_speed(asked)):
         assert check.status == "fail" and "(Stale file handle)" in check.finding
 
 
@@ -259,43 +253,52 @@ def test_a_line_is_judged_by_the_time_an_upload_really_has(
 def test_calls_are_those_that_a_running_miner_counts(
     tmp_path: Path, age: float | None, calls: int | None, status: str
 ) -> None:
-    path = tmp_path / "metrics.prom"
     if age is not None:
         registry = Registry()
         counts = {} if calls is None else {"accepted.IsAlive": calls, "accepted.AllReduce": 9}
         registry.totals("server", counts)
         registry.set("metrics_written_timestamp_seconds", time.time() - age)
-        path.write_text(registry.text())
-    check = outside.check_calls(path)
+        (tmp_path / "metrics.prom").write_text(registry.text())
+    config = config_of("--neuron.run_folder", str(tmp_path))
+    check = outside.check_calls(Examination(config, ranks=1))
     assert check.status == status and ("3 signed" in check.finding) == (status == "ok")
 
 
-def test_batch() -> None:
-    for micro, world, steps in ((2, 4, 64), (2, 1, 256)):
-        good = check_batch(micro_batch=micro, effective=512, world_size=world)
-        assert good.status == "ok" and f"{steps} micro-batches of 2 on {world}" in good.finding
-    odd = check_batch(micro_batch=3, effective=100, world_size=4)
-    assert odd.status == "warn" and "effective 108" in odd.remedy
-    assert check_batch(micro_batch=None, effective=4, world_size=1).status == "ok"
-    wrong = check_batch(micro_batch=8, effective=4, world_size=1)
-    assert wrong.status == "fail" and "local_batch_size_train 4 or less" in wrong.remedy
-    assert wrong.name in _DECISIVE  # no training is measured with it
+@pytest.mark.parametrize(
+    ("micro_batch", "effective", "ranks", "verdict", "words"),
+    [
+        ("2", 512, 4, "ok", "64 micro-batches of 2 on 4"),
+        ("2", 512, 1, "ok", "256 micro-batches of 2 on 1"),
+        ("3", 100, 4, "warn", "effective 108"),
+        ("auto", 4, 1, "ok", ""),
+        ("8", 4, 1, "fail", "local_batch_size_train 4 or less"),
+    ],
+)
+def test_batch(micro_batch: str, effective: int, ranks: int, verdict: str, words: str) -> None:
+    flag = "--neuron.local_batch_size_train"
+    config = config_of(flag, micro_batch, f"{flag}_effective", str(effective))
+    check = machine.check_batch(Examination(config, ranks))
+    assert check.status == verdict and words in check.line
+    assert check.name in _DECISIVE  # no training is measured with a wrong one
 
 
-def test_torch_build_against_the_driver() -> None:
+def test_torch_build_against_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    assert check_torch(gpus=0).status == "ok"
-    if not torch.cuda.is_available():
-        check = check_torch(gpus=2)
-        assert check.status == "fail" and check.remedy
+    for count, verdict in ((0, "ok"), (2, "ok" if torch.cuda.is_available() else "fail")):
+        monkeypatch.setattr(machine, "visible_gpu_count", lambda count=count: count)
+        check = machine.check_torch(Examination(config_of(), ranks=1))
+        assert check.status == verdict and bool(check.remedy) == (verdict == "fail")
+
+
+def check_gpus(ranks: int, device: str) -> list[Check]:
+    return [*machine.check_gpus(Examination(config_of("--neuron.device", device), ranks))]
 
 
 def test_no_gpu_is_a_failure_only_if_one_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert status(check_gpus(wanted=1, device="auto")) == {"gpu": "warn"}
-    assert status(check_gpus(wanted=1, device="cuda")) == {"gpu": "fail"}
-    assert status(check_gpus(wanted=1, device="cpu")) == {"gpu": "ok"}
+    for device, verdict in (("auto", "warn"), ("cuda", "fail"), ("cpu", "ok")):
+        assert status(check_gpus(1, device)) == {"gpu": verdict}
 
 
 class FakeNvml:
@@ -442,15 +445,15 @@ def test_handles_of_ctypes_are_compared_by_what_they_point_to() -> None:
 
 
 def test_gpus_in_use_are_told(fake_nvml: FakeNvml) -> None:
-    assert status(check_gpus(wanted=2, device="auto")) == {"gpu 0": "ok", "gpu 1": "warn"}
-    (check,) = check_gpus(wanted=4, device="auto")
+    assert status(check_gpus(2, "auto")) == {"gpu 0": "ok", "gpu 1": "warn"}
+    (check,) = check_gpus(4, "auto")
     assert check.status == "fail" and "--nproc_per_node 3" in check.remedy
     fake_nvml.lost = {1}  # the driver counts it and gives no handle
-    (check,) = check_gpus(wanted=3, device="auto")
+    (check,) = check_gpus(3, "auto")
     assert check.status == "fail" and "--nproc_per_node 2" in check.remedy
-    assert [c.finding[:6] for c in check_gpus(wanted=2, device="auto")] == ["Card 0", "Card 2"]
+    assert [c.finding[:6] for c in check_gpus(2, "auto")] == ["Card 0", "Card 2"]
     fake_nvml.hangs = True
-    (check,) = check_gpus(wanted=1, device="cuda")
+    (check,) = check_gpus(1, "cuda")
     assert check.status == "fail" and "check nvidia-smi" in check.remedy
     assert gpus.sample_gpu() is None and gpus.unused_gpu() == (None, "no GPU is visible")
     assert fake_nvml.open == 0
@@ -463,7 +466,8 @@ def test_a_store_that_tells_no_time_is_no_fault_of_the_clock(
     reply = SimpleNamespace(headers={"date": date})
     monkeypatch.setattr(httpx.Client, "head", lambda client, url: reply)
     flags = ["--r2.endpoint_url", "http://127.0.0.1:9", "--preset", "local"]
-    assert outside.check_clock(load_config("miner", flags, check=False)).status == "skip"
+    asked = Examination(load_config("miner", flags, check=False), ranks=1)
+    assert outside.check_clock(asked).status == "skip"
 
 
 def test_the_doctor_says_what_goes_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -472,15 +476,16 @@ def test_the_doctor_says_what_goes_through_a_proxy(monkeypatch: pytest.MonkeyPat
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-    assert outside.check_proxies(config) == []
+    asked = Examination(config, ranks=1)
+    assert outside.check_proxies(asked) == []
     monkeypatch.setenv("HTTP_PROXY", "http://me:secret@proxy.lab:3128")
-    (check,) = outside.check_proxies(config)
+    (check,) = outside.check_proxies(asked)
     assert check.status == "ok"
     assert "http_proxy set: used for registry, calls to public addresses; not for store" in (
         check.finding
     )
     monkeypatch.setenv("all_proxy", "socks5://me:secret@127.0.0.1:1080")
-    (check,) = outside.check_proxies(config)
+    (check,) = outside.check_proxies(asked)
     assert check.status == "warn" and "all_proxy names no HTTP proxy" in check.finding
     assert "secret" not in check.finding
 

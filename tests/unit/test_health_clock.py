@@ -20,12 +20,18 @@ from distributed_training.chain.registry import RegistryChain
 from distributed_training.config import load_config
 from distributed_training.health import clock, outside
 from distributed_training.health.clock import LIMIT, WARN, ClockWatch, Offset
+from distributed_training.health.machine import Examination
+from distributed_training.protocol.types import Check
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)
 CONFIG = load_config(
     "miner", ["--r2.endpoint_url", "http://127.0.0.1:9", "--preset", "local"], check=False
 )
+
+
+def check_clock(by_chain: Offset | None = None) -> Check:
+    return outside.check_clock(Examination(CONFIG, ranks=1, by_chain=by_chain))
 
 
 def set_clock(monkeypatch: pytest.MonkeyPatch, read: Callable[[], float]) -> None:
@@ -86,7 +92,7 @@ def test_the_doctor_names_a_wrong_clock_by_how_much_and_against_whom(
     with pytest.MonkeyPatch.context() as monkeypatch:
         set_store(monkeypatch)(ahead, slow)
         by_chain = clock.chain_offset(chain(registry))
-        check = outside.check_clock(CONFIG, by_chain)
+        check = check_clock(by_chain)
     # A store's clock is read to half a second, and to half the way there and back.
     sure = abs(ahead) - slow / 2
     if sure >= LIMIT + 0.5:
@@ -125,9 +131,9 @@ def test_without_the_store_the_chains_clock_counts(
     found = clock.chain_offset(theirs)
     store(None)
     assert found is not None and (found.sure >= WARN) == wrong
-    check = outside.check_clock(CONFIG, found)
+    check = check_clock(found)
     assert (check.status != "ok") == wrong and kind.CLOCK in check.finding
-    assert outside.check_clock(CONFIG).status == "skip"
+    assert check_clock().status == "skip"
     assert clock.chain_offset(chain(None)) is None
     assert clock.chain_offset(chain(9.0, age=1000.0)) is None  # of before an outage, or a sleep
 
@@ -139,7 +145,7 @@ def test_certificates_that_cannot_be_read_are_no_fault_of_the_clock(
         raise FileNotFoundError("no such file: ca.pem")
 
     monkeypatch.setattr(clock, "Transport", absent)
-    check = outside.check_clock(CONFIG)
+    check = check_clock()
     assert check.status == "skip" and "ca.pem" in check.finding
 
 
