@@ -9,8 +9,6 @@ from __future__ import annotations
 import enum
 import ipaddress
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-
 
 class Reach(enum.IntEnum):
     """From where an address can be reached; the further down, the fewer machines can."""
@@ -36,10 +34,7 @@ _OF_NOBODY = ipaddress.ip_network("0.0.0.0/8")
 
 def reach(text: str) -> Reach:
     """Return from where ``text``, an IP address, can be reached. Raises ValueError for another."""
-    return _reach(ipaddress.ip_address(text))
-
-
-def _reach(address: Address) -> Reach:
+    address = ipaddress.ip_address(text)
     if address.is_loopback:
         return Reach.MACHINE
     if (
@@ -57,7 +52,7 @@ def _reach(address: Address) -> Reach:
         if address in _NAT64 or address in _COMPATIBLE:
             inner = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
         if inner is not None:  # packets go to that address in the end
-            return _reach(inner)
+            return reach(str(inner))
         if not address.is_private and address not in _GLOBAL:
             return Reach.NOWHERE
     return Reach.EVERYWHERE if address.is_global else Reach.NETWORK

@@ -35,16 +35,6 @@ def group_folders(controller: str, root: Path = Path("/")) -> Iterator[tuple[Pat
             yield folder, 1 if controllers else 2
 
 
-def memory_limits(root: Path = Path("/")) -> Iterator[int]:
-    """Yield the bytes of memory that each group may use."""
-    names = {1: "memory.limit_in_bytes", 2: "memory.max"}
-    for folder, version in group_folders("memory", root):
-        try:
-            yield int((folder / names[version]).read_text())
-        except (OSError, ValueError):  # no such file; "max"
-            continue
-
-
 def usable_cores(root: Path = Path("/")) -> int:
     """Return the cores that this process may use, at least 1.
 

@@ -34,6 +34,7 @@ Device figures are estimates that tell "fits", "tight" and "does not fit" apart;
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import reprlib
@@ -42,7 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from distributed_training.common.control_groups import memory_limits
+from distributed_training.common.control_groups import group_folders
 
 DISK_RESERVE = 1_000_000_000  # bytes that stay free whatever a miner writes
 
@@ -279,4 +280,8 @@ def host_bytes(root: Path = Path("/")) -> int | None:
         there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (ValueError, OSError):
         return None
-    return min((there, *memory_limits(root)))
+    names = {1: "memory.limit_in_bytes", 2: "memory.max"}
+    for folder, version in group_folders("memory", root):
+        with contextlib.suppress(OSError, ValueError):  # no such file; "max"
+            there = min(there, int((folder / names[version]).read_text()))
+    return there

@@ -21,16 +21,12 @@ def listen(address: str, port: int, *, backlog: int | None = None) -> socket.soc
         # create_server takes IPv6 alone at "::" unless it is asked for both.
         return socket.create_server(
             (address, port),
-            family=_family(address),
+            family=socket.AF_INET6 if ":" in address else socket.AF_INET,
             backlog=backlog,
             dualstack_ipv6=address == "::" and socket.has_dualstack_ipv6(),
         )
     except OSError as error:  # Python adds the address, which whoever is told this knows
         raise OSError(error.errno, str(error.strerror).partition(" (while")[0]) from None
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def is_port(text: str) -> bool:
@@ -39,8 +35,8 @@ def is_port(text: str) -> bool:
     return text.isascii() and text.isdigit() and 0 < int(text[:6]) < 65536
 
 
-def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
-    """Return ports of ``address`` that are free, all different.
+def free_ports(count: int) -> list[int]:
+    """Return ports of 127.0.0.1 that are free, all different.
 
     They lie below the range from which the system takes ports for outgoing connections, or one of
     these might take a port between now and its use. Another program still may; another process of
@@ -60,9 +56,9 @@ def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
                 break
             if port in _given or not _reserve(port):
                 continue
-            probe = held.enter_context(socket.socket(_family(address), socket.SOCK_STREAM))
+            probe = held.enter_context(socket.socket())
             try:
-                probe.bind((address, port))
+                probe.bind(("127.0.0.1", port))
             except OSError:
                 _release(port)
                 continue
@@ -72,7 +68,7 @@ def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
                 _release(port)
             raise OSError(
                 errno.EADDRNOTAVAIL,
-                f"only {len(found)} of {count} ports are free at {address}, of those below {low}",
+                f"only {len(found)} of {count} ports are free at 127.0.0.1, of those below {low}",
             )
         for port in found:
             # A launcher that starts its ranks for weeks would leave none to other processes.

@@ -52,7 +52,26 @@ def proxy_for(url: str) -> str | None:
     address = _address(host)
     if address is not None and reach(str(address)) is not Reach.EVERYWHERE:
         return None
-    return None if _excepted(host, port or _PORTS.get(scheme), address) else proxy
+    # no_proxy: domains, addresses or ranges, each with a port or not. A domain stands for all below
+    # it, with a dot or "*." in front or without; "*" for all.
+    for entry in re.split(r"[,\s]+", variable("no_proxy").lower()):
+        name, of_port = entry, None
+        if found := re.fullmatch(r"([^:]+|\[.*\]):(\d+)", entry):
+            name, of_port = found[1], int(found[2])
+        if of_port not in (None, port or _PORTS.get(scheme)):
+            continue
+        if name == "*":
+            return None
+        name = name.strip("[]")
+        if address is None:
+            domain = name.removeprefix("*").strip(".")
+            if domain and f".{host}".endswith(f".{domain}"):
+                return None
+            continue
+        with contextlib.suppress(ValueError):  # a domain, or no range
+            if address in ipaddress.ip_network(name, strict=False):
+                return None
+    return proxy
 
 
 def via(url: str) -> str:
@@ -107,30 +126,3 @@ def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
             return ipaddress.IPv4Address(socket.inet_aton(host))
         return None
     return getattr(address, "ipv4_mapped", None) or address
-
-
-def _excepted(
-    host: str, port: int | None, address: ipaddress.IPv4Address | ipaddress.IPv6Address | None
-) -> bool:
-    """Look for ``host`` in ``no_proxy``: a domain, an address or a range, each with a port or not.
-
-    A domain stands for all below it, with a dot or ``*.`` in front or without; ``*`` for all.
-    """
-    for entry in re.split(r"[,\s]+", variable("no_proxy").lower()):
-        name, of_port = entry, None
-        if found := re.fullmatch(r"([^:]+|\[.*\]):(\d+)", entry):
-            name, of_port = found[1], int(found[2])
-        if of_port not in (None, port):
-            continue
-        if name == "*":
-            return True
-        name = name.strip("[]")
-        if address is None:
-            domain = name.removeprefix("*").strip(".")
-            if domain and f".{host}".endswith(f".{domain}"):
-                return True
-            continue
-        with contextlib.suppress(ValueError):  # a domain, or no range
-            if address in ipaddress.ip_network(name, strict=False):
-                return True
-    return False

@@ -150,22 +150,19 @@ class ClockWatch:
             # The clock was set meanwhile: the next measurement is whole.
             if found is not None and abs(_ahead_of_uptime() - ahead) < WARN:
                 self._newest = found, ahead
-                self._tell(found)
+                if found.sure >= WARN and not self._wrong:
+                    self._wrong = True
+                    log.warning(
+                        "This machine's clock is %s: from %.0f s on no round finds a group, and "
+                        "signed calls are refused; set it (timedatectl set-ntp true)",
+                        found,
+                        LIMIT,
+                    )
+                # Well below: an offset near the limit comes out a second more or less each minute.
+                elif found.sure < WARN / 2 and self._wrong:
+                    self._wrong = False
+                    log.info("This machine's clock is right again: %s", found)
             self._stop.wait(self._interval)
-
-    def _tell(self, found: Offset) -> None:
-        if found.sure >= WARN and not self._wrong:
-            self._wrong = True
-            log.warning(
-                "This machine's clock is %s: from %.0f s on no round finds a group, and signed "
-                "calls are refused; set it (timedatectl set-ntp true)",
-                found,
-                LIMIT,
-            )
-        # Well below: an offset near the limit comes out a second more or less, and every minute.
-        elif found.sure < WARN / 2 and self._wrong:
-            self._wrong = False
-            log.info("This machine's clock is right again: %s", found)
 
 
 def _ahead_of_uptime() -> float:

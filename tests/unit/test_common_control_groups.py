@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import random
 from pathlib import Path
 
+import psutil
 import pytest
 
 from distributed_training.common import control_groups
-from distributed_training.common.control_groups import memory_limits, usable_cores
+from distributed_training.common.control_groups import usable_cores
+from distributed_training.common.memory import host_bytes
 from distributed_training.miner.rank_group import rank_environment_defaults
 
 pytestmark = pytest.mark.timeout(30)
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.timeout(30)
 
 def lay_out(root: Path, *, version: int, path: str, joined: str = "cpu,cpuacct") -> Path:
     """Make /proc and /sys of a process in the group ``path``; return where its groups lie."""
+    assert host_bytes(root) == psutil.virtual_memory().total  # without /proc
     (root / "proc/self").mkdir(parents=True)
     lines = [f"0::{path}"] if version == 2 else [f"4:memory:{path}", f"3:{joined}:{path}", "0::/"]
     (root / "proc/self/cgroup").write_text("\n".join(lines) + "\n")
@@ -42,22 +44,34 @@ def write_quota(folder: Path, version: int, quota: int | None, period: int) -> N
 def test_the_least_quota_on_the_way_counts(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Cores by affinity, or what the tightest of the nested groups gives, rounded up."""
+    """Cores by affinity, or what the tightest of the nested groups gives, rounded up.
+
+    The kernel kills at a group's limit of memory, whatever the machine has.
+    """
     draw = random.Random(seed)
     version, cores = draw.choice((1, 2)), draw.choice((1, 8, 128))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
     parts = ["kubepods.slice", "pod-1", "container"][: draw.randint(0, 3)]
     joined = draw.choice(("cpu,cpuacct", "cpuacct,cpu", "cpu"))
-    mount = lay_out(tmp_path, version=version, path="/" + "/".join(parts), joined=joined)
     shown = draw.choice((True, False))  # in a container only the own group is, at the mount
-    least = cores
+    path = "/".join(["" if shown else draw.choice(("", "/../..")), *parts])  # of another namespace
+    mount = lay_out(tmp_path, version=version, path=path or "/", joined=joined)
+    least, memory = cores, host_bytes() or 0
     for i in range(len(parts) + 1) if shown else [0]:
         quota = draw.choice((None, 1000, 50_000, 100_000, 150_000, 800_000, 10**8))
         period = draw.choice((100_000, 50_000))
         write_quota(mount.joinpath(*parts[:i]), version, quota, period)
         if quota is not None:
             least = min(least, math.ceil(quota / period))
-    assert usable_cores(tmp_path) == least
+        limit = draw.choice((None, 4096, 3_000_000, 2**63 - 4096))
+        memory = min(memory, limit or memory)
+        name, unlimited = "memory.max", "max"
+        folder = mount
+        if version == 1:
+            name, unlimited, folder = "memory.limit_in_bytes", "garbage", mount.parent / "memory"
+        folder.joinpath(*parts[:i]).mkdir(parents=True, exist_ok=True)
+        folder.joinpath(*parts[:i], name).write_text(f"{limit or unlimited}\n")
+    assert usable_cores(tmp_path) == least and host_bytes(tmp_path) == memory
 
 
 @pytest.mark.parametrize("text", ["", "max", "0 0", "100000", "x y", "-1 100000", "1 2 3", "\xff"])
@@ -70,9 +84,7 @@ def test_what_is_not_told_is_no_limit(
     (mount / "cpu.max").write_bytes(text.encode("latin-1"))
     (mount / "memory.max").write_bytes(text.encode("latin-1"))
     assert usable_cores(tmp_path) == 8
-    assert list(itertools.islice(memory_limits(tmp_path), 1)) == (
-        [100_000] if text == "100000" else []
-    )
+    assert host_bytes(tmp_path) == (100_000 if text == "100000" else host_bytes())
 
 
 def test_ranks_share_the_cores_of_the_quota(

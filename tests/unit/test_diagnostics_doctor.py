@@ -12,12 +12,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import httpx
-import psutil
 import pytest
 
 from distributed_training import doctor
-from distributed_training.common.memory import ModelShape, host_bytes, snapshot_bytes
+from distributed_training.common.memory import ModelShape, snapshot_bytes
 from distributed_training.common.ports import free_ports
 from distributed_training.common.proxies import VARIABLES
 from distributed_training.config import ConfigError, load_config
@@ -57,34 +55,6 @@ def test_memory_verdicts(share: float, verdict: str, monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(machine, kind, lambda *_, there=round(share * needed): there)
         (check,) = machine.check_memory(asked)
         assert check.status == verdict and bool(check.remedy) == (verdict != "ok")
-
-
-@pytest.mark.parametrize(
-    ("group", "files", "limit"),
-    [
-        ("0::/\n", {}, None),
-        ("0::/\n", {"memory.max": "max\n"}, None),
-        ("0::/\n", {"memory.max": "3000000\n"}, 3_000_000),  # in a container
-        ("0::/job\n", {"job/memory.max": "2000000\n", "memory.max": "3000000\n"}, 2_000_000),
-        ("0::/job/step\n", {"job/step/memory.max": "max", "job/memory.max": "4096"}, 4096),
-        ("0::/../../job\n", {"memory.max": "5000"}, 5000),  # of another namespace
-        ("4:cpu,memory:/job\n1:name=systemd:/\n", {"memory/job/memory.limit_in_bytes": "6"}, 6),
-        ("4:memory:/docker/1\n0::/\n", {"memory/memory.limit_in_bytes": "7000"}, 7000),
-        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712"}, None),
-        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "garbage"}, None),
-    ],
-)
-def test_memory_is_the_machines_or_less_by_the_control_group(
-    tmp_path: Path, group: str, files: dict[str, str], limit: int | None
-) -> None:
-    """Slurm, Docker and systemd: the kernel kills at their limit, whatever the machine has."""
-    there = host_bytes(tmp_path)  # without /proc
-    assert there == psutil.virtual_memory().total
-    limits = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
-    for name, text in {"proc/self/cgroup": group, **limits}.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert host_bytes(tmp_path) == (limit or there)
 
 
 @pytest.mark.parametrize("there", [False, True])
@@ -457,17 +427,6 @@ def test_gpus_in_use_are_told(fake_nvml: FakeNvml) -> None:
     assert check.status == "fail" and "check nvidia-smi" in check.remedy
     assert gpus.sample_gpu() is None and gpus.unused_gpu() == (None, "no GPU is visible")
     assert fake_nvml.open == 0
-
-
-@pytest.mark.parametrize("date", ["yesterday", f"Mon, 01 Jan {9**40} 00:00:00 GMT"])
-def test_a_store_that_tells_no_time_is_no_fault_of_the_clock(
-    date: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reply = SimpleNamespace(headers={"date": date})
-    monkeypatch.setattr(httpx.Client, "head", lambda client, url: reply)
-    flags = ["--r2.endpoint_url", "http://127.0.0.1:9", "--preset", "local"]
-    asked = Examination(load_config("miner", flags, check=False), ranks=1)
-    assert outside.check_clock(asked).status == "skip"
 
 
 def test_the_doctor_says_what_goes_through_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
