@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from distributed_training.telemetry.events import EventLog, read_events
-from distributed_training.telemetry.logs import mask, register_secret, setup_logging, tame_libraries
+from distributed_training.telemetry.logs import mask, register_secret, setup_logging
 from distributed_training.telemetry.metrics import MetricsFile, Registry, record_step, unix_time
 
 __all__ = [
@@ -15,6 +15,5 @@ __all__ = [
     "record_step",
     "register_secret",
     "setup_logging",
-    "tame_libraries",
     "unix_time",
 ]

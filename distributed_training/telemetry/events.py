@@ -161,9 +161,9 @@ def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]
 
 def plain(value: Any) -> Any:
     """Return ``value`` as JSON can hold it. Raises TypeError if it has no plain form."""
-    if isinstance(value, enum.IntEnum):  # an exit status: programs compare numbers
-        return int(value)
-    if value is None or (isinstance(value, (bool, int, str)) and not isinstance(value, enum.Enum)):
+    if isinstance(value, enum.Enum):  # an exit status is a number, with which programs compare it
+        return int(value) if isinstance(value, int) else value.name
+    if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else None
@@ -171,8 +171,6 @@ def plain(value: Any) -> Any:
         return value.tag
     if isinstance(value, timedelta):
         return value.total_seconds()
-    if isinstance(value, enum.Enum):
-        return value.name
     if isinstance(value, SecretStr):
         return "********"
     if isinstance(value, Path):

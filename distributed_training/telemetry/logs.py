@@ -82,8 +82,14 @@ class LineFormatter(logging.Formatter):
         message = record.getMessage()
         if not record.name.startswith(("distributed_training", "neurons", "__main__")):
             message = f"{record.name}: {message}"
-        if record.exc_info and record.exc_info[1] is not None:
-            message = f"{message} ({fold(record.exc_info[1])})"
+        if record.exc_info and (error := record.exc_info[1]) is not None:
+            frames = traceback.extract_tb(error.__traceback__)[-6:]  # a line has room for a few
+            places = [f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in frames]
+            text = f"{type(error).__name__}: {error}".rstrip(": ")
+            text += f"; at {' < '.join(reversed(places))}" if places else ""
+            cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+            text += f"; caused by {type(cause).__name__}: {cause}" if cause else ""
+            message = f"{message} ({text})"
         moment = datetime.fromtimestamp(record.created).astimezone()
         head = f"{moment.isoformat(' ', 'milliseconds')} | {level_name(record)} | {self._prefix}"
         # Masked before it is split: a secret may have lines.
@@ -94,18 +100,6 @@ class LineFormatter(logging.Formatter):
 def level_name(record: logging.LogRecord) -> str:
     """Return the level's name; WARNING is called WARNING, whatever a library made of it."""
     return _LEVELS.get(record.levelno, record.levelname)
-
-
-def fold(error: BaseException) -> str:
-    """Fold an exception, its cause and the innermost frames into one line."""
-    frames = traceback.extract_tb(error.__traceback__)[-6:]  # a line has room for a few
-    places = " < ".join(
-        f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in reversed(list(frames))
-    )
-    text = f"{type(error).__name__}: {error}".rstrip(": ")
-    text += f"; at {places}" if places else ""
-    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return f"{text}; caused by {type(cause).__name__}: {cause}" if cause else text
 
 
 def moved(path: str | Path, file: int) -> bool:
@@ -128,8 +122,9 @@ def setup_logging(
 ) -> None:
     """Make this process's log lines what operators expect. May be called again.
 
-    Ranks other than 0 print warnings and errors only. ``secrets`` (every SecretStr of the
-    configuration) are masked from here on. Uncaught exceptions of any thread become one line too.
+    Ranks other than 0 print warnings and errors only, libraries warnings. ``secrets`` (every
+    SecretStr of the configuration) are masked from here on. Uncaught exceptions of any thread
+    become one line too.
     """
     for secret in secrets:
         register_secret(secret)
@@ -149,7 +144,19 @@ def setup_logging(
     root.setLevel(logging.DEBUG if settings.debug or settings.trace else logging.INFO)
     logging.captureWarnings(True)
     logging.raiseExceptions = False  # a full disk or a closed pipe must not end training
-    tame_libraries(trace=settings.trace)
+    # hivemind reads these when it is imported; they reach the processes that it forks.
+    os.environ.setdefault("HIVEMIND_COLORS", "0")
+    os.environ.setdefault("HIVEMIND_LOGLEVEL", "DEBUG" if settings.trace else "WARNING")
+    for library in _LIBRARIES:
+        logger = logging.getLogger(library)
+        for handler in list(logger.handlers):
+            logger.removeHandler(handler)
+        logger.propagate = True
+        # logging.config of a library may have switched it off, errors included.
+        logger.disabled = False
+        logger.setLevel(logging.DEBUG if settings.trace else logging.WARNING)
+    warnings = logging.getLogger("py.warnings")
+    warnings.setLevel(logging.WARNING if settings.trace else logging.ERROR)
     log = logging.getLogger("distributed_training")
 
     def uncaught(
@@ -171,22 +178,3 @@ def setup_logging(
     # Python's own would write many lines to stderr, with every secret that is in them.
     sys.excepthook = uncaught
     threading.excepthook = uncaught_in_thread
-
-
-def tame_libraries(*, trace: bool = False) -> None:
-    """Let libraries log warnings only, in our format.
-
-    hivemind puts a handler of its own on its logger when first imported: call this again after the
-    import to remove it. The environment variables reach the processes it forks.
-    """
-    os.environ.setdefault("HIVEMIND_COLORS", "0")
-    os.environ.setdefault("HIVEMIND_LOGLEVEL", "DEBUG" if trace else "WARNING")
-    for library in _LIBRARIES:
-        logger = logging.getLogger(library)
-        for handler in list(logger.handlers):
-            logger.removeHandler(handler)
-        logger.propagate = True
-        # logging.config of a library may have switched it off, errors included.
-        logger.disabled = False
-        logger.setLevel(logging.DEBUG if trace else logging.WARNING)
-    logging.getLogger("py.warnings").setLevel(logging.WARNING if trace else logging.ERROR)

@@ -67,50 +67,34 @@ def register_metric(
     METRICS.register(name, MetricSpec(about, step, measure))
 
 
-# torchtitan's figures under this project's prefix.
-for _name, _about, _step in (
-    ("train_outer_step", "outer step", attrgetter("outer_step")),
-    ("train_inner_step", "inner steps done in this outer step", attrgetter("inner_step")),
-    (
-        "train_loss",
-        "mean cross-entropy of the last inner step, nats per token",
-        attrgetter("loss"),
-    ),
-    ("train_learning_rate", "learning rate of the last inner step", attrgetter("learning_rate")),
+# torchtitan's figures under this project's prefix, by the report's field.
+for _name, _field, _about in (
+    ("train_outer_step", "outer_step", "outer step"),
+    ("train_inner_step", "inner_step", "inner steps done in this outer step"),
+    ("train_loss", "loss", "mean cross-entropy of the last inner step, nats per token"),
+    ("train_learning_rate", "learning_rate", "learning rate of the last inner step"),
     (
         "train_learning_rate_share",
+        "learning_rate_share",
         "the same as a share of training.learning_rate, 0 to 1",
-        attrgetter("learning_rate_share"),
     ),
-    ("train_step_seconds", "wall time of the last inner step", attrgetter("seconds")),
-    ("train_data_wait_seconds", "of it, without data", attrgetter("data_wait_seconds")),
-    ("train_tokens_per_second", "tokens per second, all ranks", attrgetter("tokens_per_second")),
-    (
-        "train_samples_per_second",
-        "sequences per second, all ranks",
-        attrgetter("samples_per_second"),
-    ),
-    ("train_grad_norm", "norm of the gradient before clipping", attrgetter("grad_norm")),
-    ("train_mfu", "model FLOP utilization, 0 to 1", attrgetter("mfu")),
-    ("train_tokens_total", "tokens trained on, all ranks", attrgetter("tokens")),
-    ("train_steps_total", "inner steps", lambda report: not report.skipped),
-    (
-        "train_steps_skipped_total",
-        "inner steps with NaN or Inf, which were skipped",
-        attrgetter("skipped"),
-    ),
+    ("train_step_seconds", "seconds", "wall time of the last inner step"),
+    ("train_data_wait_seconds", "data_wait_seconds", "of it, without data"),
+    ("train_tokens_per_second", "tokens_per_second", "tokens per second, all ranks"),
+    ("train_samples_per_second", "samples_per_second", "sequences per second, all ranks"),
+    ("train_grad_norm", "grad_norm", "norm of the gradient before clipping"),
+    ("train_mfu", "mfu", "model FLOP utilization, 0 to 1"),
+    ("train_tokens_total", "tokens", "tokens trained on, all ranks"),
+    ("train_steps_skipped_total", "skipped", "inner steps with NaN or Inf, which were skipped"),
     (
         "gpu_memory_gb",
+        "gpu_memory_gb",
         "peak allocated on rank 0's GPU since the previous step, GB = 1e9 bytes",
-        attrgetter("gpu_memory_gb"),
     ),
-    (
-        "gpu_utilization_percent",
-        "utilization of rank 0's GPU by NVML",
-        attrgetter("gpu_utilization"),
-    ),
+    ("gpu_utilization_percent", "gpu_utilization", "utilization of rank 0's GPU by NVML"),
 ):
-    register_metric(_name, _about, step=_step)
+    register_metric(_name, _about, step=attrgetter(_field))
+register_metric("train_steps_total", "inner steps", step=lambda report: not report.skipped)
 
 # Each is set where it is known.
 for _name, _about in {
@@ -296,7 +280,15 @@ class Registry(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield each metric that has a value, for the Prometheus client."""
         with self._lock:
-            yield from [_family(name, *found) for name, found in self._figures.items()]
+            figures = {name: (label, dict(kinds)) for name, (label, kinds) in self._figures.items()}
+        for name, (label, kinds) in figures.items():
+            family = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            about = METRICS[name].about if name in METRICS else CHAIN_COUNTS.get(name)
+            about = about or name.removesuffix("_total").replace("_", " ")
+            metric = family(_PREFIX + name, about, labels=[label] if any(kinds) else [])
+            for kind, value in sorted(kinds.items()):
+                metric.add_metric([kind] if any(kinds) else [], value)
+            yield metric
 
     def text(self) -> str:
         """Return all metrics that have a value in Prometheus' text format, named ``dt_...``."""
@@ -308,20 +300,6 @@ def _check(name: str, *, total: bool) -> None:
         raise ValueError(f"{name!r} is not in the catalogue of metrics")
     if name.endswith("_total") != total:
         raise TypeError(f"metric {name} is of the other kind")
-
-
-def _family(name: str, label: str, values: Mapping[str, float]) -> Metric:
-    """Return a counter if the name ends with ``_total``, else a gauge.
-
-    ``values``: figures by the label's value, "" without one.
-    """
-    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-    about = METRICS[name].about if name in METRICS else CHAIN_COUNTS.get(name)
-    about = about or name.removesuffix("_total").replace("_", " ")
-    family = kind(_PREFIX + name, about, labels=[label] if any(values) else [])
-    for key, value in sorted(values.items()):
-        family.add_metric([key] if any(values) else [], value)
-    return family
 
 
 class MetricsFile:

@@ -164,9 +164,6 @@ class NeuronState:
         self._reach({"inner_step": 0, **event})
         self.outer_steps.append((self.outer_step, _number(event.get("time")) or 0.0))
 
-    def _on_load(self, event: Mapping[str, Any]) -> None:
-        self._reach(event)
-
     def _on_state(self, event: Mapping[str, Any]) -> None:
         self.mode = str(event["after"])
 
@@ -204,6 +201,8 @@ class NeuronState:
     def _reach(self, event: Mapping[str, Any]) -> None:
         self.outer_step = _whole(event.get("outer_step"), self.outer_step)
         self.inner_step = _whole(event.get("inner_step"), self.inner_step)
+
+    _on_load = _reach
 
     # --- what the page is told --------------------------------------------------------------------
 
@@ -245,32 +244,21 @@ class NeuronState:
         named = [self.folder / "instance.json", *self.folder.glob("pids/rank-*.json")]
         written = [*named, *self.folder.glob("pids/rank-*.beat")]
         written += [self.folder / name for name in ("events.jsonl", "metrics.prom")]
-        signs = [moment for path in written if (moment := written_at(path)) is not None]
+        signs = []
+        for path in written:
+            with contextlib.suppress(OSError):
+                signs.append(path.stat().st_mtime)
         last = max(signs, default=None)
         # A clock that was set back makes the last sign one of the future: not silent then.
         silent = last is not None and time.time() - last > _SILENT_SECONDS
-        gone = silent and any(p.exists() for p in named) and not any(map(_runs, named))
+        gone = silent and any(path.exists() for path in named)
+        for path in named:
+            with contextlib.suppress(*_DAMAGED, OSError, psutil.Error):
+                process = psutil.Process(int(json.loads(path.read_bytes())["pid"]))
+                # One that began after the file was written has the same pid by chance.
+                if process.create_time() <= path.stat().st_mtime + _CLOCK_STEP:
+                    gone = False
         return {"last_sign": last, "gone": gone}
-
-
-def written_at(path: Path) -> float | None:
-    """Return when a file was last written, in seconds since the epoch; None if it is gone."""
-    with contextlib.suppress(OSError):
-        return path.stat().st_mtime
-    return None
-
-
-def _runs(path: Path) -> bool:
-    """Return whether the process whose pid the file holds still runs.
-
-    One that began after the file was written has the same pid by chance.
-    """
-    written = written_at(path)
-    try:
-        pid = int(json.loads(path.read_bytes())["pid"])
-        return written is not None and psutil.Process(pid).create_time() <= written + _CLOCK_STEP
-    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
-        return False
 
 
 def thinned(steps: Sequence[Step]) -> list[list[float | None]]:

@@ -202,9 +202,9 @@ def test_a_file_that_cannot_be_read_is_one_line(
     monkeypatch.setattr(neuron, what, look)
     with caplog.at_level(logging.WARNING):
         for _ in range(6):
-            hub.tell(neuron, gauges=True)
+            hub.poll(neuron, gauges=True)
         assert len(caplog.records) == 1
-        hub.tell(neuron, gauges=True)
+        hub.poll(neuron, gauges=True)
     assert len(caplog.records) == 2, "it was well in between"
 
 

@@ -15,7 +15,7 @@ import dataclasses, logging, sys, threading
 from pathlib import Path
 from pydantic import SecretStr
 from distributed_training.config.settings import TelemetrySettings
-from distributed_training.telemetry import setup_logging, tame_libraries
+from distributed_training.telemetry import setup_logging
 log = logging.getLogger("distributed_training.x")
 """
 

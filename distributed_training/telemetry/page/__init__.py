@@ -35,10 +35,10 @@ class PageProcess(ChildProcess):
         token: SecretStr | None = None,
         told: Callable[[str], None],
     ) -> None:
-        may_tell = Throttle(60.0, most=_LINES_PER_MINUTE)
+        may_pass = Throttle(60.0, most=_LINES_PER_MINUTE)
 
-        def tell(line: ChildLog) -> None:
-            if may_tell(line.text):
+        def forward(line: ChildLog) -> None:
+            if may_pass(line.text):
                 told(line.text)
 
         super().__init__(
@@ -48,7 +48,7 @@ class PageProcess(ChildProcess):
             *("--host", host, "--port", str(port), "--with-parent"),
             effect="training is not affected",
             begin=lambda: self.send(token),
-            log_line=tell,
+            log_line=forward,
             start_new_session=True,  # a Ctrl-C is ours to act on
         )
         self.start()

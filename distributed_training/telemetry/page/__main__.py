@@ -80,11 +80,11 @@ class Hub:
                 asked = loop.time()
             for neuron in self.neurons:
                 # Not for nobody: it reads files of every neuron.
-                self.tell(neuron, gauges=due and bool(self._readers))
+                self.poll(neuron, gauges=due and bool(self._readers))
             await asyncio.sleep(_POLL_SECONDS)
 
-    def tell(self, neuron: NeuronState, *, gauges: bool) -> None:
-        """Hand on what is new of ``neuron``; a failure to read that lasts is logged once.
+    def poll(self, neuron: NeuronState, *, gauges: bool) -> None:
+        """Send the readers what is new of ``neuron``; a failure to read that lasts is logged once.
 
         No failure of a disk may end :meth:`run`: the page would stand still for good, and show so
         nowhere.
@@ -183,9 +183,16 @@ class Guard:
             if hmac.compare_digest(given.encode(), self._token.encode()):
                 return None
             return PlainTextResponse("the token is missing or wrong: open /?token=...\n", 401)
-        if not is_own_address(request.scope):
-            return PlainTextResponse(_OTHER_ADDRESS, 403)
-        return None
+        # The raw bytes decide. Starlette's request.url falls back to the server's own address where
+        # the header is no valid name, and a browser sends such names (a{b.example) for a web site.
+        hosts = [value for name, value in request.scope["headers"] if name.lower() == b"host"]
+        named = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+        if named is not None and request.scope.get("server"):
+            address, port = request.scope["server"]
+            own = _LOOPBACK | {f"[{address}]" if ":" in address else address}
+            if named[1].decode().lower() in own and int(named[2] or 80) == port:
+                return None
+        return PlainTextResponse(_OTHER_ADDRESS, 403)
 
 
 # What follows such a request may be its body, or what somebody wants to be taken for a request.
@@ -194,21 +201,6 @@ _OTHER_ADDRESS = (
     "without a token the page answers only at its own loopback address and port: forward the same "
     "port number (ssh -L 8010:127.0.0.1:8010), or set DT_PAGE_TOKEN\n"
 )
-
-
-def is_own_address(scope: Scope) -> bool:
-    """Return whether the request has one ``Host`` header that names this server's loopback address.
-
-    The raw bytes decide. Starlette's ``request.url`` falls back to the server's own address where
-    the header is no valid name, and a browser sends such names (``a{b.example``) for a web site.
-    """
-    hosts = [value for name, value in scope["headers"] if name.lower() == b"host"]
-    named = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
-    if named is None or not scope.get("server"):
-        return False
-    address, port = scope["server"]
-    own = _LOOPBACK | {f"[{address}]" if ":" in address else address}
-    return named[1].decode().lower() in own and int(named[2] or 80) == port
 
 
 def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
@@ -358,7 +350,7 @@ def main(argv: list[str] | None = None) -> int:
         token = secret.get_secret_value() if secret is not None else ""
         parent.end_with_parent()
 
-    def tell(text: str, level: int) -> None:
+    def send_line(text: str, level: int) -> None:
         if parent is not None:
             parent.send(ChildLog(level, text))
         else:
@@ -376,16 +368,16 @@ def main(argv: list[str] | None = None) -> int:
                 f"none; training is not affected: give another {flags}port"
             )
     if problem is not None:
-        tell(f"error: {problem}", logging.ERROR)
+        send_line(f"error: {problem}", logging.ERROR)
         return ExitStatus.BAD_CONFIGURATION
     os.nice(_NICENESS)
     # After the port is ours: reading takes seconds, and a port in use is told before.
     try:
         neurons = [NeuronState(folder).catch_up() for folder in given.folders]
     except OSError as error:  # of a disk, which may come back: not the status of an end for good
-        tell(f"the page cannot begin ({error}): check the run folder's disk", logging.ERROR)
+        send_line(f"the page cannot begin ({error}): check the run folder's disk", logging.ERROR)
         return ExitStatus.FAULT
-    tell(f"page: http://{host}:{listener.getsockname()[1]}/", logging.INFO)
+    send_line(f"page: http://{host}:{listener.getsockname()[1]}/", logging.INFO)
     server(neurons, token=token).run(sockets=[listener])
     return ExitStatus.STOPPED
 
