@@ -21,7 +21,6 @@ _RULE = "=" * 80
 class GpuSample:
     """One reading. Memory in GB = 1e9 bytes, of the whole card, all processes together."""
 
-    index: int
     name: str
     memory_total_gb: float
     memory_used_gb: float
@@ -68,7 +67,6 @@ class NvmlSampler:
         except nvml.NVMLError:
             return None
         return GpuSample(
-            index=self.index,
             name=_text(name),
             memory_total_gb=memory.total / 1e9,
             memory_used_gb=memory.used / 1e9,

@@ -13,8 +13,6 @@ import traceback
 from collections.abc import Iterable
 from datetime import datetime
 from pathlib import Path
-from types import TracebackType
-from typing import Any
 
 from pydantic import SecretStr
 
@@ -23,22 +21,9 @@ from distributed_training.config.settings import TelemetrySettings
 # Set by name, since libraries rename levels (hivemind turns WARNING into WARN for everyone).
 _LEVELS = {10: "DEBUG", 20: "INFO", 30: "WARNING", 40: "ERROR", 50: "CRITICAL"}
 _LIBRARIES = (
-    "hivemind",
-    "bittensor",
-    "boto3",
-    "botocore",
-    "s3transfer",
-    "urllib3",
-    "httpx",
-    "httpcore",
-    "uvicorn",
-    "asyncio",
-    "websockets",
-    "transformers",
-    "torch",
-    "filelock",
-    "matplotlib",
-)
+    "hivemind", "bittensor", "boto3", "botocore", "s3transfer", "urllib3", "httpx", "httpcore",
+    "uvicorn", "asyncio", "websockets", "transformers", "torch", "filelock", "matplotlib",
+)  # fmt: skip
 _SHORTEST_SECRET = 6  # shorter ones would mask ordinary words
 MASK = "********"
 
@@ -159,22 +144,12 @@ def setup_logging(
     warnings.setLevel(logging.WARNING if settings.trace else logging.ERROR)
     log = logging.getLogger("distributed_training")
 
-    def uncaught(
-        kind: type[BaseException], error: BaseException, trace: TracebackType | None
-    ) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
-            log.critical("Uncaught error", exc_info=(kind, error, trace))
-
-    def uncaught_in_thread(arguments: Any) -> None:
-        if arguments.exc_value is not None and arguments.exc_type is not SystemExit:
-            thread = arguments.thread.name if arguments.thread else "?"
-            error = arguments.exc_value
-            log.critical(
-                "Uncaught error in thread %s",
-                thread,
-                exc_info=(type(error), error, arguments.exc_traceback),
-            )
+    def uncaught(error: BaseException | None, where: str = "") -> None:
+        if error is not None and not isinstance(error, (KeyboardInterrupt, SystemExit)):
+            log.critical("Uncaught error%s", where, exc_info=error)
 
     # Python's own would write many lines to stderr, with every secret that is in them.
-    sys.excepthook = uncaught
-    threading.excepthook = uncaught_in_thread
+    sys.excepthook = lambda kind, error, trace: uncaught(error)
+    threading.excepthook = lambda failed: uncaught(
+        failed.exc_value, f" in thread {failed.thread.name if failed.thread else '?'}"
+    )

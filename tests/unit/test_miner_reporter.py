@@ -476,7 +476,7 @@ class Card:
 
     def sample(self) -> GpuSample | None:
         power = 650.0 if self.index == 0 else None
-        used = GpuSample(self.index, "H200", 141.0, 70.0, 98.0, 60.0, power)
+        used = GpuSample("H200", 141.0, 70.0, 98.0, 60.0, power)
         return None if self.index == 2 else used
 
     def close(self) -> None:
