@@ -84,14 +84,14 @@ for _name, _field, _about in (
     ("train_samples_per_second", "samples_per_second", "sequences per second, all ranks"),
     ("train_grad_norm", "grad_norm", "norm of the gradient before clipping"),
     ("train_mfu", "mfu", "model FLOP utilization, 0 to 1"),
-    ("train_tokens_total", "tokens", "tokens trained on, all ranks"),
-    ("train_steps_skipped_total", "skipped", "inner steps with NaN or Inf, which were skipped"),
     (
         "gpu_memory_gb",
         "gpu_memory_gb",
         "peak allocated on rank 0's GPU since the previous step, GB = 1e9 bytes",
     ),
     ("gpu_utilization_percent", "gpu_utilization", "utilization of rank 0's GPU by NVML"),
+    ("train_tokens_total", "tokens", "tokens trained on, all ranks"),
+    ("train_steps_skipped_total", "skipped", "inner steps with NaN or Inf, which were skipped"),
 ):
     register_metric(_name, _about, step=attrgetter(_field))
 register_metric("train_steps_total", "inner steps", step=lambda report: not report.skipped)
