@@ -26,7 +26,7 @@ size h, query width q, key and value width k, MLP width i, vocabulary V:
                  + 6 V h + 2 b s h   gradients of the head (float32 and bf16) and of its input
     overhead       8 % of the sum + 0.8e9 on CUDA (context, NCCL buffers, fragmentation)
 
-*Host*, all ranks of the machine together, see :func:`host_memory`. *Disk*, see :class:`DiskSpace`.
+*Host*, all ranks of the machine together, see :func:`host_memory`. *Disk*, see :func:`disk_space`.
 
 Device figures are estimates that tell "fits", "tight" and "does not fit" apart;
 ``--neuron.local_batch_size_train auto`` measures instead.
@@ -211,43 +211,22 @@ def _pinned(tensors: Iterable[tuple[int, ...]], ranks: int) -> Iterator[int]:
         yield ranks * 4 * 2 ** (rows - 1).bit_length()
 
 
-@dataclass(frozen=True)
-class DiskSpace:
-    """Bytes under the run folder.
+def disk_space(shape: ModelShape, *, keep_checkpoints: int, moments: int = 2) -> int:
+    """Return the most that a miner has on disk at once; ``moments``: as in :class:`Arrangement`.
 
     In bytes a parameter:
 
-    ``checkpoints`` 16 each: weights, AdamW's two moments, error feedback; those kept and the one
-    being written. ``epochs`` 8 each: epoch-start weights and outer momentum, written once per outer
-    step and referred to; at most one for each checkpoint. ``snapshots`` 12 each, and the published
-    values: weights and two moments; the one published last and the one being taken or uploaded.
-    ``global_states`` 8 each: weights and outer momentum; the one in use, the one before, and the
-    one being fetched.
-    """
-
-    checkpoints: int
-    epochs: int
-    snapshots: int
-    global_states: int
-
-    @property
-    def total(self) -> int:
-        return self.checkpoints + self.epochs + self.snapshots + self.global_states
-
-
-def disk_space(shape: ModelShape, *, keep_checkpoints: int, moments: int = 2) -> DiskSpace:
-    """Return the most that a miner has on disk at once; ``moments``: as in :class:`Arrangement`.
+    *Checkpoints* 24 each: weights, AdamW's two moments, error feedback; 8 of them epoch-start
+    weights and outer momentum, written once per outer step and referred to, at most once for each
+    checkpoint. Those kept and the one being written. *Snapshots* 12 each, and the published values:
+    weights and two moments; the one published last and the one being taken or uploaded. *Global
+    states* 8 each: weights and outer momentum; the one in use, the one before, and the one being
+    fetched.
 
     Data cache and events come on top; they have bounds of their own (``--data.cache_gb``, 2 GiB).
     """
-    n = shape.parameters
-    checkpoints = max(1, keep_checkpoints) + 1
-    return DiskSpace(
-        checkpoints=(8 + 4 * moments) * n * checkpoints,
-        epochs=8 * n * checkpoints,
-        snapshots=2 * snapshot_bytes(shape.tensors, moments),
-        global_states=3 * 8 * n,
-    )
+    checkpoints = (max(1, keep_checkpoints) + 1) * checkpoint_bytes(shape.tensors, moments)
+    return checkpoints + 2 * snapshot_bytes(shape.tensors, moments) + 3 * 8 * shape.parameters
 
 
 def checkpoint_bytes(tensors: Iterable[tuple[int, ...]], moments: int = 2) -> int:

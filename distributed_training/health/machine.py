@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from distributed_training.health.clock import Offset
 
 _SPEED_BYTES = 128 * 1024 * 1024
-_CHECKPOINT_BYTES = 16  # a parameter; see common.memory.DiskSpace
+_CHECKPOINT_BYTES = 16  # a parameter; see common.memory.disk_space
 _SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
 _DESCRIPTORS = 1024  # files, shards and connections, without those of the signed server
 _TOO_MUCH = 1.15  # of what is there; the estimate is not exact enough to refuse a near miss
@@ -391,7 +391,7 @@ def check_room(examination: Examination) -> Check:
     folder = config.run_folder.absolute()
     if shape is not None:
         keep, moments = config.miner.keep_checkpoints, count_moments(config.training)
-        most = disk_space(shape, keep_checkpoints=keep, moments=moments).total
+        most = disk_space(shape, keep_checkpoints=keep, moments=moments)
         # What is there is part of the need: counted twice, a restart on a disk of the documented
         # size would be refused.
         needed += max(0, most - bytes_under(folder))

@@ -114,7 +114,7 @@ def read_judged(
                 ModelShape.from_config(model_config),
                 keep_checkpoints=MinerSettings().keep_checkpoints,
                 moments=count_moments(config.training),
-            ).total
+            )
             # With checkpoints it is a miner's; a validator's or a subnet's takes no such room.
             for run in {path.parent for path in miners.glob("*/checkpoints")}:
                 if run.stat().st_dev == folder.stat().st_dev:

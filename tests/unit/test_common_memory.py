@@ -121,19 +121,18 @@ def test_disk_figures_are_what_is_written(tmp_path: Path, process_group: None) -
     save_outer_optimizer(
         tmp_path / "global" / "outer_optimizer.pt", OuterOptimizerState(buffers, 0.8, 0.9, 1)
     )
-    expected = disk_space(ModelShape.from_config(config), keep_checkpoints=checkpoints - 1)
+    shapes = [s for _, s in made.schema]
+    one, state = checkpoint_bytes(shapes), 8 * ModelShape.from_config(config).parameters
     epochs = written(tmp_path / "checkpoints", "epoch-*")
-    assert written(tmp_path / "checkpoints", "checkpoint-*") == pytest.approx(
-        expected.checkpoints, rel=0.05
-    )
-    assert epochs == pytest.approx(expected.epochs, rel=0.05)
-    one = checkpoint_bytes(s for _, s in made.schema)
-    assert one == (expected.checkpoints + expected.epochs) / checkpoints
+    assert epochs == pytest.approx(checkpoints * state, rel=0.05)
+    kept = written(tmp_path / "checkpoints", "checkpoint-*")
+    assert kept == pytest.approx(checkpoints * (one - state), rel=0.05)
     # a snapshot's estimate has room for the parts that rank 0 puts together
     snapshot = written(tmp_path, "snapshot")
-    shapes = [s for _, s in made.schema]
     assert snapshot < snapshot_bytes(shapes) < 1.25 * snapshot
-    assert written(tmp_path, "global") == pytest.approx(expected.global_states / 3, rel=0.05)
+    assert written(tmp_path, "global") == pytest.approx(state, rel=0.05)
+    most = disk_space(ModelShape.from_config(config), keep_checkpoints=checkpoints - 1)
+    assert most == checkpoints * one + 2 * snapshot_bytes(shapes) + 3 * state
 
 
 def written(folder: Path, pattern: str) -> int:

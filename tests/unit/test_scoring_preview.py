@@ -317,7 +317,7 @@ def test_a_disk_that_a_miner_needs_is_left_to_it(
     """The weights are fetched only beside what the miner may still write."""
     runs = world.folder / "runs"
     (runs / "miner-h" / "checkpoints").mkdir(parents=True)
-    most = disk_space(ModelShape.from_config(MODEL_CONFIG), keep_checkpoints=2).total
+    most = disk_space(ModelShape.from_config(MODEL_CONFIG), keep_checkpoints=2)
     disk = SimpleNamespace(total=10**15, free=most + 1000)
     monkeypatch.setattr(score_preview.shutil, "disk_usage", lambda folder: disk)
     with pytest.raises(NotJudgeable, match=r"miner on this disk may take .* --cache"):
