@@ -555,7 +555,13 @@ class RankZero:
             clock_fault=connections.clock.fault,
         )
         round_seconds = {"round_seconds": lambda: reporter.round_seconds}
-        metrics = self._open_metrics({**uploaded, **income.gauges(), **round_seconds})
+        shapes = [shape for _, shape in trainer.schema]
+        moments = len(trainer.optimizer.state)
+        needed = snapshot_bytes(shapes, moments)
+        metrics = self._open_metrics(
+            {**uploaded, **income.gauges(), **round_seconds},
+            needed=needed + checkpoint_bytes(shapes, moments),
+        )
         missed = MissedRounds(
             outer_step=trainer.outer_step,
             clock_fault=connections.clock.fault,
@@ -564,8 +570,6 @@ class RankZero:
             started=psutil.Process().create_time(),
             interval=global_interval(config),
         )
-        moments = len(trainer.optimizer.state)
-        needed = snapshot_bytes((shape for _, shape in trainer.schema), moments)
         uploads = Uploads(
             schedule=schedule,
             round_clock=clock,
@@ -580,8 +584,13 @@ class RankZero:
             self.controller.subscribe(subscriber.on_event)
         self.controller.subscribe(end_rounds_of(self.server))
 
-    def _open_metrics(self, measured: Mapping[str, Callable[[], float | None]]) -> Metrics:
-        """Open the metrics file. ``measured``: gauges of uploads, income and the last round."""
+    def _open_metrics(
+        self, measured: Mapping[str, Callable[[], float | None]], *, needed: int
+    ) -> Metrics:
+        """Open the metrics file. ``measured``: gauges of uploads, income and the last round.
+
+        ``needed``: bytes of disk that the next snapshot and checkpoint take.
+        """
         context, connections, blocks = self._context, self._connections, self.blocks
         config, trainer = context.config, self._training.trainer
         open_until_end = context.stack.enter_context
@@ -592,11 +601,9 @@ class RankZero:
             name=f"{config.miner.name}-{self._info.uid}",
             first_step=trainer.total_inner_steps + 1,
         )
-        shapes = [shape for _, shape in trainer.schema]
-        moments = len(trainer.optimizer.state)
         machine = MachineGauges(
             context.folder,
-            needed=snapshot_bytes(shapes, moments) + checkpoint_bytes(shapes, moments),
+            needed=needed,
             gpus=context.ranks.local_world_size if context.device.type == "cuda" else 0,
         )
         file = MetricsFile(context.folder / "metrics.prom")
