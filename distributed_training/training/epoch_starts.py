@@ -85,7 +85,7 @@ class EpochStarts:
         self._left[outer_step] = _Start(self.loss, sketch)
         self.loss = None
 
-    def knows(self, outer_step: int) -> bool:
+    def __contains__(self, outer_step: int) -> bool:
         return outer_step in self._left
 
     def are_ours(self, outer_step: int, rows: Iterable[Tensor]) -> bool:

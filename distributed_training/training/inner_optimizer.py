@@ -28,7 +28,7 @@ from distributed_training.config.types import ConfigError, choose_kind
 from .collectives import ParameterShard
 
 LOWEST = 0.1  # of the peak, after the warm-up
-#: Of the total steps; from here on the operator is warned.
+#: Of the total steps; from here on, where the rate is the lowest, the operator is warned.
 NEAR_THE_END = 0.9
 
 
@@ -69,10 +69,6 @@ class CosineSchedule:
         slow = self.factor if finished_steps < self.slow_until else 1.0
         return self.peak * shape * slow
 
-    def nears_its_end(self, finished_steps: int) -> bool:
-        """Return True from ``NEAR_THE_END`` of the total steps on, where the rate is the lowest."""
-        return finished_steps >= NEAR_THE_END * self.total_steps
-
     def slow_down(self, finished_steps: int, *, steps: int) -> None:
         """Halve the rate for the next ``steps`` steps. A second call compounds."""
         still_slow = finished_steps < self.slow_until
@@ -85,17 +81,6 @@ class CosineSchedule:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.factor = float(state["factor"])
         self.slow_until = int(state["slow_until"])
-
-    def published_state(self, finished_steps: int) -> dict[str, Any]:
-        """Return the content of ``LambdaLR.state_dict()`` (protocol page, section 3)."""
-        return {
-            "base_lrs": [self.peak],
-            "last_epoch": finished_steps,
-            "_step_count": finished_steps + 1,
-            "_get_lr_called_within_step": False,
-            "_last_lr": [self.rate(finished_steps)],
-            "lr_lambdas": [None],
-        }
 
 
 #: Makes the optimizer of parameters by a network's rules; the learning rate is set at each step.
@@ -279,13 +264,19 @@ class InnerOptimizer:
         factory = OPTIMIZERS[settings.optimizer]
         parts = [[self._params[i] for i in bucket] for bucket in self._buckets]
         self._optimizers = [factory(part, settings) for part in parts]
-        # Of a rank that has no rows as well: for what the optimizer says of itself.
-        self._model = factory([nn.Parameter(torch.zeros(1))], settings)
+        # Of a rank that has no rows as well: what the optimizer says of itself.
+        model = factory([nn.Parameter(torch.zeros(1))], settings)
+        self.name, self.group = type(model).__name__, model.param_groups[0]
         # When offloaded, room for the state of the largest bucket, twice: buckets take turns.
         sizes = [len(names.rows) * sum(p.numel() for p in part) for part in parts]
         count = min(2, len(sizes)) if offload else 0
         places = [torch.empty(max(sizes), device=device) for _ in range(count)]
-        for number, bucket in enumerate(self._buckets):
+        for number, (bucket, optimizer) in enumerate(
+            zip(self._buckets, self._optimizers, strict=True)
+        ):
+            group = optimizer.param_groups[0]
+            # A kernel that takes the whole step reads its count on the device; others read it here.
+            where = device if group.get("fused") or group.get("capturable") else "cpu"
             start = 0
             for i in bucket:
                 rows = {name: self.state[name][i] for name in names.rows}
@@ -293,33 +284,18 @@ class InnerOptimizer:
                     for name, kept in rows.items():
                         room = places[number % 2][start : start + kept.numel()]
                         rows[name], start = room.view(kept.shape), start + kept.numel()
-                self._attach(number, i, rows)
-
-    def _attach(self, bucket: int, i: int, rows: dict[str, Tensor]) -> None:
-        """Make ``rows`` and counts of its own the state of parameter ``i``."""
-        optimizer = self._optimizers[bucket]
-        group = optimizer.param_groups[0]
-        # A kernel that takes the whole step reads its count on the device; others read it here.
-        where = self._device if group.get("fused") or group.get("capturable") else "cpu"
-        counts = {
-            name: zero.to(where, copy=True) if isinstance(zero, Tensor) else zero
-            for name, zero in self._names.counts.items()
-        }
-        optimizer.state[self._params[i]] = counts | rows
+                counts = {
+                    name: zero.to(where, copy=True) if isinstance(zero, Tensor) else zero
+                    for name, zero in names.counts.items()
+                }
+                optimizer.state[self._params[i]] = counts | rows
 
     @property
     def line(self) -> str:
         """The optimizer and the place of its state, for the log."""
         where = "host memory, copied beside the arithmetic" if self.offload else "device memory"
-        fused = "fused " if self._model.param_groups[0].get("fused") else ""
-        return f"✓ Using {fused}{type(self._model).__name__}, its state in {where}"
-
-    def published_group(self, rate: float, peak: float, names: Sequence[str]) -> dict[str, Any]:
-        """Return the one parameter group of an upload; ``rate``: the present learning rate."""
-        here = {"lr": rate, "foreach": None, "fused": None}
-        group = self._model.param_groups[0].items()
-        kept = {key: here.get(key, value) for key, value in group if key != "params"}
-        return kept | {"initial_lr": peak, "params": list(names)}
+        fused = "fused " if self.group.get("fused") else ""
+        return f"✓ Using {fused}{self.name}, its state in {where}"
 
     def counts(self) -> dict[str, float]:
         """Return the single numbers that the optimizer keeps, alike for all parameters."""

@@ -42,11 +42,20 @@ def describe_inner(
 ) -> dict[str, Any]:
     """Return the content of a file as it is now, without the state of parameters."""
     rate = schedule.rate(finished_steps)
-    group = optimizer.published_group(rate, schedule.peak, [name for name, _ in schema])
+    here = {"lr": rate, "foreach": None, "fused": None}
+    group = {key: here.get(key, value) for key, value in optimizer.group.items() if key != "params"}
+    group |= {"initial_lr": schedule.peak, "params": [name for name, _ in schema]}
     return {
         "optimizer_state_dict": {"param_groups": [group]},
         "learning_rate": rate,
-        "scheduler_state": schedule.published_state(finished_steps),
+        "scheduler_state": {  # as LambdaLR.state_dict() (protocol page, section 3)
+            "base_lrs": [schedule.peak],
+            "last_epoch": finished_steps,
+            "_step_count": finished_steps + 1,
+            "_get_lr_called_within_step": False,
+            "_last_lr": [rate],
+            "lr_lambdas": [None],
+        },
         "epoch": outer_step,
     }
 
@@ -98,10 +107,8 @@ class _Mesh:
         self.mesh = torch.arange(ranks, dtype=torch.int)
         self._rank = rank
 
-    def _class(self) -> type:
-        return DeviceMesh
-
-    __class__ = property(_class)  # type: ignore[assignment]  # pickle compares it with its own
+    # pickle compares it with its own
+    __class__ = property(lambda self: DeviceMesh)  # type: ignore[assignment]
 
     def get_coordinate(self) -> list[int]:
         return [self._rank]

@@ -13,10 +13,10 @@ three points has its minimum. Five evaluations are typical.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -292,7 +292,11 @@ class GradientCheck:
         step under way, are afterwards the same to the bit.
         """
         applied = epoch.learning_rate * APPLIED_FRACTION
-        with self._sharded.gradients_aside(), self._weights_of(epoch.start):
+        with self._sharded.gradients_aside(), contextlib.ExitStack() as stack:
+            current = {"weights": _copy_weights(self._sharded, self._stream)}
+            # After an error too: whatever saves or trains next would take the trial's weights.
+            stack.callback(self._sharded.load_state_dict, current)
+            self._sharded.load_state_dict({"weights": epoch.start})
             if self._before is None or self._before[0] != epoch.epoch_id:
                 self._before = (epoch.epoch_id, self._mean(held))
             found: dict[str, Found] = {}
@@ -324,17 +328,6 @@ class GradientCheck:
             plain_delta=plain - self._before[1],
             evaluations=sum(f.evaluations for f in found.values()),
         )
-
-    @contextmanager
-    def _weights_of(self, start: Sequence[Tensor]) -> Iterator[None]:
-        """Let the weights be ``start`` inside, and whatever is written there."""
-        current = _copy_weights(self._sharded, self._stream)
-        try:
-            self._sharded.load_state_dict({"weights": start})
-            yield
-        finally:
-            # After an error too: whatever saves or trains next would take the trial's weights.
-            self._sharded.load_state_dict({"weights": current})
 
     def _mean(self, held: Text) -> float:
         return _mean_loss(self._sharded, self._stream, held)

@@ -6,6 +6,7 @@ the global bucket's ``config.json``; nothing about its shape is fixed in the cod
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 from collections.abc import Mapping
@@ -114,18 +115,14 @@ def compute_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
         supported = torch.cuda.is_bf16_supported(including_emulation=False)
         hardware = torch.cuda.get_device_name(device)
     else:
-        supported, hardware = _cpu_has_bf16(), "this CPU"
+        hardware, flags = "this CPU", set[str]()
+        with contextlib.suppress(OSError, IndexError):
+            text = Path("/proc/cpuinfo").read_text()
+            flags = set(text.split("flags", 1)[1].split("\n", 1)[0].split())
+        supported = bool({"avx512_bf16", "amx_bf16"} & flags)
     if supported:
         return torch.bfloat16, f"Precision: bf16 computation, float32 weights ({hardware})"
     return torch.float32, f"Precision: float32, since {hardware} has no bf16 arithmetic"
-
-
-def _cpu_has_bf16() -> bool:
-    try:
-        flags = Path("/proc/cpuinfo").read_text().split("flags", 1)[1].split("\n", 1)[0].split()
-    except (OSError, IndexError):
-        return False
-    return bool({"avx512_bf16", "amx_bf16"} & set(flags))
 
 
 @dataclass(frozen=True)
@@ -158,18 +155,12 @@ def plan_batch(*, micro_batch: int, effective: int, world_size: int) -> BatchPla
     return BatchPlan(micro_batch, micro_batches, real, note)
 
 
-def check_sequence_length(length: int, config: Any) -> None:
-    limit = getattr(config, "max_position_embeddings", None)
-    if length < 2 or (limit is not None and length > limit):
-        raise ConfigError(
-            f"training.sequence_length {length} is not within 2..{limit}, the positions this model "
-            "has, so it cannot be trained on: lower the flag"
-        )
-
-
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Decided by :func:`plan_memory`. ``bytes_needed`` is an estimate for one rank's device."""
+    """Decided by :func:`plan_memory`, for the network's inner optimizer.
+
+    ``bytes_needed`` is an estimate for one rank's device.
+    """
 
     per_block: bool
     keep_unsharded: bool
@@ -243,7 +234,7 @@ def plan_memory(
             f"{'a group per decoder layer' if per_block else 'one group'}, gathered "
             f"weights {'kept through a step' if keep else 'dropped after use'}, "
             f"gradients reduced at {'every' if sync_every else 'the last'} micro-batch, "
-            f"the optimizer's state in {'host' if offloads else 'device'} memory"
+            f"{settings.optimizer}'s state in {'host' if offloads else 'device'} memory"
         )
         if device_bytes is not None and not fits:
             note += (

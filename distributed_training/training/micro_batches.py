@@ -52,29 +52,24 @@ class _Known:
 
 
 class KnownSize:
-    """Facts found out about this model on this GPU, kept in a file of the run folder.
+    """Facts found out about this model on these GPUs, kept in a file of the run folder.
 
-    ``path`` None: nothing is remembered. ``facts``: all that it depends on; another model, length
-    or GPU starts without knowledge. ``most``: sequences at once that fit, None while it never ran
-    out. ``fastest``: the size that ``auto`` found.
+    ``path`` None: nothing is remembered. ``facts``: all that it depends on; another model, length,
+    inner optimizer or GPU starts without knowledge. ``most``: sequences at once that fit, None
+    while it never ran out. ``fastest``: the size that ``auto`` found. Of all ranks the smallest:
+    all of them make one.
     """
 
-    def __init__(self, path: Path | None, facts: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path | None, facts: Mapping[str, Any], stream: RowStream) -> None:
         self._path = path
         self._facts = dict(facts)
         lost = "the size that fits is found out again"
         found = read_state(path, _Known, lost=lost) if path is not None else None
-        same = found is not None and found.facts == self._facts
-        self.most = found.most if found and same else None
-        self.fastest = found.fastest if found and same else None
-
-    def adopt_smallest(self, stream: RowStream) -> None:
-        """Adopt the smallest of what all ranks know. All of them call this.
-
-        Nodes have files of their own, and GPUs of one machine may differ, so that its file holds
-        for some of them only. A rank that alone measures would wait for the others forever.
-        """
-        answers = stream.all_gather((self.most, self.fastest))
+        if found is None or found.facts != self._facts:
+            found = _Known(self._facts)
+        # Nodes have files of their own, and GPUs of one machine may differ, so that its file holds
+        # for some of them only. A rank that alone measures would wait for the others forever.
+        answers = stream.all_gather((found.most, found.fastest))
         most, fastest = ([n for n in each if n] for each in zip(*answers, strict=True))
         self.most = min(most, default=None)
         # One rank that knows nothing: all measure.
@@ -120,6 +115,7 @@ def facts_of(sharded: ShardedModel, settings: TrainingSettings, ranks: int) -> d
         "ranks": ranks,
         "sequence_length": settings.sequence_length,
         "activation_checkpointing": settings.activation_checkpointing,
+        "optimizer": settings.optimizer,
         "offload_optimizer": sharded.plan.offload_optimizer,
         "keep_unsharded": sharded.plan.keep_unsharded,
         "reduces_each": sharded.plan.sync_every,
@@ -335,14 +331,17 @@ class DeviceBudget:
         self._device = device
         free, _ = torch.cuda.mem_get_info(device)
         self.limit = round((free + torch.cuda.memory_reserved(device)) * _MARGIN)
-
-    def forget_peak(self) -> None:
-        torch.cuda.empty_cache()  # what other sizes left in the allocator's pools
-        torch.cuda.reset_peak_memory_stats(self._device)
+        self.peak()  # of what came before
 
     def peak(self) -> int:
-        """Return what the allocator held: FSDP's streams have pools that share nothing."""
-        return torch.cuda.max_memory_reserved(self._device)
+        """Return the most that the allocator held since the last call.
+
+        Held, not used: FSDP's streams have pools that share nothing.
+        """
+        held = torch.cuda.max_memory_reserved(self._device)
+        torch.cuda.empty_cache()  # what this size left in the allocator's pools
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return held
 
 
 # At 1024 tokens so many sequences fill any GPU. A block of data has about 300 of them: larger
@@ -452,8 +451,6 @@ def find_micro_batch(
         # in a collective.
         problem = vote(_too_large(size, peaks, budget))
         if problem is None:
-            if budget is not None:
-                budget.forget_peak()
             seconds = math.nan
             with contextlib.suppress(torch.OutOfMemoryError):
                 seconds = seconds_per_sequence(size)

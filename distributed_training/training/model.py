@@ -125,8 +125,12 @@ def build_meta_model(
     long as its positions if that is not known. Raises UnfitModelError for a model that would be
     computed otherwise here.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AttentionInterface, AutoModelForCausalLM
 
+    # For its own "sdpa" transformers looks at each forward whether sequences are packed, by
+    # reading a value back: that waits for everything queued before it, at every micro-batch.
+    # For a name it has no mask for, it makes none, and SDPA without a mask is causal.
+    AttentionInterface.register(CAUSAL, sdpa_causal)
     try:
         with _parameters_on_meta():
             model: nn.Module = AutoModelForCausalLM.from_config(
@@ -168,18 +172,6 @@ def parameter_schema(model_config: Mapping[str, Any]) -> Schema:
 
 def schema_of(model: nn.Module) -> Schema:
     return [(plain_name(n), tuple(p.shape)) for n, p in model.named_parameters()]
-
-
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Map the other names of tied parameters to the name they have in the schema."""
-    first: dict[nn.Parameter, str] = {}
-    tied: dict[str, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if param in first:
-            tied[plain_name(name)] = first[param]
-        else:
-            first[param] = plain_name(name)
-    return tied
 
 
 def blocks_of(model: nn.Module) -> nn.ModuleList:
@@ -263,49 +255,27 @@ def refuse_attention(model: nn.Module, sequence_length: int | None = None) -> No
             )
 
 
-def causal_attention() -> str:
-    """Register :func:`sdpa_causal` with transformers; return the name that it knows it by."""
-    from transformers import AttentionInterface
-
-    # For its own "sdpa" transformers looks at each forward whether sequences are packed, by
-    # reading a value back: that waits for everything queued before it, at every micro-batch.
-    # For a name it has no mask for, it makes none, and SDPA without a mask is causal.
-    AttentionInterface.register(CAUSAL, sdpa_causal)
-    return CAUSAL
-
-
 def attention_line(config: Any, device: torch.device, dtype: torch.dtype) -> str:
     """Describe which of PyTorch's SDPA kernels runs, and the reason if it is a slow one."""
+    from torch.nn.attention import SDPBackend
+
     if device.type != "cuda":
         return "Attention: SDPA on the CPU"
-    name = sdpa_kernel_name(config, device, dtype)
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    q, k = (
+        torch.empty(1, count, 128, width, device=device, dtype=dtype) for count in (heads, groups)
+    )
+    choice = torch._fused_sdp_choice(
+        q.requires_grad_(), k, k, is_causal=True, enable_gqa=groups != heads
+    )
+    name = SDPBackend(choice).name
     if name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
         return f"Attention: SDPA, {name.partition('_')[0].lower()} kernel"
-    width = _head_dim(config)
     return (
         f"Attention: SDPA, {name.lower()} kernel: flash attention does not take {dtype} with "
         f"head_dim {width} on this GPU"
-    )
-
-
-def sdpa_kernel_name(config: Any, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the backend PyTorch chooses for this model's heads, as ``SDPBackend`` names it."""
-    from torch.nn.attention import SDPBackend
-
-    heads = config.num_attention_heads
-    groups = getattr(config, "num_key_value_heads", None) or heads
-
-    def some(count: int) -> Tensor:
-        return torch.empty(1, count, 128, _head_dim(config), device=device, dtype=dtype)
-
-    q, k = some(heads).requires_grad_(), some(groups)
-    choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=groups != heads)
-    return str(SDPBackend(choice).name)
-
-
-def _head_dim(config: Any) -> int:
-    return int(
-        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     )
 
 

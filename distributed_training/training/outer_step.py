@@ -42,7 +42,6 @@ from distributed_training.protocol.pt_file import read_pt, refuse_calls
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, RankFailedError
 
 from .collectives import ParameterShard, RowStream, on_host, to_host
-from .error_feedback import ErrorFeedback
 from .model import parameter_schema, without_extras
 from .outer_rule import OUTER_MOMENTUM, OuterRule, nesterov_sgd
 
@@ -156,7 +155,7 @@ class Rows(NamedTuple):
 
 
 class OuterStep:
-    """Owns epoch-start weights, outer momentum and error feedback of one rank (host row blocks)."""
+    """Owns epoch-start weights and outer momentum of one rank (host row blocks)."""
 
     def __init__(
         self,
@@ -165,13 +164,11 @@ class OuterStep:
         stream: RowStream,
         learning_rate: float,
         momentum: float,
-        feedback: ErrorFeedback,
         rule: OuterRule = nesterov_sgd,
     ) -> None:
         self.rule = rule
         self.learning_rate = learning_rate
         self.mu = momentum
-        self.feedback = feedback
         self.epoch_start: list[Tensor] | None = None
         self.momentum: list[Tensor] | None = None
         self.epoch_id = ""  # names the epoch-start weights and momentum in checkpoints

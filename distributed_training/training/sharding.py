@@ -18,6 +18,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,16 +36,16 @@ from distributed_training.config.types import ConfigError
 from distributed_training.protocol.gradients import Schema
 
 from .collectives import COLLECTIVE_TIMEOUT, Layout, ParameterShard, RowStream, shards_of
-from .memory_plan import MemoryPlan, check_sequence_length, compute_dtype, plan_memory
+from .memory_plan import MemoryPlan, compute_dtype, plan_memory
 from .model import (
+    CAUSAL,
     INITIAL_SPREAD,
     CausalLoss,
     attention_line,
     blocks_of,
     build_meta_model,
-    causal_attention,
+    plain_name,
     schema_of,
-    tied_names,
 )
 from .throughput import flops_per_token
 
@@ -148,16 +149,23 @@ def build_sharded_model(
         memory = torch.cuda.get_device_properties(device).total_memory
     dtype, line = compute_dtype(settings.precision, device)
     say(line)
-    model = build_meta_model(
-        model_config, attention=causal_attention(), sequence_length=settings.sequence_length
-    )
+    length = settings.sequence_length
+    model = build_meta_model(model_config, attention=CAUSAL, sequence_length=length)
     config: Any = model.config
-    check_sequence_length(settings.sequence_length, config)
+    limit = getattr(config, "max_position_embeddings", None)
+    if length < 2 or (limit is not None and length > limit):
+        raise ConfigError(
+            f"training.sequence_length {length} is not within 2..{limit}, the positions this model "
+            "has, so it cannot be trained on: lower the flag"
+        )
     if device.type == "cuda":
         for line in set_up_gpu(device, model, dtype):
             say(line)
-    schema, tied = schema_of(model), tied_names(model)
-    flops = flops_per_token(model, settings.sequence_length)
+    schema, first, tied = schema_of(model), dict[nn.Parameter, str](), dict[str, str]()
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(param, plain_name(name)) != plain_name(name):
+            tied[plain_name(name)] = first[param]
+    flops = flops_per_token(model, length)
     plan = plan_memory(
         settings,
         model_config=config.to_dict(),
@@ -170,8 +178,25 @@ def build_sharded_model(
     say(attention_line(config, device, dtype))
     compiled = _recompute_and_compile(model, settings, device, say)
     root = CausalLoss(model, chunk=loss_chunk(memory), compiled=compiled and device.type == "cuda")
-    mesh = _make_mesh(device, layout)
-    modules = _shard(root, model, mesh=mesh, device=device, plan=plan, compute_dtype=dtype)
+    # Parameters are gathered and used in ``dtype``; shards and gradients are float32. So is the
+    # sum: a step adds hundreds of micro-batches, and bf16 would round the late ones away.
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    shard = partial(fully_shard, mesh=_make_mesh(device, layout), mp_policy=policy)
+    # ``to_empty`` below takes the buffers' values, too, and no checkpoint has them.
+    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+    modules: list[FSDPModule] = []
+    if plan.per_block:
+        dropped = not plan.keep_unsharded
+        modules += [shard(block, reshard_after_forward=dropped) for block in blocks_of(model)]
+        # The next block's weights travel while this one computes.
+        for before, after in itertools.pairwise(modules):
+            before.set_modules_to_forward_prefetch([after])
+            after.set_modules_to_backward_prefetch([before])
+    # Never dropped after forward: backward begins with the head.
+    modules.append(shard(root, reshard_after_forward=False))
+    root.to_empty(device=device)
+    for name, buffer in buffers.items():
+        model.get_buffer(name).copy_(buffer)
     copies = f", a copy on each of {layout.replicas} nodes" if layout.replicas > 1 else ""
     say(f"FSDP: {len(modules)} group(s) over {layout.shards} rank(s){copies}")
     return ShardedModel(
@@ -231,7 +256,15 @@ def _recompute_and_compile(
     """
     mode = settings.activation_checkpointing
     wanted = settings.compile == "on" or (settings.compile == "auto" and device.type == "cuda")
-    problem = _compiler_problem(device) if wanted else None
+    problem = None
+    if wanted:
+        try:
+            # The usual failure, no C compiler or no Triton, shows with any function.
+            probe = torch.compile(lambda x: x * 2 + 1)
+            probe(torch.ones(8, device=device))
+        except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; eager always works
+            # The type in front: an assertion of the compiler's may have no text, and so no line.
+            problem = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
     compiled = wanted and problem is None
     if mode == "budget" and not compiled:
         mode = "selective"
@@ -256,18 +289,6 @@ def _recompute_and_compile(
         how = "each decoder layer, for the one shape of a micro-batch"
         say(f"torch.compile: {how if problem is None else 'off: ' + problem}")
     return compiled
-
-
-def _compiler_problem(device: torch.device) -> str | None:
-    """Return why nothing can be compiled here, or None."""
-    try:
-        # The usual failure, no C compiler or no Triton, shows with any function.
-        probe = torch.compile(lambda x: x * 2 + 1)
-        probe(torch.ones(8, device=device))
-    except Exception as error:  # noqa: BLE001 - a compiler may fail in any way; eager always works
-        # The type in front: an assertion of the compiler's may have no text, and so no line.
-        return f"{type(error).__name__}: {str(error).strip()}".splitlines()[0]
-    return None
 
 
 def _make_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
@@ -296,50 +317,6 @@ def _make_mesh(device: torch.device, layout: Layout) -> DeviceMesh:
     return DeviceMesh.from_group(
         groups, device.type, mesh=ranks, mesh_dim_names=("replicate", "shard")
     )
-
-
-def _shard(
-    root: nn.Module,
-    model: nn.Module,
-    *,
-    mesh: DeviceMesh,
-    device: torch.device,
-    plan: MemoryPlan,
-    compute_dtype: torch.dtype,
-) -> list[FSDPModule]:
-    """Apply ``fully_shard`` to decoder layers (if the plan says so) and root.
-
-    Allocate on ``device``.
-
-    Parameters are gathered and used in ``compute_dtype``; the shards the optimizer sees, and the
-    gradients it gets, are float32. Returns the FSDP modules, root last.
-    """
-    # float32 for the sum: a step adds hundreds of micro-batches, and bf16 would round the late ones
-    # away.
-    policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    # ``to_empty`` below takes the buffers' values, too, and no checkpoint has them.
-    buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
-    modules: list[FSDPModule] = []
-    if plan.per_block:
-        for block in blocks_of(model):
-            modules.append(
-                fully_shard(
-                    block,
-                    mesh=mesh,
-                    mp_policy=policy,
-                    reshard_after_forward=not plan.keep_unsharded,
-                )
-            )
-        # The next block's weights travel while this one computes.
-        for before, after in itertools.pairwise(modules):
-            before.set_modules_to_forward_prefetch([after])
-            after.set_modules_to_backward_prefetch([before])
-    # Never dropped after forward: backward begins with the head.
-    modules.append(fully_shard(root, mesh=mesh, mp_policy=policy, reshard_after_forward=False))
-    root.to_empty(device=device)
-    for name, buffer in buffers.items():
-        model.get_buffer(name).copy_(buffer)
-    return modules
 
 
 def _gradient_places(modules: list[FSDPModule]) -> Iterator[tuple[Any, str]]:

@@ -24,10 +24,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -36,16 +35,10 @@ from torch import Tensor
 from distributed_training.common.files import atomic_file, sync_folder, write_at, write_json
 from distributed_training.protocol import keys
 from distributed_training.protocol.compression import Code, Compression
-from distributed_training.protocol.types import AllReduceError, AllReduceFault, Progress
 
-from .collectives import Layout, ParameterShard, RowStream, enter_thread, to_host
+from .collectives import Layout, ParameterShard, enter_thread, to_host
 from .error_feedback import Direction
-from .inner_optimizer import CosineSchedule, InnerOptimizer
-from .inner_state import describe_inner, write_shard
-
-if TYPE_CHECKING:
-    from .outer_step import OuterStep
-    from .sharding import ShardedModel
+from .inner_optimizer import InnerOptimizer
 
 log = logging.getLogger(__name__)
 
@@ -176,7 +169,9 @@ class BoundaryCopier:
             self._released.set()  # once for each
 
 
-_PARTS = ".parts"
+PARTS = ".parts"  # folder of what ranks hand to rank 0, in a snapshot's
+#: Covers rank 0's wait for the other ranks' parts of a snapshot.
+PARTS_TIMEOUT = timedelta(minutes=10)
 _PIECE = 1 << 22  # elements that are summed up at once
 
 
@@ -283,14 +278,11 @@ class SnapshotHandle:
         self.codes, self.contents, self.epoch = {}, {}, None
 
 
-def write_snapshot(
-    state: SnapshotState, handle: SnapshotHandle, *, parts_timeout: timedelta
-) -> None:
+def write_snapshot(state: SnapshotState, handle: SnapshotHandle) -> None:
     """Write this rank's files; rank 0 also puts the ranks' parts together.
 
-    ``handle`` has this rank's codes before any other rank can know that they are made.
-    ``parts_timeout`` covers rank 0's wait for the other ranks' parts. Raises TimeoutError, OSError,
-    RuntimeError (another rank failed).
+    ``handle`` has this rank's codes before any other rank can know that they are made. Raises
+    TimeoutError, OSError, RuntimeError (another rank failed).
     """
     enter_thread(state.shards[0].local.device)
     # The error feedback advances here as well, and previews need the codes.
@@ -298,9 +290,9 @@ def write_snapshot(
         handle.codes = {each.name: each.encode(handle.check) for each in state.directions}
         return
     try:
-        _write_files(state, handle, parts_timeout)
+        _write_files(state, handle)
     except BaseException as error:
-        parts, why = handle.folder / _PARTS, f"{type(error).__name__}: {error}"
+        parts, why = handle.folder / PARTS, f"{type(error).__name__}: {error}"
         _gradient_part(parts, state.rank).unlink(missing_ok=True)  # a full disk needs the room
         # To both: rank 0 may have its part and read no more of this rank, and the uploader would
         # wait ten minutes for the rest.
@@ -310,11 +302,27 @@ def write_snapshot(
         raise
 
 
-def _write_files(state: SnapshotState, handle: SnapshotHandle, parts_timeout: timedelta) -> None:
+def _write_files(state: SnapshotState, handle: SnapshotHandle) -> None:
     folder = handle.folder
-    parts = folder / _PARTS
+    parts = folder / PARTS
     files: dict[Path, str | None] = {}  # and what in it holds NaN or Inf
-    layout = _write_model_rows(state, parts / keys.MODEL, handle.check)
+    layout = SafetensorsLayout.of(
+        [(s.name, torch.float32, s.shape) for s in state.shards],
+        metadata=keys.SAFETENSORS_METADATA,
+    )
+    # Not truncated: all ranks write their rows into this one file.
+    model = os.open(parts / keys.MODEL, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        os.ftruncate(model, layout.size)  # the same size from every rank
+        if state.rank == 0:
+            write_at(model, layout.header, 0)
+        for shard, rows in zip(state.shards, state.copies.weights, strict=True):
+            handle.check()
+            start = layout.offsets[shard.name] + shard.start * math.prod(shard.shape[1:]) * 4
+            write_at(model, tensor_bytes(rows), start)
+        os.fsync(model)
+    finally:
+        os.close(model)
     bad_weights = _not_finite(state.shards, state.copies.weights, handle.check)
     codes = {each.name: each.encode(handle.check) for each in state.directions}
     handle.codes = codes
@@ -330,7 +338,24 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle, parts_timeout: ti
     # after a crash, and rank 0 may have removed the folder before that began.
     write_json(_ready(parts, state.rank), {"error": None, "not_finite": bad_weights}, durable=False)
     if state.rank == 0:
-        bad_of_ranks = _wait_for_parts(parts, state.layout.shards, parts_timeout, handle.check)
+        bad_of_ranks: list[str | None] = []
+        deadline = time.monotonic() + PARTS_TIMEOUT.total_seconds()
+        # Files are looked at, no rank is asked: a thread's collectives would meet training's.
+        for rank in range(state.layout.shards):
+            ready = _ready(parts, rank)
+            while not ready.exists():
+                handle.check()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"rank {rank} did not write its part of the snapshot in time"
+                    )
+                time.sleep(0.01)
+            answer = json.loads(ready.read_text())
+            if answer["error"] is not None:
+                raise RuntimeError(
+                    f"rank {rank} could not write its part of the snapshot: {answer['error']}"
+                )
+            bad_of_ranks.append(answer["not_finite"])
         # Whole and synced by now: each rank synced its rows before it was ready.
         assert (parts / keys.MODEL).stat().st_size == layout.size
         os.replace(parts / keys.MODEL, folder / keys.MODEL)
@@ -339,7 +364,7 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle, parts_timeout: ti
         bad_gradient = _write_gradients(folder, handle.contents[state.directions[0].name])
         write_json(folder / keys.CONFIG, state.config)
         files[folder / keys.CONFIG] = None
-        files[folder / keys.MODEL] = bad_of_ranks
+        files[folder / keys.MODEL] = next(filter(None, bad_of_ranks), None)
         files[folder / keys.GRADIENTS] = bad_gradient
     handle.check()
     inner = folder / keys.inner_optimizer(state.rank, state.layout.shards)
@@ -418,58 +443,12 @@ def _is_finite(values: Tensor) -> bool:
     return all(math.isfinite(float(piece.sum(dtype=torch.float64))) for piece in pieces)
 
 
-def _write_model_rows(
-    state: SnapshotState, path: Path, check: Callable[[], None]
-) -> SafetensorsLayout:
-    layout = SafetensorsLayout.of(
-        [(s.name, torch.float32, s.shape) for s in state.shards],
-        metadata=keys.SAFETENSORS_METADATA,
-    )
-    # Not truncated: all ranks write their rows into this one file.
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        os.ftruncate(handle, layout.size)  # the same size from every rank
-        if state.rank == 0:
-            write_at(handle, layout.header, 0)
-        for shard, rows in zip(state.shards, state.copies.weights, strict=True):
-            check()
-            start = layout.offsets[shard.name] + shard.start * math.prod(shard.shape[1:]) * 4
-            write_at(handle, tensor_bytes(rows), start)
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-    return layout
-
-
 def _ready(parts: Path, rank: int) -> Path:
     return parts / f"rank-{rank}.ready.json"
 
 
 def _gradient_part(parts: Path, rank: int) -> Path:
     return parts / f"gradients.rank-{rank}.safetensors"
-
-
-def _wait_for_parts(
-    parts: Path, world_size: int, timeout: timedelta, check: Callable[[], None]
-) -> str | None:
-    """Return the first parameter whose weights hold NaN or Inf, of any rank's."""
-    found: list[str | None] = []
-    deadline = time.monotonic() + timeout.total_seconds()
-    # Files are looked at, no rank is asked: a thread's collectives would meet training's.
-    for rank in range(world_size):
-        ready = _ready(parts, rank)
-        while not ready.exists():
-            check()
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank {rank} did not write its part of the snapshot in time")
-            time.sleep(0.01)
-        answer = json.loads(ready.read_text())
-        if answer["error"] is not None:
-            raise RuntimeError(
-                f"rank {rank} could not write its part of the snapshot: {answer['error']}"
-            )
-        found.append(answer["not_finite"])
-    return next((name for name in found if name is not None), None)
 
 
 def _contents(
@@ -507,107 +486,3 @@ def _write_gradients(folder: Path, content: Mapping[str, Any]) -> str | None:
     tensors = {name: part for name, part in content.items() if isinstance(part, Tensor)}
     values = (name for name, part in tensors.items() if part.is_floating_point())
     return next((name for name in values if not _is_finite(tensors[name])), None)
-
-
-#: Covers rank 0's wait for the other ranks' parts of a snapshot.
-PARTS_TIMEOUT = timedelta(minutes=10)
-
-
-class Snapshots:
-    """Takes snapshots, on the training thread of every rank, at an inner step's boundary.
-
-    ``model_config``: content of the ``config.json`` to publish.
-    """
-
-    def __init__(
-        self,
-        *,
-        model_config: Mapping[str, Any],
-        sharded: ShardedModel,
-        stream: RowStream,
-        optimizer: InnerOptimizer,
-        schedule: CosineSchedule,
-        outer: OuterStep,
-    ) -> None:
-        published: Any = sharded.model.config
-        self._config = {**model_config, **published.to_dict()}
-        self._sharded = sharded
-        self._stream = stream
-        self._optimizer = optimizer
-        self._schedule = schedule
-        self._outer = outer
-
-    @torch.no_grad()
-    def begin_snapshot(
-        self,
-        folder: Path,
-        *,
-        copy_boundary: Callable[[], BoundaryCopies],
-        progress: Progress,
-        block: int,
-        last_loss: float,
-        steps: int,
-    ) -> SnapshotHandle:
-        """Write everything an upload needs, of this step boundary, in the background.
-
-        ``block`` is the chain's; rank 0's ``progress.blocks`` become the block list; ``steps``:
-        inner steps in total. Training is held for the copy to host memory and the codes of vectors
-        only (with DCT for all codes). Raises on all ranks alike OSError when ``folder`` cannot be
-        made, RankFailedError when a rank has no memory; later failures are in the handle.
-        """
-        started = time.perf_counter()
-        start = self._outer.epoch_start
-        if start is None:
-            raise AllReduceError(AllReduceFault.LOCAL, "no epoch-start weights are kept")
-        copies = copy_boundary()
-        problem = None
-        if self._stream.rank == 0:
-            try:
-                shutil.rmtree(folder, ignore_errors=True)
-                (folder / _PARTS).mkdir(parents=True)
-            except OSError as error:
-                problem = f"{folder} cannot hold a snapshot: {error}"
-        self._stream.raise_if_any(problem, OSError)  # no rank writes before
-        metadata = {
-            "block": int(block),
-            "inner_step": int(progress.inner_step),
-            "outer_step": int(progress.outer_step),
-            "loss": float(last_loss),
-        }
-        config = self._config | {"block_list": progress.blocks, "inner_step": progress.inner_step}
-        # Here and not in the thread: it is collective, and would meet training's collectives.
-        directions = self._outer.feedback.directions(
-            start,
-            copies.weights,
-            self._outer.learning_rate,
-            second_moment=copies.state.get("exp_avg_sq"),
-        )
-        description = describe_inner(
-            self._sharded.schema,
-            self._schedule,
-            self._optimizer,
-            finished_steps=steps,
-            outer_step=progress.outer_step,
-        )
-        state = SnapshotState(
-            layout=self._stream.layout,
-            shards=self._sharded.shards,
-            copies=copies,
-            directions=directions,
-            compression=self._outer.feedback.compression,
-            config=config,
-            gradients_metadata=metadata,
-            write_inner=partial(
-                write_shard,
-                description=description,
-                schema=self._sharded.schema,
-                rank=self._stream.layout.shard,
-                ranks=self._stream.layout.shards,
-                counts=self._optimizer.counts(),
-                moments=copies.state,
-            ),
-        )
-        epoch = Epoch(self._outer.epoch_id, start, self._outer.learning_rate)
-        handle = SnapshotHandle(folder, time.perf_counter() - started, epoch)
-        handle.start(partial(write_snapshot, state, parts_timeout=PARTS_TIMEOUT))
-        return handle

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
@@ -20,21 +21,35 @@ from torch import Tensor
 
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.gradients import Schema
-from distributed_training.protocol.types import Progress, StepReport
+from distributed_training.protocol.types import (
+    AllReduceError,
+    AllReduceFault,
+    Progress,
+    StepReport,
+)
 
 from . import sharding
 from .collectives import Layout, on_host, open_stream
 from .compression import compression_of
 from .epoch_starts import EpochStarts
 from .error_feedback import ErrorFeedback
-from .inner_optimizer import CosineSchedule, InnerOptimizer
+from .inner_optimizer import NEAR_THE_END, CosineSchedule, InnerOptimizer
+from .inner_state import describe_inner, write_shard
 from .local_evaluation import MEASURED, GradientCheck, Text, load_measured
 from .memory_plan import plan_batch
 from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
 from .outer_rule import outer_rule_of
 from .outer_step import OuterStep
 from .sharding import build_sharded_model
-from .snapshot import BoundaryCopier, BoundaryCopies, SnapshotHandle, Snapshots
+from .snapshot import (
+    PARTS,
+    BoundaryCopier,
+    BoundaryCopies,
+    Epoch,
+    SnapshotHandle,
+    SnapshotState,
+    write_snapshot,
+)
 from .throughput import StepMeter, start_profiler
 
 if TYPE_CHECKING:  # 80 modules that nothing else here needs
@@ -93,30 +108,44 @@ class Trainer:
             micro_batch=self.micro_batch_size,
             say=self._say,
         )
+        published: Any = self.sharded.model.config
+        self._published_config = {**model_config, **published.to_dict()}
         # After the model: all ranks must make their groups in one order.
-        self.stream = open_stream(layout, STREAM_TIMEOUT)
-        self._build_optimizers()
-        self.copier = BoundaryCopier(self.sharded.shards, self.optimizer)
-        self.snapshots = Snapshots(
-            model_config=model_config,
-            sharded=self.sharded,
-            stream=self.stream,
-            optimizer=self.optimizer,
-            schedule=self.schedule,
-            outer=self.outer,
+        self.stream = stream = open_stream(layout, STREAM_TIMEOUT)
+        shards = self.sharded.shards
+        self.schedule = CosineSchedule(
+            settings.learning_rate, settings.warmup_steps, settings.total_steps
         )
+        offload = self.sharded.plan.offload_optimizer
+        self.optimizer = InnerOptimizer(shards, settings, offload=offload)
+        self._say(self.optimizer.line)
+        self.feedback = ErrorFeedback(
+            mode=settings.error_feedback,
+            decay=settings.momentum_decay,
+            compression=compression_of(settings),
+            shards=shards,
+            stream=stream,
+        )
+        self.outer = OuterStep(
+            shards=shards,
+            stream=stream,
+            learning_rate=settings.outer_learning_rate,
+            momentum=settings.outer_momentum,
+            rule=outer_rule_of(settings),
+        )
+        self.starts = EpochStarts(shards=shards, stream=stream)
+        self._left_sketch: Tensor | None = None  # of the outer step that a round is to end
+        self.copier = BoundaryCopier(shards, self.optimizer)
         self.gradient_check = GradientCheck(
             sharded=self.sharded,
-            stream=self.stream,
-            feedback=self.outer.feedback,
+            stream=stream,
+            feedback=self.feedback,
             search=settings.step_length == "search",
             sequence_length=settings.sequence_length,
         )
         # After the optimizer: ``auto`` measures what is left of the device's memory.
         path = None if run_folder is None else run_folder / "micro-batch.json"
-        known = KnownSize(path, facts_of(self.sharded, settings, layout.shards))
-        if self.world_size > 1:
-            known.adopt_smallest(self.stream)
+        known = KnownSize(path, facts_of(self.sharded, settings, layout.shards), stream)
         self.step = MicroBatches(
             sharded=self.sharded, stream=self.stream, known=known, say=self._say
         )
@@ -144,33 +173,6 @@ class Trainer:
 
             self.plan_micro_batches(measured_micro_batch(self.step, settings, end_step=end_step))
 
-    def _build_optimizers(self) -> None:
-        settings, shards = self.settings, self.sharded.shards
-        self.schedule = CosineSchedule(
-            settings.learning_rate, settings.warmup_steps, settings.total_steps
-        )
-        self.optimizer = InnerOptimizer(
-            shards, settings, offload=self.sharded.plan.offload_optimizer
-        )
-        self._say(self.optimizer.line)
-        feedback = ErrorFeedback(
-            mode=settings.error_feedback,
-            decay=settings.momentum_decay,
-            compression=compression_of(settings),
-            shards=shards,
-            stream=self.stream,
-        )
-        self.outer = OuterStep(
-            shards=shards,
-            stream=self.stream,
-            learning_rate=settings.outer_learning_rate,
-            momentum=settings.outer_momentum,
-            feedback=feedback,
-            rule=outer_rule_of(settings),
-        )
-        self.starts = EpochStarts(shards=shards, stream=self.stream)
-        self._left_sketch: Tensor | None = None  # of the outer step that a round is to end
-
     # --- batch arithmetic ----------------------------------------------------------------------
 
     def plan_micro_batches(self, size: int) -> None:
@@ -183,11 +185,6 @@ class Trainer:
         )
         if self.batch_plan.note:
             self._say(self.batch_plan.note)
-
-    @property
-    def pending_micro_batches(self) -> int:
-        """Micro-batches of the inner step under way."""
-        return len(self.step.batches)
 
     # --- weights -------------------------------------------------------------------------------
 
@@ -226,7 +223,9 @@ class Trainer:
             # A network's first weights are no measure, those of long ago were of other losses.
             near = self.outer_step > 0 and abs(outer_step - self.outer_step) <= _NEAR
             own = self.outer.epoch_start if near else None
-            back = outer_step < self.outer_step and self.starts.knows(outer_step)
+            back = outer_step < self.outer_step and outer_step in self.starts
+            # One parameter at a time: a copy of all would take as much memory as the model.
+            rows = (on_host(shard.local) for shard in self.sharded.shards)
             if load_measured(
                 self.sharded,
                 self.stream,
@@ -234,7 +233,7 @@ class Trainer:
                 text,
                 own=own,
                 earlier=self.starts.loss_before(outer_step, ours=self.outer_step),
-                are_ours=partial(self._were_ours, outer_step) if back else None,
+                are_ours=partial(self.starts.are_ours, outer_step, rows) if back else None,
             ):
                 self._say(
                     f"The network is at outer step {outer_step} again, with the weights that this "
@@ -248,10 +247,6 @@ class Trainer:
                 )
             load()
         self.drop_step()
-
-    def _were_ours(self, outer_step: int) -> bool:
-        # One parameter at a time: a copy of all would take as much memory as the model.
-        return self.starts.are_ours(outer_step, (on_host(s.local) for s in self.sharded.shards))
 
     @property
     def measured_sequences(self) -> int:
@@ -325,7 +320,7 @@ class Trainer:
     @property
     def components(self) -> tuple[Stateful, ...]:
         """Those whose keys lie beside the trainer's own in a checkpoint; no two have one key."""
-        return self.sharded, self.optimizer, self.outer, self.outer.feedback, self.starts
+        return self.sharded, self.optimizer, self.outer, self.feedback, self.starts
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state.
@@ -344,7 +339,7 @@ class Trainer:
             "pending": self.step.pending(),  # so that no micro-batch is lost or trained twice
             # One for each, alike on all ranks: at another layout none is there to run again.
             # Named as in 0.2.0, which reads these checkpoints after an update was taken back.
-            "domains": [0] * self.pending_micro_batches,
+            "domains": [0] * len(self.step.batches),
         }
         for component in self.components:
             state |= component.state_dict()
@@ -447,8 +442,7 @@ class Trainer:
             self.skipped_in_a_row = 0
             if self.inner_step == 1:
                 self.starts.loss = loss
-            if self.schedule.nears_its_end(self.total_inner_steps):
-                self._warn_of_the_end(rate)
+            self._warn_near_the_end(rate)
         else:
             self.skipped_in_a_row += 1
             line = (
@@ -494,11 +488,12 @@ class Trainer:
         predicted = self.batch_plan.effective * (self.settings.sequence_length - 1)
         return total_loss / predicted, total_square**0.5
 
-    def _warn_of_the_end(self, rate: float) -> None:
-        """Warn once per start that the schedule has ended."""
-        if self.rank == 0 and not self._warned_of_the_end:
+    def _warn_near_the_end(self, rate: float) -> None:
+        """Warn once per start that the schedule is where its rate is the lowest."""
+        total = self.schedule.total_steps
+        near = self.total_inner_steps >= NEAR_THE_END * total
+        if near and self.rank == 0 and not self._warned_of_the_end:
             self._warned_of_the_end = True
-            total = self.schedule.total_steps
             log.warning(
                 "Inner step %d of training.total_steps %d: the learning rate is at %.0f %% of its "
                 "peak and stays there, so later steps learn slowly: a network's file with a larger "
@@ -580,18 +575,72 @@ class Trainer:
         # A rank that raised alone would leave the others in what comes next.
         return self.stream.run_on_all(self.copier.copy_boundary)
 
+    @torch.no_grad()
     def snapshot(
         self, folder: Path, *, progress: Progress, block: int, last_loss: float
     ) -> SnapshotHandle:
-        """See :meth:`~.snapshot.Snapshots.begin_snapshot`."""
-        return self.snapshots.begin_snapshot(
-            folder,
-            copy_boundary=self.boundary_copies,
-            progress=progress,
-            block=block,
-            last_loss=last_loss,
-            steps=self.total_inner_steps,
+        """Write everything an upload needs, of this step boundary, in the background.
+
+        ``block`` is the chain's; rank 0's ``progress.blocks`` become the block list. Training is
+        held for the copy to host memory and the codes of vectors only (with DCT for all codes).
+        Raises on all ranks alike OSError when ``folder`` cannot be made, RankFailedError when a
+        rank has no memory; later failures are in the handle.
+        """
+        started = time.perf_counter()
+        start, layout = self.outer.epoch_start, self.stream.layout
+        if start is None:
+            raise AllReduceError(AllReduceFault.LOCAL, "no epoch-start weights are kept")
+        copies = self.boundary_copies()
+        problem = None
+        if self.rank == 0:
+            try:
+                shutil.rmtree(folder, ignore_errors=True)
+                (folder / PARTS).mkdir(parents=True)
+            except OSError as error:
+                problem = f"{folder} cannot hold a snapshot: {error}"
+        self.stream.raise_if_any(problem, OSError)  # no rank writes before
+        # Here and not in the thread: it is collective, and would meet training's collectives.
+        directions = self.feedback.directions(
+            start,
+            copies.weights,
+            self.outer.learning_rate,
+            second_moment=copies.state.get("exp_avg_sq"),
         )
+        description = describe_inner(
+            self.schema,
+            self.schedule,
+            self.optimizer,
+            finished_steps=self.total_inner_steps,
+            outer_step=progress.outer_step,
+        )
+        counts = {"block_list": progress.blocks, "inner_step": progress.inner_step}
+        state = SnapshotState(
+            layout=layout,
+            shards=self.sharded.shards,
+            copies=copies,
+            directions=directions,
+            compression=self.feedback.compression,
+            config=self._published_config | counts,
+            gradients_metadata={
+                "block": int(block),
+                "inner_step": int(progress.inner_step),
+                "outer_step": int(progress.outer_step),
+                "loss": float(last_loss),
+            },
+            write_inner=partial(
+                write_shard,
+                description=description,
+                schema=self.schema,
+                rank=layout.shard,
+                ranks=layout.shards,
+                counts=self.optimizer.counts(),
+                moments=copies.state,
+            ),
+        )
+        epoch = Epoch(self.outer.epoch_id, start, self.outer.learning_rate)
+        handle = SnapshotHandle(folder, time.perf_counter() - started, epoch)
+        handle.start(partial(write_snapshot, state))
+        return handle
 
     def hold_back(self, sequences: Tensor | None) -> None:
         """See :meth:`~.local_evaluation.GradientCheck.hold_back`."""

@@ -555,7 +555,7 @@ def overtaken(folder: Path) -> None:
     miner = Miner(folder, on_step=on_step, on_micro_batch=on_micro_batch, flags=search)
 
     def average(request: RoundRequest, *, cancelled: threading.Event) -> AllReduceResult:
-        assert miner.trainer.pending_micro_batches
+        assert miner.trainer.step.batches
         in_round.set()
         deadline = time.monotonic() + 20
         while not miner.publisher.submitted and time.monotonic() < deadline:
@@ -633,7 +633,7 @@ def toys(folder: Path) -> None:
         "commitment": chain.commitment("5Me"),
         "files": sorted(sent),
         "gradient": sorted({key.rpartition(".")[2] for key in gradient if "." in key}),
-        "optimizer": type(miner.trainer.optimizer._model).__name__,
+        "optimizer": miner.trainer.optimizer.name,
         "metrics": (folder / "metrics.prom").read_text(),
     }
     (folder / "found.json").write_text(json.dumps(found))

@@ -190,7 +190,7 @@ def no_memory(folder: Path) -> None:
         trainer(rank=RANK, world_size=WORLD, use_dct=True, error_feedback="best") for _ in range(2)
     )
     keeper = Checkpointer(trainer=made, folder=folder / "checkpoints")
-    feedback = made.outer.feedback
+    feedback = made.feedback
 
     def take(name: str) -> SnapshotHandle:
         progress = Progress(0, made.inner_step, made.inner_step, [])
@@ -247,7 +247,7 @@ _sync_folder = files.sync_folder
 
 def _sync_late(folder: Path) -> None:
     """Sync ``folder`` as a slow rank would that has just become ready: once rank 0 is done."""
-    if folder.name == snapshots._PARTS and snapshots._ready(folder, RANK).exists():
+    if folder.name == snapshots.PARTS and snapshots._ready(folder, RANK).exists():
         wait_for(lambda: not folder.exists(), "the end of rank 0's snapshot", 20)
     _sync_folder(folder)
 
@@ -330,14 +330,14 @@ def rebase(folder: Path) -> None:
     made.prepare_outer_step(after)
     made.commit_outer_step()
     now = made.outer.current()
-    assert made.outer_step == 1 and not made._were_ours(0)
+    assert made.outer_step == 1 and not made.starts.are_ours(0, now)
     for who in (0, WORLD - 1):
         path = folder / "global.safetensors" if RANK == 0 else None
         with pytest.raises(RankFailedError), memory_ends(made.starts, "_of_rows", when=who == RANK):
             made.load_global(path, None, 0, text)
         same(now, made.outer.current())
     made.load_global(path, None, 0, text)
-    assert made.outer_step == 0 and made._were_ours(0)
+    assert made.outer_step == 0 and made.starts.are_ours(0, made.outer.current())
 
 
 def preview(folder: Path) -> None:
@@ -501,7 +501,7 @@ def disk_of_a_copy(folder: Path) -> None:
         made = trainer(rank=RANK, world_size=WORLD, local_ranks=1, seed=7)
         keeper = Checkpointer(trainer=made, folder=own)
         assert (keeper.restore() is None) == (left == 0)
-        assert made.pending_micro_batches == pending, "on all nodes alike"
+        assert len(made.step.batches) == pending, "on all nodes alike"
         if left:
             same(whole[left - 1], whole_weights(made))
         if RANK == 1 and left:

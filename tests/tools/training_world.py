@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -126,6 +127,12 @@ def outer_step(made: Trainer, buffers: list[torch.Tensor]) -> None:
     made.write_pseudo_gradient(buffers)
     made.prepare_outer_step(buffers)
     made.commit_outer_step()
+
+
+def same(one: Sequence[torch.Tensor] | None, two: Sequence[torch.Tensor] | None) -> bool:
+    """Return whether two lists of tensors have equal bits."""
+    assert one is not None and two is not None
+    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 def whole_weights(made: Trainer) -> list[torch.Tensor] | None:

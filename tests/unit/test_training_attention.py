@@ -9,11 +9,11 @@ import torch
 
 from distributed_training.common.memory import ModelShape
 from distributed_training.training.model import (
+    CAUSAL,
     CausalLoss,
     UnfitModelError,
     blocks_of,
     build_meta_model,
-    causal_attention,
     hf_config,
     plain_name,
     sdpa_causal,
@@ -87,12 +87,11 @@ def test_a_model_is_what_its_config_says_or_is_refused_by_name(
     from transformers import AutoModelForCausalLM
 
     config = SMALL | {"model_type": kind} | changes
-    name = causal_attention()
     if refused:
         with pytest.raises(UnfitModelError, match=refused):
-            build_meta_model(config, attention=name, sequence_length=LENGTH)
+            build_meta_model(config, attention=CAUSAL, sequence_length=LENGTH)
         return
-    mine = build_meta_model(config, attention=name, sequence_length=LENGTH)
+    mine = build_meta_model(config, attention=CAUSAL, sequence_length=LENGTH)
     blocks_of(mine)
     torch.manual_seed(1)
     theirs = AutoModelForCausalLM.from_config(

@@ -64,7 +64,7 @@ def test_the_same_weights_in_other_last_bits_are_ours_and_nothing_else_is() -> N
         moved = [t.clone() for t in ours]
         moved[index] = whole.flip(0)
         assert not known(moved), SHAPES[index]
-    assert other.knows(4) and not other.knows(3)
+    assert 4 in other and 3 not in other
 
 
 def test_the_last_outer_steps_are_remembered_with_their_losses() -> None:
@@ -72,11 +72,11 @@ def test_the_last_outer_steps_are_remembered_with_their_losses() -> None:
     for outer_step in range(12):
         made.loss = 8.0 - outer_step / 2 if outer_step != 9 else None
         made.leave(outer_step, made.sketch(weights()))
-    assert [step for step in range(12) if made.knows(step)] == [*range(12 - REMEMBERED, 12)]
+    assert [step for step in range(12) if step in made] == [*range(12 - REMEMBERED, 12)]
     assert made.loss_before(12, ours=12) == 2.5, "another average of our own outer step"
     assert made.loss_before(13, ours=12) == 2.5, "what others made without us"
     assert made.loss_before(11, ours=12) == 3.0
     assert made.loss_before(10, ours=12) == float("inf"), "nothing was trained there"
     assert starts().loss_before(3, ours=3) is None
     made.leave(2, made.sketch(weights()))  # the network went back
-    assert [step for step in range(12) if made.knows(step)] == [2]
+    assert [step for step in range(12) if step in made] == [2]

@@ -57,7 +57,7 @@ def test_without_a_preview_what_is_published_is_the_public_miners(
         train(made, step, step + 1)
         expected = public.publish(made, start)
         found = publish(made, tmp_path / str(step), step)
-        for item, kept in zip(made.sharded.shards, made.outer.feedback.residual or [], strict=True):
+        for item, kept in zip(made.sharded.shards, made.feedback.residual or [], strict=True):
             code = found[item.name + "idxs"], found[item.name + "vals"]
             decoded = gradients.decode(*code, item.shape, use_dct=dct)
             torch.testing.assert_close(decoded, expected[item.name], rtol=1e-5, atol=1e-9)
@@ -106,7 +106,7 @@ def test_what_a_checkpoint_took_does_not_change_when_the_next_is_published(tmp_p
     made = trainer()
     train(made, 0, 1)
     publish(made, tmp_path / "one", 1)
-    kept = made.outer.feedback.residual
+    kept = made.feedback.residual
     assert kept is not None
     before = [rows.clone() for rows in kept]
     keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
@@ -116,13 +116,13 @@ def test_what_a_checkpoint_took_does_not_change_when_the_next_is_published(tmp_p
     assert all(torch.equal(a, b) for a, b in zip(before, kept, strict=True))
     other = trainer(seed=3)
     assert Checkpointer(trainer=other, folder=tmp_path / "checkpoints").restore() is not None
-    restored = other.outer.feedback.residual
+    restored = other.feedback.residual
     assert all(torch.equal(a, b) for a, b in zip(before, restored or [], strict=True))
 
 
 def test_two_publications_under_way_advance_in_turn(tmp_path: Path) -> None:
     made, one_by_one = trainer(error_feedback="upload"), trainer(error_feedback="upload")
-    feedback = made.outer.feedback
+    feedback = made.feedback
     start = [rows for _, _, rows in made.outer.epoch_start_rows()]
     waiting = []
     for step in range(2):
@@ -132,7 +132,7 @@ def test_two_publications_under_way_advance_in_turn(tmp_path: Path) -> None:
         publish(one_by_one, tmp_path / str(step), step)
     for direction in waiting:  # the second was fixed before the first was encoded
         direction.encode()
-    for a, b in zip(feedback.residual or [], one_by_one.outer.feedback.residual or [], strict=True):
+    for a, b in zip(feedback.residual or [], one_by_one.feedback.residual or [], strict=True):
         assert torch.equal(a, b)
 
 
@@ -180,7 +180,7 @@ def test_a_gradient_that_was_half_replaced_is_not_published(
 def test_a_snapshot_under_way_leaves_the_residual_of_a_roll_back_alone() -> None:
     made = trainer(error_feedback="upload")
     train(made, 0, 1)
-    feedback, start = made.outer.feedback, made.outer.epoch_start
+    feedback, start = made.feedback, made.outer.epoch_start
     assert start is not None
     restored = [torch.full_like(rows, 7.0) for rows in start]
 
@@ -203,10 +203,10 @@ def test_what_is_no_number_leaves_the_residual_with_the_next_upload(tmp_path: Pa
     spoilt = [torch.zeros_like(rows) for _, _, rows in made.outer.epoch_start_rows()]
     for rows in spoilt:
         rows.view(-1)[0] = float("nan")
-    made.outer.feedback.load_state_dict({"residual": spoilt})
+    made.feedback.load_state_dict({"residual": spoilt})
     ours, theirs = publish(made, tmp_path / "made", 1), publish(fresh, tmp_path / "fresh", 1)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours if name != "metadata")
-    assert all(bool(rows.isfinite().all()) for rows in made.outer.feedback.residual or [])
+    assert all(bool(rows.isfinite().all()) for rows in made.feedback.residual or [])
 
 
 def test_a_preview_chooses_a_shorter_step_where_the_plain_one_gives_no_number(

@@ -41,6 +41,10 @@ def test_a_shard_is_what_torch_2_5_writes_and_loads(tmp_path: Path) -> None:
     take_snapshot(made, tmp_path, Progress(3, 2, 2, [1]))
     content = torch_2_5.load(tmp_path / "inner_optimizer.rank0001-of-1.pt")
     assert (content["epoch"], content["learning_rate"]) == (3, made.schedule.rate(2))
+    real = torch.optim.lr_scheduler.LambdaLR(
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0), lambda _: 1.0
+    ).state_dict()
+    assert content["scheduler_state"].keys() == real.keys() - {"_is_initial"}
     assert content["scheduler_state"]["last_epoch"] == 2
     (group,) = content["optimizer_state_dict"]["param_groups"]
     assert group["params"] == [name for name, _ in made.schema]

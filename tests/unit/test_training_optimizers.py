@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +18,17 @@ from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.inner_optimizer import OPTIMIZERS, find_state
 from distributed_training.training.memory_plan import named_config, plan_memory
-from tests.tools.training_world import SETTINGS, save_checkpoint, train, trainer, whole_weights
+from tests.tools.training_world import (
+    SETTINGS,
+    same,
+    save_checkpoint,
+    train,
+    trainer,
+    whole_weights,
+)
 from tests.toys.optimizer import lion, sgd
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("process_group")]
-
-
-def same(one: Sequence[torch.Tensor] | None, two: Sequence[torch.Tensor] | None) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one or (), two or (), strict=True))
 
 
 @pytest.mark.parametrize(("name", "rate"), [("lion", 2e-3), ("sgd", 0.1)])

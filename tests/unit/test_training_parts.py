@@ -20,7 +20,6 @@ from distributed_training.training import outer_step, sharding
 from distributed_training.training.collectives import ParameterShard, row_range
 from distributed_training.training.inner_optimizer import CosineSchedule
 from distributed_training.training.memory_plan import (
-    check_sequence_length,
     compute_dtype,
     local_llama_config,
     named_config,
@@ -33,7 +32,6 @@ from distributed_training.training.model import (
     hf_config,
     linear_cross_entropy,
     parameter_schema,
-    tied_names,
 )
 from distributed_training.training.outer_rule import nesterov_sgd
 from distributed_training.training.outer_step import (
@@ -43,6 +41,7 @@ from distributed_training.training.outer_step import (
     save_outer_optimizer,
 )
 from distributed_training.training.throughput import flops_per_token, peak_flops
+from tests.tools.training_world import tiny, trainer
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -81,7 +80,6 @@ def test_schedule_is_the_public_cosine_down_to_a_tenth_of_its_peak() -> None:
         assert schedule.rate(finished) == expected  # the same bits
     assert schedule.rate(70_000) > lowest  # the lower bound is reached near 80 % of the steps
     assert {schedule.rate(n) for n in (70_200, 79_200, 87_998, 87_999, 200_000)} == {lowest}
-    assert not schedule.nears_its_end(79_199) and schedule.nears_its_end(79_200)
 
 
 def test_schedule_slows_down_for_a_while_and_compounds() -> None:
@@ -96,12 +94,7 @@ def test_schedule_slows_down_for_a_while_and_compounds() -> None:
     assert other.rate(21) == schedule.rate(21)
 
 
-def test_published_scheduler_state_is_that_of_lambda_lr() -> None:
-    real = torch.optim.lr_scheduler.LambdaLR(
-        torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0), lambda _: 1.0
-    ).state_dict()
-    ours = CosineSchedule(1.0, 1, 10).published_state(0)
-    assert set(ours) == set(real) - {"_is_initial"}
+def test_a_schedule_that_could_not_be_followed_is_refused() -> None:
     with pytest.raises(ValueError, match=r"training\.warmup_steps"):
         CosineSchedule(1.0, 10, 10)
     with pytest.raises(ValueError, match=r"training\.learning_rate"):
@@ -212,9 +205,8 @@ def test_effective_batch_is_rounded_up_and_said() -> None:
 def test_bad_inputs_name_the_flag() -> None:
     with pytest.raises(ConfigError, match=r"--neuron\.local_batch_size_train 8 is larger"):
         plan_batch(micro_batch=8, effective=4, world_size=1)
-    config = hf_config(local_llama_config())
     with pytest.raises(ConfigError, match=r"training\.sequence_length 4096"):
-        check_sequence_length(4096, config)
+        trainer(sequence_length=4096)
     with pytest.raises(ConfigError, match="model_type"):
         hf_config({"hidden_size": 3})
     with pytest.raises(ConfigError, match="no model_type 'nonsense'"):
@@ -300,11 +292,12 @@ def test_row_ranges_are_those_of_torch_chunk(rows: int, world: int) -> None:
         assert torch.arange(start, stop).tolist() == chunk.tolist()
 
 
+@pytest.mark.usefixtures("process_group")
 def test_tied_weights_appear_once() -> None:
-    config = local_llama_config() | {"tie_word_embeddings": True}
-    names = [n for n, _ in parameter_schema(config)]
+    made = trainer(model=tiny(tied=True))
+    names = [n for n, _ in made.schema]
     assert "lm_head.weight" not in names and "model.embed_tokens.weight" in names
-    assert tied_names(build_meta_model(config)) == {"lm_head.weight": "model.embed_tokens.weight"}
+    assert made.sharded.tied == {"lm_head.weight": "model.embed_tokens.weight"}
 
 
 def test_named_sizes_are_what_their_names_say() -> None:

@@ -25,7 +25,8 @@ from distributed_training.protocol.types import Progress
 from distributed_training.store.errors import IntegrityError
 from distributed_training.store.snapshot_folder import wait_complete
 from distributed_training.store.uplink import Uplink
-from distributed_training.training import checkpoint, sharding, snapshot
+from distributed_training.training import checkpoint, sharding
+from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
 from distributed_training.training.inner_optimizer import CosineSchedule
@@ -39,6 +40,7 @@ from tests.tools.training_world import (
     SEQUENCE,
     evaluate,
     outer_step,
+    same,
     save_checkpoint,
     sequences,
     take_snapshot,
@@ -79,11 +81,6 @@ def other_half(made: Trainer, step: int) -> Any:
         report = made.add_micro_batch(part)
     assert report is not None
     return report
-
-
-def same(one: list[torch.Tensor] | None, two: list[torch.Tensor] | None) -> bool:
-    assert one is not None and two is not None
-    return all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
 
 
 def plain_model(made: Trainer) -> Any:
@@ -161,10 +158,9 @@ def test_one_reduction_per_group_and_step(wrap: str, monkeypatch: pytest.MonkeyP
 
 
 def test_bf16_computation_learns_about_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    from distributed_training.training import memory_plan
-
-    monkeypatch.setattr(memory_plan, "_cpu_has_bf16", lambda: True)
-    low = trainer(precision="bf16")
+    monkeypatch.setattr(sharding, "compute_dtype", lambda *_: (torch.bfloat16, ""))
+    low = trainer()
+    monkeypatch.undo()
     assert losses(low, 0, 6) == pytest.approx(losses(trainer(), 0, 6), abs=0.02)
     assert all(item.local.dtype == torch.float32 for item in low.sharded.shards)
 
@@ -335,9 +331,13 @@ def test_a_failing_compiler_is_announced_and_training_goes_on(
     assert len(said) == 1 and "torch.compile: off from here" in said[0]
 
 
-def test_a_compiler_that_fails_without_a_word_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_fails_without_a_word_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     monkeypatch.setattr(torch, "compile", mock.Mock(side_effect=AssertionError))
-    assert sharding._compiler_problem(torch.device("cpu")) == "AssertionError: "
+    assert not trainer(compile="on").step.compiled
+    assert "torch.compile: off: AssertionError: " in caplog.messages
 
 
 def test_a_round_in_mid_step_drops_only_what_it_must() -> None:
@@ -355,7 +355,7 @@ def test_a_round_in_mid_step_drops_only_what_it_must() -> None:
     made.add_micro_batch(sequences(3)[:2])
     made.prepare_outer_step(buffers)
     made.commit_outer_step()
-    assert made.pending_micro_batches == 0 and (made.outer_step, made.inner_step) == (1, 0)
+    assert len(made.step.batches) == 0 and (made.outer_step, made.inner_step) == (1, 0)
 
 
 def test_an_outer_step_keeps_what_was_trained_while_the_swarm_averaged() -> None:
@@ -400,10 +400,7 @@ def test_wrong_micro_batch_shape_is_refused() -> None:
         made.add_micro_batch(sequences(0)[:3])
 
 
-def test_snapshot_loads_in_transformers_and_its_optimizer_in_torch(tmp_path: Path) -> None:
-    from torch.distributed.device_mesh import DeviceMesh
-    from torch.distributed.tensor import DTensor, Shard
-    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+def test_snapshot_loads_in_transformers(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     made = trainer(model=tiny() | {"last_allreduce_block": 5})
@@ -422,11 +419,6 @@ def test_snapshot_loads_in_transformers_and_its_optimizer_in_torch(tmp_path: Pat
     config = json.loads((tmp_path / "config.json").read_text())
     assert config["block_list"] == [4, 6] and config["inner_step"] == 2
     assert config["last_allreduce_block"] == 5
-    with torch.serialization.safe_globals([DTensorSpec, DTensor, DeviceMesh, Shard, TensorMeta]):
-        inner = torch.load(tmp_path / "inner_optimizer.rank0001-of-1.pt", weights_only=True)
-    entry = inner["optimizer_state_dict"]["state"][made.schema[0][0]]
-    assert torch.equal(entry["exp_avg"].to_local(), made.optimizer.state["exp_avg"][0])
-    assert float(entry["step"]) == 2.0
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -513,10 +505,10 @@ def test_awful_weights_of_another_are_refused(
     def refused(how: str, content: dict[str, Any], *rest: Any, why: str) -> None:
         made.add_micro_batch(text[:2])
         before = [t.clone() for t in state()]
-        pending, momentum = made.pending_micro_batches, made.outer.momentum
+        pending, momentum = len(made.step.batches), made.outer.momentum
         with pytest.raises(WeightsWorseThanGuess, match=why):
             load(how, content, *rest)
-        assert made.outer.momentum is momentum and made.pending_micro_batches == pending == 1
+        assert made.outer.momentum is momentum and len(made.step.batches) == pending == 1
         assert same(before, state())
         made.drop_step()
 
@@ -567,7 +559,7 @@ def test_micro_batches_of_another_step_are_dropped_at_a_restart(
     other = trainer(**{flag: value})
     keeper = Checkpointer(trainer=other, folder=tmp_path)
     assert keeper.restore() is not None
-    assert other.pending_micro_batches == kept
+    assert len(other.step.batches) == kept
     assert keeper.exact == bool(kept), "or their data counts as trained on"
 
 
@@ -586,12 +578,12 @@ def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
     restored = Checkpointer(trainer=other, folder=tmp_path / "checkpoints").restore()
     assert restored == (Progress(1, 1, 3, [8]), {"cursor": 3})
     assert (other.outer_step, other.inner_step, other.total_inner_steps) == (1, 1, 3)
-    assert other.pending_micro_batches == 2
+    assert len(other.step.batches) == 2
     ends = []
     for m in (made, other):
         loss = other_half(m, 3).loss
         outer_step(m, buffers)
-        ends.append((loss, [whole_weights(m), m.outer.feedback.residual, m.outer.momentum]))
+        ends.append((loss, [whole_weights(m), m.feedback.residual, m.outer.momentum]))
     assert ends[0][0] == ends[1][0]
     assert all(map(same, ends[0][1], ends[1][1]))
 
@@ -650,7 +642,7 @@ def test_checkpoint_in_mid_step_of_batches_that_lie_on_a_device(tmp_path: Path) 
         assert keeper.last_error is None
         made = trainer()
         keeper = Checkpointer(trainer=made, folder=tmp_path)
-        assert keeper.restore() is not None and made.pending_micro_batches == expected
+        assert keeper.restore() is not None and len(made.step.batches) == expected
         pending = made.step.pending()
         assert pending is not None and torch.equal(pending, torch.stack(batches[:expected]))
         made.add_micro_batch(OnDevice(batches[expected]))
@@ -700,7 +692,7 @@ def test_a_snapshot_that_failed_holds_no_copies(
                 raise RuntimeError("unexpected pos") from error
             raise RuntimeError("unexpected pos")  # noqa: B904
 
-    monkeypatch.setattr(snapshot, "write_shard", full)
+    monkeypatch.setattr(trainer_module, "write_shard", full)
     handle = made.snapshot(tmp_path / "s", progress=Progress(0, 1, 1, [7]), block=1, last_loss=1.0)
     handle.join()
     assert isinstance(handle.error, RuntimeError)
@@ -716,7 +708,7 @@ def test_without_a_thread_training_waits_for_what_is_written(
     monkeypatch.setattr(threading.Thread, "start", none_left)
     handle = take_snapshot(made, tmp_path / "snapshot", Progress(0, 1, 1, [7]))
     assert (handle.folder / "gradients.pt").exists()
-    monkeypatch.setattr(snapshot, "write_shard", full_disk)
+    monkeypatch.setattr(trainer_module, "write_shard", full_disk)
     with pytest.raises(OSError, match="No space"):
         take_snapshot(made, tmp_path / "failed", Progress(0, 1, 1, [7]))
     keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
@@ -729,15 +721,15 @@ def test_a_rank_that_fails_after_its_part_is_named_without_a_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has all it wants of that rank; the uploader would wait for the rest."""
-    made, states, write = trainer(), [], snapshot.write_snapshot
+    made, states, write = trainer(), [], trainer_module.write_snapshot
     train(made, 0, 1)
-    monkeypatch.setattr(snapshot, "write_snapshot", lambda state, *_, **__: states.append(state))
+    monkeypatch.setattr(trainer_module, "write_snapshot", lambda state, *_: states.append(state))
     handle = made.snapshot(tmp_path / "s", progress=Progress(0, 1, 1, [7]), block=1, last_loss=1.0)
     handle.join()
 
     state = dataclasses.replace(states[0], layout=Layout(1, 2), write_inner=full_disk)
     with pytest.raises(OSError, match="No space left"):
-        write(state, handle, parts_timeout=timedelta(0))
+        write(state, handle)
     (tmp_path / "s" / "rank-0.done.json").write_text('{"files": []}')
     with pytest.raises(IntegrityError, match=r"rank-1 could not .* No space left"):
         wait_complete(tmp_path / "s", 2, timeout=timedelta(minutes=10), uplink=Uplink())
