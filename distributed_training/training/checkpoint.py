@@ -408,7 +408,13 @@ class Checkpointer:
         started = time.perf_counter()
         try:
             parsed = json.loads(content)
-            self._write_files(self._folder / name, held[0], held[1], parsed)
+            epoch = f"epoch-{parsed['state']['epoch_id']}-of-{self._layout.shards}"
+            # Where the manifest is, the tensors are whole: it comes last.
+            if not (self._folder / epoch / f"rank-{self._layout.shard}.json").exists():
+                self._write_part(self._folder / epoch, held[1], {})
+            # After the epoch's: a checkpoint that is complete must not refer to what is not there.
+            self._write_part(self._folder / name, held[0], parsed)
+            sync_folder(self._folder)
             self.last_error = None
         except Exception as error:  # noqa: BLE001 - in a thread: it would be lost; training goes on
             why = f"{type(error).__name__}: {error}; check the disk of {self._folder}"
@@ -447,22 +453,6 @@ class Checkpointer:
         # A disk may be full for hours, and the log is on it. The text names another file each time.
         if (again := self._repeats((type(error), getattr(error, "errno", None)))) is not None:
             log.error("Checkpoint %s was not written (%s); %s%s", name, why, restart, again)
-
-    def _write_files(
-        self,
-        folder: Path,
-        by_step: dict[str, Tensor],
-        by_epoch: dict[str, Tensor],
-        content: dict[str, Any],
-    ) -> None:
-        layout = self._layout
-        epoch = self._folder / f"epoch-{content['state']['epoch_id']}-of-{layout.shards}"
-        # Where the manifest is, the tensors are whole: it comes last.
-        if not (epoch / f"rank-{layout.shard}.json").exists():
-            self._write_part(epoch, by_epoch, {})
-        # After the epoch's: a checkpoint that is complete must not refer to what is not there.
-        self._write_part(folder, by_step, content)
-        sync_folder(self._folder)
 
     def _write_part(self, folder: Path, tensors: dict[str, Tensor], more: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)

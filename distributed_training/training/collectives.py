@@ -26,12 +26,10 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from distributed_training.protocol.types import RankFailedError
-
-from .model import plain_name
 
 #: Covers each collective of the model's groups: gathering weights, reducing gradients. Ranks come
 #: to one within seconds of each other; compiling the model may put minutes between them. NCCL
@@ -101,22 +99,6 @@ class ParameterShard:
     def empty_rows(self) -> Tensor:
         """Return a new host tensor for this rank's rows."""
         return torch.empty((self.stop - self.start, *self.shape[1:]))
-
-
-def shards_of(model: nn.Module, *, world_size: int, rank: int) -> list[ParameterShard]:
-    """List the shards in state-dict order; call while the model is sharded, keep the result.
-
-    (Between forward and backward ``model.parameters()`` are gathered tensors instead.)
-    """
-    result = []
-    for name, param in model.named_parameters():
-        assert isinstance(param.data, DTensor), name
-        shape = tuple(param.shape)
-        start, stop = row_range(shape[0], world_size, rank)
-        shard = ParameterShard(plain_name(name), shape, start, stop, param)  # type: ignore[arg-type]
-        assert shard.local.shape[0] == stop - start, (name, shape, start, stop)
-        result.append(shard)
-    return result
 
 
 def open_stream(layout: Layout, timeout: timedelta) -> RowStream:

@@ -88,18 +88,17 @@ Factory = Callable[[list[nn.Parameter], TrainingSettings], torch.optim.Optimizer
 OPTIMIZERS: Kinds[Factory] = Kinds("inner optimizer")
 
 
-def adamw(parameters: list[nn.Parameter], settings: TrainingSettings) -> torch.optim.Optimizer:
-    """Return the public network's AdamW."""
-    return torch.optim.AdamW(
+# The public network's.
+OPTIMIZERS.register(
+    "adamw",
+    lambda parameters, settings: torch.optim.AdamW(
         parameters,
         betas=(settings.adam_beta1, settings.adam_beta2),
         eps=1e-8,
         weight_decay=settings.weight_decay,
         fused=True,
-    )
-
-
-OPTIMIZERS.register("adamw", adamw)
+    ),
+)
 
 
 @dataclass(frozen=True)

@@ -105,13 +105,10 @@ class _Mesh:
 
     def __init__(self, ranks: int, rank: int) -> None:
         self.mesh = torch.arange(ranks, dtype=torch.int)
-        self._rank = rank
+        self.rank = rank
 
     # pickle compares it with its own
     __class__ = property(lambda self: DeviceMesh)  # type: ignore[assignment]
-
-    def get_coordinate(self) -> list[int]:
-        return [self._rank]
 
 
 class _Pickler(pickle.Pickler):
@@ -129,7 +126,7 @@ class _Pickler(pickle.Pickler):
                 "_flatten_mesh_list": tuple(ranks),
                 "_thread_id": None,
                 "_dim_group_infos": [("ptd:0", ranks, "0")],  # the default process group
-                "_coordinate_on_dim": obj.get_coordinate(),
+                "_coordinate_on_dim": [obj.rank],
             }
         elif type(obj) is DTensorSpec:
             state = {

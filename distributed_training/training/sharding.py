@@ -29,13 +29,14 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from distributed_training.common.memory import ACTIVATION_BUDGET, host_bytes, loss_chunk
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 from distributed_training.protocol.gradients import Schema
 
-from .collectives import COLLECTIVE_TIMEOUT, Layout, ParameterShard, RowStream, shards_of
+from .collectives import COLLECTIVE_TIMEOUT, Layout, ParameterShard, RowStream, row_range
 from .memory_plan import MemoryPlan, compute_dtype, plan_memory
 from .model import (
     CAUSAL,
@@ -153,10 +154,10 @@ def build_sharded_model(
     model = build_meta_model(model_config, attention=CAUSAL, sequence_length=length)
     config: Any = model.config
     limit = getattr(config, "max_position_embeddings", None)
-    if length < 2 or (limit is not None and length > limit):
+    if limit is not None and length > limit:
         raise ConfigError(
-            f"training.sequence_length {length} is not within 2..{limit}, the positions this model "
-            "has, so it cannot be trained on: lower the flag"
+            f"training.sequence_length {length} is above {limit}, the positions this model has, so "
+            "it cannot be trained on: correct the network's file"
         )
     if device.type == "cuda":
         for line in set_up_gpu(device, model, dtype):
@@ -197,13 +198,21 @@ def build_sharded_model(
     root.to_empty(device=device)
     for name, buffer in buffers.items():
         model.get_buffer(name).copy_(buffer)
+    shards = []
+    # Kept from here on: between forward and backward the model's are gathered tensors instead.
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter.data, DTensor), name
+        shape = tuple(parameter.shape)
+        rows = row_range(shape[0], layout.shards, layout.shard)
+        shards.append(ParameterShard(plain_name(name), shape, *rows, parameter))  # type: ignore[arg-type]
+        assert shards[-1].local.shape[0] == rows[1] - rows[0], (name, shape, rows)
     copies = f", a copy on each of {layout.replicas} nodes" if layout.replicas > 1 else ""
     say(f"FSDP: {len(modules)} group(s) over {layout.shards} rank(s){copies}")
     return ShardedModel(
         model=model,
         root=root,
         modules=modules,
-        shards=shards_of(model, world_size=layout.shards, rank=layout.shard),
+        shards=shards,
         schema=schema,
         tied=tied,
         device=device,
