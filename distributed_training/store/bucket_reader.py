@@ -251,10 +251,10 @@ class BucketReader:
         """Return the folder ``destination/epoch-N`` with the files of an outer step, checked.
 
         A folder of the same objects that is there already is returned as it is. Room for the sum of
-        the files, and ``reserved`` bytes beside them, is asked for before the first byte; see
-        :func:`_make_room`. ``limit``: most bytes of one file. Raises StateUnavailable (not there,
-        unsound, changed meanwhile), NoRoomError, other StoreErrors when the store does not answer,
-        StoppedError.
+        the files, and ``reserved`` bytes beside them, is asked for before the first byte; the
+        oldest states are deleted for it. ``limit``: most bytes of one file. Raises StateUnavailable
+        (not there, unsound, changed meanwhile), NoRoomError, other StoreErrors when the store does
+        not answer, StoppedError.
         """
         with self._fetching, _disk_errors():
             before = self.metadata(outer_step)
@@ -308,7 +308,21 @@ class BucketReader:
         # All files are asked for before the first byte: a state that ends at 98 % helps nobody.
         needed = sum(bytes_missing(info, aside / name) for name, info in wanted.items())
         total = sum(info.size for info in objects.values())
-        _make_room(aside.parent, needed + reserved, what=what)
+        # No state on the disk is in use while another one is fetched, but one that is there spares
+        # a later start its download: none is deleted where even all would not make room.
+        folder, needed_in_all = aside.parent, needed + reserved
+        older = [path for _, path in states(folder)]
+        held = sum(file.stat().st_size for path in older for file in path.iterdir())
+        check_room(folder, needed_in_all, what=what, older=held)
+        for state in (*older, None):
+            try:
+                check_room(folder, needed_in_all, what=what)
+                break
+            except NoRoomError:
+                if state is None:
+                    raise
+                log.info("Deleting %s: %s needs the room", state, what)
+                shutil.rmtree(state, ignore_errors=True)
         log.info("Downloading %s: %s, %s to come", what, size_text(total), size_text(needed))
         progress = Progress(
             f"Downloading {what}", total, held=total - needed, clock=self._uplink.clock
@@ -488,25 +502,6 @@ def _is_whole(folder: Path, revision: Revision, objects: Mapping[str, ObjectInfo
     if etags is None:
         return all(info.modified <= written for info in objects.values())
     return all(etags.get(name) == info.etag for name, info in objects.items())
-
-
-def _make_room(destination: Path, needed: int, *, what: str) -> None:
-    """Delete the oldest states in ``destination`` until ``needed`` bytes fit. Raises NoRoomError.
-
-    No state on the disk is in use while another one is fetched.
-    """
-    found = [path for _, path in states(destination)]
-    held = sum(file.stat().st_size for path in found for file in path.iterdir())
-    # Nothing is deleted where even that would not make room: a state that is there spares a later
-    # start its download.
-    check_room(destination, needed, what=what, older=held)
-    for state in found:
-        try:
-            return check_room(destination, needed, what=what)
-        except NoRoomError:
-            log.info("Deleting %s: %s needs the room", state, what)
-            shutil.rmtree(state, ignore_errors=True)
-    check_room(destination, needed, what=what)
 
 
 # --- single files -------------------------------------------------------------------------------
