@@ -137,7 +137,7 @@ def _run(args: argparse.Namespace) -> int:
     counts = Counts()
     table = open_rows_of(plan, counts).all_rows()
     units = units_of(table, plan.rows_per_shard)
-    for name, count in sorted(counts.take().items()):
+    for name, count in sorted(counts.drain().items()):
         print(f"{name.replace('_', ' ')}: {count}")
     if not units:
         raise ConfigError(
@@ -146,7 +146,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.check:
         return _check(args.out, units)
     # After the source was read: one that is refused must not claim the folder.
-    take_folder(args.out, plan)
+    claim_folder(args.out, plan)
     return _make_shards(plan, args.out, units, args.processes)
 
 
@@ -294,7 +294,7 @@ def units_of(table: dict[str, int], rows_per_shard: int) -> list[Unit]:
     ]
 
 
-def take_folder(out: Path, plan: Plan) -> None:
+def claim_folder(out: Path, plan: Plan) -> None:
     """Make ``out`` this plan's folder, and clear away what a killed run left half-written.
 
     Raises ConfigError when it holds shards of another plan.
@@ -344,7 +344,7 @@ class Maker:
         self._source = open_rows_of(plan, self._counts)
         self._tokenizer = TextTokenizer(plan.tokenizer_path, eos_id=plan.eos_id)
         self._source.all_rows()
-        self._counts.take()  # what the scan found is the parent's to tell
+        self._counts.drain()  # what the scan found is the parent's to tell
 
     def make(self, unit: Unit) -> Made:
         """Make the shard of ``unit``, unless it is there and whole. Raises OSError: the disk's."""
@@ -357,7 +357,7 @@ class Maker:
             try:
                 rows = self._source.rows(unit.config, first, split="train", limit=limit)
             except PageUnavailable as error:
-                self._counts.take()
+                self._counts.drain()
                 return Made(unit, problem=str(error))
             tokens = self._tokenizer.encode_rows(
                 rows, max_length=plan.max_length, vocabulary=plan.vocabulary, counts=self._counts
@@ -376,7 +376,7 @@ class Maker:
             # By these a later run knows that the source has changed since.
             extra={"config": unit.config, "first": unit.first, "rows": unit.rows},
         )
-        return Made(unit, used, self._counts.take())
+        return Made(unit, used, self._counts.drain())
 
 
 _maker: Maker | None = None

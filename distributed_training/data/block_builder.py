@@ -333,9 +333,9 @@ class BlockMaker:
         """Prepare a block. Raises OSError when it cannot be written."""
         started = time.monotonic()
         path = self._folder / f"{block}{SUFFIX}"
-        kept = self._kept(block, path)
+        kept = self._find_prepared(block, path)
         if kept is not None:
-            return replace(kept, counts=self._counts.take())
+            return replace(kept, counts=self._counts.drain())
         length = self._spec.sequence_length
         parts, missing, per_source = [], [], []
         for source, tokens, pages in self._shares:
@@ -364,10 +364,10 @@ class BlockMaker:
             sequences=len(sequences),
             seconds=time.monotonic() - started,
             missing=tuple(missing),
-            counts=self._counts.take(),
+            counts=self._counts.drain(),
         )
 
-    def _kept(self, block: int, path: Path) -> Prepared | None:
+    def _find_prepared(self, block: int, path: Path) -> Prepared | None:
         """Return the block prepared before a restart, so that positions in it still hold."""
         try:
             header, _ = open_shard(path)
@@ -498,7 +498,7 @@ def _run(parent: ParentConnection) -> None:
         maker = maker or BlockMaker(spec)  # at each block again: what is in the way may pass
         return maker.prepare(block)
 
-    def tell(block: int, prepared: Future[Prepared]) -> None:
+    def send(block: int, prepared: Future[Prepared]) -> None:
         error = prepared.exception()  # whatever it is, it must not end the worker
         failed = f"{type(error).__name__}: {error}"
         parent.send(prepared.result() if error is None else Failure(block, failed))
@@ -508,7 +508,7 @@ def _run(parent: ParentConnection) -> None:
     pool = ThreadPoolExecutor(1)
     while True:
         block = parent.receive()
-        pool.submit(prepare, block).add_done_callback(partial(tell, block))
+        pool.submit(prepare, block).add_done_callback(partial(send, block))
 
 
 def main() -> None:

@@ -96,7 +96,7 @@ class Counts:
             with self._lock:
                 self._counter[name] += amount
 
-    def take(self) -> dict[str, int]:
+    def drain(self) -> dict[str, int]:
         """Return the counts since the last call."""
         with self._lock:
             # Exchanged under the lock: what a thread adds meanwhile is in the next answer.

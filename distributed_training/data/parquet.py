@@ -218,15 +218,25 @@ class ParquetSource(FolderSource):
         return int(meta.num_rows)
 
     def _read(self, path: Path, first: int, count: int) -> Iterator[object]:
+        import pyarrow as pa
+
         for group, begin, rows in _spans(self._group_ends[path], first, first + count):
             with self._lock:  # one thread decodes, the others find it done
                 at = 0
                 for batch in self._batches(path, group, begin + rows):
-                    if part := batch.slice(
-                        max(0, begin - at), max(0, begin + rows - max(at, begin))
-                    ):
-                        yield from _texts(part)
+                    skipped = max(0, begin - at)
+                    part = batch.slice(skipped, max(0, begin + rows - max(at, begin)))
                     at += len(batch)
+                    # Arrow does not check what a file claims to be UTF-8.
+                    if pa.types.is_string(part.type):
+                        part = part.cast(pa.binary())
+                    elif pa.types.is_large_string(part.type):
+                        part = part.cast(pa.large_binary())
+                    for scalar in part:
+                        text = scalar.as_py()
+                        # Bytes that are not UTF-8 keep lone surrogates.
+                        is_text = isinstance(text, bytes)
+                        yield text.decode("utf-8", "surrogateescape") if is_text else text
 
     def _batches(self, path: Path, group: int, end: int) -> Iterator[Any]:
         """Yield the arrays of a group's column, at least up to row ``end``; keep them if they fit.
@@ -273,16 +283,3 @@ class ParquetSource(FolderSource):
         if decoded is not None:
             self._groups[key] = decoded
             self._kept += size
-
-
-def _texts(column: Any) -> Iterator[object]:
-    """Yield the values of a column as str; bytes that are not UTF-8 keep lone surrogates."""
-    import pyarrow as pa
-
-    if pa.types.is_string(column.type):
-        column = column.cast(pa.binary())  # Arrow does not check what a file claims to be UTF-8
-    elif pa.types.is_large_string(column.type):
-        column = column.cast(pa.large_binary())
-    for scalar in column:
-        value = scalar.as_py()
-        yield value.decode("utf-8", "surrogateescape") if isinstance(value, bytes) else value

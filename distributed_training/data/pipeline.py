@@ -28,7 +28,7 @@ from distributed_training.config.types import load_optional
 
 from .block_builder import Failure, Prepared, WorkerPool, WorkerSpec, check_folder
 from .page_source import StdlibSource
-from .shards import SUFFIX, HeldBack, ShardError, open_shard
+from .shards import SUFFIX, HeldOut, ShardError, open_shard
 from .tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class DeviceBuffer:
             self._staged = self._pinned[self._turn].to(self._device, non_blocking=True)
             self._copied[self._turn].record(self._stream)
 
-    def take(self) -> torch.Tensor | None:
+    def pop(self) -> torch.Tensor | None:
         """Return the batch put last; the current stream waits for its copy, the host does not."""
         batch, self._staged = self._staged, None
         if batch is not None:
@@ -138,21 +138,21 @@ class DataPipeline:
                 shutil.rmtree(other, ignore_errors=True)
         for left in self._block_folder.glob(".*.tmp"):  # of a worker that was killed while it wrote
             left.unlink(missing_ok=True)
-        self._held_back = HeldBack(self._block_folder / "held-back")
+        self._held_out = HeldOut(self._block_folder / "held-back")
         self._buffer = DeviceBuffer(device) if device and device.type == "cuda" else None
         # Last: a worker may write as soon as it runs, and what earlier ones left is removed above.
         self._workers = WorkerPool(spec, count=settings.workers)
 
     # --- blocks ahead --------------------------------------------------------------------------
 
-    def look_after_workers(self) -> None:
+    def gather_blocks(self) -> None:
         """Take what they have prepared, and replace those that ended.
 
         At each boundary: a worker that dies while it has nothing to do is to be there again before
         it is needed.
         """
         for answer in self._workers.answers():
-            self._take(answer)
+            self._receive(answer)
 
     def request(self, block: int) -> None:
         """Start preparing ``block``, unless it is here or under way. Returns at once."""
@@ -166,13 +166,13 @@ class DataPipeline:
     def ready(self, block: int) -> int | None:
         """Count this rank's sequences of ``block``; None while under way, 0 if it cannot be had."""
         if block in self._pending:
-            self.look_after_workers()
+            self.gather_blocks()
         if block not in self._blocks:
             return None
         held = self._blocks[block]
         return len(held.order) if held is not None else 0
 
-    def _take(self, answer: Prepared | Failure) -> None:
+    def _receive(self, answer: Prepared | Failure) -> None:
         self._pending.discard(answer.block)
         if isinstance(answer, Failure):
             full = any(os.strerror(number) in answer.line for number in FULL)
@@ -255,7 +255,7 @@ class DataPipeline:
         if self._buffer is None:
             batch = self._host_batch(self._offset)
         else:
-            batch = self._buffer.take()
+            batch = self._buffer.pop()
         if batch is not None:
             self.wait_seconds = self._missed + time.perf_counter() - started
             self._missed = 0.0
@@ -287,7 +287,7 @@ class DataPipeline:
         if batch is not None:
             self._buffer.put(batch)
 
-    def held_back(self, micro_batches: int, *, others: bool = False) -> torch.Tensor | None:
+    def load_held_out(self, micro_batches: int, *, others: bool = False) -> torch.Tensor | None:
         """Return held-out data, int64 (micro_batches x micro-batch, sequence).
 
         :meth:`next` does not serve it. It was kept in ``folder`` since it was set aside; with
@@ -301,7 +301,7 @@ class DataPipeline:
             if len(held.order) < self._sequences + wanted:
                 return None
             chosen = held.sequences[held.order[self._sequences : self._sequences + wanted]]
-            self._held_back.keep(chosen)
+            self._held_out.store(chosen)
         return None if chosen is None else torch.from_numpy(chosen.astype(np.int64))
 
     def sample(self, count: int) -> torch.Tensor | None:
@@ -315,12 +315,12 @@ class DataPipeline:
                 chosen = held.sequences[held.order[-count:]]
         return None if chosen is None else torch.from_numpy(chosen.astype(np.int64))
 
-    def holds_back(self, micro_batches: int) -> bool:
+    def has_held_out(self, micro_batches: int) -> bool:
         """Return whether held-out data is stored, so that no block need be cut for it."""
         return self._stored(micro_batches * self._micro_batch_size) is not None
 
     def _stored(self, count: int) -> np.ndarray[Any, Any] | None:
-        kept, vocabulary = self._held_back.load(count), self._spec.vocabulary
+        kept, vocabulary = self._held_out.load(count), self._spec.vocabulary
         # A bad disk's token would end every start in the model's first layer.
         if kept is None or (vocabulary and not (kept.min() >= 0 and kept.max() < vocabulary)):
             return None

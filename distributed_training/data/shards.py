@@ -135,8 +135,8 @@ def open_shard(path: Path, *, verify: bool = True) -> tuple[ShardHeader, np.ndar
     return header, data
 
 
-class HeldBack:
-    """Kept in ``path`` since they were first set aside, so that a restart holds back the same."""
+class HeldOut:
+    """Held-out sequences in ``path``, since they were first set aside: a restart uses the same."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -151,7 +151,7 @@ class HeldBack:
             return None
         return np.array(kept[:count]) if len(kept) >= count else None
 
-    def keep(self, sequences: np.ndarray[Any, Any]) -> None:
+    def store(self, sequences: np.ndarray[Any, Any]) -> None:
         """Store sequences; a full disk costs a log line, and others are chosen after a restart."""
         try:
             write_shard(

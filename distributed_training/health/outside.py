@@ -275,7 +275,7 @@ def check_versions(config: Config, bucket: str) -> list[Check]:
         if not isinstance(writer, S3ObjectStore):
             return []
         try:
-            kept = Retry(each=_STORE_TIMEOUT)(writer.keeps_versions)
+            kept = Retry(each=_STORE_TIMEOUT)(writer.has_versioning)
         except StoreError:  # the key may not ask, or the store has no versions, as R2
             return []
     finding = f"{bucket} keeps old versions: what is replaced or deleted stays, and is billed"

@@ -71,7 +71,7 @@ class BlockList:
         self._micro_batch_size = micro_batch_size
         self._uid = uid
         self._held = hold_back * micro_batch_size
-        self._to_hold_back = 0 if self._held and data.holds_back(hold_back) else self._held
+        self._to_hold_back = 0 if self._held and data.has_held_out(hold_back) else self._held
         self._refused_from = recent
         self._clock = clock
         self._done_at: float | None = None  # the last micro-batch

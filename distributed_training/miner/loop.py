@@ -155,12 +155,12 @@ class MinerLoop:
             self._data.begin(part.begin, part.sequences, part.start)
             wanted = 0 if self._holds_back else self._trainer.preview_micro_batches
             # None where there are too few: those of the last outer step serve until then.
-            held = self._data.held_back(wanted, others=self._wants_others) if wanted else None
+            held = self._data.load_held_out(wanted, others=self._wants_others) if wanted else None
             if held is not None:
                 self._holds_back, self._wants_others = True, False
                 self._trainer.hold_back(held)
         # At each boundary: a worker that died idle would be missed only when its block is due.
-        self._data.look_after_workers()
+        self._data.gather_blocks()
         for block in tuple(self._requested):
             sequences = self._data.ready(block)
             if sequences is not None:

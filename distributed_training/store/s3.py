@@ -341,7 +341,7 @@ class S3ObjectStore:
         with contextlib.suppress(ObjectMissingError), self._errors("delete", key) as call:
             call(self._client.delete_object, Key=key)
 
-    def keeps_versions(self) -> bool:
+    def has_versioning(self) -> bool:
         """Return whether what is deleted or replaced stays, and is billed."""
         with self._errors("ask about versions of", "") as call:
             return call(self._client.get_bucket_versioning).get("Status") == "Enabled"

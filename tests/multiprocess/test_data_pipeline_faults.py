@@ -253,23 +253,22 @@ def test_blocks_on_disk_are_bounded_and_damage_is_repaired(
 def test_a_worker_that_cannot_work_says_why(
     tokenizer: tuple[Path, int], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with RowsServer(TABLES) as server:
-        with pipeline(server, tokenizer, tmp_path, cache_gb=0.0) as made:
-            folder = made._block_folder
-            made.request(1)
-            wait_ready(made, 1)
-            for path in folder.iterdir():
-                path.unlink()
-            folder.rmdir()
-            folder.write_text("in the way")
-            made.request(2)
-            assert wait_ready(made, 2) == 0
-            made._workers._workers[0].child._process.kill()
-            made.request(3)  # the next worker finds it in the way from its start
-            assert wait_ready(made, 3) == 0
-            folder.unlink()
-            made.request(4)
-            assert wait_ready(made, 4) > 0
+    with RowsServer(TABLES) as server, pipeline(server, tokenizer, tmp_path, cache_gb=0.0) as made:
+        folder = made._block_folder
+        made.request(1)
+        wait_ready(made, 1)
+        for path in folder.iterdir():
+            path.unlink()
+        folder.rmdir()
+        folder.write_text("in the way")
+        made.request(2)
+        assert wait_ready(made, 2) == 0
+        made._workers._workers[0].child._process.kill()
+        made.request(3)  # the next worker finds it in the way from its start
+        assert wait_ready(made, 3) == 0
+        folder.unlink()
+        made.request(4)
+        assert wait_ready(made, 4) > 0
     assert "Block 2 could not be prepared" in caplog.text
     assert "Block 3 could not be prepared" in caplog.text
 
@@ -277,16 +276,15 @@ def test_a_worker_that_cannot_work_says_why(
 def test_what_a_worker_said_before_it_died_is_heard(
     tokenizer: tuple[Path, int], tmp_path: Path
 ) -> None:
-    with RowsServer(TABLES) as server:
-        with pipeline(server, tokenizer, tmp_path) as made:
-            worker = made._workers._workers[0]
-            made.request(7)
-            wait_for(lambda: not worker.blocks, "its answer")
-            worker.child._process.kill()
-            made.request(8)
-            assert wait_ready(made, 7) > 0
-            assert wait_ready(made, 8) > 0
-            assert made.counters()["worker_restarts"] == 1
+    with RowsServer(TABLES) as server, pipeline(server, tokenizer, tmp_path) as made:
+        worker = made._workers._workers[0]
+        made.request(7)
+        wait_for(lambda: not worker.blocks, "its answer")
+        worker.child._process.kill()
+        made.request(8)
+        assert wait_ready(made, 7) > 0
+        assert wait_ready(made, 8) > 0
+        assert made.counters()["worker_restarts"] == 1
 
 
 def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
@@ -302,14 +300,13 @@ def test_a_worker_that_could_not_be_started_is_not_its_block_s_fault(
         return real(module, **options)
 
     monkeypatch.setattr(processes, "_FIRST_WAIT", timedelta(seconds=0.1))
-    with RowsServer(TABLES, latency=0.3) as server:
-        with pipeline(server, tokenizer, tmp_path) as made:
-            made.request(7)
-            made._workers._workers[0].child._start_process = partial(
-                start, block_builder.__name__, keep={"HF_TOKEN"}
-            )
-            made._workers._workers[0].child._process.kill()
-            assert wait_ready(made, 7) > 0
+    with RowsServer(TABLES, latency=0.3) as server, pipeline(server, tokenizer, tmp_path) as made:
+        made.request(7)
+        made._workers._workers[0].child._start_process = partial(
+            start, block_builder.__name__, keep={"HF_TOKEN"}
+        )
+        made._workers._workers[0].child._process.kill()
+        assert wait_ready(made, 7) > 0
     assert len(failed) == 2
 
 
@@ -331,18 +328,17 @@ def test_training_that_waits_for_its_data_is_not_taken_for_slow_training(
 def test_blocks_that_wait_are_not_forgotten_for_later_ones_that_failed(
     tokenizer: tuple[Path, int], tmp_path: Path
 ) -> None:
-    with RowsServer(TABLES) as server:
-        with pipeline(server, tokenizer, tmp_path) as made:
-            for block in (1, 2, 3):
-                made.request(block)
-                wait_ready(made, block)
-            made._blocks.update(dict.fromkeys(range(100, 140)))  # a source that went down
-            for block in (1, 2, 3):
-                made.begin(block, 2)
-            made.request(140)
-            wait_ready(made, 140)
-            made.begin(140, 2)
-            assert len(made._blocks) <= 32 + 6, "those passed over go"
+    with RowsServer(TABLES) as server, pipeline(server, tokenizer, tmp_path) as made:
+        for block in (1, 2, 3):
+            made.request(block)
+            wait_ready(made, block)
+        made._blocks.update(dict.fromkeys(range(100, 140)))  # a source that went down
+        for block in (1, 2, 3):
+            made.begin(block, 2)
+        made.request(140)
+        wait_ready(made, 140)
+        made.begin(140, 2)
+        assert len(made._blocks) <= 32 + 6, "those passed over go"
 
 
 def test_depth_follows_the_source(tokenizer: tuple[Path, int], tmp_path: Path) -> None:

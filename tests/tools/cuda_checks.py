@@ -226,11 +226,11 @@ def batches_reach_the_device_as_they_were(device: torch.device, folder: Path) ->
     buffer, sent = DeviceBuffer(device), [sequences(n, count=64) for n in range(6)]
     buffer.put(sent[0])
     for n in range(6):
-        taken = buffer.take()
+        taken = buffer.pop()
         if n + 1 < 6:
             buffer.put(sent[n + 1])
         assert taken is not None and torch.equal(taken.cpu(), sent[n]), n
-    assert buffer.take() is None
+    assert buffer.pop() is None
 
 
 def attention_is_a_fast_kernel(device: torch.device, folder: Path) -> None:

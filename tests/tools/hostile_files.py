@@ -41,7 +41,7 @@ from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.config.settings import StoreSettings
 from distributed_training.data.page_source import Counts
 from distributed_training.data.parquet import FolderSource, ParquetSource
-from distributed_training.data.shards import HeldBack
+from distributed_training.data.shards import HeldOut
 from distributed_training.miner import run_folder
 from distributed_training.miner.global_state import drift
 from distributed_training.network import Shown
@@ -244,10 +244,10 @@ def honest_parquet() -> bytes:
     return buffer.getvalue()
 
 
-def honest_held_back() -> bytes:
+def honest_held_out() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "held-back")
-        HeldBack(path).keep(np.ones((4, 8), dtype=np.uint16))
+        HeldOut(path).store(np.ones((4, 8), dtype=np.uint16))
         return path.read_bytes()
 
 
@@ -344,7 +344,7 @@ READERS: dict[str, Reader] = {
     "claim": Reader("instance", _claim, _json({"instance": "me"}), ("ForeignBucketError",)),
     "notes": Reader(".a.part.json", _download_notes, _json(_NOTES)),
     "identity": Reader("identity.key", _identity, honest_identity),
-    "held-back": Reader("held-back", lambda path: HeldBack(path).load(2), honest_held_back),
+    "held-back": Reader("held-back", lambda path: HeldOut(path).load(2), honest_held_out),
     "weights": Reader(
         "a.safetensors",
         lambda path: load_weights(path, SCHEMA),

@@ -164,4 +164,4 @@ def test_what_does_not_fit_is_counted_and_named(caplog: pytest.LogCaptureFixture
             "a" * 15_000,
             "c" * 5_000,
         ]
-    assert counts.take() == {"rows_too_long": 1} and "A row is left out" in caplog.text
+    assert counts.drain() == {"rows_too_long": 1} and "A row is left out" in caplog.text

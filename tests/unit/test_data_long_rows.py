@@ -296,6 +296,6 @@ def test_rows_of_any_length_take_bounded_time(
     with caplog.at_level(logging.WARNING):
         ids = tokenizer.encode_rows(["short", prose, word, blank], max_length=1024, counts=counts)
         again = tokenizer.encode_rows([word], max_length=1024, counts=counts)
-    assert counts.take() == {"rows": 2, "rows_too_long": 3} and not len(again)
+    assert counts.drain() == {"rows": 2, "rows_too_long": 3} and not len(again)
     assert len(re.findall("is left out, as all such rows", caplog.text)) == 1
     assert len(ids) == 1025 + len(whole.encode("short").ids) + 1 and read < 4 * 2**17

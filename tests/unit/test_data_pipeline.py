@@ -98,7 +98,7 @@ def test_other_sequences_are_held_back_when_they_are_wanted(running: DataPipelin
     for block, others in ((5, False), (6, False), (7, True), (8, False)):
         running.request(block)
         running.begin(block, wait_ready(running, block) - 4)
-        held = running.held_back(2, others=others)
+        held = running.load_held_out(2, others=others)
         assert held is not None and held.shape == (4, 64)
         chosen.append(held)
         while (batch := running.next()) is not None:
@@ -111,7 +111,7 @@ def test_other_sequences_are_held_back_when_they_are_wanted(running: DataPipelin
     stored = running._block_folder / "held-back"
     spec = dataclasses.replace(running._spec, vocabulary=int(chosen[3].max()))
     running._spec = spec
-    assert stored.exists() and not running.holds_back(2)  # a token that this model does not have
+    assert stored.exists() and not running.has_held_out(2)  # a token that this model does not have
 
 
 def test_sequences_are_trimmed_as_ordered(running: DataPipeline) -> None:

@@ -81,7 +81,7 @@ def test_answers_that_asking_again_does_not_change(status: int) -> None:
         with pytest.raises(PageUnavailable, match=f"CC-MAIN-0, 3: HTTP {status}"):
             made.rows("CC-MAIN-0", 3, split="train", limit=10)
         assert len(server.row_requests()) == 1
-        assert counts.take()[f"http_{status}"] == 1
+        assert counts.drain()[f"http_{status}"] == 1
 
 
 def test_the_server_s_own_sentence_is_shown_in_one_line() -> None:
@@ -181,7 +181,7 @@ def test_a_body_that_trickles_in_ends_with_the_timeout() -> None:
         began = time.monotonic()
         assert made.rows("CC-MAIN-0", 3, split="train", limit=100)
         assert time.monotonic() - began < 40
-        assert counts.take()["http_failures"] == 1
+        assert counts.drain()["http_failures"] == 1
 
 
 def test_retry_after() -> None:
@@ -211,7 +211,7 @@ def test_rows_that_are_no_text_are_counted_and_the_others_used() -> None:
     with RowsServer({"c": mixed + ["x"] * 200}) as server:
         made, counts = source(server)
         assert made.rows("c", 0, split="train", limit=8) == ["one", "two", "three"]
-        found = counts.take()
+        found = counts.drain()
         assert (found["rows_without_text"], found["rows_empty"], found["rows_not_utf8"]) == (
             3,
             1,
@@ -320,7 +320,7 @@ def test_a_change_of_the_table_is_told(caplog: pytest.LogCaptureFixture) -> None
         with caplog.at_level(logging.WARNING):
             assert made.num_rows()["CC-MAIN-9"] == 200
         assert "4 configs (before: 3), 1 of them new" in caplog.text
-        assert counts.take()["table_changes"] == 1
+        assert counts.drain()["table_changes"] == 1
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_pages_are_fetched_once(tmp_path: Path) -> None:
             page = made.rows("CC-MAIN-2", 7, split="train", limit=100)
             assert page == TABLES["CC-MAIN-2"][7:107]
         assert len(server.row_requests()) == 1
-        assert counts.take() == {"pages_from_cache": 1}
+        assert counts.drain() == {"pages_from_cache": 1}
 
 
 def test_a_short_page_is_asked_for_again(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_parquet_row_groups_files_and_damage(
     with caplog.at_level(logging.WARNING), monkeypatch.context() as damaged:
         damaged.setattr(pq, "read_metadata", _with_a_row_too_many("4.parquet", pq.read_metadata))
         assert made.num_rows() == {"root": 500}
-    assert counts.take()["files_unreadable"] == 3
+    assert counts.drain()["files_unreadable"] == 3
     assert "2.parquet is left out" in caplog.text and "no column 'text'" in caplog.text
     assert "4.parquet is left out: its row groups do not add up to its 2 rows" in caplog.text
     for first in (0, 49, 50, 199, 215, 219, 220, 260, 450):
@@ -137,7 +137,7 @@ def test_parquet_bytes_that_are_not_utf8(tmp_path: Path) -> None:
     made = ParquetSource(tmp_path, text_column="text", counts=counts)
     assert made.num_rows() == {"root": 150}
     assert made.rows("root", 0, split="train", limit=5) == ["good", "né"]
-    assert counts.take() == {"rows_not_utf8": 1, "rows_without_text": 1, "rows_empty": 1}
+    assert counts.drain() == {"rows_not_utf8": 1, "rows_without_text": 1, "rows_empty": 1}
 
 
 def test_special_tokens_and_truncation_as_transformers(tmp_path: Path) -> None:
@@ -189,34 +189,25 @@ def test_a_shard_holds_what_was_written(tmp_path: Path, vocabulary: int, dtype: 
     assert (tmp_path / "x").stat().st_size % 64 == data.size * (4 if dtype == "uint32" else 2) % 64
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ["token", "cut", "magic", "header", "empty", "count", "object", "i4,,", "1.5", "deep"],
-)
-def test_damaged_shards(tmp_path: Path, damage: str) -> None:
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "token": lambda data: data[:-1] + bytes([data[-1] ^ 1]),
+    "cut": lambda data: data[:-7],
+    "magic": lambda data: bytes([data[0] ^ 1]) + data[1:],
+    "header": lambda data: data[:14] + bytes([data[14] ^ 0xFF]) + data[15:],
+    "empty": lambda data: b"",
+    "count": lambda data: data.replace(b'"sequences": 8', b'"sequences": 9'),
+    "object": lambda data: data.replace(b"uint16", b"object"),
+    "i4,,": lambda data: data.replace(b"uint16", b"i4,,"),
+    "1.5": lambda data: data.replace(b'"sequences": 8', b'"sequences": 8.0'),
+    "deep": lambda data: data[:8] + (100_000).to_bytes(4, "little") + b"[" * 100_000,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_damaged_shards(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
     path = tmp_path / "x"
     write_shard(path, np.ones((8, 8)), tokenizer="t", eos_id=0, vocabulary=300)
-    data = bytearray(path.read_bytes())
-    if damage == "token":
-        data[-1] ^= 1
-    elif damage == "cut":
-        del data[-7:]
-    elif damage == "magic":
-        data[0] ^= 1
-    elif damage == "header":
-        data[14] ^= 0xFF
-    elif damage == "count":
-        data = bytearray(data.replace(b'"sequences": 8', b'"sequences": 9'))
-    elif damage in ("object", "i4,,"):
-        data = bytearray(data.replace(b'"uint16"', f'"{damage}"'.encode()))
-    elif damage == "1.5":
-        data = bytearray(data.replace(b'"sequences": 8', b'"sequences": 8.0'))
-    elif damage == "deep":
-        data[12:] = b"[" * 100_000
-        data[8:12] = (100_000).to_bytes(4, "little")
-    else:
-        data.clear()
-    path.write_bytes(data)
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(ShardError, match=str(path)):
         open_shard(path)
 

@@ -57,7 +57,7 @@ def test_damaged_files_are_refused_in_one_line_or_work(
             continue
         made, counts = TextTokenizer(path, eos_id=eos), Counts()
         made.encode_rows(["hello", "é\x00 <eos>", "x" * 3000], max_length=4, counts=counts)
-        assert sum(counts.take().values()) == 3
+        assert sum(counts.drain().values()) == 3
     assert cases // 5 < refused < cases
     said = "".join(capfd.readouterr())
     assert "y/N" not in said and "Traceback" not in said
@@ -101,7 +101,7 @@ def test_a_row_at_which_the_tokenizer_fails_costs_itself(tmp_path: Path) -> None
         ["a b", "never seen", "b" * 3 + " c" * 99, "b"], max_length=2, counts=counts
     )
     assert ids.tolist() == [0, 1, 2, 1, 2]
-    assert counts.take() == {"rows": 2, "rows_not_tokenized": 2}
+    assert counts.drain() == {"rows": 2, "rows_not_tokenized": 2}
 
 
 class Hub:

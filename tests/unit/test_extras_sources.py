@@ -93,7 +93,7 @@ def test_jsonl_rows_across_files_and_configs(tmp_path: Path) -> None:
     counts = Counts()
     made = JsonLinesSource(tmp_path, text_key="text", index=tmp_path / ".index", counts=counts)
     assert made.num_rows() == {"a": 200, "root": 300}
-    assert made.num_rows() and counts.take() == {"configs_too_small": 1}
+    assert made.num_rows() and counts.drain() == {"configs_too_small": 1}
     assert made.rows("a", 120, split="train", limit=100) == ROWS[120:200]
     assert made.rows("root", 10, split="train", limit=3) == ROWS[210:213]
     with pytest.raises(PageUnavailable, match="none at 200"):

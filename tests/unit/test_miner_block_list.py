@@ -33,7 +33,7 @@ class World:
         self.now = 0.0
         self.held_before = False
 
-    def holds_back(self, micro_batches: int) -> bool:
+    def has_held_out(self, micro_batches: int) -> bool:
         return self.held_before
 
     def ready(self, block: int) -> int | None:
