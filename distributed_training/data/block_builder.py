@@ -114,18 +114,14 @@ def open_rows(
 
     ``cache``: folder for pages and indexes, or None.
 
-    Raises ConfigError for a folder that does not exist, or for shards, which hold no rows.
+    Raises ConfigError for a folder that does not exist, or for shards, which hold no rows;
+    OtherData for a folder that does not hold what the network's file pins.
     """
     kind = kind_of(spec)
     check_folder(spec)
     source = kind.open(Opening(settings, spec, cache, counts))
-    return source if kind.checks_pin else _pinned(settings, spec, source)
-
-
-def _pinned(settings: DataSettings, spec: SourceSpec, source: PageSource) -> PageSource:
-    """Return a folder that holds what the network's file pins. Raises OtherData."""
     pin = Pin(settings.revision, settings.rows)
-    if pin != Pin():
+    if not kind.checks_pin and pin != Pin():
         pin.check(
             f"--data.source {spec.text}",
             # Once, when it is opened: it reads a note beside each file of the folder.

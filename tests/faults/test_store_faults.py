@@ -187,13 +187,6 @@ def test_a_complete_whose_answer_was_lost_counts_by_the_etag(
     assert shim.refusals == ["complete 404"] * shim.count("complete")
 
 
-def test_bytes_damaged_on_the_way_are_sent_again(server: ObjectStoreServer, tmp_path: Path) -> None:
-    upload = Upload(server, tmp_path)
-    with Shim(server.endpoint, flip=lambda call: call.what == "part" and call.count == 0) as shim:
-        upload.assert_whole(upload.send(shim.endpoint))
-        assert shim.count("part") == upload.parts + 1
-
-
 def test_a_part_at_the_store_with_other_bytes_is_not_kept(
     server: ObjectStoreServer, tmp_path: Path
 ) -> None:

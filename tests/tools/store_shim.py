@@ -53,8 +53,6 @@ class Shim:
     refusals: list[str] = field(default_factory=list)
     #: Answer 404 NoSuchUpload to Complete although it was carried out.
     lose_complete: bool = False
-    #: Whether one byte of this call's body arrives as another.
-    flip: Callable[[Call], bool] = lambda call: False
 
     def __post_init__(self) -> None:
         self.lock = threading.Lock()
@@ -220,14 +218,12 @@ class _Handler(BaseHTTPRequestHandler):
             if name.lower() not in ("expect", "connection"):
                 upstream.putheader(name, value)  # the host is part of the signature
         upstream.endheaders()
-        flip = self.owner.flip(call)
         while length > 0:
             piece = self.rfile.read(min(length, CHUNK))
             if not piece:
                 upstream.close()
                 return
-            upstream.send(bytes([piece[0] ^ 1]) + piece[1:] if flip else piece)
-            flip = False
+            upstream.send(piece)
             length -= len(piece)
         answer = upstream.getresponse()
         body = b"" if self.command == "HEAD" else answer.read()

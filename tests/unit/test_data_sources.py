@@ -158,16 +158,6 @@ def test_special_tokens_and_truncation_as_transformers(tmp_path: Path) -> None:
     assert ours.vocabulary == 11
 
 
-def test_a_tokenizer_without_eos_is_refused(tmp_path: Path) -> None:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    plain = Tokenizer(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
-    PreTrainedTokenizerFast(tokenizer_object=plain).save_pretrained(tmp_path / "saved")
-    with pytest.raises(ValueError, match=r"no EOS token.*tokenizer\.name"):
-        build_tokenizer(str(tmp_path / "saved"), tmp_path / "built")
-
-
 def test_rows_beyond_the_models_vocabulary_are_left_out(
     tmp_path: Path, tokenizer: tuple[Path, int]
 ) -> None:
