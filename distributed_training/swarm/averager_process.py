@@ -162,32 +162,54 @@ class DTGradAverager(ServicerBase):
         ``on_found`` is called once a group is found. From then on, unless Average is answered, what
         the tensors hold is not defined.
         """
+        values = sum(t.numel() for t in self._tensors)
+        serving: set[asyncio.Task[Any]] = set()
         started = time.monotonic()
         found: float | None = None
+        averaged = False
         try:
             async with asyncio.timeout(order.timeout):
-                group = await self._find_group(order)
+                info = await self._find_group(order)
                 found = time.monotonic()
                 on_found()
-                left = min(order.allreduce_timeout, order.timeout - (found - started))
+                terms = Terms(
+                    weight=order.weight,
+                    part_values=self._config.part_size // FLOAT_BYTES,
+                    compression=COMPRESSIONS[self._config.compression],
+                    chunk_timeout=order.next_chunk_timeout,
+                    timeout=min(order.allreduce_timeout, order.timeout - (found - started)),
+                    usual_rms=order.usual_norm / math.sqrt(max(1, values)),
+                )
                 async with asyncio.timeout(order.allreduce_timeout):
-                    all_reduce = await self._average_with(group, order, left)
+                    all_reduce = self._all_reduce = AllReduce(
+                        await _group_of(info, values),
+                        self._node.peer_id,
+                        tensors=self._tensors,
+                        terms=terms,
+                        open_stream=partial(self.daemon.open_stream, protocol=self._parts_protocol),
+                    )
+                    self._serving = serving
+                    self._search_over.set()
+                    await all_reduce.run()
+            averaged = True
         except TimeoutError:
             return Failed("TIMEOUT" if found else "NO_GROUP", causes=self._causes())
         except GroupFailed as error:
             return Failed("PEER_FAILED", str(error), self._causes())
         finally:
+            if not averaged:
+                for task in serving:  # they would go on writing into the tensors
+                    task.cancel()
             self._search_over.set()
             causes, self._all_reduce = self._causes(), None
             self._admitted = frozenset()
-        values = sum(t.numel() for t in self._tensors)
         kept_local = (all_reduce.kept_local + all_reduce.reducer.kept_local) / max(1, values)
         if kept_local > _MOST_KEPT_LOCAL:
             fault = "TIMEOUT" if all_reduce.out_of_time else "PEER_FAILED"
             return Failed(fault, f"{kept_local:.0%} of the values have no average", causes)
         seen = all_reduce.reducer.scale
         return Average(
-            peers=[str(peer) for peer in group.peer_ids],
+            peers=[str(peer) for peer in info.peer_ids],
             causes=causes,
             kept_local=kept_local,
             usual_norm=None if seen is None else seen.usual * math.sqrt(values),
@@ -246,34 +268,6 @@ class DTGradAverager(ServicerBase):
                 return group
         finally:
             self._matchmaking = None
-
-    async def _average_with(self, info: GroupInfo, order: RoundOrder, timeout: float) -> AllReduce:
-        values = sum(t.numel() for t in self._tensors)
-        group = await _group_of(info, values)
-        all_reduce = self._all_reduce = AllReduce(
-            group,
-            self._node.peer_id,
-            tensors=self._tensors,
-            terms=Terms(
-                weight=order.weight,
-                part_values=self._config.part_size // FLOAT_BYTES,
-                compression=COMPRESSIONS[self._config.compression],
-                chunk_timeout=order.next_chunk_timeout,
-                timeout=timeout,
-                usual_rms=order.usual_norm / math.sqrt(max(1, values)),
-            ),
-            open_stream=partial(self.daemon.open_stream, protocol=self._parts_protocol),
-        )
-        serving: set[asyncio.Task[Any]] = set()
-        self._serving = serving
-        self._search_over.set()
-        try:
-            await all_reduce.run()
-        except BaseException:
-            for task in serving:  # they would go on writing into the tensors
-                task.cancel()
-            raise
-        return all_reduce
 
     # --- calls of other peers ------------------------------------------------------------------
 
