@@ -48,22 +48,18 @@ class EncodedSubstrate(LedgerSubstrate):
         ours = {h: encode(commitment_entry(t.encode())["info"]["fields"]) for h, t in texts}
         return {**self.stored, **ours}
 
-    async def query(
-        self, module: str, item: str, params: Any = None, block_hash: Any = None
-    ) -> Any:
+    async def query(self, module: str, item: str, params: Any = None, **_: Any) -> Any:
         if item != "CommitmentOf":
-            return await super().query(module, item, params, block_hash)
+            return await super().query(module, item, params)
         entry = codec().storage_entry(module, item)
         return decode_storage_value(codec(), entry, self._bytes().get(params[1]))
 
-    async def query_map(
-        self, module: str, item: str, params: Any = None, block_hash: Any = None
-    ) -> list[tuple[Any, Any]]:
+    async def query_map(self, module: str, item: str, params: Any = None, **_: Any) -> Any:
         if item == "RevealedCommitments":
             self.asked.add(item)
             return [(hotkey, [("0xzz", 7)]) for hotkey in self.stored]
         if item != "CommitmentOf":
-            return await super().query_map(module, item, params, block_hash)
+            return await super().query_map(module, item, params)
         self.maps_read += 1
         entry = codec().storage_entry(module, item)
         changes: list[tuple[str, str | None]] = [

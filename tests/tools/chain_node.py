@@ -121,28 +121,11 @@ class NodeSubstrate(RpcSubstrate):
     async def _ask(self, name: str, *params: Any) -> Any:
         return await self._read(lambda raw: raw._session.request(f"ledger_{name}", list(params)))
 
-    async def query(
-        self, module: str, item: str, params: Any = None, block_hash: Any = None
-    ) -> Any:
+    async def query(self, module: str, item: str, params: Any = None, **_: Any) -> Any:
         return await self._ask("query", module, item, params)
 
-    async def query_map(
-        self, module: str, item: str, params: Any = None, block_hash: Any = None
-    ) -> Any:
+    async def query_map(self, module: str, item: str, params: Any = None, **_: Any) -> Any:
         return [tuple(pair) for pair in await self._ask("query_map", module, item, params)]
 
-    async def query_batch(
-        self, module: str, item: str, param_sets: list[list[Any]], block_hash: Any = None
-    ) -> Any:
-        return await self._ask("query_batch", module, item, param_sets)
-
-    async def map_has_entries(self, *_: Any, **__: Any) -> bool:
-        return False
-
-    async def runtime_call(
-        self, api: str, method: str, params: list[Any], block_hash: Any = None
-    ) -> Any:
+    async def runtime_call(self, api: str, method: str, params: list[Any], **_: Any) -> Any:
         return await self._ask("runtime_call", api, method, params)
-
-    async def constant(self, module: str, name: str) -> Any:
-        return await self._ask("constant", module, name)

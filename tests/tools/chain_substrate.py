@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import time
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -45,7 +44,6 @@ class LedgerSubstrate:
     def __init__(self, ledger: MemoryLedger, netuid: int) -> None:
         self.ledger = ledger
         self.netuid = netuid
-        self.token_symbols: dict[int, str] = {}
         self.silent = False
         self.newest_block_age = 0.0
         self.connections = 0
@@ -53,9 +51,6 @@ class LedgerSubstrate:
         self.committed: dict[str, Any] = {}
         self.broken: dict[str, BaseException] = {}
         self.asked: set[str] = set()
-
-    def balance(self, rao: int, netuid: int = 0) -> Balance:
-        return Balance(int(rao), netuid, None)
 
     async def _answer(self, name: str = "") -> None:
         self.asked.add(name)
@@ -80,12 +75,7 @@ class LedgerSubstrate:
     async def block_hash(self, block: int | None = None) -> str:
         return f"0x{self.ledger.height if block is None else block:064x}"
 
-    async def spec_version(self) -> int:
-        return 435
-
-    async def query(
-        self, module: str, item: str, params: Any = None, block_hash: Any = None
-    ) -> Any:
+    async def query(self, module: str, item: str, params: Any = None, **_: Any) -> Any:
         await self._answer(item)
         if item == "CommitmentOf":
             return _decoded(self._entries().get(params[1]))
@@ -110,9 +100,7 @@ class LedgerSubstrate:
         ours = {hotkey: commitment_entry(text.encode()) for hotkey, text in texts}
         return {**ours, **self.committed}
 
-    async def query_map(
-        self, module: str, item: str, params: Any = None, block_hash: Any = None
-    ) -> list[tuple[Any, Any]]:
+    async def query_map(self, module: str, item: str, params: Any = None, **_: Any) -> Any:
         await self._answer(item)
         if item == "CommitmentOf":
             return [(hotkey, _decoded(entry)) for hotkey, entry in self._entries().items()]
@@ -120,17 +108,7 @@ class LedgerSubstrate:
             return [(n.hotkey, n.uid) for n in self._neurons()]
         return []
 
-    async def query_batch(
-        self, module: str, item: str, param_sets: list[list[Any]], block_hash: Any = None
-    ) -> list[Any]:
-        return [await self.query(module, item, params) for params in param_sets]
-
-    async def map_has_entries(self, *_: Any, **__: Any) -> bool:
-        return False
-
-    async def runtime_call(
-        self, api: str, method: str, params: list[Any], block_hash: Any = None
-    ) -> Any:
+    async def runtime_call(self, api: str, method: str, params: list[Any], **_: Any) -> Any:
         await self._answer(method)
         if method != "get_metagraph" or params != [self.netuid]:
             return None
@@ -161,29 +139,14 @@ class LedgerSubstrate:
             ],
         }
 
-    async def constant(self, module: str, name: str) -> Any:
-        return {"SlotDuration": 12_000}.get(name, 0)
-
     async def block_time(self) -> float:
         return 12.0
-
-    async def blocks(self, *, finalized: bool = False) -> AsyncIterator[dict[str, Any]]:
-        yield {"header": {"number": self.ledger.height}}
-
-    async def events(self, block_hash: str | None = None) -> list[dict[str, Any]]:
-        return []
 
     async def compose(self, call: Any) -> Any:
         return _Composed(*call) if not isinstance(call, _Composed) else call
 
     async def estimate_fee(self, call: Any, keypair: Any) -> Balance:
         return Balance.from_rao(0)
-
-    async def account_next_index(self, address: str) -> int:
-        return 0
-
-    async def mev_next_key(self) -> None:
-        return None
 
     async def submit(self, call: Any, keypair: Any, **_: Any) -> ExtrinsicResult:
         """Applies the call as the pallet does and answers as the SDK: failures are returned."""

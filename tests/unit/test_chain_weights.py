@@ -32,11 +32,9 @@ class RuntimeSubstrate(EncodedSubstrate):
         self.storage = {"MinAllowedWeights": 1, **storage}
         self.calls: list[tuple[str, dict[str, Any]]] = []
 
-    async def query(
-        self, module: str, item: str, params: Any = None, block_hash: Any = None
-    ) -> Any:
+    async def query(self, module: str, item: str, params: Any = None, **_: Any) -> Any:
         if module != "SubtensorModule" or item == "Uids":
-            return await super().query(module, item, params, block_hash)
+            return await super().query(module, item, params)
         entry = codec().storage_entry(module, item)  # raises for an item it does not have
         return self.storage.get(item, decode_storage_value(codec(), entry, None))
 
