@@ -13,9 +13,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from distributed_training.common.kinds import Kinds, UnknownKindError
+from distributed_training.common.kinds import Kinds
 from distributed_training.config.settings import ChainSettings
-from distributed_training.config.types import ConfigError
+from distributed_training.config.types import choose_kind
 
 if TYPE_CHECKING:
     from .base import Chain
@@ -40,13 +40,7 @@ CHAINS: Kinds[ChainKind] = Kinds("chain")
 
 def chain_kind(settings: ChainSettings) -> ChainKind:
     """Return the kind of the network's chain. Raises ConfigError."""
-    try:
-        return CHAINS[settings.kind]
-    except UnknownKindError as error:
-        raise ConfigError(
-            f"chain.kind {settings.kind!r} of the network's file is unknown ({error}), so nobody "
-            "would be found and nothing was started: name its module with --plugins"
-        ) from None
+    return choose_kind(CHAINS, settings.kind, key="chain.kind")
 
 
 def how_to_register(settings: ChainSettings) -> str:

@@ -49,7 +49,7 @@ class ConfigAway(ConfigError):
 
 
 def choose_kind(kinds: Kinds[Made], name: str, *, key: str) -> Made:
-    """Return the kind that ``key`` of the network's file names. Raises ConfigError."""
+    """Return the kind that ``key``, of the network's file or a flag, names. Raises ConfigError."""
     try:
         return kinds[name]
     except UnknownKindError as error:

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from distributed_training.common.kinds import Kinds, UnknownKindError
+from distributed_training.common.kinds import Kinds
 from distributed_training.common.proxies import HUB
 from distributed_training.config.settings import DataSettings, SourceSpec
-from distributed_training.config.types import ConfigError, load_optional
+from distributed_training.config.types import ConfigError, choose_kind, load_optional
 
 from .page_source import Counts, PageSource, StdlibSource
 
@@ -64,13 +64,7 @@ SOURCES: Kinds[SourceKind] = Kinds("data source")
 
 def kind_of(spec: SourceSpec) -> SourceKind:
     """Return the kind of one source. Raises ConfigError."""
-    try:
-        kind = SOURCES[spec.kind]
-    except UnknownKindError as error:
-        raise ConfigError(
-            f"--data.source {spec.text} is unknown ({error}), so there is nothing to train on: "
-            "give one of these"
-        ) from None
+    kind = choose_kind(SOURCES, spec.kind, key=f"--data.source {spec.text}")
     if kind.in_folder != (spec.folder is not None):
         raise ConfigError(
             f"--data.source {spec.text} {'names no' if kind.in_folder else 'takes no'} folder, so "

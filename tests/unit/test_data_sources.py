@@ -209,7 +209,7 @@ def test_a_kind_that_nobody_registered_ends_the_start_before_it_begins() -> None
     with pytest.raises(ConfigError) as refused:
         launch(config)
     line = str(refused.value)
-    assert line.startswith("--data.source fineweb is unknown (there is no data source called 'fine")
+    assert line.startswith("--data.source fineweb: there is no data source called 'fineweb'")
     assert "--plugins" in line and "\n" not in line and refused.value.status == 2
 
 
