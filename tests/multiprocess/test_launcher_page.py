@@ -5,38 +5,22 @@ from __future__ import annotations
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
-from datetime import timedelta
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from tests.multiprocess.test_launcher_tree import Launched
+from tests.multiprocess.test_launcher_tree import Launched, launch_fakes  # noqa: F401
 from tests.tools.r2_keys import KEYS
 from tests.tools.waiting import wait_for
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 ADDRESS = re.compile(r"page: (http://127\.0\.0\.1:\d+/)")
-_NOW = timedelta(0)
+PORT = ("--neuron.page_port", "0")
 LARGEST_BYTES = 80e6  # of the page's process
-
-
-@pytest.fixture
-def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
-    running: list[Launched] = []
-
-    def start(*flags: str) -> Launched:
-        running.append(Launched(tmp_path / "run", "wait", flags=flags))
-        running[-1].wait_ready()
-        return running[-1]
-
-    yield start
-    for launcher in running:
-        launcher.process.kill()
-        launcher.mark.end(settle=_NOW, grace=_NOW)
 
 
 def address(launcher: Launched) -> str:
@@ -51,7 +35,8 @@ def page_of(launcher: Launched) -> psutil.Process:
 
 
 def test_it_is_there_while_the_miner_is(launched: Callable[..., Launched]) -> None:
-    miner = launched("--neuron.page_port", "0")
+    miner = launched("wait", flags=PORT)
+    miner.wait_ready()
     url = address(miner)
     assert httpx.get(url + "history", timeout=60).json()["neurons"][0]["name"] == "run"
     page = page_of(miner)
@@ -66,7 +51,8 @@ def test_it_is_there_while_the_miner_is(launched: Callable[..., Launched]) -> No
 def test_a_page_that_is_killed_costs_a_line_and_it_ends_with_a_killed_launcher(
     launched: Callable[..., Launched],
 ) -> None:
-    miner = launched("--neuron.page_port", "0")
+    miner = launched("wait", flags=PORT)
+    miner.wait_ready()
     address(miner)
     killed = page_of(miner)
     killed.kill()
@@ -85,7 +71,8 @@ def test_a_page_that_is_killed_costs_a_line_and_it_ends_with_a_killed_launcher(
 def test_a_port_that_is_taken_costs_a_line(launched: Callable[..., Launched]) -> None:
     with closing(socket.create_server(("127.0.0.1", 0))) as other:
         port = str(other.getsockname()[1])
-        miner = launched("--neuron.page_port", port)
+        miner = launched("wait", flags=("--neuron.page_port", port))
+        miner.wait_ready()
         wait_for(lambda: "the page cannot be served" in miner.output, "the line")
         (line,) = [x for x in miner.output.splitlines() if "page" in x and "WARNING" in x]
         assert "give another --neuron.page_port" in line and "training is not affected" in line
@@ -97,7 +84,8 @@ def test_the_miners_secrets_are_neither_in_it_nor_served(
 ) -> None:
     token = "a-token-of-more-than-16-characters"
     monkeypatch.setenv("DT_PAGE_TOKEN", token)
-    miner = launched("--neuron.page_port", "0")
+    miner = launched("wait", flags=PORT)
+    miner.wait_ready()
     url = address(miner)
     secrets = [value for name, value in KEYS.items() if "SECRET" in name or "KEY" in name]
     page = page_of(miner)

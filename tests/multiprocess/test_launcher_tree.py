@@ -114,8 +114,8 @@ class Launched:
         wait_for(lambda: not self._hour.exists(), "the watchdog's next look")
 
 
-@pytest.fixture
-def launched(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
+@pytest.fixture(name="launched")
+def launch_fakes(tmp_path: Path) -> Iterator[Callable[..., Launched]]:
     running: list[Launched] = []
 
     def start(mode: str, name: str = "run", **options: object) -> Launched:
