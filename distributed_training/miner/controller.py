@@ -20,6 +20,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from distributed_training.common.backoff import Throttle
+from distributed_training.store.bucket_reader import refuse
 
 from . import events as ev
 from .block_list import BlockList
@@ -164,4 +165,5 @@ class Controller:
                 assert state.fetch_target is not None
                 self._global_epoch.fetch(state.fetch_target)
             case Task.REFUSE_GLOBAL:
-                self._global_epoch.refuse_fetched(state.problem)
+                assert state.fetched is not None
+                refuse(state.fetched, state.problem)

@@ -388,7 +388,7 @@ class MinerState:
     view: GlobalView = GlobalView.SAME
     global_due: float = 0.0  # when AWAITING_GLOBAL ends
     fetch_target: int | None = None  # the outer step being fetched
-    fetched: Path | None = None  # its files
+    fetched: Path | None = None  # the files of the one that was fetched last
     problem: str = ""  # why the state that was fetched last was not loaded
     fetch_failures: int = 0  # in a row, of failed_target
     failed_target: int | None = None

@@ -37,7 +37,6 @@ from distributed_training.store.bucket_reader import (
     BucketReader,
     check_run,
     refusal,
-    refuse,
     remove_states,
     states,
 )
@@ -351,7 +350,6 @@ class GlobalEpoch:
         self._wake = threading.Event()
         self._closed = threading.Event()
         self._target: int | None = None  # to fetch
-        self._fetched: Path | None = None
         self._compare_weights: int | None = None  # the outer step to compare
         self._unavailable_since: float | None = None
         self._seen: int | None = None
@@ -372,11 +370,6 @@ class GlobalEpoch:
         """
         self._target = outer_step
         self._wake.set()
-
-    def refuse_fetched(self, problem: str) -> None:
-        """Note why the state fetched last was not loaded: it is not loaded again."""
-        if self._fetched is not None:
-            refuse(self._fetched, problem)
 
     def compare_weights(self, outer_step: int) -> None:
         """Compare weights soon; WeightsCompared follows if the bucket can be read."""
@@ -473,12 +466,10 @@ class GlobalEpoch:
         began = time.monotonic()
         for failures in range(1, _ATTEMPTS + 1):
             try:
-                self._fetched = self._bucket.fetch(outer_step)
+                self._post(ev.GlobalFetched(self._bucket.fetch(outer_step)))
+                return
             except GlobalUnavailableError as error:
                 detail = str(error)
-            else:
-                self._post(ev.GlobalFetched(self._fetched))
-                return
             wait = doubling(failures, first=_FIRST_WAIT, longest=_LONGEST_WAIT)
             if time.monotonic() - began > _SHORT:
                 break

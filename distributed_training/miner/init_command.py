@@ -99,8 +99,16 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
     keys = {name: os.environ.get(name, "") for name in KEY_VARIABLES}
     if not options.yes:
         for name, question in QUESTIONS:
-            if name not in given and (answer := _ask_setting(given, name, question)):
-                given[name] = answer
+            default = _default_of(name)
+            prompt = f"{question}{f' [{default}]' if default else ''}: "
+            # Until it is one that the miner takes.
+            while name not in given and (answer := input(prompt).strip() or default):
+                try:
+                    # With all answers before: two ports that are right may be the same.
+                    _config_of({**given, name: answer})
+                    given[name] = answer
+                except ConfigError as error:
+                    print(f"  {error}")
         # The keys that neither the environment nor .env has.
         held = read_dotenv(DOTENV)
         for name in (*KEY_VARIABLES, *([_INVITATION] if "network" in given else [])):
@@ -141,22 +149,6 @@ def _config_of(given: Mapping[str, str]) -> Config:
         for line in check(config):
             raise ConfigError(line)
     return config
-
-
-def _ask_setting(given: Mapping[str, str], name: str, question: str) -> str:
-    """Return an answer that the miner takes. Raises EOFError."""
-    default = _default_of(name)
-    while True:
-        answer = input(f"{question}{f' [{default}]' if default else ''}: ").strip() or default
-        if not answer:
-            return ""
-        try:
-            # With all answers before: two ports that are right may be the same.
-            _config_of({**given, name: answer})
-        except ConfigError as error:
-            print(f"  {error}")
-        else:
-            return answer
 
 
 def _default_of(name: str) -> str:

@@ -265,7 +265,7 @@ def dashboard(config: Config, folder: Path) -> Iterator[None]:
         yield
         return
 
-    def told(line: str) -> None:
+    def log_line(line: str) -> None:
         log.log(logging.INFO if line.startswith("page: ") else logging.WARNING, "%s", line)
 
     with PageProcess(
@@ -273,7 +273,7 @@ def dashboard(config: Config, folder: Path) -> Iterator[None]:
         host=settings.page_host,
         port=settings.page_port,
         token=settings.page_token,
-        told=told,
+        told=log_line,
     ):
         yield
 
@@ -339,39 +339,37 @@ class _Supervisor:
         self._warned = False  # that a stop takes longer than asked for
 
     def run(self) -> ExitStatus:
+        """Run until no start is to follow."""
+        backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
         try:
-            return self._run()
+            while True:
+                began = time.monotonic()
+                ending = self._run_once()
+                if self._steady(began):
+                    backoff.succeeded()
+                if self._signals.stop.is_set():
+                    # One that came when no rank ran any more is a stop of the wait below.
+                    late = not self._is(Phase.STOPPING) and ending.status is ExitStatus.FAULT
+                    return ExitStatus.STOPPED if ending.outside or late else ending.status
+                if ending.outside:
+                    if self._outages.wait(ending.reason):
+                        return ExitStatus.STOPPED
+                    continue
+                if ending.status is not ExitStatus.FAULT:
+                    return ending.status
+                if backoff.failures >= RESTARTS:
+                    log.error("The ranks failed %d times in a row: giving up", 1 + RESTARTS)
+                    return ending.status
+                seconds = backoff.failed().total_seconds()
+                count = backoff.failures
+                log.warning(
+                    "Starting the ranks again in %.1f s (%d of %d)", seconds, count, RESTARTS
+                )
+                if self._signals.stop.wait(seconds):
+                    return ExitStatus.STOPPED
         finally:
             # Whatever was raised: ranks without a launcher would go on with nobody to stop them.
             self._group.sweep(settle=timedelta(0), grace=TERMINATE_GRACE, server=True)
-
-    def _run(self) -> ExitStatus:
-        """Run until no start is to follow."""
-        backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_WAIT)
-        while True:
-            began = time.monotonic()
-            ending = self._run_once()
-            if self._steady(began):
-                backoff.succeeded()
-            if self._signals.stop.is_set():
-                # One that came when no rank ran any more is a stop of the wait below.
-                late = not self._is(Phase.STOPPING) and ending.status is ExitStatus.FAULT
-                return ExitStatus.STOPPED if ending.outside or late else ending.status
-            if ending.outside:
-                if self._outages.wait(ending.reason):
-                    return ExitStatus.STOPPED
-                continue
-            if ending.status is not ExitStatus.FAULT:
-                return ending.status
-            if backoff.failures >= RESTARTS:
-                log.error("The ranks failed %d times in a row: giving up", 1 + RESTARTS)
-                return ending.status
-            seconds = backoff.failed().total_seconds()
-            log.warning(
-                "Starting the ranks again in %.1f s (%d of %d)", seconds, backoff.failures, RESTARTS
-            )
-            if self._signals.stop.wait(seconds):
-                return ExitStatus.STOPPED
 
     def _steady(self, began: float) -> bool:
         """Return whether the ranks that were started at ``began`` have run for long."""

@@ -136,7 +136,22 @@ class MinerLoop:
                 case Action.ROLL_BACK:
                     event = ev.RolledBack(*(self._checkpointer.roll_back() or (None,)))
                 case Action.STOP:
-                    event = self._save_and_stop(command)
+                    if self._snapshot is not None:
+                        # First: the checkpoint waits for the copies it holds.
+                        self._snapshot.cancel()
+                    skipped = self._trainer.skipped_in_a_row
+                    if skipped < 2:
+                        self._save_checkpoint(command.local)
+                    else:
+                        log.warning(
+                            "No checkpoint of this stop: the last %d inner steps gave NaN or Inf, "
+                            "so these weights may be the cause; a start goes on from the "
+                            "checkpoint before",
+                            skipped,
+                        )
+                    # A thread writes it, and threads do not outlive the process.
+                    self._checkpointer.wait()
+                    event = ev.Stopped(command.exit_status)
             if command.action in PAUSES or command.in_pause:
                 self._trainer.pause(time.perf_counter() - began)
             if self._controller is not None and event is not None:
@@ -235,19 +250,3 @@ class MinerLoop:
     def _save_checkpoint(self, local: LocalPart) -> None:
         extra = {"data": self._data.state_dict(), **local.kept}
         self._checkpointer.save(extra, self._progress(local))
-
-    def _save_and_stop(self, command: Command) -> ev.Event:
-        if self._snapshot is not None:
-            self._snapshot.cancel()  # first: the checkpoint waits for the copies it holds
-        skipped = self._trainer.skipped_in_a_row
-        if skipped < 2:
-            self._save_checkpoint(command.local)
-        else:
-            log.warning(
-                "No checkpoint of this stop: the last %d inner steps gave NaN or Inf, so these "
-                "weights may be the cause; a start goes on from the checkpoint before",
-                skipped,
-            )
-        # A thread writes it, and threads do not outlive the process.
-        self._checkpointer.wait()
-        return ev.Stopped(command.exit_status)

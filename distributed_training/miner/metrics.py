@@ -196,10 +196,12 @@ class Metrics:
                     tracker.log(report.total_inner_steps, registry.values())
             case ev.Tick():  # also where no step ends, in a round or without data
                 self._file.write(self._gather_figures)
-            case ev.RoundFailed() if state.mode is Mode.AVERAGING:
-                self._count_round(state.outer_step, ok=False)
-            case ev.OuterStepEnded(committed=committed) if state.mode is Mode.AVERAGING:
-                self._count_round(state.outer_step, ok=committed)
+            case ev.RoundFailed() | ev.OuterStepEnded() if state.mode is Mode.AVERAGING:
+                ok = isinstance(event, ev.OuterStepEnded) and event.committed
+                registry.add("rounds_total")
+                registry.add("rounds_failed_total", not ok)
+                self._last_rounds.append((state.outer_step, ok))
+                self._set_participation()
             case ev.Loaded(outer_step=reached):
                 # Outer steps that others took; rounds that failed here are counted already.
                 before, known = state.outer_step, {step for step, _ in self._last_rounds}
@@ -223,12 +225,6 @@ class Metrics:
                 registry.set("global_outer_step", seen)
             case ev.Stopped():  # the last figures, which stay in the file
                 self._file.write(self._gather_figures, at_once=True)
-
-    def _count_round(self, outer_step: int, *, ok: bool) -> None:
-        self._file.registry.add("rounds_total")
-        self._file.registry.add("rounds_failed_total", not ok)
-        self._last_rounds.append((outer_step, ok))
-        self._set_participation()
 
     def _set_participation(self) -> None:
         registry, worked = self._file.registry, [ok for _, ok in self._last_rounds]

@@ -99,21 +99,6 @@ def list_facts(config: Config, *, ranks: int) -> dict[str, str]:
     }
 
 
-def describe_difference(mine: Mapping[str, str], other: Mapping[str, str], node: int) -> str | None:
-    """Return the line that names what is wrong on ``node``; None if nothing is.
-
-    ``mine``: the facts of node 0.
-    """
-    for name in [*mine, *other]:
-        here, there = mine.get(name), other.get(name)
-        if here != there:
-            return (
-                f"{name} is {there} on node {node} and {here} on node 0, so the nodes cannot train "
-                "one model together: give all nodes the same flags and versions"
-            )
-    return None
-
-
 def open_store() -> dist.Store:
     """Connect to torchrun's store on node 0."""
     store = dist.TCPStore(
@@ -195,8 +180,14 @@ class Nodes:
         first, *others = (json.loads(self._store.get(key)) for key in keys)
         ranks = int(first["--nproc_per_node"])
         for rank, other in enumerate(others, start=1):
-            if line := describe_difference(first, other, max(1, rank // ranks)):
-                raise NetworkFailure(line)
+            for name in [*first, *other]:
+                here, there = first.get(name), other.get(name)
+                if here != there:
+                    raise NetworkFailure(
+                        f"{name} is {there} on node {max(1, rank // ranks)} and {here} on node 0, "
+                        "so the nodes cannot train one model together: give all nodes the same "
+                        "flags and versions"
+                    )
 
     def close(self, status: int, reason: str) -> int:
         """Stop watching. Return the exit status for torchrun.

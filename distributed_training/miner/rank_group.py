@@ -169,8 +169,50 @@ class RankGroup:
         late = threading.Timer(self._start_limit.total_seconds(), self._end_server)
         late.daemon = True
         late.start()
+        self._ranks = []
         try:
-            self._start()
+            self._ensure_tracker()
+            if not self._scratch:
+                # Where the next launcher finds it: one that was killed could not remove it. Sockets
+                # lie there, whose paths must be short.
+                tempfile.tempdir = self._scratch = process_folder("dt-", scratch_base())
+                multiprocessing.util.get_temp_dir()
+                tempfile.tempdir = None
+                # After multiprocessing has removed its own (exit priority -100).
+                multiprocessing.util.Finalize(
+                    None, shutil.rmtree, (self._scratch, True), exitpriority=-101
+                )
+            variables = without_secrets() | rank_environment_defaults(ranks=self.world_size)
+            variables |= self._mark.environment | {STACKS: str(self._stacks)}
+            # Ctrl-C and a closed terminal are the launcher's: the server inherits what is blocked.
+            # Were they ignored here for the moment, a stop that comes in it would be lost.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL_SIGNALS)
+            try:
+                with _environment(variables):
+                    forkserver.ensure_running()
+            finally:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERMINAL_SIGNALS)
+            # A file of its own: what ranks that were killed left must not be read.
+            self._starts += 1
+            store = Path(self._scratch) / f"ranks-{self._starts}"
+            store.with_name(f"ranks-{self._starts - 1}").unlink(missing_ok=True)
+            port = free_ports(1)[0]
+            # Secrets go to each rank by a pipe: the server has none in its environment, so nobody
+            # finds them in /proc, of a rank neither.
+            secrets = {name: value for name, value in os.environ.items() if is_secret(name)}
+            for number in range(self.world_size):
+                place = rank_variables(number, world_size=self.world_size, port=port)
+                process = self._context.Process(
+                    target=_become_rank,
+                    args=(self._program, self._config, secrets | place | {RANK_STORE: str(store)}),
+                    name=f"rank {number}",
+                )
+                process.start()
+                assert process.pid is not None
+                handle = psutil.Process(process.pid)
+                with contextlib.suppress(psutil.Error):
+                    self._server = handle.ppid()
+                self._ranks.append(_Rank(number, process, handle))
         finally:
             late.cancel()
 
@@ -178,44 +220,6 @@ class RankGroup:
         """Kill the server, and leave it to multiprocessing to reap it."""
         log.warning("The fork server hangs: it started no ranks within --neuron.hang_timeout")
         self._mark.end(settle=timedelta(0), grace=timedelta(0))
-
-    def _start(self) -> None:
-        self._ranks = []
-        self._ensure_server()
-        self._starts += 1  # a file of its own: what ranks that were killed left must not be read
-        store = Path(self._scratch) / f"ranks-{self._starts}"
-        store.with_name(f"ranks-{self._starts - 1}").unlink(missing_ok=True)
-        port = free_ports(1)[0]
-        # Secrets go to each rank by a pipe: the server has none in its environment, so nobody finds
-        # them in /proc, of a rank neither.
-        secrets = {name: value for name, value in os.environ.items() if is_secret(name)}
-        for number in range(self.world_size):
-            place = rank_variables(number, world_size=self.world_size, port=port)
-            process = self._context.Process(
-                target=_become_rank,
-                args=(self._program, self._config, secrets | place | {RANK_STORE: str(store)}),
-                name=f"rank {number}",
-            )
-            process.start()
-            assert process.pid is not None
-            handle = psutil.Process(process.pid)
-            with contextlib.suppress(psutil.Error):
-                self._server = handle.ppid()
-            self._ranks.append(_Rank(number, process, handle))
-
-    def _ensure_server(self) -> None:
-        self._ensure_tracker()
-        self._ensure_scratch()
-        variables = without_secrets() | rank_environment_defaults(ranks=self.world_size)
-        variables |= self._mark.environment | {STACKS: str(self._stacks)}
-        # Ctrl-C and a closed terminal are the launcher's: the server inherits what is blocked. Were
-        # they ignored here for the moment, a stop that comes in it would be lost.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _TERMINAL_SIGNALS)
-        try:
-            with _environment(variables):
-                forkserver.ensure_running()
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _TERMINAL_SIGNALS)
 
     def _ensure_tracker(self) -> None:
         """Start multiprocessing's resource tracker again if it ended."""
@@ -232,21 +236,6 @@ class RankGroup:
             with contextlib.suppress(psutil.Error):
                 if "multiprocessing.resource_tracker" in " ".join(child.cmdline()):
                     self._tracker = child
-
-    def _ensure_scratch(self) -> None:
-        """Make multiprocessing's folder, where the next launcher finds it.
-
-        A launcher that was killed could not remove it.
-        """
-        if not self._scratch:
-            # Sockets lie there, whose paths must be short.
-            tempfile.tempdir = self._scratch = process_folder("dt-", scratch_base())
-            multiprocessing.util.get_temp_dir()
-            tempfile.tempdir = None
-            # After multiprocessing has removed its own (exit priority -100).
-            multiprocessing.util.Finalize(
-                None, shutil.rmtree, (self._scratch, True), exitpriority=-101
-            )
 
     @property
     def running(self) -> list[int]:

@@ -18,7 +18,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -28,7 +28,6 @@ from distributed_training.protocol import lines
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
-    AllReduceResult,
     RoundRequest,
 )
 
@@ -115,20 +114,20 @@ class Averaging:
 
     def begin_average(self, request: RoundRequest) -> None:
         """Begin to average; exactly one ``Averaged`` or ``RoundFailed`` answers."""
-        self._cancelled = threading.Event()
-        average = self._threads.submit(self._swarm.average, request, cancelled=self._cancelled)
-        average.add_done_callback(self._post_outcome)
+        cancelled = self._cancelled = threading.Event()
 
-    def _post_outcome(self, average: Future[AllReduceResult]) -> None:
-        # Whatever it was: without an event the miner would wait for the round's end for ever.
-        error = average.exception()
-        if error is None:
-            self._post(ev.Averaged(average.result()))
-        elif isinstance(error, AllReduceError):
-            self._post(ev.RoundFailed(error.fault, error.detail, causes=error.causes))
-        else:
-            log.error("The swarm failed with an unexpected error; please report it", exc_info=error)
-            self._post(ev.RoundFailed(AllReduceFault.SWARM_DOWN, repr(error)))
+        def average() -> None:
+            try:
+                result = self._swarm.average(request, cancelled=cancelled)
+            except AllReduceError as error:
+                self._post(ev.RoundFailed(error.fault, error.detail, causes=error.causes))
+            except Exception as error:  # without an event the miner would wait for ever
+                log.exception("The swarm failed with an unexpected error; please report it")
+                self._post(ev.RoundFailed(AllReduceFault.SWARM_DOWN, repr(error)))
+            else:
+                self._post(ev.Averaged(result))
+
+        self._threads.submit(average)
 
     def cancel_average(self) -> None:
         self._cancelled.set()  # its thread may not have come to the swarm yet

@@ -9,12 +9,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
-from distributed_training.chain.base import Chain
-from distributed_training.config.settings import MinerSettings
 from distributed_training.protocol.scoring import SECONDS_PER_BLOCK
 
 log = logging.getLogger(__name__)
@@ -69,31 +66,6 @@ class RoundClock:
         self._configured = self._usual = self._period
         self._missed = False
         self._gaps: deque[int] = deque(maxlen=3)  # blocks from a round's end to the next call
-
-    @classmethod
-    def from_start(
-        cls,
-        chain: Chain,
-        settings: MinerSettings,
-        *,
-        seconds_per_block: float,
-        outer_step: int,
-        model_config: Mapping[str, Any],
-    ) -> RoundClock:
-        """Return the clock of a start with the global state of ``outer_step``."""
-        shortest = period = settings.blocks_per_allreduce
-        # From the network's first success on validators leave more time between two rounds.
-        if outer_step > 0:
-            period = max(period, settings.blocks_per_allreduce_later)
-        last = model_config.get("last_allreduce_block")
-        return cls(
-            chain_block=chain.block,
-            blocks_per_allreduce=period,
-            shortest_period=shortest,  # which a validator falls back to when it starts again
-            last_allreduce_block=last if isinstance(last, int) else None,
-            chain_age=chain.age,
-            seconds_per_block=seconds_per_block,
-        )
 
     def round_called(self) -> None:
         """Note a call of a round now: the blocks since the last one show the period."""

@@ -423,12 +423,18 @@ class RankZero:
         self._connections, self._training = connections, training
         config, post, at_end = context.config, context.events.put, context.stack.callback
         trainer, chain = training.trainer, connections.member.chain
-        self.round_clock = RoundClock.from_start(
-            chain,
-            config.miner,
+        shortest = period = config.miner.blocks_per_allreduce
+        # From the network's first success on validators leave more time between two rounds.
+        if info.global_outer_step > 0:
+            period = max(period, config.miner.blocks_per_allreduce_later)
+        last = info.model_config.get("last_allreduce_block")
+        self.round_clock = RoundClock(
+            chain_block=chain.block,
+            blocks_per_allreduce=period,
+            shortest_period=shortest,  # which a validator falls back to when it starts again
+            last_allreduce_block=last if isinstance(last, int) else None,
+            chain_age=chain.age,
             seconds_per_block=config.chain.seconds_per_block,
-            outer_step=info.global_outer_step,
-            model_config=info.model_config,
         )
         # --- who posts events, beside the loop itself, the server and the signals
         self.exchange = open_hivemind(config, context.folder, connections, trainer.schema)
@@ -495,9 +501,6 @@ class RankZero:
             if outer_step < trainer.outer_step:
                 self._context.events.put(ev.ValidatorHeard(outer_step, time.monotonic()))
 
-        def phase() -> str | None:
-            return "averaging" if controller.state.mode is Mode.AVERAGING else None
-
         return SignedServer(
             settings=config.chain,
             wallet=member.wallet,
@@ -506,7 +509,9 @@ class RankZero:
             miner=MinerCallbacks(
                 epoch=lambda: trainer.outer_step,
                 on_all_reduce=averaging.receive_call,
-                round_phase=phase,
+                round_phase=lambda: (
+                    "averaging" if controller.state.mode is Mode.AVERAGING else None
+                ),
                 round_due=self.round_clock.due,
                 peer_id=lambda: exchange.peer_id,
                 addresses=lambda: exchange.visible_maddrs,

@@ -144,7 +144,28 @@ def _follow_global_state(state: MinerState, event: ev.Event) -> Decision:
         case ev.GlobalEpochSeen(outer_step=seen, at=at):
             if state.view is GlobalView.UNREAD:
                 state = replace(state, view=GlobalView.UNPUBLISHED)
-            return _compare_outer_steps(state, seen, at)
+            view = _NO_LONGER_AWAITED.get(state.view, state.view)
+            if state.mode is Mode.AWAITING_GLOBAL:
+                # The root metadata is written last: our outer step in it is published whole. The
+                # next round may be called before the time to publish is up, and must begin from the
+                # same weights.
+                published = view is not state.view and seen != state.failed_target
+                if seen == state.outer_step and (published or at >= state.global_due):
+                    if view is GlobalView.DIFFERENT:
+                        return _begin_fetch(state, seen)
+                    after = replace(state, mode=Mode.TRAINING, view=view)
+                    return after, (Task.COMPARE_WEIGHTS,)
+                # Before its time is up the validator may still be publishing the one we already
+                # have. An outer step ahead of ours is never on its way: it is there.
+                # One that could not be fetched is not asked for again before its time.
+                waits = seen <= state.outer_step or seen == state.failed_target
+                if at < state.global_due and waits:
+                    return state, ()
+            elif state.mode is not Mode.TRAINING:
+                return state, ()
+            if seen != state.outer_step or view is GlobalView.DIFFERENT:
+                return _begin_fetch(state, seen)
+            return state, ()
         case ev.WeightsCompared(outer_step=outer, same=False) if (
             state.mode is Mode.TRAINING and outer == state.outer_step
         ):
@@ -165,29 +186,6 @@ def _follow_global_state(state: MinerState, event: ev.Event) -> Decision:
             return state, ()
 
 
-def _compare_outer_steps(state: MinerState, seen: int, at: float) -> Decision:
-    view = _NO_LONGER_AWAITED.get(state.view, state.view)
-    if state.mode is Mode.AWAITING_GLOBAL:
-        # The root metadata is written last: our outer step in it is published whole. The next round
-        # may be called before the time to publish is up, and must begin from the same weights.
-        published = view is not state.view and seen != state.failed_target
-        if seen == state.outer_step and (published or at >= state.global_due):
-            if view is GlobalView.DIFFERENT:
-                return _begin_fetch(state, seen)
-            after = replace(state, mode=Mode.TRAINING, view=view)
-            return after, (Task.COMPARE_WEIGHTS,)
-        # Before its time is up the validator may still be publishing the one we already have.
-        # An outer step ahead of ours is never on its way: it is there.
-        # One that could not be fetched is not asked for again before its time.
-        if at < state.global_due and (seen <= state.outer_step or seen == state.failed_target):
-            return state, ()
-    elif state.mode is not Mode.TRAINING:
-        return state, ()
-    if seen != state.outer_step or view is GlobalView.DIFFERENT:
-        return _begin_fetch(state, seen)
-    return state, ()
-
-
 def _begin_fetch(state: MinerState, target: int) -> Decision:
     view = _NO_LONGER_AWAITED.get(state.view, state.view)
     # Unread it stays: by weights alone nobody knows at which outer step the bucket is.
@@ -206,7 +204,6 @@ def _fetch_failed(state: MinerState, at: float) -> MinerState:
         state,
         mode=Mode.AWAITING_GLOBAL,
         fetch_target=None,
-        fetched=None,
         fetch_failures=failures,
         failed_target=state.fetch_target,
         global_due=at + wait.total_seconds(),

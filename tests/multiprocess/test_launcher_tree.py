@@ -326,11 +326,13 @@ def test_a_stop_while_the_server_is_spawned_is_not_lost(
     def spawn() -> None:
         deaf.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
         os.kill(os.getpid(), signal.SIGINT)
+        raise EOFError
 
     monkeypatch.setattr(rank_group.forkserver, "ensure_running", spawn)
-    monkeypatch.setattr(group, "_ensure_scratch", lambda: None)
+    monkeypatch.setattr(group, "_scratch", str(tmp_path))
     with StopSignals() as signals:
-        group._ensure_server()
+        with pytest.raises(EOFError):
+            group.start()
         assert signals.stop.wait(30) and signals.name == "SIGINT"
     assert {signal.SIGINT, signal.SIGHUP} <= deaf[0]
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGHUP}

@@ -23,6 +23,7 @@ from distributed_training.protocol.types import (
     Progress,
     RoundRequest,
 )
+from distributed_training.store.bucket_reader import refusal
 from tests.tools.miner_parts import step_report
 
 pytestmark = pytest.mark.timeout(30)
@@ -176,15 +177,15 @@ def test_stop_in_a_round_cancels_it_and_drops_what_was_pending() -> None:
     rig.swarm.release.set()
 
 
-def test_the_fetched_state_comes_with_the_order_to_load_it() -> None:
+def test_the_fetched_state_comes_with_the_order_to_load_it(tmp_path: Path) -> None:
     rig = Rig()
     assert rig.action(ev.GlobalEpochSeen(6, 1000.0)) is Action.TRAIN  # also while it is fetched
     rig.global_epoch.fetch.assert_called_once_with(6)
-    command = rig.command(ev.GlobalFetched(Path("epoch-6")))
+    command = rig.command(ev.GlobalFetched(tmp_path))
     assert command == Command(Action.LOAD, outer_step=6)
-    assert command.local.folder == Path("epoch-6")
+    assert command.local.folder == tmp_path
     rig.action(ev.LoadFailed("another shape", 1001.0))
-    rig.global_epoch.refuse_fetched.assert_called_once_with("another shape")
+    assert "was refused: another shape" in str(refusal(tmp_path))
 
 
 def test_a_rebase_after_a_roll_back_to_another_epoch_is_a_load() -> None:

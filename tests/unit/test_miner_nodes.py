@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from distributed_training.common.ports import free_ports
 from distributed_training.miner import nodes
 from distributed_training.miner.__main__ import main, set_rank_environment
-from distributed_training.miner.nodes import Nodes, describe_difference, list_facts
+from distributed_training.miner.nodes import Nodes, list_facts
 from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.run_folder import RankEnvironment, write_exit_status
 from distributed_training.node.start import NetworkFailure
@@ -132,19 +133,22 @@ def test_nodes_that_differ_are_told_on_both() -> None:
 def test_what_must_be_equal_is_what_decides_the_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def difference(*flags: str, ranks: int = 2) -> str | None:
-        mine = list_facts(config_of(), ranks=2)
-        return describe_difference(mine, list_facts(config_of(*flags), ranks=ranks), 1)
+    mine = list_facts(config_of(), ranks=2)
 
-    assert difference("--data.workers", "7", "--neuron.run_folder", "x") is None
-    line = "--data.source is stdlib on node 1"
-    assert str(difference("--data.source", "stdlib")).startswith(line)
-    assert "--nproc_per_node is 4 on node 1 and 2 on node 0" in str(difference(ranks=4))
-    monkeypatch.setattr(nodes, "visible_gpu_count", lambda: 1)
-    mine = list_facts(config_of(), ranks=1)
-    monkeypatch.setattr(nodes, "visible_gpu_count", lambda: 0)  # its ranks would talk gloo
-    other = list_facts(config_of(), ranks=1)
-    assert "--neuron.device is cpu on node 1 and cuda" in str(describe_difference(mine, other, 1))
+    def compare(*flags: str, ranks: int = 2) -> None:
+        store = dist.HashStore()
+        other = list_facts(config_of(*flags), ranks=ranks)
+        store.set("facts/1", json.dumps(other))
+        Watched(store, 0).compare(mine)
+
+    compare("--data.workers", "7", "--neuron.run_folder", "x")
+    with pytest.raises(NetworkFailure, match=r"^--data\.source is stdlib on node 1"):
+        compare("--data.source", "stdlib")
+    with pytest.raises(NetworkFailure, match="--nproc_per_node is 4 on node 1 and 2 on node 0"):
+        compare(ranks=4)
+    monkeypatch.setattr(nodes, "visible_gpu_count", lambda: 1)  # those here would talk gloo
+    with pytest.raises(NetworkFailure, match=r"--neuron\.device is cuda on node 1 and cpu"):
+        compare()
 
 
 def test_ranks_that_do_not_meet_name_the_firewall() -> None:
