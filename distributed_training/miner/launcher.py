@@ -489,29 +489,28 @@ class _Supervisor:
         # Without a phase no limit counts, and each look at the limits reads a file.
         if not self._entered or self._is(Phase.FORCED):
             return
-        if self._signals.hurry:
-            self._force("Asked again; ending the ranks by force")
-            return
         stop = stop_limit(self._folder, self._settings.stop_timeout)
-        hang = "A rank ended {} s ago but other ranks hang; ending them"
         limits = {
-            Phase.STOPPING: (stop, "Not stopped after {} s; ending the ranks by force"),
-            Phase.FAILED: (TERMINATE_GRACE, hang),
-            Phase.CLOSING: (stop, hang),
-            Phase.LINGERING: (LINGER, hang),
+            Phase.STOPPING: stop,
+            Phase.FAILED: TERMINATE_GRACE,
+            Phase.CLOSING: stop,
+            Phase.LINGERING: LINGER,
         }
         if self._is(Phase.STOPPING):
             del limits[Phase.FAILED]  # a stop has its own time
-        now = time.monotonic()
-        for phase, (limit, line) in limits.items():
-            if now - self._entered.get(phase, now) > limit.total_seconds():
-                self._force(line.replace("{}", f"{limit.total_seconds():.0f}"))
-                return
-
-    def _force(self, why: str) -> None:
-        log.warning("%s", why)
-        self._enter(Phase.FORCED)
-        self._sweep()
+        now, why = time.monotonic(), ""
+        for phase, limit in reversed(limits.items()):  # the first of several is named
+            seconds = limit.total_seconds()
+            if now - self._entered.get(phase, now) > seconds:
+                why = f"A rank ended {seconds:.0f} s ago but other ranks hang; ending them"
+                if phase is Phase.STOPPING:
+                    why = f"Not stopped after {seconds:.0f} s; ending the ranks by force"
+        if self._signals.hurry:
+            why = "Asked again; ending the ranks by force"
+        if why:
+            log.warning("%s", why)
+            self._enter(Phase.FORCED)
+            self._sweep()
 
     def _report_failures(self) -> None:
         """Report failed ranks once for each start, before this launcher ends any."""

@@ -71,26 +71,25 @@ def test_an_empty_bucket_tells_nothing() -> None:
     assert read_newest(empty) == (None, None)
 
 
-@pytest.mark.parametrize("spoilt", [b"{", b'{"block_list": 5}', None])
-def test_a_block_list_that_cannot_be_read_costs_nothing_else(
-    bucket: Bucket, spoilt: bytes | None, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("spoilt", "lost", "unknown"),
+    [
+        (b"{", "", "the uploaded block list"),
+        (b'{"block_list": 5}', "", "the uploaded block list"),
+        (None, CONFIG, "the uploaded block list"),  # the age of the upload itself is known
+        (None, keys.ROOT_METADATA, "the newest upload"),
+    ],
+)
+def test_what_cannot_be_read_costs_nothing_else_and_no_start(
+    bucket: Bucket, spoilt: bytes | None, lost: str, unknown: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if spoilt is None:
-        bucket.lost = CONFIG
-    else:
+    bucket.lost = lost
+    if spoilt is not None:
         bucket.store.put(CONFIG, spoilt)
     at, newest_block = bucket.read()
-    assert at is not None and newest_block is None
+    assert (at is None) == (lost == keys.ROOT_METADATA) and newest_block is None
     (line,) = [m for m in caplog.messages if "is not known before the next upload" in m]
-    assert line.startswith("The age of the uploaded block list")  # that of the upload is known
-
-
-def test_a_store_that_does_not_answer_is_no_reason_not_to_start(
-    bucket: Bucket, caplog: pytest.LogCaptureFixture
-) -> None:
-    bucket.lost = keys.ROOT_METADATA
-    assert bucket.read() == (None, None)
-    assert "The age of the newest upload is not known before the next upload" in caplog.text
+    assert line.startswith(f"The age of {unknown} is not known")
 
 
 class Outage:
