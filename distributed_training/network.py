@@ -42,7 +42,11 @@ if TYPE_CHECKING:
 
     import httpx
 
-FORMAT = 1
+#: Format 1 is that of the public network. In format 2 a file names its exchange, and may have the
+#: keys of :data:`LATER`.
+FORMATS = (1, 2)
+#: Keys of format 2 alone. Each has a default; the digest has a key only where the file does.
+LATER = frozenset({"private"})
 #: The files that come with the program, by the names that ``--network`` knows them by.
 BUILT_IN = {
     name: Path(__file__).parent / "networks" / f"{file}.toml"
@@ -97,7 +101,7 @@ class NetworkAway(RuntimeError):
 class Head:
     """The first lines of a network's file, beside those of settings. An alias is the key."""
 
-    format: Annotated[Literal[1], Field(alias="format")]
+    format: Annotated[Literal[1, 2], Field(alias="format")]
     name: Annotated[str, Field(alias="name", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
     version: Annotated[int, Field(alias="version", ge=1, le=1_000_000)]
     chain: Annotated[str, Field(alias="chain.kind", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
@@ -107,12 +111,13 @@ class Head:
     tokenizer_revision: Annotated[
         str | None, Field(alias="tokenizer.revision", pattern=r"^[0-9a-f]{40}$")
     ] = None
+    exchange: Annotated[Literal["hivemind"], Field(alias="exchange")] = "hivemind"
     signature: Annotated[str | None, Field(alias="signature", pattern=r"^0x[0-9a-f]{128}$")] = None
 
 
 HEAD_KEYS = {
     "format", "name", "version", "chain.kind", "model.parameters", "model.config",
-    "model.config_file", "store.miner_bucket", "signature", "tokenizer.revision",
+    "model.config_file", "store.miner_bucket", "signature", "tokenizer.revision", "exchange",
 }  # fmt: skip
 
 
@@ -232,19 +237,25 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
         NetworkFileError: Not TOML, an unknown or missing key, another format, unsigned, altered.
     """
     flat = flatten(tree_of(text))
-    if flat.get("format") != FORMAT:
+    format_ = flat.get("format")
+    if type(format_) is not int or format_ not in FORMATS:
         raise NetworkFileError(
-            f"its format is {flat.get('format')!r} and this program reads {FORMAT}",
-            "update the miner, or ask the founder for a file of this format",
+            f"its format is {format_!r} and this program reads {' and '.join(map(str, FORMATS))}",
+            "update the miner, or ask the founder for a file of such a format",
         )
+    later = LATER if format_ == 1 else frozenset()
     # Strictly: a program that ignored a key would train by other rules than its peers.
-    known = {*keys, *HEAD_KEYS}
+    known = {*keys, *HEAD_KEYS} - later - ({"exchange"} if format_ == 1 else set())
     for key in flat:
+        if key in later or (format_ == 1 and key == "exchange"):
+            raise NetworkFileError(
+                f"{key} is a key of format 2", "set format = 2, add exchange, and sign it"
+            )
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
             hint = f"did you mean {near[0]}?" if near else "docs/network-file.md lists all"
             raise NetworkFileError(f"{key!r} is not a key of it", hint)
-    missing = sorted(known - set(flat) - _OPTIONAL)
+    missing = sorted(known - set(flat) - _OPTIONAL - LATER)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise NetworkFileError(
@@ -279,7 +290,7 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
         if head.signature is None:
             raise NetworkFileError("it is not signed", "ask the founder for the signed file")
         try:
-            valid = verify(_message(digest), bytes.fromhex(head.signature[2:]), hotkey)
+            valid = verify(_message(head.format, digest), bytes.fromhex(head.signature[2:]), hotkey)
         except ValueError:  # chain.master_hotkey is none
             valid = False
         if not valid:
@@ -316,7 +327,7 @@ def signed(text: str, signer: Any, *, beside: Callable[[str], str]) -> str:
     top, rest = _SIGNATURE_LINE.sub("", text[:end]).rstrip() + "\n", text[end:].lstrip("\n")
     flat = flatten(tree_of(top + rest))
     _load_model(flat, beside)
-    signature = bytes(signer.sign(_message(digest_of(flat)))).hex()
+    signature = bytes(signer.sign(_message(flat.get("format"), digest_of(flat)))).hex()
     return f'{top}signature = "0x{signature}"\n\n{rest}'
 
 
@@ -345,8 +356,8 @@ def toml_value(value: Any) -> str:
         ) from None
 
 
-def _message(digest: str) -> bytes:
-    return f"network.toml {FORMAT} {digest}".encode()
+def _message(format_: Any, digest: str) -> bytes:
+    return f"network.toml {format_} {digest}".encode()
 
 
 def _head(found: Mapping[str, Any]) -> Head:

@@ -25,9 +25,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.kinds import how_to_register
+from distributed_training.common.addresses import Reach, reach
 from distributed_training.common.files import write_bytes
 from distributed_training.common.kinds import PluginError, import_plugins
 from distributed_training.common.proxies import HUB, share
@@ -38,6 +40,7 @@ from distributed_training.config.schema import schema
 from distributed_training.config.types import ConfigAway, EndpointUrl, File, Text
 from distributed_training.network import (
     FILE,
+    FORMATS,
     NetworkFileError,
     built_in_rules,
     flatten,
@@ -164,6 +167,20 @@ def _init(options: argparse.Namespace) -> None:
     print(_what_to_run(options, folder))
 
 
+def _is_private(host: str) -> bool:
+    """Return whether ``host`` is an address of a private network. Raises ConfigError."""
+    try:
+        found = reach(host)
+    except ValueError:  # a name counts as public: --set private=true
+        return False
+    if found > Reach.NETWORK:
+        raise ConfigError(
+            f"--host {host} cannot be reached from other machines, so no network was founded: give "
+            "this machine's address in the network of all its peers (for a trial on one: make run)"
+        )
+    return found is Reach.NETWORK
+
+
 def _kind_of(host: str) -> str:
     try:
         return f"ip{ipaddress.ip_address(host).version}"
@@ -174,7 +191,7 @@ def _kind_of(host: str) -> str:
 def _rules(options: argparse.Namespace) -> dict[str, Any]:
     """Return the built-in network's rules, with what the options say in their place.
 
-    Raises ConfigError for a key that is no place for a value.
+    Raises ConfigError for a key that is no place for a value, or a host that no other reaches.
     """
     rules = built_in_rules()
     # The public network's own; the others' follows from the file.
@@ -183,7 +200,10 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     chain: dict[str, Any] = {"kind": "registry", "url": options.registry}
     if options.registry is None:
         chain = {"kind": "bittensor", "endpoint": options.chain_endpoint, "netuid": options.netuid}
-    rules |= {"name": options.name, "version": 1, "chain": chain, "model": {}}
+    rules |= {"format": FORMATS[-1], "exchange": "hivemind", "name": options.name, "version": 1}
+    if _is_private(options.host):
+        rules["private"] = True
+    rules |= {"chain": chain, "model": {}}
     rules["tokenizer"]["name"] = options.tokenizer
     rules["data"]["source"] = options.data_source
     rules["store"]["global_bucket"] = options.bucket or options.name
@@ -393,6 +413,7 @@ def _join(options: argparse.Namespace) -> None:
             wallet=hotkey,
             master=config.miner.master_ss58_address,
             invitation=config.chain.invitation,
+            private=config.chain.private,
         ) as chain:
             known = chain.uid(hotkey.ss58)
             uid = chain.register() if known is None else known
@@ -445,6 +466,9 @@ def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
     ]
     if options.registry is not None:
         serve = ["--network", str(file), "--folder", str(folder / "registry")]
+        url = urlsplit(options.registry)
+        if _is_private(options.host) and url.scheme == "http":  # nothing stands in front of it
+            serve += ["--host", options.host, "--port", str(url.port or 80)]
         invite = ["--url", options.registry, "--uses", "5", *wallets]
         lines += [
             f"\nThe registry, behind {options.registry}:\n  dt-registry serve {shlex.join(serve)}",

@@ -9,12 +9,14 @@ import asyncio
 import hashlib
 import ipaddress
 import os
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import base58
 import httpx
@@ -22,6 +24,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from distributed_training.common import http
+from distributed_training.common.addresses import Reach, reach
 from distributed_training.common.files import atomic_file
 from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import ConfigError
@@ -119,6 +122,7 @@ SERVICES = (
     "https://api.ipify.org",
     "https://icanhazip.com",
 )
+_ANY_HOST = "192.0.2.1"  # nobody's: by the default route
 _MOST_BYTES = 256  # of an answer; the login page of some proxy has more
 _ALIKE = 2  # answers, before an address is believed
 
@@ -135,7 +139,7 @@ def external_ip(
 ) -> str:
     """Return ``--axon.external_ip``; else the listening address if others can reach it.
 
-    Else the address that ``services`` agree on.
+    Else the address that ``services`` agree on; in a private network, the one towards its registry.
 
     They are asked in turn, twice at most, each by the same kind of connection as validators use, so
     without the proxies of the environment. ``timeout`` covers one question to its end. Raises
@@ -146,9 +150,11 @@ def external_ip(
         return settings.external_ip.strip("[]")
     own = settings.axon_ip.strip("[]")
     if own:
-        parsed, local = ipaddress.ip_address(own), settings.registry_url is not None
+        parsed, local = ipaddress.ip_address(own), settings.private or settings.registry_url
         if parsed.is_global or (local and not parsed.is_unspecified):
             return own
+    if settings.private:
+        return _private_ip(settings)
     address, given = asyncio.run(_find_address(services, timeout))
     if address is None:
         others = f"; given were {', '.join(given)}" if given else ""
@@ -157,6 +163,27 @@ def external_ip(
             "the miner: give it with --axon.external_ip"
         )
     return address
+
+
+def _private_ip(settings: ChainSettings) -> str:
+    """Return the address from which this machine calls the others of its private network."""
+    host = urlsplit(settings.registry_url or "").hostname
+    try:
+        # Nothing is sent: the kernel chooses the interface.
+        found = socket.getaddrinfo(host or _ANY_HOST, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(found[0], socket.SOCK_DGRAM) as link:
+            link.connect(found[4])
+            address = str(link.getsockname()[0]).partition("%")[0]
+    except OSError as error:
+        why = error.strerror or str(error)
+    else:
+        if reach(address) <= Reach.NETWORK:
+            return address
+        why = f"{host} is called from {address}"
+    raise AddressUnknown(
+        f"the address of this machine in the private network is unknown ({why}), so validators "
+        "could not reach the miner: give it with --axon.external_ip"
+    )
 
 
 async def _find_address(

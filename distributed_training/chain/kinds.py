@@ -60,6 +60,7 @@ def _open_registry(settings: ChainSettings, wallet: Wallet | None, master: str |
         master=master,
         invitation=settings.invitation,
         poll_interval=settings.poll_interval,
+        private=settings.private,
     )
 
 

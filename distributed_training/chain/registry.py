@@ -119,7 +119,8 @@ class RegistryChain(Chain):
 
     ``master``: hotkey that must have founded the registry; None: whoever founded the first that
     answers. ``invitation``: for :meth:`register`. ``poll_interval``: the longest time between two
-    polls; half a block if that is less. ``timeout`` covers one call.
+    polls; half a block if that is less. ``timeout`` covers one call. ``private``: all machines are
+    in one private network, so an invitation may be sent over http.
     """
 
     CLOCK, CLOCK_LAG = "the registry's", 1.0
@@ -133,12 +134,14 @@ class RegistryChain(Chain):
         invitation: SecretStr | None = None,
         poll_interval: timedelta = timedelta(seconds=6),
         timeout: timedelta = timedelta(seconds=10),
+        private: bool = False,
     ) -> None:
         super().__init__()
         self._url = self._answered_by = url.rstrip("/")
         self._wallet = wallet
         self._master = master
         self._invitation = invitation
+        self._private = private
         self._longest = poll_interval
         self._interval = min(poll_interval, SHORTEST_INTERVAL)
         try:
@@ -256,10 +259,12 @@ class RegistryChain(Chain):
         if self._invitation is None:
             return {}
         url = urlsplit(self._url)
-        if url.scheme != "https" and url.hostname not in ("127.0.0.1", "localhost", "::1"):
+        inside = self._private or url.hostname in ("127.0.0.1", "localhost", "::1")
+        if url.scheme != "https" and not inside:
             raise ChainError(
                 f"register: an invitation is a secret, and {self._url} is not https, so it was not "
-                "sent: give an https:// URL as chain.url of the network's file"
+                "sent: its founder gives an https:// URL as chain.url of the network's file, or "
+                "private = true there, of machines in one private network"
             )
         return {"invitation": self._invitation.get_secret_value()}
 

@@ -273,11 +273,13 @@ def check_values(config: Config) -> Iterator[str]:
 def check_addresses(config: Config) -> Iterator[str]:
     for name in ("axon.external_ip", "dht.ip"):
         value = (config.get(name) or "").strip("[]")
-        if config.is_public and value and reach(value) is not Reach.EVERYWHERE:
+        private = config.chain.private
+        widest = Reach.NETWORK if private else Reach.EVERYWHERE
+        if config.is_public and value and reach(value) > widest:
+            whose = "its address in the private network" if private else "its public address"
             yield (
                 f"--{name} {value} cannot be reached from other machines, so no validator and no "
-                "peer on the public network could call this miner: give its public address, or "
-                "remove the flag"
+                f"peer of the network could call this miner: give {whose}, or remove the flag"
             )
     port = config.swarm.dht_external_port
     if config.kind == "validator" and port is not None and config.swarm.dht_ip is None:

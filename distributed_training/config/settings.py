@@ -102,6 +102,9 @@ class ChainSettings:
     chain_endpoint: NodeUrl | None = flag("subtensor.chain_endpoint", None)
     """URL of the chain node; wins over chain.endpoint"""
     fallback_endpoints: tuple[str, ...] = ()  # tried after the first; of the SDK if empty
+    private: bool = rule("private", False)
+    """true: all machines are in one private network (LAN, VPN, cluster), so private addresses are
+    right, and a registry may be asked over http://"""
     registry_url: WebUrl | None = rule("chain.url")
     """https:// URL of a registry, the chain of a network without a public one; it is then used
     instead of a Subtensor"""

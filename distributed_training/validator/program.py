@@ -137,6 +137,8 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
 
 def _narrowest(config: Config) -> Reach:
     """Return the narrowest reach of an endpoint to call: that of our address or our registry's."""
+    if config.chain.private:
+        return Reach.NETWORK
     registry = urlsplit(config.chain.registry_url or "").hostname
     own = config.swarm.dht_ip or registry
     try:
@@ -284,7 +286,7 @@ def watch_address(
     """Announce another public address of this machine, once rounds are ``failing``."""
     public = [a for a in swarm.visible_maddrs if keys.addressed_peer(a) and not keys.distance(a)]
     place = address_of(public[0]) if public else None
-    if place is None or not config.is_public:
+    if place is None or not config.is_public or config.chain.private:
         return
 
     def public_ip() -> str | None:

@@ -23,6 +23,7 @@ from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import ConfigError
 from tests.tools.chain_raw import trickle
 from tests.tools.chain_world import answers
+from tests.tools.namespaces import machines
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -86,6 +87,17 @@ def test_a_private_listening_address_is_only_a_local_subnets() -> None:
     assert external_ip(replace(ChainSettings(), axon_ip="9.9.9.9"), services=()) == "9.9.9.9"
     with service("8.8.4.4") as good:
         assert external_ip(private, services=[good]) == "8.8.4.4"
+
+
+def test_in_a_private_network_the_address_is_the_one_that_calls_the_registry() -> None:
+    private = replace(ChainSettings(), private=True, registry_url="http://127.0.0.1:8100")
+    with pytest.raises(AddressUnknown, match=r"called from 127\.0\.0\.1.*--axon\.external_ip"):
+        external_ip(private, services=())
+    with machines(2, network="10.77.3") as (registry, miner):
+        url = f"http://{registry.address}:8100"
+        with miner.inside():
+            found = external_ip(replace(private, registry_url=url), services=())
+    assert found == miner.address
 
 
 @pytest.mark.slow

@@ -101,6 +101,28 @@ def test_comments_layout_and_the_place_of_the_model_do_not_count(tmp_path: Path)
     assert "was altered" in refused(elsewhere, tmp_path)
 
 
+def test_a_file_of_format_1_is_read_as_before_and_has_no_later_key(tmp_path: Path) -> None:
+    first = EXAMPLE.replace("format = 2 ", "format = 1 ").replace('exchange = "hivemind"', "")
+    config = load(signed(first, ALICE, beside=beside), tmp_path)
+    assert config.network and config.network.head.exchange == "hivemind"
+    assert not config.chain.private
+    later = signed(first.replace("run = 5 ", "private = true\nrun = 5 "), ALICE, beside=beside)
+    assert "private is a key of format 2" in refused(later, tmp_path)
+
+
+def test_private_addresses_are_right_in_a_private_network_alone(tmp_path: Path) -> None:
+    private = changed("run = 5 ", "private = true\nrun = 5 ")
+    for name in ("axon.external_ip", "dht.ip"):
+        for address in ("10.0.0.5", "172.16.3.4", "192.168.1.9", "100.64.0.7"):
+            config = load(private, tmp_path, f"--{name}", address)
+            assert config.get(name) == address
+            with pytest.raises(ConfigError, match="give its public address"):
+                load(EXAMPLE, tmp_path, f"--{name}", address)
+        with pytest.raises(ConfigError, match="give its address in the private network"):
+            load(private, tmp_path, f"--{name}", "127.0.0.1")
+    assert load(private, tmp_path, "--axon.external_ip", "fd12::5").chain.private
+
+
 def test_the_canonical_form_is_the_documents() -> None:
     import hashlib
 
@@ -112,7 +134,12 @@ def test_the_canonical_form_is_the_documents() -> None:
 @pytest.mark.parametrize(
     ("old", "new", "text"),
     [
-        ("format = 1 ", "format = 2 ", "its format is 2 and this program reads 1"),
+        ("format = 2 ", "format = 3 ", "its format is 3 and this program reads 1 and 2"),
+        ("format = 2 ", "format = true ", "its format is True and"),
+        ("format = 2 ", "format = 1 ", "exchange is a key of format 2"),
+        ('exchange = "hivemind"', 'exchange = "pigeons"', "exchange 'pigeons'"),
+        ('exchange = "hivemind"', "", "exchange is missing"),
+        ("run = 5 ", 'private = "LAN"\nrun = 5 ', "private in "),
         ("warmup_steps", "warmup_step", "did you mean training.warmup_steps?"),
         ("[compression] ", "[comprssion] ", "did you mean compression."),
         ("gradient_clip = 1.0\n", "", "training.gradient_clip is missing"),
