@@ -254,7 +254,23 @@ class Ledger:
         with self.change():
             old = self.uid_of(hotkey)
             if uid is None:
-                uid = old if old is not None else self._next_uid()
+                uid = old
+            if uid is None:
+                taken = {uid for (uid,) in self._db.execute("SELECT uid FROM neurons")}
+                uid = next((i for i in range(self.most_uids) if i not in taken), None)
+            if uid is None:
+                # Of those that earn equally little the one that was there longest goes.
+                least = self._one(
+                    "SELECT uid FROM neurons WHERE NOT permit AND since_block <= ? "
+                    "ORDER BY incentive, since_block, uid LIMIT 1",
+                    self.height - IMMUNITY,
+                )
+                if least is None:
+                    raise ChainError(
+                        f"register: all {self.most_uids} uids are taken by validators or by "
+                        f"neurons registered within {IMMUNITY} blocks: try again later"
+                    )
+                uid = int(least[0])
             if uid >= self.most_uids:
                 raise ChainError(f"register: uids are 0 to {self.most_uids - 1} here")
             if old == uid:
@@ -285,24 +301,6 @@ class Ledger:
                 ),
             )
             return uid
-
-    def _next_uid(self) -> int:
-        taken = {uid for (uid,) in self._db.execute("SELECT uid FROM neurons")}
-        free = next((i for i in range(self.most_uids) if i not in taken), None)
-        if free is not None:
-            return free
-        # Of those that earn equally little the one that was there longest goes.
-        least = self._one(
-            "SELECT uid FROM neurons WHERE NOT permit AND since_block <= ? "
-            "ORDER BY incentive, since_block, uid LIMIT 1",
-            self.height - IMMUNITY,
-        )
-        if least is None:
-            raise ChainError(
-                f"register: all {self.most_uids} uids are taken by validators or by neurons "
-                f"registered within {IMMUNITY} blocks: try again later"
-            )
-        return int(least[0])
 
     def _remove(self, uid: int | None) -> None:
         self._db.execute("DELETE FROM neurons WHERE uid = ?", (uid,))

@@ -42,7 +42,7 @@ from distributed_training.chain.http_server import (
 )
 from distributed_training.common.addresses import Reach, reach
 
-from .ledger import Address, Losses, Member, Port
+from .ledger import Address, Member, Port
 from .store import CLOCK_SKEW, Registry, Replayed
 
 log = logging.getLogger(__name__)
@@ -347,6 +347,24 @@ def _text(status: int, text: str) -> bytes:
 def page(registry: Registry) -> str:
     """Return the page: how the model gets better, who is there, and what each one earned."""
     charter, members = registry.charter, registry.view.members
+    curve, losses = "", registry.view.losses
+    if losses:  # how the held-out loss fell: the newest in words, all of them as a line
+        first, last = min(losses), max(losses)
+        described = (
+            f"held-out loss {losses[last][0]:.4f} nats per token at outer step {last} "
+            f"({_time(losses[last][1])} UTC); {losses[first][0]:.4f} at outer step {first}"
+        )
+        values = [loss for loss, _ in losses.values()]
+        low, high = min(values), max(values)
+        points = " ".join(
+            f"{100 * (step - first) / max(1, last - first):.2f},"
+            f"{100 * (high - loss) / (high - low or 1):.2f}"
+            for step, (loss, _) in sorted(losses.items())
+        )
+        curve = (
+            f'<p>{described}</p><svg viewBox="-1 -5 102 110" preserveAspectRatio="none" '
+            f'role="img" aria-label="{described}"><polyline points="{points}"/></svg>'
+        )
     facts = (
         f"block {registry.height}, one every {charter.seconds_per_block:g} s; "
         f"{len(members)} of {registry.most_uids} uids; registration: {charter.admission}; founded "
@@ -358,30 +376,8 @@ def page(registry: Registry) -> str:
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(charter.name)}'
         '</title><meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
         f"<style>{_STYLE}</style><h1>{escape(charter.name)}</h1><p>{facts}</p>"
-        f"{_losses(registry.view.losses)}"
+        f"{curve}"
         f'<div tabindex="0"><table><tr>{head}</tr>\n{rows}</table></div></html>'
-    )
-
-
-def _losses(losses: Losses) -> str:
-    """Show how the held-out loss fell: the newest in words, all of them as a line."""
-    if not losses:
-        return ""
-    first, last = min(losses), max(losses)
-    told = (
-        f"held-out loss {losses[last][0]:.4f} nats per token at outer step {last} "
-        f"({_time(losses[last][1])} UTC); {losses[first][0]:.4f} at outer step {first}"
-    )
-    values = [loss for loss, _ in losses.values()]
-    low, high = min(values), max(values)
-    points = " ".join(
-        f"{100 * (step - first) / max(1, last - first):.2f},"
-        f"{100 * (high - loss) / (high - low or 1):.2f}"
-        for step, (loss, _) in sorted(losses.items())
-    )
-    return (
-        f'<p>{told}</p><svg viewBox="-1 -5 102 110" preserveAspectRatio="none" role="img" '
-        f'aria-label="{told}"><polyline points="{points}"/></svg>'
     )
 
 

@@ -149,26 +149,6 @@ def _replay_all(world: World) -> None:
     world.offsets["registry"] = before
 
 
-@pytest.mark.parametrize("ahead", [3600.0, DAY, 365 * DAY])
-@pytest.mark.parametrize("restarted", [False, True])
-def test_who_wrote_while_both_clocks_were_ahead_writes_at_the_true_time(
-    world: World, ahead: float, restarted: bool
-) -> None:
-    world.sign(PEER.ss58)
-    world.offsets = dict.fromkeys(world.offsets, ahead)
-    for _ in range(3):
-        world.sign(PEER.ss58)
-        world.now += 60
-    world.offsets = dict.fromkeys(world.offsets, 0.0)
-    if restarted:
-        world.kill()
-        world.open()
-    for _ in range(3):
-        world.sign(PEER.ss58)
-        world.now += 1
-    _replay_all(world)
-
-
 def test_what_is_remembered_of_a_hotkey_is_bounded(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
