@@ -361,12 +361,3 @@ def enter_thread(device: torch.device) -> None:
         # which is GPU 0's, and with that makes a CUDA context there: half a gigabyte of rank 0's
         # memory for every other rank, from the first snapshot on.
         torch.cuda.set_device(device)
-
-
-@functools.cache
-def side_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """Make a stream for another thread's work beside training, None without a GPU.
-
-    With it neither waits for the other.
-    """
-    return torch.cuda.Stream(device) if device.type == "cuda" else None

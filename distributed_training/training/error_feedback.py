@@ -29,7 +29,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -37,8 +37,10 @@ from torch import Tensor
 
 from distributed_training.protocol.compression import Code, Compression
 
-from .collectives import ParameterShard, RowStream, side_stream
+from .collectives import ParameterShard, RowStream
 
+#: By device, for the thread that writes: neither it nor training waits for the other.
+side_stream = cache(torch.cuda.Stream)
 _DEVICE_ROWS = 1 << 24  # elements visiting the device at once; topk needs several times as much
 
 
