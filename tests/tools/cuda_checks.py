@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -116,11 +117,8 @@ def ways_of_a_step_give_the_same_losses(device: torch.device, folder: Path) -> N
 def an_offloaded_optimizer_gives_the_same_bits(device: torch.device, folder: Path) -> None:
     from distributed_training.training import inner_optimizer
 
-    before, inner_optimizer.OFFLOAD_BUCKET = inner_optimizer.OFFLOAD_BUCKET, 20_000
-    try:
+    with mock.patch.object(inner_optimizer, "OFFLOAD_BUCKET", 20_000):
         here, there = make(device), make(device, offload_optimizer="on")
-    finally:
-        inner_optimizer.OFFLOAD_BUCKET = before
     assert len(there.optimizer._buckets) > 2
     train(here, 0, 4)
     train(there, 0, 4)

@@ -99,16 +99,12 @@ def out_of_memory(folder: Path) -> None:
         (folder / "again.json").write_text(json.dumps(content))
 
 
-def outer(folder: Path) -> None:
-    outer_steps(window=None)
-
-
 def outer_window(folder: Path) -> None:
-    """The same, with buffers that every rank maps."""
-    outer_steps(window=folder / "memory")
+    """Take outer steps with buffers that every rank maps."""
+    outer(folder, window=folder / "memory")
 
 
-def outer_steps(*, window: Path | None) -> None:
+def outer(folder: Path, *, window: Path | None = None) -> None:
     """A round, and every way in which it can fail, each leaving the bits as they were."""
     made = trainer(rank=RANK, world_size=WORLD)
     start = whole_weights(made)
@@ -171,10 +167,7 @@ def outer_steps(*, window: Path | None) -> None:
 
 def _one_rank_fails(made: Trainer, buffers: list[torch.Tensor] | None) -> None:
     """In the middle of the outer step, wherever: nobody waits for it, and all know."""
-
-    def fails(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("no memory is left")
-
+    fails = mock.Mock(side_effect=torch.OutOfMemoryError("no memory is left"))
     before = whole_weights(made)
     for who in (0, WORLD - 1):
         with mock.patch.object(made.outer, "rule", fails) if who == RANK else nullcontext():
@@ -277,10 +270,6 @@ def snapshot(folder: Path) -> None:
         dist.barrier()
 
 
-def asserting(*args: object) -> None:
-    raise AssertionError("expected dict, got str")
-
-
 def rebase(folder: Path) -> None:
     """Another epoch start under what was trained: the pseudo-gradient stays."""
     made = trainer(rank=RANK, world_size=WORLD)
@@ -309,6 +298,7 @@ def rebase(folder: Path) -> None:
         same(now, made.outer.current())
     # Whatever a library raises on rank 0 alone, the other ranks do not wait for it.
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="expected dict"):
+        asserting = mock.Mock(side_effect=AssertionError("expected dict, got str"))
         patch.setattr(outer_step, "load_outer_optimizer", asserting)
         made.rebase(None, folder / "outer_optimizer.pt" if RANK == 0 else None, text)
     same(now, made.outer.current())

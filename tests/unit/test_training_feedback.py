@@ -239,11 +239,6 @@ def test_a_preview_measures_on_what_is_held_back_now(tmp_path: Path) -> None:
     assert delta(made, 77, "three") == pytest.approx(two, abs=1e-7)
 
 
-def valley(best: float, curvature: float) -> object:
-    """A loss along a step: quadratic near its best factor, ``-1`` there, 0 at factor 0."""
-    return lambda factor: curvature * ((factor / best - 1) ** 2 - 1)
-
-
 @given(
     best=st.floats(0.25, 30),
     curvature=st.floats(1e-3, 1e3),
@@ -252,7 +247,8 @@ def valley(best: float, curvature: float) -> object:
 def test_nearly_all_of_the_best_step_is_found_with_few_trials(
     best: float, curvature: float, first: float
 ) -> None:
-    found = best_factor(valley(best, curvature), first=first)  # type: ignore[arg-type]
+    # A loss along a step: quadratic near its best factor, 0 at factor 0.
+    found = best_factor(lambda factor: curvature * ((factor / best - 1) ** 2 - 1), first=first)
     assert found.loss <= -0.93 * curvature
     assert found.evaluations <= 6 + abs(math.log2(best / first))
 

@@ -375,16 +375,11 @@ def test_an_offloaded_step_ends_when_the_host_copies_are_whole(
 # --- time ---------------------------------------------------------------------------------------
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def test_step_time_is_wall_time_without_the_rounds_pauses() -> None:
-    clock = Clock()
-    meter = StepMeter(torch.device("cpu"), utilization=None, flops_per_token=50.0, clock=clock)
+    clock = SimpleNamespace(now=100.0)
+    meter = StepMeter(
+        torch.device("cpu"), utilization=None, flops_per_token=50.0, clock=lambda: clock.now
+    )
     meter.peak = 1e6
 
     def step(*, between: float, pause: float = 0.0) -> Any:

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -161,10 +162,7 @@ def test_whatever_a_library_raises_is_the_files_fault(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other ranks, and a validator's pass, expect a ValueError alone."""
-
-    def failing(*args: object, **kwargs: object) -> None:
-        raise error
-
+    failing = mock.Mock(side_effect=error)
     outer, weights = tmp_path / "outer_optimizer.pt", tmp_path / "model.safetensors"
     save_outer_optimizer(outer, OuterOptimizerState([torch.zeros(2)], 0.8, 0.9, 1))
     save_file({"a": torch.zeros(2)}, weights)
