@@ -14,13 +14,14 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-from distributed_training.config.loader import Parser, argument, exit_with, ranged
+from distributed_training.config.loader import Parser, argument, exit_with, load_config, ranged
 from distributed_training.config.types import ConfigError, File, Text
 from distributed_training.localnet.services import STORE_FOLDER, SubnetOptions, parse_ranks
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
 from distributed_training.localnet.summary import View, draw
 from distributed_training.node.start import Stopped, StopSignals
 from distributed_training.protocol.types import ExitStatus
+from distributed_training.scoring.export import ExportError, export_model, open_folder, sample
 from distributed_training.store.errors import StoreError
 from distributed_training.telemetry.page import PageProcess
 
@@ -116,14 +117,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ImportError as error:
         print(f"no picture: {error}; install the extra 'local'", file=sys.stderr)
     if summary.ok and not interrupted:
-        _sample(subnet)
-    if summary.ok and not interrupted and not arguments.keep:
+        # From the folder of the validator, so before that is emptied.
+        folder = subnet.folder / "model"
+        shutil.rmtree(folder, ignore_errors=True)
+        config = load_config("validator", ["--preset", "local"], check=False)
+        try:
+            reader, newest = open_folder(subnet.validator.plan.folder)
+            step = export_model(config, reader, folder, outer_step=newest)
+            print(f"model of outer step {step}: {folder}, which says, after {_PROMPT!r}:")
+            print(sample(folder, _PROMPT, tokens=96))
+        except ExportError as error:
+            print(f"no sample: {error}", file=sys.stderr)
         # Buckets, checkpoints and snapshots; logs, events and metrics are files beside these.
-        shutil.rmtree(subnet.folder / STORE_FOLDER, ignore_errors=True)
+        bulk = [subnet.folder / STORE_FOLDER]
         for neuron in subnet.neurons:
-            for path in neuron.plan.folder.iterdir():
-                if path.is_dir():
-                    shutil.rmtree(path, ignore_errors=True)
+            bulk += [path for path in neuron.plan.folder.iterdir() if path.is_dir()]
+        for path in bulk if not arguments.keep else ():
+            shutil.rmtree(path, ignore_errors=True)
     print("interrupted" if interrupted else summary.verdict)
     return ExitStatus.INTERRUPTED if interrupted else int(not summary.ok)
 
@@ -180,22 +190,3 @@ def _show_page(line: str, view: View) -> None:
         in_terminal = isinstance(browser, webbrowser.GenericBrowser)
         if not in_terminal or isinstance(browser, webbrowser.BackgroundBrowser):
             browser.open(address)
-
-
-def _sample(subnet: LocalSubnet) -> None:
-    """Export the model that came out and print what it says."""
-    from distributed_training.config import load_config
-    from distributed_training.scoring.export import ExportError, export_model, open_folder, sample
-
-    # From the folder of the validator, so before that is emptied.
-    folder = subnet.folder / "model"
-    shutil.rmtree(folder, ignore_errors=True)
-    config = load_config("validator", ["--preset", "local"], check=False)
-    try:
-        reader, newest = open_folder(subnet.validator.plan.folder)
-        step = export_model(config, reader, folder, outer_step=newest)
-    except ExportError as error:
-        print(f"no sample: {error}", file=sys.stderr)
-        return
-    print(f"model of outer step {step}: {folder}, which says, after {_PROMPT!r}:")
-    print(sample(folder, _PROMPT, tokens=96))
