@@ -95,6 +95,7 @@ RULES: dict[str, str] = {
     "data.text_column": "data.text_column",
     "neuron.adam_beta1": "training.adam_beta1",
     "neuron.adam_beta2": "training.adam_beta2",
+    "neuron.all_reduce_compression": "round.compression",
     "neuron.allreduce_timeout": "round.allreduce_timeout",
     "neuron.blocks_per_allreduce": "round.blocks_per_allreduce",
     "neuron.epoch_length": "round.epoch_length",

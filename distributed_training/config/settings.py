@@ -412,9 +412,9 @@ class SwarmSettings:
     start_timeout: timedelta = 60 * SECOND  # of one attempt; repeated with back-off
     part_size: int = rule("swarm.part_size", ge=1024, le=2**26)
     """bytes of the uncompressed parts in which tensors travel; all peers of a group must agree"""
-    compression: Literal["none", "float16"] = flag("neuron.all_reduce_compression", "none")
-    """how this peer sends tensors in a round: 'none' as the public network does; 'float16' halves
-    the bytes and rounds the values, which every peer understands"""
+    compression: Literal["none", "float16", "4bit"] = rule("round.compression", "none")
+    """how peers send tensors in a round: 'none' as the public network does; 'float16' halves the
+    bytes; '4bit' sends an eighth of them, and all peers have the same average to the bit"""
 
 
 @dataclass(frozen=True, config=SETTINGS)

@@ -12,6 +12,9 @@ between memory and wire is our own: parts are sent from where the tensors lie an
 buffers that are used again, sums and differences are made in place, and differences are added as
 they come. hivemind copies each part about ten times and keeps all differences of a tensor.
 
+With *four bits* a value the reducer answers otherwise: it encodes the average once, sends the same
+bytes to all, and takes what they decode to itself. So all peers hold the same average to the bit.
+
 A failing peer costs its own values only. A *sender* that fails is left out of the parts it has not
 sent; of the share of a *reducer* that fails the remaining parts keep the local values.
 
@@ -38,6 +41,8 @@ from hivemind.averaging.partition import TensorPartContainer
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 from torch import Tensor
+
+from distributed_training.protocol import four_bits
 
 from . import wire
 from .wire import FrameError, Stream
@@ -136,8 +141,13 @@ class AllReduce:
         mine = group.peers.index(own)
         senders = [p for p in group.peers if p != own and p not in group.auxiliaries]
         self._buffers = Buffers(terms.part_values)
+        self._four = terms.compression == wire.FOUR_BITS
         self.reducer = Reducer(
-            self._shares[mine], weight=terms.weight, senders=senders, buffers=self._buffers
+            self._shares[mine],
+            weight=terms.weight,
+            senders=senders,
+            buffers=self._buffers,
+            four=self._four,
         )
         self.closing: set[asyncio.Task[None]] = set()  # streams whose reducer has yet to end
         self.kept_local = 0  # values of the others' shares for which no average was taken
@@ -150,6 +160,12 @@ class AllReduce:
         self._left = [list(reversed(share)) for share in self._shares]  # the next part last
         self._patience: dict[int, asyncio.Timeout] = {}  # by the index of a reducer
         self._failed_reducers: dict[PeerID, str] = {}
+
+    @property
+    def part_bytes(self) -> int:
+        """The bytes that the values of the longest part take on the wire, at most."""
+        values = self._terms.part_values
+        return four_bits.bytes_of(values) if self._four else FLOAT_BYTES * values
 
     @property
     def causes(self) -> Mapping[PeerID, str]:
@@ -294,9 +310,10 @@ class AllReduce:
                     known = averaging_pb2.MessageCode.values()
                     name = averaging_pb2.MessageCode.Name(code) if code in known else code
                     raise FrameError(f"it answered {name}")
-                await wire.finish(stream, arriving, values)
+                await wire.finish(stream, arriving, values, four=self._four)
             # Aside: the local values must come through an average that is refused.
-            torch.add(part, values, out=values)
+            if not self._four:
+                torch.add(part, values, out=values)
             if await self._in_bounds(part, values):
                 part.copy_(values)
             else:
@@ -371,7 +388,7 @@ class AllReduce:
                     arriving = await self._next(stream) if index else first
                     if arriving is None:
                         raise FrameError(f"{index} parts instead of {len(share)}")
-                    message = await wire.finish(stream, arriving, values)
+                    message = await wire.finish(stream, arriving, values, four=self._four)
                 done = self.reducer.add(stream.peer, index, values, message.weight)
                 compression = message.tensor_part.compression
                 await sums.put(_Pending(buffer, values, done, compression))
@@ -387,7 +404,7 @@ class AllReduce:
         await sums.put(None)
 
     async def _next(self, stream: Stream) -> wire.Arriving | None:
-        return await wire.begin(stream, part_bytes=FLOAT_BYTES * self._terms.part_values)
+        return await wire.begin(stream, part_bytes=self.part_bytes)
 
     async def _answer(
         self,
@@ -400,15 +417,17 @@ class AllReduce:
         began, sent = time.monotonic(), 1
         while (pending := await sums.get()) is not None:
             await pending.done.wait()
-            async with asyncio.timeout(self._terms.chunk_timeout):
-                await stream.send(
-                    *wire.encode(
-                        pending.values,
-                        compression=pending.compression,
-                        code=averaging_pb2.AVERAGED_PART,
-                    )
+            if (average := pending.done.encoded) is not None:
+                chunks = wire.encode_average(average, len(pending.values))
+            else:
+                chunks = wire.encode(
+                    pending.values,
+                    compression=pending.compression,
+                    code=averaging_pb2.AVERAGED_PART,
                 )
-            sent += FLOAT_BYTES * len(pending.values)
+            async with asyncio.timeout(self._terms.chunk_timeout):
+                await stream.send(*chunks)
+            sent += sum(map(len, chunks))
             self._buffers.give_back(pending.buffer)
         took = (time.monotonic() - began) * min(1.0, _ON_ITS_WAY / sent)
         await _until_closed(stream, min(max(took, _TAKEN_WITHIN[0]), _TAKEN_WITHIN[1]))
@@ -427,13 +446,19 @@ async def _sleep(seconds: float) -> float:
     return held_up
 
 
+class Averaged(asyncio.Event):
+    """Set once a part is averaged. ``encoded``: what goes to everybody, where it has four bits."""
+
+    encoded: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class _Pending:
-    """A part that waits for its average: then ``values`` is what goes back to the sender."""
+    """A part that waits for its average. Then ``values``, or ``done.encoded``, goes back."""
 
     buffer: Tensor
     values: Tensor
-    done: asyncio.Event
+    done: Averaged
     compression: int
 
 
@@ -463,7 +488,7 @@ class _Sum:
     """The contributions to one part so far. They are summed once all are there."""
 
     own_norm: float
-    done: asyncio.Event = field(default_factory=asyncio.Event)
+    done: Averaged = field(default_factory=Averaged)
     came_from: dict[PeerID, _Sent] = field(default_factory=dict)
 
 
@@ -539,7 +564,7 @@ class Reducer:
 
     ``complete`` is set once all parts are; the averages then stand in ``parts``. What a sender has
     sent before it failed stays in the sums: all peers get the same averages. ``heard`` is set once
-    each sender has sent a part or failed.
+    each sender has sent a part or failed. ``four``: averages have four bits a value.
     """
 
     def __init__(
@@ -549,6 +574,7 @@ class Reducer:
         weight: float,
         senders: Sequence[PeerID],
         buffers: Buffers,
+        four: bool = False,
     ) -> None:
         self.complete = asyncio.Event()
         self.heard = asyncio.Event()
@@ -560,6 +586,7 @@ class Reducer:
         self._senders = tuple(senders)
         self._active = set(senders) if parts else set()
         self._buffers = buffers
+        self._four = four
         self._sums: dict[int, _Sum] = {}
         self._came = dict.fromkeys(senders, 0)  # parts of each sender
         self._squares: dict[PeerID, tuple[float, float, int]] = {}  # theirs, ours, their number
@@ -582,12 +609,12 @@ class Reducer:
         rms = self._usual(own, [math.sqrt(theirs / count) for theirs, _, count in sent])
         return Scale(rms, own)
 
-    def add(self, sender: PeerID, index: int, values: Tensor, weight: float) -> asyncio.Event:
+    def add(self, sender: PeerID, index: int, values: Tensor, weight: float) -> Averaged:
         """Take what ``sender`` sent of part ``index``. Each sender sends each part once, in order.
 
-        Once the event is set, ``values`` holds the average minus what it held before. Raises
-        ValueError for a weight or values that nobody may send, and when the sender has been left
-        out already.
+        Once the event is set, ``values`` holds the average minus what it held before, unless
+        averages have four bits. Raises ValueError for a weight or values that nobody may send, and
+        when the sender has been left out already.
         """
         if sender not in self._active:
             raise ValueError("the peer was left out, since it came too late or failed")
@@ -662,9 +689,14 @@ class Reducer:
                 own.add_(values, alpha=share(weight, norm))
                 total += weight
         own.div_(total)
-        for values, _, _ in sums.came_from.values():
-            # The answer takes the memory that the part came in.
-            torch.sub(own, values, out=values)
+        if self._four:
+            sums.done.encoded = four_bits.encode(own)
+            # What all others will have: ours must be the same to the bit.
+            four_bits.decode(sums.done.encoded, own)
+        else:
+            for values, _, _ in sums.came_from.values():
+                # The answer takes the memory that the part came in.
+                torch.sub(own, values, out=values)
         sums.done.set()
         self.averaged += 1
         self.kept_local -= len(own)

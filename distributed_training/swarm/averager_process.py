@@ -89,11 +89,12 @@ from .wire import Daemon, Stream
 
 log = logging.getLogger(__name__)
 
-#: By ``--neuron.all_reduce_compression``. hivemind's 8-bit quantizations are not among them: they
+#: By ``round.compression``. hivemind's 8-bit quantizations are not among them: they
 #: fail on parts of few values, which load balancing makes, and such a part is lost for the round.
 COMPRESSIONS = {
     "none": NoCompression.compression_type,
     "float16": Float16Compression.compression_type,
+    "4bit": wire.FOUR_BITS,
 }
 _SEARCH_PAUSE = 0.5  # seconds between two searches, when one failed
 # Between two looks into the DHT for peers.
@@ -130,12 +131,15 @@ class DTGradAverager(ServicerBase):
         self._config = config
         self._tensors = tensors
         self._schema_hash = compute_schema_hash(tensors)
+        if config.compression == "4bit":  # so that no other compression finds a place in a group
+            self._schema_hash += b"4bit"
         self.daemon = Daemon(node.p2p.daemon_listen_maddr["unix"])
         self._parts_protocol = self._get_handle_name(config.prefix, "rpc_aggregate_part")
         self._join_protocol = self._get_handle_name(config.prefix, "rpc_join_group")
         self._admitted: frozenset[str] = frozenset()  # by the call; empty: whoever is found
         self._streams: Counter[tuple[str, PeerID]] = Counter()  # by protocol
         self._matchmaking: _Admitting | None = None  # while a group is looked for
+        self._others = ""  # who of the call cannot be in our group, and why
         self._all_reduce: AllReduce | None = None
         self._search_over = asyncio.Event()  # and the group's all-reduce is there, if one was found
         self._search_over.set()
@@ -193,7 +197,9 @@ class DTGradAverager(ServicerBase):
                     await all_reduce.run()
             averaged = True
         except TimeoutError:
-            return Failed("TIMEOUT" if found else "NO_GROUP", causes=self._causes())
+            if found:
+                return Failed("TIMEOUT", causes=self._causes())
+            return Failed("NO_GROUP", self._others)
         except GroupFailed as error:
             return Failed("PEER_FAILED", str(error), self._causes())
         finally:
@@ -227,6 +233,7 @@ class DTGradAverager(ServicerBase):
         config = self._config
         self._admitted = frozenset(order.peers)
         self._known.add(map(PeerID.from_base58, order.peers))
+        self._others = ""
         # Whoever sends parts before we know of our group waits for this.
         self._search_over.clear()
         about_us = [order.bandwidth, AveragingMode.NODE.value, MSGPackSerializer.dumps(0)]
@@ -247,8 +254,9 @@ class DTGradAverager(ServicerBase):
             min_matchmaking_time=order.min_matchmaking_time,
             request_timeout=order.request_timeout,
             client_mode=False,
+            admitted=self._admitted,
+            on_other=self._note_other,
         )
-        self._matchmaking.admitted = self._admitted
         try:
             while True:
                 try:
@@ -268,6 +276,15 @@ class DTGradAverager(ServicerBase):
                 return group
         finally:
             self._matchmaking = None
+
+    def _note_other(self, peer: PeerID) -> None:
+        """Note that ``peer`` and this one cannot be in one group."""
+        if not self._others:
+            self._others = (
+                f"peer {peer} has another model or another round.compression than ours, "
+                f"{self._config.compression!r}: all peers of a network need the same"
+            )
+            log.warning("A peer is refused: %s", self._others)
 
     # --- calls of other peers ------------------------------------------------------------------
 
@@ -326,7 +343,7 @@ class DTGradAverager(ServicerBase):
             # Not read before we know that it is of our group: it may be anybody's.
             if all_reduce is not None and stream.peer in all_reduce.group.peers:
                 async with asyncio.timeout(_FIRST_PART_TIMEOUT):
-                    first = await wire.begin(stream, part_bytes=self._config.part_size)
+                    first = await wire.begin(stream, part_bytes=all_reduce.part_bytes)
             if all_reduce is None or first is None or first.group_id != all_reduce.group.id:
                 await stream.send(wire.encode_code(averaging_pb2.BAD_GROUP_ID))
                 return
@@ -388,10 +405,42 @@ class _Admitting(Matchmaking):
     """Groups of the peers that the call names.
 
     Whoever knows the network's file finds the others in the DHT; libp2p proves who a peer is, so
-    what is left is to say who may take part.
+    what is left is to say who may take part. ``admitted``: ids of those; empty: everybody.
+    ``on_other``: called with who has another schema.
     """
 
-    admitted: frozenset[str] = frozenset()  # empty: everybody
+    _servicer_type: Any  # hivemind asks it for stubs of a leader
+
+    def __init__(
+        self,
+        *args: Any,
+        admitted: frozenset[str],
+        on_other: Callable[[PeerID], None],
+        **options: Any,
+    ) -> None:
+        super().__init__(*args, **options)
+        self.admitted = admitted
+        self._on_other = on_other
+        # Through us: hivemind keeps it to itself why a leader refused us.
+        self._servicer, self._servicer_type = self._servicer_type, self
+
+    def get_stub(self, p2p: P2P, leader: PeerID, *, namespace: str) -> Any:
+        """Return hivemind's stub, of which the answers are looked at."""
+        stub = self._servicer.get_stub(p2p, leader, namespace=namespace)
+        ask = stub.rpc_join_group
+
+        async def look(stream: Any) -> AsyncIterator[Any]:
+            async with contextlib.aclosing(stream) as messages:
+                async for message in messages:
+                    if message.code == averaging_pb2.BAD_SCHEMA_HASH:
+                        self._on_other(leader)
+                    yield message
+
+        async def join(request: averaging_pb2.JoinRequest) -> AsyncIterator[Any]:
+            return look(await ask(request))
+
+        stub.rpc_join_group = join
+        return stub
 
     def admits(self, *peers: PeerID) -> bool:
         """Return whether all of them, or we ourselves, were called."""
@@ -405,9 +454,12 @@ class _Admitting(Matchmaking):
     def _check_reasons_to_reject(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> averaging_pb2.MessageFromLeader | None:
-        if self.admits(context.remote_id):
-            return super()._check_reasons_to_reject(request, context)
-        return averaging_pb2.MessageFromLeader(code=averaging_pb2.NOT_LOOKING_FOR_GROUP)
+        if not self.admits(context.remote_id):
+            return averaging_pb2.MessageFromLeader(code=averaging_pb2.NOT_LOOKING_FOR_GROUP)
+        reason = super()._check_reasons_to_reject(request, context)
+        if reason is not None and reason.code == averaging_pb2.BAD_SCHEMA_HASH:
+            self._on_other(context.remote_id)
+        return reason
 
 
 class _Dht:

@@ -10,7 +10,8 @@ in protobuf's encoding; a stream ends with an empty error message (hivemind 1.1.
 ``P2P.send_protobuf``). The values, uncompressed float32, are one field in the middle of it.
 Protobuf makes the bytes before and after them from a message without values, and the values go from
 the tensor to the socket and from the socket into a tensor. Protobuf and hivemind read every other
-message as a whole: compressed parts, and whatever another kind of peer sends.
+message as a whole: compressed parts, and whatever another kind of peer sends. Values of four bits,
+which hivemind does not know, are that same field too (:mod:`~.protocol.four_bits`).
 """
 
 from __future__ import annotations
@@ -24,12 +25,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from google.protobuf.message import DecodeError, Message
 from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2, p2pd_pb2, runtime_pb2
 from hivemind.utils.multiaddr import Multiaddr
 from torch import Tensor
+
+from distributed_training.protocol import four_bits
 
 log = logging.getLogger(__name__)
 
@@ -252,6 +256,8 @@ class Daemon:
 
 
 NONE = runtime_pb2.CompressionType.NONE
+#: Ours: hivemind has 0 to 5. All peers of a group use it, or none does (protocol page, section 6).
+FOUR_BITS = 104
 _MESSAGE, _ERROR = b"\x00", b"\x01"
 END = _ERROR + bytes(8)
 _LENGTH = 8
@@ -294,17 +300,35 @@ def encode(
 ) -> tuple[bytes | memoryview, ...]:
     """Return the chunks of a message with ``values`` (float32, one dimension, contiguous).
 
-    Together they are, byte for byte, what hivemind sends for the same part.
+    Together they are, byte for byte, what hivemind sends for the same part; but not of four bits.
     """
     before = averaging_pb2.AveragingData(code=code, group_id=group_id)
-    after = averaging_pb2.AveragingData(weight=weight).SerializeToString()
-    if compression != NONE:
+    if compression not in (NONE, FOUR_BITS):
         before.weight = weight
         before.tensor_part.CopyFrom(serialize_torch_tensor(values, compression))
         return framed(before.SerializeToString())
+    data = four_bits.encode(values) if compression == FOUR_BITS else values
+    return _encode_around(data, len(values), compression, before, weight)
+
+
+def encode_average(data: Tensor, count: int) -> tuple[bytes | memoryview, ...]:
+    """Return the chunks of a message with an average of ``count`` values: ``data``, of four bits.
+
+    They are the average itself, where other compressions send its difference to what came.
+    """
+    before = averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART)
+    return _encode_around(data, count, FOUR_BITS, before, 0.0)
+
+
+def _encode_around(
+    data: Tensor, count: int, compression: int, before: averaging_pb2.AveragingData, weight: float
+) -> tuple[bytes | memoryview, ...]:
     # Around protobuf, which would copy all values into the message first.
-    view = _bytes_of(values)
-    rest = runtime_pb2.Tensor(size=[len(values)], dtype="float32").SerializeToString()
+    view = _bytes_of(data)
+    after = averaging_pb2.AveragingData(weight=weight).SerializeToString()
+    rest = runtime_pb2.Tensor(
+        size=[count], dtype="float32", compression=compression
+    ).SerializeToString()
     buffer = bytes([_BUFFER]) + varint(len(view))
     tensor = bytes([_TENSOR_PART]) + varint(len(buffer) + len(view) + len(rest))
     head, tail = before.SerializeToString() + tensor + buffer, rest + after
@@ -383,19 +407,25 @@ async def receive_short(stream: Stream, kind: type[_Short]) -> _Short:
         raise FrameError(f"not a {kind.__name__}: {error}") from None
 
 
-async def finish(stream: Stream, arriving: Arriving, values: Tensor) -> averaging_pb2.AveragingData:
+async def finish(
+    stream: Stream, arriving: Arriving, values: Tensor, *, four: bool = False
+) -> averaging_pb2.AveragingData:
     """Read the rest of the message, with its values into ``values`` (float32, one dimension).
 
-    The answer's ``tensor_part`` holds how they were compressed. Raises OSError, FrameError among
-    them: also when there are more or fewer values.
+    ``four``: they must have four bits, and otherwise they must not. The answer's ``tensor_part``
+    holds how they were compressed. Raises OSError, FrameError among them: also when there are more
+    or fewer values.
     """
     if arriving._values_at is None:
         message = _parse(arriving._head)
-        _decompress(message.tensor_part, values)
+        _decompress(message.tensor_part, values, four)
         return message
     tensor_at, at, count = arriving._values_at
+    if four and count != (expected := four_bits.bytes_of(len(values))):
+        # Before memory is taken for them.
+        raise FrameError(f"a part of {count} bytes instead of the {expected} of four bits a value")
     view = _bytes_of(values)
-    direct = count == len(view)
+    direct = not four and count == len(view)
     received = view if direct else memoryview(bytearray(count))
     known = arriving._head[at : at + count]
     # The first values came with the head.
@@ -414,13 +444,23 @@ async def finish(stream: Stream, arriving: Arriving, values: Tensor) -> averagin
     part = message.tensor_part
     if not (direct and part.compression == NONE and part.dtype == "float32"):
         part.buffer = bytes(received)
-        _decompress(part, values)
+        _decompress(part, values, four)
     elif list(part.size) != [len(values)]:
         raise FrameError(f"a part of shape {list(part.size)} instead of {len(values)} values")
     return message
 
 
-def _decompress(part: runtime_pb2.Tensor, values: Tensor) -> None:
+def _decompress(part: runtime_pb2.Tensor, values: Tensor, four: bool) -> None:
+    if (part.compression == FOUR_BITS) != four:
+        raise FrameError(f"a part of compression {part.compression}, which this group does not use")
+    if four:
+        if part.dtype != "float32" or list(part.size) != [len(values)]:
+            raise FrameError(f"a part of shape {list(part.size)} instead of {len(values)} values")
+        try:
+            four_bits.decode(torch.frombuffer(bytearray(part.buffer), dtype=torch.uint8), values)
+        except ValueError as error:
+            raise FrameError(f"a part that cannot be read: {error}") from None
+        return
     # numpy makes any type that it is named: of strings of 20 KB each, gigabytes of a small part.
     if part.dtype not in _FLOATS:
         raise FrameError(f"a part of type {part.dtype[:20]!r}")

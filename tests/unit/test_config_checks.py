@@ -88,8 +88,6 @@ def test_waits_of_a_networks_file_end_before_those_around_them(
         (("--neuron.master_ss58_address", MASTER_HOTKEY[:-1] + "Q"), "is not a hotkey"),
         (("--neuron.stop_timeout", "0"), "--neuron.stop_timeout: 0 is less than 1s"),
         (("--neuron.name", "../../etc"), "'../../etc' is not a name without '/'"),
-        # hivemind's breaks on parts of few values
-        (("--neuron.all_reduce_compression", "uniform_8bit"), "'uniform_8bit' is not"),
     ],
 )
 def test_a_value_outside_its_kind_or_range_is_one_line(argv: tuple[str, ...], text: str) -> None:

@@ -110,6 +110,17 @@ def test_a_file_of_format_1_is_read_as_before_and_has_no_later_key(tmp_path: Pat
     assert "private is a key of format 2" in refused(later, tmp_path)
 
 
+def test_how_tensors_travel_in_a_round_is_the_network_s(tmp_path: Path) -> None:
+    assert load(EXAMPLE, tmp_path).swarm.compression == "none"
+    text = changed("min_group_size = 3", 'min_group_size = 3\ncompression = "4bit"')
+    assert load(text, tmp_path).swarm.compression == "4bit"
+    said = ("--neuron.all_reduce_compression", "float16")
+    assert "round.compression in" in refused(text, tmp_path, *said)
+    # hivemind's breaks on parts of few values
+    other = text.replace("4bit", "uniform_8bit")
+    assert "'uniform_8bit'" in refused(signed(other, ALICE, beside=beside), tmp_path)
+
+
 def test_private_addresses_are_right_in_a_private_network_alone(tmp_path: Path) -> None:
     private = changed("run = 5 ", "private = true\nrun = 5 ")
     for name in ("axon.external_ip", "dht.ip"):

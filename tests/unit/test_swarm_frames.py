@@ -10,6 +10,7 @@ import resource
 import socket
 import tracemalloc
 from collections.abc import Callable, Coroutine, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hivemind.proto import averaging_pb2, p2pd_pb2, runtime_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distributed_training.protocol import four_bits
 from distributed_training.swarm import wire
 from distributed_training.swarm.wire import Daemon, FrameError, Stream, StreamError, varint
 from tests.tools.swarm_world import stream_pair
@@ -84,11 +86,15 @@ def received(
     return asyncio.run(run())
 
 
-async def take(stream: Stream, count: int) -> tuple[Any, torch.Tensor]:
+async def take(stream: Stream, count: int, *, four: bool = False) -> tuple[Any, torch.Tensor]:
     values = torch.full((count,), -1.0)
     arriving = await wire.begin(stream, part_bytes=PART_BYTES)
     assert arriving is not None
-    return await wire.finish(stream, arriving, values), values
+    return await wire.finish(stream, arriving, values, four=four), values
+
+
+async def take_four(stream: Stream, count: int = 1000) -> tuple[Any, torch.Tensor]:
+    return await take(stream, count, four=True)
 
 
 parts = st.integers(1, 4096)
@@ -128,6 +134,87 @@ def test_what_hivemind_sends_is_received(
     assert message.tensor_part.compression == compression
     assert torch.allclose(values, ramp(count), rtol=1e-3)
     assert compression != wire.NONE or torch.equal(values, ramp(count))
+
+
+@given(parts, fields, st.integers(1, 3000))
+def test_four_bits_are_received_in_an_eighth_of_the_bytes(
+    count: int, fields: dict[str, Any], piece: int
+) -> None:
+    sent = wire.encode(ramp(count), compression=wire.FOUR_BITS, **fields)
+    data = b"".join(sent)
+    assert len(data) < count / 2 + 4 * (count / 256 + 1) + 100
+    expected = torch.empty(count)
+    four_bits.decode(four_bits.encode(ramp(count)), expected)
+    message, values = received(data, lambda stream: take_four(stream, count), piece=piece)
+    assert {name: getattr(message, name) for name in fields} == fields
+    assert torch.equal(values, expected)
+
+
+def test_an_average_of_four_bits_is_sent_as_it_lies() -> None:
+    average = four_bits.encode(ramp(1000))
+    message, values = received(b"".join(wire.encode_average(average, 1000)), take_four)
+    assert message.code == averaging_pb2.AVERAGED_PART and message.weight == 0
+    expected = torch.empty(1000)
+    four_bits.decode(average, expected)
+    assert torch.equal(values, expected)
+
+
+def four_part(data: torch.Tensor, **changed: Any) -> bytes:
+    """Return a message of 1000 values of four bits, but for what is ``changed``."""
+    fields: dict[str, Any] = {"size": [1000], "dtype": "float32", "compression": wire.FOUR_BITS}
+    tensor = runtime_pb2.Tensor(buffer=bytes(data.numpy()), **fields | changed)
+    return hiveminds(averaging_pb2.AveragingData(tensor_part=tensor))
+
+
+def with_scale(value: float) -> torch.Tensor:
+    data = four_bits.encode(ramp(1000))
+    data[4:8] = torch.tensor([value]).view(torch.uint8)
+    return data
+
+
+SOUND = four_bits.encode(ramp(1000))
+
+
+@pytest.mark.parametrize(
+    ("data", "cause"),
+    [
+        (four_part(SOUND[:-1]), "bytes instead of"),
+        (four_part(torch.cat([SOUND, SOUND[:1]])), "bytes instead of"),
+        (four_part(SOUND[:0]), "cannot be read|bytes instead of"),
+        (four_part(SOUND[:20]), "bytes instead of"),
+        (four_part(with_scale(float("nan"))), "a scale"),
+        (four_part(with_scale(float("inf"))), "a scale"),
+        (four_part(with_scale(-1.0)), "a scale"),
+        (four_part(with_scale(1e-45)), "a scale"),
+        (four_part(SOUND, size=[999]), "of shape"),
+        (four_part(SOUND, size=[10, 100]), "of shape"),
+        (four_part(SOUND, dtype="float64"), "of shape"),
+        (four_part(SOUND, compression=wire.NONE), "compression 0"),
+        (four_part(SOUND, compression=runtime_pb2.CompressionType.FLOAT16), "compression 2"),
+        (four_part(SOUND, compression=105), "compression 105"),
+        (hiveminds(part_of(ramp(1000))), "bytes instead of"),
+        (hiveminds(part_of(ramp(1000), runtime_pb2.CompressionType.FLOAT16)), "bytes instead of"),
+        (hiveminds(part_of(ramp(5))), "compression 0|bytes instead of"),
+        (four_part(SOUND)[:-9] + b"\xff" * 9, ""),
+    ],
+)
+def test_what_is_no_part_of_four_bits_is_refused(data: bytes, cause: str) -> None:
+    with pytest.raises(FrameError, match=cause):
+        received(data, take_four)
+
+
+def test_four_bits_are_refused_where_a_group_does_not_use_them() -> None:
+    for count in (5, 1000):
+        data = b"".join(wire.encode(ramp(count), compression=wire.FOUR_BITS))
+        with pytest.raises(FrameError, match="compression 104"):
+            received(data, partial(take, count=count))
+
+
+def test_no_memory_is_taken_for_what_is_too_long_for_four_bits() -> None:
+    """Its length is claimed and within that of a part."""
+    claimed = four_part(torch.zeros(PART_BYTES, dtype=torch.uint8))
+    with pytest.raises(FrameError, match="bytes instead of"):
+        received(claimed[:80], take_four)  # what is claimed does not come
 
 
 def field(number: int, kind: int, data: bytes) -> bytes:

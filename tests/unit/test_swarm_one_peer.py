@@ -11,7 +11,7 @@ import contextlib
 import random
 import selectors
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -25,6 +25,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from distributed_training.protocol import four_bits
 from distributed_training.swarm import wire
 from distributed_training.swarm.all_reduce import AllReduce, Group, GroupFailed, Terms
 from distributed_training.swarm.averager_process import _group_of, shares_of
@@ -94,7 +95,8 @@ class Liar(AllReduce):
             await asyncio.sleep(lie.pause if i < lie.late_from else 198.0)
             part = lie.change(parts[lie.order[i] if i < PARTS else i].clone())[: lie.size]
             first: dict[str, Any] = {} if i else {"code": lie.code, "group_id": self.group.id}
-            await stream.send(*wire.encode(part.contiguous(), weight=lie.weight, **first))
+            fields = first | {"weight": lie.weight, "compression": self._terms.compression}
+            await stream.send(*wire.encode(part.contiguous(), **fields))
         if lie.sends < PARTS and lie.pause:
             await asyncio.Event().wait()  # it stalls, the stream open
         await stream.send(wire.END)
@@ -111,10 +113,13 @@ class Liar(AllReduce):
             if lie.answer is None:
                 pending = await sums.get()
                 await pending.done.wait()
-                values = pending.values
+                values = own[i] if self._four else pending.values
             else:
-                values = lie.answer(own[i])
-            await stream.send(*wire.encode(values, code=averaging_pb2.AVERAGED_PART))
+                values = lie.answer(own[i].clone())
+            compression = self._terms.compression
+            await stream.send(
+                *wire.encode(values, code=averaging_pb2.AVERAGED_PART, compression=compression)
+            )
         if lie.answers < PARTS and lie.answer_pause:
             await asyncio.Event().wait()
         stream.end_sending()
@@ -131,6 +136,7 @@ class World:
     chunk: float = CHUNK
     weights: dict[int, float] = field(default_factory=dict)
     usual_rms: float = 0.0
+    four: bool = False  # bits a value
     seconds: dict[int, float] = field(default_factory=dict)
     reduces: dict[int, AllReduce] = field(default_factory=dict)
     errors: dict[int, Exception] = field(default_factory=dict)
@@ -171,7 +177,7 @@ class World:
                 terms=Terms(
                     weight=self.weights.get(i, 1.0),
                     part_values=PART,
-                    compression=0,
+                    compression=wire.FOUR_BITS if self.four else wire.NONE,
                     chunk_timeout=self.chunk,
                     timeout=TIMEOUT,
                     usual_rms=self.usual_rms,
@@ -232,21 +238,34 @@ class World:
             for number, (reducer, result) in enumerate(self.parts(self.tensors[i])):
                 came = [self.parts(t)[number][1] for t in self.before]
                 if reducer in self.honest:
-                    self._assert_summed(result, came)
+                    self._assert_summed(result, came, reducer)
+                    theirs = self.parts(self.tensors[reducer])[number][1]
+                    assert not self.four or torch.equal(result, theirs), (i, number)
                 else:
                     kept = bool(torch.equal(result, came[i]))
                     longest = max(float(came[j].norm()) for j in self.honest)
                     most = self._lie(i, float(came[i].norm()), longest)
                     assert kept or float(result.norm()) <= most, (i, number)
 
-    def _assert_summed(self, result: Tensor, came: Sequence[Tensor]) -> None:
+    def _assert_summed(self, result: Tensor, came: Sequence[Tensor], reducer: int) -> None:
         """Assert that all honest peers are in the average, and at most a bounded part of a liar."""
         weights = [self.weights.get(j, 1.0) for j in self.honest]
+        if self.four:
+            came = [each if j == reducer else passed(each) for j, each in enumerate(came)]
         honest = sum(w * came[j] for j, w in zip(self.honest, weights, strict=True))
         allowed = 2.05 * self.slack * max(float(came[j].norm()) for j in self.honest)
         without = float((result * sum(weights) - honest).norm())
         moved = float((result * (sum(weights) + 1) - honest).norm())
-        assert without <= 1e-4 * allowed or moved <= allowed, (without, moved, allowed)
+        # What the average loses by its own four bits.
+        lost = 0.25 * float(result.norm()) * (sum(weights) + 1) if self.four else 0.0
+        assert without <= 1e-4 * allowed + lost or moved <= allowed + lost, (without, moved)
+
+
+def passed(values: Tensor) -> Tensor:
+    """Return what arrives of values that are sent with four bits."""
+    arrived = torch.empty_like(values)
+    four_bits.decode(four_bits.encode(values), arrived)
+    return arrived
 
 
 def contributions(count: int, steps: Sequence[float], seed: int = 0) -> list[Tensor]:
@@ -292,12 +311,16 @@ lies = st.one_of(
     lie=lies,
     late=st.sampled_from([1.0, 1.0, 0.5, 0.01]),
     nothing=st.booleans(),
+    four=st.booleans(),
     seed=st.integers(0, 9),
 )
 def test_one_peer_moves_the_others_by_at_most_its_share(
-    count: int, lie: Lie, late: float, nothing: bool, seed: int
+    count: int, lie: Lie, late: float, nothing: bool, four: bool, seed: int
 ) -> None:
-    """``late``: the inner steps of one honest peer; ``nothing``: another contributes nothing."""
+    """``late``: the inner steps of one honest peer; ``nothing``: another contributes nothing.
+
+    ``four``: bits a value; then what honest peers averaged is equal to the bit.
+    """
     if count - nothing < 4:
         late = max(late, 0.5)  # without the liar there is no majority
     tensors = contributions(count, [late, *[1.0] * (count - 1)], seed)
@@ -305,7 +328,35 @@ def test_one_peer_moves_the_others_by_at_most_its_share(
     if nothing:
         tensors[1].zero_()
         weights[1] = 1e-6
-    World(tensors, lie, weights=weights).assert_bounded()
+    World(tensors, lie, weights=weights, four=four).assert_bounded()
+
+
+@pytest.mark.parametrize("steps", [[1, 1], [0.01, 1, 1, 1], [1, 0.6, 1, 0], [0, 0, 0]])
+def test_with_four_bits_all_have_the_same_average_to_the_bit(steps: list[float]) -> None:
+    """Those that joined late too, and who contributes nothing; zeros stay zeros."""
+    tensors = contributions(len(steps), steps)
+    for tensor in tensors:
+        tensor[7 * PART : 8 * PART] = 0
+    weights = {3: 1e-6} if len(steps) == 4 and not steps[3] else {}
+    world = World(tensors, weights=weights, four=True)
+    mean = torch.stack([t for i, t in enumerate(world.before) if i not in weights]).mean(0)
+    for i, tensor in enumerate(world.tensors):
+        assert not world.reduces[i].causes and not world.reduces[i].kept_local
+        assert torch.equal(tensor, world.tensors[0])
+        assert float((tensor - mean).norm()) <= 0.2 * float(mean.norm())
+        assert not tensor[7 * PART : 8 * PART].any()
+
+
+def test_who_averages_otherwise_than_with_four_bits_is_left_out() -> None:
+    class Plain(Liar):
+        async def _send_parts(self, stream: Stream, share: Sequence[Tensor]) -> None:
+            self._terms = replace(self._terms, compression=wire.NONE)
+            await super()._send_parts(stream, share)
+
+    world = World(contributions(3, [1.0] * 3), Lie(), liar=Plain, four=True)
+    world.assert_bounded()
+    for i in world.honest:
+        assert "bytes instead of" in world.reduces[i].causes[world.ids[-1]]
 
 
 @pytest.mark.parametrize("pause", [130.0, 150.0, 190.0])
