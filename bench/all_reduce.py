@@ -6,7 +6,8 @@
 Each peer is a process of its own; the ways take turns, medians are printed with their ratio to
 stock hivemind. Transfer is what the peers do after the group was found, matchmaking what they do
 before. ``CPU`` is what the peers' processes used in a round, p2pd (hivemind's libp2p daemon)
-included, ours to stock's for as many bytes.
+included, ours to stock's for as many bytes. ``4bit`` is ours with four bits a value, its bytes
+(what a peer sends and receives) and times beside ours without.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from distributed_training.swarm.swarm import HivemindSwarm
 MATCHMAKING = 3.0
 TIMEOUT = 300.0
 TENSORS = 20
-STOCK, OURS, ONE = "stock", "ours", "one-of-ours"
+STOCK, OURS, ONE, FOUR = "stock", "ours", "one-of-ours", "4bit"
 SUITE = ((30, 2, 3), (30, 4, 3), (100, 2, 2), (100, 4, 2))  # million parameters, peers, repeats
 
 STOCK_PEER = """
@@ -71,7 +72,7 @@ def main():
 main()
 """
 
-Sample = tuple[float, float, float]  # seconds of matchmaking, of transfer, of CPU
+Sample = tuple[float, float, float, float]  # seconds of matchmaking, transfer, CPU; bytes a peer
 
 
 class Way:
@@ -99,7 +100,11 @@ class Way:
         for number in range(ours):
             swarm = HivemindSwarm(
                 settings=SwarmSettings(
-                    dht_port=0, dht_listen_ip="127.0.0.1", initial_peers=tuple(known), run_id=name
+                    dht_port=0,
+                    dht_listen_ip="127.0.0.1",
+                    initial_peers=tuple(known),
+                    run_id=name,
+                    compression="4bit" if name == FOUR else "none",
                 ),
                 schema=[(str(t), (size // TENSORS,)) for t in range(TENSORS)],
                 run_folder=folder / f"{name}-{number}",
@@ -109,7 +114,7 @@ class Way:
 
     def round(self) -> Sample:
         """Average once; the slowest peer's times."""
-        before = cpu_seconds()
+        before, moved = cpu_seconds(), moved_bytes()
         with ThreadPoolExecutor(self._group) as pool:
             ours = pool.map(self._average, self._swarms)
             for process in self._stock:
@@ -118,7 +123,10 @@ class Way:
                 process.stdin.flush()
             times = [*map(_answer, self._stock), *ours]
         matchmaking, transfer = (max(each) for each in zip(*times, strict=True))
-        return matchmaking, transfer, cpu_seconds() - before
+        return (
+            *(matchmaking, transfer, cpu_seconds() - before),
+            (moved_bytes() - moved) / self._group,
+        )
 
     def _average(self, swarm: HivemindSwarm) -> list[float]:
         for number, buffer in enumerate(swarm.buffers):
@@ -163,13 +171,22 @@ def cpu_seconds() -> float:
     return seconds
 
 
+def moved_bytes() -> float:
+    """Return the bytes that p2pds wrote: to the network, and what came from it to their peers."""
+    return sum(
+        child.io_counters().write_chars
+        for child in psutil.Process().children(recursive=True)
+        if child.name() == "p2pd"
+    )
+
+
 def measure(millions: int, peers: int, repeats: int) -> tuple[object, ...]:
     """Return the row of the table."""
     size = millions * 1_000_000
-    samples: dict[str, list[Sample]] = {STOCK: [], OURS: [], ONE: []}
+    samples: dict[str, list[Sample]] = {STOCK: [], OURS: [], ONE: [], FOUR: []}
     with tempfile.TemporaryDirectory(prefix="bench-") as name, contextlib.ExitStack() as stack:
         ways = {}
-        for way, others in ((STOCK, peers), (OURS, 0), (ONE, peers - 1)):
+        for way, others in ((STOCK, peers), (OURS, 0), (ONE, peers - 1), (FOUR, 0)):
             ways[way] = Way(way, Path(name), size, stock=others, ours=peers - others)
             stack.callback(ways[way].close)
         for _ in range(repeats):
@@ -179,11 +196,13 @@ def measure(millions: int, peers: int, repeats: int) -> tuple[object, ...]:
         way: [statistics.median(column) for column in zip(*taken, strict=True)]
         for way, taken in samples.items()
     }
-    stock, ours, one = median[STOCK], median[OURS], median[ONE]
+    stock, ours, one, four = (median[way] for way in samples)
     return (
         *(millions, peers, f"{stock[1]:.2f} s", f"{ours[1]:.2f} s", f"{stock[1] / ours[1]:.2f}x"),
         *(f"{one[1]:.2f} s", f"{stock[1] / one[1]:.2f}x", f"{ours[2] / stock[2]:.2f}x"),
         *(f"{stock[0]:.1f} s", f"{ours[0]:.1f} s"),
+        *(f"{four[1]:.2f} s", f"{four[1] / ours[1]:.2f}x"),
+        *(f"{ours[3] / 1e6:.1f} MB", f"{four[3] / 1e6:.1f} MB", f"{four[3] / ours[3]:.3f}x"),
     )
 
 
@@ -198,9 +217,9 @@ def main() -> None:
     options = arguments.parse_args()
     cases = SUITE if options.suite else [(options.parameters, options.peers, options.repeats)]
     titles = ("M values", "peers", "stock", "ours", "gain", "one of ours", "gain", "CPU")
-    goal = ("goal", "", "", "", ">=1.3x", "", ">=1.0x", "<=0.6x", "", "")
-    found = [*(measure(*case) for case in cases), goal]
-    table((*titles, "matchmaking: stock", "ours"), found)
+    more = ("matchmaking: stock", "ours", "4bit", "to ours", "bytes: ours", "4bit", "to ours")
+    goal = ("goal", "", "", "", ">=1.3x", "", ">=1.0x", "<=0.6x", *[""] * 6, "<=0.14x")
+    table((*titles, *more), [*(measure(*case) for case in cases), goal])
 
 
 if __name__ == "__main__":
