@@ -1,7 +1,7 @@
 """Authenticate a request: ``btauth/1`` or the legacy dendrite headers. Name each refusal.
 
 Both schemes are checked in two halves, so that the server can put its cheap checks between them:
-:func:`claim` reads what the headers say (nothing is proven yet), :func:`proven` verifies the
+:func:`read_claim` reads what the headers say (nothing is proven yet), :func:`proven` verifies the
 signature (43 us). The scheme of a call decides nothing about what its caller may do. The legacy
 signature covers the hash of nothing in place of the body (protocol/synapses.py).
 
@@ -105,7 +105,7 @@ class Claim:
     header_timeout: float | None  # legacy, seconds, unsigned
 
 
-def claim(headers: Mapping[str, str], schemes: tuple[str, ...] = (BTAUTH, LEGACY)) -> Claim:
+def read_claim(headers: Mapping[str, str], schemes: tuple[str, ...] = (BTAUTH, LEGACY)) -> Claim:
     """Read the claims of ``headers``, by lower-case name. Raises Refused(UNSIGNED or MALFORMED)."""
     if "x-bittensor-version" in headers and BTAUTH in schemes:
         hotkey = headers.get("x-bittensor-hotkey", "")
@@ -168,7 +168,7 @@ def proven(claimed: Claim, headers: Mapping[str, str], body: bytes, *, path: str
             uuid=claimed.salt,
             body_hash=headers.get("computed_body_hash", ""),
         )
-        # claim() has seen that these are 128 hexadecimal digits.
+        # read_claim() has seen that these are 128 hexadecimal digits.
         signature = bytes.fromhex(headers["bt_header_dendrite_signature"][2:])
         try:
             valid = verify_signature(text.encode(), signature, claimed.hotkey)

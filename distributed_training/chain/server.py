@@ -202,7 +202,7 @@ class SignedServer(BoundedServer):
             raise Refused(Refusal.ROUTE)
         if head.method != "POST":
             raise Refused(Refusal.METHOD)
-        claim = auth.claim(head.headers)
+        claim = auth.read_claim(head.headers)
         if claim.receiver != self._own:
             raise Refused(Refusal.RECEIVER)
         ours = claim.hotkey in (self._own, self._master)

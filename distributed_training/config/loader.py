@@ -43,7 +43,7 @@ from distributed_training.network import Network, NetworkAway, NetworkFileError,
 from .model import OPERATORS_FILE, PRESETS, TASKS, TITLES, Config, Kind, problems
 from .removed import NO_EFFECT, REMOVED, RULES, why_refused
 from .schema import Given, Schema, Setting, canonical, schema
-from .types import ConfigAway, ConfigError, mask, show
+from .types import ConfigAway, ConfigError, hide_user, show
 
 _LONGEST_TEXT = 4096  # characters of one value
 
@@ -127,7 +127,7 @@ def unprintable(text: str) -> str | None:
 def fault(setting: Setting, text: str, error: Mapping[str, Any]) -> str:
     """Describe the fault of ``text`` from pydantic's ``error``. Never shows a secret."""
     context = error.get("ctx", {})
-    shown = mask(text)
+    shown = hide_user(text)
     shown = shown if len(shown) <= 100 else f"{shown[:100]}..."
     if error["type"] in ("greater_than_equal", "less_than_equal"):
         low, _, high = setting.bounds.partition(" to ")

@@ -199,7 +199,7 @@ def problems(config: Config) -> list[str]:
     return [line for check in CHECKS for line in check(config)]
 
 
-def check_network(config: Config) -> Iterator[str]:
+def check_network_choice(config: Config) -> Iterator[str]:
     source = config.sources.get("network")
     if source is not None and config.general.network is None:  # a shell's variable was not set
         yield (
@@ -329,7 +329,7 @@ def check_keys(config: Config) -> Iterator[str]:
 
 # A start shows the first problem alone: what makes the others pointless stands first.
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
-    check_network,
+    check_network_choice,
     check_values,
     check_addresses,
     check_keys,

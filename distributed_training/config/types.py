@@ -349,10 +349,10 @@ def show(value: Any) -> str:
                 return f"{seconds / length:g}{unit}"
         return f"{seconds:g}s"
     if isinstance(value, tuple):
-        return " ".join(mask(str(v)) for v in value) or "-"
-    return mask(str(value))
+        return " ".join(hide_user(str(v)) for v in value) or "-"
+    return hide_user(str(value))
 
 
-def mask(text: str) -> str:
+def hide_user(text: str) -> str:
     """Return ``text`` without the user and password that a URL in it may hold."""
     return _USER.sub("********@", text)

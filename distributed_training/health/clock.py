@@ -89,7 +89,7 @@ def chain_offset(chain: Chain) -> Offset | None:
     return Offset(time.time() - theirs - error, error, chain.CLOCK)
 
 
-def measure(config: Config, chain: Chain) -> Offset | None:
+def measure_offset(config: Config, chain: Chain) -> Offset | None:
     """Return the offset from the store's clock, or else from the chain's; None: neither tells."""
     try:
         return store_offset(config)

@@ -34,7 +34,7 @@ from distributed_training.config.loader import Parser, read_argv, read_dotenv, u
 from distributed_training.config.model import (
     KEY_VARIABLES,
     check_addresses,
-    check_network,
+    check_network_choice,
     check_values,
 )
 from distributed_training.config.schema import schema
@@ -145,7 +145,7 @@ def _config_of(given: Mapping[str, str]) -> Config:
         many = setting is not None and setting.many
         argv += [f"--{name}", *text.split()] if many else [f"--{name}={text}"]
     config = load_config("miner", argv, environ={}, dotenv=None, check=False)
-    for check in (check_network, check_addresses, check_values):
+    for check in (check_network_choice, check_addresses, check_values):
         for line in check(config):
             raise ConfigError(line)
     return config

@@ -99,7 +99,7 @@ def list_facts(config: Config, *, ranks: int) -> dict[str, str]:
     }
 
 
-def open_store() -> dist.Store:
+def open_tcp_store() -> dist.Store:
     """Connect to torchrun's store on node 0."""
     store = dist.TCPStore(
         os.environ["MASTER_ADDR"],

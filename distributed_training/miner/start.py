@@ -43,7 +43,7 @@ from distributed_training.common.processes import die_with_parent, write_stacks_
 from distributed_training.config import Config, ConfigError, exit_with
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.pipeline import DataPipeline
-from distributed_training.health.clock import ClockWatch, measure
+from distributed_training.health.clock import ClockWatch, measure_offset
 from distributed_training.node import identity
 from distributed_training.node.identity import (
     Member,
@@ -71,7 +71,7 @@ from distributed_training.telemetry import EventLog, MetricsFile, unix_time
 from distributed_training.telemetry.trackers import open_trackers
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT, Layout
-from distributed_training.training.outer_step import model_config
+from distributed_training.training.outer_step import read_model_config
 from distributed_training.training.trainer import Trainer
 
 from . import events as ev
@@ -90,7 +90,7 @@ from .income import Income, standing
 from .loop import MinerLoop
 from .metrics import MachineGauges, Metrics, limits
 from .missed_rounds import MissedRounds
-from .nodes import Nodes, open_store, under_torchrun
+from .nodes import Nodes, open_tcp_store, under_torchrun
 from .own_bucket import OwnBucket, open_own_bucket
 from .ranks import Ranks, join_ranks
 from .registration import join_network
@@ -144,7 +144,7 @@ def run_rank(config: Config) -> int:
             if under_torchrun():
                 watchdog = Watchdog(folder, ranks=[me.local_rank], limit=config.miner.hang_timeout)
                 nodes = Nodes(
-                    open_store(),
+                    open_tcp_store(),
                     me,
                     stop_wanted=lambda: stop.wanted,
                     hangs=watchdog.hangs,
@@ -272,7 +272,7 @@ def open_connections(
     require_data(config)
     # wallet and chain
     member = join_network(config, folder, stack, wanted)
-    clock = ClockWatch(partial(measure, config, member.chain))
+    clock = ClockWatch(partial(measure_offset, config, member.chain))
     stack.callback(clock.close)
     # Before a download of hours: the network's rounds may have stopped.
     if config.is_public and (state := check_global_state(config, member.chain)).status == "warn":
@@ -296,7 +296,7 @@ def open_connections(
     global_bucket = open_global_bucket(config, member.chain, folder, wanted)
     resumes = any((folder / "checkpoints").glob("checkpoint-*"))
     outer_step, global_folder, seen = first_global_state(global_bucket, wanted, resumes=resumes)
-    model = model_config(global_folder)
+    model = read_model_config(global_folder)
     size = ""
     with suppress(ValueError):  # the trainer refuses such a model in words
         parameters = ModelShape.from_config(model).parameters

@@ -185,7 +185,7 @@ class Service(BoundedServer):
             raise Refused(Refusal.ROUTE)
         if head.method != "POST":
             raise Refused(Refusal.METHOD)
-        claim = auth.claim(head.headers, (auth.BTAUTH,))
+        claim = auth.read_claim(head.headers, (auth.BTAUTH,))
         if claim.receiver != self.registry.charter.identity:
             raise Refused(Refusal.RECEIVER)
         # Only looked at. A token is taken with the proof, or anybody could use up a hotkey's rate.

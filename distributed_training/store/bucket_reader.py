@@ -66,7 +66,7 @@ from .errors import (
     StoreError,
 )
 from .snapshot_folder import read_config, size_text
-from .transfer import Progress, Retry, bytes_missing, check_room, deadline_in, download
+from .transfer import Progress, Retry, bytes_missing, deadline_in, download, require_room
 from .uplink import Uplink
 
 log = logging.getLogger(__name__)
@@ -313,10 +313,10 @@ class BucketReader:
         folder, needed_in_all = aside.parent, needed + reserved
         older = [path for _, path in states(folder)]
         held = sum(file.stat().st_size for path in older for file in path.iterdir())
-        check_room(folder, needed_in_all, what=what, older=held)
+        require_room(folder, needed_in_all, what=what, older=held)
         for state in (*older, None):
             try:
-                check_room(folder, needed_in_all, what=what)
+                require_room(folder, needed_in_all, what=what)
                 break
             except NoRoomError:
                 if state is None:

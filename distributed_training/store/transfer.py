@@ -265,7 +265,7 @@ def _download(
     progress: Progress,
 ) -> None:
     part, notes = _part_of(path)
-    check_room(path.parent, bytes_missing(info, path), what=info.key)
+    require_room(path.parent, bytes_missing(info, path), what=info.key)
     done = _ranges_done(notes, part, info)
     # Not truncated: it holds the ranges of an earlier attempt.
     handle = os.open(part, os.O_RDWR | os.O_CREAT, 0o644)
@@ -281,7 +281,7 @@ def _download(
                     "attempt goes on from there"
                 )
             length = min(RANGE, info.size - start)
-            check_room(path.parent, length, what=info.key)  # others write to this disk too
+            require_room(path.parent, length, what=info.key)  # others write to this disk too
             for _ in range(2):
                 data = retry(store.get_range, info.key, start, length, etag=info.etag)
                 if len(data) == length:
@@ -327,7 +327,7 @@ def bytes_missing(info: ObjectInfo, path: Path) -> int:
     return info.size - sum(min(RANGE, info.size - start) for start in starts)
 
 
-def check_room(folder: Path, needed: int, *, what: str, older: int = 0) -> None:
+def require_room(folder: Path, needed: int, *, what: str, older: int = 0) -> None:
     """Raise NoRoomError unless ``needed`` bytes fit into ``folder``, with the reserve left free.
 
     ``older``: bytes of states there that can be deleted for it.

@@ -59,7 +59,7 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be used; the message says why."""
 
 
-def digest_of(manifest: dict[str, Any]) -> str:
+def manifest_digest(manifest: dict[str, Any]) -> str:
     as_read = json.loads(json.dumps(manifest))  # where keys are text
     return hashlib.sha256(json.dumps(as_read, sort_keys=True).encode()).hexdigest()
 
@@ -70,7 +70,7 @@ def manifest_of(path: Path) -> dict[str, Any]:
     if content is None:
         raise CheckpointError(f"{path.name} is missing or damaged")
     digest = content.pop(DIGEST, None)
-    if digest != digest_of(content) or content.get("format") != FORMAT:
+    if digest != manifest_digest(content) or content.get("format") != FORMAT:
         raise CheckpointError(
             f"{path.name} is damaged, or of another format than this miner's ({FORMAT})"
         )
@@ -471,7 +471,7 @@ class Checkpointer:
             "sha256": digest,
         }
         content = manifest | more
-        write_json(folder / f"rank-{rank}.json", content | {DIGEST: digest_of(content)})
+        write_json(folder / f"rank-{rank}.json", content | {DIGEST: manifest_digest(content)})
 
     def _named(self, state: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return the tensors of a state dict by their names in a file."""

@@ -60,7 +60,7 @@ def describe_inner(
     }
 
 
-def write_shard(
+def write_optimizer_shard(
     path: Path,
     description: Mapping[str, Any],
     *,

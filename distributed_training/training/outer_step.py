@@ -438,7 +438,7 @@ class OuterStep:
 # --- the global state -----------------------------------------------------------------------------
 
 
-def model_config(folder: Path) -> dict[str, Any]:
+def read_model_config(folder: Path) -> dict[str, Any]:
     """Return the ``config.json`` of a fetched state, with its extras. Raises ValueError."""
     return parse_config((folder / keys.CONFIG).read_bytes())[0]
 
@@ -500,7 +500,7 @@ class GlobalState:
 
         Raises ValueError for files that do not fit the model of their ``config.json``.
         """
-        config = model_config(folder)
+        config = read_model_config(folder)
         schema = parameter_schema(config)
         outer = load_outer_optimizer(folder / keys.OUTER_OPTIMIZER, schema)
         return cls(

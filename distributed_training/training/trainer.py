@@ -34,7 +34,7 @@ from .compression import compression_of
 from .epoch_starts import EpochStarts
 from .error_feedback import ErrorFeedback
 from .inner_optimizer import NEAR_THE_END, CosineSchedule, InnerOptimizer
-from .inner_state import describe_inner, write_shard
+from .inner_state import describe_inner, write_optimizer_shard
 from .local_evaluation import MEASURED, GradientCheck, Text, load_measured
 from .memory_plan import plan_batch
 from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
@@ -628,7 +628,7 @@ class Trainer:
                 "loss": float(last_loss),
             },
             write_inner=partial(
-                write_shard,
+                write_optimizer_shard,
                 description=description,
                 schema=self.schema,
                 rank=layout.shard,

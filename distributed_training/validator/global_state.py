@@ -92,7 +92,7 @@ class GlobalStateError(RuntimeError):
     """The global bucket holds something that cannot be gone on from. The text says what to do."""
 
 
-def claim(store: ObjectStore, network: Network) -> None:
+def claim_global_bucket(store: ObjectStore, network: Network) -> None:
     """Write into the global bucket whose it is.
 
     Raises WrongNetwork where it is another founder's: two networks of one name would overwrite each

@@ -26,7 +26,7 @@ from distributed_training.chain.identity import AddressUnknown, external_ip
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.config import Config, ConfigError
 from distributed_training.data.pipeline import held_out_batches
-from distributed_training.health.clock import ClockWatch, measure
+from distributed_training.health.clock import ClockWatch, measure_offset
 from distributed_training.network import save_copy
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
 from distributed_training.node.identity import Member, commit, follow_address, join_subnet
@@ -65,7 +65,7 @@ from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.global_state import (
     GlobalPublisher,
     GlobalStateError,
-    claim,
+    claim_global_bucket,
     initial_weights,
     small_llama,
 )
@@ -105,12 +105,12 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
 
     require_data(config)
     member = join_subnet(config, stack)
-    clock = ClockWatch(partial(measure, config, member.chain))
+    clock = ClockWatch(partial(measure_offset, config, member.chain))
     stack.callback(clock.close)
     store = open_own(config.store, config.store.global_model_name)
     check_own(store)
     if config.network is not None:
-        claim(store, config.network)
+        claim_global_bucket(store, config.network)
     # After the claim: a commitment sends everybody to this bucket.
     commit(member, own_commitment(config.store, store.bucket))
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)

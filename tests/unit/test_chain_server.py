@@ -183,7 +183,7 @@ def test_a_replay_is_refused_also_after_a_kill(tmp_path: Path, scheme: str) -> N
 def test_the_timeout_header_of_a_legacy_call(given: str, read: float | None) -> None:
     headers = sign("legacy", VALIDATOR, "/AllReduce", b"") | {"timeout": given}
     with nullcontext() if read is not None else pytest.raises(auth.Refused, match="malformed"):
-        assert auth.claim(headers, SCHEMES).header_timeout == read
+        assert auth.read_claim(headers, SCHEMES).header_timeout == read
 
 
 def test_a_refused_caller_is_logged_once_a_minute(

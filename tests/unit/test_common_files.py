@@ -43,7 +43,7 @@ from distributed_training.health import machine
 from distributed_training.health.machine import Examination, check_shared_memory
 from distributed_training.store.errors import NoRoomError
 from distributed_training.store.snapshot_folder import describe_full_disk
-from distributed_training.store.transfer import check_room
+from distributed_training.store.transfer import require_room
 from tests.tools.miner_parts import config_of
 
 
@@ -232,7 +232,7 @@ def test_free_space_that_is_not_told_is_not_taken_for_none(
         assert free_bytes(tmp_path) == (free if total else None)
         assert bool(describe_full_disk(tmp_path / "snapshots", 1000)) == bool(refused)
         with pytest.raises(NoRoomError) if refused else contextlib.nullcontext():
-            check_room(tmp_path, 1000, what="it")
+            require_room(tmp_path, 1000, what="it")
         verdicts = ("fail", "warn") if refused else ("ok", "ok") if total else ("warn", "skip")
         for check, verdict in zip((machine.check_room, check_shared_memory), verdicts, strict=True):
             assert check(examination).status == verdict

@@ -692,7 +692,7 @@ def test_a_snapshot_that_failed_holds_no_copies(
                 raise RuntimeError("unexpected pos") from error
             raise RuntimeError("unexpected pos")  # noqa: B904
 
-    monkeypatch.setattr(trainer_module, "write_shard", full)
+    monkeypatch.setattr(trainer_module, "write_optimizer_shard", full)
     handle = made.snapshot(tmp_path / "s", progress=Progress(0, 1, 1, [7]), block=1, last_loss=1.0)
     handle.join()
     assert isinstance(handle.error, RuntimeError)
@@ -708,7 +708,7 @@ def test_without_a_thread_training_waits_for_what_is_written(
     monkeypatch.setattr(threading.Thread, "start", none_left)
     handle = take_snapshot(made, tmp_path / "snapshot", Progress(0, 1, 1, [7]))
     assert (handle.folder / "gradients.pt").exists()
-    monkeypatch.setattr(trainer_module, "write_shard", full_disk)
+    monkeypatch.setattr(trainer_module, "write_optimizer_shard", full_disk)
     with pytest.raises(OSError, match="No space"):
         take_snapshot(made, tmp_path / "failed", Progress(0, 1, 1, [7]))
     keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")

@@ -25,7 +25,7 @@ from distributed_training.scoring.evaluator import evaluation_device
 from distributed_training.swarm.supervisor import SwarmUnavailable
 from distributed_training.telemetry import read_events
 from distributed_training.validator import program
-from distributed_training.validator.global_state import claim
+from distributed_training.validator.global_state import claim_global_bucket
 from distributed_training.validator.program import Parts
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.r2_keys import KEYS
@@ -66,11 +66,11 @@ def test_a_global_bucket_of_another_founder_is_left_alone() -> None:
         head = SimpleNamespace(name="lab", version=1)
         return SimpleNamespace(head=head, values={"chain.master_hotkey": master})
 
-    claim(store, network("first"))
-    claim(store, network("first"))  # a restart, or other rules of the same founder
+    claim_global_bucket(store, network("first"))
+    claim_global_bucket(store, network("first"))  # a restart, or other rules of the same founder
     before = store.get(keys.NETWORK, limit=999)
     with pytest.raises(WrongNetwork, match=r"bucket lab is another network's .* first, not") as end:
-        claim(store, network("second"))
+        claim_global_bucket(store, network("second"))
     assert exit_status_of(end.value) == ExitStatus.BAD_CONFIGURATION
     assert store.get(keys.NETWORK, limit=999) == before and "\n" not in str(end.value)
 
