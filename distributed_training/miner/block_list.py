@@ -43,9 +43,8 @@ class BlockList:
     a block that waits in the queue ages, and validators judge an upload by its newest *trained*
     block. ``hold_back``: micro-batches to leave out at the end of a new block that is twice as
     long, for previews: of the first one, unless ``data`` holds some from before, and of the first
-    one after each outer step. ``first``: the block that a fresh start begins with, which the ranks
-    have prepared already; else 0. ``recent``: validators refuse a list whose newest block is more
-    than so many behind the chain's (half a round).
+    one after each outer step. ``recent``: validators refuse a list whose newest block is more than
+    so many behind the chain's (half a round).
     """
 
     #: Seconds without any ready block after which a block that was served before is trained on
@@ -61,7 +60,6 @@ class BlockList:
         micro_batch_size: int,
         uid: int = 0,
         hold_back: int = 0,
-        first: int = 0,
         recent: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -77,7 +75,7 @@ class BlockList:
         self._done_at: float | None = None  # the last micro-batch
         # From one micro-batch to the next; the median leaves rounds and waits for data out.
         self._seconds: deque[float] = deque(maxlen=33)
-        self._last_requested = self._oldest = first
+        self._last_requested = self._oldest = 0
         self._gaps: list[tuple[int, int]] = []  # first and last of what lies unused between the two
         self._skipped = Repeats(_SAY_AGAIN)
         self._barren = False  # the last block had no data: the source may be down
@@ -89,7 +87,7 @@ class BlockList:
         self._repeat_line = Throttle(self.patience, clock=clock)
         self._remaining = 0  # micro-batches of it
         self._starving_since: float | None = None
-        self._ahead = [first] if first else []  # also: requested before a restart
+        self._ahead: list[int] = []  # to request first: before a restart they were already
         self._under_way = (0, 0, 0)  # block, sequences and position of a restored cursor
         self._since_step: set[int] = set()  # blocks in the inner step under way
         self._steps = 0  # inner steps that ended
@@ -329,13 +327,14 @@ class BlockList:
         }
 
     def load_state_dict(
-        self, state: dict[str, Any], cursor: dict[str, Any], *, exact: bool = True
+        self, state: dict[str, Any], cursor: dict[str, Any], *, exact: bool = True, first: int = 0
     ) -> None:
         """Go on after a restart, from a checkpoint's ``state`` and the data's ``cursor``.
 
-        Both may be empty. The block that was under way is begun again where it was, then those that
-        were prefetched. With another uid every block has other pages: none counts as trained on,
-        and those under way start over.
+        Both are empty after a fresh start, which begins with the block ``first`` if that is not 0:
+        the ranks have prepared it. Else the block that was under way is begun again where it was,
+        then those that were prefetched. With another uid every block has other pages: none counts
+        as trained on, and those under way start over.
 
         With another number of ranks or another micro-batch, a rank's sequences of a block are cut
         differently, and the trainer drops the micro-batches of the inner step under way. So it does
@@ -343,6 +342,8 @@ class BlockList:
         over: no page of a block that is listed goes untrained.
         """
         if not state:
+            self._ahead = [first] if first else []
+            self._last_requested = self._oldest = first
             return
         self._trained = {int(b): int(step) for b, step in state.get("blocks", [])}
         self._steps = int(state.get("steps", 0))

@@ -456,13 +456,13 @@ class RankZero:
             micro_batch_size=trainer.micro_batch_size,
             uid=info.uid,
             hold_back=trainer.preview_micro_batches,
-            first=training.first_block,
             recent=self.round_clock.half,
         )
         self.blocks.load_state_dict(
             training.kept.get("rank_zero", {}).get("blocks", {}),
             training.kept.get("data", {}),
             exact=training.checkpointer.exact,
+            first=training.first_block,
         )
         self.blocks.newest_published = connections.own.newest_block
         reload = config.miner.round_reload_timeout.total_seconds()

@@ -109,8 +109,8 @@ def saved(world: World) -> tuple[dict[str, Any], dict[str, int]]:
 
 def test_a_fresh_start_begins_with_what_was_prepared_meanwhile() -> None:
     world = World()
-    feed = world.feed(first=90)  # the chain has moved on since
-    feed.load_state_dict({}, {})
+    feed = world.feed()
+    feed.load_state_dict({}, {}, first=90)  # the chain has moved on since
     assert feed.on_boundary(may_begin=True) == DataPart(request=90)
     part = feed.on_boundary(may_begin=True)
     assert (part.request, part.begin) == (100, 90)
