@@ -99,6 +99,8 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
     keys = {name: os.environ.get(name, "") for name in KEY_VARIABLES}
     if not options.yes:
         for name, question in QUESTIONS:
+            if name in given:
+                continue
             default = _default_of(name)
             prompt = f"{question}{f' [{default}]' if default else ''}: "
             # Until it is one that the miner takes.

@@ -121,7 +121,7 @@ class Averaging:
                 result = self._swarm.average(request, cancelled=cancelled)
             except AllReduceError as error:
                 self._post(ev.RoundFailed(error.fault, error.detail, causes=error.causes))
-            except Exception as error:  # without an event the miner would wait for ever
+            except BaseException as error:  # without an event the miner would wait for ever
                 log.exception("The swarm failed with an unexpected error; please report it")
                 self._post(ev.RoundFailed(AllReduceFault.SWARM_DOWN, repr(error)))
             else:

@@ -26,8 +26,8 @@ class RankStop:
     """SIGTERM asks for a stop; SIGINT is the launcher's to handle (a terminal sends it to all).
 
     Under torchrun SIGINT and SIGHUP ask for one too. It handles them from its construction on, in
-    the main thread. ``events``: rank 0's queue, in which the stop
-    arrives as an event like any other.
+    the main thread. ``events``: rank 0's queue, in which the stop arrives as an event like any
+    other.
     """
 
     def __init__(self) -> None:
