@@ -293,8 +293,7 @@ class LocalSubnet:
             if not again or not self.options.restart_miners:
                 raise SubnetFailure(child.obituary)
             self._start_neuron(neuron)
-        assert self.services is not None
-        for service in self.services.children:
+        for service in self.services.children if self.services is not None else ():
             # Without store or chain nothing can work: at once, not at the deadline.
             if not service.running and not service.stopping:
                 raise SubnetFailure(service.obituary)

@@ -124,9 +124,10 @@ class FolderStore:
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[tuple[IO[bytes], ObjectInfo]]:
         """Open an object to read what its info describes, whoever replaces it meanwhile."""
-        # At once: a FIFO would wait for its writer.
-        flags = os.O_RDONLY | os.O_NONBLOCK
-        with self._errors(key), open(os.open(self._path(key), flags), "rb") as file:
+        # At once, since a FIFO would wait for its writer. open() closes what its opener opened and
+        # turns out to be a folder.
+        at_once = lambda path, flags: os.open(path, flags | os.O_NONBLOCK)
+        with self._errors(key), open(self._path(key), "rb", opener=at_once) as file:
             status = os.fstat(file.fileno())
             if not S_ISREG(status.st_mode):
                 raise FileNotFoundError

@@ -91,7 +91,8 @@ class Progress:
             now, (at, before) = self._clock(), self._since
             before += held
             self._since = at, before
-            if now - at < EVERY or self._there >= self._total:
+            # Of kept bytes alone no rate is known, and so no time that is left.
+            if not count or now - at < EVERY or self._there >= self._total:
                 return
             rate = (self._there - before) / (now - at)
             self._since = now, self._there

@@ -252,7 +252,7 @@ class NeuronState:
         # A clock that was set back makes the last sign one of the future: not silent then.
         silent = last is not None and time.time() - last > _SILENT_SECONDS
         gone = silent and any(path.exists() for path in named)
-        for path in named:
+        for path in named if gone else ():
             with contextlib.suppress(*_DAMAGED, OSError, psutil.Error):
                 process = psutil.Process(int(json.loads(path.read_bytes())["pid"]))
                 # One that began after the file was written has the same pid by chance.

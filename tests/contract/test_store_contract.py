@@ -223,7 +223,11 @@ def test_a_folder_takes_nothing_from_outside_and_nothing_without_its_disk(tmp_pa
         with pytest.raises(StoreError, match="no key"):
             store.put(key, b"x")
     os.mkfifo(tmp_path / "bucket" / "fifo")
-    assert store.get("fifo", limit=9) is None, "and nobody waits for it"
+    (tmp_path / "bucket" / "folder").mkdir()
+    opened = len(os.listdir("/proc/self/fd"))
+    for key in ("fifo", "folder"):
+        assert store.get(key, limit=9) is None, "and nobody waits for it"
+    assert len(os.listdir("/proc/self/fd")) == opened
     assert [o.key for o in store.list_objects()] == ["a"]
     reader = open_store(place, "bucket")
     with pytest.raises(AccessDeniedError):

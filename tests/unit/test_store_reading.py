@@ -287,6 +287,19 @@ def test_a_download_says_when_it_begins_and_ends_and_once_a_minute_how_far_it_is
     assert caplog.text == "", "it is there"
 
 
+def test_of_bytes_that_were_there_alone_no_time_left_is_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
+    now = 0.0
+    progress = transfer.Progress("Uploading", 100_000_000, clock=lambda: now)
+    now = 100.0
+    progress.add(0, held=40_000_000)
+    assert not caplog.records
+    progress.add(10_000_000)
+    assert caplog.messages == ["Uploading: 0.1 of 0.1 GB, 0.1 MB/s, 8 min left"]
+
+
 @pytest.mark.parametrize(
     "what", ["other files", "another revision", "withdrawn", "begun before the fetch"]
 )
