@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 #: keys of :data:`LATER`.
 FORMATS = (1, 2)
 #: Keys of format 2 alone. Each has a default; the digest has a key only where the file does.
-LATER = frozenset({"private", "round.compression"})
+LATER = frozenset({"private", "round.compression", "store.region", "store.addressing"})
 #: The files that come with the program, by the names that ``--network`` knows them by.
 BUILT_IN = {
     name: Path(__file__).parent / "networks" / f"{file}.toml"

@@ -346,8 +346,10 @@ class StoreSettings:
     """object store to use instead of R2, e.g. http://127.0.0.1:9000, or a folder: folder:///PLACE"""
     jurisdiction: Literal["default", "eu", "fedramp", "us"] = flag("r2.jurisdiction", "default")
     """R2 jurisdiction the buckets were made in"""
-    region: str = flag("r2.region", "auto")
+    region: str = flag("r2.region", "auto", network="store.region")
     """region name that requests are signed for"""
+    addressing: Literal["path", "virtual"] = rule("store.addressing", "path")
+    """where the bucket's name stands: after the store's host, or in it, before the rest"""
     write_interval: timedelta = 1.1 * SECOND  # between two writes of a key: R2 allows one a second
     connect_timeout: timedelta = 10 * SECOND
     read_timeout: timedelta = 60 * SECOND  # between two pieces of the store's answer

@@ -116,7 +116,7 @@ def flag(
     declared: dict[str, Any] = {"name": name, "env": env, "network": network, "fixed": fixed}
     if network:
         # Never written twice: a rule of the public network changes in its file alone.
-        default = _PUBLIC.get(network)
+        default = _PUBLIC.get(network, default)
     return Field(default, ge=ge, le=le, json_schema_extra=declared)
 
 

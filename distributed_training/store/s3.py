@@ -201,7 +201,10 @@ class S3ObjectStore:
                     proxies={scheme: proxy} if proxy else {},
                     # The store compares every part with its MD5, so the payload need not be hashed
                     # a second time for the signature.
-                    s3={"addressing_style": "path", "payload_signing_enabled": False},
+                    s3={
+                        "addressing_style": settings.addressing,
+                        "payload_signing_enabled": False,
+                    },
                 ),
             )
 
