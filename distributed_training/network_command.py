@@ -35,7 +35,6 @@ from distributed_training.common.kinds import PluginError, import_plugins
 from distributed_training.common.proxies import HUB, share
 from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.loader import WALLET, Parser, add_wallet, argument, ranged
-from distributed_training.config.model import KEY_VARIABLES
 from distributed_training.config.schema import schema
 from distributed_training.config.types import ConfigAway, EndpointUrl, File, Text
 from distributed_training.network import (
@@ -51,6 +50,7 @@ from distributed_training.network import (
     tree_of,
 )
 from distributed_training.protocol.keys import miner_bucket
+from distributed_training.protocol.metadata import LONGEST_KEY
 from distributed_training.protocol.types import ExitStatus
 
 _MASTER = "master"  # name of the wallet
@@ -80,7 +80,7 @@ def build_parser() -> Parser:
         "--store",
         type=argument(EndpointUrl),
         metavar="URL",
-        help="one S3 endpoint for all (default: R2, each his)",
+        help="one S3 endpoint for all, with --registry keys of any length (default: R2, each his)",
     )
     add("--miners", type=ranged(1, 4096), default=2, help="so many are expected at first (2)")
     add("--set", type=_assignment, action="append", default=[], metavar="KEY=VALUE", dest="more")
@@ -422,7 +422,7 @@ def _join(options: argparse.Namespace) -> None:
     missing = [
         setting.env
         for setting in schema("miner")
-        if setting.env in KEY_VARIABLES and config.get(setting.name) is None
+        if setting.env in config.key_variables and config.get(setting.name) is None
     ]
     flags = shlex.join(["--network", options.place, *wallet_flags, *_plugin_flags(options)])
     print(f"bucket {bucket}: make it, with a key that may read it and one that may write it")
@@ -474,6 +474,11 @@ def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
             f"\nThe registry, behind {options.registry}:\n  dt-registry serve {shlex.join(serve)}",
             f"an invitation for five who join:\n  dt-registry invite {shlex.join(invite)}",
         ]
+    if options.store is not None:
+        lengths = f"of up to {LONGEST_KEY} characters, and no account"
+        if options.registry is None:
+            lengths = "of R2's lengths (account 32, key 32, secret 64): a public chain has no other"
+        lines.append(f"\nKeys of {options.store}: {lengths}.")
     lines += [
         "\nThe validator, with the keys of the global bucket in .env:",
         f"  dt-validator {shlex.join(validator)}",

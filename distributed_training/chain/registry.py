@@ -45,7 +45,7 @@ SHORTEST_INTERVAL = timedelta(milliseconds=300)
 _LONGEST_WAIT = timedelta(seconds=30)  # between two tries while it is away
 KEPT = timedelta(seconds=20)  # an idle connection: shorter than the registry keeps it
 _FIRST_ANSWER = timedelta(seconds=30)  # to one command
-_MOST_BYTES = 16 * 2**20  # of an answer; 4096 neurons have 2 MB
+_MOST_BYTES = 16 * 2**20  # of an answer; 4096 neurons have 2 MB, with the longest keys up to 11
 _CLOCK_APART = 4.0  # seconds, from which a refused write names the clocks
 # RuntimeError: nested too deeply, or no thread is left in which a name is looked up.
 _FAILURES = (httpx.HTTPError, RuntimeError, ValueError, LookupError, TypeError)

@@ -147,6 +147,19 @@ class Config(AllSettings):
         return self.node == 0
 
     @property
+    def any_key(self) -> bool:
+        """True where a key of the store may have any length, and needs no account beside it.
+
+        All peers know the store then, and the commitment is not on a public chain.
+        """
+        return self.store.endpoint_url is not None and self.chain.kind != "bittensor"
+
+    @property
+    def key_variables(self) -> tuple[str, ...]:
+        """The variables of the store's keys that this network needs."""
+        return KEY_VARIABLES[1:] if self.any_key else KEY_VARIABLES
+
+    @property
     def preset(self) -> str:
         return self.general.preset
 
@@ -181,8 +194,8 @@ TIMEOUT_HIERARCHY = (
     "round.reload_timeout",
 )
 
-# Fields of StoreSettings, and how many characters R2 gives each. A commitment on the chain has no
-# separators: validators drop one whose parts are longer or shorter.
+# Fields of StoreSettings, and how many characters R2 gives each. A commitment on a public chain has
+# no separators: validators drop one whose parts are longer or shorter.
 _KEYS = {
     "account_id": 32,
     "read_access_key_id": 32,
@@ -292,17 +305,18 @@ def check_addresses(config: Config) -> Iterator[str]:
 def check_keys(config: Config) -> Iterator[str]:
     if not config.leads:
         return  # nothing is published there
-    values = {f"R2_{name.upper()}": getattr(config.store, name) for name in _KEYS}
-    keys = {
-        variable: value.get_secret_value() if isinstance(value, SecretStr) else value or ""
-        for variable, value in values.items()
-    }
+    keys = {}
+    for variable in config.key_variables:
+        value = getattr(config.store, variable.removeprefix("R2_").lower())
+        keys[variable] = value.get_secret_value() if isinstance(value, SecretStr) else value or ""
+    own_store = config.store.endpoint_url is not None
+    where = "one key of the store" if own_store else "R2 dashboard, Manage API tokens; one token"
     missing = [variable for variable, text in keys.items() if not text]
     # Alone: of keys that are not there no comparison is worth a line.
     if missing:
         yield (
             f"{', '.join(missing)} not set, so nothing could be uploaded: put them into .env "
-            "(R2 dashboard, Manage API tokens; one token to read, one to read and write)"
+            f"({where} to read, one to read and write)"
         )
         return
     for part in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
@@ -312,18 +326,20 @@ def check_keys(config: Config) -> Iterator[str]:
                 "the chain for ever, so anybody could overwrite this bucket: make a second token "
                 "that may only read (R2 dashboard, Manage API tokens) and put it into .env"
             )
-    if not config.is_public or config.store.endpoint_url is not None:
-        return  # the lengths are R2's
-    for (variable, text), length in zip(keys.items(), _KEYS.values(), strict=True):
-        if len(text) == length:
+    if not config.is_public or config.any_key:
+        return
+    for variable, text in keys.items():
+        published, length = "_WRITE_" not in variable, _KEYS[variable.removeprefix("R2_").lower()]
+        if len(text) == length or (own_store and not published):
             continue
-        if "_WRITE_" in variable:
-            consequence = "the store would refuse every upload"
-        else:
+        consequence = "the store would refuse every upload"
+        if published:
             consequence = "validators would drop this miner's commitment"
+        remedy = "copy it again from the R2 dashboard into .env"
+        if own_store:
+            remedy = "a public chain needs a store whose keys are as long as those of R2"
         yield (
-            f"{variable} has {len(text)} characters instead of {length}, so {consequence}: copy it "
-            "again from the R2 dashboard into .env"
+            f"{variable} has {len(text)} characters instead of {length}, so {consequence}: {remedy}"
         )
 
 

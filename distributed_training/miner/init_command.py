@@ -113,7 +113,8 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
                     print(f"  {error}")
         # The keys that neither the environment nor .env has.
         held = read_dotenv(DOTENV)
-        for name in (*KEY_VARIABLES, *([_INVITATION] if "network" in given else [])):
+        wanted = _config_of(given).key_variables
+        for name in (*wanted, *([_INVITATION] if "network" in given else [])):
             if not (keys.get(name) or held.get(name)):
                 read: Callable[[str], str] = input if name == "R2_ACCOUNT_ID" else getpass.getpass
                 keys[name] = read(f"{name} (empty: later, in .env): ").strip()

@@ -85,7 +85,7 @@ def commitment_text(settings: StoreSettings) -> str:
         _text(settings.read_secret_access_key),
     )
     try:
-        return build_commitment(credentials)
+        return build_commitment(credentials, any_length=settings.endpoint_url is not None)
     except CommitmentError as error:
         raise ConfigError(
             f"the read keys do not fit into a commitment ({error}), so nobody could read this "
@@ -156,7 +156,9 @@ class PeerBuckets:
 
     def _open(self, bucket: str, hotkey: str) -> BucketReader:
         try:
-            credentials = parse_commitment(self._chain.commitment(hotkey) or "")
+            any_length = self._settings.endpoint_url is not None
+            text = self._chain.commitment(hotkey) or ""
+            credentials = parse_commitment(text, any_length=any_length)
         except CommitmentError as error:
             raise NoBucket(f"hotkey {hotkey}: {error}") from None
         known = self._known.get(bucket)

@@ -1,9 +1,11 @@
 """Read and write a miner's metadata: commitment, ``metadata.json`` and ``config.json``.
 
-The *commitment* is 128 characters on the chain through which others can read a miner's bucket
-(protocol page, section 2): account id (32), read access key id (32), read secret (64). It is public
-by design: only ever put *read* credentials there. ``metadata.json`` and the extra fields of
-``config.json`` name the revision that the files of a bucket belong to (protocol page, section 3).
+The *commitment* is a text on the chain through which others can read a miner's bucket (protocol
+page, section 2). It has 128 characters: account id (32), read access key id (32), read secret (64).
+Where the network's file names the store, it may be the last two of any length, with a space between
+them. It is public by design: only ever put *read* credentials there. ``metadata.json`` and the
+extra fields of ``config.json`` name the revision that the files of a bucket belong to (protocol
+page, section 3).
 """
 
 from __future__ import annotations
@@ -19,6 +21,8 @@ from typing import Any
 from .types import Revision
 
 LENGTH = 128
+LONGEST_KEY = 512  # characters, of a key or its secret
+LONGEST = 2 * LONGEST_KEY + 1
 _PARTS = (("account id", 32), ("read access key id", 32), ("read secret access key", 64))
 
 
@@ -35,21 +39,41 @@ class BucketCredentials:
     secret_access_key: str = field(repr=False)
 
 
-def build_commitment(credentials: BucketCredentials) -> str:
-    """Return 128 ASCII characters. Raises CommitmentError naming the part whose length is wrong."""
+def build_commitment(credentials: BucketCredentials, *, any_length: bool = False) -> str:
+    """Return the commitment: 128 ASCII characters where the lengths are R2's.
+
+    ``any_length``: the store is known to all peers, so others are keys alone.
+
+    Raises CommitmentError naming the part whose length is wrong.
+    """
     values = (credentials.account_id, credentials.access_key_id, credentials.secret_access_key)
-    for value, (name, length) in zip(values, _PARTS, strict=True):
-        if len(value) != length:
+    parts = [(value, *part) for value, part in zip(values, _PARTS, strict=True)]
+    alone = any_length and any(len(value) != length for value, _, length in parts)
+    for value, name, length in parts[1:] if alone else parts:
+        if alone and not 1 <= len(value) <= LONGEST_KEY:
+            raise CommitmentError(
+                f"{name} has {len(value)} characters, a commitment takes 1 to {LONGEST_KEY}"
+            )
+        if not alone and len(value) != length:
             raise CommitmentError(
                 f"{name} has {len(value)} characters, a commitment needs {length}"
             )
         if not _visible_ascii(value):
             raise CommitmentError(f"{name} holds characters that are not visible ASCII")
-    return "".join(values)
+    return " ".join(values[1:]) if alone else "".join(values)
 
 
-def parse_commitment(text: str) -> BucketCredentials:
-    """Read a commitment. Raises CommitmentError unless it is 128 visible ASCII characters."""
+def parse_commitment(text: str, *, any_length: bool = False) -> BucketCredentials:
+    """Read a commitment; the form of keys alone only with ``any_length``.
+
+    Raises CommitmentError for any other text.
+    """
+    # First: the text is another's, and may be of any size.
+    if any_length and len(text) <= LONGEST and " " in text:  # the other form has no space
+        keys = text.split(" ")
+        if len(keys) != 2 or not all(0 < len(k) <= LONGEST_KEY and _visible_ascii(k) for k in keys):
+            raise CommitmentError("the commitment is not two keys with one space between them")
+        return BucketCredentials("", *keys)
     # By length alone: there is no separator between the parts.
     if len(text) != LENGTH:
         raise CommitmentError(f"a commitment has {LENGTH} characters, this one has {len(text)}")

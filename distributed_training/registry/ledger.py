@@ -26,10 +26,10 @@ from typing import Annotated, Any
 from pydantic import AfterValidator, Field
 
 from distributed_training.chain.base import ChainError, Neuron
+from distributed_training.protocol.metadata import LONGEST
 
 MAX_UIDS = 256
 FIRST_BLOCK = 1000
-MAX_COMMITMENT = 128  # bytes, as on the public chain
 #: Blocks after its registration during which nobody takes a neuron's uid, as on the public chain.
 IMMUNITY = 4096
 MOST_LOSSES = 1000  # outer steps of which the held-out loss is kept
@@ -314,8 +314,9 @@ class Ledger:
     def commit(self, hotkey: str, text: str) -> None:
         with self.change():
             uid = self._own("commit", hotkey)
-            if len(text.encode()) > MAX_COMMITMENT:
-                raise ChainError(f"commit: a commitment has at most {MAX_COMMITMENT} bytes")
+            # Others are up to six times as long in JSON, which would fill the list for all.
+            if len(text) > LONGEST or not (text.isascii() and text.isprintable()):
+                raise ChainError(f"commit: a commitment has at most {LONGEST} characters of ASCII")
             self._db.execute("UPDATE neurons SET commitment = ? WHERE uid = ?", (text, uid))
 
     def serve(self, hotkey: str, ip: Address, port: Port) -> None:

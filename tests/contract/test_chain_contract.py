@@ -149,7 +149,7 @@ def test_commitments(setup: Setup) -> None:
     assert setup.chain.commitment(setup.me.ss58) == text
     wait_for(lambda: setup.other_chain.commitment(setup.me.ss58) == text)
     with pytest.raises(ChainError):
-        setup.chain.commit("x" * 129)
+        setup.chain.commit("x" * 1026)
     assert setup.chain.commitment(setup.me.ss58) == text
 
 

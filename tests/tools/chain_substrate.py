@@ -157,6 +157,8 @@ class LedgerSubstrate:
             if call.function == "set_commitment":
                 ((kind, raw),) = call.params["info"]["fields"][0].items()
                 assert kind == f"Raw{len(raw)}"
+                if len(raw) > 128:  # there is no such kind
+                    raise ChainError("commit: more than 128 bytes")
                 pallet.commit(bytes(raw).decode())
             elif call.function == "serve_axon":
                 assert call.params["netuid"] == self.netuid

@@ -18,6 +18,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from distributed_training.chain.kinds import CHAINS
 from distributed_training.config import ConfigError, load_config
 from distributed_training.network_command import main
+from distributed_training.node.buckets import commitment_text
 from distributed_training.node.start import fetch_tokenizer
 from distributed_training.training.memory_plan import local_llama_config
 from distributed_training.training.model import parameter_schema
@@ -255,3 +256,33 @@ def test_a_store_with_a_bucket_in_its_url_is_refused(tmp_path: Path, capsys) -> 
         found(tmp_path / "lab", "--store", "https://s3.example.org/lab")
     assert "leave out '/lab', the bucket's name is added here" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+AWS = {
+    "R2_READ_ACCESS_KEY_ID": "AKIA" + "R" * 16,
+    "R2_READ_SECRET_ACCESS_KEY": "r/" + "r" * 38,
+    "R2_WRITE_ACCESS_KEY_ID": "AKIA" + "W" * 16,
+    "R2_WRITE_SECRET_ACCESS_KEY": "w+" + "w" * 38,
+}
+
+
+def test_keys_of_any_store_are_right_where_the_file_names_it(tmp_path: Path, capsys) -> None:
+    """Without an account, and with the region of that store; a public chain has R2's lengths."""
+    store = ("--store", "https://s3.example.org", "--set", "store.region=eu-central-1")
+    assert found(tmp_path / "lab", *store, "--set", "store.addressing=virtual") == 0
+    assert "Keys of https://s3.example.org: of up to 512 characters" in capsys.readouterr().out
+    argv = ["--network", str(tmp_path / "lab" / "network.toml")]
+    config = load_config("miner", argv, environ=AWS, dotenv=None)
+    assert (config.store.region, config.store.addressing) == ("eu-central-1", "virtual")
+    assert commitment_text(config.store) == " ".join([*AWS.values()][:2])
+    config = load_config("miner", [*argv, "--r2.region", "x"], environ=AWS, dotenv=None)
+    assert config.store.region == "x", "a default, which an operator may know better"
+    with pytest.raises(ConfigError, match=r"R2_READ_ACCESS_KEY_ID not set.*one key of the store"):
+        load_config("miner", argv, environ=AWS | {"R2_READ_ACCESS_KEY_ID": ""}, dotenv=None)
+
+    words = ("--name", "lab", "--host", "192.0.2.7", "--netuid", "7", "--data-source", "stdlib")
+    assert main(["init", str(tmp_path / "sub"), *words, *store[:2]]) == 0
+    assert "of R2's lengths (account 32" in capsys.readouterr().out
+    argv = ["--network", str(tmp_path / "sub" / "network.toml")]
+    with pytest.raises(ConfigError, match=r"READ_ACCESS_KEY_ID has 20.*instead of 32.*public"):
+        load_config("miner", argv, environ=AWS | {"R2_ACCOUNT_ID": "a" * 32}, dotenv=None)

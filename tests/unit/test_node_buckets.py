@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from distributed_training.chain.base import Neuron
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import StoreSettings
 from distributed_training.node import buckets
-from distributed_training.node.buckets import check_own, own_commitment
+from distributed_training.node.buckets import NoBucket, PeerBuckets, check_own, own_commitment
 from distributed_training.node.start import NetworkFailure
 from distributed_training.store.errors import (
     AccessDeniedError,
@@ -49,3 +52,29 @@ def test_a_read_key_that_can_write_ends_the_start_for_good(monkeypatch) -> None:
     )
     with pytest.raises(ConfigError, match="R2_READ_ACCESS_KEY_ID can write"):
         own_commitment(settings, "bucket")
+
+
+def test_another_writes_its_keys_in_any_form_and_costs_itself_alone() -> None:
+    """The readers of commitments, of a store that all peers know and of R2."""
+    texts = {
+        "aws": "AKIA7 secret/of+40",
+        "r2": "a" * 32 + "b" * 32 + "c" * 64,
+        "hostile": "k " * 10**6,
+        "empty": " ",
+    }
+    chain: Any = SimpleNamespace(commitment=texts.get)
+    found = {}
+    for endpoint in ("http://127.0.0.1:1", None):
+        readers = PeerBuckets(StoreSettings(endpoint_url=endpoint), chain)
+        for uid, hotkey in enumerate([*texts, "absent"]):
+            try:
+                found[endpoint, hotkey] = readers.of_miner(Neuron(uid, hotkey)).name
+            except NoBucket as error:
+                assert len(str(error)) < 150 and "secret/" not in str(error)
+    name = StoreSettings().global_model_name
+    own, public = "http://127.0.0.1:1", None
+    assert found == {
+        (own, "aws"): f"{name}-000",
+        (own, "r2"): f"{name}-001",
+        (public, "r2"): f"{name}-001",
+    }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from distributed_training.protocol import keys
@@ -142,3 +142,59 @@ def test_a_credential_of_the_wrong_length_is_named_and_not_shown() -> None:
     with pytest.raises(CommitmentError, match="read secret access key has 3") as caught:
         build_commitment(BucketCredentials("a" * 32, "b" * 32, "xyz"))
     assert "xyz" not in str(caught.value)
+
+
+VISIBLE = st.text(st.characters(min_codepoint=0x21, max_codepoint=0x7E), min_size=1, max_size=512)
+
+
+@given(VISIBLE, VISIBLE, st.sampled_from(["", "a" * 32]))
+@example("AKIA" + "7" * 16, "w/" + "J" * 38, "a" * 32)  # AWS
+@example("GK" + "a" * 24, "b" * 64, "")  # Garage
+@example("b" * 63, "c" * 64, "")  # 128 characters in all
+def test_keys_of_any_length_are_a_commitment_where_the_store_is_known(
+    key: str, secret: str, account: str
+) -> None:
+    mine = BucketCredentials(account, key, secret)
+    text = build_commitment(mine, any_length=True)
+    if tuple(map(len, (account, key, secret))) != (32, 32, 64):
+        mine = BucketCredentials("", key, secret)
+        for early in ({}, {"any_length": False}):  # a program that does not know the form drops it
+            with pytest.raises(CommitmentError):
+                parse_commitment(text, **early)
+            with pytest.raises(CommitmentError):
+                build_commitment(BucketCredentials(account, key, secret), **early)
+    assert parse_commitment(text, any_length=True) == mine
+
+
+def test_r2s_lengths_have_one_form_alone() -> None:
+    text = build_commitment(CREDENTIALS)
+    assert build_commitment(CREDENTIALS, any_length=True) == text
+    assert parse_commitment(text, any_length=True) == CREDENTIALS
+
+
+@given(st.text(max_size=140) | st.text(st.sampled_from(" ab\x00é"), max_size=1100))
+@example("a" * 512 + " " + "b" * 513)
+@example("a " * 1_000_000)
+@example(" " * 1025)
+def test_a_hostile_commitment_is_dropped_or_two_keys(text: str) -> None:
+    try:
+        found = parse_commitment(text, any_length=True)
+    except CommitmentError as error:
+        assert len(str(error)) < 120
+    else:
+        parts = [found.account_id, found.access_key_id, found.secret_access_key]
+        assert " ".join(parts[1:]) == text or "".join(parts) == text
+        assert all(len(part) <= 512 and part.isascii() and part.isprintable() for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("key", "secret", "named"),
+    [
+        ("", "s", "key id has 0"),
+        ("k", "s" * 513, "secret access key has 513"),
+        ("k k", "s", "not visible"),
+    ],
+)
+def test_a_key_that_no_commitment_takes_is_named(key: str, secret: str, named: str) -> None:
+    with pytest.raises(CommitmentError, match=named):
+        build_commitment(BucketCredentials("", key, secret), any_length=True)

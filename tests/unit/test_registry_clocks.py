@@ -17,8 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed_training.chain.auth import BTAUTH, BTAUTH_MAX_AGE, Claim, Refused
+from distributed_training.chain.base import ChainError
+from distributed_training.protocol.metadata import LONGEST
 from distributed_training.registry import ledger, service, store
 from distributed_training.registry.store import CLOCK_SKEW, Charter, Registry, Replayed
+from tests.tools.chain_memory import MemoryLedger
 from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR
 
 pytestmark = pytest.mark.timeout(120)
@@ -329,3 +332,14 @@ def test_a_file_of_0_2_0_is_taken_over(tmp_path: Path, monkeypatch: pytest.Monke
     store.restore(tmp_path / "old.db", tmp_path)
     world.open()
     assert world.registry.uid_of(PEER.ss58) == 1
+
+
+def test_the_list_of_members_stays_readable_whatever_they_commit() -> None:
+    """Each client reads at most 16 MiB of it: one that all refuse would end the network."""
+    members = MemoryLedger()
+    members.register("5" * 48)
+    for text in ("\0" * LONGEST, "é" * 200, "k" * (LONGEST + 1), "a\nb"):
+        with pytest.raises(ChainError, match="at most 1025 characters of ASCII"):
+            members.commit("5" * 48, text)
+    members.commit("5" * 48, "\\" * LONGEST)
+    assert 4096 * len(members.view.content) < 12 * 2**20
