@@ -94,7 +94,20 @@ class SignedClient:
 
         async def one(client: httpx.AsyncClient, neuron: Neuron) -> dict[str, Any] | None:
             async with gate:
-                if not self._may_call(neuron):
+                if neuron.port is None:
+                    return None
+                try:
+                    reachable = reach(neuron.ip) <= self._narrowest
+                except ValueError:
+                    reachable = False
+                if not reachable:
+                    if self._may_warn():
+                        log.warning(
+                            "uid %d is not called: it announces %s, which others cannot reach; on "
+                            "a private network give this validator's own address with --dht.ip",
+                            neuron.uid,
+                            neuron.ip,
+                        )
                     return None
                 # When it is its turn: a nonce that waited for the others would be stale.
                 headers = auth.sign_btauth(
@@ -110,20 +123,6 @@ class SignedClient:
         uids = (neuron.uid for neuron in neurons)
         return dict(zip(uids, asyncio.run(sweep()), strict=True))
 
-    def _may_call(self, neuron: Neuron) -> bool:
-        try:
-            allowed = reach(neuron.ip) <= self._narrowest
-        except ValueError:
-            allowed = False
-        if not allowed and neuron.port is not None and self._may_warn():
-            log.warning(
-                "uid %d is not called: it announces %s, which others cannot reach; on a private "
-                "network give this validator's own address with --dht.ip",
-                neuron.uid,
-                neuron.ip,
-            )
-        return allowed
-
 
 async def _post(
     client: httpx.AsyncClient,
@@ -134,8 +133,6 @@ async def _post(
     timeout: timedelta,
 ) -> dict[str, Any] | None:
     """Return the fields of the miner's reply; None if it did not take the call."""
-    if neuron.port is None:
-        return None
     host = f"[{neuron.ip}]" if ":" in neuron.ip else neuron.ip
     url = f"http://{host}:{neuron.port}/{name}"
     headers = {**headers, "content-type": "application/json"}

@@ -376,8 +376,27 @@ class RegistryChain(Chain):
                     }
                     there, lost = True, {**shown, **self._written} != shown
             if lost or state.version < seen.version:
-                # It came back without some of what we have read of it.
-                self._write_again(seen.version, state.version, there=there)
+                # It came back without some of what we have read of it. What is ours is brought
+                # before the state is believed: an older endpoint of ours looks like another's.
+                log.warning(
+                    "The registry at %s went back from version %d to %d: it was restored from an "
+                    "older backup; endpoint and commitment are written again, nothing needs to be "
+                    "done",
+                    self._url,
+                    seen.version,
+                    state.version,
+                )
+                try:
+                    if own in self._by_hotkey and not there:
+                        # Another uid would mean another bucket.
+                        uid = self._by_hotkey[own].uid
+                        self._post("register", {**self._registration(), "uid": uid})
+                        there = True
+                    for kind, fields in self._written.items() if there else ():
+                        self._post(kind, fields)
+                except ChainError as refusal:
+                    log.warning("The registry refused it: %s", refusal)
+                self._seen = None  # all of it is asked for again
                 state = self._ask()
         found = {uid: (neuron, text) for uid, neuron, text in state.rows if neuron is not None}
         rows = [found[uid] for uid in sorted(found)]
@@ -416,30 +435,6 @@ class RegistryChain(Chain):
             raise Unusable(f"it is {state.registry} now, no longer {self.identity}")
         self.identity = state.registry
         return replace(state, etag=answer.headers.get("etag", ""))
-
-    def _write_again(self, before: int, version: int, *, there: bool) -> None:
-        """Bring what a restored registry lost: our uid (unless ``there``), endpoint, commitment.
-
-        Before its state is believed: an older endpoint of our own looks like a second miner's.
-        """
-        log.warning(
-            "The registry at %s went back from version %d to %d: it was restored from an older "
-            "backup; endpoint and commitment are written again, nothing needs to be done",
-            self._url,
-            before,
-            version,
-        )
-        own = self._wallet.ss58 if self._wallet is not None else ""
-        try:
-            if own in self._by_hotkey and not there:
-                # Another uid would mean another bucket.
-                self._post("register", {**self._registration(), "uid": self._by_hotkey[own].uid})
-                there = True
-            for kind, fields in self._written.items() if there else ():
-                self._post(kind, fields)
-        except ChainError as refusal:
-            log.warning("The registry refused it: %s", refusal)
-        self._seen = None  # all of it is asked for again
 
     def close(self) -> None:
         self._stop.set()
