@@ -36,6 +36,7 @@ from distributed_training.common.files import json_line, parse_toml, write_bytes
 from distributed_training.common.http import TooLong, ask
 from distributed_training.common.memory import ModelShape
 from distributed_training.common.proxies import proxy_for
+from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
 
 if TYPE_CHECKING:
     import ssl
@@ -46,7 +47,16 @@ if TYPE_CHECKING:
 #: keys of :data:`LATER`.
 FORMATS = (1, 2)
 #: Keys of format 2 alone. Each has a default; the digest has a key only where the file does.
-LATER = frozenset({"private", "round.compression", "store.region", "store.addressing"})
+LATER = frozenset(
+    {
+        "private",
+        "round.compression",
+        "store.region",
+        "store.addressing",
+        "data.selection",
+        "data.held_out_pages",
+    }
+)
 #: The files that come with the program, by the names that ``--network`` knows them by.
 BUILT_IN = {
     name: Path(__file__).parent / "networks" / f"{file}.toml"
@@ -261,6 +271,8 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
         raise NetworkFileError(
             f"{missing[0]}{more} is missing", "every peer needs each value: add it"
         )
+    if flat.get("data.selection") == 2:
+        _refuse_pages(flat)
     files = {FILE: text, **_load_model(flat, beside)}
     digest = digest_of(flat)
     head = _head({key: flat[key] for key in HEAD_KEYS & {*flat}})
@@ -382,6 +394,25 @@ def _refuse_size(head: Head) -> None:
         raise NetworkFileError(
             f"model.parameters is {head.parameters} and its model.config has {count}",
             "correct the one that is wrong",
+        )
+
+
+def _refuse_pages(flat: Mapping[str, Any]) -> None:
+    """Raise NetworkFileError where pages are drawn by a permutation and there are too few."""
+    rows, of_a_page = flat.get("data.rows"), flat["data.rows_per_page"]
+    held_out = flat.get("data.held_out_pages", HELD_OUT_PAGES)
+    if rows is None:
+        raise NetworkFileError(
+            "data.selection is 2 without data.rows, so a change of the data would move all pages",
+            "add data.rows",
+        )
+    if not all(type(number) is int and number > 0 for number in (rows, of_a_page, held_out)):
+        return  # refused with its own line
+    if (pages := rows // of_a_page) <= held_out:
+        raise NetworkFileError(
+            f"data.rows makes {pages} pages of {of_a_page} rows and data.held_out_pages is "
+            f"{held_out}, so none is left to train on",
+            "lower data.held_out_pages or data.rows_per_page",
         )
 
 

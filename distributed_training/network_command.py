@@ -51,9 +51,11 @@ from distributed_training.network import (
 )
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.metadata import LONGEST_KEY
+from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
 from distributed_training.protocol.types import ExitStatus
 
 _MASTER = "master"  # name of the wallet
+_HELD_OUT_SHARE = 16  # of so many pages one is held out, where there are few
 _HUB_SECONDS = 10.0  # of the question for a tokenizer's commit
 
 
@@ -138,6 +140,7 @@ def _init(options: argparse.Namespace) -> None:
     rules = _rules(options)
     # Before the folder is made: the source of the data may be away.
     _pin(rules["data"], unpinned=options.unpinned)
+    _draw(rules["data"])
     if not options.unpinned:
         _pin_tokenizer(rules["tokenizer"])
     try:
@@ -267,6 +270,17 @@ def _pin(data: dict[str, Any], *, unpinned: bool) -> None:
         ) from None
     if not free:
         data |= {key: value for key, value in vars(found).items() if value is not None}
+
+
+def _draw(data: dict[str, Any]) -> None:
+    """Give pinned data the draw by which nobody shares a page, and hold pages out."""
+    if data.get("rows") is not None:
+        data.setdefault("selection", 2)
+    rows, of_a_page = data.get("rows"), data["rows_per_page"]
+    # What is of another type is refused with the whole file.
+    if data.get("selection") == 2 and type(rows) is type(of_a_page) is int and of_a_page > 0:
+        share = rows // of_a_page // _HELD_OUT_SHARE
+        data.setdefault("held_out_pages", max(1, min(HELD_OUT_PAGES, share)))
 
 
 def _pin_tokenizer(table: dict[str, Any]) -> None:

@@ -20,6 +20,8 @@ from pydantic import SecretStr
 
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.network import Network
+from distributed_training.protocol.page_permutation import DrawPages, PagePermutation
+from distributed_training.protocol.pages import select_pages
 
 from .settings import AllSettings, ChainSettings
 from .types import ConfigError, show
@@ -172,6 +174,20 @@ class Config(AllSettings):
     def tokenizer_revision(self) -> str | None:
         """The commit of the tokenizer that the network's file pins; None: the newest."""
         return self.network.head.tokenizer_revision if self.network is not None else None
+
+    @property
+    def draw_pages(self) -> DrawPages:
+        """The rule by which this network's pages are drawn (``data.selection``)."""
+        if self.data.selection == 1 or self.network is None:
+            return select_pages
+        return PagePermutation(
+            # Not the run id: held-out pages must stay so through versions of the file.
+            key=f"{self.network.head.name} {self.miner.master_ss58_address}",
+            rows_per_page=self.data.rows_per_page,
+            pages_per_block=self.data.pages_per_block,
+            max_uids=self.miner.max_uids,
+            held_out_pages=self.data.held_out_pages,
+        )
 
     @property
     def run_folder(self) -> Path:

@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
 from distributed_training.protocol.synapses import LARGEST_GROUP
 
 from .types import (
@@ -219,6 +220,11 @@ class DataSettings:
     """rows of a page"""
     max_length: int = rule("data.max_length", ge=1, le=10_000_000)
     """tokens of a row; the rest of it is dropped"""
+    selection: int = rule("data.selection", 1, ge=1, le=2)
+    """the rule by which pages are drawn. 1: that of the public network, by which neighbours share
+    pages; 2: different pages for everybody, of pinned data"""
+    held_out_pages: int = rule("data.held_out_pages", HELD_OUT_PAGES, ge=1, le=100_000)
+    """with data.selection 2: pages that nobody trains on"""
     prefetch_blocks: int = flag("data.prefetch_blocks", 2, ge=1, le=1000)
     """blocks prepared ahead of the one in training"""
     max_prefetch_blocks: int = flag("data.max_prefetch_blocks", 8, ge=1, le=1000)

@@ -37,6 +37,7 @@ from distributed_training.common.processes import (
 )
 from distributed_training.config.settings import DataSettings, SourceSpec
 from distributed_training.config.types import ConfigError, load_optional
+from distributed_training.protocol.page_permutation import DrawPages
 from distributed_training.protocol.pages import pages_read_by, select_pages
 
 from .page_source import (
@@ -75,6 +76,7 @@ class WorkerSpec:
     eos_id: int
     folder: Path
     vocabulary: int | None = None
+    draw_pages: DrawPages = select_pages
 
     @property
     def blocks(self) -> Path:
@@ -88,6 +90,7 @@ class WorkerSpec:
             settings.rows_per_page, settings.max_length, self.uid, self.rank, self.world_size,
             self.sequence_length, self.eos_id, self.vocabulary,
             tokenizer_hash(self.tokenizer_path), *filter(None, [settings.revision]),
+            *(() if self.draw_pages is select_pages else [repr(self.draw_pages)]),
         ]  # fmt: skip
         # Short: it becomes a part of paths.
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
@@ -251,7 +254,7 @@ class RowsTokens:
         dealt = pages_read_by(rank=self._spec.rank, world_size=self._spec.world_size, n_pages=pages)
         # All of an owner's pages: each draw follows from those before it.
         of_rank = {
-            owner: select_pages(
+            owner: self._spec.draw_pages(
                 uid=self._spec.uid,
                 local_rank=owner,
                 block=block,

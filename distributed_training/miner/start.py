@@ -386,6 +386,7 @@ def build_training(
             eos_id=info.eos_id,
             folder=folder / "data",
             vocabulary=int(info.model_config["vocab_size"]),
+            draw_pages=config.draw_pages,
         ),
         micro_batch_size=trainer.micro_batch_size,
         device=context.device,

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import numpy as np
-
 SPLIT = "train"  # of which all pages are
 ROWS_PER_PAGE = 100  # left free at a config's end, whatever data.rows_per_page says
 VALIDATOR_PAGES = 2  # of the five that a miner fetches, the first two
@@ -34,6 +32,8 @@ def select_pages(
 
     Raises ValueError for negative arguments, no configs, or a config of fewer than 102 rows.
     """
+    import numpy as np  # here: config, which --help waits for, knows this function
+
     if min(uid, local_rank, block, n_pages) < 0:
         raise ValueError("uid, local_rank, block and n_pages must not be negative")
     # Sorted: a server may list them in another order to each peer.

@@ -44,6 +44,7 @@ from distributed_training.protocol.gradients import (
     max_payload_bytes,
 )
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata, MetadataError
+from distributed_training.protocol.page_permutation import DrawPages
 from distributed_training.protocol.pages import select_pages
 from distributed_training.protocol.scoring import blocks_are_fresh
 from distributed_training.store.base import ObjectInfo
@@ -246,6 +247,7 @@ class PageReader:
     rows_per_page: int
     max_length: int
     limit: int = 0
+    draw_pages: DrawPages = select_pages
     patience: timedelta = timedelta(minutes=5)  # with the pages of a block, beside the last one's
 
     @classmethod
@@ -262,6 +264,7 @@ class PageReader:
             rows_per_page=config.data.rows_per_page,
             max_length=config.data.max_length,
             limit=limit,
+            draw_pages=config.draw_pages,
         )
 
     def __call__(self, uid: int, block: int) -> Tensor:
@@ -279,7 +282,7 @@ class PageReader:
             # Each rank apart: the miner's ranks cut their own text, and joined it would shift.
             for rank in range(self.ranks):
                 rows: list[str] = []
-                for config, row, split in select_pages(
+                for config, row, split in self.draw_pages(
                     uid=uid,
                     local_rank=rank,
                     block=block,

@@ -99,12 +99,19 @@ def test_the_data_are_pinned_as_their_source_serves_them(tmp_path: Path, capsys)
     assert found(tmp_path / "lab", "--data-source", f"parquet:{data}") == 0
     values = read(tmp_path / "lab").network.values
     assert (values["data.rows"], values["data.revision"]) == (300, commit)
+    assert (values["data.selection"], values["data.held_out_pages"]) == (2, 1)  # of three
+    same = ("--data-source", f"parquet:{data}", "--set", "data.selection=1")
+    assert found(tmp_path / "shared", *same) == 0
+    assert read(tmp_path / "shared").data.selection == 1
     away = ("--data-source", "hf", "--set", "data.rows_url=http://127.0.0.1:1")
     assert found(tmp_path / "other", *away) == 1
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert "the data cannot be pinned" in line and not (tmp_path / "other").exists()
     assert found(tmp_path / "other", *away, "--unpinned") == 0
-    assert "data.rows" not in read(tmp_path / "other").network.values
+    assert not {"data.rows", "data.selection"} & {*read(tmp_path / "other").network.values}
+    free = ("--set", "data.selection=2", "--unpinned")
+    assert found(tmp_path / "free", *away, *free) == 2
+    assert "data.selection is 2 without data.rows" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("more", [(), ("--unpinned",), ("--set", "data.rows=300")])

@@ -33,6 +33,8 @@ from distributed_training.network import (
     tree_of,
 )
 from distributed_training.protocol.keys import averager_prefix
+from distributed_training.protocol.page_permutation import PagePermutation
+from distributed_training.protocol.pages import select_pages
 from distributed_training.protocol.types import ExitStatus
 from tests.tools.chain_raw import trickle
 from tests.tools.r2_keys import KEYS
@@ -134,6 +136,19 @@ def test_private_addresses_are_right_in_a_private_network_alone(tmp_path: Path) 
     assert load(private, tmp_path, "--axon.external_ip", "fd12::5").chain.private
 
 
+def test_pages_are_drawn_by_the_rule_that_the_file_names(tmp_path: Path) -> None:
+    """Held-out pages stay so through versions of the file: the draw does not change with them."""
+    assert load(EXAMPLE, tmp_path).draw_pages is select_pages
+    second = EXAMPLE.replace("\nrevision = ", "\nselection = 2\nheld_out_pages = 8\nrevision = ")
+    draws = [
+        load(signed(text, ALICE, beside=beside), tmp_path, kind=kind).draw_pages
+        for text in (second, second.replace("version = 1 ", "version = 2 "))
+        for kind in ("miner", "validator")
+    ]
+    rule = PagePermutation(f"example {ALICE.ss58_address}", 100, 5, 256, 8)
+    assert draws == [rule] * 4
+
+
 def test_the_canonical_form_is_the_documents() -> None:
     import hashlib
 
@@ -150,6 +165,10 @@ def test_the_canonical_form_is_the_documents() -> None:
         ("format = 2 ", "format = 1 ", "exchange is a key of format 2"),
         ('exchange = "hivemind"', 'exchange = "pigeons"', "exchange 'pigeons'"),
         ('exchange = "hivemind"', "", "exchange is missing"),
+        ("\nrows = 1", "\nselection = 3\nrows = 1", "3 is more than 2"),
+        ("\nrows = 1_200_000", "\nselection = 2", "data.selection is 2 without data.rows"),
+        ("\nrows = 1_200_000", "\nselection = 2\nrows = 3299", "makes 32 pages of 100 rows and"),
+        ("\nrows = 1_200_000", '\nselection = 2\nrows = "a"', "data.rows in"),
         ("run = 5 ", 'private = "LAN"\nrun = 5 ', "private in "),
         ("warmup_steps", "warmup_step", "did you mean training.warmup_steps?"),
         ("[compression] ", "[comprssion] ", "did you mean compression."),

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import pickle
+from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from distributed_training.config import load_config
+from distributed_training.data.block_builder import RowsTokens, WorkerSpec
+from distributed_training.data.page_source import Counts
+from distributed_training.protocol.page_permutation import PagePermutation
 from distributed_training.protocol.pages import select_pages
 from distributed_training.scoring.upload import DataUnavailable, PageReader
+from tests.tools.network import network_file
+from tests.tools.r2_keys import KEYS
 
 pytestmark = pytest.mark.timeout(60)
 NUM_ROWS = {"a": 500, "b": 900}
 
 
 class ByteTokenizer:
-    def encode_rows(self, rows: list[str], *, max_length: int) -> np.ndarray:
+    def encode_rows(self, rows: list[str], *, max_length: int, **_: object) -> np.ndarray:
         tokens = [t for row in rows for t in [*row.encode()[:max_length], 256]]
         return np.array(tokens, dtype=np.int32)
 
@@ -74,6 +83,40 @@ def test_the_first_pages_of_each_rank_are_read() -> None:
     ]
     assert source.asked == expected
     assert found.shape[1] == 16 and found.shape[0] % 2 == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_a_miner_and_the_validator_draw_the_same_pages_of_a_network_of_its_own(
+    tmp_path: Path, tokenizer: tuple[Path, int], world_size: int
+) -> None:
+    """With data.selection 2 from the one file that both have; nothing that is held out is read."""
+    rules = {"format": 2, "exchange": "hivemind", "data.selection": 2, "data.pages_per_block": 3,
+             "data.rows_per_page": 20, "data.rows": 1400, "data.held_out_pages": 5}  # fmt: skip
+    file = network_file(tmp_path, rules)
+    miner, validator = (
+        load_config(kind, ["--network", file], environ=KEYS, dotenv=None, check=False)
+        for kind in ("miner", "validator")
+    )
+    read: set[tuple[str, int]] = set()
+    for rank in range(world_size):
+        source = Source()
+        own = WorkerSpec(
+            settings=miner.data, uid=6, rank=rank, world_size=world_size, sequence_length=16,
+            tokenizer_path=tokenizer[0], eos_id=tokenizer[1], folder=tmp_path,
+            draw_pages=pickle.loads(pickle.dumps(miner.draw_pages)),
+        )  # fmt: skip
+        assert own.blocks != replace(own, draw_pages=select_pages).blocks
+        RowsTokens(own, source, ByteTokenizer(), Counts()).block(77, 3)
+        read |= {(config, row) for config, row, _, limit in source.asked if limit == 20}
+    source = Source()
+    reader = PageReader.from_settings(validator, *tokenizer)
+    replace(reader, source=source, tokenizer=ByteTokenizer(), sequence_length=16)(6, 77)
+    judged = {(config, row) for config, row, _, _ in source.asked}
+    assert len(judged) == 8 and judged <= read and len(read) >= 3 * world_size
+    draw = miner.draw_pages
+    assert isinstance(draw, PagePermutation)
+    held_out = {(config, row) for config, row, _ in draw.held_out(NUM_ROWS)}
+    assert len(held_out) == 5 and not held_out & read
 
 
 def test_a_limit_takes_the_same_number_of_each_rank() -> None:
