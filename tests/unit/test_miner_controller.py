@@ -33,7 +33,7 @@ RESULT = AllReduceResult(("a", "b"), (), 0.1, 0.2, 0.3)
 
 class Swarm:
     def __init__(self) -> None:
-        self.outcome: AllReduceResult | Exception = RESULT
+        self.outcome: AllReduceResult | BaseException = RESULT
         self.release = threading.Event()
         self.cancelled = False
         self.event: threading.Event | None = None  # the round's own
@@ -41,7 +41,7 @@ class Swarm:
     def average(self, request: RoundRequest, *, cancelled: threading.Event) -> AllReduceResult:
         self.event = cancelled
         assert self.release.wait(30)
-        if isinstance(self.outcome, Exception):
+        if isinstance(self.outcome, BaseException):
             raise self.outcome
         return self.outcome
 
@@ -152,10 +152,11 @@ def test_a_whole_round() -> None:
     [
         (AllReduceError(AllReduceFault.NO_GROUP), AllReduceFault.NO_GROUP),
         (RuntimeError("hivemind fell over"), AllReduceFault.SWARM_DOWN),
+        (SystemExit("a library ended its thread"), AllReduceFault.SWARM_DOWN),
     ],
-    ids=["known", "unknown"],
+    ids=["known", "unknown", "no Exception"],
 )
-def test_a_failed_round_costs_time_only(error: Exception, fault: AllReduceFault) -> None:
+def test_a_failed_round_costs_time_only(error: BaseException, fault: AllReduceFault) -> None:
     rig = Rig()
     rig.swarm.outcome = error
     rig.swarm.release.set()
