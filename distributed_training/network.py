@@ -55,6 +55,10 @@ LATER = frozenset(
         "store.addressing",
         "data.selection",
         "data.held_out_pages",
+        "training.decay_from",
+        "training.decay_steps",
+        "training.schedule",
+        "training.weight_decay_on",
     }
 )
 #: The files that come with the program, by the names that ``--network`` knows them by.

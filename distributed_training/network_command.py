@@ -17,6 +17,7 @@ import argparse
 import ipaddress
 import json
 import os
+import re
 import shlex
 import shutil
 import sys
@@ -24,6 +25,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -35,6 +37,7 @@ from distributed_training.common.kinds import PluginError, import_plugins
 from distributed_training.common.proxies import HUB, share
 from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.loader import WALLET, Parser, add_wallet, argument, ranged
+from distributed_training.config.model import check_schedule
 from distributed_training.config.schema import schema
 from distributed_training.config.types import ConfigAway, EndpointUrl, File, Text
 from distributed_training.network import (
@@ -49,6 +52,7 @@ from distributed_training.network import (
     toml_value,
     tree_of,
 )
+from distributed_training.node.start import hub_is_away
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.metadata import LONGEST_KEY
 from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
@@ -56,6 +60,7 @@ from distributed_training.protocol.types import ExitStatus
 
 _MASTER = "master"  # name of the wallet
 _HELD_OUT_SHARE = 16  # of so many pages one is held out, where there are few
+_HIGHEST_RATE = 0.1  # of AdamW
 _HUB_SECONDS = 10.0  # of the question for a tokenizer's commit
 
 
@@ -143,6 +148,7 @@ def _init(options: argparse.Namespace) -> None:
     _draw(rules["data"])
     if not options.unpinned:
         _pin_tokenizer(rules["tokenizer"])
+    _refuse_vocabulary(rules["tokenizer"], rules["model"].get("config"))
     try:
         # For the founder alone: the keys in it are the network's authority.
         folder.mkdir(mode=0o700)
@@ -212,6 +218,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     rules["store"]["global_bucket"] = options.bucket or options.name
     if options.store:
         rules["store"]["endpoint"] = options.store
+    rules["training"]["weight_decay_on"] = "matrices"
     # At first the validator and one miner are all there is.
     rules["round"]["min_group_size"] = 2
     for key, value in options.more:
@@ -310,6 +317,37 @@ def _pin_tokenizer(table: dict[str, Any]) -> None:
     )
 
 
+def _refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
+    """Raise ConfigError for a tokenizer that cannot be used, or has more words than the model.
+
+    One of the hub is looked at where its commit is known.
+    """
+    from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
+
+    name, words = table["name"], model.get("vocab_size") if isinstance(model, dict) else None
+    if not isinstance(name, str) or not isinstance(words, int):
+        return  # the whole file is refused with its line
+    revision = table.get("revision")
+    pinned = isinstance(revision, str) and re.fullmatch(r"[0-9a-f]{40}", revision)
+    if not (name == "bytes" or Path(name).is_dir() or pinned):
+        return
+    with TemporaryDirectory() as folder:
+        try:
+            path, end = build_tokenizer(name, Path(folder), revision=revision)
+        except ValueError as error:
+            if hub_is_away(error):
+                print(f"the tokenizer was not looked at: {error}", file=sys.stderr)
+                return
+            raise ConfigError(f"no network was founded: {error}") from None
+        needed = TextTokenizer(path, eos_id=end).vocabulary
+    if needed > words:
+        raise ConfigError(
+            f"the tokenizer {name} has {needed} words and the model's vocab_size is {words}, so it "
+            "could not be trained on its text and no network was founded: give --model with a "
+            "larger one, or another --tokenizer"
+        )
+
+
 def _model(options: argparse.Namespace, training: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``[model]``. Raises ConfigError."""
     from distributed_training.common.memory import ModelShape
@@ -333,12 +371,19 @@ def _model(options: argparse.Namespace, training: Mapping[str, Any]) -> dict[str
         length = training.get("sequence_length")
         refuse_attention(model, length if isinstance(length, int) else None)
         count = sum(parameter.numel() for parameter in model.parameters())
-        return {"parameters": count, "config": content}
     except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(
             f"there is no model to found a network with ({error}), so nothing was founded: give "
             "--model with the config.json of a Llama-like model"
         ) from None
+    positions = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(length, int) and isinstance(positions, int) and length > positions:
+        raise ConfigError(
+            f"training.sequence_length {length} is above {positions}, the positions that the model "
+            f"has, so no network was founded: --set training.sequence_length={positions}, or "
+            "correct max_position_embeddings"
+        )
+    return {"parameters": count, "config": content}
 
 
 def _without_nulls(value: Any) -> Any:
@@ -362,7 +407,17 @@ def _write(path: Path, text: str) -> None:
     trial = path.with_name(f".{path.name}")
     write_bytes(trial, text.encode(), durable=False)
     try:
-        load_config("miner", ["--network", str(trial)], environ={}, dotenv=None, check=False)
+        given = ["--network", str(trial)]
+        config = load_config("miner", given, environ={}, dotenv=None, check=False)
+        problems = list(check_schedule(config))
+        rate = config.training.learning_rate
+        if config.training.optimizer == "adamw" and rate > _HIGHEST_RATE:
+            problems.append(
+                f"training.learning_rate {rate} is above {_HIGHEST_RATE}, at which AdamW trains no "
+                "model, so nothing was signed: give a rate such as 2.5e-4"
+            )
+        if problems:
+            raise ConfigError(problems[0])
         os.replace(trial, path)
     except ConfigError as error:
         raise ConfigError(str(error).replace(str(trial), str(path))) from None

@@ -299,6 +299,33 @@ def check_values(config: Config) -> Iterator[str]:
         )
 
 
+def check_schedule(config: Config) -> Iterator[str]:
+    training, remedy = config.training, "correct the network's file"
+    begins, lasts = training.decay_from, training.decay_steps
+    if training.learning_rate <= 0:
+        yield f"training.learning_rate is 0, so nothing would be learned: {remedy}"
+    if training.warmup_steps >= training.total_steps:
+        yield (
+            f"training.warmup_steps {training.warmup_steps} is not below training.total_steps "
+            f"{training.total_steps}, so the learning rate would never fall: {remedy}"
+        )
+    if (begins is None) != (lasts is None):
+        yield (
+            "training.decay_from and training.decay_steps stand for one decay, and only one of "
+            f"them is there, so none would begin: {remedy}"
+        )
+    elif begins is not None and training.schedule != "constant":
+        yield (
+            "training.decay_from is of training.schedule constant and this one is "
+            f"{training.schedule}, so the learning rate would not follow it: {remedy}"
+        )
+    elif begins is not None and begins < training.warmup_steps:
+        yield (
+            f"training.decay_from {begins} is below training.warmup_steps "
+            f"{training.warmup_steps}, so the decay would begin in the warm-up: {remedy}"
+        )
+
+
 def check_addresses(config: Config) -> Iterator[str]:
     for name in ("axon.external_ip", "dht.ip"):
         value = (config.get(name) or "").strip("[]")
@@ -363,6 +390,7 @@ def check_keys(config: Config) -> Iterator[str]:
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_network_choice,
     check_values,
+    check_schedule,
     check_addresses,
     check_keys,
 )

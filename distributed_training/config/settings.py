@@ -475,10 +475,18 @@ class TrainingSettings:
     total_steps: int = rule("training.total_steps", ge=1, le=10**9)
     """inner steps in total at which the cosine schedule of the learning rate ends; where the cosine
     falls below a tenth of the highest rate, the rate stays at a tenth"""
+    schedule: Literal["cosine", "constant"] = rule("training.schedule", "cosine")
+    """the learning rate after the warm-up: a cosine, or the highest until the decay begins"""
+    decay_from: int | None = rule("training.decay_from", ge=0, le=10**9)
+    """inner steps of the network after which the constant learning rate decays to zero"""
+    decay_steps: int | None = rule("training.decay_steps", ge=1, le=10**9)
+    """inner steps of that decay"""
     optimizer: str = rule("training.optimizer", "adamw")
     """the inner optimizer, by the name that it is registered with"""
     weight_decay: float = rule("training.weight_decay", ge=0, le=10)
     """weight decay of AdamW"""
+    weight_decay_on: Literal["all", "matrices"] = rule("training.weight_decay_on", "all")
+    """'matrices': no weight decay of embeddings and of parameters of one dimension"""
     adam_beta1: float = rule("training.adam_beta1", ge=0, le=0.9999)
     """first moment decay of AdamW"""
     adam_beta2: float = rule("training.adam_beta2", ge=0, le=0.9999)

@@ -191,7 +191,7 @@ def fetch_tokenizer(config: Config, folder: Path) -> tuple[Path, int]:
     try:
         return build_tokenizer(name, folder / "tokenizer", revision=config.tokenizer_revision)
     except (ValueError, OSError) as error:
-        if _hub_is_away(error):
+        if hub_is_away(error):
             raise NetworkFailure(
                 f"the tokenizer {name} is not on this machine and the Hugging Face hub does not "
                 "answer, so no text could be read: check the network, or give a folder with "
@@ -225,7 +225,7 @@ def require_data(config: Config) -> None:
         log.warning("Whether the data are the network's is not known yet (%s)", error)
 
 
-def _hub_is_away(error: BaseException | None) -> bool:
+def hub_is_away(error: BaseException | None) -> bool:
     """Return whether transformers' error began with a hub that did not answer."""
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 

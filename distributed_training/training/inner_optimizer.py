@@ -6,7 +6,7 @@ tensors of the parameter's shape, which are sharded, copied, offloaded and uploa
 and counts. Neither snapshot, checkpoint nor memory plan know more of it.
 
 The learning rate rises linearly during the warm-up and then follows a cosine; shape and constants
-are the public network's (protocol page, section 5).
+are the public network's (protocol page, section 5). Or it stays, until the founder has it decay.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,41 +33,57 @@ NEAR_THE_END = 0.9
 
 
 @dataclass
-class CosineSchedule:
+class Schedule:
     """Maps the number of finished inner steps, never reset, to a learning rate.
 
     The first step trains at ``peak / warmup_steps``: unlike the common form, which spends its
-    first step at a learning rate of zero.
+    first step at a learning rate of zero. With ``constant`` the rate stays at its peak until
+    ``decay_from``, and falls to zero over the ``decay_steps`` that follow.
     """
 
     peak: float
     warmup_steps: int
-    total_steps: int
+    total_steps: int  # of the cosine
+    constant: bool = False
+    decay_from: int | None = None
+    decay_steps: int | None = None
     factor: float = 1.0  # of the peak; lowered for ``slow_steps`` after a roll-back
     slow_until: int = 0  # inner steps in total at which ``factor`` returns to 1
 
-    def __post_init__(self) -> None:
-        if self.peak <= 0:
-            raise ValueError(
-                f"training.learning_rate {self.peak} is not above 0, so nothing would be learned: "
-                "give a positive rate such as 2.5e-4"
-            )
-        if not 0 <= self.warmup_steps < self.total_steps:
-            raise ValueError(
-                f"training.warmup_steps {self.warmup_steps} is not below training.total_steps "
-                f"{self.total_steps}, so the learning rate would never fall: correct one of them"
-            )
+    @classmethod
+    def of(cls, settings: TrainingSettings) -> Schedule:
+        """Return a network's. Its numbers fit each other (``config.model.check_schedule``)."""
+        return cls(
+            settings.learning_rate,
+            settings.warmup_steps,
+            settings.total_steps,
+            settings.schedule == "constant",
+            settings.decay_from,
+            settings.decay_steps,
+        )
 
     def rate(self, finished_steps: int) -> float:
         """Return the learning rate of the step after ``finished_steps`` steps."""
-        step = finished_steps + 1
+        step, shape = finished_steps + 1, 1.0
         if step <= self.warmup_steps:
             shape = step / self.warmup_steps
-        else:
+        elif not self.constant:
             progress = (step - self.warmup_steps) / (self.total_steps - self.warmup_steps)
             shape = max(LOWEST, 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress))))
+        elif self.decay_from is not None and self.decay_steps is not None:
+            # Better than a straight line wherever the two were compared (Haegele et al. 2024,
+            # arXiv 2405.18392, section 3).
+            progress = (step - self.decay_from) / self.decay_steps
+            shape = 1.0 - math.sqrt(min(1.0, max(0.0, progress)))
         slow = self.factor if finished_steps < self.slow_until else 1.0
         return self.peak * shape * slow
+
+    @property
+    def end(self) -> int | None:
+        """Inner steps after which the rate falls no more; None: it does not fall."""
+        if not self.constant:
+            return self.total_steps
+        return None if self.decay_steps is None else (self.decay_from or 0) + self.decay_steps
 
     def slow_down(self, finished_steps: int, *, steps: int) -> None:
         """Halve the rate for the next ``steps`` steps. A second call compounds."""
@@ -218,6 +234,7 @@ class _Lane:
 class InnerOptimizer:
     """Updates the shards in place; bits do not depend on ``offload``.
 
+    ``embeddings``: names of those of the model.
     ``state``: by name, this rank's rows for every parameter. With ``offload`` they live in (pinned)
     host memory and visit the device bucket by bucket, in two places that are used in turn: while
     one bucket is computed the next one comes and the one before leaves, on streams of their own.
@@ -229,8 +246,17 @@ class InnerOptimizer:
         settings: TrainingSettings,
         *,
         offload: bool,
+        embeddings: Collection[str] = (),
     ) -> None:
         self.offload = offload
+        #: Names of the parameters that have no weight decay by ``weight_decay_on``. A row of an
+        #: embedding has few gradients and would be shrunk at each step (OLMo 2, arXiv 2501.00656).
+        self.undecayed = frozenset(
+            shard.name
+            for shard in shards
+            if settings.weight_decay_on == "matrices"
+            and (len(shard.shape) < 2 or shard.name in embeddings)
+        )
         self._names = names = find_state(settings)
         device = shards[0].local.device
         self._device = device
@@ -246,23 +272,30 @@ class InnerOptimizer:
             name: [torch.zeros(p.shape, device=home, pin_memory=pinned) for p in self._params]
             for name in names.rows
         }
-        # Parameters that are stepped together: all of them, unless their state visits the device.
-        buckets: list[list[int]] = [[]]
-        size = 0
-        for i, param in enumerate(self._params):
-            if param.numel() == 0:
-                continue  # fewer rows than ranks: this rank has none of it
-            if offload and buckets[-1] and size + param.numel() > OFFLOAD_BUCKET:
-                buckets.append([])
-                size = 0
-            buckets[-1].append(i)
-            size += param.numel()
+        # Parameters that are stepped together, by an optimizer of their own: all that are decayed
+        # alike, unless their state visits the device.
+        buckets: list[list[int]] = []
+        for decayed in (True, False):
+            buckets.append([])
+            size = 0
+            for i, param in enumerate(self._params):
+                if (shards[i].name not in self.undecayed) is not decayed or param.numel() == 0:
+                    continue  # fewer rows than ranks: this rank has none of it
+                if offload and buckets[-1] and size + param.numel() > OFFLOAD_BUCKET:
+                    buckets.append([])
+                    size = 0
+                buckets[-1].append(i)
+                size += param.numel()
         self._buckets = [bucket for bucket in buckets if bucket]
         self._coming = _Lane(device if pinned else None)
         self._leaving = _Lane(device if pinned else None)
         factory = OPTIMIZERS[settings.optimizer]
         parts = [[self._params[i] for i in bucket] for bucket in self._buckets]
-        self._optimizers = [factory(part, settings) for part in parts]
+        rest = replace(settings, weight_decay=0.0)
+        self._optimizers = [
+            factory(part, rest if shards[bucket[0]].name in self.undecayed else settings)
+            for bucket, part in zip(self._buckets, parts, strict=True)
+        ]
         # Of a rank that has no rows as well: what the optimizer says of itself.
         model = factory([nn.Parameter(torch.zeros(1))], settings)
         self.name, self.group = type(model).__name__, model.param_groups[0]

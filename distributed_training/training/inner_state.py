@@ -29,12 +29,12 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from distributed_training.common.files import atomic_file
 from distributed_training.protocol.gradients import Schema
 
-from .inner_optimizer import CosineSchedule, InnerOptimizer
+from .inner_optimizer import InnerOptimizer, Schedule
 
 
 def describe_inner(
     schema: Schema,
-    schedule: CosineSchedule,
+    schedule: Schedule,
     optimizer: InnerOptimizer,
     *,
     finished_steps: int,
@@ -44,9 +44,14 @@ def describe_inner(
     rate = schedule.rate(finished_steps)
     here = {"lr": rate, "foreach": None, "fused": None}
     group = {key: here.get(key, value) for key, value in optimizer.group.items() if key != "params"}
-    group |= {"initial_lr": schedule.peak, "params": [name for name, _ in schema]}
+    group |= {"initial_lr": schedule.peak}
+    names = [name for name, _ in schema]
+    groups = [group | {"params": [name for name in names if name not in optimizer.undecayed]}]
+    if optimizer.undecayed:
+        rest = [name for name in names if name in optimizer.undecayed]
+        groups.append(group | {"weight_decay": 0.0, "params": rest})
     return {
-        "optimizer_state_dict": {"param_groups": [group]},
+        "optimizer_state_dict": {"param_groups": groups},
         "learning_rate": rate,
         "scheduler_state": {  # as LambdaLR.state_dict() (protocol page, section 3)
             "base_lrs": [schedule.peak],

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.gradients import Schema
@@ -33,11 +33,12 @@ from .collectives import Layout, on_host, open_stream
 from .compression import compression_of
 from .epoch_starts import EpochStarts
 from .error_feedback import ErrorFeedback
-from .inner_optimizer import NEAR_THE_END, CosineSchedule, InnerOptimizer
+from .inner_optimizer import NEAR_THE_END, InnerOptimizer, Schedule
 from .inner_state import describe_inner, write_optimizer_shard
 from .local_evaluation import MEASURED, GradientCheck, Text, load_measured
 from .memory_plan import plan_batch
 from .micro_batches import KnownSize, MicroBatches, facts_of, measured_micro_batch
+from .model import plain_name
 from .outer_rule import outer_rule_of
 from .outer_step import OuterStep
 from .sharding import build_sharded_model
@@ -113,11 +114,14 @@ class Trainer:
         # After the model: all ranks must make their groups in one order.
         self.stream = stream = open_stream(layout, STREAM_TIMEOUT)
         shards = self.sharded.shards
-        self.schedule = CosineSchedule(
-            settings.learning_rate, settings.warmup_steps, settings.total_steps
-        )
+        self.schedule = Schedule.of(settings)
         offload = self.sharded.plan.offload_optimizer
-        self.optimizer = InnerOptimizer(shards, settings, offload=offload)
+        embeddings = {
+            f"{plain_name(name)}.weight"
+            for name, module in self.sharded.model.named_modules()
+            if isinstance(module, nn.Embedding)
+        }
+        self.optimizer = InnerOptimizer(shards, settings, offload=offload, embeddings=embeddings)
         self._say(self.optimizer.line)
         self.feedback = ErrorFeedback(
             mode=settings.error_feedback,
@@ -490,18 +494,28 @@ class Trainer:
 
     def _warn_near_the_end(self, rate: float) -> None:
         """Warn once per start that the schedule is where its rate is the lowest."""
-        total = self.schedule.total_steps
-        near = self.total_inner_steps >= NEAR_THE_END * total
-        if near and self.rank == 0 and not self._warned_of_the_end:
+        end = self.schedule.end
+        if end is None or self.rank != 0 or self._warned_of_the_end:
+            return
+        if self.schedule.constant:
+            self._warned_of_the_end = self.total_inner_steps >= end
+            if self._warned_of_the_end:
+                log.warning(
+                    "Inner step %d is the end of the decay: the learning rate is 0, so nothing is "
+                    "learned any more: the founder exports the model, or signs a file without "
+                    "training.decay_from",
+                    self.total_inner_steps,
+                )
+        elif self.total_inner_steps >= NEAR_THE_END * end:
             self._warned_of_the_end = True
             log.warning(
                 "Inner step %d of training.total_steps %d: the learning rate is at %.0f %% of its "
                 "peak and stays there, so later steps learn slowly: a network's file with a larger "
                 "value, such as %d, raises it again",
                 self.total_inner_steps,
-                total,
+                end,
                 100 * rate / self.schedule.peak,
-                2 * total,
+                2 * end,
             )
 
     def begin_schedule(self, network_steps: int) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import pytest
 
 from distributed_training.config import Config, ConfigError, load_config, problems
+from distributed_training.config.model import check_schedule
 from distributed_training.config.settings import MinerSettings
 from tests.tools.miner_parts import config_of
 from tests.tools.r2_keys import KEYS
@@ -66,6 +67,32 @@ def test_waits_of_a_networks_file_end_before_those_around_them(
     made = config_of(rules={f"round.{key}": value for key, value in rules.items()})
     line = problems(made)[0]
     assert text in line and "ask its founder" in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("rules", "text"),
+    [
+        ({"learning_rate": 0}, "nothing would be learned"),
+        ({"warmup_steps": 9, "total_steps": 9}, "9 is not below training.total_steps 9"),
+        ({"decay_from": 2000}, "only one of them"),
+        ({"decay_steps": 10}, "only one of them"),
+        ({"decay_from": 2000, "decay_steps": 10}, "this one is cosine"),
+        (
+            {"schedule": "constant", "decay_from": 999, "decay_steps": 10},
+            "decay_from 999 is below training.warmup_steps 1000",
+        ),
+        ({"schedule": "constant", "decay_from": 1000, "decay_steps": 10}, ""),
+        ({"schedule": "constant"}, ""),
+    ],
+)
+def test_a_schedule_that_cannot_be_followed_is_one_line(
+    rules: dict[str, object], text: str
+) -> None:
+    second = {"format": 2, "exchange": "hivemind"}
+    made = config_of(rules=second | {f"training.{key}": value for key, value in rules.items()})
+    found = list(check_schedule(made))
+    assert len(found) == bool(text)
+    assert not text or (text in found[0] and "correct the network's file" in found[0])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from distributed_training.chain.kinds import CHAINS
 from distributed_training.config import ConfigError, load_config
+from distributed_training.data.tokenizer import build_tokenizer, byte_tokenizer
 from distributed_training.network_command import main
 from distributed_training.node.buckets import commitment_text
 from distributed_training.node.start import fetch_tokenizer
@@ -184,11 +185,18 @@ def test_the_tokenizer_is_pinned_where_the_hub_tells_its_commit(
         raise LocalEntryNotFoundError("offline")
 
     monkeypatch.setattr(HfApi, "model_info", info)
-    of = ("--model", str(model), "--tokenizer", "some/name")
+    of = ("--model", str(model), "--tokenizer", "some/name", "--set", "training.sequence_length=64")
+    looked_at = byte_tokenizer()
+    small = SimpleNamespace(backend_tokenizer=looked_at, eos_token_id=256)
+    monkeypatch.setattr(
+        "distributed_training.data.tokenizer.load_pretrained", lambda *_, **__: small
+    )
     assert found(tmp_path / "lab", *of) == 0
     config = read(tmp_path / "lab")
     assert config.tokenizer_revision == (commit if told else None)
     assert ("tokenizer.revision" in capsys.readouterr().err) is not told
+    monkeypatch.undo()
+    monkeypatch.setattr(HfApi, "model_info", info)
     asked: dict[str, object] = {}
 
     def load(name: str, **how: object) -> None:
@@ -201,6 +209,23 @@ def test_the_tokenizer_is_pinned_where_the_hub_tells_its_commit(
     assert asked.get("revision") == (commit if told else None)
     assert found(tmp_path / "other", *of, "--set", "tokenizer.revision=main") == 2
     assert "tokenizer.revision 'main'" in capsys.readouterr().err
+
+
+def test_a_tokenizer_with_more_words_than_the_model_founds_nothing(tmp_path: Path, capsys) -> None:
+    model, tokenizer = tmp_path / "config.json", tmp_path / "tokenizer"
+    build_tokenizer("bytes", tokenizer)
+    for words in (256, 257):
+        shape = local_llama_config(vocab_size=words, sequence_length=1024)
+        model.write_text(json.dumps(shape))
+        for name in ("bytes", str(tokenizer)):
+            folder = tmp_path / f"{words}-{Path(name).name}"
+            status = found(folder, "--model", str(model), "--tokenizer", name)
+            err = capsys.readouterr().err
+            assert (status, folder.exists()) == ((2, False) if words < 257 else (0, True))
+            assert words > 256 or f"has 257 words and the model's vocab_size is {words}" in err
+    (tokenizer / "tokenizer.json").write_text("{")
+    assert found(tmp_path / "lab", "--model", str(model), "--tokenizer", str(tokenizer)) == 2
+    assert "no network was founded" in capsys.readouterr().err
 
 
 def test_a_change_is_another_run_and_counts_once_it_is_signed(tmp_path: Path, capsys) -> None:
@@ -237,6 +262,20 @@ def test_a_change_is_another_run_and_counts_once_it_is_signed(tmp_path: Path, ca
         (("--set", "training.sequence_length=-4"), "sequence_length"),
         (("--set", "model.parameters=5"), "model.parameters"),
         (("--set", "limits.max_uids=1"), "limits.max_uids"),
+        *(
+            (("--set", f"training.{change}"), words)
+            for change, words in (
+                ("learning_rate=0.11", "learning_rate 0.11 is above 0.1"),
+                ("warmup_steps=88001", "not below training.total_steps 88000"),
+                ("decay_from=2000", "only one of them"),
+                ("sequence_length=1025", "above 1024, the positions that the model has"),
+                ("schedule=linear", "training.schedule in"),
+            )
+        ),
+        (
+            ("--set", "training.decay_from=2000", "--set", "training.decay_steps=9"),
+            "this one is cosine",
+        ),
         *(
             (("--set", change), words)
             for change, words in (

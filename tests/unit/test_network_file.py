@@ -110,6 +110,15 @@ def test_a_file_of_format_1_is_read_as_before_and_has_no_later_key(tmp_path: Pat
     assert not config.chain.private
     later = signed(first.replace("run = 5 ", "private = true\nrun = 5 "), ALICE, beside=beside)
     assert "private is a key of format 2" in refused(later, tmp_path)
+    for key, value in (
+        ("schedule", '"constant"'), ("decay_from", 9), ("decay_steps", 9),
+        ("weight_decay_on", '"matrices"'),
+    ):  # fmt: skip
+        of_first = first.replace("[training]", f"[training]\n{key} = {value}")
+        later = signed(of_first, ALICE, beside=beside)
+        assert f"training.{key} is a key of format 2" in refused(later, tmp_path)
+    training = config.training
+    assert (training.schedule, training.weight_decay_on) == ("cosine", "all")
 
 
 def test_how_tensors_travel_in_a_round_is_the_network_s(tmp_path: Path) -> None:
@@ -180,6 +189,10 @@ def test_the_canonical_form_is_the_documents() -> None:
         ("outer_momentum = 0.9", "outer_momentum = 2026-01-01", "a date, nan or inf"),
         ('"45s"', '"9999s"', "9999s is more than 3600s"),
         ("max_uids = 256", "max_uids = 1", "1 is less than 2"),
+        ("[training]", '[training]\nschedule = "linear"', "training.schedule in"),
+        ("[training]", "[training]\ndecay_steps = 0", "0 is less than 1"),
+        ("[training]", "[training]\ndecay_from = -1", "-1 is less than 0"),
+        ("[training]", "[training]\nweight_decay_on = 1", "training.weight_decay_on in"),
         ('name = "example"', 'name = "Ex ample"', "name 'Ex ample'"),
         ("run = 5 ", "run = 0 ", "0 is less than 1"),
         ("version = 1 ", "version = true ", "version True"),

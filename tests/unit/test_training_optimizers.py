@@ -17,11 +17,13 @@ from distributed_training.health.machine import count_moments
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.inner_optimizer import OPTIMIZERS, find_state
+from distributed_training.training.inner_state import describe_inner
 from distributed_training.training.memory_plan import named_config, plan_memory
 from tests.tools.training_world import (
     SETTINGS,
     same,
     save_checkpoint,
+    tiny,
     train,
     trainer,
     whole_weights,
@@ -40,6 +42,45 @@ def test_a_toy_learns_alike_wherever_its_state_lies(name: str, rate: float) -> N
     losses = [[r.loss for r in train(made, 0, 6)] for made in (here, there)]
     assert losses[0] == losses[1] and losses[0][-1] < losses[0][0]
     assert same(whole_weights(here), whole_weights(there))
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_weight_decay_on_matrices_leaves_norms_and_embeddings_alone(name: str, tied: bool) -> None:
+    """A step without gradients: what it changes is the decay. Plug-ins need nothing for it."""
+    for where in ("off", "on"):
+        for on in ("all", "matrices"):
+            made = trainer(
+                optimizer=name, weight_decay_on=on, weight_decay=0.5, offload_optimizer=where,
+                model=tiny(tied=tied),
+            )  # fmt: skip
+            before = whole_weights(made)
+            made.optimizer.step([torch.zeros_like(p) for p in made.optimizer._params], 0.1)
+            for (key, shape), old, new in zip(
+                made.schema, before, whole_weights(made), strict=True
+            ):
+                decays = on == "all" or (len(shape) > 1 and "embed_tokens" not in key)
+                expected = old * (1 - 0.1 * 0.5) if decays else old
+                torch.testing.assert_close(new, expected, rtol=1e-6, atol=0, msg=key)
+
+
+def test_a_run_by_matrices_is_resumed_to_the_bit(tmp_path: Path) -> None:
+    """Also where the state is offloaded; the upload's file names both groups."""
+    by = {"weight_decay_on": "matrices", "weight_decay": 0.5}
+    unbroken, first, again = trainer(**by), trainer(**by), trainer(**by, offload_optimizer="on")
+    losses = [report.loss for report in train(unbroken, 0, 8)]
+    train(first, 0, 5)
+    save_checkpoint(Checkpointer(trainer=first, folder=tmp_path), Progress(0, 5, 5, []))
+    assert Checkpointer(trainer=again, folder=tmp_path).restore() is not None
+    assert [report.loss for report in train(again, 5, 8)] == losses[5:]
+    assert same(whole_weights(again), whole_weights(unbroken))
+    assert losses != [report.loss for report in train(trainer(weight_decay=0.5), 0, 8)]
+    groups = describe_inner(
+        again.schema, again.schedule, again.optimizer, finished_steps=8, outer_step=0
+    )["optimizer_state_dict"]["param_groups"]
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.0]
+    named = sorted(name for group in groups for name in group["params"])
+    assert named == sorted(name for name, _ in again.schema)
 
 
 @pytest.mark.parametrize(

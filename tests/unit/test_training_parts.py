@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 from distributed_training.training import outer_step, sharding
 from distributed_training.training.collectives import ParameterShard, row_range
-from distributed_training.training.inner_optimizer import CosineSchedule
+from distributed_training.training.inner_optimizer import Schedule
 from distributed_training.training.memory_plan import (
     compute_dtype,
     local_llama_config,
@@ -70,7 +71,7 @@ def test_a_rank_without_rows_of_a_parameter_loads_weights_too(tmp_path: Path) ->
 
 
 def test_schedule_is_the_public_cosine_down_to_a_tenth_of_its_peak() -> None:
-    schedule = CosineSchedule(2.5e-4, 1000, 88000)
+    schedule = Schedule(2.5e-4, 1000, 88000)
     lowest = 2.5e-4 * 0.1
     for finished in range(0, 88_000, 7):
         step = finished + 1
@@ -84,22 +85,36 @@ def test_schedule_is_the_public_cosine_down_to_a_tenth_of_its_peak() -> None:
 
 
 def test_schedule_slows_down_for_a_while_and_compounds() -> None:
-    schedule = CosineSchedule(1.0, 0, 10**9)
+    schedule = Schedule(1.0, 0, 10**9)
     schedule.slow_down(10, steps=50)
     assert schedule.rate(59) == pytest.approx(0.5)
     assert schedule.rate(60) == pytest.approx(1.0)
     schedule.slow_down(20, steps=50)
     assert schedule.rate(21) == pytest.approx(0.25)
-    other = CosineSchedule(1.0, 0, 10**9)
+    other = Schedule(1.0, 0, 10**9)
     other.load_state_dict(schedule.state_dict())
     assert other.rate(21) == schedule.rate(21)
 
 
-def test_a_schedule_that_could_not_be_followed_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"training\.warmup_steps"):
-        CosineSchedule(1.0, 10, 10)
-    with pytest.raises(ValueError, match=r"training\.learning_rate"):
-        CosineSchedule(0.0, 1, 10)
+@pytest.mark.parametrize("seed", range(20))
+def test_a_constant_rate_decays_where_the_network_says_so(seed: int) -> None:
+    """1 - sqrt of the way through the decay; the peak before it, and nothing after it."""
+    draw = random.Random(seed)
+    peak, warm, lasts = 10 ** draw.uniform(-5, -1), draw.randrange(50), draw.randint(1, 300)
+    begins = warm + draw.randrange(300)
+    network = TrainingSettings(
+        learning_rate=peak, warmup_steps=warm, total_steps=10**6, schedule="constant"
+    )
+    decays = Schedule.of(dataclasses.replace(network, decay_from=begins, decay_steps=lasts))
+    stays = Schedule.of(network)
+    for step in range(1, begins + lasts + 50):
+        shape = step / warm if step <= warm else 1.0
+        assert stays.rate(step - 1) == peak * shape
+        if step > begins:
+            shape = 1.0 - min(1.0, (step - begins) / lasts) ** 0.5
+        assert decays.rate(step - 1) == pytest.approx(peak * shape, rel=1e-12, abs=0)
+    assert (decays.end, stays.end) == (begins + lasts, None)
+    assert decays.rate(begins + lasts - 1) == decays.rate(10**9) == 0.0
 
 
 def test_nesterov_has_the_bits_of_torch() -> None:

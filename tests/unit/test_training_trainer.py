@@ -29,7 +29,7 @@ from distributed_training.training import checkpoint, sharding
 from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
-from distributed_training.training.inner_optimizer import CosineSchedule
+from distributed_training.training.inner_optimizer import Schedule
 from distributed_training.training.local_evaluation import WeightsWorseThanGuess
 from distributed_training.training.model import blocks_of, hf_config
 from distributed_training.training.outer_step import OuterOptimizerState, save_outer_optimizer
@@ -588,7 +588,7 @@ def test_checkpoint_in_mid_step_resumes_to_the_bit(tmp_path: Path) -> None:
     assert all(map(same, ends[0][1], ends[1][1]))
 
 
-class Skipping(CosineSchedule):
+class Skipping(Schedule):
     """A component of a later version, with a scalar of its own."""
 
     skipped = 3
@@ -604,7 +604,7 @@ class Skipping(CosineSchedule):
 def test_a_scalar_that_a_component_adds_survives_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def passed_on(writer: CosineSchedule, reader: CosineSchedule) -> str:
+    def passed_on(writer: Schedule, reader: Schedule) -> str:
         """Return the lines about a checkpoint that one version wrote and another reads."""
         caplog.clear()
         made, again = trainer(), trainer()
@@ -614,7 +614,7 @@ def test_a_scalar_that_a_component_adds_survives_a_restart(
         return "".join(r.message for r in caplog.records if "skipped" in r.message)
 
     caplog.set_level(logging.INFO)
-    earlier, added, found = CosineSchedule(1e-3, 2, 8), *(Skipping(1e-3, 2, 8) for _ in range(2))
+    earlier, added, found = Schedule(1e-3, 2, 8), *(Skipping(1e-3, 2, 8) for _ in range(2))
     added.skipped, added.factor = 7, 0.5
     assert passed_on(added, found) == ""
     assert (found.skipped, found.factor) == (7, 0.5)
