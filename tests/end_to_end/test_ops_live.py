@@ -64,6 +64,7 @@ class Miner:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self.step = 0
+        self.round_seconds: float | None = None  # of the reporter
         write_pid_file(folder, 0)
         server = stack.enter_context(world()).server
         httpx.post(f"http://127.0.0.1:{server.port}/IsAlive", content=b"{}")  # unsigned: refused
@@ -104,6 +105,7 @@ class Miner:
                 "clock_offset_seconds": lambda: 0.1,
                 "global_run": lambda: 5,
                 "protocol_run": lambda: 5,
+                "round_seconds": lambda: self.round_seconds,
                 **blocks,
                 **income.gauges(),
                 **self.machine.single(),
@@ -143,6 +145,7 @@ class Miner:
         see(ev.Loaded(4), TRAINING)  # one is no alarm
         see(ev.PseudoGradientWritten(0.5), averaging)
         see(ev.OuterStepEnded(True, 5), averaging)
+        self.round_seconds = 2.5
         revision = Revision(5, 3, 40)
         see(ev.SnapshotSubmitted(revision, ev.GradientChecked(-0.1, 1.0)), TRAINING)
         published = PublicationReport(
