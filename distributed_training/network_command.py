@@ -39,6 +39,7 @@ from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.loader import WALLET, Parser, add_wallet, argument, ranged
 from distributed_training.config.model import check_schedule
 from distributed_training.config.schema import schema
+from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import ConfigAway, EndpointUrl, File, Text
 from distributed_training.network import (
     FILE,
@@ -176,18 +177,19 @@ def _init(options: argparse.Namespace) -> None:
     print(_what_to_run(options, folder))
 
 
-def _is_private(host: str) -> bool:
-    """Return whether ``host`` is an address of a private network. Raises ConfigError."""
+def _is_private(options: argparse.Namespace) -> bool:
+    """Return whether ``--host`` is an address of a private network. Raises ConfigError."""
     try:
-        found = reach(host)
+        found = reach(options.host)
     except ValueError:  # a name counts as public: --set private=true
         return False
-    if found > Reach.NETWORK:
+    if found > ChainSettings(private=True, registry_url=options.registry).narrowest:
         raise ConfigError(
-            f"--host {host} cannot be reached from other machines, so no network was founded: give "
-            "this machine's address in the network of all its peers (for a trial on one: make run)"
+            f"--host {options.host} cannot be reached from other machines, so no network was "
+            "founded: give this machine's address in the network of all its peers; for a trial on "
+            "one machine the --registry's too is 127.0.0.1"
         )
-    return found is Reach.NETWORK
+    return found is not Reach.EVERYWHERE
 
 
 def _kind_of(host: str) -> str:
@@ -210,7 +212,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     if options.registry is None:
         chain = {"kind": "bittensor", "endpoint": options.chain_endpoint, "netuid": options.netuid}
     rules |= {"format": FORMATS[-1], "exchange": "hivemind", "name": options.name, "version": 1}
-    if _is_private(options.host):
+    if _is_private(options):
         rules["private"] = True
     rules |= {"chain": chain, "model": {}}
     rules["tokenizer"]["name"] = options.tokenizer
@@ -427,7 +429,6 @@ def _write(path: Path, text: str) -> None:
 
 def _sign(options: argparse.Namespace) -> None:
     from distributed_training.chain.identity import load_wallet
-    from distributed_training.config.settings import ChainSettings
 
     path: Path = options.file
     wallets = options.wallets or path.absolute().parent / "wallets"
@@ -536,7 +537,7 @@ def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
     if options.registry is not None:
         serve = ["--network", str(file), "--folder", str(folder / "registry")]
         url = urlsplit(options.registry)
-        if _is_private(options.host) and url.scheme == "http":  # nothing stands in front of it
+        if _is_private(options) and url.scheme == "http":  # nothing stands in front of it
             serve += ["--host", options.host, "--port", str(url.port or 80)]
         invite = ["--url", options.registry, "--uses", "5", *wallets]
         lines += [

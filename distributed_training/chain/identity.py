@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
 from distributed_training.common import http
-from distributed_training.common.addresses import Reach, reach
+from distributed_training.common.addresses import reach
 from distributed_training.common.files import atomic_file
 from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import ConfigError
@@ -177,7 +177,7 @@ def _private_ip(settings: ChainSettings) -> str:
     except OSError as error:
         why = error.strerror or str(error)
     else:
-        if reach(address) <= Reach.NETWORK:
+        if reach(address) <= settings.narrowest:
             return address
         why = f"{host} is called from {address}"
     raise AddressUnknown(

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from distributed_training.common.addresses import Reach, reach
+from distributed_training.common.addresses import reach
 from distributed_training.network import Network
 from distributed_training.protocol.page_permutation import DrawPages, PagePermutation
 from distributed_training.protocol.pages import select_pages
@@ -329,9 +329,8 @@ def check_schedule(config: Config) -> Iterator[str]:
 def check_addresses(config: Config) -> Iterator[str]:
     for name in ("axon.external_ip", "dht.ip"):
         value = (config.get(name) or "").strip("[]")
-        private = config.chain.private
-        widest = Reach.NETWORK if private else Reach.EVERYWHERE
-        if config.is_public and value and reach(value) > widest:
+        if config.is_public and value and reach(value) > config.chain.narrowest:
+            private = config.chain.private
             whose = "its address in the private network" if private else "its public address"
             yield (
                 f"--{name} {value} cannot be reached from other machines, so no validator and no "

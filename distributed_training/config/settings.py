@@ -11,10 +11,12 @@ import dataclasses
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from distributed_training.common.addresses import Reach, reach
 from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
 from distributed_training.protocol.synapses import LARGEST_GROUP
 
@@ -119,6 +121,21 @@ class ChainSettings:
     write_timeout: timedelta = 120 * SECOND  # of one write, inclusion in a block included
     start_timeout: Duration = flag("chain.start_timeout", 120 * SECOND, ge=SECOND / 10, le=DAY)
     """how long the start waits for a first answer of the chain"""
+
+    @property
+    def narrowest(self) -> Reach:
+        """The narrowest reach that an address of this network may have.
+
+        In a private network it is that of its machines, or of the one machine that its registry
+        is on.
+        """
+        if not self.private:
+            return Reach.EVERYWHERE
+        try:
+            found = reach(urlsplit(self.registry_url or "").hostname or "")
+        except ValueError:  # a name
+            return Reach.NETWORK
+        return Reach.MACHINE if found is Reach.MACHINE else Reach.NETWORK
 
     # signed server
     axon_port: Port = flag("axon.port", 8091)

@@ -138,7 +138,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
 def _narrowest(config: Config) -> Reach:
     """Return the narrowest reach of an endpoint to call: that of our address or our registry's."""
     if config.chain.private:
-        return Reach.NETWORK
+        return config.chain.narrowest
     registry = urlsplit(config.chain.registry_url or "").hostname
     own = config.swarm.dht_ip or registry
     try:

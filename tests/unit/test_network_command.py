@@ -77,6 +77,8 @@ def test_a_private_networks_registry_listens_where_its_members_call_it(
     place = ("--host", "10.0.0.5", "--registry", "http://10.0.0.5:8101")
     assert found(tmp_path / "lab", *place) == 0 and read(tmp_path / "lab").chain.private
     serve, invite = capsys.readouterr().out.partition("dt-registry ")[2].split("dt-registry ")[:2]
+    place = ("--host", "127.0.0.1", "--registry", "http://127.0.0.1:8102")
+    assert found(tmp_path / "alone", *place) == 0 and read(tmp_path / "alone").chain.private
     assert "--host 10.0.0.5 --port 8101" in serve and "http://10.0.0.5:8101" in invite
 
 

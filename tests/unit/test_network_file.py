@@ -142,6 +142,8 @@ def test_private_addresses_are_right_in_a_private_network_alone(tmp_path: Path) 
                 load(EXAMPLE, tmp_path, f"--{name}", address)
         with pytest.raises(ConfigError, match="give its address in the private network"):
             load(private, tmp_path, f"--{name}", "127.0.0.1")
+        alone = private.replace("https://registry.example.org", "http://127.0.0.1:8100")
+        assert load(signed(alone, ALICE, beside=beside), tmp_path, f"--{name}", "127.0.0.1")
     assert load(private, tmp_path, "--axon.external_ip", "fd12::5").chain.private
 
 
