@@ -101,6 +101,9 @@ class Controller:
                     outer_step=state.fetch_target or 0,
                     local=LocalPart(folder=state.fetched),
                 )
+            case Action.FOLLOW_SCHEDULE:
+                assert state.place is not None
+                command = replace(command, outer_step=state.place[0], inner_steps=state.place[1])
             case Action.SNAPSHOT:
                 taken = LocalPart(blocks=blocks.blocks())
                 command = replace(command, chain_block=blocks.chain_block(), local=taken)

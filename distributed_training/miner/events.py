@@ -42,6 +42,7 @@ class Action(enum.IntEnum):
     CHECKPOINT = 9
     ROLL_BACK = 10  # to the last good checkpoint
     STOP = 11  # checkpoint and leave the loop
+    FOLLOW_SCHEDULE = 12  # go to the network's place in the learning rate's schedule
 
 
 class Task(enum.Enum):
@@ -81,7 +82,8 @@ class Command:
     """One boundary: the action with what it needs, the part about data, and rank 0's own part."""
 
     action: Action
-    outer_step: int = 0  # LOAD, REBASE: of the fetched global state
+    outer_step: int = 0  # LOAD, REBASE: of the fetched global state; FOLLOW_SCHEDULE: the place's
+    inner_steps: int = 0  # FOLLOW_SCHEDULE: of the network before that outer step
     chain_block: int = 0  # SNAPSHOT: at this boundary
     exit_status: int = 0  # STOP: of the miner
     trains_on: bool = False  # WRITE_PSEUDO_GRADIENT: inner steps go on after it
@@ -92,15 +94,16 @@ class Command:
     def to_integers(self) -> list[int]:
         """Return :data:`COMMAND_INTEGERS` integers: all but rank 0's own part."""
         flags = int(self.trains_on), int(self.in_pause)
-        numbers = self.outer_step, self.chain_block, self.exit_status
+        numbers = self.outer_step, self.inner_steps, self.chain_block, self.exit_status
         return [self.action, *numbers, *flags, *self.data]
 
     @classmethod
     def from_integers(cls, integers: Sequence[int]) -> Command:
-        action, outer_step, chain_block, exit_status, trains_on, in_pause, *data = integers
+        action, outer_step, steps, chain_block, exit_status, trains_on, in_pause, *data = integers
         return cls(
             Action(action),
             outer_step=outer_step,
+            inner_steps=steps,
             chain_block=chain_block,
             exit_status=exit_status,
             trains_on=bool(trains_on),
@@ -254,6 +257,14 @@ class GlobalEpochSeen(Event):
 
 
 @dataclass(frozen=True)
+class PlaceSeen(Event):
+    """The network took ``inner_steps`` before the outer step at which the global bucket stands."""
+
+    outer_step: int
+    inner_steps: int
+
+
+@dataclass(frozen=True)
 class ValidatorHeard(Event):
     """The master says by a signed call that it is at this outer step, and in no round."""
 
@@ -392,6 +403,7 @@ class MinerState:
     problem: str = ""  # why the state that was fetched last was not loaded
     fetch_failures: int = 0  # in a row, of failed_target
     failed_target: int | None = None
+    place: tuple[int, int] | None = None  # PlaceSeen's numbers, the last ones
     # trained since the last checkpoint
     unsaved_steps: int = 0
     unsaved_seconds: float = 0.0

@@ -197,6 +197,11 @@ class GlobalBucket:
             model = self.follow().open(keys.epoch_key(outer_step, keys.MODEL))
             return drift(rows, model.read_at, size=model.size, seed=outer_step)
 
+    def inner_steps(self, outer_step: int) -> int:
+        """Return the inner steps of the network before that outer step; 0: nobody says."""
+        with _unavailable():
+            return self.follow().config(outer_step)[1].total_inner_steps or 0
+
     def network(self) -> Shown | None:
         """Return what the bucket says of its network; None if it does not."""
         with _unavailable():
@@ -353,6 +358,7 @@ class GlobalEpoch:
         self._compare_weights: int | None = None  # the outer step to compare
         self._unavailable_since: float | None = None
         self._seen: int | None = None
+        self._place: tuple[int, int] | None = None
         self._drift_unknown = False  # told already
         self._thread = threading.Thread(target=self._run, name="global-epoch", daemon=True)
 
@@ -424,6 +430,12 @@ class GlobalEpoch:
                 log.info("The global bucket answers again after %.0f s", away)
                 self._unavailable_since = None
             self._post(ev.GlobalEpochSeen(self._seen, time.monotonic()))
+            if self._network is not None and self._network.head.format > 1:
+                with contextlib.suppress(GlobalUnavailableError):  # at the next look
+                    if self._place is None or self._place[0] != self._seen:
+                        self._place = self._seen, self._bucket.inner_steps(self._seen)
+                    if self._place[1]:
+                        self._post(ev.PlaceSeen(*self._place))
             if self._network is not None:
                 # Damaged, or away just now: no reason to call ours old.
                 with contextlib.suppress(GlobalUnavailableError):

@@ -123,6 +123,8 @@ class MinerLoop:
                     event = take_outer_step(self._trainer, self._ranks, self._buffers)
                     if event.committed:
                         self._hold_others_back()
+                case Action.FOLLOW_SCHEDULE:
+                    self._trainer.follow_schedule(command.outer_step, command.inner_steps)
                 case Action.LOAD | Action.REBASE:
                     event = self._load_global(command)
                 case Action.SNAPSHOT:

@@ -172,7 +172,7 @@ class Metrics:
         self._counts = counts
         self._gauges = gauges
         self._by_rank = by_rank
-        self._trackers = trackers
+        self._trackers, self._tracked = trackers, 0
         self._last_rounds: deque[tuple[int, bool]] = deque(maxlen=20)  # outer step, averaged
         # From zero on: a counter that appears with 1 has no increase.
         self._refused = dict.fromkeys(("disk", "blocks", "list", "write", "unchecked"), 0)
@@ -192,8 +192,11 @@ class Metrics:
                 registry.set("last_step_timestamp_seconds", time.time())
                 self._file.write(self._gather_figures)
                 # A skipped step has no number of its own.
-                for tracker in () if report.skipped else self._trackers:
-                    tracker.log(report.total_inner_steps, registry.values())
+                if not report.skipped:
+                    # W&B drops what goes back, as the network's place may do.
+                    self._tracked = max(self._tracked + 1, report.total_inner_steps)
+                    for tracker in self._trackers:
+                        tracker.log(self._tracked, registry.values())
             case ev.Tick():  # also where no step ends, in a round or without data
                 self._file.write(self._gather_figures)
             case ev.RoundFailed() | ev.OuterStepEnded() if state.mode is Mode.AVERAGING:

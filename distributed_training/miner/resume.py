@@ -38,6 +38,7 @@ class StartupInfo:
     global_uid: int | None = None  # of that bucket's owner
     first_block: int = 0  # of the chain: what a fresh start trains on first
     hotkey: str = ""
+    follows: bool = False  # its place in the learning rate's schedule is the network's
     problem: str = ""  # why there is no start; the other ranks leave quietly then
 
 
@@ -78,6 +79,7 @@ def resume_training(
     state is the newest on the disk, since the bucket did not answer. Raises NetworkFailure.
     """
     restored, outer_step = checkpointer.restore(), info.global_outer_step
+    steps = info.model_config.get("total_inner_steps") or 0
     if restored is not None:
         progress, kept = restored
         reached = progress.outer_step
@@ -85,6 +87,8 @@ def resume_training(
             reached > outer_step and not info.global_seen
         ):
             log.info("Resumed at outer step %d, inner step %d", reached, progress.inner_step)
+            if info.follows:  # the checkpoint may be of before the place was known
+                trainer.follow_schedule(outer_step, steps)
             return kept
         log.info(lines.epochs_differ(reached, outer_step))
     try:
@@ -114,5 +118,7 @@ def resume_training(
         log.warning("%s", lines.not_fetched(not_loaded(error)))
         return restored[1]
     if restored is None:
-        trainer.begin_schedule(info.model_config.get("total_inner_steps") or 0)
+        trainer.begin_schedule(steps, follows=info.follows)
+    elif info.follows:
+        trainer.follow_schedule(outer_step, steps)
     return {}

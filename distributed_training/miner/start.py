@@ -317,6 +317,7 @@ def open_connections(
         global_uid=member.chain.uid(config.miner.master_ss58_address),
         first_block=member.chain.block(),
         hotkey=member.hotkey,
+        follows=config.network is not None and config.network.head.format > 1,
     )
     connections = Connections(
         member, address, own, global_bucket, global_folder, swarm_launch, uploader, clock

@@ -122,6 +122,11 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             view = _NO_LONGER_AWAITED.get(state.view, state.view)
             after = replace(state, outer_step=outer, view=view)
             return after, (Task.COMPARE_EPOCHS,)
+        case ev.PlaceSeen(outer_step=outer, inner_steps=steps) if state.place != (outer, steps):
+            after = replace(state, place=(outer, steps))
+            return after, _follow_schedule(after)
+        case ev.RolledBack():  # the checkpoint may be older than the place
+            return state, _follow_schedule(state)
         case _ if averaging or isinstance(event, ev.AllReduceCalled):
             return decide_round(state, event, rules)
         case _:
@@ -181,9 +186,16 @@ def _follow_global_state(state: MinerState, event: ev.Event) -> Decision:
             passing = event.awful and goes_back(state)
             return after, () if passing else (Task.REFUSE_GLOBAL,)
         case ev.Loaded(outer_step=outer) if state.mode is Mode.LOADING:
-            return MinerState(mode=Mode.TRAINING, outer_step=outer), (Action.CHECKPOINT,)
+            after = MinerState(mode=Mode.TRAINING, outer_step=outer, place=state.place)
+            return after, (*_follow_schedule(after), Action.CHECKPOINT)
         case _:
             return state, ()
+
+
+def _follow_schedule(state: MinerState) -> tuple[Action, ...]:
+    """Return what brings all ranks to the network's place, if it is known of our outer step."""
+    known = state.place is not None and state.place[0] == state.outer_step
+    return (Action.FOLLOW_SCHEDULE,) if known else ()
 
 
 def _begin_fetch(state: MinerState, target: int) -> Decision:

@@ -518,20 +518,32 @@ class Trainer:
                 2 * end,
             )
 
-    def begin_schedule(self, network_steps: int) -> None:
+    def begin_schedule(self, network_steps: int, *, follows: bool = False) -> None:
         """Begin at the network's place in the learning rate's schedule, at a first start.
 
         ``network_steps``: inner steps that the network has taken, 0 where its state does not say.
+        ``follows``: the place is the network's alone, also in its warm-up.
         """
         # The warm-up is for the random weights of a new network. With trained ones it would cost a
         # newcomer's first outer steps, and AdamW finds its moments without it.
         if self.outer_step > 0:
             self.total_inner_steps = max(network_steps, self.schedule.warmup_steps - 1)
+        if follows:
+            self.follow_schedule(self.outer_step, network_steps)
         rate = self.schedule.rate(self.total_inner_steps)
         self._say(
             f"Training begins at inner step {self.total_inner_steps} of the learning rate's "
             f"schedule, at {rate:.3g}"
         )
+
+    def follow_schedule(self, outer_step: int, network_steps: int) -> None:
+        """Go to the network's place in the schedule, so that all of its miners have one rate.
+
+        ``network_steps``: see :meth:`begin_schedule`; before ``outer_step``. Nothing happens where
+        that is not this miner's.
+        """
+        if network_steps and outer_step == self.outer_step:
+            self.total_inner_steps = network_steps + self.inner_step
 
     @property
     def wants_roll_back(self) -> bool:
