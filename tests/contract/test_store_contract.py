@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import threading
 import time
@@ -11,6 +12,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from pydantic import SecretStr
@@ -20,7 +22,9 @@ from distributed_training.config import load_config
 from distributed_training.config.settings import StoreSettings
 from distributed_training.health import outside
 from distributed_training.localnet.services import ObjectStoreServer
+from distributed_training.node.buckets import own_commitment
 from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import parse_commitment
 from distributed_training.protocol.types import Revision
 from distributed_training.store import folder, s3
 from distributed_training.store.base import MultipartStore, ObjectStore, PartInfo
@@ -50,6 +54,7 @@ from distributed_training.store.transfer import multipart_etag
 from distributed_training.store.uplink import Section
 from distributed_training.store.uploader_process import Publication
 from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.seaweedfs import SeaweedFS, aws_like_keys
 from tests.tools.support_store import (
     PEER_ID,
     assert_published,
@@ -67,11 +72,31 @@ pytestmark = pytest.mark.timeout(60)
 MIB = 1024 * 1024
 
 
+@pytest.fixture(scope="session")
+def seaweedfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SeaweedFS]:
+    with SeaweedFS(tmp_path_factory.mktemp("seaweedfs")) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def swift_with_short_keys(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ObjectStoreServer]:
+    """Swift, whose key ids are "account:user"."""
+    folder = tmp_path_factory.mktemp("short-keys")
+    (folder / "credentials.json").write_text(json.dumps(aws_like_keys("dt0123:u")))
+    with ObjectStoreServer(folder=folder) as running:
+        yield running
+
+
+@pytest.fixture(params=["server", "swift_with_short_keys", "seaweedfs"])
+def any_server(request: pytest.FixtureRequest) -> ObjectStoreServer | SeaweedFS:
+    return request.getfixturevalue(request.param)
+
+
 def made(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
     if kind == "twin":
         return MemoryObjectStore()
-    if kind == "s3":
-        server = request.getfixturevalue("server")
+    if kind in ("s3", "seaweedfs"):
+        server = request.getfixturevalue("server" if kind == "s3" else kind)
         return new_bucket(server, settings_for(server))
     place = request.getfixturevalue("tmp_path")
     (place / "bucket").mkdir()
@@ -79,13 +104,13 @@ def made(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
     return open_store(StoreSettings(endpoint_url=place), "bucket", write=True)
 
 
-@pytest.fixture(params=["s3", "twin", "folder", "memory"])
+@pytest.fixture(params=["s3", "seaweedfs", "twin", "folder", "memory"])
 def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
     yield made(request.param, request)
     toys.BUCKETS.clear()
 
 
-@pytest.fixture(params=["s3", "twin"])
+@pytest.fixture(params=["s3", "seaweedfs", "twin"])
 def in_parts(request: pytest.FixtureRequest) -> MultipartStore:
     found = made(request.param, request).multipart()
     assert found is not None
@@ -160,6 +185,7 @@ def test_multipart(in_parts: MultipartStore, tmp_path: Path) -> None:
         store.complete_multipart("big", other, parts[:1])
 
 
+@pytest.mark.parametrize("in_parts", ["s3", "twin"], indirect=True)  # with the codes of AWS
 def test_parts_that_cannot_be_put_together_are_refused(in_parts: MultipartStore) -> None:
     """At Complete, and the upload stays; only its last part may be smaller than 5 MiB."""
     store = in_parts
@@ -182,7 +208,7 @@ def test_parts_that_cannot_be_put_together_are_refused(in_parts: MultipartStore)
     assert store.get("big", limit=len(least) + 1) == least + last
 
 
-@pytest.mark.parametrize("kind", ["s3", "folder", "memory"])
+@pytest.mark.parametrize("kind", ["s3", "seaweedfs", "folder", "memory"])
 def test_a_snapshot_is_uploaded_to_any_kind(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -301,8 +327,8 @@ def test_an_unknown_kind_of_store_is_named_with_those_that_there_are() -> None:
         open_store(StoreSettings(endpoint_url="sqlite:///x"), "bucket")
 
 
-def test_a_missing_bucket_is_named(server: ObjectStoreServer) -> None:
-    store = S3ObjectStore.from_settings(settings_for(server), bucket="not-there-1", write=True)
+def test_a_missing_bucket_is_named(any_server: Any) -> None:
+    store = S3ObjectStore.from_settings(settings_for(any_server), bucket="not-there-1", write=True)
     for operation in (
         lambda: store.put("a", b"x"),
         lambda: store.get("a", limit=1),
@@ -314,10 +340,10 @@ def test_a_missing_bucket_is_named(server: ObjectStoreServer) -> None:
 
 
 def test_a_reading_key_cannot_write_and_the_line_says_which_permission(
-    server: ObjectStoreServer,
+    any_server: Any,
 ) -> None:
-    settings = settings_for(server)
-    writer = new_bucket(server, settings)
+    settings = settings_for(any_server)
+    writer = new_bucket(any_server, settings)
     writer.put("a", b"x")
     reader = S3ObjectStore.from_settings(settings, bucket=writer.bucket, write=False)
     assert reader.get("a", limit=1) == b"x"
@@ -333,10 +359,10 @@ def test_a_reading_key_cannot_write_and_the_line_says_which_permission(
 
 
 def test_a_read_key_that_can_write_is_found_before_it_is_published(
-    server: ObjectStoreServer,
+    any_server: Any,
 ) -> None:
-    settings = settings_for(server)
-    bucket = new_bucket(server, settings)
+    settings = settings_for(any_server)
+    bucket = new_bucket(any_server, settings)
     reader = S3ObjectStore.from_settings(settings, bucket=bucket.bucket, write=False)
     check_read_key(reader, timeout=timedelta(seconds=10))
 
@@ -344,7 +370,7 @@ def test_a_read_key_that_can_write_is_found_before_it_is_published(
         check_read_key(bucket, timeout=timedelta(seconds=10))
     assert bucket.list_objects() == [], "what was tried leaves nothing behind"
 
-    wrong = settings_for(server, read_secret_access_key=SecretStr("0" * 64))
+    wrong = settings_for(any_server, read_secret_access_key=SecretStr("0" * 64))
     reader = S3ObjectStore.from_settings(wrong, bucket=bucket.bucket, write=False)
     with pytest.raises(AccessDeniedError, match="copy R2_READ_ACCESS_KEY_ID"):
         check_read_key(reader, timeout=timedelta(seconds=10))
@@ -363,6 +389,21 @@ def test_without_a_clear_refusal_the_read_key_counts_as_one_that_can_write(
 
     with pytest.raises(kind, match="503"):
         check_read_key(MemoryObjectStore(before=before), timeout=timedelta(seconds=0.2))
+
+
+def test_others_read_a_bucket_by_what_its_owner_commits_whatever_its_keys(any_server: Any) -> None:
+    settings = settings_for(any_server)
+    writer = new_bucket(any_server, settings)
+    writer.put("a", b"x")
+    text = own_commitment(settings, writer.bucket)
+    credentials = parse_commitment(text, any_length=True)
+    # Of theirs nothing is needed but the endpoint, which the network's file names.
+    reader = open_store(
+        StoreSettings(endpoint_url=settings.endpoint_url), writer.bucket, credentials=credentials
+    )
+    assert reader.get("a", limit=1) == b"x"
+    with pytest.raises(AccessDeniedError):
+        reader.put("a", b"y")
 
 
 def test_a_wrong_secret_is_told_apart_and_not_shown(server: ObjectStoreServer) -> None:

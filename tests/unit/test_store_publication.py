@@ -13,9 +13,11 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
+from pydantic import SecretStr
 
 from distributed_training.common import files
 from distributed_training.config.settings import StoreSettings
@@ -31,7 +33,7 @@ from distributed_training.store.errors import (
     TransientError,
 )
 from distributed_training.store.journal import Journal, Submission, UploadRecord, last_checked
-from distributed_training.store.s3 import endpoint_of
+from distributed_training.store.s3 import S3ObjectStore, endpoint_of
 from distributed_training.store.snapshot_folder import prune_snapshots, wait_complete
 from distributed_training.store.transfer import Retry
 from distributed_training.store.uplink import Uplink
@@ -563,3 +565,23 @@ def test_endpoints(jurisdiction: str, host: str) -> None:
     assert endpoint_of(local, theirs) == "http://127.0.0.1:1"
     with pytest.raises(ValueError, match="32 hexadecimal"):
         endpoint_of(StoreSettings(account_id="evil.example/"))
+
+
+@pytest.mark.parametrize(
+    ("addressing", "place"),
+    [("path", "s3.example.org/bucket-007/a"), ("virtual", "bucket-007.s3.example.org/a")],
+)
+def test_a_bucket_is_named_where_the_networks_file_says(
+    addressing: Literal["path", "virtual"], place: str
+) -> None:
+    settings = StoreSettings(
+        endpoint_url="https://s3.example.org",
+        region="eu-central-1",
+        addressing=addressing,
+        read_access_key_id=SecretStr("k"),
+        read_secret_access_key=SecretStr("s"),
+    )
+    store = S3ObjectStore.from_settings(settings, bucket="bucket-007", write=False)
+    where = {"Bucket": store.bucket, "Key": "a"}
+    url = store._client.generate_presigned_url("get_object", Params=where)
+    assert url.startswith(f"https://{place}?") and "eu-central-1" in url
