@@ -49,6 +49,7 @@ FORMATS = (1, 2)
 #: Keys of format 2 alone. Each has a default; the digest has a key only where the file does.
 LATER = frozenset(
     {
+        "model.weights",
         "private",
         "round.compression",
         "store.region",
@@ -122,6 +123,7 @@ class Head:
     parameters: Annotated[int, Field(alias="model.parameters", ge=1, le=10**13)]
     miner_bucket: Annotated[Literal["{global_bucket}-{uid:03d}"], Field(alias="store.miner_bucket")]
     model: Annotated[dict[str, Any] | None, Field(alias="model.config")] = None
+    weights: Annotated[str | None, Field(alias="model.weights", pattern=r"^[0-9a-f]{64}$")] = None
     tokenizer_revision: Annotated[
         str | None, Field(alias="tokenizer.revision", pattern=r"^[0-9a-f]{40}$")
     ] = None
@@ -131,7 +133,8 @@ class Head:
 
 HEAD_KEYS = {
     "format", "name", "version", "chain.kind", "model.parameters", "model.config",
-    "model.config_file", "store.miner_bucket", "signature", "tokenizer.revision", "exchange",
+    "model.config_file", "model.weights", "store.miner_bucket", "signature", "tokenizer.revision",
+    "exchange",
 }  # fmt: skip
 
 

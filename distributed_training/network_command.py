@@ -54,7 +54,7 @@ from distributed_training.network import (
     tree_of,
 )
 from distributed_training.node.start import hub_is_away
-from distributed_training.protocol.keys import miner_bucket
+from distributed_training.protocol.keys import CONFIG, miner_bucket
 from distributed_training.protocol.metadata import LONGEST_KEY
 from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
 from distributed_training.protocol.types import ExitStatus
@@ -79,8 +79,18 @@ def build_parser() -> Parser:
     chain.add_argument("--registry", type=text, metavar="URL", help="without a public chain")
     chain.add_argument("--netuid", type=ranged(0, 65535), help="a subnet of Bittensor")
     add("--chain-endpoint", type=text, default="finney", help="with --netuid (finney)")
-    add("--model", type=path, help="config.json of a Llama-like model (default: a tiny one)")
-    add("--tokenizer", type=text, default="bytes", help="a Hugging Face name (bytes)")
+    model = init.add_mutually_exclusive_group()
+    model.add_argument(
+        "--model", type=path, help="config.json of a Llama-like model (default: a tiny one)"
+    )
+    model.add_argument(
+        "--from",
+        type=path,
+        metavar="DIR",
+        dest="weights",
+        help="begin with the model of such a folder of transformers, instead of random weights",
+    )
+    add("--tokenizer", type=text, help="a Hugging Face name (that of --from, else bytes)")
     add("--data-source", type=text, default="hf", help="hf, stdlib or parquet:DIR (hf)")
     add("--unpinned", action="store_true", help="let the data change while the network runs")
     add("--bucket", type=text, help="the global bucket; a miner's is this and its uid (the name)")
@@ -143,13 +153,30 @@ def _init(options: argparse.Namespace) -> None:
             f"{folder} exists already, so no network was founded: give a folder that is not there, "
             "or change its network.toml and run dt-network sign"
         )
+    if options.weights is not None:
+        from distributed_training.data.tokenizer import name_of_folder
+
+        options.weights = options.weights.absolute()
+        options.model = options.weights / CONFIG
+        options.tokenizer = options.tokenizer or name_of_folder(options.weights)
+    options.tokenizer = options.tokenizer or "bytes"
     rules = _rules(options)
     # Before the folder is made: the source of the data may be away.
     _pin(rules["data"], unpinned=options.unpinned)
     _draw(rules["data"])
     if not options.unpinned:
         _pin_tokenizer(rules["tokenizer"])
-    _refuse_vocabulary(rules["tokenizer"], rules["model"].get("config"))
+    model = rules["model"].get("config")
+    _refuse_vocabulary(rules["tokenizer"], model)
+    # Another kind of value is refused with the whole file.
+    if options.weights is not None and isinstance(model, dict):
+        from distributed_training.training import pretrained
+
+        try:
+            found = pretrained.read_weights(options.weights, model)
+            rules["model"]["weights"] = pretrained.digest_weights(found)
+        except pretrained.WeightsError as error:
+            raise ConfigError(f"{error}, so no network was founded: {error.remedy}") from None
     try:
         # For the founder alone: the keys in it are the network's authority.
         folder.mkdir(mode=0o700)
@@ -529,6 +556,7 @@ def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
         # It takes no name: for that the validator finds its address, as every miner does.
         *(("--dht.ip", options.host) if _kind_of(options.host) == "ip4" else ()),
         *("--validator.minimum_peers", str(least + 1)),
+        *(("--validator.weights", str(options.weights)) if options.weights else ()),
     ]
     lines = [
         f"\n{file} is for everybody who joins: publish it, for example over https.",

@@ -582,6 +582,9 @@ class ValidatorSettings(RoundSettings):
     model_config: File | None = flag("validator.model_config", None)
     """config.json of the model to publish when the global bucket is empty (default: a Llama of
     about 2 million parameters)"""
+    weights: File | None = flag("validator.weights", None)
+    """folder as transformers writes it: the weights of outer step 0, when the global bucket is
+    empty"""
 
     # scoring
     score_blocks: Count = flag("validator.score_blocks", 25)

@@ -186,6 +186,15 @@ def build_tokenizer(name: str, folder: Path, *, revision: str | None = None) -> 
     return path, eos_id
 
 
+def name_of_folder(folder: Path) -> str:
+    """Return the name of a folder's tokenizer: its path, or ``bytes`` where it is that one."""
+    with contextlib.suppress(OSError, ValueError):  # whoever loads it says what is wrong
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        if content == json.loads(byte_tokenizer().to_str()):
+            return "bytes"
+    return str(folder)
+
+
 def load_pretrained(name: str, *, revision: str | None = None) -> Any:
     """Load a tokenizer of transformers, by name or folder; code of its own is never run.
 

@@ -459,7 +459,9 @@ def load_weights(path: Path, schema: Schema) -> list[Tensor]:
             missing = sorted({name for name, _ in schema} - set(file.keys()))
             if missing:
                 raise ValueError(f"{path.name} lacks {missing[0]} and {len(missing) - 1} more")
-            return [_checked(path, name, file.get_tensor(name), shape) for name, shape in schema]
+            return [
+                checked_tensor(path, name, file.get_tensor(name), shape) for name, shape in schema
+            ]
     except ValueError:
         raise
     except Exception as error:  # noqa: BLE001 - foreign bytes: of a type torch lacks, for one
@@ -467,7 +469,8 @@ def load_weights(path: Path, schema: Schema) -> list[Tensor]:
         raise ValueError(f"{path.name} cannot be read: {why:.200}") from None
 
 
-def _checked(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+def checked_tensor(path: Path, name: str, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return a tensor of a file as float32. Raises ValueError where it is not as it should be."""
     if tuple(tensor.shape) != tuple(shape):
         raise ValueError(f"{path.name}: {name} has shape {tuple(tensor.shape)}, not {shape}")
     floats = tensor.to(torch.float32)  # a finite float64 may be Inf then

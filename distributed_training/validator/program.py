@@ -11,11 +11,12 @@ import json
 import logging
 import random
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from torch import Tensor
@@ -62,6 +63,7 @@ from distributed_training.training.compression import compression_of
 from distributed_training.training.model import parameter_schema, without_extras
 from distributed_training.training.outer_rule import outer_rule_of
 from distributed_training.training.outer_step import GlobalState
+from distributed_training.training.pretrained import WeightsError, digest_weights, read_weights
 from distributed_training.validator.global_state import (
     GlobalPublisher,
     GlobalStateError,
@@ -314,11 +316,16 @@ def watch_address(
 
 
 def initial_state(config: Config, *, vocabulary: int, eos_token: int) -> GlobalState:
-    """Return the state that a network begins with: random weights, no momentum.
+    """Return the state that a network begins with, without momentum.
 
-    Raises ConfigError for a ``--validator.model_config`` that cannot be used.
+    Its weights are those of ``--validator.weights``, or random. Raises ConfigError for a file or a
+    folder that cannot be used.
     """
-    if (path := config.validator.model_config) is not None:
+    folder, rules = config.validator.weights, config.network
+    path = config.validator.model_config
+    if path is None and folder is not None and (rules is None or rules.model is None):
+        path = folder / keys.CONFIG
+    if path is not None:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -332,8 +339,8 @@ def initial_state(config: Config, *, vocabulary: int, eos_token: int) -> GlobalS
                 "cannot be trained on its tokens: correct --validator.model_config"
             )
         model_config = without_extras(content)
-    elif config.network is not None and config.network.model is not None:
-        model_config = dict(config.network.model)
+    elif rules is not None and rules.model is not None:
+        model_config = dict(rules.model)
     else:
         length = config.training.sequence_length
         model_config = small_llama(
@@ -343,9 +350,32 @@ def initial_state(config: Config, *, vocabulary: int, eos_token: int) -> GlobalS
         model_config=model_config,
         schema=parameter_schema(model_config),
         outer_step=0,
-        weights=initial_weights(model_config, seed=config.training.seed),
+        weights=_first_weights(config, model_config),
         momentum=None,
         learning_rate=config.training.outer_learning_rate,
         mu=config.training.outer_momentum,
         last_allreduce_block=0,
     )
+
+
+def _first_weights(config: Config, model_config: Mapping[str, Any]) -> list[Tensor]:
+    """Return the weights of outer step 0 in schema order. Raises ConfigError."""
+    folder = config.validator.weights
+    named = config.network.head.weights if config.network is not None else None
+    if folder is None:
+        if named is None:
+            return initial_weights(model_config, seed=config.training.seed)
+        raise ConfigError(
+            "the network's file names the weights that it begins with and the global bucket is "
+            "empty, so nothing was published: give their folder with --validator.weights"
+        )
+    try:
+        weights = list(read_weights(folder, model_config))
+    except WeightsError as error:
+        raise ConfigError(f"{error}, so nothing was published: {error.remedy}") from None
+    if named not in (None, digest_weights(weights)):
+        raise ConfigError(
+            f"{folder} has other weights than the network's file names, so nothing was published: "
+            "give --validator.weights the folder that dt-network init --from was given"
+        )
+    return weights

@@ -1,0 +1,154 @@
+"""Read the weights that a network begins with from a folder that ``transformers`` wrote.
+
+The folder has ``config.json`` and the weights, in ``model.safetensors`` or in the shards that
+``model.safetensors.index.json`` names. transformers makes up a tensor that is missing and ignores
+one that it does not know. Here each is compared with the model that members build, and read alone:
+beside the result at most one tensor is in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from distributed_training.protocol import keys
+
+from .model import build_meta_model, schema_of
+from .outer_step import checked_tensor
+
+INDEX = "model.safetensors.index.json"
+_COMPUTED = ".rotary_emb.inv_freq"  # in old files; models compute it from their configuration
+
+
+class WeightsError(ValueError):
+    """A folder with which no network can begin: the cause, and what to do."""
+
+    def __init__(self, cause: str, remedy: str) -> None:
+        super().__init__(cause)
+        self.remedy = remedy
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Return the content of one of the folder's files. Raises WeightsError."""
+    try:
+        content = json.loads((folder / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightsError(
+            f"{folder / name} cannot be read ({error})", "give a folder of save_pretrained"
+        ) from None
+    if not isinstance(content, dict):
+        raise WeightsError(f"{folder / name} is no JSON object", "download it again")
+    return content
+
+
+def read_weights(folder: Path, model_config: Mapping[str, Any]) -> Iterator[Tensor]:
+    """Yield the weights as float32 copies, in the order of the model's schema.
+
+    Tied weights come once, under whichever of their names the folder has. Raises WeightsError for
+    what the members' model would not be: a tensor that is missing, unknown, of another shape, not
+    finite, or, if members do not train it, of other values than theirs.
+    """
+    model = build_meta_model(model_config)
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    buffers = dict(model.named_buffers())
+    with ExitStack() as stack:
+        files: dict[str, Any] = {}
+        for path in _files(folder):
+            try:
+                file = stack.enter_context(safe_open(path, "pt"))
+                twice = next(iter(files.keys() & file.keys()), None)
+                files |= dict.fromkeys(file.keys(), (path, file))
+            except Exception as error:  # noqa: BLE001 - foreign bytes: safetensors has its own
+                why = " ".join(str(error).split())
+                raise WeightsError(
+                    f"{path} cannot be read ({why:.200})", "download it again"
+                ) from None
+            if twice is not None:
+                raise WeightsError(
+                    f"{path} and another file of its folder have {twice:.100} each",
+                    "remove what is left of an earlier save",
+                )
+        known = {name for group in names.values() for name in group} | {*buffers}
+        for name in sorted(files):
+            if name not in known and not name.endswith(_COMPUTED):
+                raise WeightsError(
+                    f"{folder} has a tensor {name:.100} and the model of its config.json has none",
+                    "give the config.json and the weights of one model, without quantization or "
+                    "adapters",
+                )
+
+        def read(name: str, shape: tuple[int, ...]) -> Tensor:
+            path, file = files[name]
+            try:
+                found = file.get_tensor(name)
+                values = checked_tensor(path, name, found, shape)
+            except Exception as error:  # noqa: BLE001 - foreign bytes
+                why = " ".join(str(error).split())
+                raise WeightsError(
+                    f"{why:.300}", "give config.json and weights of one whole save"
+                ) from None
+            # The file's own memory: it may be written again.
+            return values.clone() if values.data_ptr() == found.data_ptr() else values
+
+        persistent = model.state_dict()
+        for name in sorted(persistent.keys() & buffers.keys() & files.keys()):
+            buffer = buffers[name]
+            if not torch.equal(read(name, tuple(buffer.shape)), buffer.float()):
+                raise WeightsError(
+                    f"{folder} has values of {name} that are not trained, so no member would have "
+                    "them",
+                    "give a model without such a tensor",
+                )
+        for (name, shape), group in zip(schema_of(model), names.values(), strict=True):
+            there = [alias for alias in group if alias in files]
+            if not there:
+                raise WeightsError(
+                    f"{folder} has no tensor {name}, which the model of its config.json has",
+                    "give the whole model (a head that is the embedding needs tie_word_embeddings)",
+                )
+            weight = read(there[0], shape)
+            for other in there[1:]:
+                if not torch.equal(read(other, shape), weight):
+                    raise WeightsError(
+                        f"{other} and {there[0]} are one tensor in the model of {folder} and "
+                        "differ in its files",
+                        "set tie_word_embeddings to false in its config.json",
+                    )
+            yield weight
+
+
+def digest_weights(weights: Iterable[Tensor]) -> str:
+    """Return SHA-256 of float32 weights in schema order, in hex (``model.weights``)."""
+    digest = hashlib.sha256()
+    for weight in weights:
+        digest.update(weight.contiguous().numpy().data)
+    return digest.hexdigest()
+
+
+def _files(folder: Path) -> list[Path]:
+    """Return the folder's weight files, as transformers chooses them. Raises WeightsError."""
+    if (folder / keys.MODEL).is_file():
+        return [folder / keys.MODEL]
+    if not (folder / INDEX).is_file():
+        raise WeightsError(
+            f"{folder} has neither {keys.MODEL} nor {INDEX}", "save it with save_pretrained"
+        )
+    shards = read_json(folder, INDEX).get("weight_map")
+    if not isinstance(shards, dict) or not shards:
+        raise WeightsError(f"{folder / INDEX} has no weight_map", "download it again")
+    for shard in shards.values():
+        if not isinstance(shard, str) or not (folder / shard).is_file():
+            raise WeightsError(
+                f"{folder / INDEX} names {shard!r:.100}, which is not there", "download that file"
+            )
+    return [folder / shard for shard in sorted(set(shards.values()))]

@@ -1,0 +1,324 @@
+"""A network that begins with the weights of a folder of transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import shlex
+import shutil
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from distributed_training.config import Config, ConfigError, load_config
+from distributed_training.data.tokenizer import build_tokenizer
+from distributed_training.network_command import main
+from distributed_training.scoring import export
+from distributed_training.telemetry import read_events
+from distributed_training.training.model import hf_config, parameter_schema
+from distributed_training.training.pretrained import INDEX, digest_weights, read_weights
+from distributed_training.validator import program
+from tests.tools.validator_world import World, one_thread, settings  # noqa: F401
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.usefixtures("own_logging")]
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 264,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    # None of these is a default, and each changes the loss.
+    "rope_theta": 500.0,
+    "rms_norm_eps": 1e-3,
+    "hidden_act": "gelu",
+}
+WORDS = ("--name", "lab", "--host", "192.0.2.7", "--registry", "https://registry.example.org")
+WORDS += ("--data-source", "stdlib", "--set", "training.sequence_length=64")
+
+
+def saved(folder: Path, *, tied: bool, sharded: bool, dtype: torch.dtype, words: int = 264) -> Path:
+    """Write a folder with ``save_pretrained``; its weights are far from a fresh model's."""
+    torch.manual_seed(7)
+    config = hf_config(MODEL | {"tie_word_embeddings": tied, "vocab_size": words})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 3 * torch.rand_like(parameter))
+    model.to(dtype).save_pretrained(folder, max_shard_size="30KB" if sharded else "1GB")
+    build_tokenizer("bytes", folder)
+    assert (folder / INDEX).exists() == sharded
+    return folder
+
+
+def founded(folder: Path, source: Path, *more: str) -> int:
+    return main(["init", str(folder), *WORDS, "--from", str(source), *more])
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+Draw = random.Random
+
+
+def _edit(folder: Path, draw: Draw, change: Callable[[dict[str, torch.Tensor], str], None]) -> None:
+    """Change a tensor that is drawn, in whichever file has it."""
+    path = draw.choice(sorted(folder.glob("*.safetensors")))
+    tensors = load_file(path)
+    change(tensors, draw.choice(sorted(tensors)))
+    save_file(tensors, path, {"format": "pt"})
+
+
+def _value(value: float) -> Callable[[Path, Draw], None]:
+    def damage(folder: Path, draw: Draw) -> None:
+        def change(tensors: dict[str, torch.Tensor], name: str) -> None:
+            wide = tensors[name].double()
+            wide.view(-1)[draw.randrange(wide.numel())] = value
+            tensors[name] = wide
+
+        _edit(folder, draw, change)
+
+    return damage
+
+
+def _missing(folder: Path, draw: Draw) -> None:
+    _edit(folder, draw, lambda tensors, name: tensors.pop(name))
+
+
+def _extra(folder: Path, draw: Draw) -> None:
+    _edit(folder, draw, lambda t, name: t.update({f"{name}_scale": torch.ones(1)}))
+
+
+def _shape(folder: Path, draw: Draw) -> None:
+    _edit(folder, draw, lambda t, name: t.update({name: t[name][1:].clone()}))
+
+
+def _integers(folder: Path, draw: Draw) -> None:
+    _edit(folder, draw, lambda t, name: t.update({name: t[name].to(torch.int8)}))
+
+
+def _cut(folder: Path, draw: Draw) -> None:
+    path = draw.choice(sorted(folder.glob("*.safetensors")))
+    data = path.read_bytes()
+    path.write_bytes(data[: draw.randrange(len(data))])
+
+
+def _twice(folder: Path, draw: Draw) -> None:
+    one, other = draw.sample(sorted(folder.glob("*.safetensors")), 2)
+    tensors = load_file(other)
+    name, tensor = draw.choice(sorted(load_file(one).items()))
+    save_file(tensors | {name: tensor}, other, {"format": "pt"})
+
+
+def _lost_shard(folder: Path, draw: Draw) -> None:
+    draw.choice(sorted(folder.glob("*.safetensors"))).unlink()
+
+
+def _pickled(folder: Path, _: Draw) -> None:
+    for path in (*folder.glob("*.safetensors"), folder / INDEX):
+        path.unlink(missing_ok=True)
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+
+
+def _other_head(folder: Path, draw: Draw) -> None:
+    path = sorted(folder.glob("*.safetensors"))[0]
+    head = torch.zeros(264, 32)
+    save_file(load_file(path) | {"lm_head.weight": head}, path, {"format": "pt"})
+
+
+def _untied(folder: Path, draw: Draw) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": False}))
+
+
+def _words(folder: Path, draw: Draw) -> None:
+    shutil.rmtree(folder)
+    saved(folder, tied=True, sharded=False, dtype=torch.float32, words=draw.randrange(8, 257))
+
+
+def _write(name: str, text: str) -> Callable[[Path, Draw], object]:
+    return lambda folder, _: (folder / name).write_text(text)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[bool, bool], Path]:
+    place = tmp_path_factory.mktemp("saved")
+    return {
+        (tied, sharded): saved(
+            place / f"{tied}-{sharded}",
+            tied=tied,
+            sharded=sharded,
+            dtype=torch.bfloat16 if tied else torch.float32,
+        )
+        for tied in (False, True)
+        for sharded in (False, True)
+    }
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("damage", "words", "only"),
+    [
+        (_missing, "has no tensor", {}),
+        (_extra, "and the model of its config.json has none", {}),
+        (_shape, "has shape", {}),
+        (_value(float("nan")), "is not finite", {}),
+        (_value(float("-inf")), "is not finite", {}),
+        (_value(1e300), "is not finite", {}),  # in float32
+        (_integers, "is not finite floating-point numbers", {}),
+        (_cut, "cannot be read", {}),
+        (_twice, "and another file of its folder have", {"sharded": True}),
+        (_lost_shard, "which is not there", {"sharded": True}),
+        (_lost_shard, "has neither model.safetensors nor", {"sharded": False}),
+        (_pickled, "has neither model.safetensors nor", {}),
+        (_write(INDEX, "{}"), "has no weight_map", {"sharded": True}),
+        (_write(INDEX, "["), f"{INDEX} cannot be read", {"sharded": True}),
+        (_write("config.json", "["), "there is no model to found a network with", {}),
+        (_write("tokenizer.json", "{"), "the tokenizer", {}),
+        (_words, "has 257 words and the model's vocab_size is", {}),
+        (_other_head, "differ in its files", {"tied": True}),
+        (_untied, "has no tensor lm_head.weight", {"tied": True}),
+    ],
+)
+def test_a_folder_that_is_not_the_model_founds_nothing(
+    folders: dict[tuple[bool, bool], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path, Draw], object],
+    words: str,
+    only: dict[str, bool],
+    seed: int,
+) -> None:
+    draw = Draw(seed)
+    tied, sharded = (only.get(key, draw.choice([False, True])) for key in ("tied", "sharded"))
+    source = tmp_path / "source"
+    shutil.copytree(folders[tied, sharded], source)
+    damage(source, draw)
+    capsys.readouterr()
+    assert founded(tmp_path / "lab", source) == 2
+    out, err = capsys.readouterr()
+    (line,) = err.splitlines()
+    assert line.startswith("error: ") and words in line and not out
+    assert line.count(": ") >= 2, "cause and consequence, and a remedy"
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+# --- what the network begins with ---------------------------------------------------------------
+
+
+class Founded:
+    """A founded network's validator, with twins around it."""
+
+    def __init__(self, place: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.folder, self.source = place / "lab", source
+        assert founded(self.folder, source) == 0
+        _, _, words = capsys.readouterr().out.partition("dt-validator ")
+        self.words = shlex.split(words.partition("\n")[0])
+        self.world = World(place / "unused", settings())
+        torch.manual_seed(1)
+        self.text = torch.randint(256, (4, 64))
+
+    def config(self, *more: str) -> Config:
+        return load_config(
+            "validator",
+            [*self.words, "--neuron.device", "cpu", *more],
+            environ={},
+            dotenv=None,
+            check=False,
+        )
+
+    def start(self, config: Config) -> tuple[program.GlobalState, float]:
+        """Start the validator; its state and its held-out loss."""
+        parts = dataclasses.replace(
+            self.world.parts(), vocabulary=264, eos_id=256, held_out=self.text
+        )
+        run = self.folder / "validator"
+        with ExitStack() as stack:
+            validator, state, found = program.build(
+                config, parts, folder=run, stop=threading.Event(), stack=stack
+            )
+            validator.start(state, found=found)
+        *_, event = read_events(run / "events.jsonl", "held_out")
+        return state, event["before"]
+
+    def plain_loss(self) -> float:
+        """Measure the folder's own loss, in plain transformers."""
+        model = AutoModelForCausalLM.from_pretrained(self.source, dtype=torch.float32)
+        with torch.no_grad():
+            return float(model(input_ids=self.text, labels=self.text).loss)
+
+
+@pytest.mark.parametrize(
+    ("tied", "sharded", "dtype"),
+    [
+        (False, False, torch.float32),
+        (False, True, torch.bfloat16),
+        (True, True, torch.float16),
+        (True, False, torch.float64),
+    ],
+)
+def test_its_first_held_out_loss_is_that_of_the_folder(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    tied: bool,
+    sharded: bool,
+    dtype: torch.dtype,
+) -> None:
+    source = saved(tmp_path / "source", tied=tied, sharded=sharded, dtype=dtype)
+    network = Founded(tmp_path, source, capsys)
+    state, loss = network.start(network.config())
+    assert loss == pytest.approx(network.plain_loss(), abs=1e-4) and loss > 5.7
+    assert state.outer_step == 0 and all(w.dtype == torch.float32 for w in state.weights)
+
+
+def test_a_later_start_and_an_export_change_no_bit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = saved(tmp_path / "source", tied=True, sharded=True, dtype=torch.float32)
+    network = Founded(tmp_path, source, capsys)
+    config = network.config()
+    first, loss = network.start(config)
+    shutil.rmtree(source)  # not read again
+    assert network.start(config)[1] == loss
+    made = tmp_path / "made"
+    words = ["--from", str(network.folder / "validator"), *network.words]
+    assert export.main([str(made), *words]) == 0
+    assert "exported the model of outer step 0" in capsys.readouterr().out
+    assert config.network is not None
+    digest = digest_weights(first.weights)
+    assert config.network.head.weights == digest
+    content = json.loads((made / "config.json").read_text())
+    again = list(read_weights(made, content))
+    assert digest_weights(again) == digest
+    for (name, _), old, new in zip(parameter_schema(content), first.weights, again, strict=True):
+        assert torch.equal(old, new), name
+    assert founded(tmp_path / "next", made) == 0
+    text = (tmp_path / "next" / "network.toml").read_text()
+    assert digest in text and 'name = "bytes"' in text
+
+
+def test_a_founder_who_forgot_the_weights_publishes_no_others(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = saved(tmp_path / "source", tied=True, sharded=False, dtype=torch.float32)
+    network = Founded(tmp_path, source, capsys)
+    at = network.words.index("--validator.weights")
+    del network.words[at : at + 2]
+    with pytest.raises(ConfigError, match="nothing was published: give their folder with"):
+        network.start(network.config())
+    other = saved(tmp_path / "other", tied=True, sharded=False, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="has other weights than the network's file names"):
+        network.start(network.config("--validator.weights", str(other)))
+    with pytest.raises(ConfigError, match=r"config\.json has none, so nothing was published"):
+        _extra(other, Draw(0))
+        network.start(network.config("--validator.weights", str(other)))
+    assert not network.world.bucket.objects
