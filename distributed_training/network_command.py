@@ -360,15 +360,15 @@ def _refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
     pinned = isinstance(revision, str) and re.fullmatch(r"[0-9a-f]{40}", revision)
     if not (name == "bytes" or Path(name).is_dir() or pinned):
         return
-    with TemporaryDirectory() as folder:
-        try:
+    try:
+        with TemporaryDirectory() as folder:
             path, end = build_tokenizer(name, Path(folder), revision=revision)
-        except ValueError as error:
-            if hub_is_away(error):
-                print(f"the tokenizer was not looked at: {error}", file=sys.stderr)
-                return
-            raise ConfigError(f"no network was founded: {error}") from None
-        needed = TextTokenizer(path, eos_id=end).vocabulary
+            needed = TextTokenizer(path, eos_id=end).vocabulary
+    except (ValueError, OSError) as error:  # OSError: of the folder's disk
+        if hub_is_away(error):
+            print(f"the tokenizer was not looked at: {error}", file=sys.stderr)
+            return
+        raise ConfigError(f"no network was founded: {error}") from None
     if needed > words:
         raise ConfigError(
             f"the tokenizer {name} has {needed} words and the model's vocab_size is {words}, so it "

@@ -213,7 +213,9 @@ def test_the_tokenizer_is_pinned_where_the_hub_tells_its_commit(
     assert "tokenizer.revision 'main'" in capsys.readouterr().err
 
 
-def test_a_tokenizer_with_more_words_than_the_model_founds_nothing(tmp_path: Path, capsys) -> None:
+def test_a_tokenizer_with_more_words_than_the_model_founds_nothing(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, tokenizer = tmp_path / "config.json", tmp_path / "tokenizer"
     build_tokenizer("bytes", tokenizer)
     for words in (256, 257):
@@ -228,6 +230,9 @@ def test_a_tokenizer_with_more_words_than_the_model_founds_nothing(tmp_path: Pat
     (tokenizer / "tokenizer.json").write_text("{")
     assert found(tmp_path / "lab", "--model", str(model), "--tokenizer", str(tokenizer)) == 2
     assert "no network was founded" in capsys.readouterr().err
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "away"))
+    assert found(tmp_path / "lab") == 2 and not (tmp_path / "lab").exists()
+    assert "no network was founded: [Errno 2] No such file" in capsys.readouterr().err
 
 
 def test_a_change_is_another_run_and_counts_once_it_is_signed(tmp_path: Path, capsys) -> None:
