@@ -366,7 +366,7 @@ def check_keys(config: Config) -> Iterator[str]:
             yield (
                 f"R2_READ_{part} and R2_WRITE_{part} are equal, and the read key is published on "
                 "the chain for ever, so anybody could overwrite this bucket: make a second token "
-                "that may only read (R2 dashboard, Manage API tokens) and put it into .env"
+                "that may only read (at R2: dashboard, Manage API tokens) and put it into .env"
             )
     if not config.is_public or config.any_key:
         return

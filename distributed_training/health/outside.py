@@ -51,7 +51,7 @@ _STORE_TIMEOUT = timedelta(seconds=10)  # of its first answer
 _LINE_BYTES = 8 * 1024 * 1024
 _METRICS_FRESH = 120.0  # seconds
 
-_KEYS_REMEDY = "check the R2_ variables in .env, and bucket and tokens in the R2 dashboard"
+_KEYS_REMEDY = "check the R2_ variables in .env, and bucket and keys at R2 or another store"
 
 
 CHECKS: list[Entry] = []  # in the order in which they are made, after those of the machine

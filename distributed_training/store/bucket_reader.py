@@ -602,5 +602,5 @@ def check_read_key(reader: ObjectStore, *, timeout: timedelta) -> None:
     raise WritableReadKeyError(
         f"the key in R2_READ_ACCESS_KEY_ID can write to bucket {reader.bucket}; it is published on "
         "the chain, so anyone could replace or delete the uploads: nothing was committed. Make a "
-        'token with "Object Read only" (R2 dashboard, Manage API tokens) and put it into .env'
+        'key that may only read ("Object Read only" in the R2 dashboard) and put it into .env'
     )

@@ -229,7 +229,7 @@ class S3ObjectStore:
             if value is None or not value.get_secret_value():
                 raise ValueError(
                     f"R2_{kind}_{name} is not set, so bucket {bucket} cannot be used: put it into "
-                    ".env (R2 dashboard, Manage API tokens)"
+                    ".env (at R2: dashboard, Manage API tokens)"
                 )
         return cls(
             bucket=bucket,

@@ -406,6 +406,16 @@ def test_others_read_a_bucket_by_what_its_owner_commits_whatever_its_keys(any_se
         reader.put("a", b"y")
 
 
+def test_the_doctor_is_content_with_keys_of_any_store(any_server: Any) -> None:
+    settings = settings_for(any_server)
+    config = replace(load_config("miner", ["--preset", "local"], check=False), store=settings)
+    bucket = keys.miner_bucket(settings.global_model_name, 7)
+    S3ObjectStore.from_settings(settings, bucket=bucket, write=True).create_bucket()
+    examination: Any = SimpleNamespace(config=config, uid=7, shape=None)
+    found = outside.check_bucket(examination)
+    assert [(check.name, check.status) for check in found] == [("bucket", "ok"), ("line", "ok")]
+
+
 def test_a_wrong_secret_is_told_apart_and_not_shown(server: ObjectStoreServer) -> None:
     settings = settings_for(server, write_secret_access_key=None)
     with pytest.raises(ValueError, match="R2_WRITE_SECRET_ACCESS_KEY is not set"):
