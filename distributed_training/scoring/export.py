@@ -205,6 +205,8 @@ def export_model(
             )
             # To check them: transformers makes up a tensor that is missing, and only warns.
             load_weights(weights, schema)
+            # The weights', which the network began with may have been of another.
+            content |= dict.fromkeys({"dtype", "torch_dtype"} & content.keys(), "float32")
             write_json(part / keys.CONFIG, content)
             name = config.miner.global_tokenizer_name
             if name == "bytes":

@@ -83,8 +83,9 @@ def read_weights(folder: Path, model_config: Mapping[str, Any]) -> Iterator[Tens
             if name not in known and not name.endswith(_COMPUTED):
                 raise WeightsError(
                     f"{folder} has a tensor {name:.100} and the model of its config.json has none",
-                    "give the config.json and the weights of one model, without quantization or "
-                    "adapters",
+                    "give config.json and weights of one model, without quantization or adapters; "
+                    "mixtures of experts and GPT-NeoX are saved under other names, which are not "
+                    "read",
                 )
 
         def read(name: str, shape: tuple[int, ...]) -> Tensor:

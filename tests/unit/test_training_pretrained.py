@@ -23,7 +23,12 @@ from distributed_training.network_command import main
 from distributed_training.scoring import export
 from distributed_training.telemetry import read_events
 from distributed_training.training.model import hf_config, parameter_schema
-from distributed_training.training.pretrained import INDEX, digest_weights, read_weights
+from distributed_training.training.pretrained import (
+    INDEX,
+    WeightsError,
+    digest_weights,
+    read_weights,
+)
 from distributed_training.validator import program
 from tests.tools.validator_world import World, one_thread, settings  # noqa: F401
 
@@ -280,10 +285,11 @@ def test_its_first_held_out_loss_is_that_of_the_folder(
     assert state.outer_step == 0 and all(w.dtype == torch.float32 for w in state.weights)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_later_start_and_an_export_change_no_bit(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], dtype: torch.dtype
 ) -> None:
-    source = saved(tmp_path / "source", tied=True, sharded=True, dtype=torch.float32)
+    source = saved(tmp_path / "source", tied=True, sharded=True, dtype=dtype)
     network = Founded(tmp_path, source, capsys)
     config = network.config()
     first, loss = network.start(config)
@@ -301,9 +307,32 @@ def test_a_later_start_and_an_export_change_no_bit(
     assert digest_weights(again) == digest
     for (name, _), old, new in zip(parameter_schema(content), first.weights, again, strict=True):
         assert torch.equal(old, new), name
+    assert AutoModelForCausalLM.from_pretrained(made).dtype == torch.float32
     assert founded(tmp_path / "next", made) == 0
     text = (tmp_path / "next" / "network.toml").read_text()
     assert digest in text and 'name = "bytes"' in text
+
+
+def test_experts_under_other_names_are_refused_as_such(tmp_path: Path) -> None:
+    config = hf_config(MODEL | {"model_type": "mixtral", "num_local_experts": 2})
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(WeightsError, match="experts") as refusal:
+        list(read_weights(tmp_path, config.to_dict()))
+    assert "saved under other names" in refusal.value.remedy
+
+
+def test_what_no_member_trains_must_be_what_each_of_them_has(tmp_path: Path) -> None:
+    more = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    more |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    more |= {"v_head_dim": 8, "moe_intermediate_size": 8, "num_key_value_heads": 4}
+    config = hf_config(MODEL | {"model_type": "deepseek_v3", "first_k_dense_replace": 1} | more)
+    state = AutoModelForCausalLM.from_config(config).state_dict()
+    bias = next(name for name in state if name.endswith("e_score_correction_bias"))
+    save_file(state, tmp_path / "model.safetensors")
+    assert list(read_weights(tmp_path, config.to_dict()))
+    save_file(state | {bias: state[bias] + 1}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match="e_score_correction_bias that are not trained"):
+        list(read_weights(tmp_path, config.to_dict()))
 
 
 def test_a_founder_who_forgot_the_weights_publishes_no_others(
