@@ -3,6 +3,7 @@
     dt-network init FOLDER --name NAME --host HOST (--registry URL | --netuid N) [options]
     dt-network join FILE|URL [wallet flags]
     dt-network sign FILE [--wallets FOLDER]
+    dt-network decay FILE --steps N [--from STEP] [--wallets FOLDER]
     dt-network show FILE|URL
 
 ``init`` makes the master's hotkey and the validator's swarm identity, writes ``network.toml`` with
@@ -23,7 +24,7 @@ import shutil
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -55,9 +56,10 @@ from distributed_training.network import (
 )
 from distributed_training.node.start import hub_is_away
 from distributed_training.protocol.keys import CONFIG, miner_bucket
-from distributed_training.protocol.metadata import LONGEST_KEY
+from distributed_training.protocol.metadata import LONGEST_KEY, parse_config
 from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
 from distributed_training.protocol.types import ExitStatus
+from distributed_training.store.bucket_reader import states
 
 _MASTER = "master"  # name of the wallet
 _HELD_OUT_SHARE = 16  # of so many pages one is held out, where there are few
@@ -105,12 +107,24 @@ def build_parser() -> Parser:
     sign = commands.add_parser("sign", help="sign a file again after a change")
     sign.add_argument("file", type=path)
     sign.add_argument("--wallets", type=path, help="folder of the master's wallet (beside it)")
+    decay = commands.add_parser("decay", help="let a constant learning rate fall to 0, and sign")
+    decay.add_argument("file", type=path)
+    add = decay.add_argument
+    add("--steps", type=ranged(1, 10**9), required=True, help="inner steps of the decay")
+    add(
+        "--from",
+        type=ranged(1, 10**9),
+        dest="begins",
+        metavar="STEP",
+        help="inner step of the network (what the validator's run folder beside the file shows)",
+    )
+    add("--wallets", type=path, help="folder of the master's wallet (beside the file)")
     join = commands.add_parser("join", help="take a uid with this wallet, and say what is missing")
     join.add_argument("place", type=text)
     add_wallet(join)
     show = commands.add_parser("show", help="verify a network's file and print its rules")
     show.add_argument("place", type=text)
-    for command in (init, sign, join, show):
+    for command in (init, sign, decay, join, show):
         command.add_argument(
             "--plugins", nargs="+", default=[], metavar="MODULE", help="modules of your own"
         )
@@ -132,7 +146,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     try:
         import_plugins(options.plugins)
-        {"init": _init, "join": _join, "sign": _sign, "show": _show}[options.command](options)
+        commands = {"init": _init, "join": _join, "sign": _sign, "decay": _decay, "show": _show}
+        commands[options.command](options)
     except ConfigError as error:
         return exit_with(error)
     except ChainError as error:
@@ -454,13 +469,53 @@ def _write(path: Path, text: str) -> None:
         trial.unlink(missing_ok=True)
 
 
-def _sign(options: argparse.Namespace) -> None:
+def _decay(options: argparse.Namespace) -> None:
+    """Write the two keys and the next version into the file. Raises ConfigError."""
+    path, begins = options.file, options.begins
+    folder = path.absolute().parent / "validator" / "global"
+    if begins is None:
+        with suppress(IndexError, OSError, ValueError):
+            config = (states(folder)[-1][1] / CONFIG).read_bytes()
+            begins = parse_config(config)[1].total_inner_steps
+    if not begins:
+        raise ConfigError(
+            f"{folder} does not say at which inner step the network is, so nothing was signed: "
+            "give --from with total_inner_steps of config.json in the global bucket"
+        )
+    text = read_text(path)
+    version = flatten(tree_of(text)).get("version")
+    if type(version) is not int:
+        raise ConfigError(f"{path} has no version to count up, so nothing was signed: add it")
+    added = {"training.decay_from": begins, "training.decay_steps": options.steps}
+    wanted = flatten(tree_of(text)) | added | {"version": version + 1}
+    text = re.sub(r"(?m)^[ \t]*decay_(from|steps)[ \t]*=.*\n", "", text)
+    lines = "".join(f"{key.partition('.')[2]} = {value}\n" for key, value in added.items())
+    text = re.sub(r"(?m)^\[training\].*\n", lambda head: head[0] + lines, text, count=1)
+    text = re.sub(r"(?m)^version[ \t]*=[ \t]*[\w+]+", f"version = {version + 1}", text, count=1)
+    # Of every layout that TOML allows: not all is found by such patterns.
+    if flatten(tree_of(text)) != wanted:
+        raise ConfigError(
+            f"{path} is not laid out as dt-network init writes it, so nothing was signed: write "
+            f"{' and '.join(f'{key} = {value}' for key, value in wanted.items() if key in added)} "
+            "into it, count version up, and run dt-network sign"
+        )
+    _sign(options, text)
+    print(
+        f"the learning rate falls to 0 from inner step {begins} of the network on, until "
+        f"{begins + options.steps}. This version is another run: stop validator and miners, hand "
+        "out the file, start them again. Weights, outer step and the place in the schedule stay; "
+        "who still has the old file is neither called nor paid"
+    )
+
+
+def _sign(options: argparse.Namespace, text: str | None = None) -> None:
+    """Sign the file, with ``text`` in its place if there is any. Raises ConfigError."""
     from distributed_training.chain.identity import load_wallet
 
     path: Path = options.file
     wallets = options.wallets or path.absolute().parent / "wallets"
     master = load_wallet(ChainSettings(wallet_path=str(wallets), wallet_name=_MASTER))
-    text = read_text(path)
+    text = text or read_text(path)
     named = flatten(tree_of(text)).get("chain.master_hotkey")
     if named != master.ss58:
         raise ConfigError(

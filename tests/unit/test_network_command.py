@@ -21,6 +21,7 @@ from distributed_training.data.tokenizer import build_tokenizer, byte_tokenizer
 from distributed_training.network_command import main
 from distributed_training.node.buckets import commitment_text
 from distributed_training.node.start import fetch_tokenizer
+from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.training.memory_plan import local_llama_config
 from distributed_training.training.model import parameter_schema
 from tests.tools.support_data import DATASET, Fault, RowsServer
@@ -302,6 +303,65 @@ def test_a_wrong_option_leaves_nothing(tmp_path: Path, capsys, more, words: str)
     assert found(tmp_path / "lab", *more) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and words in line
+
+
+def test_a_decay_begins_where_the_network_is(tmp_path: Path, capsys) -> None:
+    """In a new version, signed; the state is found again by what no version changes."""
+    folder = tmp_path / "lab"
+    assert found(folder, "--set", "training.schedule=constant") == 0
+    file, before = folder / "network.toml", read(folder).network
+    assert main(["decay", str(file), "--steps", "500"]) == 2
+    assert "give --from" in capsys.readouterr().err
+    for outer_step, place in ((9, 4000), (10, 4400)):
+        state = folder / "validator" / "global" / f"epoch-{outer_step}"
+        state.mkdir(parents=True)
+        (state / "config.json").write_bytes(ConfigExtras((), 0, 1, place).merge_into({}))
+    text = file.read_text().replace("[training]", "[training]  # rates")
+    file.write_text(text)
+    for again, (steps, more) in enumerate(((500, ()), (70, ("--from", "5000"))), 1):
+        assert main(["decay", str(file), "--steps", str(steps), *more]) == 0
+        after = read(folder)
+        training = after.training
+        begins = int(more[1]) if more else 4400
+        assert (training.decay_from, training.decay_steps) == (begins, steps)
+        assert after.network.head.version == 1 + again
+        rest = {"training.decay_from", "training.decay_steps", "run_id"}
+        kept = {k: v for k, v in after.network.values.items() if k not in rest}
+        assert kept == {k: v for k, v in before.values.items() if k not in rest}
+        assert after.network.values["run_id"] != before.values["run_id"]
+        assert "# rates" in file.read_text()
+        out = capsys.readouterr().out
+        assert f"until {begins + steps}" in out and "another run" in out
+
+
+def dotted(text: str) -> str:
+    """The same rules, laid out otherwise."""
+    return text.replace("[training]\n", "[ training ]\n")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "change", "more", "words"),
+    [
+        ("cosine", None, ("--from", "4000"), "this one is cosine"),
+        ("constant", None, ("--from", "999"), "below training.warmup_steps 1000"),
+        ("constant", dotted, ("--from", "4000"), "is not laid out as dt-network init writes it"),
+        ("constant", lambda text: text + "[", ("--from", "4000"), "is not TOML"),
+        ("constant", lambda text: text.replace("version = 1", ""), ("--from", "9"), "no version"),
+        ("constant", None, (), "give --from"),
+    ],
+)
+def test_a_decay_that_cannot_begin_changes_nothing(
+    tmp_path: Path, capsys, schedule: str, change, more: tuple[str, ...], words: str
+) -> None:
+    assert found(tmp_path / "lab", "--set", f"training.schedule={schedule}") == 0
+    file = tmp_path / "lab" / "network.toml"
+    if change is not None:
+        file.write_text(change(file.read_text()))
+    before = file.read_text()
+    capsys.readouterr()
+    assert main(["decay", str(file), "--steps", "9", *more]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and words in line and file.read_text() == before
 
 
 def test_a_store_with_a_bucket_in_its_url_is_refused(tmp_path: Path, capsys) -> None:
