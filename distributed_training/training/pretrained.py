@@ -3,7 +3,7 @@
 The folder has ``config.json`` and the weights, in ``model.safetensors`` or in the shards that
 ``model.safetensors.index.json`` names. transformers makes up a tensor that is missing and ignores
 one that it does not know. Here each is compared with the model that members build, and read alone:
-beside the result at most one tensor is in memory.
+beside the result at most two tensors are in memory.
 """
 
 from __future__ import annotations
