@@ -155,6 +155,11 @@ class Network:
         return self.head.model
 
     @property
+    def shape(self) -> ModelShape:
+        """The model's sizes, with as many parameters as the file says. Raises ValueError."""
+        return ModelShape.from_config(self.model or {}, self.head.parameters)
+
+    @property
     def line(self) -> str:
         """The name, version, run and master of the network, for the log."""
         return (
@@ -280,7 +285,7 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
         )
     if flat.get("data.selection") == 2:
         _refuse_pages(flat)
-    files = {FILE: text, **_load_model(flat, beside)}
+    files = {FILE: text, **load_model(flat, beside)}
     digest = digest_of(flat)
     head = _head({key: flat[key] for key in HEAD_KEYS & {*flat}})
     # [chain] has the keys of its kind and no other's. One of a plug-in has what it likes.
@@ -345,7 +350,7 @@ def signed(text: str, signer: Any, *, beside: Callable[[str], str]) -> str:
     end = first.start() if first else len(text)
     top, rest = _SIGNATURE_LINE.sub("", text[:end]).rstrip() + "\n", text[end:].lstrip("\n")
     flat = flatten(tree_of(top + rest))
-    _load_model(flat, beside)
+    load_model(flat, beside)
     signature = bytes(signer.sign(_message(flat.get("format"), digest_of(flat)))).hex()
     return f'{top}signature = "0x{signature}"\n\n{rest}'
 
@@ -423,7 +428,7 @@ def _refuse_pages(flat: Mapping[str, Any]) -> None:
         )
 
 
-def _load_model(flat: dict[str, Any], beside: Callable[[str], str]) -> dict[str, str]:
+def load_model(flat: dict[str, Any], beside: Callable[[str], str]) -> dict[str, str]:
     """Put what ``model.config_file`` holds in its place; return its name and text, if it is named.
 
     Raises NetworkFileError.

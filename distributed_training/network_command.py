@@ -48,6 +48,7 @@ from distributed_training.network import (
     NetworkFileError,
     built_in_rules,
     flatten,
+    load_model,
     read_text,
     signed,
     to_toml,
@@ -277,8 +278,9 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
                 "docs/network-file.md lists all"
             )
         table[name] = value
-    # What is given counts for the model too; a number of its parameters is compared with it later.
-    rules["model"] = _model(options, rules["training"]) | rules["model"]
+    # What is given counts for the model too; a number of its parameters is compared with it.
+    rules["model"] = {"config": _model(options)} | rules["model"]
+    _check_model(rules["model"], rules["training"])
     return rules
 
 
@@ -392,11 +394,9 @@ def _refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
         )
 
 
-def _model(options: argparse.Namespace, training: Mapping[str, Any]) -> dict[str, Any]:
-    """Return ``[model]``. Raises ConfigError."""
-    from distributed_training.common.memory import ModelShape
+def _model(options: argparse.Namespace) -> dict[str, Any]:
+    """Return ``[model.config]``. Raises ConfigError."""
     from distributed_training.training.memory_plan import local_llama_config
-    from distributed_training.training.model import blocks_of, build_meta_model, refuse_attention
 
     try:
         if options.model is not None:
@@ -407,27 +407,62 @@ def _model(options: argparse.Namespace, training: Mapping[str, Any]) -> dict[str
             content = local_llama_config(sequence_length=1024) | ends
         else:
             raise ValueError("the tiny model is for the tokenizer 'bytes'")
-        content = _without_nulls(content)
-        ModelShape.from_config(content)  # of sizes that fill the memory, before they are built
-        # As peers will build it.
-        model = build_meta_model(content)
-        blocks_of(model)
-        length = training.get("sequence_length")
-        refuse_attention(model, length if isinstance(length, int) else None)
-        count = sum(parameter.numel() for parameter in model.parameters())
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        return dict(_without_nulls(content))
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"there is no model to found a network with ({error}), so nothing was founded: give "
             "--model with the config.json of a Llama-like model"
         ) from None
-    positions = getattr(model.config, "max_position_embeddings", None)
+
+
+def _check_model(model: dict[str, Any], training: Mapping[str, Any]) -> None:
+    """Compare ``[model]`` with what peers will build of it, and note the number of its parameters.
+
+    Raises ConfigError for a model that would be computed otherwise here, or another number.
+    """
+    from distributed_training.common.memory import ModelShape
+    from distributed_training.training.model import blocks_of, build_meta_model
+    from distributed_training.training.parity import refuse_difference
+
+    content = model["config"]
+    try:
+        ModelShape.from_config(content, 1)  # of sizes that fill the memory, before they are built
+        built: Any = build_meta_model(content)
+        blocks_of(built)
+        refuse_difference(content)
+    except (ValueError, AttributeError) as error:
+        raise ConfigError(
+            f"there is no model to found a network with ({error}), so nothing was signed: give "
+            "the config.json of a Llama-like model"
+        ) from None
+    count = sum(parameter.numel() for parameter in built.parameters())
+    if model.setdefault("parameters", count) != count:
+        raise ConfigError(
+            f"model.parameters is {model['parameters']} and the model has {count}, by which memory "
+            "and disk are planned, so nothing was signed: correct model.parameters"
+        )
+    length = training.get("sequence_length")
+    positions = getattr(built.config, "max_position_embeddings", None)
     if isinstance(length, int) and isinstance(positions, int) and length > positions:
         raise ConfigError(
             f"training.sequence_length {length} is above {positions}, the positions that the model "
-            f"has, so no network was founded: --set training.sequence_length={positions}, or "
+            f"has, so nothing was signed: --set training.sequence_length={positions}, or "
             "correct max_position_embeddings"
         )
-    return {"parameters": count, "config": content}
+    experts, window = (
+        getattr(built.config, name, None) for name in ("num_experts_per_tok", "sliding_window")
+    )
+    if experts:
+        print(
+            "a mixture of experts is trained without a router loss here: experts may collapse",
+            file=sys.stderr,
+        )
+    if window and isinstance(length, int) and window < length:
+        print(
+            f"layers with a window of {window} tokens get a mask, for which GPUs have no flash "
+            "kernel: their attention is slower, and takes memory for each pair of tokens",
+            file=sys.stderr,
+        )
 
 
 def _without_nulls(value: Any) -> Any:
@@ -513,16 +548,26 @@ def _sign(options: argparse.Namespace, text: str | None = None) -> None:
     from distributed_training.chain.identity import load_wallet
 
     path: Path = options.file
+
+    def beside(name: str) -> str:
+        return read_text(path.with_name(name))
+
     wallets = options.wallets or path.absolute().parent / "wallets"
     master = load_wallet(ChainSettings(wallet_path=str(wallets), wallet_name=_MASTER))
     text = text or read_text(path)
-    named = flatten(tree_of(text)).get("chain.master_hotkey")
+    flat = flatten(tree_of(text))
+    named = flat.get("chain.master_hotkey")
     if named != master.ss58:
         raise ConfigError(
             f"{path} names the master {named} and the wallet in {wallets} is {master.ss58}, so "
             "nothing was signed: give --wallets with the master's"
         )
-    _write(path, signed(text, master.hotkey, beside=lambda name: read_text(path.with_name(name))))
+    load_model(flat, beside)
+    if "model.config" in flat:
+        table = {key: value for key, value in flat.items() if key.startswith("model.")}
+        table = {key.removeprefix("model."): value for key, value in table.items()}
+        _check_model(table, {"sequence_length": flat.get("training.sequence_length")})
+    _write(path, signed(text, master.hotkey, beside=beside))
     _show(argparse.Namespace(place=str(path)), rules=False)
 
 

@@ -39,7 +39,7 @@ import math
 import os
 import reprlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,6 +67,11 @@ _TIED = {
     "gemma", "gemma2", "gemma3", "gemma3_text", "gemma3n_text", "cohere", "cohere2", "smollm3",
     "starcoder2", "ernie4_5",
 }  # fmt: skip
+# Their parameters are a Llama's, but for biases and norms.
+_COUNTED = {
+    None, "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2",
+    "granite", "smollm3",
+}  # fmt: skip
 
 
 def _size(config: Mapping[str, Any], name: str, default: int = 0) -> int:
@@ -84,32 +89,43 @@ class ModelShape:
     layers: int
     query_width: int
     kv_width: int
-    intermediate: int
+    intermediate: int  # that a token passes; in a mixture of experts: of all that it is sent to
     vocab: int
     tied: bool
+    mlp: int  # of a Llama with as many parameters
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> ModelShape:
-        """Read the sizes of a Llama-like model's Hugging Face config.
+    def from_config(cls, config: Mapping[str, Any], parameters: int | None = None) -> ModelShape:
+        """Read the sizes of a Hugging Face config.
 
-        Raises ValueError for others.
+        ``parameters``: their true count; needed where a Llama's formula does not give it, as with
+        a mixture of experts. Raises ValueError.
         """
+        if parameters is None and (kind := config.get("model_type")) not in _COUNTED:
+            raise ValueError(f"the number of a {kind!r:.40}'s parameters does not follow from it")
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
         head_dim = _size(config, "head_dim", hidden // heads)
-        return cls(
+        wide = _size(config, "intermediate_size")
+        expert = _size(config, "moe_intermediate_size", wide)
+        shape = cls(
             hidden=hidden,
             layers=_size(config, "num_hidden_layers"),
             query_width=heads * head_dim,
             kv_width=_size(config, "num_key_value_heads", heads) * head_dim,
-            intermediate=_size(config, "intermediate_size"),
+            intermediate=max(wide, expert * _size(config, "num_experts_per_tok", 1)),
             vocab=_size(config, "vocab_size"),
             tied=bool(config.get("tie_word_embeddings", config.get("model_type") in _TIED)),
+            mlp=wide,
         )
+        if parameters is None:
+            return shape
+        more = (parameters - shape.parameters) / (3 * hidden * shape.layers)
+        return replace(shape, mlp=max(1, wide + round(more)))
 
     @property
     def tensors(self) -> list[tuple[int, ...]]:
         """The shape of every parameter."""
-        h, q, k, i = self.hidden, self.query_width, self.kv_width, self.intermediate
+        h, q, k, i = self.hidden, self.query_width, self.kv_width, self.mlp
         block: list[tuple[int, ...]] = [(q, h), (k, h), (k, h), (h, q), (i, h), (i, h), (h, i)]
         embeddings = [(self.vocab, h)] * (1 if self.tied else 2)
         return [*block, (h,), (h,)] * self.layers + embeddings + [(h,)]

@@ -242,8 +242,11 @@ def check_batch(examination: Examination) -> Check:
 def check_model(examination: Examination) -> Check:
     """Check that the model's size is known, and note it."""
     content, origin = examination.model or ({}, "no model")
+    network = examination.config.network
     try:
-        examination.shape = shape = ModelShape.from_config(content)
+        of_network = network is not None and content == network.model
+        shape = network.shape if network and of_network else ModelShape.from_config(content)
+        examination.shape = shape
     except ValueError as error:
         remedy = "give --model with the config.json of a Llama-like model"
         return Check("model", "warn", f"{origin}: {error}: size not known", remedy)
@@ -336,7 +339,7 @@ def refuse_model(config: Config, *, ranks: int) -> None:
     if network is None or network.model is None or not config.diagnostics.start_check:
         return
     try:
-        shape = ModelShape.from_config(network.model)
+        shape = network.shape
     except ValueError:
         return
     gpu = gpu_bytes(config)

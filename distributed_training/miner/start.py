@@ -299,7 +299,8 @@ def open_connections(
     model = read_model_config(global_folder)
     size = ""
     with suppress(ValueError):  # the trainer refuses such a model in words
-        parameters = ModelShape.from_config(model).parameters
+        count = config.network.head.parameters if config.network and config.network.model else None
+        parameters = ModelShape.from_config(model, count).parameters
         unit, prefix = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
         size = f": a model of {parameters / unit:.2f} {prefix} parameters"
     log.info("Global state of outer step %d%s", outer_step, size)

@@ -31,7 +31,7 @@ from distributed_training.scoring.upload import (
     in_a_line,
     of_this_machine,
 )
-from distributed_training.training.model import CausalLoss, hf_config, schema_of
+from distributed_training.training.model import CausalLoss, hf_config, register_attention, schema_of
 
 
 def evaluation_device(wanted: str) -> torch.device:
@@ -62,7 +62,7 @@ class EvaluationModel:
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_config(
-            hf_config(model_config), dtype=torch.float32, attn_implementation="sdpa"
+            hf_config(model_config), dtype=torch.float32, attn_implementation=register_attention()
         )
         self.schema: Schema = schema_of(model)
         self.device = device

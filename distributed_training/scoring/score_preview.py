@@ -111,7 +111,7 @@ def read_judged(
         folder.mkdir(parents=True, exist_ok=True)
         if miners is not None:
             most = disk_space(
-                ModelShape.from_config(model_config),
+                ModelShape.from_config(model_config, sum(math.prod(s) for _, s in schema)),
                 keep_checkpoints=MinerSettings().keep_checkpoints,
                 moments=count_moments(config.training),
             )

@@ -174,6 +174,7 @@ def plan_memory(
     settings: TrainingSettings,
     *,
     model_config: Mapping[str, Any],
+    parameters: int | None = None,
     world_size: int,
     micro_batch: int,
     device_bytes: int | None,
@@ -188,7 +189,7 @@ def plan_memory(
     not give its size as a Llama's does.
     """
     try:
-        shape = ModelShape.from_config(model_config)
+        shape = ModelShape.from_config(model_config, parameters)
     except ValueError as error:
         raise ConfigError(
             f"config.json: {error}, so the model's size is not known and it cannot be trained "

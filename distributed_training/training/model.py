@@ -3,6 +3,7 @@
 It is built without memory from a ``config.json``; its parameters keep the names they have there.
 
 *Attention* is SDPA under a name of our own, ``sdpa_causal``, for which transformers makes no mask.
+A window shorter than the sequence is the one mask that is made here.
 
 *The loss* is cross-entropy without the logits: computed for a chunk of tokens at a time, with its
 gradients. The logits of a micro-batch in float32 are its largest tensor by far (2 x 1024 tokens x
@@ -113,39 +114,34 @@ def hf_config(model_config: Mapping[str, Any]) -> Any:
         ) from error
 
 
-def build_meta_model(
-    model_config: Mapping[str, Any],
-    *,
-    attention: str = "sdpa",
-    sequence_length: int | None = None,
-) -> nn.Module:
+def build_meta_model(model_config: Mapping[str, Any]) -> nn.Module:
     """Build the Hugging Face model with parameters on the meta device (no memory) and real buffers.
 
-    ``attention``: as transformers names it. ``sequence_length``: that it will be trained with; as
-    long as its positions if that is not known. Raises UnfitModelError for a model that would be
-    computed otherwise here.
+    Raises UnfitModelError for a model that would be computed otherwise here.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    # For its own "sdpa" transformers looks at each forward whether sequences are packed, by
-    # reading a value back: that waits for everything queued before it, at every micro-batch.
-    # For a name it has no mask for, it makes none, and SDPA without a mask is causal.
-    AttentionInterface.register(CAUSAL, sdpa_causal)
     try:
+        config = hf_config(model_config)
+        for name in _NO_ATTENTION:  # before it is built: transformers refuses some in other words
+            if getattr(config, name, None):
+                raise _unfit_attention(name)
         with _parameters_on_meta():
             model: nn.Module = AutoModelForCausalLM.from_config(
-                hf_config(model_config), dtype=torch.float32, attn_implementation=attention
+                config, dtype=torch.float32, attn_implementation=register_attention()
             )
     except ConfigError:
         raise
     except Exception as error:  # it checks some values itself, and trips over the others
         why = " ".join(f"{type(error).__name__}: {error}".split())
+        if "scaled_dot_product_attention" in why:
+            kind = f"a part that SDPA lacks ({config.model_type!r}: sinks, soft caps or the like)"
+            raise _unfit_attention(kind) from error
         raise UnfitModelError(
-            f"config.json has values that make no model ({why:.200}): fetch the global state again "
-            "or check store.global_bucket"
+            f"config.json has values that make no model ({why:.200}): correct it, or fetch the "
+            "global state again or check store.global_bucket"
         ) from error
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    config: Any = model.config
     scaled = [
         key
         for key in ("final_logit_softcapping", "logits_scaling", "logit_scale")
@@ -157,8 +153,6 @@ def build_meta_model(
             f"({', '.join(scaled) or 'bias or no head'}), which the chunked loss needs, so it "
             "cannot be trained here: use a Llama-like model"
         )
-    longest = sequence_length or getattr(config, "max_position_embeddings", None)
-    refuse_attention(model, longest if attention == CAUSAL else None)
     return model
 
 
@@ -193,6 +187,18 @@ def blocks_of(model: nn.Module) -> nn.ModuleList:
 CAUSAL = "sdpa_causal"  # as transformers is told it
 #: What a model may say to its attention without changing what is computed for packed sequences.
 _HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "return_dict"}
+_NO_ATTENTION = ("attn_logit_softcapping", "attention_chunk_size", "use_bidirectional_attention")
+
+
+def register_attention() -> str:
+    """Register our attention, and return its name for transformers."""
+    from transformers import AttentionInterface
+
+    # For its own "sdpa" transformers looks at each forward whether sequences are packed, by
+    # reading a value back: that waits for everything queued before it, at every micro-batch.
+    # For a name it has no mask for, it makes none, and SDPA without a mask is causal.
+    AttentionInterface.register(CAUSAL, sdpa_causal)
+    return CAUSAL
 
 
 def sdpa_causal(
@@ -211,16 +217,24 @@ def sdpa_causal(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    length = query.shape[2]
     for name, option in options.items():
-        if option is None or option is False or name in _HARMLESS:
+        if option is None or option is False or name in _HARMLESS or name == "is_causal":
             continue
-        if name == "is_causal" or (name == "sliding_window" and option >= query.shape[2]):
-            continue
-        raise _unfit_attention(name)
+        if name != "sliding_window":
+            raise _unfit_attention(name)
+        if option < length:
+            attention_mask = _window_mask(length, option, query.device)
     mixed: tuple[Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling
     )
     return mixed
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
+    """Return which positions each position sees, bool: itself and those before it, ``window``."""
+    seen = torch.ones(length, length, dtype=torch.bool, device=device)
+    return seen.tril().triu(1 - window)
 
 
 def _unfit_attention(name: str) -> UnfitModelError:
@@ -230,32 +244,7 @@ def _unfit_attention(name: str) -> UnfitModelError:
     )
 
 
-def refuse_attention(model: nn.Module, sequence_length: int | None = None) -> None:
-    """Raise UnfitModelError for a model whose attention is another than plain and causal.
-
-    A window as long as the sequences is none. ``sequence_length`` None: windows are computed.
-    """
-    config: Any = model.config
-    of_layers = [
-        module for name, module in model.named_modules() if name.rpartition(".")[2].endswith("attn")
-    ]
-    for name in ("attn_logit_softcapping", "attention_chunk_size", "use_bidirectional_attention"):
-        value = getattr(config, name, None)
-        whole = name == "attention_chunk_size" and value and value >= (sequence_length or 0)
-        if value and not whole:
-            raise _unfit_attention(name)
-    if any(hasattr(layer, "sinks") for layer in of_layers):
-        raise _unfit_attention("sinks")
-    told = [layer.sliding_window for layer in of_layers if hasattr(layer, "sliding_window")]
-    for window in told or [getattr(config, "sliding_window", None)]:
-        if window and sequence_length is not None and window < sequence_length:
-            raise _unfit_attention(
-                f"a sliding_window of {window} tokens, fewer than the {sequence_length} of a "
-                "sequence"
-            )
-
-
-def attention_line(config: Any, device: torch.device, dtype: torch.dtype) -> str:
+def attention_line(config: Any, device: torch.device, dtype: torch.dtype, length: int) -> str:
     """Describe which of PyTorch's SDPA kernels runs, and the reason if it is a slow one."""
     from torch.nn.attention import SDPBackend
 
@@ -271,6 +260,12 @@ def attention_line(config: Any, device: torch.device, dtype: torch.dtype) -> str
         q.requires_grad_(), k, k, is_causal=True, enable_gqa=groups != heads
     )
     name = SDPBackend(choice).name
+    window = getattr(config, "sliding_window", None)
+    if window and window < length:
+        return (
+            f"Attention: SDPA, with a mask where a layer has its window of {window} tokens, for "
+            "which there is no flash kernel"
+        )
     if name in ("FLASH_ATTENTION", "CUDNN_ATTENTION"):
         return f"Attention: SDPA, {name.partition('_')[0].lower()} kernel"
     return (

@@ -39,7 +39,6 @@ from distributed_training.protocol.gradients import Schema
 from .collectives import COLLECTIVE_TIMEOUT, Layout, ParameterShard, RowStream, row_range
 from .memory_plan import MemoryPlan, compute_dtype, plan_memory
 from .model import (
-    CAUSAL,
     INITIAL_SPREAD,
     CausalLoss,
     attention_line,
@@ -151,7 +150,7 @@ def build_sharded_model(
     dtype, line = compute_dtype(settings.precision, device)
     say(line)
     length = settings.sequence_length
-    model = build_meta_model(model_config, attention=CAUSAL, sequence_length=length)
+    model = build_meta_model(model_config)
     config: Any = model.config
     limit = getattr(config, "max_position_embeddings", None)
     if limit is not None and length > limit:
@@ -170,13 +169,14 @@ def build_sharded_model(
     plan = plan_memory(
         settings,
         model_config=config.to_dict(),
+        parameters=sum(parameter.numel() for parameter in model.parameters()),
         world_size=layout.shards,
         micro_batch=micro_batch,
         device_bytes=memory,
         host_bytes=None if memory is None else _least(host_bytes()),
     )
     say(plan.note)
-    say(attention_line(config, device, dtype))
+    say(attention_line(config, device, dtype, length))
     compiled = _recompute_and_compile(model, settings, device, say)
     root = CausalLoss(model, chunk=loss_chunk(memory), compiled=compiled and device.type == "cuda")
     # Parameters are gathered and used in ``dtype``; shards and gradients are float32. So is the

@@ -60,7 +60,7 @@ from distributed_training.swarm.supervisor import SwarmUnavailable, address_of
 from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog
 from distributed_training.training.compression import compression_of
-from distributed_training.training.model import parameter_schema, without_extras
+from distributed_training.training.model import UnfitModelError, parameter_schema, without_extras
 from distributed_training.training.outer_rule import outer_rule_of
 from distributed_training.training.outer_step import GlobalState
 from distributed_training.training.pretrained import WeightsError, digest_weights, read_weights
@@ -187,6 +187,8 @@ def run_validator(
         OSError,
     ) as error:
         log.error("%s", error)
+        if isinstance(error, UnfitModelError):  # its own network's: no start helps
+            return ExitStatus.BAD_CONFIGURATION
         return exit_status_of(error)
     return ExitStatus.STOPPED
 

@@ -232,7 +232,7 @@ def batches_reach_the_device_as_they_were(device: torch.device, folder: Path) ->
 
 
 def attention_is_a_fast_kernel(device: torch.device, folder: Path) -> None:
-    line = attention_line(hf_config(tiny(**MODEL)), device, torch.bfloat16)
+    line = attention_line(hf_config(tiny(**MODEL)), device, torch.bfloat16, 1024)
     assert line.endswith(("on the CPU", "SDPA, flash kernel", "SDPA, cudnn kernel")), line
 
 

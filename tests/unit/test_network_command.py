@@ -6,6 +6,7 @@ import json
 import math
 import runpy
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,14 +17,17 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from distributed_training.chain.kinds import CHAINS
+from distributed_training.common.memory import Arrangement, ModelShape, host_memory
 from distributed_training.config import ConfigError, load_config
 from distributed_training.data.tokenizer import build_tokenizer, byte_tokenizer
+from distributed_training.health import machine
 from distributed_training.network_command import main
 from distributed_training.node.buckets import commitment_text
 from distributed_training.node.start import fetch_tokenizer
 from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.training.memory_plan import local_llama_config
 from distributed_training.training.model import parameter_schema
+from tests.tools.model_families import FAMILIES, init
 from tests.tools.support_data import DATASET, Fault, RowsServer
 
 pytestmark = pytest.mark.timeout(60)
@@ -148,8 +152,8 @@ def test_no_network_is_founded_on_text_that_no_miner_can_read(
         ({"rope_scaling": {"rope_type": "linear", "factor": 4.0, "mscale": None}}, ""),
         ({"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 64}, ""),
         (
-            {"model_type": "gemma3_text", "head_dim": 16, "sliding_window": 63},
-            "sliding_window of 63",
+            {"model_type": "gemma2", "head_dim": 16, "sliding_window": 63},
+            "attn_logit_softcapping",
         ),
         ({"layer_types": [None, None]}, "a list with a null"),
         ({"model_type": "no-such-model"}, "knows no model_type"),
@@ -173,6 +177,30 @@ def test_a_network_is_founded_on_the_model_that_peers_build(
     count = sum(math.prod(shape) for _, shape in parameter_schema(network.model))
     assert network.head.parameters == count
     assert "mscale" not in str(network.model)
+
+
+def test_a_mixtures_file_holds_the_true_count_and_machines_are_judged_by_it(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert init(tmp_path, FAMILIES["mixtral"][1])[0] == 0
+    file = tmp_path / "lab" / "network.toml"
+    network, config = (found := read(tmp_path / "lab")).network, found
+    count = sum(math.prod(shape) for _, shape in parameter_schema(network.model))
+    dense = ModelShape.from_config({**network.model, "model_type": "llama"}).parameters
+    assert network.head.parameters == count > 2 * dense
+    how = Arrangement(1, 1, config.training.sequence_length, checkpointing="full", cuda=False)
+    most = host_memory(ModelShape.from_config({**network.model, "model_type": "llama"}), how)
+    monkeypatch.setattr(machine, "host_bytes", lambda: 2 * most)
+    checked = replace(config, diagnostics=replace(config.diagnostics, start_check=True))
+    with pytest.raises(ConfigError, match="GB of host memory"):
+        machine.refuse_model(checked, ranks=1)
+    text = file.read_text()
+    file.write_text(text.replace(f"parameters = {count}", f"parameters = {dense}"))
+    assert main(["sign", str(file)]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert f"is {dense} and the model has {count}" in line and "nothing was signed" in line
+    file.write_text(text.replace('"mixtral"', '"gpt_oss"'))
+    assert main(["sign", str(file)]) == 2 and "sinks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress
-from distributed_training.training import error_feedback, sharding
+from distributed_training.training import error_feedback, model
 from distributed_training.training.collectives import HostCopies, ParameterShard
 from distributed_training.training.micro_batches import (
     DeviceBudget,
@@ -78,7 +78,7 @@ def test_no_micro_batch_waits_for_the_device(changes: dict[str, Any]) -> None:
 
 
 def test_the_count_sees_what_transformers_own_sdpa_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharding, "CAUSAL", "sdpa")
+    monkeypatch.setattr(model, "register_attention", lambda: "sdpa")
     first, *_ = reads_of_a_step()
     assert first["_local_scalar_dense"] >= 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -28,6 +29,7 @@ from distributed_training.validator import program
 from distributed_training.validator.global_state import claim_global_bucket
 from distributed_training.validator.program import Parts
 from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.model_families import FAMILIES
 from tests.tools.r2_keys import KEYS
 from tests.tools.validator_world import (  # noqa: F401
     LENGTH,
@@ -117,6 +119,21 @@ def test_faults_and_bad_configuration_have_their_statuses(
     assert run(world, config) == 1, "the file may be mended"
     shown = capfd.readouterr()
     assert "fewer words" in shown.out and "Traceback" not in shown.out + shown.err
+
+
+@pytest.mark.parametrize("family", ["gemma 2", "gpt_oss", "granite"])
+def test_a_model_that_is_not_computed_here_is_one_line_and_status_2(
+    family: str, world: World, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    refused, model = FAMILIES[family]
+    config = _config(tmp_path)
+    assert config.validator.model_config is not None
+    config.validator.model_config.write_text(json.dumps(model))
+    assert run(world, config) == 2, "pm2 would start it for ever"
+    shown = capfd.readouterr()
+    (line,) = [line for line in shown.out.splitlines() if "| ERROR |" in line]
+    assert refused in line and "Traceback" not in shown.out + shown.err
+    assert keys.ROOT_METADATA not in world.bucket.objects
 
 
 @pytest.mark.parametrize("error", [SwarmUnavailable("the DHT is away"), OSError(28, "No space")])
