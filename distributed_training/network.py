@@ -55,11 +55,13 @@ LATER = frozenset(
         "store.region",
         "store.addressing",
         "data.selection",
+        "data.held_out",
         "data.held_out_pages",
         "training.decay_from",
         "training.decay_steps",
         "training.schedule",
         "training.weight_decay_on",
+        "round.held_out_rise",
     }
 )
 #: The files that come with the program, by the names that ``--network`` knows them by.
@@ -285,6 +287,11 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
         )
     if flat.get("data.selection") == 2:
         _refuse_pages(flat)
+    elif flat.get("data.held_out") == "pages":
+        raise NetworkFileError(
+            "data.held_out is pages, and only data.selection 2 holds pages out",
+            "set data.selection = 2, or name a file",
+        )
     files = {FILE: text, **load_model(flat, beside)}
     digest = digest_of(flat)
     head = _head({key: flat[key] for key in HEAD_KEYS & {*flat}})
@@ -568,8 +575,10 @@ def _fetch(url: str) -> str:
         if attempt:
             time.sleep(_FIRST_WAIT * 2 ** (attempt - 1))
         try:
-            data = asyncio.run(_download(url))
+            data = asyncio.run(download(url))
             break
+        except TooLong as error:  # a page of something else
+            raise NetworkAway(f"what {url} answers is no network's file: {error}") from None
         except httpx.HTTPStatusError as error:
             why = f"HTTP {error.response.status_code}"
         except TimeoutError:
@@ -584,15 +593,12 @@ def _fetch(url: str) -> str:
         raise NetworkAway(f"what {url} answers is no network's file: {error}") from None
 
 
-async def _download(url: str) -> bytes:
-    """Return what is at ``url``. Raises NetworkAway, TimeoutError, httpx's errors."""
-    place = url
-    async with asyncio.timeout(_LONGEST), _client() as client:
+async def download(url: str, *, most: int = LARGEST_FILE, seconds: float | None = None) -> bytes:
+    """Return what is at ``url``. Raises NetworkAway, TooLong, TimeoutError, httpx's errors."""
+    place, seconds = url, seconds or _LONGEST
+    async with asyncio.timeout(seconds), _client() as client:
         for _ in range(1 + _MOST_REDIRECTS):
-            try:
-                reply, data = await ask(client, "GET", place, most=LARGEST_FILE, seconds=_LONGEST)
-            except TooLong as error:  # a page of something else
-                raise NetworkAway(f"what {url} answers is no network's file: {error}") from None
+            reply, data = await ask(client, "GET", place, most=most, seconds=seconds)
             if not reply.has_redirect_location:
                 reply.raise_for_status()
                 return data

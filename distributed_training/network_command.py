@@ -15,6 +15,7 @@ file: then count ``version`` up and ``sign`` it again.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import ipaddress
 import json
 import os
@@ -326,7 +327,10 @@ def _pin(data: dict[str, Any], *, unpinned: bool) -> None:
 
 
 def _draw(data: dict[str, Any]) -> None:
-    """Give pinned data the draw by which nobody shares a page, and hold pages out."""
+    """Give pinned data the draw by which nobody shares a page, and hold pages out.
+
+    Pin a file of held-out text. Raises ConfigError.
+    """
     if data.get("rows") is not None:
         data.setdefault("selection", 2)
     rows, of_a_page = data.get("rows"), data["rows_per_page"]
@@ -334,6 +338,19 @@ def _draw(data: dict[str, Any]) -> None:
     if data.get("selection") == 2 and type(rows) is type(of_a_page) is int and of_a_page > 0:
         share = rows // of_a_page // _HELD_OUT_SHARE
         data.setdefault("held_out_pages", max(1, min(HELD_OUT_PAGES, share)))
+    if not isinstance(named := data.get("held_out"), str) or named in ("pages", "python"):
+        return
+    from distributed_training.data.held_out import file_rows, read_file
+    from distributed_training.data.page_source import PageUnavailable
+
+    place, _, digest = named.partition("#")
+    place = place if "://" in place else str(Path(place).expanduser().absolute())
+    try:
+        content = read_file(place, digest or None)
+    except PageUnavailable as error:
+        raise ConfigAway(f"{error}, so no network was founded: try again") from None
+    file_rows(place, content, data["text_column"])
+    data["held_out"] = f"{place}#{hashlib.sha256(content).hexdigest()}"
 
 
 def _pin_tokenizer(table: dict[str, Any]) -> None:

@@ -190,6 +190,26 @@ class Config(AllSettings):
         )
 
     @property
+    def held_out(self) -> str:
+        """The held-out text: pages, python, or a file as ``data.held_out`` names it."""
+        return self.data.held_out or ("pages" if self.data.selection == 2 else "python")
+
+    @property
+    def held_out_name(self) -> str:
+        """The held-out text in a few words, beside each loss on it."""
+        if self.held_out == "pages":
+            return f"{self.data.held_out_pages} pages of the data"
+        if self.held_out == "python":
+            return "Python's own library"
+        return self.held_out.rpartition("#")[0].rpartition("/")[2]
+
+    def loss_limit(self, before: float) -> float:
+        """Return the held-out loss above which an outer step is refused."""
+        if self.network is None or self.network.head.format == 1:
+            return before * (1 + self.validator.loss_tolerance)
+        return before + self.validator.held_out_rise
+
+    @property
     def run_folder(self) -> Path:
         """The folder for what must not be lost; the default names wallet and neuron."""
         return (

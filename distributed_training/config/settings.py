@@ -36,6 +36,7 @@ from .types import (
     FileName,
     Found,
     GlobalBucket,
+    HeldOutText,
     Hotkey,
     IpAddress,
     Ipv4Address,
@@ -240,6 +241,10 @@ class DataSettings:
     selection: int = rule("data.selection", 1, ge=1, le=2)
     """the rule by which pages are drawn. 1: that of the public network, by which neighbours share
     pages; 2: different pages for everybody, of pinned data"""
+    held_out: HeldOutText | None = rule("data.held_out")
+    """the text that each outer step is judged on: pages (with data.selection 2, its default), a
+    text or .parquet file as PATH#SHA256 or https://...#SHA256, or python, the validator's Python
+    library (default with data.selection 1)"""
     held_out_pages: int = rule("data.held_out_pages", HELD_OUT_PAGES, ge=1, le=100_000)
     """with data.selection 2: pages that nobody trains on"""
     prefetch_blocks: int = flag("data.prefetch_blocks", 2, ge=1, le=1000)
@@ -289,6 +294,9 @@ class RoundSettings:
     """blocks between two rounds after the first successful one; 0: no change"""
     epoch_length: Count = rule("round.epoch_length")
     """read by the validator only: blocks between two times it writes its weights to the chain"""
+    held_out_rise: float = rule("round.held_out_rise", 0.25, ge=0, le=1000)
+    """in a network of format 2 an outer step is refused when it makes the held-out loss worse by
+    more than this, in nats per token"""
     max_uids: int = rule("limits.max_uids", ge=2, le=4096)
     """uids of the network, from 0 on: a registry gives no other, validators call no other"""
 
@@ -573,7 +581,8 @@ class ValidatorSettings(RoundSettings):
     minimum_peers: int = flag("validator.minimum_peers", 3, ge=1, le=LARGEST_GROUP)
     """fewest peers (this validator included, failed ones not) of a round and of its average"""
     loss_tolerance: float = flag("validator.loss_tolerance", 0.25, ge=0, le=1000)
-    """an outer step is refused when it makes the held-out loss worse by more than this fraction"""
+    """in a network of format 1 an outer step is refused when it makes the held-out loss worse by
+    more than this fraction"""
     top_candidates: int = 3  # miners, best first, whose checkpoint is tried as our contribution
 
     publication_budget: timedelta = 1800 * SECOND  # to upload a global state; then it is given up

@@ -280,6 +280,15 @@ GlobalBucket = Annotated[  # a miner's own is this and four characters more
 Hotkey = Annotated[
     str, _holds("a hotkey: an ss58 address whose checksum is right (47 or 48 characters)", is_ss58)
 ]
+#: A file's name stands in logs, pages and metrics.
+_HELD_OUT = re.compile(r"pages|python|(https://)?[^#\\\x00-\x1f]{1,500}#[0-9a-f]{64}")
+HeldOutText = Annotated[
+    str,
+    _holds(
+        "held-out text: pages, python, or PATH#SHA256 or https://...#SHA256 of a file",
+        lambda text: bool(_HELD_OUT.fullmatch(text)),
+    ),
+]
 IpAddress = Annotated[str, _holds("an IP address such as 203.0.113.7", is_ip)]
 Ipv4Address = Annotated[
     str,

@@ -27,9 +27,7 @@ from distributed_training.common.files import FULL
 from distributed_training.config.types import load_optional
 
 from .block_builder import Failure, Prepared, WorkerPool, WorkerSpec, check_folder
-from .page_source import StdlibSource
 from .shards import SUFFIX, HeldOut, ShardError, open_shard
-from .tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
 
@@ -409,22 +407,3 @@ def _age(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
-
-
-def held_out_batches(
-    *, tokenizer_path: Path, eos_id: int, sequences: int, sequence_length: int
-) -> torch.Tensor:
-    """Return held-out text of the local corpus: int64 (sequences, sequence_length).
-
-    It is never part of a page. Raises ValueError when there is less text than asked for.
-    """
-    tokenizer = TextTokenizer(tokenizer_path, eos_id=eos_id)
-    tokens = tokenizer.encode_rows(StdlibSource().held_out(), max_length=10**9)
-    if len(tokens) < sequences * sequence_length:
-        raise ValueError(
-            f"held-out text has {len(tokens)} tokens, {sequences * sequence_length} are asked for"
-        )
-    # Spread over all held-out text rather than the first file.
-    starts = np.linspace(0, len(tokens) - sequence_length, sequences).astype(np.int64)
-    picked = np.stack([tokens[s : s + sequence_length] for s in starts])
-    return torch.from_numpy(picked.astype(np.int64))

@@ -152,6 +152,7 @@ def serve(given: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     with closing(_registry(given)) as registry:
+        registry.held_out = given.held_out
         host = f"[{given.host}]" if ":" in given.host else given.host
         try:
             sock = listen(given.host.strip("[]"), given.port, backlog=1024)
@@ -184,9 +185,10 @@ def _registry(given: argparse.Namespace) -> Registry:
     from distributed_training.registry import store
 
     # Read again at every start: what it says now is compared with the founding.
-    in_file = []
+    in_file, given.held_out = [], ""
     if given.network is not None:
-        network = load_config("validator", ["--network", given.network], check=False).network
+        config = load_config("validator", ["--network", given.network], check=False)
+        network, given.held_out = config.network, config.held_out_name
         assert network is not None  # it was named
         in_network = {**network.values, "name": network.head.name}
         in_file = [field for field in _FIXED if getattr(given, field) is None]

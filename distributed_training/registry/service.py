@@ -351,7 +351,8 @@ def page(registry: Registry) -> str:
     if losses:  # how the held-out loss fell: the newest in words, all of them as a line
         first, last = min(losses), max(losses)
         described = (
-            f"held-out loss {losses[last][0]:.4f} nats per token at outer step {last} "
+            f"held-out loss {losses[last][0]:.4f} nats per token at outer step {last}"
+            f"{f' on {escape(registry.held_out)}' if registry.held_out else ''} "
             f"({_time(losses[last][1])} UTC); {losses[first][0]:.4f} at outer step {first}"
         )
         values = [loss for loss, _ in losses.values()]
@@ -419,6 +420,8 @@ def metrics(registry: Registry, counts: Mapping[str, int]) -> str:
         gauges["held_out_loss"] = losses[max(losses)][0]
     lines = []
     for name, value in gauges.items():
+        if name == "held_out_loss" and registry.held_out:
+            lines += [f"# HELP dt_registry_{name} nats per token on {registry.held_out}"]
         lines += [f"# TYPE dt_registry_{name} gauge", f"dt_registry_{name} {value}"]
     lines += [
         "# TYPE dt_registry_store_faults_total counter",

@@ -150,6 +150,7 @@ class Registry(Ledger):
         self.folder = folder
         self.start = secrets.token_hex(4)  # of this process: versions count within it only
         self.faults = 0  # writes that could not be stored
+        self.held_out = ""  # the text of the losses that the founder reports, if it is known
         # Blocks are tried every 2 s and writes come from anybody: the log shares the full disk.
         self._may_warn = Throttle(60.0)
         with ExitStack() as failed:

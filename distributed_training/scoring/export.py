@@ -110,8 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             step = export_model(config, reader, folder, outer_step=step)
         print(f"exported the model of outer step {step} to {folder}")
         if options.sequences:
-            loss = held_out_loss(config, folder, options.sequences)
-            print(f"held-out loss {loss:.4f}, perplexity {math.exp(loss):.2f}")
+            loss, text = held_out_loss(config, folder, options.sequences)
+            print(f"held-out loss {loss:.4f}, perplexity {math.exp(loss):.2f}, on {text}")
         if options.sample:
             print(sample(folder, options.sample, tokens=options.tokens))
     except ConfigError as error:
@@ -260,16 +260,18 @@ def sample(folder: Path, prompt: str, *, tokens: int) -> str:
     return prompt + str(tokenizer.decode(new, skip_special_tokens=True))
 
 
-def held_out_loss(config: Config, folder: Path, sequences: int) -> float:
-    """Return the mean cross-entropy of the exported model, in nats per token.
+def held_out_loss(config: Config, folder: Path, sequences: int) -> tuple[float, str]:
+    """Return the mean cross-entropy of the exported model, in nats per token, and on which text.
 
-    It is measured on ``sequences`` sequences of the blocks that validators draw their random text
-    from.
+    That is the network's held-out text. A network without one of its own has ``sequences``
+    sequences of the blocks that validators draw their random text from.
     """
     import torch
 
     from distributed_training.common.files import read_json_object
-    from distributed_training.node.start import fetch_tokenizer
+    from distributed_training.data.held_out import held_out_batches
+    from distributed_training.data.page_source import PageUnavailable
+    from distributed_training.node.start import NetworkFailure, fetch_tokenizer
     from distributed_training.protocol import keys
     from distributed_training.protocol.scoring import random_block_range
     from distributed_training.scoring.evaluator import EvaluationModel
@@ -280,13 +282,20 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> float:
     model = EvaluationModel(model_config=content, device=torch.device("cpu"))
     model.load(load_weights(folder / keys.MODEL, model.schema))
     with tempfile.TemporaryDirectory() as scratch:
-        read = PageReader.from_settings(config, *fetch_tokenizer(config, Path(scratch)))
+        tokenizer = fetch_tokenizer(config, Path(scratch))
+        if config.held_out != "python":
+            try:
+                own = held_out_batches(config, *tokenizer, sequences=sequences)
+            except PageUnavailable as error:
+                raise NetworkFailure(f"the held-out text cannot be had: {error}") from None
+            return model.loss(own), config.held_out_name
+        read = PageReader.from_settings(config, *tokenizer)
         # The same blocks at each call, so that two exports can be compared.
         generator = random.Random(0)
         texts: list[torch.Tensor] = []
         while sum(map(len, texts)) < sequences:
             texts.append(read(0, generator.randrange(*random_block_range(10**6))))
-    return model.loss(torch.cat(texts)[:sequences])
+    return model.loss(torch.cat(texts)[:sequences]), "text of random blocks"
 
 
 if __name__ == "__main__":

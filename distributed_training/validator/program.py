@@ -26,7 +26,8 @@ from distributed_training.chain.client import SignedClient
 from distributed_training.chain.identity import AddressUnknown, external_ip
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.config import Config, ConfigError
-from distributed_training.data.pipeline import held_out_batches
+from distributed_training.data.held_out import held_out_batches
+from distributed_training.data.page_source import PageUnavailable
 from distributed_training.health.clock import ClockWatch, measure_offset
 from distributed_training.network import save_copy
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
@@ -116,12 +117,15 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
     # After the claim: a commitment sends everybody to this bucket.
     commit(member, own_commitment(config.store, store.bucket))
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)
-    held_out = held_out_batches(
-        tokenizer_path=tokenizer_path,
-        eos_id=eos_id,
-        sequences=config.validator.held_out_sequences,
-        sequence_length=config.training.sequence_length,
-    )
+    try:
+        held_out = held_out_batches(
+            config, tokenizer_path, eos_id, sequences=config.validator.held_out_sequences
+        )
+    except PageUnavailable as error:
+        raise NetworkFailure(
+            f"the held-out text cannot be had ({error}), so no outer step could be judged: "
+            "trying again later may do"
+        ) from None
     return Parts(
         member=member,
         client=SignedClient(wallet=member.wallet, narrowest=_narrowest(config)),
@@ -255,6 +259,8 @@ def build(
             stop=stop,
         ),
         held_out_loss=held_out_loss,
+        held_out_name=config.held_out_name,
+        loss_limit=config.loss_limit,
         outer_rule=outer_rule_of(config.training),
         run=run,
     )

@@ -15,7 +15,8 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
 ``publication``
     revision (tag ``run.outer_step.0``), ok, seconds, bytes_sent, reason (empty when ok).
 ``held_out``
-    outer_step, before, after: mean loss in nats per token on held-out text. Once at start with
+    outer_step, before, after: mean loss in nats per token on held-out text; text: its name. Once
+    at start with
     before == after (the state the run begins from), then for each outer step *before* its
     ``outer_step`` event; outer_step is the one reached by it. A step that was refused for its loss
     has the event too, and no ``outer_step`` event follows: for one outer_step the last counts.
@@ -100,7 +101,8 @@ class Validator:
     """Call :meth:`start`, then :meth:`run`.
 
     A stop ends both soon; the swarm's owner also cancels a running round then. ``held_out_loss``:
-    of a model with the given weights, in nats per token.
+    of a model with the given weights, in nats per token, on the text ``held_out_name``.
+    ``loss_limit``: of the loss after an outer step, by that before.
     """
 
     def __init__(
@@ -112,6 +114,8 @@ class Validator:
         publisher: GlobalPublisher,
         scorer: Scorer,
         held_out_loss: Callable[[Sequence[Tensor]], float],
+        held_out_name: str,
+        loss_limit: Callable[[float], float],
         run: Run,
         outer_rule: OuterRule,
     ) -> None:
@@ -124,6 +128,8 @@ class Validator:
         self._publisher = publisher
         self._scorer = scorer
         self._held_out_loss = held_out_loss
+        self._held_out_name = held_out_name
+        self._loss_limit = loss_limit
         self._clock_fault = run.clock_fault
         self._record = run.record
         self._stop = run.stop
@@ -182,12 +188,13 @@ class Validator:
             outer_step=state.outer_step,
             resumed=found,
         )
-        self._record("held_out", outer_step=state.outer_step, before=self._loss, after=self._loss)
+        self._record_loss(state.outer_step, self._loss)
         log.info(
-            "Global state %d.%d.0, held-out loss %.4f",
+            "Global state %d.%d.0, held-out loss %.4f on %s",
             self._publisher.run,
             state.outer_step,
             self._loss,
+            self._held_out_name,
         )
         self._report_loss()
 
@@ -267,9 +274,10 @@ class Validator:
                 fault, detail = AllReduceFault.NOT_FINITE.name, "the new weights are not finite"
         if following is not None:
             before, after = self._loss, self._held_out_loss(following.weights)
-            self._record("held_out", outer_step=following.outer_step, before=before, after=after)
-            if not after <= before * (1 + self._settings.loss_tolerance):  # also for NaN
-                fault, detail = WORSE, f"held-out loss {before:.4f} -> {after:.4f}"
+            self._record_loss(following.outer_step, after)
+            if not after <= (limit := self._loss_limit(before)):  # also for NaN
+                detail = f"held-out loss {before:.4f} -> {after:.4f}, limit {limit:.4f}"
+                fault, detail = WORSE, f"{detail}, on {self._held_out_name}"
                 following = None
         result = outcome.result
         self._record(
@@ -372,10 +380,11 @@ class Validator:
             seconds=round(time.monotonic() - began, 3),
         )
         log.info(
-            "%s: outer step %d, held-out loss %.4f",
+            "%s: outer step %d, held-out loss %.4f on %s",
             lines.ALL_REDUCE_DONE,
             following.outer_step,
             loss,
+            self._held_out_name,
         )
         self._report_loss()
 
@@ -457,6 +466,15 @@ class Validator:
         )
         self._save()
         return judgements
+
+    def _record_loss(self, outer_step: int, after: float) -> None:
+        self._record(
+            "held_out",
+            outer_step=outer_step,
+            before=self._loss,
+            after=after,
+            text=self._held_out_name,
+        )
 
     def _report_loss(self) -> None:
         """Report the loss to the chain, for its readers; nothing depends on it."""

@@ -753,6 +753,12 @@ class TestReading:
             found = {step: loss for step, (loss, _) in server.registry.view.losses.items()}
             assert found == {0: 4.0, 7: 2.5}, "a step that was taken back is none"
             assert "dt_registry_held_out_loss 2.5" in self.get(server, "/metrics").text
+            server.registry.held_out = "8 pages of the data"
+            named = "nats per token on 8 pages of the data"
+            shown = "2.5000 nats per token at outer step 7 on 8 pages of the data "
+            assert shown in self.get(server, "/").text
+            help_line = f"# HELP dt_registry_held_out_loss {named}\n"
+            assert help_line in self.get(server, "/metrics").text
             founder.report_loss(5000, 2.0)
             assert set(server.registry.view.losses) == {5000}, "bounded"
 

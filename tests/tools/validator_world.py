@@ -348,10 +348,17 @@ class World:
     makes a new one."""
 
     def __init__(
-        self, folder: Path, settings: ValidatorSettings, *, uids: Sequence[int] = (3, 17)
+        self,
+        folder: Path,
+        settings: ValidatorSettings,
+        *,
+        uids: Sequence[int] = (3, 17),
+        config: Config | None = None,
+        held_out: Tensor | None = None,
     ) -> None:
         self.folder, self.uids = folder, tuple(uids)
-        self.config: Config = config_of(folder, settings)
+        self.config: Config = config if config is not None else config_of(folder, settings)
+        self.held_out = sequences(999_999_999, 16) if held_out is None else held_out
         self.events = Events(folder / "events.jsonl")
         self.bucket = MemoryBucket("global")
         self.miners: dict[int, TwinMiner] = {}
@@ -387,7 +394,7 @@ class World:
             store=self.bucket,
             open_bucket=self.open_bucket,
             pages=lambda uid, block: self.pages(uid, block),
-            held_out=sequences(999_999_999, 16),
+            held_out=self.held_out,
             swarm=self.make_swarm,
             vocabulary=VOCABULARY,
             eos_id=0,

@@ -17,7 +17,7 @@ import torch
 from distributed_training.data import pipeline as pipeline_module
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.page_source import StdlibSource
-from distributed_training.data.pipeline import DataPipeline, held_out_batches
+from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.shards import SUFFIX
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer
 from distributed_training.protocol.pages import select_pages
@@ -167,11 +167,3 @@ def test_a_disk_that_may_only_be_read_does_not_end_training(
     for block in range(1, 6):
         running.request(block)
         running.begin(block, wait_ready(running, block))
-
-
-def test_held_out_batches(tokenizer: tuple[Path, int]) -> None:
-    batches = held_out_batches(
-        tokenizer_path=tokenizer[0], eos_id=tokenizer[1], sequences=8, sequence_length=128
-    )
-    assert batches.shape == (8, 128) and batches.dtype == torch.int64
-    assert int(batches.max()) < BYTE_VOCABULARY

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import runpy
@@ -120,6 +121,27 @@ def test_the_data_are_pinned_as_their_source_serves_them(tmp_path: Path, capsys)
     free = ("--set", "data.selection=2", "--unpinned")
     assert found(tmp_path / "free", *away, *free) == 2
     assert "data.selection is 2 without data.rows" in capsys.readouterr().err
+
+
+def test_a_file_of_held_out_text_is_pinned_and_read_before_anything_is_signed(
+    tmp_path: Path, capsys
+) -> None:
+    text = tmp_path / "held.txt"
+    text.write_text("ACGT" * 99)
+    digest = hashlib.sha256(text.read_bytes()).hexdigest()
+    named = ("--set", f"data.held_out={text}")
+    assert found(tmp_path / "lab", *named) == 0
+    assert read(tmp_path / "lab").data.held_out == f"{text}#{digest}"
+    assert found(tmp_path / "same", "--set", f"data.held_out={text}#{digest}") == 0
+    assert found(tmp_path / "other", "--set", f"data.held_out={text}#{'0' * 64}") == 2
+    assert "has the SHA-256" in capsys.readouterr().err
+    text.write_bytes(b"\xff")
+    assert found(tmp_path / "other", *named) == 2
+    assert "give UTF-8 text" in capsys.readouterr().err
+    assert found(tmp_path / "other", "--set", f"data.held_out={tmp_path / 'away.txt'}") == 2
+    assert "cannot be read" in capsys.readouterr().err
+    away = ("--set", "data.held_out=https://127.0.0.1:1/held.txt")
+    assert found(tmp_path / "other", *away) == 1 and not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("more", [(), ("--unpinned",), ("--set", "data.rows=300")])

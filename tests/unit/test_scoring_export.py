@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -51,7 +52,7 @@ def test_transformers_loads_the_newest_state(state: Path, tmp_path: Path, capsys
     words = [str(made), "--from", str(state), "--preset", "local"]
     assert export.main([*words, "--sample", "def ", "--tokens", "4", "--eval", "2"]) == 0
     out = capsys.readouterr().out
-    assert "of outer step 3" in out and "\ndef " in out
+    assert "of outer step 3" in out and "\ndef " in out and "on text of random blocks" in out
     assert float(out.partition("held-out loss ")[2].split(",")[0]) == pytest.approx(
         math.log(264), abs=0.4
     )
@@ -65,6 +66,24 @@ def test_transformers_loads_the_newest_state(state: Path, tmp_path: Path, capsys
         assert torch.equal(loaded[name], weight)
     assert export.main(words) == 2  # the folder is there already
     assert "exists already" in capsys.readouterr().err
+
+
+def test_a_model_is_measured_on_the_networks_own_text(state: Path, tmp_path: Path, capsys) -> None:
+    text = tmp_path / "held.txt"
+    text.write_text("ACGT" * 400)
+    digest = hashlib.sha256(text.read_bytes()).hexdigest()
+    rules = {"format": 2, "exchange": "hivemind", "data.held_out": f"{text}#{digest}"}
+    file = network_file(tmp_path, rules)
+    words = ["--from", str(state), "--network", file, "--eval", "4"]
+    assert export.main([str(tmp_path / "model"), *words]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].endswith(", on held.txt")
+    assert float(out.partition("held-out loss ")[2].split(",")[0]) == pytest.approx(
+        math.log(264), abs=0.4
+    )
+    text.write_text("ACGT")
+    assert export.main([str(tmp_path / "other"), *words]) == 2
+    assert "the network's file pins" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -229,7 +229,7 @@ def test_more_miners_than_a_call_holds_take_turns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rounds, "MOST_CALLED", 2)
-    world = trained(tmp_path, uids=(3, 17, 42), loss_tolerance=1000)
+    world = trained(tmp_path, uids=(3, 17, 42), held_out_rise=1000)
     for _ in range(3):
         assert world.validator.round()
         _go_back(world)
@@ -432,7 +432,7 @@ def _go_back(world: World, *, steps: int = 2) -> None:
 def test_a_miner_that_spoils_rounds_is_not_called_for_long_nor_after_a_restart(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = trained(tmp_path, uids=(3, 17, 42, 99), loss_tolerance=1000)
+    world = trained(tmp_path, uids=(3, 17, 42, 99), held_out_rise=1000)
     _spoil(world.miners[42])
     results = []
     while 42 not in world.validator.standings.suspects.sentences:
@@ -468,7 +468,7 @@ def test_who_is_in_a_group_that_is_too_small_is_not_blamed_for_it(tmp_path: Path
 
 
 def test_what_was_said_of_a_miner_does_not_outlast_the_next_round(tmp_path: Path) -> None:
-    world = trained(tmp_path, loss_tolerance=1000)
+    world = trained(tmp_path, held_out_rise=1000)
     world.miners[17].run_id = "0123456789abcdef"
     assert world.validator.round() and 17 in _notes(world)
     world.restart()

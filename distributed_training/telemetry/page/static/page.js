@@ -177,7 +177,7 @@ function cards(neuron) {
   if (preview) made.push(card("Preview", number(preview.delta, 4),
     "loss change by the last gradient tried", preview.delta < 0 ? "good" : "bad"));
   const held = newestOf(neuron, "held_out");
-  if (held) made.push(card("Held-out loss", number(held.after, 3), `before ${number(held.before, 3)}`));
+  if (held) made.push(card("Held-out loss", number(held.after, 3), `before ${number(held.before, 3)}${held.text ? `, on ${held.text}` : ""}`));
   replace($("now"), ...made);
   $("now").classList.toggle("old", lost || !running);
 }

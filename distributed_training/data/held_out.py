@@ -1,0 +1,134 @@
+"""Read the text that nobody trains on, and that the global model is judged on (``data.held_out``).
+
+A network has it of its own: pages of its data that nobody draws, or a file that its founder has
+chosen, pinned by its SHA-256. Without either it is the Python library of whoever judges.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from distributed_training.common.http import TooLong
+from distributed_training.config import Config, ConfigError
+from distributed_training.network import NetworkAway, NetworkFileError, download
+from distributed_training.protocol.page_permutation import PagePermutation
+
+from .block_builder import open_source
+from .page_source import Counts, PageUnavailable, StdlibSource, usable_texts
+from .tokenizer import TextTokenizer
+
+if TYPE_CHECKING:
+    import torch
+
+LARGEST_FILE = 64 * 2**20  # bytes
+_SECONDS = 300.0  # to fetch it
+_WHOLE = 10**9  # tokens of a row
+
+
+def held_out_batches(
+    config: Config, tokenizer_path: Path, eos_id: int, *, sequences: int
+) -> torch.Tensor:
+    """Return ``sequences`` of the text, or all of a smaller one: int64 (n, sequence_length).
+
+    Raises ConfigError for a file that is not the pinned one, or a text of less than one sequence;
+    PageUnavailable for one that cannot be had now.
+    """
+    import torch  # here: dt-network reads a file without it
+
+    length = config.training.sequence_length
+    tokenizer = TextTokenizer(tokenizer_path, eos_id=eos_id)
+    rows, longest = _rows(config)
+    tokens = tokenizer.encode_rows(rows, max_length=longest)
+    sequences = min(sequences, len(tokens) // length)
+    if not sequences:
+        raise ConfigError(
+            f"the held-out text ({config.held_out_name}) has {len(tokens)} tokens and a sequence "
+            f"{length}, so no outer step could be judged: see data.held_out of the network's file"
+        )
+    # Spread over all of it rather than the first file.
+    starts = np.linspace(0, len(tokens) - length, sequences).astype(np.int64)
+    picked = np.stack([tokens[s : s + length] for s in starts])
+    return torch.from_numpy(picked.astype(np.int64))
+
+
+def _rows(config: Config) -> tuple[list[str], int]:
+    """Return the rows, and how many tokens of each count."""
+    if config.held_out == "python":
+        return StdlibSource().held_out(), _WHOLE
+    if config.held_out != "pages":
+        place, _, digest = config.held_out.rpartition("#")
+        return file_rows(place, read_file(place, digest), config.data.text_column), _WHOLE
+    source, draw = open_source(config.data), config.draw_pages
+    assert isinstance(draw, PagePermutation)  # the network's file was refused else
+    rows: list[str] = []
+    try:
+        pages = draw.held_out(source.num_rows())
+    except ValueError as error:
+        raise PageUnavailable(str(error)) from None
+    for page, row, split in pages:
+        rows += source.rows(page, row, split=split, limit=config.data.rows_per_page)
+    return rows, config.data.max_length
+
+
+def read_file(place: str, digest: str | None = None) -> bytes:
+    """Return the content of a path or https URL.
+
+    Raises ConfigError for a file that cannot be read, or is another than that of ``digest``;
+    PageUnavailable for a URL that does not answer.
+    """
+    remedy = "correct data.held_out of the network's file, or give the file that it names"
+    try:
+        if "://" in place:
+            import httpx
+
+            try:
+                content = asyncio.run(download(place, most=LARGEST_FILE, seconds=_SECONDS))
+            except (NetworkAway, TooLong, httpx.HTTPError, httpx.InvalidURL, TimeoutError) as error:
+                why = str(error) or type(error).__name__
+                raise PageUnavailable(f"the held-out text {place}: {why:.300}") from None
+        else:
+            with Path(place).expanduser().open("rb") as file:
+                content = file.read(LARGEST_FILE + 1)
+    except (OSError, NetworkFileError) as error:
+        raise ConfigError(
+            f"the held-out text {place} cannot be read ({error}), so no outer step could be "
+            f"judged: {remedy}"
+        ) from None
+    if len(content) > LARGEST_FILE:
+        raise ConfigError(
+            f"the held-out text {place} has more than {LARGEST_FILE} bytes, so it is not read: "
+            "give a part of it"
+        )
+    found = hashlib.sha256(content).hexdigest()
+    if digest not in (None, found):
+        raise ConfigError(
+            f"the held-out text {place} has the SHA-256 {found} and the network's file pins "
+            f"{digest}, so its losses would be nobody else's: {remedy}"
+        )
+    return content
+
+
+def file_rows(place: str, content: bytes, column: str) -> list[str]:
+    """Return the rows of a Parquet file's ``column``, or the one row that any other file is.
+
+    Raises ConfigError.
+    """
+    try:
+        if not place.endswith(".parquet"):
+            return [content.decode()]
+        import pyarrow.parquet as pq
+
+        values = pq.read_table(io.BytesIO(content), columns=[column]).column(0).to_pylist()
+        return usable_texts(values, Counts())
+    except (OSError, ValueError, LookupError) as error:  # Arrow's too
+        why = " ".join(str(error).split())
+        raise ConfigError(
+            f"the held-out text {place} cannot be used ({why:.200}), so no outer step could be "
+            f"judged: give UTF-8 text, or a .parquet file with the column {column!r}"
+        ) from None

@@ -1,0 +1,203 @@
+"""Held-out text of the network's own: what an outer step is judged on, and what is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from distributed_training.config import Config, ConfigError, load_config
+from distributed_training.data import held_out
+from distributed_training.data.held_out import held_out_batches
+from distributed_training.data.page_source import PageUnavailable
+from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer
+from distributed_training.scoring.upload import PageReader
+from tests.tools import validator_world
+from tests.tools.network import network_file
+from tests.tools.validator_world import World, one_thread, settings  # noqa: F401
+
+pytestmark = pytest.mark.timeout(120)
+
+LENGTH = 64
+Tokenizer = tuple[Path, int]
+
+
+def dna(draw: random.Random) -> str:
+    """Repeats and complements: something that can be learned."""
+    motif = "".join(draw.choices("ACGT", k=12))
+    return "".join(motif if draw.random() < 0.7 else draw.choice("ACGT") * 3 for _ in range(30))
+
+
+def sensors(draw: random.Random) -> str:
+    level = draw.uniform(10, 30)
+    return "".join(f"{i:04d},{level + math.sin(i):.2f},{i % 7},OK\n" for i in range(20))
+
+
+def han(draw: random.Random) -> str:
+    return "".join(draw.choices("的一是不了人我在有他这为之大来以个中上们", k=120)) + "。"
+
+
+TEXTS = {"DNA": dna, "sensors": sensors, "Han": han}
+
+
+def parquet(folder: Path, text: Callable[[random.Random], str], rows: int = 1200) -> Path:
+    draw = random.Random(5)
+    folder.mkdir(parents=True)
+    pq.write_table(pa.table({"text": [text(draw) for _ in range(rows)]}), folder / "0.parquet")
+    return folder
+
+
+def config_of(folder: Path, *, source: str = "stdlib", **rules: object) -> Config:
+    values = {f"data.{name}": value for name, value in rules.items() if "__" not in name}
+    values |= {n.replace("__", "."): value for n, value in rules.items() if "__" in n}
+    base = {"format": 2, "exchange": "hivemind", "training.sequence_length": LENGTH,
+            "data.source": source}  # fmt: skip
+    file = network_file(folder, base | values)
+    argv = ["--network", file, "--neuron.device", "cpu"]
+    return load_config("validator", argv, environ={}, dotenv=None, check=False)
+
+
+def own(folder: Path, text: Callable[[random.Random], str], **rules: object) -> Config:
+    """A network on generated text, eight pages of which are held out."""
+    data = parquet(folder / "data", text)
+    of_data = {"selection": 2, "rows": 1200, "rows_per_page": 10, "held_out_pages": 8}
+    return config_of(folder, source=f"parquet:{data}", **of_data | rules)
+
+
+def test_without_a_text_of_its_own_a_network_has_the_python_library(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    config = config_of(tmp_path)
+    batches = held_out_batches(config, *tokenizer, sequences=8)
+    assert batches.shape == (8, LENGTH) and batches.dtype == torch.int64
+    assert int(batches.max()) < BYTE_VOCABULARY
+    assert config.held_out_name == "Python's own library"
+
+
+def test_pages_are_held_out_that_nobody_is_assigned(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    config = own(tmp_path, dna)
+    assert config.held_out_name == "8 pages of the data"
+    batches = held_out_batches(config, *tokenizer, sequences=32)
+    assert batches.shape == (32, LENGTH)
+    rows = pq.read_table(tmp_path / "data" / "0.parquet").column(0).to_pylist()
+    at = sorted(row for _, row, _ in config.draw_pages.held_out({"root": 1200}))  # type: ignore[attr-defined]
+    made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
+    kept = made.encode_rows([t for row in at for t in rows[row : row + 10]], max_length=10**9)
+    every = made.encode_rows(rows, max_length=10**9)
+    windows = [{bytes(np.array(of[i : i + 24], np.int32)) for i in range(len(of) - 24)}
+               for of in (kept, every)]  # fmt: skip
+    middles = {bytes(np.array(s[20:44], np.int32)) for s in batches.tolist()}
+    assert middles <= windows[1] and len(middles & windows[0]) >= 30, "a page's seam may be cut"
+    reader = PageReader.from_settings(config, *tokenizer)
+    trained = {bytes(np.array(s[20:44], np.int32)) for uid in range(3) for block in range(20)
+               for s in reader(uid, block).tolist()}  # fmt: skip
+    assert not trained & windows[0]
+
+
+@pytest.mark.parametrize("name", ["held.txt", "held.parquet"])
+def test_a_file_is_pinned_by_its_digest(tmp_path: Path, tokenizer: Tokenizer, name: str) -> None:
+    path, text = tmp_path / name, "ACGT" * 400
+    if name.endswith(".txt"):
+        path.write_text(text)
+    else:
+        pq.write_table(pa.table({"text": [text[:800], None, text[800:]]}), path)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    config = config_of(tmp_path / "lab", held_out=f"{path}#{digest}")
+    batches = held_out_batches(config, *tokenizer, sequences=32)
+    assert len(batches) == 25, "all of a small text"
+    made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
+    assert set(batches.flatten().tolist()) <= {*made.encode_rows(["ACGT"], max_length=9).tolist()}
+    assert config.held_out_name == name
+    path.write_bytes(path.read_bytes() + b" ")
+    with pytest.raises(ConfigError, match=r"has the SHA-256 .* and the network's file pins"):
+        held_out_batches(config, *tokenizer, sequences=32)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("away.txt", None, "No such file"),
+        ("bad.txt", b"\xff\xfe", "cannot be used"),
+        ("bad.parquet", b"PAR1 no", "cannot be used"),
+        ("column.parquet", {"body": ["a" * 200]}, "with the column 'text'"),
+        ("short.txt", b"ACGT", "has 5 tokens and a sequence 64"),
+        ("long.txt", b"A" * 5000, "has more than 4000 bytes"),
+    ],
+)
+def test_a_text_that_nobody_could_judge_on_is_one_line(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
+    name: str, content: bytes | dict | None, words: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(held_out, "LARGEST_FILE", 4000)
+    path = tmp_path / name
+    if isinstance(content, dict):
+        pq.write_table(pa.table(content), path)
+    elif content is not None:
+        path.write_bytes(content)
+    digest = hashlib.sha256(path.read_bytes() if path.exists() else b"").hexdigest()
+    config = config_of(tmp_path / "lab", held_out=f"{path}#{digest}")
+    with pytest.raises(ConfigError, match=words) as refused:
+        held_out_batches(config, *tokenizer, sequences=32)
+    assert "\n" not in str(refused.value)
+
+
+def test_what_is_away_may_come_back(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    config = config_of(tmp_path, held_out=f"https://127.0.0.1:1/held.txt#{'0' * 64}")
+    with pytest.raises(PageUnavailable, match=r"held\.txt"):
+        held_out_batches(config, *tokenizer, sequences=32)
+
+
+def test_the_gate_is_in_nats_where_the_file_is_of_format_2(tmp_path: Path) -> None:
+    assert config_of(tmp_path / "a").loss_limit(2.0) == 2.25
+    assert config_of(tmp_path / "b", round__held_out_rise=0.5).loss_limit(2.0) == 2.5
+    first = load_config("validator", ["--network", "sn38"], environ={}, dotenv=None, check=False)
+    assert first.loss_limit(2.0) == 2.5 and first.held_out == "python"
+
+
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+def test_a_network_on_any_text_takes_its_first_outer_step(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch,
+    text: Callable[[random.Random], str],
+) -> None:  # fmt: skip
+    """Judged on Python, each of them is refused its first step, and for ever after."""
+    config = own(tmp_path, text, training__sequence_length=24)
+    reader = cache(PageReader.from_settings(config, *tokenizer))
+    monkeypatch.setattr(validator_world, "_TRAINED", {})
+    monkeypatch.setattr(validator_world, "VOCABULARY", BYTE_VOCABULARY)
+    monkeypatch.setitem(validator_world.MODEL_CONFIG, "vocab_size", BYTE_VOCABULARY)
+    monkeypatch.setattr(validator_world, "pages", lambda uid, block: reader(uid, block)[:16])
+    # All that they train on beside their pages: other pages.
+    monkeypatch.setattr(
+        validator_world, "sequences", lambda seed, count=8: reader(1, seed % 40)[:count]
+    )
+    model = validator_world.config_of(tmp_path / "run", settings()).validator
+    held = held_out_batches(config, *tokenizer, sequences=32)
+    python = held_out_batches(config_of(tmp_path / "python", training__sequence_length=24),
+                              *tokenizer, sequences=32)  # fmt: skip
+    world = World(
+        tmp_path / "run", settings(), held_out=held, config=replace(config, validator=model)
+    )
+    world.start()
+    before = world.model.loss_of(world.validator.state.weights, python)
+    block = world.chain.block()
+    for miner in world.miners.values():
+        miner.train(block, steps=40, learning_rate=3e-3)
+        miner.publish()
+    assert world.validator.round(), world.events.of("round")
+    (step,) = world.events.of("outer_step")
+    first, second = world.events.of("held_out")
+    assert step["outer_step"] == 1 and second["after"] < first["after"] - 0.5
+    assert second["text"] == "8 pages of the data"
+    after = world.model.loss_of(world.validator.state.weights, python)
+    print("own text", first["after"], second["after"], "Python's", before, after)
+    assert after > 1.25 * before, "the old gate would have refused it"
