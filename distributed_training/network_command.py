@@ -424,7 +424,7 @@ def _model(options: argparse.Namespace) -> dict[str, Any]:
             content = local_llama_config(sequence_length=1024) | ends
         else:
             raise ValueError("the tiny model is for the tokenizer 'bytes'")
-        return dict(_without_nulls(content))
+        return _without_nulls_of_meaning(content)
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"there is no model to found a network with ({error}), so nothing was founded: give "
@@ -482,8 +482,37 @@ def _check_model(model: dict[str, Any], training: Mapping[str, Any]) -> None:
         )
 
 
+def _without_nulls_of_meaning(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a ``config.json`` without nulls, for the same model.
+
+    Where a key is absent transformers takes its default, which null replaces: the window of a
+    Mistral model without one would be 4096. Raises ValueError for such a null.
+    """
+    from distributed_training.training.model import UnfitModelError, hf_config
+
+    found = dict(_without_nulls(content))
+    for key in content:
+        if content[key] is not None or key.endswith("_token_id"):
+            continue
+        read = getattr(hf_config(found), key, None)
+        try:
+            meant = getattr(hf_config(found | {key: None}), key, None)
+        except UnfitModelError:  # no null is allowed there: an older version wrote the default so
+            continue
+        positions = content.get("max_position_embeddings")
+        if meant == read or not read:  # false, 0 and nothing are the same
+            continue
+        if key != "sliding_window" or not isinstance(positions, int):
+            raise ValueError(
+                f"its {key} is null, which the network's file cannot say, and without it "
+                f"transformers takes {read!r:.50}: write a value of that key"
+            )
+        found[key] = positions  # no sequence is longer
+    return found
+
+
 def _without_nulls(value: Any) -> Any:
-    """Return JSON without its nulls, which TOML does not have: absent is the same to a config."""
+    """Return JSON without its nulls, which TOML does not have."""
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     if isinstance(value, list):

@@ -50,7 +50,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         ("qwen3_moe", "qwen3_moe", "", {"num_experts": 4, **_EXPERTS}),
         (
             *("deepseek_v3, wider keys than values", "deepseek_v3", ""),
-            {"num_key_value_heads": 4, "q_lora_rank": None, **_EXPERTS, **_GROUPS, **_WIDE_KEYS},
+            {"num_key_value_heads": 4, "q_lora_rank": 48, **_EXPERTS, **_GROUPS, **_WIDE_KEYS},
         ),
         ("gpt_oss", "gpt_oss", "sinks", {"num_local_experts": 4, "head_dim": 32}),
         ("granite", "granite", "logits_scaling", {"logits_scaling": 8.0}),

@@ -178,6 +178,11 @@ def test_no_network_is_founded_on_text_that_no_miner_can_read(
             "attn_logit_softcapping",
         ),
         ({"layer_types": [None, None]}, "a list with a null"),
+        # Absent it would be a window of 4096.
+        ({"model_type": "mistral", "sliding_window": None}, ""),
+        ({"model_type": "mistral", "rms_norm_eps": None}, ""),  # transformers takes no null there
+        ({"rms_norm_eps": "small"}, "transformers refuses config.json"),
+        ({"initializer_range": 0.5, "attention_bias": None}, ""),
         ({"model_type": "no-such-model"}, "knows no model_type"),
     ],
 )
@@ -199,6 +204,8 @@ def test_a_network_is_founded_on_the_model_that_peers_build(
     count = sum(math.prod(shape) for _, shape in parameter_schema(network.model))
     assert network.head.parameters == count
     assert "mscale" not in str(network.model)
+    if change.get("sliding_window", 0) is None:
+        assert network.model["sliding_window"] == small["max_position_embeddings"]
 
 
 def test_a_mixtures_file_holds_the_true_count_and_machines_are_judged_by_it(
