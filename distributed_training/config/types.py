@@ -53,7 +53,7 @@ def choose_kind(kinds: Kinds[Made], name: str, *, key: str) -> Made:
     try:
         return kinds[name]
     except UnknownKindError as error:
-        raise ConfigError(f"{key}: {error}; so nothing was started") from None
+        raise ConfigError(f"{key}: {error}, so nothing was started: give one of these") from None
 
 
 def load_optional(module: str, *, wanted_by: str) -> ModuleType:

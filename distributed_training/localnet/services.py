@@ -419,7 +419,7 @@ class Services:
 
     def stop(self) -> list[str]:
         """Stop the chain, then the store; return the problems of that."""
-        problems = stop_together(self.children[1:], timedelta(seconds=3))
+        problems = stop_together(self.children[1:], timedelta(seconds=10))
         self._store.stop()
         return problems
 

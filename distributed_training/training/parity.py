@@ -95,7 +95,7 @@ def difference(
             for parameter in theirs.parameters():
                 if parameter.dim() > 1:
                     parameter.normal_(0.0, 3 * parameter.shape[-1] ** -0.5)
-        ids = torch.randint(1, _WORDS, (_SEQUENCES, length))
+        ids = torch.randint(1, min(_WORDS, model_config["vocab_size"]), (_SEQUENCES, length))
     for module in (mine, theirs):
         module.eval()
     share: dict[str, nn.Parameter] = dict(theirs.named_parameters(remove_duplicate=False))

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(30)
 def network(version: int = 1, run_id: str = "aa", place: str = "lab/network.toml") -> Any:
     return SimpleNamespace(
         place=place,
-        head=SimpleNamespace(name="lab", version=version),
+        head=SimpleNamespace(name="lab", version=version, format=1),
         values={"chain.master_hotkey": "5Master", "run_id": run_id},
     )
 
