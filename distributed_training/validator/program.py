@@ -74,7 +74,7 @@ from distributed_training.validator.global_state import (
 )
 from distributed_training.validator.rounds import RoundCaller, Run
 from distributed_training.validator.scorer import Scorer, Standings
-from distributed_training.validator.validator import Validator
+from distributed_training.validator.validator import HeldOutText, Validator
 
 log = logging.getLogger(__name__)
 
@@ -258,9 +258,7 @@ def build(
             record=run.record,
             stop=stop,
         ),
-        held_out_loss=held_out_loss,
-        held_out_name=config.held_out_name,
-        loss_limit=config.loss_limit,
+        held_out=HeldOutText(config.held_out_name, held_out_loss, config.loss_limit),
         outer_rule=outer_rule_of(config.training),
         run=run,
     )

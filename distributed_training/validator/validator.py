@@ -59,7 +59,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 
@@ -97,12 +97,23 @@ WORSE = "WORSE"  # fault of a round whose average made the model worse than tole
 THEIRS = frozenset({"TIMEOUT", "PEER_FAILED", "NOT_FINITE", "OUT_OF_BOUNDS", "SCHEMA", WORSE})
 
 
+@dataclass(frozen=True)
+class HeldOutText:
+    """Text that outer steps are judged on, called ``name``.
+
+    ``loss``: of a model with the given weights, in nats per token; ``limit``: of the loss after an
+    outer step, by that before.
+    """
+
+    name: str
+    loss: Callable[[Sequence[Tensor]], float]
+    limit: Callable[[float], float]
+
+
 class Validator:
     """Call :meth:`start`, then :meth:`run`.
 
-    A stop ends both soon; the swarm's owner also cancels a running round then. ``held_out_loss``:
-    of a model with the given weights, in nats per token, on the text ``held_out_name``.
-    ``loss_limit``: of the loss after an outer step, by that before.
+    A stop ends both soon; the swarm's owner also cancels a running round then.
     """
 
     def __init__(
@@ -113,9 +124,7 @@ class Validator:
         rounds: RoundCaller,
         publisher: GlobalPublisher,
         scorer: Scorer,
-        held_out_loss: Callable[[Sequence[Tensor]], float],
-        held_out_name: str,
-        loss_limit: Callable[[float], float],
+        held_out: HeldOutText,
         run: Run,
         outer_rule: OuterRule,
     ) -> None:
@@ -127,9 +136,7 @@ class Validator:
         self._rounds = rounds
         self._publisher = publisher
         self._scorer = scorer
-        self._held_out_loss = held_out_loss
-        self._held_out_name = held_out_name
-        self._loss_limit = loss_limit
+        self._held_out = held_out
         self._clock_fault = run.clock_fault
         self._record = run.record
         self._stop = run.stop
@@ -176,7 +183,7 @@ class Validator:
             self._publisher.announce(state.outer_step, self._rounds.peer_id)
             self._noted = True
         self.state = state
-        self._loss = self._held_out_loss(state.weights)
+        self._loss = self._held_out.loss(state.weights)
         # Miners need time to load and to train: a period never starts before the validator does.
         self.standings.last_round_block = max(block, self.standings.last_round_block or 0)
         self._record(
@@ -194,7 +201,7 @@ class Validator:
             self._publisher.run,
             state.outer_step,
             self._loss,
-            self._held_out_name,
+            self._held_out.name,
         )
         self._report_loss()
 
@@ -273,11 +280,11 @@ class Validator:
             if following is None:
                 fault, detail = AllReduceFault.NOT_FINITE.name, "the new weights are not finite"
         if following is not None:
-            before, after = self._loss, self._held_out_loss(following.weights)
+            before, after = self._loss, self._held_out.loss(following.weights)
             self._record_loss(following.outer_step, after)
-            if not after <= (limit := self._loss_limit(before)):  # also for NaN
+            if not after <= (limit := self._held_out.limit(before)):  # also for NaN
                 detail = f"held-out loss {before:.4f} -> {after:.4f}, limit {limit:.4f}"
-                fault, detail = WORSE, f"{detail}, on {self._held_out_name}"
+                fault, detail = WORSE, f"{detail}, on {self._held_out.name}"
                 following = None
         result = outcome.result
         self._record(
@@ -384,7 +391,7 @@ class Validator:
             lines.ALL_REDUCE_DONE,
             following.outer_step,
             loss,
-            self._held_out_name,
+            self._held_out.name,
         )
         self._report_loss()
 
@@ -473,7 +480,7 @@ class Validator:
             outer_step=outer_step,
             before=self._loss,
             after=after,
-            text=self._held_out_name,
+            text=self._held_out.name,
         )
 
     def _report_loss(self) -> None:
