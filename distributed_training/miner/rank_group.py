@@ -106,12 +106,13 @@ def rank_variables(rank: int, *, world_size: int, port: int) -> dict[str, str]:
 class _Rank:
     number: int
     process: ForkServerProcess
-    handle: psutil.Process
+    handle: psutil.Process | None  # None: it had ended before it was looked at
 
     @property
     def running(self) -> bool:
         # The server tells when a rank ended; without a server the handle still knows.
-        return self.process.exitcode is None or is_running(self.handle)
+        handle = self.handle
+        return self.process.exitcode is None or (handle is not None and is_running(handle))
 
     @property
     def ending(self) -> str:
@@ -126,7 +127,7 @@ class _Rank:
                 how += ". Likely out of memory: dmesg -T"
         else:
             how = f"ended with status {code}"
-        return f"rank {self.number} (pid {self.handle.pid}) {how}"
+        return f"rank {self.number} (pid {self.process.pid}) {how}"
 
 
 class RankGroup:
@@ -208,9 +209,10 @@ class RankGroup:
                     name=f"rank {number}",
                 )
                 process.start()
-                assert process.pid is not None
-                handle = psutil.Process(process.pid)
+                handle = None
+                # The server may have reaped the rank already: its status tells the rest.
                 with contextlib.suppress(psutil.Error):
+                    handle = psutil.Process(process.pid)
                     self._server = handle.ppid()
                 self._ranks.append(_Rank(number, process, handle))
         finally:
@@ -262,7 +264,8 @@ class RankGroup:
     def signal(self, number: signal.Signals, ranks: Sequence[int] | None = None) -> None:
         """Send a signal to ``ranks`` (all by default) that still run."""
         for rank in self._ranks:
-            if (ranks is None or rank.number in ranks) and rank.running:
+            wanted = ranks is None or rank.number in ranks
+            if wanted and rank.running and rank.handle is not None:
                 send(rank.handle, number)
 
     def sweep(self, *, settle: timedelta, grace: timedelta, server: bool) -> list[str]:

@@ -6,9 +6,11 @@ import contextlib
 import os
 import signal
 import socket
+import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -309,6 +311,25 @@ def test_a_stop_while_the_server_imports(launched: Callable[..., Launched]) -> N
     wait_for(lambda: bool(run.mark.processes()), "the server")
     run.stop(signal.SIGINT)  # long before the import ends (slow_import.py)
     assert "Traceback" not in run.output
+
+
+def test_a_rank_that_ends_before_it_is_looked_at_is_told_by_its_status(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """psutil knows no process of that pid any more; the launcher said so in a traceback."""
+    ended = subprocess.Popen(["false"])
+    assert ended.wait(10) == 1
+    rank = SimpleNamespace(pid=ended.pid, exitcode=1, start=lambda: None)
+    group = RankGroup(
+        config=config_of(), world_size=1, mark=Mark("X", "x"), stacks=tmp_path / "stacks"
+    )
+    monkeypatch.setattr(group, "_context", SimpleNamespace(Process=lambda **_: rank))
+    monkeypatch.setattr(rank_group.forkserver, "ensure_running", lambda: None)
+    monkeypatch.setattr(group, "_scratch", str(tmp_path))
+    group.start()
+    assert group.running == []
+    assert group.endings == [f"rank 0 (pid {ended.pid}) ended with status 1"]
+    group.signal(signal.SIGTERM)  # nobody is there
 
 
 def test_a_stop_while_the_server_is_spawned_is_not_lost(
