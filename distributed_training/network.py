@@ -32,7 +32,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from pydantic.dataclasses import dataclass as checked
 
 from distributed_training.common.addresses import Reach, reach
-from distributed_training.common.files import json_line, parse_toml, write_bytes
+from distributed_training.common.files import json_line, open_at_once, parse_toml, write_bytes
 from distributed_training.common.http import TooLong, ask
 from distributed_training.common.memory import ModelShape
 from distributed_training.common.proxies import proxy_for
@@ -267,11 +267,11 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
             f"its format is {format_!r} and this program reads {' and '.join(map(str, FORMATS))}",
             "update the miner, or ask the founder for a file of such a format",
         )
-    later = LATER if format_ == 1 else frozenset()
+    later = LATER | {"exchange"} if format_ == 1 else frozenset()
     # Strictly: a program that ignored a key would train by other rules than its peers.
-    known = {*keys, *HEAD_KEYS} - later - ({"exchange"} if format_ == 1 else set())
+    known = {*keys, *HEAD_KEYS} - later
     for key in flat:
-        if key in later or (format_ == 1 and key == "exchange"):
+        if key in later:
             raise NetworkFileError(
                 f"{key} is a key of format 2", "set format = 2, add exchange, and sign it"
             )
@@ -546,8 +546,7 @@ def save_copy(network: Network, folder: Path) -> None:
 def read_text(path: Path) -> str:
     """Return the text of a file that belongs to a network. Raises NetworkFileError."""
     try:
-        # A pipe without a writer would be waited for, for ever.
-        with open(path, "rb", opener=lambda p, flags: os.open(p, flags | os.O_NONBLOCK)) as file:
+        with open_at_once(path) as file:
             # None comes from a pipe that nobody writes to.
             data = file.read(LARGEST_FILE + 1) or b""
     except OSError as error:

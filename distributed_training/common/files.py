@@ -237,6 +237,12 @@ def rotated(path: Path) -> Path:
     return path.with_name(path.name + ".1")
 
 
+def open_at_once(path: str | Path) -> IO[bytes]:
+    """Open a file to read; a pipe without a writer is not waited for. Raises OSError."""
+    # open() closes what its opener opened and turns out to be a folder.
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
 def sha256_of(path: Path) -> str:
     """Return the file's SHA-256 as 64 hexadecimal digits. Raises OSError."""
     with path.open("rb", buffering=0) as handle:

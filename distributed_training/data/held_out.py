@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from distributed_training.common.files import open_at_once
 from distributed_training.common.http import TooLong
 from distributed_training.config import Config, ConfigError
 from distributed_training.network import NetworkAway, NetworkFileError, download
@@ -93,13 +94,18 @@ def read_file(place: str, digest: str | None = None) -> bytes:
                 why = str(error) or type(error).__name__
                 raise PageUnavailable(f"the held-out text {place}: {why:.300}") from None
         else:
-            with Path(place).expanduser().open("rb") as file:
-                content = file.read(LARGEST_FILE + 1)
+            with open_at_once(Path(place).expanduser()) as file:
+                # None comes from a pipe that nobody writes to.
+                content = file.read(LARGEST_FILE + 1) or b""
     except (OSError, NetworkFileError) as error:
         raise ConfigError(
             f"the held-out text {place} cannot be read ({error}), so no outer step could be "
             f"judged: {remedy}"
         ) from None
+    if not content:
+        raise ConfigError(
+            f"the held-out text {place} is empty, so no outer step could be judged: {remedy}"
+        )
     if len(content) > LARGEST_FILE:
         raise ConfigError(
             f"the held-out text {place} has more than {LARGEST_FILE} bytes, so it is not read: "

@@ -16,7 +16,7 @@ from stat import S_ISREG
 from typing import IO
 from urllib.parse import unquote
 
-from distributed_training.common.files import atomic_file, is_full
+from distributed_training.common.files import atomic_file, is_full, open_at_once
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol.metadata import BucketCredentials
 
@@ -124,10 +124,7 @@ class FolderStore:
     @contextlib.contextmanager
     def _opened(self, key: str) -> Iterator[tuple[IO[bytes], ObjectInfo]]:
         """Open an object to read what its info describes, whoever replaces it meanwhile."""
-        # At once, since a FIFO would wait for its writer. open() closes what its opener opened and
-        # turns out to be a folder.
-        at_once = lambda path, flags: os.open(path, flags | os.O_NONBLOCK)
-        with self._errors(key), open(self._path(key), "rb", opener=at_once) as file:
+        with self._errors(key), open_at_once(self._path(key)) as file:
             status = os.fstat(file.fileno())
             if not S_ISREG(status.st_mode):
                 raise FileNotFoundError

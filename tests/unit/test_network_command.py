@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import runpy
 import shlex
 from dataclasses import replace
@@ -140,6 +141,9 @@ def test_a_file_of_held_out_text_is_pinned_and_read_before_anything_is_signed(
     assert "give UTF-8 text" in capsys.readouterr().err
     assert found(tmp_path / "other", "--set", f"data.held_out={tmp_path / 'away.txt'}") == 2
     assert "cannot be read" in capsys.readouterr().err
+    os.mkfifo(tmp_path / "pipe.txt")  # whose writer would be waited for
+    assert found(tmp_path / "other", "--set", f"data.held_out={tmp_path / 'pipe.txt'}") == 2
+    assert "is empty" in capsys.readouterr().err
     away = ("--set", "data.held_out=https://127.0.0.1:1/held.txt")
     assert found(tmp_path / "other", *away) == 1 and not (tmp_path / "other").exists()
 
