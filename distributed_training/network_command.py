@@ -281,7 +281,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
         table[name] = value
     # What is given counts for the model too; a number of its parameters is compared with it.
     rules["model"] = {"config": _model(options)} | rules["model"]
-    _check_model(rules["model"], rules["training"])
+    _check_model(rules["model"], rules["training"].get("sequence_length"))
     return rules
 
 
@@ -432,8 +432,10 @@ def _model(options: argparse.Namespace) -> dict[str, Any]:
         ) from None
 
 
-def _check_model(model: dict[str, Any], training: Mapping[str, Any]) -> None:
+def _check_model(model: dict[str, Any], length: Any) -> None:
     """Compare ``[model]`` with what peers will build of it, and note the number of its parameters.
+
+    ``length``: of a sequence; what is no number is refused with the whole file.
 
     Raises ConfigError for a model that would be computed otherwise here, or another number.
     """
@@ -458,7 +460,6 @@ def _check_model(model: dict[str, Any], training: Mapping[str, Any]) -> None:
             f"model.parameters is {model['parameters']} and the model has {count}, by which memory "
             "and disk are planned, so nothing was signed: correct model.parameters"
         )
-    length = training.get("sequence_length")
     positions = getattr(built.config, "max_position_embeddings", None)
     if isinstance(length, int) and isinstance(positions, int) and length > positions:
         raise ConfigError(
@@ -564,11 +565,12 @@ def _decay(options: argparse.Namespace) -> None:
             "give --from with total_inner_steps of config.json in the global bucket"
         )
     text = read_text(path)
-    version = flatten(tree_of(text)).get("version")
+    flat = flatten(tree_of(text))
+    version = flat.get("version")
     if type(version) is not int:
         raise ConfigError(f"{path} has no version to count up, so nothing was signed: add it")
     added = {"training.decay_from": begins, "training.decay_steps": options.steps}
-    wanted = flatten(tree_of(text)) | added | {"version": version + 1}
+    wanted = flat | added | {"version": version + 1}
     text = re.sub(r"(?m)^[ \t]*decay_(from|steps)[ \t]*=.*\n", "", text)
     lines = "".join(f"{key.partition('.')[2]} = {value}\n" for key, value in added.items())
     text = re.sub(r"(?m)^\[training\].*\n", lambda head: head[0] + lines, text, count=1)
@@ -610,9 +612,8 @@ def _sign(options: argparse.Namespace, text: str | None = None) -> None:
         )
     load_model(flat, beside)
     if "model.config" in flat:
-        table = {key: value for key, value in flat.items() if key.startswith("model.")}
-        table = {key.removeprefix("model."): value for key, value in table.items()}
-        _check_model(table, {"sequence_length": flat.get("training.sequence_length")})
+        model = {key.removeprefix("model."): flat[key] for key in flat if key.startswith("model.")}
+        _check_model(model, flat.get("training.sequence_length"))
     _write(path, signed(text, master.hotkey, beside=beside))
     _show(argparse.Namespace(place=str(path)), rules=False)
 
