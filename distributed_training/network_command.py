@@ -15,19 +15,16 @@ file: then count ``version`` up and ``sign`` it again.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import ipaddress
-import json
 import os
 import re
 import shlex
 import shutil
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,13 +33,20 @@ from distributed_training.chain.kinds import how_to_register
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.common.files import write_bytes
 from distributed_training.common.kinds import PluginError, import_plugins
-from distributed_training.common.proxies import HUB, share
 from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.loader import WALLET, Parser, add_wallet, argument, ranged
 from distributed_training.config.model import check_schedule
 from distributed_training.config.schema import schema
 from distributed_training.config.settings import ChainSettings
-from distributed_training.config.types import ConfigAway, EndpointUrl, File, Text
+from distributed_training.config.types import EndpointUrl, File, Text
+from distributed_training.founding import (
+    check_model,
+    choose_pages,
+    pin_data,
+    pin_tokenizer,
+    read_model,
+    refuse_vocabulary,
+)
 from distributed_training.network import (
     FILE,
     FORMATS,
@@ -56,17 +60,12 @@ from distributed_training.network import (
     toml_value,
     tree_of,
 )
-from distributed_training.node.start import hub_is_away
 from distributed_training.protocol.keys import CONFIG, miner_bucket
 from distributed_training.protocol.metadata import LONGEST_KEY, parse_config
-from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
 from distributed_training.protocol.types import ExitStatus
-from distributed_training.store.bucket_reader import states
 
 _MASTER = "master"  # name of the wallet
-_HELD_OUT_SHARE = 16  # of so many pages one is held out, where there are few
 _HIGHEST_RATE = 0.1  # of AdamW
-_HUB_SECONDS = 10.0  # of the question for a tokenizer's commit
 
 
 def build_parser() -> Parser:
@@ -179,12 +178,12 @@ def _init(options: argparse.Namespace) -> None:
     options.tokenizer = options.tokenizer or "bytes"
     rules = _rules(options)
     # Before the folder is made: the source of the data may be away.
-    _pin(rules["data"], unpinned=options.unpinned)
-    _draw(rules["data"])
+    pin_data(rules["data"], unpinned=options.unpinned)
+    choose_pages(rules["data"])
     if not options.unpinned:
-        _pin_tokenizer(rules["tokenizer"])
+        pin_tokenizer(rules["tokenizer"])
     model = rules["model"].get("config")
-    _refuse_vocabulary(rules["tokenizer"], model)
+    refuse_vocabulary(rules["tokenizer"], model)
     # Another kind of value is refused with the whole file.
     if options.weights is not None and isinstance(model, dict):
         from distributed_training.training import pretrained
@@ -280,247 +279,10 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
             )
         table[name] = value
     # What is given counts for the model too; a number of its parameters is compared with it.
-    rules["model"] = {"config": _model(options)} | rules["model"]
-    _check_model(rules["model"], rules["training"].get("sequence_length"))
+    config = read_model(options.model, tokenizer=options.tokenizer)
+    rules["model"] = {"config": config} | rules["model"]
+    check_model(rules["model"], rules["training"].get("sequence_length"))
     return rules
-
-
-def _pin(data: dict[str, Any], *, unpinned: bool) -> None:
-    """Add commit and row count to ``[data]``, as its source serves them now, unless it says them.
-
-    The standard library's text stays free: it is for trials, on one machine. ``unpinned``: add
-    nothing. Then, and where the file says it, a source that is away is no reason to stop.
-
-    Raises ConfigError for a source that no miner could read.
-    """
-    from pydantic import ValidationError
-
-    from distributed_training.config.settings import DataSettings
-    from distributed_training.data.block_builder import readable
-    from distributed_training.data.page_source import NothingToRead, PageUnavailable
-    from distributed_training.data.sources import kind_of
-
-    sources = DataSettings(source=data["source"]).sources
-    if any(kind_of(source).for_trials for source in sources):
-        return
-    given = {key: data[key] for key in ("source", "dataset", "rows_url", "text_column")}
-    free = unpinned or bool({"revision", "rows"} & set(data))
-    try:
-        found = readable(DataSettings(**given, request_attempts=1 if free else 2))
-    except ValidationError:
-        return  # the whole file is refused with its line
-    except NothingToRead as error:
-        raise ConfigError(
-            f"no miner could read the data ({error}), so no network was founded: correct "
-            "--data-source, or data.dataset and data.text_column with --set"
-        ) from None
-    except PageUnavailable as error:
-        if free:
-            print(f"the data could not be read now, so nobody tried them: {error}", file=sys.stderr)
-            return
-        raise ConfigAway(
-            f"the data cannot be pinned ({error}), so no network was founded: try again, give "
-            "--data-source parquet:DIR, or --unpinned to let them change while the network runs"
-        ) from None
-    if not free:
-        data |= {key: value for key, value in vars(found).items() if value is not None}
-
-
-def _draw(data: dict[str, Any]) -> None:
-    """Give pinned data the draw by which nobody shares a page, and hold pages out.
-
-    Pin a file of held-out text. Raises ConfigError.
-    """
-    if data.get("rows") is not None:
-        data.setdefault("selection", 2)
-    rows, of_a_page = data.get("rows"), data["rows_per_page"]
-    # What is of another type is refused with the whole file.
-    if data.get("selection") == 2 and type(rows) is type(of_a_page) is int and of_a_page > 0:
-        share = rows // of_a_page // _HELD_OUT_SHARE
-        data.setdefault("held_out_pages", max(1, min(HELD_OUT_PAGES, share)))
-    if not isinstance(named := data.get("held_out"), str) or named in ("pages", "python"):
-        return
-    from distributed_training.data.held_out import file_rows, read_file
-    from distributed_training.data.page_source import PageUnavailable
-
-    place, _, digest = named.partition("#")
-    place = place if "://" in place else str(Path(place).expanduser().absolute())
-    try:
-        content = read_file(place, digest or None)
-    except PageUnavailable as error:
-        raise ConfigAway(f"{error}, so no network was founded: try again") from None
-    file_rows(place, content, data["text_column"])
-    data["held_out"] = f"{place}#{hashlib.sha256(content).hexdigest()}"
-
-
-def _pin_tokenizer(table: dict[str, Any]) -> None:
-    """Add the commit of a tokenizer of the hub to ``[tokenizer]``, unless it is there.
-
-    A hub that does not tell it costs a line: then the newest is everybody's.
-    """
-    name = table["name"]
-    if name == "bytes" or "revision" in table or Path(name).is_dir():
-        return
-    import httpx
-    from huggingface_hub import HfApi
-
-    share(HUB)
-    try:
-        if commit := HfApi().model_info(name, timeout=_HUB_SECONDS).sha:
-            table["revision"] = commit
-            return
-        why: object = "it names none"
-    # ValueError: a name that is none.
-    except (OSError, ValueError, httpx.HTTPError) as error:
-        why = " ".join(str(error).split())[:200]
-    print(
-        f"the hub does not tell the commit of the tokenizer {name} ({why}), so it is not pinned: "
-        "a change of it there would divide the peers. Add tokenizer.revision and sign",
-        file=sys.stderr,
-    )
-
-
-def _refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
-    """Raise ConfigError for a tokenizer that cannot be used, or has more words than the model.
-
-    One of the hub is looked at where its commit is known.
-    """
-    from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
-
-    name, words = table["name"], model.get("vocab_size") if isinstance(model, dict) else None
-    if not isinstance(name, str) or not isinstance(words, int):
-        return  # the whole file is refused with its line
-    revision = table.get("revision")
-    pinned = isinstance(revision, str) and re.fullmatch(r"[0-9a-f]{40}", revision)
-    if not (name == "bytes" or Path(name).is_dir() or pinned):
-        return
-    try:
-        with TemporaryDirectory() as folder:
-            path, end = build_tokenizer(name, Path(folder), revision=revision)
-            needed = TextTokenizer(path, eos_id=end).vocabulary
-    except (ValueError, OSError) as error:  # OSError: of the folder's disk
-        if hub_is_away(error):
-            print(f"the tokenizer was not looked at: {error}", file=sys.stderr)
-            return
-        raise ConfigError(f"no network was founded: {error}") from None
-    if needed > words:
-        raise ConfigError(
-            f"the tokenizer {name} has {needed} words and the model's vocab_size is {words}, so it "
-            "could not be trained on its text and no network was founded: give --model with a "
-            "larger one, or another --tokenizer"
-        )
-
-
-def _model(options: argparse.Namespace) -> dict[str, Any]:
-    """Return ``[model.config]``. Raises ConfigError."""
-    from distributed_training.training.memory_plan import local_llama_config
-
-    try:
-        if options.model is not None:
-            content = json.loads(options.model.read_text(encoding="utf-8"))
-        elif options.tokenizer == "bytes":
-            # 1.9 million parameters on bytes: trains on a laptop. Its token 256 ends a text.
-            ends = {"eos_token_id": 256, "pad_token_id": 256}
-            content = local_llama_config(sequence_length=1024) | ends
-        else:
-            raise ValueError("the tiny model is for the tokenizer 'bytes'")
-        return _without_nulls_of_meaning(content)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise ConfigError(
-            f"there is no model to found a network with ({error}), so nothing was founded: give "
-            "--model with the config.json of a Llama-like model"
-        ) from None
-
-
-def _check_model(model: dict[str, Any], length: Any) -> None:
-    """Compare ``[model]`` with what peers will build of it, and note the number of its parameters.
-
-    ``length``: of a sequence; what is no number is refused with the whole file.
-
-    Raises ConfigError for a model that would be computed otherwise here, or another number.
-    """
-    from distributed_training.common.memory import ModelShape
-    from distributed_training.training.model import blocks_of, build_meta_model
-    from distributed_training.training.parity import refuse_difference
-
-    content = model["config"]
-    try:
-        ModelShape.from_config(content, 1)  # of sizes that fill the memory, before they are built
-        built: Any = build_meta_model(content)
-        blocks_of(built)
-        refuse_difference(content)
-    except (ValueError, AttributeError) as error:
-        raise ConfigError(
-            f"there is no model to found a network with ({error}), so nothing was signed: give "
-            "the config.json of a Llama-like model"
-        ) from None
-    count = sum(parameter.numel() for parameter in built.parameters())
-    if model.setdefault("parameters", count) != count:
-        raise ConfigError(
-            f"model.parameters is {model['parameters']} and the model has {count}, by which memory "
-            "and disk are planned, so nothing was signed: correct model.parameters"
-        )
-    positions = getattr(built.config, "max_position_embeddings", None)
-    if isinstance(length, int) and isinstance(positions, int) and length > positions:
-        raise ConfigError(
-            f"training.sequence_length {length} is above {positions}, the positions that the model "
-            f"has, so nothing was signed: --set training.sequence_length={positions}, or "
-            "correct max_position_embeddings"
-        )
-    experts, window = (
-        getattr(built.config, name, None) for name in ("num_experts_per_tok", "sliding_window")
-    )
-    if experts:
-        print(
-            "a mixture of experts is trained without a router loss here: experts may collapse",
-            file=sys.stderr,
-        )
-    if window and isinstance(length, int) and window < length:
-        print(
-            f"layers with a window of {window} tokens get a mask, for which GPUs have no flash "
-            "kernel: their attention is slower, and takes memory for each pair of tokens",
-            file=sys.stderr,
-        )
-
-
-def _without_nulls_of_meaning(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a ``config.json`` without nulls, for the same model.
-
-    Where a key is absent transformers takes its default, which null replaces: the window of a
-    Mistral model without one would be 4096. Raises ValueError for such a null.
-    """
-    from distributed_training.training.model import hf_config
-
-    found = dict(_without_nulls(content))
-    for key in content:
-        if content[key] is not None or key.endswith("_token_id"):
-            continue
-        try:
-            read = getattr(hf_config(found), key, None)
-            meant = getattr(hf_config(found | {key: None}), key, None)
-        except Exception:  # noqa: BLE001 - what transformers refuses is refused when it is built
-            continue
-        positions = content.get("max_position_embeddings")
-        if meant == read or not read:  # false, 0 and nothing are the same
-            continue
-        if key != "sliding_window" or not isinstance(positions, int):
-            raise ValueError(
-                f"its {key} is null, which the network's file cannot say, and without it "
-                f"transformers takes {read!r:.50}: write a value of that key"
-            )
-        found[key] = positions  # no sequence is longer
-    return found
-
-
-def _without_nulls(value: Any) -> Any:
-    """Return JSON without its nulls, which TOML does not have."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    if isinstance(value, list):
-        if None in value:
-            raise ValueError("it has a list with a null in it")
-        return [_without_nulls(inner) for inner in value]
-    return value
 
 
 def _no_file_beside(name: str) -> str:
@@ -553,6 +315,8 @@ def _write(path: Path, text: str) -> None:
 
 def _decay(options: argparse.Namespace) -> None:
     """Write the two keys and the next version into the file. Raises ConfigError."""
+    from distributed_training.store.bucket_reader import states
+
     path, begins = options.file, options.begins
     folder = path.absolute().parent / "validator" / "global"
     if begins is None:
@@ -613,7 +377,7 @@ def _sign(options: argparse.Namespace, text: str | None = None) -> None:
     load_model(flat, beside)
     if "model.config" in flat:
         model = {key.removeprefix("model."): flat[key] for key in flat if key.startswith("model.")}
-        _check_model(model, flat.get("training.sequence_length"))
+        check_model(model, flat.get("training.sequence_length"))
     _write(path, signed(text, master.hotkey, beside=beside))
     _show(argparse.Namespace(place=str(path)), rules=False)
 
