@@ -22,19 +22,29 @@ import shlex
 import shutil
 import sys
 import tomllib
-from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from pydantic import SecretStr
+
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.kinds import how_to_register
 from distributed_training.common.addresses import Reach, reach
-from distributed_training.common.files import write_bytes
+from distributed_training.common.files import atomic_file, write_bytes
 from distributed_training.common.kinds import PluginError, import_plugins
-from distributed_training.config import ConfigError, exit_with, load_config
-from distributed_training.config.loader import WALLET, Parser, add_wallet, argument, ranged
+from distributed_training.config import Config, ConfigError, exit_with, load_config
+from distributed_training.config.loader import (
+    WALLET,
+    Parser,
+    add_wallet,
+    argument,
+    ranged,
+    read_dotenv,
+)
 from distributed_training.config.model import check_schedule
 from distributed_training.config.schema import schema
 from distributed_training.config.settings import ChainSettings
@@ -63,6 +73,7 @@ from distributed_training.network import (
 from distributed_training.protocol.keys import CONFIG, miner_bucket
 from distributed_training.protocol.metadata import LONGEST_KEY, parse_config
 from distributed_training.protocol.types import ExitStatus
+from distributed_training.store.errors import StoreError
 
 _MASTER = "master"  # name of the wallet
 _HIGHEST_RATE = 0.1  # of AdamW
@@ -151,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands[options.command](options)
     except ConfigError as error:
         return exit_with(error)
-    except ChainError as error:
+    except (ChainError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitStatus.FAULT
     except PluginError as error:
@@ -404,6 +415,7 @@ def _join(options: argparse.Namespace) -> None:
     else:
         hotkey = load_wallet(config.chain)
     print(f"hotkey {hotkey.ss58}")
+    keys = None
     if (kind := config.network.head.chain) != "registry":
         place, which = "", ""
         if kind == "bittensor":
@@ -425,18 +437,49 @@ def _join(options: argparse.Namespace) -> None:
         ) as chain:
             known = chain.uid(hotkey.ss58)
             uid = chain.register() if known is None else known
+            keys = chain.store_keys() if config.store.endpoint_url is not None else None
         print(f"uid {uid}")
         bucket = miner_bucket(config.store.global_model_name, uid)
+        if keys is not None:
+            take_store_keys(config, bucket, keys)
+            config = load_config("miner", ["--network", options.place, *wallet_flags], check=False)
     missing = [
         setting.env
         for setting in schema("miner")
         if setting.env in config.key_variables and config.get(setting.name) is None
     ]
     flags = shlex.join(["--network", options.place, *wallet_flags, *_plugin_flags(options)])
-    print(f"bucket {bucket}: make it, with a key that may read it and one that may write it")
+    if keys is None:
+        print(f"bucket {bucket}: make it, with a key that may read it and one that may write it")
     if missing:
         print(f"missing in .env: {', '.join(filter(None, missing))}")
     print(f"then: dt-doctor {flags}\nand:  dt-miner {flags}")
+
+
+def take_store_keys(config: Config, bucket: str, keys: Mapping[str, str]) -> None:
+    """Write the keys that the registry gave a member into ``.env``, and make its bucket.
+
+    Raises ConfigError for a ``.env`` with others, StoreError.
+    """
+    from distributed_training.miner.init_command import DOTENV, dotenv_with
+    from distributed_training.store.s3 import S3ObjectStore
+
+    held = read_dotenv(DOTENV)
+    for name, value in keys.items():
+        if (held.get(name) or value) != value:
+            raise ConfigError(
+                f"{DOTENV} has another {name} than this network's registry gave, so nothing was "
+                "written: take that key out, or join in another folder"
+            )
+    with atomic_file(DOTENV, private=True) as file:
+        file.write(dotenv_with(keys).encode())
+    print(f"wrote the keys of bucket {bucket} to {DOTENV} (mode 600)")
+    given: dict[str, Any] = {
+        name.removeprefix("R2_").lower(): SecretStr(value) for name, value in keys.items()
+    }
+    settings = replace(config.store, **given)
+    with closing(S3ObjectStore.from_settings(settings, bucket=bucket, write=True)) as store:
+        store.create_bucket()
 
 
 def _show(options: argparse.Namespace, *, rules: bool = True) -> None:

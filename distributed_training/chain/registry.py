@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -100,6 +100,14 @@ class State:
 
 
 _STATE = TypeAdapter(State)
+#: What becomes a line of ``.env``.
+_Key = Annotated[str, Field(min_length=1, max_length=512, pattern=r"^[!-&(-~]+$")]
+_KeyName = Literal[
+    "R2_READ_ACCESS_KEY_ID", "R2_READ_SECRET_ACCESS_KEY",
+    "R2_WRITE_ACCESS_KEY_ID", "R2_WRITE_SECRET_ACCESS_KEY",
+]  # fmt: skip
+_STORE_KEYS: TypeAdapter[Any] = TypeAdapter(dict[_KeyName, _Key] | None)
+_NO_SUCH_PATH = 404
 
 
 class Answer(NamedTuple):
@@ -108,6 +116,10 @@ class Answer(NamedTuple):
     status: int
     headers: Mapping[str, str]
     body: bytes
+
+
+class _NoSuchPath(ChainError):
+    """The registry is of a version without this write."""
 
 
 class Unusable(ValueError):
@@ -186,6 +198,20 @@ class RegistryChain(Chain):
         log.info("The registry gave this hotkey uid %d", uid)
         return uid
 
+    def store_keys(self) -> dict[str, str] | None:
+        """Ask for our keys of the object store beside the registry; None where it has none.
+
+        By the names of their variables. Raises ChainError.
+        """
+        self._refuse_plain("store_keys")
+        try:
+            keys: dict[str, str] | None = _STORE_KEYS.validate_python(self._write("store_keys", {}))
+            return keys
+        except _NoSuchPath:  # of a version without such stores
+            return None
+        except ValidationError:
+            raise ChainError("store_keys: the answer has no keys of a store") from None
+
     def deregister(self) -> None:
         """Give our uid back."""
         self._write("deregister", {})
@@ -258,15 +284,20 @@ class RegistryChain(Chain):
     def _registration(self) -> dict[str, Any]:
         if self._invitation is None:
             return {}
+        self._refuse_plain("register")
+        return {"invitation": self._invitation.get_secret_value()}
+
+    def _refuse_plain(self, kind: str) -> None:
+        """Raise ChainError unless a secret may travel to the registry and back."""
         url = urlsplit(self._url)
         inside = self._private or url.hostname in ("127.0.0.1", "localhost", "::1")
         if url.scheme != "https" and not inside:
+            what = "an invitation is" if kind == "register" else "keys are"
             raise ChainError(
-                f"register: an invitation is a secret, and {self._url} is not https, so it was not "
-                "sent: its founder gives an https:// URL as chain.url of the network's file, or "
-                "private = true there, of machines in one private network"
+                f"{kind}: {what} a secret, and {self._url} is not https, so it was not sent: its "
+                "founder gives an https:// URL as chain.url of the network's file, or private = "
+                "true there, of machines in one private network"
             )
-        return {"invitation": self._invitation.get_secret_value()}
 
     def _post(self, kind: str, fields: dict[str, Any]) -> Any:
         """Post a signed write.
@@ -277,6 +308,8 @@ class RegistryChain(Chain):
             raise ChainError(f"{kind}: no wallet was given, so nothing can be signed")
         answer = self._fetch(f"/{kind}", json.dumps(fields).encode())
         content = json.loads(answer.body)
+        if answer.status == _NO_SUCH_PATH:
+            raise _NoSuchPath(f"{kind}: this registry does not know it")
         if answer.status != 200:
             message = str(content["message"])[:300]
             apart = time.time() - (self.clock() or time.time())

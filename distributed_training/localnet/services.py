@@ -25,9 +25,9 @@ from distributed_training.common.files import write_bytes
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark, kill_tree
 from distributed_training.config.types import ConfigError
-from distributed_training.localnet.object_store import store_keys
 from distributed_training.network import built_in_rules, signed, to_toml
 from distributed_training.protocol.keys import miner_bucket
+from distributed_training.store.server import store_keys
 
 if TYPE_CHECKING:
     from distributed_training.chain.identity import Wallet
@@ -301,7 +301,7 @@ class ObjectStoreServer:
         inherited = {"PYTHONPATH": os.pathsep.join(sys.path), **os.environ}
         self.child = Child(
             name="object store",
-            command=[sys.executable, "-m", "distributed_training.localnet.object_store", *where],
+            command=[sys.executable, "-m", "distributed_training.store.server", *where],
             environment=inherited if environment is None else environment,
             folder=folder,
         )

@@ -119,7 +119,7 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
                 read: Callable[[str], str] = input if name == "R2_ACCOUNT_ID" else getpass.getpass
                 keys[name] = read(f"{name} (empty: later, in .env): ").strip()
     # It may refuse a key: nothing is renamed or written before.
-    dotenv = _dotenv_with(keys)
+    dotenv = dotenv_with(keys)
     old = None
     if OPERATORS_FILE.exists():
         old = OPERATORS_FILE.with_name(f"{OPERATORS_FILE.name}.{time.strftime('%Y%m%d-%H%M%S')}")
@@ -187,7 +187,7 @@ def toml_of(given: Mapping[str, str]) -> str:
     return "".join(lines)
 
 
-def _dotenv_with(keys: Mapping[str, str]) -> str:
+def dotenv_with(keys: Mapping[str, str]) -> str:
     """Return the text of ``.env`` with ``keys``; one that has a value there stays.
 
     Raises ConfigError.

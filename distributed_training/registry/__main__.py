@@ -81,6 +81,12 @@ def parser() -> Parser:
     command.add_argument(
         "--host", type=argument(IpAddress), default="127.0.0.1", help="address [127.0.0.1]"
     )
+    command.add_argument(
+        "--store",
+        type=argument(File),
+        metavar="FOLDER",
+        help="of the object store that dt-network run starts, whose keys members get",
+    )
     command.add_argument("--port", type=ranged(0, 65535), default=8100, help="[8100] 0: a free one")
     command.add_argument(
         "--proxy",
@@ -153,6 +159,9 @@ def serve(given: argparse.Namespace) -> None:
         signal.signal(number, lambda *_: stop.set())
     with closing(_registry(given)) as registry:
         registry.held_out = given.held_out
+        if given.store is not None:
+            registry.object_store = given.store, given.global_bucket
+            registry.let_into_store()
         host = f"[{given.host}]" if ":" in given.host else given.host
         try:
             sock = listen(given.host.strip("[]"), given.port, backlog=1024)
@@ -185,10 +194,16 @@ def _registry(given: argparse.Namespace) -> Registry:
     from distributed_training.registry import store
 
     # Read again at every start: what it says now is compared with the founding.
-    in_file, given.held_out = [], ""
+    in_file, given.held_out, given.global_bucket = [], "", ""
+    if given.store is not None and given.network is None:
+        raise ConfigError(
+            "--store without --network, so the buckets of the members would have no name and "
+            "nothing was started: give --network too"
+        )
     if given.network is not None:
         config = load_config("validator", ["--network", given.network], check=False)
         network, given.held_out = config.network, config.held_out_name
+        given.global_bucket = config.store.global_model_name
         assert network is not None  # it was named
         in_network = {**network.values, "name": network.head.name}
         in_file = [field for field in _FIXED if getattr(given, field) is None]

@@ -5,8 +5,9 @@ and the block alone. Writes are checked cheapest first: path, size, rates, recei
 signature; then a thread stores them, one after the other, while reads go on.
 
 ``GET /state``, ``/health``, ``/metrics`` and ``/``, the page.
-``POST /register``, ``/deregister``, ``/commit``, ``/serve``, ``/weights``; for the founder also
-``/enroll``, ``/expel``, ``/invite``, ``/invitations``, ``/revoke``, ``/allow``, ``/loss``.
+``POST /register``, ``/store_keys``, ``/deregister``, ``/commit``, ``/serve``, ``/weights``; for the
+founder also ``/enroll``, ``/expel``, ``/invite``, ``/invitations``, ``/revoke``, ``/allow``,
+``/loss``.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from distributed_training.chain.http_server import (
     whole_reply,
 )
 from distributed_training.common.addresses import Reach, reach
+from distributed_training.common.backoff import Throttle
 
 from .ledger import Address, Member, Port
 from .store import CLOCK_SKEW, Registry, Replayed
@@ -116,6 +118,7 @@ class Service(BoundedServer):
         )
         writes: dict[str, Callable[..., Any]] = {
             "/register": registry.join,
+            "/store_keys": registry.store_keys,
             "/deregister": registry.remove,
             "/commit": registry.commit,
             "/serve": self._write_endpoint,
@@ -138,6 +141,7 @@ class Service(BoundedServer):
             "/": self._page,
         }
         self._made = (float("-inf"), b"")  # when, and the page
+        self._may_warn = Throttle(60.0)
         # One: a slow disk holds up writes alone, while the event loop answers reads.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="registry-writer")
         trusted = TrustedAddresses()
@@ -171,6 +175,11 @@ class Service(BoundedServer):
 
     def write_files(self) -> None:
         self.registry.reserve_blocks()
+        try:
+            self.registry.let_into_store()
+        except ChainError as error:
+            if self._may_warn("members"):
+                log.warning("%s: free its disk, or correct its permissions", error)
 
     # checks
 

@@ -39,6 +39,8 @@ from distributed_training.chain.base import ChainError
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import sync_folder
 from distributed_training.config.types import ConfigError, Hotkey
+from distributed_training.protocol.keys import miner_bucket
+from distributed_training.store.server import member_keys, write_members
 
 from .ledger import FIRST_BLOCK, TABLES, Amount, Ledger, Uid
 
@@ -151,6 +153,9 @@ class Registry(Ledger):
         self.start = secrets.token_hex(4)  # of this process: versions count within it only
         self.faults = 0  # writes that could not be stored
         self.held_out = ""  # the text of the losses that the founder reports, if it is known
+        #: Folder of the object store beside this registry, if there is one, and the global bucket.
+        self.object_store: tuple[Path, str] | None = None
+        self._let_in: dict[str, str] | None = None  # by hotkey, the bucket that the store knows of
         # Blocks are tried every 2 s and writes come from anybody: the log shares the full disk.
         self._may_warn = Throttle(60.0)
         with ExitStack() as failed:
@@ -377,6 +382,34 @@ class Registry(Ledger):
             raise ChainError(f"register: the invitation {why}: ask the founder for another one")
         self._db.execute("UPDATE invitations SET uses = uses - 1 WHERE hash = ?", (hashed,))
         self._db.execute("INSERT OR REPLACE INTO joined VALUES (?, ?)", (hotkey, hashed))
+
+    def store_keys(self, hotkey: str) -> dict[str, str] | None:
+        """Return a member's keys of the object store beside this registry; None: there is none."""
+        uid = self._own("store_keys", hotkey)
+        if self.object_store is None:
+            return None
+        folder, global_bucket = self.object_store
+        self.let_into_store()
+        return member_keys(folder, hotkey, miner_bucket(global_bucket, uid))
+
+    def let_into_store(self) -> None:
+        """Tell the object store beside this registry who is a member, where that has changed.
+
+        Raises ChainError.
+        """
+        if self.object_store is None:
+            return
+        folder, bucket = self.object_store
+        members = {n.hotkey: miner_bucket(bucket, n.uid) for n in self.view.neurons}
+        if members == self._let_in:
+            return
+        try:
+            write_members(folder, members)
+        except OSError as error:
+            raise ChainError(
+                f"the members of the object store could not be written to {folder} ({error})"
+            ) from None
+        self._let_in = members
 
     # writes of the founder
 

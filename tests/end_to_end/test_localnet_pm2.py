@@ -73,7 +73,7 @@ def test_a_restart_in_mid_upload_and_a_stop_in_mid_round(tmp_path: Path) -> None
 
 def restart_in_mid_upload(subnet: LocalSubnet, pm2: LocalMiner) -> None:
     """The store does not answer while it uploads; it does again for the start that follows."""
-    (store,) = (p for p in subnet.mark.processes() if "object_store" in command_of(p))
+    (store,) = (p for p in subnet.mark.processes() if "store.server" in command_of(p))
     store.suspend()
     try:
         seen = len(pm2.events("preview"))

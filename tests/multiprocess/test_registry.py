@@ -39,6 +39,7 @@ from distributed_training.registry import __main__ as program
 from distributed_training.registry import store
 from distributed_training.registry.service import Limits
 from distributed_training.registry.store import Registry, hash_of
+from distributed_training.store.server import MEMBERS, member_keys
 from tests.tools import tls_proxy
 from tests.tools.chain_program import chain_program, serve_command, url_of
 from tests.tools.chain_raw import trickle
@@ -313,6 +314,38 @@ class TestAdmission:
         )
         with closing(chain), pytest.raises(ChainError, match="is not https"):
             chain.register()
+
+
+def test_a_member_gets_the_keys_of_its_own_bucket(tmp_path: Path) -> None:
+    """Of the object store beside the registry, and only while it is a member."""
+    with RegistryServer(tmp_path / "registry") as server:
+        with chain_of(server.url, MINER) as chain:
+            with pytest.raises(ChainError, match="not registered"):
+                chain.store_keys()
+            uid = chain.register()
+            assert chain.store_keys() is None, "there is no such store"
+            server.registry.object_store = tmp_path, "lab"
+            keys = chain.store_keys()
+            assert keys == member_keys(tmp_path, MINER.ss58, f"lab-{uid:03d}")
+        members = json.loads((tmp_path / MEMBERS).read_bytes())
+        assert members[MINER.ss58] == f"lab-{uid:03d}"
+        with chain_of(server.url, VALIDATOR) as founder:
+            founder.expel(MINER.ss58)
+        wait_for(lambda: MINER.ss58 not in json.loads((tmp_path / MEMBERS).read_bytes()))
+        with chain_of(server.url, MINER) as chain, pytest.raises(ChainError, match="expelled"):
+            chain.store_keys()
+
+
+def test_keys_of_a_store_travel_encrypted_only_and_are_not_believed() -> None:
+    chain = RegistryChain(url="http://203.0.113.7", wallet=MINER)
+    with closing(chain), pytest.raises(ChainError, match="keys are a secret"):
+        chain.store_keys()
+    chain = RegistryChain(url="http://127.0.0.1:1", wallet=MINER)
+    with closing(chain):
+        for answer in ({"R2_WRITE_ACCESS_KEY_ID": "a\nHF_TOKEN=x"}, {"HF_TOKEN": "x"}, "x"):
+            chain._write = lambda *_, answer=answer: answer
+            with pytest.raises(ChainError, match="has no keys of a store"):
+                chain.store_keys()
 
 
 def test_a_write_after_the_end_is_a_refused_write(server: RegistryServer) -> None:

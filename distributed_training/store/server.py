@@ -1,25 +1,37 @@
 """An object store that speaks S3 over HTTP: OpenStack Swift with its S3 API, in one process.
 
-    python -m distributed_training.localnet.object_store --folder DIR --port 9000
+    python -m distributed_training.store.server --folder DIR --port 9000 [--host ADDRESS]
 
 reads its keys from ``DIR/credentials.json`` (:func:`store_keys`, mode 0600) and prints ``READY``
 and its pid when it answers. There are two keys of one account: one that may do everything and one
-that may only read. Objects survive a SIGKILL. Linux only: Swift keeps metadata in extended
-attributes.
+that may only read. ``DIR/members.json`` names members beside them (:func:`write_members`): each has
+a key that writes one bucket. What bears no signature of these keys is refused. Objects survive a
+SIGKILL. Linux only: Swift keeps metadata in extended attributes.
+
+It is made for a laboratory or a trial: one process, one copy of each object, and no service of
+Swift's that looks for damaged objects or takes back what deleted ones leave (a file without content
+each).
 """
 
 from __future__ import annotations
 
 import argparse
+import hmac
 import json
 import os
 import secrets
 import signal
+import socket
 import sys
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from distributed_training.common.files import atomic_file
 from distributed_training.common.ports import free_ports
+
+CREDENTIALS, MEMBERS = "credentials.json", "members.json"
+_INSIDE = "X-Of-This-Process"  # header of a request from one of the four servers to another
 
 
 def store_keys(folder: Path) -> dict[str, str]:
@@ -27,7 +39,7 @@ def store_keys(folder: Path) -> dict[str, str]:
 
     Lengths are R2's (32, 32, 64 characters), since the commitment on the chain has no other.
     """
-    path = folder / "credentials.json"
+    path = folder / CREDENTIALS
     if path.exists():
         known: dict[str, str] = json.loads(path.read_text())
         return known
@@ -41,12 +53,37 @@ def store_keys(folder: Path) -> dict[str, str]:
     return keys
 
 
+def member_keys(folder: Path, hotkey: str, bucket: str) -> dict[str, str]:
+    """Return the R2 variables of a member: the store's key that reads, and one for ``bucket``.
+
+    It is good while :func:`write_members` names the two. ``R2_ACCOUNT_ID`` is none of them.
+    """
+    keys = store_keys(folder)
+    account = keys["R2_WRITE_ACCESS_KEY_ID"].partition(":")[0]
+    return {
+        **{name: value for name, value in keys.items() if name.startswith("R2_READ")},
+        "R2_WRITE_ACCESS_KEY_ID": f"{account}:{hotkey}",
+        "R2_WRITE_SECRET_ACCESS_KEY": secret_of(keys["R2_WRITE_SECRET_ACCESS_KEY"], hotkey, bucket),
+    }
+
+
+def secret_of(root: str, hotkey: str, bucket: str) -> str:
+    """Return a member's secret, which follows from the store's own ``root``."""
+    return hmac.digest(root.encode(), f"{hotkey} {bucket}".encode(), "sha256").hex()
+
+
+def write_members(folder: Path, members: Mapping[str, str]) -> None:
+    """Tell the store, running or not, which hotkey may write which bucket, and no other."""
+    with atomic_file(folder / MEMBERS, private=True) as file:
+        file.write(json.dumps(members).encode())
+
+
 # "copy" stands before "slo", or copying a multipart object copies its manifest.
 _FILTERS = (
-    *("catch_errors", "gatekeeper", "memcache", "listing_formats", "bulk", "s3api", "tempauth"),
+    *("catch_errors", "gatekeeper", "memcache", "listing_formats", "bulk", "s3api"),
     *("copy", "slo", "dlo", "versioned_writes", "symlink"),
 )
-_SETTINGS = {  # of some filters; those of tempauth are the keys
+_SETTINGS = {  # of some filters
     "s3api": "auth_pipeline_check = false\nlocation = auto\nmax_upload_part_num = 10000\n"
     "max_bucket_listing = 1000\n",
     "slo": "allow_async_delete = false\n",  # else a delete never frees the space of its segments
@@ -64,7 +101,7 @@ def _write_configuration(folder: Path, port: int) -> dict[int, Path]:
         "[swift-hash]\nswift_hash_path_prefix = localnet\nswift_hash_path_suffix = localnet\n"
         "[storage-policy:0]\nname = single\ndefault = yes\n"
     )
-    common = f"swift_dir = {folder}\nlog_level = ERROR\nbind_ip = 127.0.0.1\n"
+    common = f"swift_dir = {folder}\nlog_level = ERROR\n"
     files = {}
     services = ("account", "container", "object")
     # Of their own ports: Swift's four servers speak HTTP with each other, in one process too.
@@ -83,26 +120,41 @@ def _write_configuration(folder: Path, port: int) -> dict[int, Path]:
             f"mount_check = false\n[pipeline:main]\npipeline = {service}-server\n"
             f"[app:{service}-server]\nuse = egg:swift#{service}\n"
         )
-    pipeline = " ".join([*_FILTERS, "proxy-server"])
+    pipeline = " ".join([*_FILTERS, "proxy-server"]).replace("s3api", "s3api keys")
     text = f"[DEFAULT]\n{common}bind_port = {port}\n[pipeline:main]\npipeline = {pipeline}\n"
     # Buckets are containers of one account, which is made at the first request.
     text += "[app:proxy-server]\nuse = egg:swift#proxy\nallow_account_management = true\n"
     text += "account_autocreate = true\n"
-    keys, users = store_keys(folder), ""
+    for name in _FILTERS:
+        text += f"[filter:{name}]\nuse = egg:swift#{name}\n{_SETTINGS.get(name, '')}"
+    keys = store_keys(folder)
+    text += "[filter:keys]\npaste.filter_factory = distributed_training.store.server_keys:build\n"
+    text += f"members = {folder / MEMBERS}\n"
     for kind, group in (("WRITE", ".admin"), ("READ", ".reseller_reader")):
         account, name = keys[f"R2_{kind}_ACCESS_KEY_ID"].split(":")
-        users += f"user_{account}_{name} = {keys[f'R2_{kind}_SECRET_ACCESS_KEY']} {group}\n"
-    settings = {**_SETTINGS, "tempauth": users}
-    for name in _FILTERS:
-        text += f"[filter:{name}]\nuse = egg:swift#{name}\n{settings.get(name, '')}"
+        text += f"user_{account}_{name} = {keys[f'R2_{kind}_SECRET_ACCESS_KEY']} {group}\n"
     files[port] = folder / "proxy.conf"
     with open(os.open(files[port], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as handle:
         handle.write(text)
     return files
 
 
-def serve(folder: Path, port: int) -> None:
-    """Serve until SIGTERM."""
+def _only_inside(app: Any, token: str) -> Callable[[Mapping[str, str], Any], Iterable[bytes]]:
+    """Return ``app`` for callers that know ``token``: Swift's servers ask each other for no key."""
+
+    def answer(environ: Mapping[str, str], start_response: Any) -> Iterable[bytes]:
+        given = environ.get(f"HTTP_{_INSIDE.upper().replace('-', '_')}", "")
+        if not hmac.compare_digest(given.encode(), token.encode()):
+            start_response("403 Forbidden", [])
+            return [b""]
+        answered: Iterable[bytes] = app(environ, start_response)
+        return answered
+
+    return answer
+
+
+def serve(folder: Path, host: str, port: int) -> None:
+    """Serve until SIGTERM. Raises OSError where ``host`` and ``port`` cannot be used."""
     import eventlet
 
     # Before Swift is imported: its four servers share this process and would block each other.
@@ -114,15 +166,26 @@ def serve(folder: Path, port: int) -> None:
     files = _write_configuration(folder, port)
     import swift.common.storage_policy as storage_policy
     from eventlet import wsgi as eventlet_wsgi
-    from swift.common import wsgi
+    from swift.common import bufferedhttp, wsgi
 
+    token = secrets.token_hex(16)
+
+    class Connection(bufferedhttp.BufferedHTTPConnection):  # type: ignore[misc]
+        def endheaders(self, *given: Any, **more: Any) -> None:
+            self.putheader(_INSIDE, token)
+            super().endheaders(*given, **more)
+
+    bufferedhttp.BufferedHTTPConnection = Connection
     storage_policy.reload_storage_policies()
     for bind_port, path in files.items():
         app = wsgi.loadapp(str(path), global_conf={"log_name": path.stem})
+        outside = bind_port == port
+        family = socket.AF_INET6 if outside and ":" in host else socket.AF_INET
+        address = (host if outside else "127.0.0.1", bind_port)
         eventlet.spawn(
             eventlet_wsgi.server,
-            eventlet.listen(("127.0.0.1", bind_port), backlog=512),
-            app,
+            eventlet.listen(address, family=family, backlog=512),
+            app if outside else _only_inside(app, token),
             custom_pool=eventlet.GreenPool(512),
             protocol=wsgi.SwiftHttpProtocol,
             log_output=False,
@@ -138,17 +201,16 @@ def serve(folder: Path, port: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="S3-speaking object store of the local subnet")
+    parser = argparse.ArgumentParser(description="Serve objects over S3, for a trial")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1", help="[127.0.0.1]")
     arguments = parser.parse_args()
     try:
-        serve(arguments.folder.resolve(), arguments.port)
+        serve(arguments.folder.resolve(), arguments.host, arguments.port)
     except OSError as error:
-        print(
-            f"error: port {arguments.port} cannot be used ({error}): give another --port",
-            file=sys.stderr,
-        )
+        where = f"{arguments.host}:{arguments.port}"
+        print(f"error: {where} cannot be used ({error}): give another --port", file=sys.stderr)
         return 2
     return 0
 
