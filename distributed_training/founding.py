@@ -18,7 +18,7 @@ from typing import Any
 
 from distributed_training.common.proxies import HUB, share
 from distributed_training.config import ConfigError
-from distributed_training.config.types import ConfigAway
+from distributed_training.config.types import DOMAIN_NAME, ConfigAway
 from distributed_training.node.start import hub_is_away
 from distributed_training.protocol.page_permutation import HELD_OUT_PAGES
 
@@ -79,19 +79,31 @@ def choose_pages(data: dict[str, Any]) -> None:
     if data.get("selection") == 2 and type(rows) is type(of_a_page) is int and of_a_page > 0:
         share = rows // of_a_page // _HELD_OUT_SHARE
         data.setdefault("held_out_pages", max(1, min(HELD_OUT_PAGES, share)))
-    if not isinstance(named := data.get("held_out"), str) or named in ("pages", "python"):
-        return
+    named = data.get("held_out")
+    if isinstance(named, str) and named not in ("pages", "python"):
+        data["held_out"] = _pin_file(named, data["text_column"])
+    elif isinstance(named, list) and all(isinstance(file, str) for file in named):
+        data["held_out"] = [_pin_file(file, data["text_column"]) for file in named]
+
+
+def _pin_file(named: str, column: str) -> str:
+    """Return a file of held-out text, or a domain ``NAME=FILE``, with its digest.
+
+    Raises ConfigError for one that cannot be read.
+    """
     from distributed_training.data.held_out import file_rows, read_file
     from distributed_training.data.page_source import PageUnavailable
 
-    place, _, digest = named.partition("#")
+    start = re.match(DOMAIN_NAME, named)
+    assert start is not None  # all of it may be missing
+    place, _, digest = named[start.end() :].partition("#")
     place = place if "://" in place else str(Path(place).expanduser().absolute())
     try:
         content = read_file(place, digest or None)
     except PageUnavailable as error:
         raise ConfigAway(f"{error}, so no network was founded: try again") from None
-    file_rows(place, content, data["text_column"])
-    data["held_out"] = f"{place}#{hashlib.sha256(content).hexdigest()}"
+    file_rows(place, content, column)
+    return f"{start[0]}{place}#{hashlib.sha256(content).hexdigest()}"
 
 
 def pin_tokenizer(table: dict[str, Any]) -> None:

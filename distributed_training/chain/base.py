@@ -289,8 +289,13 @@ class Chain(abc.ABC):
     def set_weights(self, weights: Mapping[int, float]) -> None:
         """Write weights by uid; they need not sum to one. Raises ChainError."""
 
-    def report_loss(self, outer_step: int, loss: float) -> None:  # noqa: B027 - not on every chain
-        """Write the global model's held-out loss, in nats per token. Raises ChainError."""
+    def report_loss(  # noqa: B027 - not on every chain
+        self, outer_step: int, loss: float, domains: Mapping[str, float] | None = None
+    ) -> None:
+        """Write the global model's held-out loss, in nats per token, and that on each domain.
+
+        Raises ChainError.
+        """
 
     @abc.abstractmethod
     def close(self) -> None:

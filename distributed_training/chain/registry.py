@@ -261,9 +261,12 @@ class RegistryChain(Chain):
     def set_weights(self, weights: Mapping[int, float]) -> None:
         self._write("weights", {"weights": {str(u): float(w) for u, w in weights.items()}})
 
-    def report_loss(self, outer_step: int, loss: float) -> None:
+    def report_loss(
+        self, outer_step: int, loss: float, domains: Mapping[str, float] | None = None
+    ) -> None:
         """Report the loss for the registry's page. For the founder only."""
-        self._write("loss", {"outer_step": outer_step, "loss": loss})
+        fields = {"domains": dict(domains)} if domains else {}
+        self._write("loss", {"outer_step": outer_step, "loss": loss, **fields})
 
     def _write(self, kind: str, fields: dict[str, Any]) -> Any:
         """Write to the registry; return its result. The state after the write is known then."""

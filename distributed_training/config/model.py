@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ from distributed_training.protocol.page_permutation import DrawPages, PagePermut
 from distributed_training.protocol.pages import select_pages
 
 from .settings import AllSettings, ChainSettings
-from .types import ConfigError, show
+from .types import ConfigError, Domain, parse_domains, show
 
 Kind = Literal["miner", "validator"]
 
@@ -190,18 +190,23 @@ class Config(AllSettings):
         )
 
     @property
-    def held_out(self) -> str:
-        """The held-out text: pages, python, or a file as ``data.held_out`` names it."""
-        return self.data.held_out or ("pages" if self.data.selection == 2 else "python")
+    def domains(self) -> tuple[Domain, ...]:
+        """The texts that outer steps are judged on, with weights that sum to 1."""
+        named = self.data.held_out or ("pages" if self.data.selection == 2 else "python")
+        if named == "pages":
+            return (Domain(f"{self.data.held_out_pages} pages of the data", named),)
+        if named == "python":
+            return (Domain("Python's own library", named),)
+        found = parse_domains(named)
+        total = sum(domain.weight for domain in found)
+        return tuple(replace(domain, weight=domain.weight / total) for domain in found)
 
     @property
     def held_out_name(self) -> str:
         """The held-out text in a few words, beside each loss on it."""
-        if self.held_out == "pages":
-            return f"{self.data.held_out_pages} pages of the data"
-        if self.held_out == "python":
-            return "Python's own library"
-        return self.held_out.rpartition("#")[0].rpartition("/")[2]
+        if len(self.domains) == 1:
+            return self.domains[0].name
+        return ", ".join(f"{domain.name} {domain.weight:.2f}" for domain in self.domains)
 
     def loss_limit(self, before: float) -> float:
         """Return the held-out loss above which an outer step is refused."""

@@ -243,8 +243,8 @@ class DataSettings:
     pages; 2: different pages for everybody, of pinned data"""
     held_out: HeldOutText | None = rule("data.held_out")
     """the text that each outer step is judged on: pages (with data.selection 2, its default), a
-    text or .parquet file as PATH#SHA256 or https://...#SHA256, or python, the validator's Python
-    library (default with data.selection 1)"""
+    text or .parquet file as PATH#SHA256 or https://...#SHA256, several as NAME=FILE or
+    NAME*WEIGHT=FILE, or python, the validator's Python library (default with data.selection 1)"""
     held_out_pages: int = rule("data.held_out_pages", HELD_OUT_PAGES, ge=1, le=100_000)
     """with data.selection 2: pages that nobody trains on"""
     prefetch_blocks: int = flag("data.prefetch_blocks", 2, ge=1, le=1000)

@@ -20,6 +20,7 @@ import hashlib
 import importlib
 import ipaddress
 import re
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -280,15 +281,59 @@ GlobalBucket = Annotated[  # a miner's own is this and four characters more
 Hotkey = Annotated[
     str, _holds("a hotkey: an ss58 address whose checksum is right (47 or 48 characters)", is_ss58)
 ]
-#: A file's name stands in logs, pages and metrics.
-_HELD_OUT = re.compile(r"pages|python|(https://)?[^#\\\x00-\x1f]{1,500}#[0-9a-f]{64}")
-HeldOutText = Annotated[
-    str,
-    _holds(
-        "held-out text: pages, python, or PATH#SHA256 or https://...#SHA256 of a file",
-        lambda text: bool(_HELD_OUT.fullmatch(text)),
-    ),
-]
+
+
+@dataclass(frozen=True)
+class Domain:
+    """One of the texts that outer steps are judged on.
+
+    ``name`` stands beside each loss on it. ``place``: pages, python, a path or an https URL, with
+    the SHA-256 ``digest`` of a file. ``weight``: of its loss in the judged mean.
+    """
+
+    name: str
+    place: str
+    digest: str | None = None
+    weight: float = 1.0
+
+
+#: One file: NAME=, or NAME*WEIGHT=, then its place and digest. A place has no "#", so that the
+#: digest ends a file in a line of several. A file's name stands in logs, pages and metrics.
+DOMAIN_NAME = (
+    r"(?:(?P<name>[a-z0-9][a-z0-9-]{0,31})(?:\*(?P<weight>[0-9]{1,6}(?:\.[0-9]{1,6})?))?=)?"
+)
+_DOMAIN = re.compile(
+    DOMAIN_NAME + r"(?P<place>(?:https://)?[^#\\\x00-\x1f]{1,500})#(?P<digest>[0-9a-f]{64})(?: |$)"
+)
+_MOST_DOMAINS = 16
+
+
+def parse_domains(text: str) -> tuple[Domain, ...]:
+    """Read ``data.held_out``, of files. Raises ValueError."""
+    found, end = [], 0
+    while end < len(text) and (match := _DOMAIN.match(text, end)):
+        end, place, weight = match.end(), match["place"], float(match["weight"] or 1)
+        name = match["name"] or place.rpartition("/")[2]
+        found.append((Domain(name, place, match["digest"], weight), match["name"]))
+    if end < len(text) or not 0 < len(found) <= _MOST_DOMAINS:
+        raise ValueError(
+            "held-out text: pages, python, PATH#SHA256 or https://...#SHA256 of a file, or up to "
+            f"{_MOST_DOMAINS} of those, each as NAME=FILE or NAME*WEIGHT=FILE"
+        )
+    if len(found) > 1 and not len({name for _, name in found} - {None}) == len(found):
+        raise ValueError("held-out text: each of several files needs a name of its own, NAME=FILE")
+    if not all(domain.weight for domain, _ in found):
+        raise ValueError("held-out text: a domain of weight 0 judges nothing")
+    return tuple(domain for domain, _ in found)
+
+
+def _check_domains(text: str) -> str:
+    if text not in ("pages", "python"):
+        parse_domains(text)
+    return text
+
+
+HeldOutText = Annotated[str, AfterValidator(_check_domains)]
 IpAddress = Annotated[str, _holds("an IP address such as 203.0.113.7", is_ip)]
 Ipv4Address = Annotated[
     str,

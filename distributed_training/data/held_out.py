@@ -1,7 +1,8 @@
 """Read the text that nobody trains on, and that the global model is judged on (``data.held_out``).
 
-A network has it of its own: pages of its data that nobody draws, or a file that its founder has
-chosen, pinned by its SHA-256. Without either it is the Python library of whoever judges.
+A network has it of its own: pages of its data that nobody draws, or files that its founder has
+chosen, pinned by their SHA-256. Without either it is the Python library of whoever judges. Several
+files are *domains*, and the judged loss is the mean of theirs by their weights.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import io
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,6 +19,7 @@ import numpy as np
 from distributed_training.common.files import open_at_once
 from distributed_training.common.http import TooLong
 from distributed_training.config import Config, ConfigError
+from distributed_training.config.types import Domain
 from distributed_training.network import NetworkAway, NetworkFileError, download
 from distributed_training.protocol.page_permutation import PagePermutation
 
@@ -34,22 +37,33 @@ _WHOLE = 10**9  # tokens of a row
 
 def held_out_batches(
     config: Config, tokenizer_path: Path, eos_id: int, *, sequences: int
-) -> torch.Tensor:
-    """Return ``sequences`` of the text, or all of a smaller one: int64 (n, sequence_length).
+) -> dict[str, torch.Tensor]:
+    """Return ``sequences`` of each domain by its name, or all of a smaller one.
 
-    Raises ConfigError for a file that is not the pinned one, or a text of less than one sequence;
-    PageUnavailable for one that cannot be had now.
+    They are int64 (n, sequence_length). Raises ConfigError for a file that is not the pinned one,
+    or a text of less than one sequence; PageUnavailable for one that cannot be had now.
     """
+    tokenizer = TextTokenizer(tokenizer_path, eos_id=eos_id)
+    return {domain.name: _batch(config, domain, tokenizer, sequences) for domain in config.domains}
+
+
+def mean_loss(losses: Mapping[str, float], domains: Sequence[Domain]) -> float:
+    """Return the loss that counts, of those on each domain by its name."""
+    return sum(domain.weight * losses[domain.name] for domain in domains)
+
+
+def _batch(
+    config: Config, domain: Domain, tokenizer: TextTokenizer, sequences: int
+) -> torch.Tensor:
     import torch  # here: dt-network reads a file without it
 
     length = config.training.sequence_length
-    tokenizer = TextTokenizer(tokenizer_path, eos_id=eos_id)
-    rows, longest = _rows(config)
+    rows, longest = _rows(config, domain)
     tokens = tokenizer.encode_rows(rows, max_length=longest)
     sequences = min(sequences, len(tokens) // length)
     if not sequences:
         raise ConfigError(
-            f"the held-out text ({config.held_out_name}) has {len(tokens)} tokens and a sequence "
+            f"the held-out text ({domain.name}) has {len(tokens)} tokens and a sequence "
             f"{length}, so no outer step could be judged: see data.held_out of the network's file"
         )
     # Spread over all of it rather than the first file.
@@ -58,13 +72,13 @@ def held_out_batches(
     return torch.from_numpy(picked.astype(np.int64))
 
 
-def _rows(config: Config) -> tuple[list[str], int]:
+def _rows(config: Config, domain: Domain) -> tuple[list[str], int]:
     """Return the rows, and how many tokens of each count."""
-    if config.held_out == "python":
+    if domain.place == "python":
         return StdlibSource().held_out(), _WHOLE
-    if config.held_out != "pages":
-        place, _, digest = config.held_out.rpartition("#")
-        return file_rows(place, read_file(place, digest), config.data.text_column), _WHOLE
+    if domain.digest is not None:
+        content = read_file(domain.place, domain.digest)
+        return file_rows(domain.place, content, config.data.text_column), _WHOLE
     source, draw = open_source(config.data), config.draw_pages
     assert isinstance(draw, PagePermutation)  # the network's file was refused else
     rows: list[str] = []

@@ -7,6 +7,8 @@ Misspellings in them (``Succesfully``) are part of the text.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from distributed_training.protocol.types import Revision, StepReport
 
 # With %s: log.info(SAVING_STATE, outer_step).
@@ -163,3 +165,9 @@ def all_reduce_failed(checkpoint: int) -> str:
 def epochs_differ(local: int, remote: int) -> str:
     where = "Behind" if local < remote else "Ahead Of"
     return f"Local Epoch {local} {where} Global Epoch {remote}. Loading Latest Model State."
+
+
+def describe_losses(losses: Mapping[str, float]) -> str:
+    """Return the losses on several domains in words; of a single one nothing."""
+    each = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+    return f" ({each})" if len(losses) > 1 else ""

@@ -68,6 +68,9 @@ Port = Annotated[int, Field(ge=1, le=65535)]
 Address = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_plain_ip)]
 Amount = Annotated[float, Field(ge=0.0, le=1e12)]  # NaN neither
 Step = Annotated[int, Field(ge=0, le=1e9)]
+Domains = Annotated[
+    dict[Annotated[str, Field(pattern="^[a-z0-9-]{1,32}$")], Amount], Field(max_length=16)
+]  # nats per token by name
 Losses = dict[int, tuple[float, float]]  # by outer step: nats per token, and when it was reported
 
 
@@ -103,6 +106,7 @@ class View:
     version: int
     members: tuple[Member, ...]  # by uid
     losses: Losses
+    domains: dict[str, float]  # nats per token at the newest outer step, where there are several
     expelled: tuple[str, ...]  # hotkeys
 
     @property
@@ -219,6 +223,7 @@ class Ledger:
             self._meta("version") or 0,
             tuple(members),
             {step: (loss, at) for step, loss, at in losses},
+            self._meta("domains") or {},
             tuple(hotkey for (hotkey,) in expelled),
         )
 
@@ -339,8 +344,11 @@ class Ledger:
             update = "UPDATE neurons SET last_update = ? WHERE uid = ?"
             self._db.execute(update, (self.height, voter))
 
-    def report_loss(self, outer_step: Step, loss: Amount) -> None:
-        """Note the global model's held-out loss. Outer steps above this one were taken back."""
+    def report_loss(self, outer_step: Step, loss: Amount, domains: Domains | None = None) -> None:
+        """Note the global model's held-out loss, and that on each of several domains.
+
+        Outer steps above this one were taken back.
+        """
         with self.change():
             # Bounded: all of them go into each page.
             self._db.execute(
@@ -349,6 +357,7 @@ class Ledger:
             )
             values = (outer_step, loss, time.time())
             self._db.execute("INSERT INTO losses VALUES (?, ?, ?)", values)
+            self._set_meta("domains", domains or {})
 
     def _score(self) -> None:
         """Set incentive = mean of the validators' normalized weights, weighted by stake.

@@ -43,6 +43,7 @@ from distributed_training.chain.http_server import (
 )
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.common.backoff import Throttle
+from distributed_training.protocol.lines import describe_losses
 
 from .ledger import Address, Member, Port
 from .store import CLOCK_SKEW, Registry, Replayed
@@ -361,7 +362,8 @@ def page(registry: Registry) -> str:
         first, last = min(losses), max(losses)
         described = (
             f"held-out loss {losses[last][0]:.4f} nats per token at outer step {last}"
-            f"{f' on {escape(registry.held_out)}' if registry.held_out else ''} "
+            f"{f' on {escape(registry.held_out)}' if registry.held_out else ''}"
+            f"{escape(describe_losses(registry.view.domains))} "
             f"({_time(losses[last][1])} UTC); {losses[first][0]:.4f} at outer step {first}"
         )
         values = [loss for loss, _ in losses.values()]
@@ -432,6 +434,10 @@ def metrics(registry: Registry, counts: Mapping[str, int]) -> str:
         if name == "held_out_loss" and registry.held_out:
             lines += [f"# HELP dt_registry_{name} nats per token on {registry.held_out}"]
         lines += [f"# TYPE dt_registry_{name} gauge", f"dt_registry_{name} {value}"]
+    if domains := registry.view.domains:
+        name = "dt_registry_domain_loss"
+        lines += [f"# HELP {name} nats per token on each held-out text", f"# TYPE {name} gauge"]
+        lines += [f'{name}{{domain="{domain}"}} {loss}' for domain, loss in domains.items()]
     lines += [
         "# TYPE dt_registry_store_faults_total counter",
         f"dt_registry_store_faults_total {registry.faults}",

@@ -269,10 +269,10 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> tuple[float, 
     import torch
 
     from distributed_training.common.files import read_json_object
-    from distributed_training.data.held_out import held_out_batches
+    from distributed_training.data.held_out import held_out_batches, mean_loss
     from distributed_training.data.page_source import PageUnavailable
     from distributed_training.node.start import NetworkFailure, fetch_tokenizer
-    from distributed_training.protocol import keys
+    from distributed_training.protocol import keys, lines
     from distributed_training.protocol.scoring import random_block_range
     from distributed_training.scoring.evaluator import EvaluationModel
     from distributed_training.scoring.upload import PageReader
@@ -283,12 +283,14 @@ def held_out_loss(config: Config, folder: Path, sequences: int) -> tuple[float, 
     model.load(load_weights(folder / keys.MODEL, model.schema))
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = fetch_tokenizer(config, Path(scratch))
-        if config.held_out != "python":
+        if config.domains[0].place != "python":
             try:
                 own = held_out_batches(config, *tokenizer, sequences=sequences)
             except PageUnavailable as error:
                 raise NetworkFailure(f"the held-out text cannot be had: {error}") from None
-            return model.loss(own), config.held_out_name
+            losses = {name: model.loss(text) for name, text in own.items()}
+            mean = mean_loss(losses, config.domains)
+            return mean, config.held_out_name + lines.describe_losses(losses)
         read = PageReader.from_settings(config, *tokenizer)
         # The same blocks at each call, so that two exports can be compared.
         generator = random.Random(0)

@@ -11,7 +11,7 @@ import json
 import logging
 import random
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -83,8 +83,9 @@ log = logging.getLogger(__name__)
 class Parts:
     """``store``: the global bucket, to write.
 
-    ``swarm`` is called once the model's schema is known. ``vocabulary``: words a new model needs.
-    ``clock_fault``: what is wrong with this machine's clock, in words, or nothing.
+    ``held_out``: sequences by domain. ``swarm`` is called once the model's schema is known.
+    ``vocabulary``: words a new model needs. ``clock_fault``: what is wrong with this machine's
+    clock, in words, or nothing.
     """
 
     member: Member
@@ -92,7 +93,7 @@ class Parts:
     store: ObjectStore
     open_bucket: OpenBucket
     pages: Pages
-    held_out: Tensor
+    held_out: Mapping[str, Tensor]
     swarm: Callable[[Schema], HivemindSwarm]
     vocabulary: int
     eos_id: int
@@ -221,7 +222,12 @@ def build(
     model = EvaluationModel(
         model_config=state.model_config, device=evaluation_device(config.miner.device), stop=stop
     )
-    held_out_loss = partial(model.loss_of, sequences=parts.held_out)
+
+    def losses(weights: Sequence[Tensor]) -> dict[str, float]:
+        model.load(weights)
+        return {name: model.loss(text) for name, text in parts.held_out.items()}
+
+    held_out = HeldOutText(config.held_out_name, config.domains, losses, config.loss_limit)
     ledger = folder / "ledger.json"
     try:
         standings = Standings.load(ledger)
@@ -241,7 +247,7 @@ def build(
             swarm_settings=config.swarm,
             caller=parts.member.hotkey,
             run=run,
-            loss=held_out_loss,
+            loss=lambda weights: held_out.mean(losses(weights)),
         ),
         publisher=publisher,
         scorer=Scorer(
@@ -258,7 +264,7 @@ def build(
             record=run.record,
             stop=stop,
         ),
-        held_out=HeldOutText(config.held_out_name, held_out_loss, config.loss_limit),
+        held_out=held_out,
         outer_rule=outer_rule_of(config.training),
         run=run,
     )

@@ -15,8 +15,8 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
 ``publication``
     revision (tag ``run.outer_step.0``), ok, seconds, bytes_sent, reason (empty when ok).
 ``held_out``
-    outer_step, before, after: mean loss in nats per token on held-out text; text: its name. Once
-    at start with
+    outer_step, before, after: mean loss in nats per token on held-out text; text: its name;
+    domains: the losses after it by name, where there are several. Once at start with
     before == after (the state the run begins from), then for each outer step *before* its
     ``outer_step`` event; outer_step is the one reached by it. A step that was refused for its loss
     has the event too, and no ``outer_step`` event follows: for one outer_step the last counts.
@@ -55,9 +55,8 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -68,6 +67,8 @@ from torch import Tensor
 
 from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.config.settings import ValidatorSettings
+from distributed_training.config.types import Domain
+from distributed_training.data.held_out import mean_loss
 from distributed_training.node.identity import Member, miners_of
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, lines
@@ -101,13 +102,18 @@ THEIRS = frozenset({"TIMEOUT", "PEER_FAILED", "NOT_FINITE", "OUT_OF_BOUNDS", "SC
 class HeldOutText:
     """Text that outer steps are judged on, called ``name``.
 
-    ``loss``: of a model with the given weights, in nats per token; ``limit``: of the loss after an
-    outer step, by that before.
+    ``losses``: of a model with the given weights on each domain, in nats per token; ``limit``: of
+    their mean after an outer step, by that before.
     """
 
     name: str
-    loss: Callable[[Sequence[Tensor]], float]
+    domains: Sequence[Domain]
+    losses: Callable[[Sequence[Tensor]], dict[str, float]]
     limit: Callable[[float], float]
+
+    def mean(self, losses: Mapping[str, float]) -> float:
+        """Return the judged loss, of those on each domain."""
+        return mean_loss(losses, self.domains)
 
 
 class Validator:
@@ -144,7 +150,7 @@ class Validator:
         self.standings = scorer.standings
         self._standings_path = run.folder / "ledger.json"
         self.state: GlobalState  # since the start
-        self._loss = math.nan  # held-out loss of the state
+        self._losses: dict[str, float]  # of the state on each domain, since the start
         self._noted = False  # whether the bucket may say something of the round before
         self._unsure = False  # whether a publication that failed may have reached the bucket
         self._scored_at = -1
@@ -183,7 +189,7 @@ class Validator:
             self._publisher.announce(state.outer_step, self._rounds.peer_id)
             self._noted = True
         self.state = state
-        self._loss = self._held_out.loss(state.weights)
+        self._losses = self._held_out.losses(state.weights)
         # Miners need time to load and to train: a period never starts before the validator does.
         self.standings.last_round_block = max(block, self.standings.last_round_block or 0)
         self._record(
@@ -195,13 +201,14 @@ class Validator:
             outer_step=state.outer_step,
             resumed=found,
         )
-        self._record_loss(state.outer_step, self._loss)
+        self._record_losses(state.outer_step, self._losses)
         log.info(
-            "Global state %d.%d.0, held-out loss %.4f on %s",
+            "Global state %d.%d.0, held-out loss %.4f on %s%s",
             self._publisher.run,
             state.outer_step,
-            self._loss,
+            self._held_out.mean(self._losses),
             self._held_out.name,
+            lines.describe_losses(self._losses),
         )
         self._report_loss()
 
@@ -280,11 +287,13 @@ class Validator:
             if following is None:
                 fault, detail = AllReduceFault.NOT_FINITE.name, "the new weights are not finite"
         if following is not None:
-            before, after = self._loss, self._held_out.loss(following.weights)
-            self._record_loss(following.outer_step, after)
+            losses = self._held_out.losses(following.weights)
+            before, after = map(self._held_out.mean, (self._losses, losses))
+            self._record_losses(following.outer_step, losses)
             if not after <= (limit := self._held_out.limit(before)):  # also for NaN
                 detail = f"held-out loss {before:.4f} -> {after:.4f}, limit {limit:.4f}"
-                fault, detail = WORSE, f"{detail}, on {self._held_out.name}"
+                each = lines.describe_losses(losses)
+                fault, detail = WORSE, f"{detail}, on {self._held_out.name}{each}"
                 following = None
         result = outcome.result
         self._record(
@@ -313,7 +322,7 @@ class Validator:
             self.standings.reached = Reached(following.outer_step, list(attendance.asked), alive)
             self._save()
             if good := self._published(following):
-                self._succeeded(following, after, outcome, began)
+                self._succeeded(following, losses, outcome, began)
             else:
                 self._unsure = True
         if not good:
@@ -374,9 +383,13 @@ class Validator:
         return state.after(weights, momentum, block=block, inner_steps=min(inner_steps, most))
 
     def _succeeded(
-        self, following: GlobalState, loss: float, outcome: RoundOutcome, began: float
+        self,
+        following: GlobalState,
+        losses: dict[str, float],
+        outcome: RoundOutcome,
+        began: float,
     ) -> None:
-        self.state, self._loss = following, loss
+        self.state, self._losses = following, losses
         self.standings.published(following.outer_step)
         self.standings.last_round_block = following.last_allreduce_block
         self._save()
@@ -387,11 +400,12 @@ class Validator:
             seconds=round(time.monotonic() - began, 3),
         )
         log.info(
-            "%s: outer step %d, held-out loss %.4f on %s",
+            "%s: outer step %d, held-out loss %.4f on %s%s",
             lines.ALL_REDUCE_DONE,
             following.outer_step,
-            loss,
+            self._held_out.mean(losses),
             self._held_out.name,
+            lines.describe_losses(losses),
         )
         self._report_loss()
 
@@ -474,19 +488,23 @@ class Validator:
         self._save()
         return judgements
 
-    def _record_loss(self, outer_step: int, after: float) -> None:
+    def _record_losses(self, outer_step: int, after: Mapping[str, float]) -> None:
+        several = {"domains": after} if len(after) > 1 else {}
         self._record(
             "held_out",
             outer_step=outer_step,
-            before=self._loss,
-            after=after,
+            before=self._held_out.mean(self._losses),
+            after=self._held_out.mean(after),
             text=self._held_out.name,
+            **several,
         )
 
     def _report_loss(self) -> None:
         """Report the loss to the chain, for its readers; nothing depends on it."""
         try:
-            report = partial(self._chain.report_loss, self.state.outer_step, self._loss)
+            mean = self._held_out.mean(self._losses)
+            domains = self._losses if len(self._losses) > 1 else None
+            report = partial(self._chain.report_loss, self.state.outer_step, mean, domains)
             unless_stopped(report, stop=self._stop)
         except ChainError as error:
             log.info("The chain did not take the held-out loss (%s)", error)

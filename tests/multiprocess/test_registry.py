@@ -37,7 +37,7 @@ from distributed_training.common import files
 from distributed_training.common.ports import free_ports
 from distributed_training.registry import __main__ as program
 from distributed_training.registry import store
-from distributed_training.registry.service import Limits
+from distributed_training.registry.service import Limits, page
 from distributed_training.registry.store import Registry, hash_of
 from distributed_training.store.server import MEMBERS, member_keys
 from tests.tools import tls_proxy
@@ -792,7 +792,19 @@ class TestReading:
             assert shown in self.get(server, "/").text
             help_line = f"# HELP dt_registry_held_out_loss {named}\n"
             assert help_line in self.get(server, "/metrics").text
+            domains = {"code": 2.0, "prose": 3.0}
+            for wrong in ({"a<b": 1.0}, {"a": math.nan}, {f"d{i}": 1.0 for i in range(17)}):
+                with pytest.raises(ChainError):
+                    founder.report_loss(8, 2.25, wrong)
+            founder.report_loss(8, 2.25, domains)
+            assert server.registry.view.domains == domains
+            shown = "outer step 8 on 8 pages of the data (code 2.0000, prose 3.0000) "
+            assert shown in page(server.registry), "what is served is made every few seconds"
+            assert (
+                'dt_registry_domain_loss{domain="prose"} 3.0' in self.get(server, "/metrics").text
+            )
             founder.report_loss(5000, 2.0)
+            assert not server.registry.view.domains
             assert set(server.registry.view.losses) == {5000}, "bounded"
 
     def test_metrics(self, server: RegistryServer) -> None:

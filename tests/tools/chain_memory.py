@@ -94,8 +94,10 @@ class MemoryChain(Chain):
     def set_weights(self, weights: Mapping[int, float]) -> None:
         self.ledger.set_weights(self.hotkey, weights)
 
-    def report_loss(self, outer_step: int, loss: float) -> None:
-        self.ledger.report_loss(outer_step, loss)
+    def report_loss(
+        self, outer_step: int, loss: float, domains: Mapping[str, float] | None = None
+    ) -> None:
+        self.ledger.report_loss(outer_step, loss, None if domains is None else dict(domains))
 
     def close(self) -> None:
         return None

@@ -354,11 +354,12 @@ class World:
         *,
         uids: Sequence[int] = (3, 17),
         config: Config | None = None,
-        held_out: Tensor | None = None,
+        held_out: Mapping[str, Tensor] | None = None,
     ) -> None:
         self.folder, self.uids = folder, tuple(uids)
         self.config: Config = config if config is not None else config_of(folder, settings)
-        self.held_out = sequences(999_999_999, 16) if held_out is None else held_out
+        (domain, *_) = self.config.domains
+        self.held_out = held_out or {domain.name: sequences(999_999_999, 16)}
         self.events = Events(folder / "events.jsonl")
         self.bucket = MemoryBucket("global")
         self.miners: dict[int, TwinMiner] = {}

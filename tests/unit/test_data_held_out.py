@@ -15,10 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as some
 
 from distributed_training.config import Config, ConfigError, load_config
+from distributed_training.config.types import parse_domains
 from distributed_training.data import held_out
-from distributed_training.data.held_out import held_out_batches
+from distributed_training.data.held_out import held_out_batches, mean_loss
 from distributed_training.data.page_source import PageUnavailable
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer
 from distributed_training.scoring.upload import PageReader
@@ -78,7 +81,8 @@ def test_without_a_text_of_its_own_a_network_has_the_python_library(
     tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
     config = config_of(tmp_path)
-    batches = held_out_batches(config, *tokenizer, sequences=8)
+    ((name, batches),) = held_out_batches(config, *tokenizer, sequences=8).items()
+    assert name == config.held_out_name
     assert batches.shape == (8, LENGTH) and batches.dtype == torch.int64
     assert int(batches.max()) < BYTE_VOCABULARY
     assert config.held_out_name == "Python's own library"
@@ -87,7 +91,7 @@ def test_without_a_text_of_its_own_a_network_has_the_python_library(
 def test_pages_are_held_out_that_nobody_is_assigned(tmp_path: Path, tokenizer: Tokenizer) -> None:
     config = own(tmp_path, dna)
     assert config.held_out_name == "8 pages of the data"
-    batches = held_out_batches(config, *tokenizer, sequences=32)
+    (batches,) = held_out_batches(config, *tokenizer, sequences=32).values()
     assert batches.shape == (32, LENGTH)
     rows = pq.read_table(tmp_path / "data" / "0.parquet").column(0).to_pylist()
     at = sorted(row for _, row, _ in config.draw_pages.held_out({"root": 1200}))  # type: ignore[attr-defined]
@@ -113,7 +117,7 @@ def test_a_file_is_pinned_by_its_digest(tmp_path: Path, tokenizer: Tokenizer, na
         pq.write_table(pa.table({"text": [text[:800], None, text[800:]]}), path)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     config = config_of(tmp_path / "lab", held_out=f"{path}#{digest}")
-    batches = held_out_batches(config, *tokenizer, sequences=32)
+    (batches,) = held_out_batches(config, *tokenizer, sequences=32).values()
     assert len(batches) == 25, "all of a small text"
     made = TextTokenizer(tokenizer[0], eos_id=tokenizer[1])
     assert set(batches.flatten().tolist()) <= {*made.encode_rows(["ACGT"], max_length=9).tolist()}
@@ -161,7 +165,91 @@ def test_the_gate_is_in_nats_where_the_file_is_of_format_2(tmp_path: Path) -> No
     assert config_of(tmp_path / "a").loss_limit(2.0) == 2.25
     assert config_of(tmp_path / "b", round__held_out_rise=0.5).loss_limit(2.0) == 2.5
     first = load_config("validator", ["--network", "sn38"], environ={}, dotenv=None, check=False)
-    assert first.loss_limit(2.0) == 2.5 and first.held_out == "python"
+    assert first.loss_limit(2.0) == 2.5 and first.domains[0].place == "python"
+
+
+def domains_of(folder: Path, *weights: str) -> list[str]:
+    """The three texts as files of a network, in the order of TEXTS."""
+    found = []
+    for (name, text), weight in zip(TEXTS.items(), weights, strict=True):
+        draw, path = random.Random(8), folder / f"{name}.txt"
+        path.write_text("".join(text(draw) for _ in range(20)))
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        found.append(f"{name.lower()}{weight}={path}#{digest}")
+    return found
+
+
+def test_several_domains_are_judged_by_their_weighted_mean(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    config = config_of(tmp_path / "lab", held_out=domains_of(tmp_path, "*2", "", "*0.5"))
+    assert config.held_out_name == "dna 0.57, sensors 0.29, han 0.14"
+    batches = held_out_batches(config, *tokenizer, sequences=8)
+    assert {name: batch.shape for name, batch in batches.items()} == dict.fromkeys(
+        ("dna", "sensors", "han"), (8, LENGTH)
+    )
+    losses = {"dna": 1.0, "sensors": 2.0, "han": 5.0}
+    assert mean_loss(losses, config.domains) == pytest.approx((2 * 1.0 + 2.0 + 0.5 * 5.0) / 3.5)
+    (tmp_path / "sensors.txt").write_text("other")
+    with pytest.raises(ConfigError, match=r"sensors\.txt has the SHA-256 .* and the network's"):
+        held_out_batches(config, *tokenizer, sequences=32)
+
+
+@pytest.mark.timeout(60)
+@given(
+    some.lists(
+        some.tuples(
+            some.from_regex(r"[a-z0-9][a-z0-9-]{0,31}", fullmatch=True),
+            some.none() | some.integers(1, 999_999),
+            some.sampled_from(["", "https://a.example/", "/a b/*2=", "~/c,d/"]),
+            some.text(some.characters(codec="ascii", categories=["L", "N", "P", "Zs"],
+                                      exclude_characters="#\\"), min_size=1, max_size=40),
+        ),
+        min_size=1, max_size=16, unique_by=lambda domain: domain[0],
+    )
+)  # fmt: skip
+def test_drawn_domains_are_read_as_they_were_written(drawn: list) -> None:
+    digest = "0123456789abcdef" * 4
+    written = [
+        f"{name}{'' if weight is None else f'*{weight}'}={start}{rest}#{digest}"
+        for name, weight, start, rest in drawn
+    ]
+    found = parse_domains(" ".join(written))
+    wanted = [(name, f"{start}{rest}", weight or 1) for name, weight, start, rest in drawn]
+    assert [(d.name, d.place, d.weight) for d in found] == wanted
+    assert {d.digest for d in found} == {digest}
+
+
+def test_each_domain_stands_beside_the_judged_loss(
+    tmp_path: Path, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the event, the log, what the chain gets, and the cause of a refused outer step."""
+    caplog.set_level("INFO")
+    rules = config_of(tmp_path / "lab", held_out=domains_of(tmp_path, "", "", "*2"))
+    config = validator_world.config_of(tmp_path / "run", settings(held_out_rise=0.0))
+    config = replace(config, network=rules.network, data=rules.data)
+    held = {name: validator_world.sequences(seed, 8) for seed, name in enumerate(
+        ("dna", "sensors", "han"))}  # fmt: skip
+    world = World(tmp_path / "run", settings(), config=config, held_out=held)
+    world.start()
+    first = world.events.of("held_out")[-1]
+    losses = first["domains"]
+    assert set(losses) == {*held} and len({*losses.values()}) == 3
+    mean = losses["dna"] / 4 + losses["sensors"] / 4 + losses["han"] / 2
+    assert first["before"] == first["after"] == pytest.approx(mean)
+    each = ", ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
+    line = f"held-out loss {mean:.4f} on dna 0.25, sensors 0.25, han 0.50 ({each})"
+    assert line in caplog.text
+    assert world.chain_ledger.view.domains == losses
+    for miner in world.miners.values():
+        miner.train(world.chain.block())
+        miner.publish()
+    world.swarm.distort = lambda average: -5 * average
+    assert not world.validator.round()
+    (refused,) = world.events.of("round")
+    after = world.events.of("held_out")[-1]["domains"]
+    each = ", ".join(f"{name} {loss:.4f}" for name, loss in after.items())
+    assert refused["fault"] == "WORSE" and refused["detail"].endswith(f"({each})")
 
 
 @pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
@@ -182,8 +270,8 @@ def test_a_network_on_any_text_takes_its_first_outer_step(
     )
     model = validator_world.config_of(tmp_path / "run", settings()).validator
     held = held_out_batches(config, *tokenizer, sequences=32)
-    python = held_out_batches(config_of(tmp_path / "python", training__sequence_length=24),
-                              *tokenizer, sequences=32)  # fmt: skip
+    (python,) = held_out_batches(config_of(tmp_path / "python", training__sequence_length=24),
+                                 *tokenizer, sequences=32).values()  # fmt: skip
     world = World(
         tmp_path / "run", settings(), held_out=held, config=replace(config, validator=model)
     )

@@ -136,7 +136,13 @@ def test_a_file_of_held_out_text_is_pinned_and_read_before_anything_is_signed(
     assert found(tmp_path / "same", "--set", f"data.held_out={text}#{digest}") == 0
     assert found(tmp_path / "other", "--set", f"data.held_out={text}#{'0' * 64}") == 2
     assert "has the SHA-256" in capsys.readouterr().err
+    several = ("--set", f'data.held_out=["a*2={text}", "b={text}#{digest}"]')
+    assert found(tmp_path / "several", *several) == 0
+    assert read(tmp_path / "several").held_out_name == "a 0.67, b 0.33"
+    assert read(tmp_path / "several").data.held_out == f"a*2={text}#{digest} b={text}#{digest}"
     text.write_bytes(b"\xff")
+    assert found(tmp_path / "other", *several) == 2
+    assert "give UTF-8 text" in capsys.readouterr().err
     assert found(tmp_path / "other", *named) == 2
     assert "give UTF-8 text" in capsys.readouterr().err
     assert found(tmp_path / "other", "--set", f"data.held_out={tmp_path / 'away.txt'}") == 2

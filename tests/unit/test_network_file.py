@@ -187,6 +187,18 @@ def test_the_canonical_form_is_the_documents() -> None:
             "'held.txt' is not held-out text: pages",
         ),
         ("\nrows = 1", '\nheld_out = "http://a/b#0"\nrows = 1', "is not held-out text"),
+        *(
+            ("\nrows = 1", f"\nheld_out = {json.dumps(files)}\nrows = 1", words)
+            for files, words in (
+                (["a=b"], "'a=b' is not held-out text"),
+                (["a=b#" + "0" * 63], "NAME*WEIGHT=FILE"),
+                ([f"{name}=b#{'0' * 64}" for name in "ab"] + ["c#" + "1" * 64], "a name of its"),
+                ([f"a=b#{'0' * 64}"] * 2, "a name of its own"),
+                ([f"a*0=b#{'0' * 64}"], "weight 0"),
+                ([f"a*1e9=b#{'0' * 64}", f"b=b#{'0' * 64}"], "a name of its own"),
+                ([f"n{i}=b#{'0' * 64}" for i in range(17)], "up to 16"),
+            )
+        ),
         ("[round] ", "[round]\nheld_out_rise = -1.0\n#", "-1.0 is less than 0"),
         ("run = 5 ", 'private = "LAN"\nrun = 5 ', "private in "),
         ("warmup_steps", "warmup_step", "did you mean training.warmup_steps?"),

@@ -81,6 +81,14 @@ def test_a_model_is_measured_on_the_networks_own_text(state: Path, tmp_path: Pat
     assert float(out.partition("held-out loss ")[2].split(",")[0]) == pytest.approx(
         math.log(264), abs=0.4
     )
+    again = f"code*3={text}#{digest}"
+    rules["data.held_out"] = [again, again.replace("code*3", "prose")]
+    of_two = ["--network", network_file(tmp_path / "two", rules)]
+    assert export.main([str(tmp_path / "of-two"), *words[:2], *of_two, *words[4:]]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    loss = out.partition("held-out loss ")[2].split(",")[0]
+    assert last.startswith(f"held-out loss {loss}, ")
+    assert last.endswith(f", on code 0.75, prose 0.25 (code {loss}, prose {loss})")
     text.write_text("ACGT")
     assert export.main([str(tmp_path / "other"), *words]) == 2
     assert "the network's file pins" in capsys.readouterr().err

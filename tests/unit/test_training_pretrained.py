@@ -244,7 +244,10 @@ class Founded:
     def start(self, config: Config) -> tuple[program.GlobalState, float]:
         """Start the validator; its state and its held-out loss."""
         parts = dataclasses.replace(
-            self.world.parts(), vocabulary=264, eos_id=256, held_out=self.text
+            self.world.parts(),
+            vocabulary=264,
+            eos_id=256,
+            held_out={config.held_out_name: self.text},
         )
         run = self.folder / "validator"
         with ExitStack() as stack:

@@ -177,7 +177,8 @@ function cards(neuron) {
   if (preview) made.push(card("Preview", number(preview.delta, 4),
     "loss change by the last gradient tried", preview.delta < 0 ? "good" : "bad"));
   const held = newestOf(neuron, "held_out");
-  if (held) made.push(card("Held-out loss", number(held.after, 3), `before ${number(held.before, 3)}${held.text ? `, on ${held.text}` : ""}`));
+  const domains = Object.entries(held?.domains ?? {}).map(([name, loss]) => `; ${name} ${number(loss, 3)}`).join("");
+  if (held) made.push(card("Held-out loss", number(held.after, 3), `before ${number(held.before, 3)}${held.text ? `, on ${held.text}` : ""}${domains}`));
   replace($("now"), ...made);
   $("now").classList.toggle("old", lost || !running);
 }
