@@ -105,10 +105,10 @@ module.exports = {
       // After the stop timeout the launcher ends the ranks by force, which takes up to 25 s more.
       kill_timeout: 1000 * (stopSeconds() + 25),
       autorestart: true,
-      // Bad configuration, a hotkey lost or in use: starting again would not help (pm2 may go on to show
+      // Bad configuration, a hotkey lost or in use, a finished network: a start would not help (pm2 may go on to show
       // "waiting restart", but does not restart). 0 must not be among them: pm2 reports a launcher
       // killed by a signal, e.g. for want of memory, as 0, and it would stay down.
-      stop_exit_codes: [2, 3],
+      stop_exit_codes: [2, 3, 4],
       exp_backoff_restart_delay: 1000, // grows to 15 s; reset once it has run for 30 s
       max_restarts: 1000000, // a chain or bucket that is away for a day must not end the miner
       merge_logs: true,

@@ -62,6 +62,9 @@ LATER = frozenset(
         "training.schedule",
         "training.weight_decay_on",
         "round.held_out_rise",
+        "stop.loss",
+        "stop.outer_steps",
+        "stop.tokens",
     }
 )
 #: The files that come with the program, by the names that ``--network`` knows them by.
@@ -174,13 +177,15 @@ class Network:
 class Shown:
     """The content of ``network.json``, by which the global bucket says whose it is.
 
-    ``run_id``: None where an earlier version of the program wrote it.
+    ``run_id``: None where an earlier version of the program wrote it. ``finished``: which [stop] of
+    its file the network has reached, in words; None while it trains.
     """
 
     name: Annotated[str, Field(max_length=63)]
     version: Annotated[int, Field(ge=1, le=1_000_000)]
     master: Annotated[str, Field(max_length=64)]
     run_id: Annotated[str | None, Field(pattern=r"^\w{1,64}$")] = None
+    finished: Annotated[str | None, Field(pattern=r"^[ -~]{1,200}$")] = None
 
     @classmethod
     def of(cls, network: Network) -> Shown:

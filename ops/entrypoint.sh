@@ -2,7 +2,8 @@
 # Runs the miner in a container, whatever the restart policy.
 #
 # Docker starts a container again after every status, or after every one but 0; what ended with 2 (bad
-# configuration) or 3 (the hotkey is lost) would ask chain and bucket again without end. So after these
+# configuration), 3 (the hotkey is lost) or 4 (the network is finished) would ask chain and bucket again
+# without end. So after these
 # this waits, until `docker stop` or a person changes what the last line says and starts it again.
 set -u
 cd "$(dirname "$0")/.."
@@ -22,7 +23,7 @@ if [ -n "$stop" ]; then
     exit 0
 fi
 case $status in
-2 | 3)
+2 | 3 | 4)
     echo "The miner ended with status $status, and a start cannot help: correct what its last line says, then docker restart" >&2
     sleep infinity &
     child=$!

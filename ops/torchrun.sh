@@ -4,7 +4,7 @@
 #   ops/torchrun.sh --nnodes 2 --node_rank 0 --nproc_per_node 4 --master_addr 10.0.0.1 -- --wallet.name W ...
 #
 # Before the two dashes stand torchrun's own words, behind them flags of the miner. torchrun ends with status 1
-# whatever ended its ranks. So settings are checked first, and status 2 or 3 is this script's. Its ranks get
+# whatever ended its ranks. So settings are checked first, and status 2, 3 or 4 is this script's. Its ranks get
 # as long to stop as --neuron.stop_timeout says.
 
 words=()

@@ -215,6 +215,25 @@ class Config(AllSettings):
         return before + self.validator.held_out_rise
 
     @property
+    def tokens_of_step(self) -> int:
+        """The tokens of one inner step of one miner; 0 in a network that does not count them."""
+        if self.network is None or self.network.head.format == 1:
+            return 0
+        training = self.training
+        return training.local_batch_size_train_effective * training.sequence_length
+
+    def finished(self, *, outer_step: int, tokens: int, loss: float) -> str:
+        """Return which [stop] of the network's file is reached, in words; empty: none."""
+        wanted = self.validator
+        if wanted.stop_outer_steps is not None and outer_step >= wanted.stop_outer_steps:
+            return f"outer step {outer_step} of stop.outer_steps {wanted.stop_outer_steps}"
+        if wanted.stop_tokens is not None and tokens >= wanted.stop_tokens:
+            return f"{tokens} tokens of stop.tokens {wanted.stop_tokens}"
+        if wanted.stop_loss is not None and loss <= wanted.stop_loss:
+            return f"held-out loss {loss:.4f} of stop.loss {wanted.stop_loss}"
+        return ""
+
+    @property
     def run_folder(self) -> Path:
         """The folder for what must not be lost; the default names wallet and neuron."""
         return (

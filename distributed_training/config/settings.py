@@ -297,6 +297,12 @@ class RoundSettings:
     held_out_rise: float = rule("round.held_out_rise", 0.25, ge=0, le=1000)
     """in a network of format 2 an outer step is refused when it makes the held-out loss worse by
     more than this, in nats per token"""
+    stop_outer_steps: int | None = rule("stop.outer_steps", ge=1, le=10**9)
+    """outer step with which the network is finished: no round is called after it"""
+    stop_tokens: int | None = rule("stop.tokens", ge=1, le=10**18)
+    """tokens, of all miners in all outer steps, with which it is finished"""
+    stop_loss: float | None = rule("stop.loss", ge=0, le=1000)
+    """held-out loss, in nats per token, with which it is finished"""
     max_uids: int = rule("limits.max_uids", ge=2, le=4096)
     """uids of the network, from 0 on: a registry gives no other, validators call no other"""
 

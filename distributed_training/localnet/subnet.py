@@ -44,7 +44,7 @@ from distributed_training.localnet.services import (
     stop_together,
 )
 from distributed_training.localnet.summary import Summary, event_line, summarize
-from distributed_training.protocol.types import ExitStatus
+from distributed_training.protocol.types import FINAL
 from distributed_training.telemetry.neuron_state import NeuronState
 
 STATE_FILE = "localnet.json"  # also tells that a folder is ours
@@ -288,8 +288,7 @@ class LocalSubnet:
             if child.running or child.exit_status is None or child.stopping:
                 continue
             # As a miner's pm2, which starts it again unless its status says that it would not help.
-            final = (ExitStatus.BAD_CONFIGURATION, ExitStatus.DEREGISTERED)
-            again = neuron.plan.kind == "miner" and child.exit_status not in final
+            again = neuron.plan.kind == "miner" and child.exit_status not in FINAL
             if not again or not self.options.restart_miners:
                 raise SubnetFailure(child.obituary)
             self._start_neuron(neuron)

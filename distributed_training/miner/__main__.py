@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
 from distributed_training.miner.rank_group import PROGRAM
-from distributed_training.protocol.types import ExitStatus
+from distributed_training.protocol.types import FINAL, ExitStatus
 
 
 def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
@@ -56,9 +56,9 @@ def check(argv: Sequence[str]) -> int:
     """Refuse, before torchrun, what starting again would not help. Return the exit status.
 
     Else print how many seconds a stop may take, which torchrun is to wait for. torchrun ends with
-    status 1 whatever ended its ranks, so pm2 and Slurm would start it again and again. A status 2
-    or 3 of the ranks that ran here last is reported once: whoever starts after that has corrected
-    it. Raises ConfigError.
+    status 1 whatever ended its ranks, so pm2 and Slurm would start it again and again. A status
+    from 2 on of the ranks that ran here last is reported once: whoever starts after that has
+    corrected it. Raises ConfigError.
     """
     from distributed_training.health.machine import refuse_model
     from distributed_training.miner.launcher import ranks_of, stop_limit
@@ -67,7 +67,7 @@ def check(argv: Sequence[str]) -> int:
     config = load_config("miner", argv, file=OPERATORS_FILE)
     refuse_model(config, ranks=ranks_of(config))
     ended = read_exit_status(config.run_folder, instance="")
-    if ended and ended.status in (ExitStatus.BAD_CONFIGURATION, ExitStatus.DEREGISTERED):
+    if ended and ended.status in FINAL:
         forget_ranks(config.run_folder)
         print(f"error: {ended.reason}", file=sys.stderr, flush=True)
         return ended.status

@@ -33,6 +33,7 @@ from distributed_training.network import Network, Shown, other_version
 from distributed_training.node.buckets import NoBucket, PeerBuckets
 from distributed_training.protocol import keys
 from distributed_training.protocol.pt_file import safetensors_table
+from distributed_training.protocol.types import ExitStatus
 from distributed_training.store.bucket_reader import (
     BucketReader,
     check_run,
@@ -444,6 +445,9 @@ class GlobalEpoch:
                     if problem != self._other_version:
                         self._other_version = problem
                         self._post(ev.NetworkCompared(problem))
+                    if shown is not None and shown.finished and not problem:
+                        why = f"the network is finished: {shown.finished}"
+                        self._post(ev.StopRequested(why, ExitStatus.FINISHED))
         outer_step, self._compare_weights = self._compare_weights, None
         # Another outer step there is a load, and no weights of ours are in the bucket.
         if outer_step is None or self._seen not in (None, outer_step):

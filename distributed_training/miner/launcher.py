@@ -88,7 +88,11 @@ FIRST_WAIT, LONGEST_WAIT = timedelta(seconds=1), timedelta(seconds=60)
 LONGEST_PAUSE = timedelta(minutes=5)  # between two tries while the outside refuses
 
 #: Of the last line: other statuses need somebody, since nothing starts the miner again.
-_LEVELS = {ExitStatus.STOPPED: logging.INFO, ExitStatus.FAULT: logging.WARNING}
+_LEVELS = {
+    ExitStatus.STOPPED: logging.INFO,
+    ExitStatus.FINISHED: logging.INFO,
+    ExitStatus.FAULT: logging.WARNING,
+}
 
 STACKS_FILE = "stacks.txt"  # in the run folder
 METRICS_FILE = "launcher.prom"

@@ -148,15 +148,17 @@ class ConfigExtras:
     """The fields that a miner adds to the Hugging Face ``config.json`` it uploads.
 
     ``block_list``: chain blocks trained since the previous upload, never empty in a valid upload;
-    the validator draws the assigned evaluation's block from it. ``last_allreduce_block`` and
-    ``total_inner_steps`` are set by the validator in the global bucket and may be inherited; the
-    latter is the network's place in the learning rate's schedule, which older files do not say.
+    the validator draws the assigned evaluation's block from it. The others are set by the validator
+    in the global bucket and may be inherited: ``total_inner_steps`` is the network's place in the
+    learning rate's schedule, which older files do not say, ``total_tokens`` what all miners have
+    trained on, where the network counts it.
     """
 
     block_list: tuple[int, ...]
     inner_step: int
     last_allreduce_block: int | None = None
     total_inner_steps: int | None = None
+    total_tokens: int | None = None
 
     def merge_into(self, config: Mapping[str, Any]) -> bytes:
         """Return ``config.json`` with these extras, replacing those already in ``config``."""
@@ -174,16 +176,14 @@ def parse_config(data: bytes | str) -> tuple[dict[str, Any], ConfigExtras]:
     # Bounded by number too: 4 MB hold two million of them.
     if not isinstance(blocks, list) or len(blocks) > 100_000:
         raise MetadataError("config.json: block_list is not a list of blocks")
-    last, total = raw.get("last_allreduce_block"), raw.get("total_inner_steps")
     extras = ConfigExtras(
         block_list=tuple(_count(b, "config.json: block_list") for b in blocks),
         inner_step=_count(raw.get("inner_step", 0), "config.json: inner_step"),
-        last_allreduce_block=(
-            None if last is None else _count(last, "config.json: last_allreduce_block")
-        ),
-        total_inner_steps=(
-            None if total is None else _count(total, "config.json: total_inner_steps")
-        ),
+        **{
+            name: _count(raw[name], f"config.json: {name}")
+            for name in ("last_allreduce_block", "total_inner_steps", "total_tokens")
+            if raw.get(name) is not None
+        },
     )
     return raw, extras
 

@@ -17,14 +17,19 @@ class ExitStatus(enum.IntEnum):
     """The exit statuses of all programs here; pm2, systemd and the launcher act on a neuron's.
 
     pm2 starts the process again after STOPPED and FAULT (``stop_exit_codes`` in app.config.js): it
-    calls a process that a signal killed 0 as well.
+    calls a process that a signal killed 0 as well. So the end of a network has a status of its own.
     """
 
     STOPPED = 0  # as asked
     FAULT = 1  # a start may help
     BAD_CONFIGURATION = 2  # parsing, the settings themselves, or for minutes node 0 refuse them
     DEREGISTERED = 3  # the hotkey had no uid for long
+    FINISHED = 4  # the network has reached its [stop]; a start would find the same
     INTERRUPTED = 130  # commands: by Ctrl-C, after which a neuron ends with STOPPED
+
+
+#: After these no start would help: pm2, systemd, Slurm and the container leave the miner ended.
+FINAL = (ExitStatus.BAD_CONFIGURATION, ExitStatus.DEREGISTERED, ExitStatus.FINISHED)
 
 
 @dataclass(frozen=True, order=True)

@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from distributed_training.common.files import read_json_object
+from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.events import EventFollower
 from distributed_training.telemetry.metrics import read_metrics
 
@@ -49,6 +50,7 @@ _MEANS = frozenset(
 #: Kinds of events that are kept as they were written.
 _TABLES = (
     *("round", "publication", "preview", "problem", "held_out", "start", "stop", "income"),
+    "finished",
     "upload_scored",
 )
 
@@ -168,7 +170,11 @@ class NeuronState:
         self.mode = str(event["after"])
 
     def _on_stop(self, event: Mapping[str, Any]) -> None:
-        self.mode, self._step_ended = "stopped", None
+        ended = event.get("exit_status") == ExitStatus.FINISHED
+        self.mode, self._step_ended = "finished" if ended else "stopped", None
+
+    def _on_finished(self, event: Mapping[str, Any]) -> None:
+        self.mode = "finished"  # the validator's, which stays
 
     def _on_round(self, event: Mapping[str, Any]) -> None:
         if self.mode == "sweeping":  # the validator's; a miner's modes are events of their own

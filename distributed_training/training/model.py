@@ -31,7 +31,8 @@ from distributed_training.protocol.gradients import Schema
 
 # Keys of the published config.json that are not the model's (protocol page, section 3).
 CONFIG_EXTRAS = (
-    *("block_list", "inner_step", "outer_step", "last_allreduce_block", "total_inner_steps"),
+    *("block_list", "inner_step", "outer_step"),
+    *("last_allreduce_block", "total_inner_steps", "total_tokens"),
 )
 
 _WRAPPER_PREFIXES = ("_checkpoint_wrapped_module.", "_orig_mod.", "_fsdp_wrapped_module.")

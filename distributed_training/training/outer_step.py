@@ -484,7 +484,8 @@ class GlobalState:
     """The network's model between two rounds.
 
     Tensors are float32 on the CPU, in schema order, and never changed in place.
-    ``total_inner_steps``: of a miner that trained from the beginning; 0 too where it is unknown.
+    ``total_inner_steps``: of a miner that trained from the beginning; ``total_tokens``: of all
+    miners. 0 too where they are unknown.
     """
 
     model_config: Mapping[str, Any]
@@ -496,6 +497,7 @@ class GlobalState:
     mu: float
     last_allreduce_block: int
     total_inner_steps: int = 0
+    total_tokens: int = 0
 
     @classmethod
     def read(cls, folder: Path, outer_step: int) -> GlobalState:
@@ -517,12 +519,19 @@ class GlobalState:
             mu=outer.mu,
             last_allreduce_block=config.get("last_allreduce_block") or 0,
             total_inner_steps=config.get("total_inner_steps") or 0,
+            total_tokens=config.get("total_tokens") or 0,
         )
 
     def after(
-        self, weights: list[Tensor], momentum: list[Tensor], *, block: int, inner_steps: int = 0
+        self,
+        weights: list[Tensor],
+        momentum: list[Tensor],
+        *,
+        block: int,
+        inner_steps: int = 0,
+        tokens: int = 0,
     ) -> GlobalState:
-        """Return the state that follows by one outer step, of ``inner_steps`` inner steps."""
+        """Return the state that follows by one outer step, of so many inner steps and tokens."""
         return replace(
             self,
             outer_step=self.outer_step + 1,
@@ -530,4 +539,5 @@ class GlobalState:
             momentum=momentum,
             last_allreduce_block=block,
             total_inner_steps=self.total_inner_steps + inner_steps,
+            total_tokens=self.total_tokens + tokens,
         )

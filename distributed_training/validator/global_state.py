@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -92,8 +92,8 @@ class GlobalStateError(RuntimeError):
     """The global bucket holds something that cannot be gone on from. The text says what to do."""
 
 
-def claim_global_bucket(store: ObjectStore, network: Network) -> None:
-    """Write into the global bucket whose it is.
+def claim_global_bucket(store: ObjectStore, network: Network, *, finished: str = "") -> None:
+    """Write into the global bucket whose it is, and whether the network is ``finished``.
 
     Raises WrongNetwork where it is another founder's: two networks of one name would overwrite each
     other's model. Raises StoreError.
@@ -109,7 +109,10 @@ def claim_global_bucket(store: ObjectStore, network: Network) -> None:
             f"{master}), so each would overwrite the other's model and nothing was started: give "
             "this network's file another store.global_bucket and sign it again"
         )
-    store.put(keys.NETWORK, json.dumps(asdict(Shown.of(network))).encode())
+    shown = asdict(replace(Shown.of(network), finished=finished or None))
+    if not finished:
+        del shown["finished"]
+    store.put(keys.NETWORK, json.dumps(shown).encode())
 
 
 class GlobalPublisher:
@@ -225,7 +228,9 @@ class GlobalPublisher:
     def _write(self, state: GlobalState) -> Path:
         folder = self._folder / keys.epoch_folder(state.outer_step)
         folder.mkdir(parents=True, exist_ok=True)
-        extras = ConfigExtras((), 0, state.last_allreduce_block, state.total_inner_steps)
+        extras = ConfigExtras(
+            (), 0, state.last_allreduce_block, state.total_inner_steps, state.total_tokens or None
+        )
         write_bytes(folder / keys.CONFIG, extras.merge_into(state.model_config))
         parameters = [name for name, _ in state.schema]
         tensors = dict(zip(parameters, state.weights, strict=True))

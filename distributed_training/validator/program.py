@@ -74,7 +74,7 @@ from distributed_training.validator.global_state import (
 )
 from distributed_training.validator.rounds import RoundCaller, Run
 from distributed_training.validator.scorer import Scorer, Standings
-from distributed_training.validator.validator import HeldOutText, Validator
+from distributed_training.validator.validator import Ending, HeldOutText, Validator
 
 log = logging.getLogger(__name__)
 
@@ -98,6 +98,7 @@ class Parts:
     vocabulary: int
     eos_id: int
     clock_fault: Callable[[], str] = str
+    show_finished: Callable[[str], None] = lambda reason: None  # to all miners; StoreError
 
 
 def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
@@ -139,6 +140,11 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         vocabulary=-(-Tokenizer.from_file(str(tokenizer_path)).get_vocab_size() // 8) * 8,
         eos_id=eos_id,
         clock_fault=clock.fault,
+        show_finished=lambda reason: (
+            None
+            if config.network is None
+            else claim_global_bucket(store, config.network, finished=reason)
+        ),
     )
 
 
@@ -266,6 +272,7 @@ def build(
         ),
         held_out=held_out,
         outer_rule=outer_rule_of(config.training),
+        ending=Ending(config.tokens_of_step, config.finished, parts.show_finished),
         run=run,
     )
     check_peer_id(config, swarm)

@@ -46,6 +46,8 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
 ``outer_step``
     outer_step (reached; the new global state is published and complete), participants (uids),
     seconds (from the call to the end of the publication).
+``finished``
+    outer_step, reason: which [stop] of the network's file it reached. No round follows.
 ``weights``
     block, weights: {uid as text: weight}.
 ``stop``
@@ -116,6 +118,20 @@ class HeldOutText:
         return mean_loss(losses, self.domains)
 
 
+@dataclass(frozen=True)
+class Ending:
+    """When the network is finished, and who is told.
+
+    ``tokens_of_step``: of one inner step of one miner. ``reached``: which [stop] of the file is
+    reached, in words, by outer step, tokens and loss. ``show``: tells all miners. Raises
+    StoreError.
+    """
+
+    tokens_of_step: int
+    reached: Callable[..., str]
+    show: Callable[[str], None]
+
+
 class Validator:
     """Call :meth:`start`, then :meth:`run`.
 
@@ -133,6 +149,7 @@ class Validator:
         held_out: HeldOutText,
         run: Run,
         outer_rule: OuterRule,
+        ending: Ending,
     ) -> None:
         # collaborators
         self._outer_rule = outer_rule
@@ -143,6 +160,7 @@ class Validator:
         self._publisher = publisher
         self._scorer = scorer
         self._held_out = held_out
+        self._ending = ending
         self._clock_fault = run.clock_fault
         self._record = run.record
         self._stop = run.stop
@@ -155,6 +173,8 @@ class Validator:
         self._unsure = False  # whether a publication that failed may have reached the bucket
         self._scored_at = -1
         self._weights_at = -1
+        self.finished = ""  # why no round is called any more
+        self._finish_shown = False
 
     @property
     def blocks_per_allreduce(self) -> int:
@@ -211,6 +231,7 @@ class Validator:
             lines.describe_losses(self._losses),
         )
         self._report_loss()
+        self._look_for_end()
 
     def run(self) -> None:
         """Tick until stopped."""
@@ -239,6 +260,11 @@ class Validator:
                         f"outer step {reached} was published after all, and this process is still "
                         f"at {self.state.outer_step}: start it again, which goes on from the bucket"
                     )
+        if self.finished and not self._finish_shown:
+            with suppress(StoreError):  # asked again at the next tick
+                show = partial(self._ending.show, self.finished)
+                unless_stopped(show, stop=self._stop)
+                self._finish_shown = True
         block = self._chain.block()
         weights = self.standings.weights()
         # Before all else: the miners count the same blocks and have timed their uploads by it.
@@ -257,7 +283,8 @@ class Validator:
                     error,
                     self._settings.epoch_length,
                 )
-        elif block - self._scored_at >= self._settings.score_blocks:
+        # Finished, its miners end: judged on, they would lose the scores that they ended with.
+        elif not self.finished and block - self._scored_at >= self._settings.score_blocks:
             self.score()
 
     # --- the round --------------------------------------------------------------------------------
@@ -283,7 +310,7 @@ class Validator:
             detail = f"{detail}; {why}" if detail else why
         following: GlobalState | None = None
         if outcome.averaged is not None:
-            following = self._outer_step(outcome.averaged, outcome.inner_steps)
+            following = self._outer_step(outcome)
             if following is None:
                 fault, detail = AllReduceFault.NOT_FINITE.name, "the new weights are not finite"
         if following is not None:
@@ -360,12 +387,9 @@ class Validator:
                 sentence.cause,
             )
 
-    def _outer_step(self, averaged: Sequence[Tensor], inner_steps: int) -> GlobalState | None:
-        """Take the outer step along the average; None if the result is not finite.
-
-        ``inner_steps``: that its miners say they took.
-        """
-        state = self.state
+    def _outer_step(self, outcome: RoundOutcome) -> GlobalState | None:
+        """Take the outer step along the round's average; None if the result is not finite."""
+        state, averaged = self.state, outcome.averaged or ()
         weights, momentum = [], []
         for i, (start, gradient) in enumerate(zip(state.weights, averaged, strict=True)):
             old = None if state.momentum is None else state.momentum[i]
@@ -380,7 +404,9 @@ class Validator:
         # Of now: miners read it in config.json and count their period from it.
         block = self._chain.block()
         most = MOST_STEPS_OF_A_BLOCK * max(0, block - state.last_allreduce_block)
-        return state.after(weights, momentum, block=block, inner_steps=min(inner_steps, most))
+        steps = min(outcome.inner_steps, most)
+        tokens = steps * len(outcome.participants) * self._ending.tokens_of_step
+        return state.after(weights, momentum, block=block, inner_steps=steps, tokens=tokens)
 
     def _succeeded(
         self,
@@ -408,6 +434,7 @@ class Validator:
             lines.describe_losses(losses),
         )
         self._report_loss()
+        self._look_for_end()
 
     def _failed(self, fault: str, detail: str) -> None:
         """Keep the outer step; the whole period starts again."""
@@ -509,6 +536,17 @@ class Validator:
         except ChainError as error:
             log.info("The chain did not take the held-out loss (%s)", error)
 
+    def _look_for_end(self) -> None:
+        """Call no round any more, and say so, once a [stop] of the network's file is reached."""
+        state, loss = self.state, self._loss
+        reason = self._ending.reached(
+            outer_step=state.outer_step, tokens=state.total_tokens, loss=loss
+        )
+        if reason:
+            self.finished = reason
+            self._record("finished", outer_step=state.outer_step, reason=reason)
+            log.info("The network is finished (%s): no round is called any more", reason)
+
     # --- small parts ------------------------------------------------------------------------------
 
     def _save(self) -> None:
@@ -523,7 +561,7 @@ class Validator:
             )
 
     def _round_due(self, block: int) -> bool:
-        return round_due(
+        return not self.finished and round_due(
             block=block,
             last_allreduce_block=self.last_allreduce_block,
             bpa=self.blocks_per_allreduce,

@@ -1,7 +1,8 @@
 # Runs the miner with the flags in "$@" on the nodes of this job, until it ends for good.
 #
 # Each node's task starts the launcher, or torchrun, and starts it again whatever ends it, as pm2 does; not after
-# 2 (bad configuration) or 3 (deregistered), which end the job, nor after a stop that was asked for.
+# 2 (bad configuration), 3 (deregistered) or 4 (the network is finished), which end the job, nor after a stop
+# that was asked for.
 #
 # Preempted, a miner gets SIGTERM and the partition's GraceTime: it checkpoints and ends. To Slurm the
 # job is over then, so this script queues it again. Before the job's time is over (--signal above, 180 s)
@@ -29,7 +30,7 @@ while :; do
     [ -z "$asked" ] || kill -TERM "$child" 2>/dev/null
     ended
     [ -z "$asked" ] || exit 0
-    case $status in 2 | 3) break ;; esac
+    case $status in 2 | 3 | 4) break ;; esac
     echo "The miner of node $SLURM_NODEID ended with status $status; it is started again in $DT_PAUSE s"
     sleep "$DT_PAUSE" & child=$!
     ended
@@ -57,11 +58,11 @@ while :; do
     ended
     if scontrol show job "$SLURM_JOB_ID" | grep -q "PreemptTime=[0-9]"; then asked=yes; fi
     # The tasks end for good with these alone; anything else is srun's own failure, or a step was lost.
-    case $asked$status in yes* | 0 | 2 | 3) break ;; esac
+    case $asked$status in yes* | 0 | 2 | 3 | 4) break ;; esac
     echo "srun ended with status $status; the miner is started again in $DT_PAUSE s"
     sleep "$DT_PAUSE"
 done
-if [ -n "$asked" ] && [ "$status" != 2 ] && [ "$status" != 3 ]; then
+if [ -n "$asked" ] && [[ "$status" != [234] ]]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

@@ -56,7 +56,7 @@ def test_the_flags_are_understood_and_the_kill_timeout_covers_the_stop(preset: s
     assert config.preset == preset and config.miner.name == "from-environment"
     longest = config.miner.stop_timeout + 2 * TERMINATE_GRACE + SETTLE
     assert settings["kill_timeout"] >= 1000 * (longest.total_seconds() + TERMINATE_GRACE.seconds)
-    assert settings["stop_exit_codes"] == [2, 3] and settings["treekill"] is False
+    assert settings["stop_exit_codes"] == [2, 3, 4] and settings["treekill"] is False
     assert Path(settings["script"]).is_file()
     assert "SECRET" not in json.dumps(settings)
 

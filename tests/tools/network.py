@@ -26,7 +26,7 @@ def network_file(
         tables["chain"] = {"kind": "registry"}
     for key, value in {"chain.master_hotkey": signer.ss58_address, **rules}.items():
         table, _, name = key.rpartition(".")
-        (tables[table] if table else tables)[name] = value
+        (tables.setdefault(table, {}) if table else tables)[name] = value
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "network.toml"
     path.write_text(signed(to_toml(tables), signer, beside=str))

@@ -183,10 +183,11 @@ function cards(neuron) {
   $("now").classList.toggle("old", lost || !running);
 }
 
-const runs = (neuron) => neuron.state !== "stopped" && !(neuron.life && neuron.life.gone);
+const ended = (neuron) => neuron.state === "stopped" || (neuron.state === "finished" && newestOf(neuron, "stop"));
+const runs = (neuron) => !ended(neuron) && !(neuron.life && neuron.life.gone);
 
 function stateOf(neuron) {
-  if (neuron.state === "stopped") return "stopped";
+  if (neuron.state === "stopped" || neuron.state === "finished") return neuron.state;
   if (!runs(neuron)) return "dead";
   if (!neuron.taken) return "waiting";
   return neuron.state === "awaiting_global" ? "training" : (neuron.state || "–").replace(/_/g, " ");
@@ -202,6 +203,7 @@ function verdictOf(neuron) {
   const stop = newestOf(neuron, "stop"), last = newestOf(neuron, "income"), state = stateOf(neuron);
   if (lost) return ["connection lost", `the miner, its machine or the tunnel to it is down; figures of ${clock(heard / 1000)}`, "bad"];
   if (state === "stopped") return [state, stop ? `${moment(stop.time)}: ${stop.reason || ""}` : "", stop && stop.exit_status ? "bad" : "idle"];
+  if (state === "finished") return [state, (newestOf(neuron, "finished") || stop || {}).reason || "", "good"];
   if (state === "dead") {
     const since = neuron.life.last_sign;
     return [state, `no sign of life for ${span(present() - since)}, since ${moment(since)}: pm2 status, then the end of its log`, "bad"];

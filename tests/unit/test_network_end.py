@@ -1,0 +1,184 @@
+"""A network that has reached the [stop] of its file: nobody calls, trains or restarts."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distributed_training.config import ConfigError, load_config
+from distributed_training.miner import events as ev
+from distributed_training.miner.events import MinerState, Mode, Rules
+from distributed_training.miner.global_state import GlobalEpoch
+from distributed_training.miner.state_machine import decide
+from distributed_training.network import Shown
+from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import parse_config
+from distributed_training.protocol.types import FINAL, ExitStatus
+from distributed_training.telemetry import EventLog
+from distributed_training.telemetry.neuron_state import NeuronState
+from tests.tools.network import network_file
+from tests.tools.validator_world import LENGTH, RULES, World, config_of, settings
+from tests.unit.test_miner_network_file import network
+
+pytestmark = pytest.mark.timeout(120)
+ROOT = Path(__file__).parents[2]
+SECOND = {"format": 2, "exchange": "hivemind"}
+STOPS = [
+    {"stop.outer_steps": 1},
+    {"stop.outer_steps": 9, "stop.tokens": 2 * 30 * LENGTH * 3},
+    {"stop.loss": 4.0},
+]
+
+
+def founded(folder: Path, stop: dict[str, Any]) -> World:
+    rules = {**RULES, **SECOND, "training.effective_batch": 3, **stop}
+    file = network_file(folder / "file", rules)
+    config = config_of(folder, settings(), "--network", file)
+    ours = ("stop_outer_steps", "stop_tokens", "stop_loss")
+    given = {name: getattr(load_config("validator", ["--network", file], environ={}, dotenv=None,
+             check=False).validator, name) for name in ours}  # fmt: skip
+    return World(
+        folder, settings(), config=replace(config, validator=replace(config.validator, **given))
+    )
+
+
+@pytest.mark.parametrize("stop", STOPS, ids=lambda stop: list(stop)[-1])
+def test_the_validator_calls_no_round_once_a_stop_is_reached(
+    tmp_path: Path, stop: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    world = founded(tmp_path, stop)
+    world.start()
+    world.train_and_publish()
+    assert not world.events.of("finished") and not world.validator.finished
+    world.chain_ledger.advance(60)
+    world.validator.tick()
+    assert world.validator.state.outer_step == 1
+    (told,) = world.events.of("finished")
+    assert told["outer_step"] == 1 and list(stop)[-1] in told["reason"]
+    assert f"The network is finished ({told['reason']})" in caplog.text
+    if "stop.tokens" in stop:
+        _, extras = parse_config(world.bucket.objects["epoch-1/config.json"][0])
+        assert extras.total_tokens == stop["stop.tokens"] == world.validator.state.total_tokens
+
+    called, scores = list(world.client.called), world.validator.standings.weights()
+    world.bucket.fail.append(keys.NETWORK)
+    shown: list[str] = []
+    show = world.validator._ending.show
+
+    def flaky(reason: str) -> None:
+        shown.append(reason)
+        show(reason)
+
+    world.validator._ending = replace(world.validator._ending, show=flaky)
+    for _ in range(3):
+        world.chain_ledger.advance(100)
+        world.validator.tick()
+    assert world.client.called == called and shown == [told["reason"]]
+    assert world.validator.standings.weights() == scores, "judged no more"
+    state = NeuronState(tmp_path).catch_up()
+    assert state.mode == "finished" and state.tables["finished"][-1]["reason"] == told["reason"]
+
+    world.restart()
+    world.start()
+    world.chain_ledger.advance(100)
+    world.validator.tick()
+    assert world.client.called == [] and len(world.events.of("finished")) == 1
+
+
+def test_a_network_without_a_stop_is_never_finished(tmp_path: Path) -> None:
+    config = founded(tmp_path, {}).config
+    assert not config.finished(outer_step=10**9, tokens=10**18, loss=0.0)
+    assert not config.finished(outer_step=0, tokens=0, loss=float("nan"))
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({"format": 1, "stop.outer_steps": 5}, "is a key of format 2"),
+        (SECOND | {"stop.outer_steps": 0}, "stop.outer_steps"),
+        (SECOND | {"stop.tokens": 1.5}, "stop.tokens"),
+        (SECOND | {"stop.loss": "low"}, "stop.loss"),
+        (SECOND | {"stop.steps": 5}, "'stop.steps' is not a key of it"),
+    ],
+)
+def test_a_stop_that_means_nothing_is_refused(
+    tmp_path: Path, rules: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        given = ["--network", network_file(tmp_path, rules)]
+        load_config("miner", given, environ={}, dotenv=None, check=False)
+    assert words in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+class Bucket:
+    """At outer step 4, of a network that says ``content`` of itself."""
+
+    content: dict[str, Any] = {}
+
+    def outer_step(self) -> int:
+        return 4
+
+    def network(self) -> Shown:
+        return Shown.parse(json.dumps(self.content).encode())
+
+
+@pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.AWAITING_GLOBAL, Mode.FETCHING])
+def test_a_miner_ends_with_a_checkpoint_once_its_network_is_finished(mode: Mode) -> None:
+    bucket, events = Bucket(), list[ev.Event]()
+    watch = GlobalEpoch(
+        bucket=bucket,  # type: ignore[arg-type]
+        post=events.append,
+        interval=timedelta(hours=1),
+        epoch_start=lambda: (4, ()),
+        network=network(),
+    )
+
+    def look(**content: Any) -> list[ev.StopRequested]:
+        events.clear()
+        named = {"name": "lab", "version": 1, "master": "5Master", "run_id": "aa"}
+        bucket.content = named | content
+        watch._compare()
+        return [event for event in events if isinstance(event, ev.StopRequested)]
+
+    why = "outer step 4 of stop.outer_steps 4"
+    assert look() == [] and look(finished=None) == []
+    assert look(finished=why, run_id="bb", version=2) == [], "that of another file"
+    (stop,) = look(finished=why)
+    assert why in stop.reason and stop.exit_status is ExitStatus.FINISHED
+    state, actions = decide(MinerState(mode, 4), stop, Rules(60.0, 25))
+    assert state.exit_status == 4 and actions[-1] is ev.Action.STOP
+
+
+@pytest.mark.parametrize("finished", ["", "a\nb", "x" * 201, 3, ["x"]])
+def test_an_end_that_is_no_line_of_words_is_not_believed(finished: object) -> None:
+    named = {"name": "lab", "version": 1, "master": "5M", "run_id": "aa", "finished": finished}
+    with pytest.raises(ValueError):
+        Shown.parse(json.dumps(named).encode())
+
+
+def test_the_page_calls_a_miner_finished_that_ended_so(tmp_path: Path) -> None:
+    record = EventLog.open(tmp_path).write
+    for status, mode in ((ExitStatus.FINISHED, "finished"), (ExitStatus.STOPPED, "stopped")):
+        record("stop", reason="why", exit_status=status)
+        assert NeuronState(tmp_path).catch_up().mode == mode
+
+
+def test_nothing_starts_a_miner_again_whose_network_is_finished() -> None:
+    """pm2, systemd, Docker and Slurm leave the same statuses alone."""
+    found = {
+        "app.config.js": r"stop_exit_codes: \[(.*)\]",
+        "ops/systemd/distributed-training-miner.service": r"RestartPreventExitStatus=(.*)",
+        "ops/entrypoint.sh": r"^([\d |]+)\)$",
+        "ops/slurm/run.sh": r"case \$status in ([\d |]+)\) break",
+    }
+    for file, pattern in found.items():
+        named = re.search(pattern, (ROOT / file).read_text(), re.M)
+        assert named is not None and list(map(int, re.findall(r"\d", named[1]))) == [*FINAL], file
