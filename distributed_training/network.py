@@ -472,6 +472,9 @@ def read_network(
 ) -> Network:
     """Return the network of the file at ``place``: a path, an https URL, or a built-in's name.
 
+    A URL may end with ``#`` and the digest that the file must have; then, and where a copy says
+    whose file it is, http does as well.
+
     Args:
         keys: See :func:`parse`.
         kept: Run folder, which may hold the copy of an earlier start from the same URL.
@@ -492,13 +495,14 @@ def read_network(
             keys=keys,
             beside=lambda name: read_text(path.with_name(name)),
         )
+    place, _, pinned = place.partition("#")
     try:
         url = urlsplit(place)
     except ValueError:  # "[" without "]"
         url = urlsplit("")
-    if url.scheme != "https" or "@" in url.netloc:
+    if pinned and not re.fullmatch(r"[0-9a-f]{64}", pinned):
         raise NetworkFileError(
-            "it is no https:// URL without user and password", "give a path or such a URL"
+            "what stands behind # is no digest of 64 letters and digits", "copy the line again"
         )
     copy = kept / KEPT
     # Read before the URL is asked: its founder decides what counts as an answer.
@@ -511,6 +515,14 @@ def read_network(
                 keys=keys,
                 beside=lambda name: read_text(copy / name),
             )
+    if known is not None and pinned not in ("", known.digest):
+        known = None
+    # What comes over http anybody on the way may write: it must be known whose file it has to be.
+    safe = ("https", "http") if pinned or known is not None else ("https",)
+    if url.scheme not in safe or "@" in url.netloc:
+        raise NetworkFileError(
+            "it is no https:// URL without user and password", "give a path or such a URL"
+        )
     try:
         text = _fetch(place)
         try:
@@ -522,6 +534,13 @@ def read_network(
         found = parse(
             text, place=place, keys=keys, beside=lambda name: _fetch(urljoin(place, name))
         )
+        if pinned not in ("", found.digest):
+            raise NetworkFileError(
+                f"version {found.head.version} of {found.head.name}, which {place} answers, has "
+                f"the digest {found.digest[:12]}..., and expected is {pinned[:12]}...: its rules "
+                "are not those of the invitation",
+                "ask the founder for a new invitation",
+            )
         founder = found.values["chain.master_hotkey"]
         followed = founder if known is None else known.values["chain.master_hotkey"]
         if founder != followed:

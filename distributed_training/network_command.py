@@ -1,7 +1,6 @@
-"""Found a network, join one, sign its file, look at it.
+"""Found a network, sign its file, look at it.
 
     dt-network init FOLDER --name NAME --host HOST (--registry URL | --netuid N) [options]
-    dt-network join FILE|URL [wallet flags]
     dt-network sign FILE [--wallets FOLDER]
     dt-network decay FILE --steps N [--from STEP] [--wallets FOLDER]
     dt-network show FILE|URL
@@ -22,31 +21,19 @@ import shlex
 import shutil
 import sys
 import tomllib
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
-from dataclasses import replace
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pydantic import SecretStr
-
 from distributed_training.chain.base import ChainError
-from distributed_training.chain.kinds import how_to_register
 from distributed_training.common.addresses import Reach, reach
-from distributed_training.common.files import atomic_file, write_bytes
+from distributed_training.common.files import write_bytes
 from distributed_training.common.kinds import PluginError, import_plugins
-from distributed_training.config import Config, ConfigError, exit_with, load_config
-from distributed_training.config.loader import (
-    WALLET,
-    Parser,
-    add_wallet,
-    argument,
-    ranged,
-    read_dotenv,
-)
+from distributed_training.config import ConfigError, exit_with, load_config
+from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.model import check_schedule
-from distributed_training.config.schema import schema
 from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import EndpointUrl, File, Text
 from distributed_training.founding import (
@@ -70,7 +57,7 @@ from distributed_training.network import (
     toml_value,
     tree_of,
 )
-from distributed_training.protocol.keys import CONFIG, miner_bucket
+from distributed_training.protocol.keys import CONFIG
 from distributed_training.protocol.metadata import LONGEST_KEY, parse_config
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.store.errors import StoreError
@@ -131,12 +118,9 @@ def build_parser() -> Parser:
         help="inner step of the network (what the validator's run folder beside the file shows)",
     )
     add("--wallets", type=path, help="folder of the master's wallet (beside the file)")
-    join = commands.add_parser("join", help="take a uid with this wallet, and say what is missing")
-    join.add_argument("place", type=text)
-    add_wallet(join)
     show = commands.add_parser("show", help="verify a network's file and print its rules")
     show.add_argument("place", type=text)
-    for command in (init, sign, decay, join, show):
+    for command in (init, sign, decay, show):
         command.add_argument(
             "--plugins", nargs="+", default=[], metavar="MODULE", help="modules of your own"
         )
@@ -155,10 +139,15 @@ def _assignment(word: str) -> tuple[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["join"]:  # its name up to 0.2.0
+        from distributed_training import join_command
+
+        return join_command.main(argv[1:])
     options = build_parser().parse_args(argv)
     try:
         import_plugins(options.plugins)
-        commands = {"init": _init, "join": _join, "sign": _sign, "decay": _decay, "show": _show}
+        commands = {"init": _init, "sign": _sign, "decay": _decay, "show": _show}
         commands[options.command](options)
     except ConfigError as error:
         return exit_with(error)
@@ -393,95 +382,6 @@ def _sign(options: argparse.Namespace, text: str | None = None) -> None:
     _show(argparse.Namespace(place=str(path)), rules=False)
 
 
-def _join(options: argparse.Namespace) -> None:
-    """Join a network. Raises ConfigError; ChainError for a registry that is away or refuses."""
-    from distributed_training.chain.identity import create_wallet, load_wallet
-    from distributed_training.health.gpus import visible_gpu_count
-    from distributed_training.health.machine import refuse_model
-
-    given = vars(options)
-    wallet_flags = [word for name in WALLET for word in (f"--{name}", given[name])]
-    config = load_config("miner", ["--network", options.place, *wallet_flags], check=False)
-    assert config.network is not None
-    # Before a uid is taken: a machine that cannot hold the model earns nothing by it.
-    refuse_model(config, ranks=config.miner.nproc_per_node or visible_gpu_count() or 1)
-    print(config.network.line)
-    folder, name = Path(config.chain.wallet_path).expanduser(), config.chain.wallet_name
-    exists = (folder / name / "hotkeys" / config.chain.wallet_hotkey).exists()
-    # Another name that is not there is misspelled, and gets no new key.
-    if not exists and config.chain.wallet_hotkey == "default":
-        print(f"making a hotkey in {folder / name}: keep a copy of it")
-        hotkey = create_wallet(folder, name)
-    else:
-        hotkey = load_wallet(config.chain)
-    print(f"hotkey {hotkey.ss58}")
-    keys = None
-    if (kind := config.network.head.chain) != "registry":
-        place, which = "", ""
-        if kind == "bittensor":
-            place, which = " on the machine with the coldkey", f" --hotkey {hotkey.ss58}"
-        print(
-            f"if dt-doctor with the flags below finds the network there, register{place}: "
-            f"{how_to_register(config.chain)}{which}"
-        )
-        bucket = f"{config.store.global_model_name}-<uid>"
-    else:
-        from distributed_training.chain.registry import answering
-
-        with answering(
-            url=str(config.chain.registry_url),
-            wallet=hotkey,
-            master=config.miner.master_ss58_address,
-            invitation=config.chain.invitation,
-            private=config.chain.private,
-        ) as chain:
-            known = chain.uid(hotkey.ss58)
-            uid = chain.register() if known is None else known
-            keys = chain.store_keys() if config.store.endpoint_url is not None else None
-        print(f"uid {uid}")
-        bucket = miner_bucket(config.store.global_model_name, uid)
-        if keys is not None:
-            take_store_keys(config, bucket, keys)
-            config = load_config("miner", ["--network", options.place, *wallet_flags], check=False)
-    missing = [
-        setting.env
-        for setting in schema("miner")
-        if setting.env in config.key_variables and config.get(setting.name) is None
-    ]
-    flags = shlex.join(["--network", options.place, *wallet_flags, *_plugin_flags(options)])
-    if keys is None:
-        print(f"bucket {bucket}: make it, with a key that may read it and one that may write it")
-    if missing:
-        print(f"missing in .env: {', '.join(filter(None, missing))}")
-    print(f"then: dt-doctor {flags}\nand:  dt-miner {flags}")
-
-
-def take_store_keys(config: Config, bucket: str, keys: Mapping[str, str]) -> None:
-    """Write the keys that the registry gave a member into ``.env``, and make its bucket.
-
-    Raises ConfigError for a ``.env`` with others, StoreError.
-    """
-    from distributed_training.miner.init_command import DOTENV, dotenv_with
-    from distributed_training.store.s3 import S3ObjectStore
-
-    held = read_dotenv(DOTENV)
-    for name, value in keys.items():
-        if (held.get(name) or value) != value:
-            raise ConfigError(
-                f"{DOTENV} has another {name} than this network's registry gave, so nothing was "
-                "written: take that key out, or join in another folder"
-            )
-    with atomic_file(DOTENV, private=True) as file:
-        file.write(dotenv_with(keys).encode())
-    print(f"wrote the keys of bucket {bucket} to {DOTENV} (mode 600)")
-    given: dict[str, Any] = {
-        name.removeprefix("R2_").lower(): SecretStr(value) for name, value in keys.items()
-    }
-    settings = replace(config.store, **given)
-    with closing(S3ObjectStore.from_settings(settings, bucket=bucket, write=True)) as store:
-        store.create_bucket()
-
-
 def _show(options: argparse.Namespace, *, rules: bool = True) -> None:
     given = ["--network", str(options.place)]
     config = load_config("miner", given, environ={}, dotenv=None, check=False)
@@ -513,7 +413,6 @@ def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
         *(("--validator.weights", str(options.weights)) if options.weights else ()),
     ]
     lines = [
-        f"\n{file} is for everybody who joins: publish it, for example over https.",
         f"{folder / 'wallets'} is the network's authority: keep a copy, never give it away.",
     ]
     if options.registry is not None:
@@ -521,7 +420,7 @@ def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
         url = urlsplit(options.registry)
         if _is_private(options) and url.scheme == "http":  # nothing stands in front of it
             serve += ["--host", options.host, "--port", str(url.port or 80)]
-        invite = ["--url", options.registry, "--uses", "5", *wallets]
+        invite = ["--network", str(file), "--uses", "5", *wallets]
         lines += [
             f"\nThe registry, behind {options.registry}:\n  dt-registry serve {shlex.join(serve)}",
             f"an invitation for five who join:\n  dt-registry invite {shlex.join(invite)}",
@@ -531,10 +430,13 @@ def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
         if options.registry is None:
             lengths = "of R2's lengths (account 32, key 32, secret 64): a public chain has no other"
         lines.append(f"\nKeys of {options.store}: {lengths}.")
+    words, what = "the file, published for example over https", FILE
+    if options.registry is not None:
+        words, what = "what dt-registry invite printed", "INVITATION"
     lines += [
         "\nThe validator, with the keys of the global bucket in .env:",
         f"  dt-validator {shlex.join(validator)}",
-        f"\nEvery other machine:\n  dt-network join {FILE}\n  dt-miner --network {FILE}",
+        f"\nEvery other machine, with {words}:\n  dt-join {what}\n  dt-miner",
     ]
     return "\n".join(lines)
 

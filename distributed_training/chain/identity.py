@@ -103,13 +103,12 @@ def load_wallet(settings: ChainSettings) -> Wallet:
     return Wallet(keypair, sdk)
 
 
-def create_wallet(folder: Path, name: str) -> Wallet:
-    """Create a wallet with a new unencrypted hotkey and no coldkey, for local subnets.
+def create_wallet(folder: Path, name: str, hotkey: str = "default") -> Wallet:
+    """Create a wallet with a new unencrypted hotkey and no coldkey.
 
-    The hotkey is called ``default``; an existing one below ``folder`` is used again. The mnemonic
-    is neither printed nor kept.
+    One that exists below ``folder`` is used again. The mnemonic is neither printed nor kept.
     """
-    sdk = _open(name, "default", str(folder))
+    sdk = _open(name, hotkey, str(folder))
     if not sdk.hotkey_file.exists_on_device():
         # suppress: or the SDK would print the mnemonic.
         sdk.create_new_hotkey(use_password=False, suppress=True)

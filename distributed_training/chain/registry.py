@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import random
+import re
 import reprlib
 import threading
 import time
@@ -32,6 +33,7 @@ from pydantic import (
 
 from distributed_training.common import http
 from distributed_training.common.backoff import Backoff
+from distributed_training.common.files import json_line
 from distributed_training.common.transports import AsyncTransport
 from distributed_training.config.types import ConfigError
 from distributed_training.network import NetworkFileError, certificates
@@ -44,6 +46,9 @@ log = logging.getLogger(__name__)
 SHORTEST_INTERVAL = timedelta(milliseconds=300)
 _LONGEST_WAIT = timedelta(seconds=30)  # between two tries while it is away
 KEPT = timedelta(seconds=20)  # an idle connection: shorter than the registry keeps it
+#: What `dt-registry invite` prints for whoever joins: where the network's file is, its digest, and
+#: the secret that the registry has the hash of.
+INVITATION = re.compile(r"(https?://[^\s#]{1,2000}#[0-9a-f]{64})\.([\w-]{16,128})", re.ASCII)
 _FIRST_ANSWER = timedelta(seconds=30)  # to one command
 _MOST_BYTES = 16 * 2**20  # of an answer; 4096 neurons have 2 MB, with the longest keys up to 11
 _CLOCK_APART = 4.0  # seconds, from which a refused write names the clocks
@@ -198,6 +203,10 @@ class RegistryChain(Chain):
         log.info("The registry gave this hotkey uid %d", uid)
         return uid
 
+    def hands_out_keys(self) -> bool:
+        """Return whether members get keys of a store beside the registry. Raises ChainError."""
+        return (json_line(self.file("health").encode()) or {}).get("store_keys") is True
+
     def store_keys(self) -> dict[str, str] | None:
         """Ask for our keys of the object store beside the registry; None where it has none.
 
@@ -288,7 +297,8 @@ class RegistryChain(Chain):
         if self._invitation is None:
             return {}
         self._refuse_plain("register")
-        return {"invitation": self._invitation.get_secret_value()}
+        # Of the whole line as `dt-registry invite` prints it, too.
+        return {"invitation": self._invitation.get_secret_value().rpartition(".")[2]}
 
     def _refuse_plain(self, kind: str) -> None:
         """Raise ChainError unless a secret may travel to the registry and back."""
@@ -362,6 +372,18 @@ class RegistryChain(Chain):
         return Answer(reply.status_code, reply.headers, answer)
 
     # reads
+
+    def file(self, name: str) -> str:
+        """Return a file of the network that the registry serves; empty if it serves none so named.
+
+        Raises ChainError.
+        """
+        with self._lock:
+            try:
+                answer = self._fetch(f"/{name}")
+                return answer.body.decode() if answer.status == 200 else ""
+            except _FAILURES as error:
+                raise ChainError(f"{name}: {_why(error)} at {self._url}") from error
 
     def expelled(self, hotkey: str) -> bool:
         return hotkey in self.all_expelled

@@ -218,8 +218,12 @@ def _help(setting: Setting) -> str:
     return text + (f" (environment: {setting.env})" if setting.env else "")
 
 
-def read_argv(argv: Sequence[str], known: Schema) -> dict[str, Given]:
+def read_argv(
+    argv: Sequence[str], known: Schema, *, others: list[str] | None = None
+) -> dict[str, Given]:
     """Read the command line.
+
+    ``others`` gets the words that are no flags; None: there may be none.
 
     Raises ConfigError; SystemExit(0) for ``--help`` and ``--version``, which print.
     """
@@ -232,6 +236,9 @@ def read_argv(argv: Sequence[str], known: Schema) -> dict[str, Given]:
     for word in unknown:
         if word.startswith("--") and len(word) > 2:
             known.find(word[2:].partition("=")[0])
+        if others is not None and not word.startswith("-"):
+            others.append(word)
+            continue
         raise ConfigError(
             f"{word!r} is not a flag, so nothing was started: flags start with --; see --help"
         )

@@ -41,7 +41,7 @@ from distributed_training.config.schema import schema
 from distributed_training.protocol.types import ExitStatus
 
 DOTENV = Path(".env")
-_INVITATION = "DT_INVITATION"
+INVITATION = "DT_INVITATION"
 #: Flag, and what to ask for it. An empty answer leaves the flag out, or takes its default.
 QUESTIONS = (
     ("network", "Network, its file or https:// URL (empty: the built-in one)"),
@@ -114,7 +114,7 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
         # The keys that neither the environment nor .env has.
         held = read_dotenv(DOTENV)
         wanted = _config_of(given).key_variables
-        for name in (*wanted, *([_INVITATION] if "network" in given else [])):
+        for name in wanted:
             if not (keys.get(name) or held.get(name)):
                 read: Callable[[str], str] = input if name == "R2_ACCOUNT_ID" else getpass.getpass
                 keys[name] = read(f"{name} (empty: later, in .env): ").strip()
@@ -140,14 +140,19 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
     return 0
 
 
-def _config_of(given: Mapping[str, str]) -> Config:
-    """Return the configuration with these flags alone. Raises ConfigError for what they say."""
+def argv_of(given: Mapping[str, str]) -> list[str]:
+    """Return the words of a command line with these flags."""
     known, argv = schema("miner"), []
     for name, text in given.items():
         setting = known.get(name)
         many = setting is not None and setting.many
         argv += [f"--{name}", *text.split()] if many else [f"--{name}={text}"]
-    config = load_config("miner", argv, environ={}, dotenv=None, check=False)
+    return argv
+
+
+def _config_of(given: Mapping[str, str]) -> Config:
+    """Return the configuration with these flags alone. Raises ConfigError for what they say."""
+    config = load_config("miner", argv_of(given), environ={}, dotenv=None, check=False)
     for check in (check_network_choice, check_addresses, check_values):
         for line in check(config):
             raise ConfigError(line)

@@ -1,7 +1,7 @@
 """Found, serve and keep the registry of a network: its chain, where it has no public one.
 
     dt-registry serve --folder F --network FILE                 found it, or go on with it
-    dt-registry invite --url URL --uses 3                       print an invitation (founder)
+    dt-registry invite --network FILE --uses 3                  print an invitation (founder)
     dt-registry allow --url URL HOTKEY...                       list hotkeys (founder)
     dt-registry enroll --url URL HOTKEY --validator             stake and permit (founder)
     dt-registry expel --url URL HOTKEY...                       shut them out (founder)
@@ -41,6 +41,7 @@ from distributed_training.config.loader import (
     read_dotenv,
 )
 from distributed_training.config.types import ConfigError, File, FileName, Hotkey, IpAddress, WebUrl
+from distributed_training.network import FILE
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.logs import LineFormatter
 
@@ -106,7 +107,8 @@ def parser() -> Parser:
         command = commands.add_parser(name, help=text)
         _add_folder(command)
         command.add_argument("file", type=argument(File), metavar="FILE")
-    command = _client(commands, "invite", "print an invitation; for the founder")
+    command = _client(commands, "invite", "print an invitation; for the founder", url=False)
+    command.add_argument("--network", metavar="FILE", help="the network's file or its https URL")
     command.add_argument("--uses", type=ranged(1, 4096), default=1, help="hotkeys it is good for")
     command.add_argument("--days", type=ranged(0.001, 365.0), default=7.0, help="until it expires")
     instead = command.add_mutually_exclusive_group()
@@ -137,9 +139,9 @@ def _add_folder(command: argparse.ArgumentParser) -> None:
     )
 
 
-def _client(commands: Any, name: str, text: str) -> argparse.ArgumentParser:
+def _client(commands: Any, name: str, text: str, *, url: bool = True) -> argparse.ArgumentParser:
     command: argparse.ArgumentParser = commands.add_parser(name, help=text)
-    command.add_argument("--url", type=argument(WebUrl), required=True, help="the registry's")
+    command.add_argument("--url", type=argument(WebUrl), required=url, help="the registry's")
     add_wallet(command)
     return command
 
@@ -158,7 +160,7 @@ def serve(given: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     with closing(_registry(given)) as registry:
-        registry.held_out = given.held_out
+        registry.held_out, registry.files = given.held_out, given.files
         if given.store is not None:
             registry.object_store = given.store, given.global_bucket
             registry.let_into_store()
@@ -194,7 +196,7 @@ def _registry(given: argparse.Namespace) -> Registry:
     from distributed_training.registry import store
 
     # Read again at every start: what it says now is compared with the founding.
-    in_file, given.held_out, given.global_bucket = [], "", ""
+    in_file, given.held_out, given.global_bucket, given.files = [], "", "", {}
     if given.store is not None and given.network is None:
         raise ConfigError(
             "--store without --network, so the buckets of the members would have no name and "
@@ -205,6 +207,7 @@ def _registry(given: argparse.Namespace) -> Registry:
         network, given.held_out = config.network, config.held_out_name
         given.global_bucket = config.store.global_model_name
         assert network is not None  # it was named
+        given.files = network.files
         in_network = {**network.values, "name": network.head.name}
         in_file = [field for field in _FIXED if getattr(given, field) is None]
         for field in in_file:
@@ -300,9 +303,29 @@ def _chain(given: argparse.Namespace) -> AbstractContextManager[RegistryChain]:
 
 
 def invite(given: argparse.Namespace) -> None:
-    """Print a new token, of which the registry gets the hash alone; or list or end earlier ones."""
+    """Print a new token, of which the registry gets the hash alone; or list or end earlier ones.
+
+    With the network's file the token stands in a line that is all that who joins needs.
+    """
     from distributed_training.registry.store import ID_LENGTH, hash_of
 
+    place = text = ""  # text: of the file that the registry serves
+    if given.network is not None:
+        config = load_config("miner", ["--network", given.network], check=False)
+        network = config.network
+        assert network is not None  # it was named
+        if (public := config.chain.registry_url) is None:
+            raise ConfigError(
+                f"{given.network} is of a network without a registry, so nobody can be invited: "
+                "who joins registers on its chain"
+            )
+        public = public.rstrip("/")
+        given.url = given.url or public
+        hosted = given.network.partition("#")[0] if "://" in given.network else ""
+        text = "" if hosted else network.files[FILE]
+        place = f"{hosted or f'{public}/{FILE}'}#{network.digest}"
+    if given.url is None:
+        raise ConfigError("neither --network nor --url is given, so nobody was asked: give one")
     with _chain(given) as chain:
         if given.revoke is not None:
             members = chain.revoke(given.revoke)
@@ -320,16 +343,19 @@ def invite(given: argparse.Namespace) -> None:
                     state = f"expired {until}, {uses} not used"
                 print(f"{invitation['id']}  {state}; {' '.join(invitation['hotkeys']) or 'nobody'}")
             return
+        if text and chain.file(FILE) != text:
+            raise ConfigError(
+                f"the registry at {given.url} does not serve {given.network} as it is now, so no "
+                "invitation was made: start it again with --network and this file"
+            )
         token, expires = secrets.token_urlsafe(24), time.time() + given.days * 86400
         # The hash: whoever reads the registry's file or a backup of it can let nobody in.
         chain.invite(hash_of(token), uses=given.uses, expires=expires)
     until = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(expires))
-    print(
-        f"invitation {hash_of(token)[:ID_LENGTH]}, good for {given.uses} until {until}; a secret, "
-        "for the joining miner's .env:",
-        end="\n\n",
-    )
-    print(f"DT_INVITATION={token}")
+    print(f"invitation {hash_of(token)[:ID_LENGTH]}, good for {given.uses} until {until}; a secret")
+    if place:
+        print(f"whoever joins runs this line:\n\ndt-join {place}.{token}")
+    print(f"\nfor the .env of a miner that is set up already:\n\nDT_INVITATION={token}")
 
 
 def allow(given: argparse.Namespace) -> None:

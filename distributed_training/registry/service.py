@@ -4,7 +4,7 @@ Reads are open and come from an immutable view; a poller that names the ETag of 
 and the block alone. Writes are checked cheapest first: path, size, rates, receiver, freshness,
 signature; then a thread stores them, one after the other, while reads go on.
 
-``GET /state``, ``/health``, ``/metrics`` and ``/``, the page.
+``GET /state``, ``/health``, ``/metrics``, ``/network.toml`` and ``/``, the page.
 ``POST /register``, ``/store_keys``, ``/deregister``, ``/commit``, ``/serve``, ``/weights``; for the
 founder also ``/enroll``, ``/expel``, ``/invite``, ``/invitations``, ``/revoke``, ``/allow``,
 ``/loss``.
@@ -136,11 +136,19 @@ class Service(BoundedServer):
         self._reads: dict[str, Callable[[Head], bytes]] = {
             "/state": self._state,
             "/health": lambda _: _json(
-                200, {"registry": registry.charter.identity, "block": registry.height}
+                200,
+                {
+                    "registry": registry.charter.identity,
+                    "block": registry.height,
+                    "store_keys": registry.object_store is not None,
+                },
             ),
             "/metrics": lambda _: _text(200, metrics(registry, self.counters())),
             "/": self._page,
         }
+        for name, text in registry.files.items():
+            file = _text(200, text)
+            self._reads.setdefault(f"/{name}", partial(lambda file, _: file, file))
         self._made = (float("-inf"), b"")  # when, and the page
         self._may_warn = Throttle(60.0)
         # One: a slow disk holds up writes alone, while the event loop answers reads.

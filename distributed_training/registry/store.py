@@ -27,7 +27,7 @@ import re
 import secrets
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -153,6 +153,7 @@ class Registry(Ledger):
         self.start = secrets.token_hex(4)  # of this process: versions count within it only
         self.faults = 0  # writes that could not be stored
         self.held_out = ""  # the text of the losses that the founder reports, if it is known
+        self.files: Mapping[str, str] = {}  # by name: the network's, for whoever joins
         #: Folder of the object store beside this registry, if there is one, and the global bucket.
         self.object_store: tuple[Path, str] | None = None
         self._let_in: dict[str, str] | None = None  # by hotkey, the bucket that the store knows of
@@ -375,10 +376,14 @@ class Registry(Ledger):
             )
         hashed = hash_of(invitation)
         found = self._one("SELECT uses, expires FROM invitations WHERE hash = ?", hashed)
-        if found is None or found[0] < 1 or found[1] < time.time():
-            why = "is not known here" if found is None else "is used up or has expired"
-            if found is not None and found[0] == _TAKEN_BACK:
-                why = "was taken back"
+        why = ""
+        if found is None:
+            why = "is not known here"
+        elif found[0] < 1:
+            why = "was taken back" if found[0] == _TAKEN_BACK else "is used up"
+        elif found[1] < time.time():
+            why = "has expired"
+        if why:
             raise ChainError(f"register: the invitation {why}: ask the founder for another one")
         self._db.execute("UPDATE invitations SET uses = uses - 1 WHERE hash = ?", (hashed,))
         self._db.execute("INSERT OR REPLACE INTO joined VALUES (?, ?)", (hotkey, hashed))

@@ -199,10 +199,10 @@ class TestAdmission:
             founder.invite(hash_of(token), uses=1, expires=time.time() + 60)
             assert self.join(server, PEER, token) == 1
             assert self.join(server, PEER, token) == 1, "asked again, it is no second use"
-            with pytest.raises(ChainError, match="is used up or has expired"):
+            with pytest.raises(ChainError, match="is used up:"):
                 self.join(server, STRANGER, token)
             founder.invite(hash_of("late"), uses=5, expires=time.time() - 1)
-            with pytest.raises(ChainError, match="is used up or has expired"):
+            with pytest.raises(ChainError, match="has expired:"):
                 self.join(server, STRANGER, "late")
             founder.allow(STRANGER.ss58)
             assert self.join(server, STRANGER) == 2

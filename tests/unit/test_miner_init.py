@@ -136,11 +136,10 @@ def test_a_key_that_no_line_holds_writes_nothing(
     assert not list(folder.iterdir())
 
 
-def test_who_joins_a_network_is_asked_for_its_invitation(
+def test_the_network_is_asked_for_until_its_file_is_read(
     folder: Path, answering: Callable[..., list[str]]
 ) -> None:
     place = str(Path(__file__).parents[2] / "networks" / "dstrbtd-sn38.toml")
-    answering(DT_INVITATION=("abc-123",), Network=("nowhere.toml", place))
+    answering(Network=("nowhere.toml", place))
     assert main(["init"]) == 0
     assert f'network = "{place}"\n' in (folder / "miner.toml").read_text()
-    assert "DT_INVITATION='abc-123'\n" in (folder / ".env").read_text()

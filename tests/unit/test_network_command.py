@@ -18,6 +18,7 @@ import pytest
 from huggingface_hub import HfApi
 from huggingface_hub.errors import LocalEntryNotFoundError
 
+from distributed_training import doctor
 from distributed_training.chain.kinds import CHAINS
 from distributed_training.common.memory import Arrangement, ModelShape, host_memory
 from distributed_training.config import ConfigError, load_config
@@ -30,6 +31,7 @@ from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.training.memory_plan import local_llama_config
 from distributed_training.training.model import parameter_schema
 from tests.tools.model_families import FAMILIES, init
+from tests.tools.r2_keys import KEYS
 from tests.tools.support_data import DATASET, Fault, RowsServer
 
 pytestmark = pytest.mark.timeout(60)
@@ -86,7 +88,7 @@ def test_a_private_networks_registry_listens_where_its_members_call_it(
     serve, invite = capsys.readouterr().out.partition("dt-registry ")[2].split("dt-registry ")[:2]
     place = ("--host", "127.0.0.1", "--registry", "http://127.0.0.1:8102")
     assert found(tmp_path / "alone", *place) == 0 and read(tmp_path / "alone").chain.private
-    assert "--host 10.0.0.5 --port 8101" in serve and "http://10.0.0.5:8101" in invite
+    assert "--host 10.0.0.5 --port 8101" in serve and "lab/network.toml" in invite
 
 
 def test_a_member_of_a_network_on_a_plug_ins_chain_is_told_how_to_register(
@@ -96,9 +98,13 @@ def test_a_member_of_a_network_on_a_plug_ins_chain_is_told_how_to_register(
     monkeypatch.setattr(CHAINS, "_made", others)
     runpy.run_path(str(Path(__file__).parents[1] / "toys" / "chain.py"))
     assert found(tmp_path / "lab", "--set", "chain.kind=memory") == 0
-    wallet = ("--wallet.path", str(tmp_path / "wallets"))
-    assert main(["join", str(tmp_path / "lab" / "network.toml"), *wallet]) == 0
-    assert "register: nothing: it takes everybody\nbucket lab-<uid>" in capsys.readouterr().out
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(doctor, "main", lambda argv: 0)
+    monkeypatch.chdir(tmp_path)
+    words = (str(tmp_path / "lab" / "network.toml"), "--wallet.path", str(tmp_path / "wallets"))
+    assert main(["join", *words, "--folder", "here"]) == 0
+    assert "gets its uid by: nothing: it takes everybody\n" in capsys.readouterr().out
 
 
 def test_the_data_are_pinned_as_their_source_serves_them(tmp_path: Path, capsys) -> None:

@@ -27,6 +27,7 @@ from distributed_training.network import (
     NetworkAway,
     NetworkFileError,
     digest_of,
+    flatten,
     save_copy,
     signed,
     to_toml,
@@ -479,6 +480,32 @@ def test_redirects_lead_over_https_and_not_inside(
         network._fetch(url)
     assert not [place for place in asked if "http://" in place or "admin" in place]
     assert all(place.startswith(url[:20]) for place in asked)
+
+
+def test_a_digest_or_a_copy_says_whose_file_comes_over_http(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, argv = "http://10.0.0.5:8100/network.toml", ("--neuron.run_folder", str(tmp_path))
+    bobs = signed(EXAMPLE.replace(ALICE.ss58_address, BOB.ss58_address), BOB, beside=beside)
+    served = {"text": EXAMPLE}
+    monkeypatch.setattr(network, "_client", by(lambda _: httpx.Response(200, **served)))
+
+    def configuration(place: str) -> Config:
+        return load_config("miner", (*argv, "--network", place), environ=KEYS, dotenv=None)
+
+    with pytest.raises(ConfigError, match="no https:// URL"):
+        configuration(url)
+    digest = digest_of(flatten(tree_of(EXAMPLE)))
+    for wrong in ("0" * 64, digest[:-1] + "x", "short"):
+        with pytest.raises(ConfigError, match=r"those of the invitation|is no digest"):
+            configuration(f"{url}#{wrong}")
+    config = configuration(f"{url}#{digest}")
+    save_copy(config.network, tmp_path)
+    assert configuration(url).network == config.network
+    served["text"] = bobs  # whoever is on the way
+    with pytest.raises(ConfigError, match="those of the invitation"):
+        configuration(f"{url}#{digest}")
+    assert configuration(url).network == config.network
 
 
 @pytest.mark.slow

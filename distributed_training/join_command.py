@@ -1,0 +1,278 @@
+"""Join a network: take a uid and write hotkey, settings and keys of a miner, then run the doctor.
+
+    dt-join INVITATION [--folder FOLDER] [flags of the miner]
+    dt-join FILE|URL   [--folder FOLDER] [flags of the miner]     without an invitation
+    dt-join                                                       asks for it, without an echo
+
+The invitation is the line that the founder's ``dt-registry invite`` prints: where the network's
+file is, its digest, and a secret. Whoever uses this machine can read command lines, so where others
+do, leave it out. Keys of a bucket are in ``.env`` before, unless the registry hands them out. The
+flags go into ``miner.toml``. Run again it takes over what is there. Exit status 2: something is
+wrong here, 1: outside, in one line and before anything is written; else the doctor's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import os
+import shlex
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+
+from distributed_training import doctor
+from distributed_training.chain.base import ChainError
+from distributed_training.chain.kinds import how_to_register
+from distributed_training.common.files import atomic_file, write_bytes
+from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exit_with, load_config
+from distributed_training.config.loader import WALLET, Parser, argument, read_argv, read_toml
+from distributed_training.config.model import check_addresses, check_keys, check_values
+from distributed_training.config.schema import schema
+from distributed_training.config.types import File
+from distributed_training.health.gpus import visible_gpu_count
+from distributed_training.health.machine import refuse_model
+from distributed_training.miner.init_command import (
+    DOTENV,
+    INVITATION,
+    argv_of,
+    dotenv_with,
+    toml_of,
+)
+from distributed_training.network import BUILT_IN, save_copy
+from distributed_training.node.buckets import open_own
+from distributed_training.protocol.keys import miner_bucket
+from distributed_training.protocol.types import ExitStatus
+from distributed_training.store.errors import BucketMissingError, StoreError
+from distributed_training.store.s3 import S3ObjectStore
+
+_NOTHING = "so nothing was written"
+
+
+def build_parser() -> Parser:
+    lines = (__doc__ or "").splitlines()
+    parser = Parser(
+        prog="dt-join",
+        usage="dt-join [INVITATION | FILE | URL] [--folder FOLDER] [flags of the miner]",
+        description=lines[0],
+        epilog="\n".join(lines[2:]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--folder", type=argument(File), default=Path(), help="of the miner [.]")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options, words = build_parser().parse_known_args(argv)
+    try:
+        return join(options, words)
+    except ConfigError as error:
+        return exit_with(error)
+    except ChainError as error:
+        print(f"error: {error} ({_NOTHING})", file=sys.stderr)
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}: correct it and repeat", file=sys.stderr)
+    except (EOFError, KeyboardInterrupt):
+        print("error: interrupted: run the same command again", file=sys.stderr)
+        return ExitStatus.INTERRUPTED
+    return ExitStatus.FAULT
+
+
+def join(options: argparse.Namespace, words: Sequence[str]) -> int:
+    """Join, and return the doctor's status. Raises ConfigError, ChainError, OSError."""
+    others: list[str] = []
+    found = read_argv(words, schema("miner"), others=others)
+    if len(others) > 1:
+        raise ConfigError(f"{others[1]!r:.100} is one word too many, {_NOTHING}: see --help")
+    text = others[0] if others else getpass.getpass("invitation: ")
+    place, token = _parts(text)
+    with ExitStack() as undo:
+        _enter(options.folder, undo)
+        config, given = _settings(place, {name: entry.text for name, entry in found.items()})
+        if token:
+            config = replace(config, chain=replace(config.chain, invitation=SecretStr(token)))
+        variables = {name: os.environ.get(name, "") for name in config.key_variables}
+        variables |= {INVITATION: token} if token else {}
+        dotenv_with(variables)  # it may refuse one
+        uid, keys = _register(config, undo)
+        undo.pop_all()  # a hotkey with a uid stays, whatever comes
+    config = _with_keys(config, keys)
+    assert config.network is not None  # it was named
+    config.run_folder.mkdir(parents=True, exist_ok=True)
+    save_copy(config.network, config.run_folder)
+    if not OPERATORS_FILE.exists():
+        write_bytes(OPERATORS_FILE, toml_of(given).encode())
+    with atomic_file(DOTENV, private=True) as file:
+        file.write(dotenv_with(variables | keys).encode())
+    here = Path.cwd()
+    print(f"{config.network.line}\nsettings {here / OPERATORS_FILE}, keys {here / DOTENV}")
+    if uid is not None:
+        _make_bucket(config, miner_bucket(config.store.global_model_name, uid))
+    status = doctor.main([])
+    # A network that has not begun fails some of its checks.
+    when = "the start, once nothing fails" if status else "the start"
+    go = f"cd {shlex.quote(str(here))} && " if options.folder != Path() else ""
+    print(f"{when}: {go}dt-miner")
+    return status
+
+
+def _parts(text: str) -> tuple[str, str]:
+    """Return where the network's file is, and the secret if there is one. Raises ConfigError."""
+    from distributed_training.chain.registry import INVITATION as LINE
+
+    text = text.strip().removeprefix("dt-join ")
+    if found := LINE.fullmatch(text):
+        return found[1], found[2]
+    if "#" in text or not text:  # not shown: it may hold most of a secret
+        raise ConfigError(
+            f"the invitation is not whole (URL#DIGEST.SECRET), {_NOTHING}: copy all of the line"
+        )
+    is_name = text in BUILT_IN or "://" in text
+    return (text if is_name else str(Path(text).expanduser().absolute())), ""
+
+
+def _enter(folder: Path, undo: ExitStack) -> None:
+    """Make the miner's folder and go there. ``undo`` removes one that was made."""
+    try:
+        if not folder.exists():
+            folder.mkdir()
+            undo.callback(_remove, folder.absolute())
+        os.chdir(folder)
+    except OSError as error:
+        raise ConfigError(
+            f"--folder {folder} cannot be used ({error.strerror}), {_NOTHING}: give a folder"
+        ) from None
+    if not os.access(".", os.W_OK):
+        raise ConfigError(f"{Path().absolute()} cannot be written, {_NOTHING}: give --folder")
+
+
+def _settings(place: str, given: dict[str, str]) -> tuple[Config, Mapping[str, str]]:
+    """Return the configuration of the miner here, and the flags that ``miner.toml`` gets.
+
+    ``given``: the flags of the command line.
+
+    Raises ConfigError.
+    """
+    argv = argv_of(given | {"network": place})
+    given["network"] = place.partition("#")[0]
+    file = OPERATORS_FILE if OPERATORS_FILE.exists() else None
+    there = read_toml(file, schema("miner")) if file else {}
+    for name, text in given.items():
+        held = there[name].text if name in there else "missing"
+        if file and held != text:
+            raise ConfigError(
+                f"{name} in {OPERATORS_FILE.absolute()} is {held} and not {text}, {_NOTHING}: "
+                "change it with an editor, or give --folder for another miner"
+            )
+    config = load_config("miner", argv, file=file, check=False)
+    assert config.network is not None
+    # A wallet of its own for each network, unless one is named.
+    if file is None and "wallet.name" not in config.sources:
+        chain = replace(config.chain, wallet_name=config.network.head.name)
+        config = replace(config, chain=chain)
+    chain = config.chain
+    wallet = (chain.wallet_path, chain.wallet_name, chain.wallet_hotkey)
+    given |= dict(zip(WALLET, wallet, strict=True))
+    _refuse([*check_addresses(config), *check_values(config)])
+    # Before a uid is taken: a machine that cannot hold the model earns nothing by it.
+    refuse_model(config, ranks=config.miner.nproc_per_node or visible_gpu_count() or 1)
+    return config, given
+
+
+def _register(config: Config, undo: ExitStack) -> tuple[int | None, dict[str, str]]:
+    """Make the hotkey if it is not there, and register it.
+
+    Returns its uid, None where no registry gives one, and the variables of the store's keys that
+    the registry hands out. Raises ConfigError, ChainError. ``undo`` removes a hotkey that was made.
+    """
+    from distributed_training.chain.identity import create_wallet, load_wallet
+
+    settings, there = config.chain, OPERATORS_FILE.exists()
+    folder = Path(settings.wallet_path).expanduser()
+    path = folder / settings.wallet_name / "hotkeys" / settings.wallet_hotkey
+    is_new = not path.exists() and not there  # else a lost one, which load_wallet() names
+    if is_new:
+        made = [path, path.with_name(f"{path.name}pub.txt"), *path.parents]
+        undo.callback(_remove, *(each for each in made if not each.exists()))
+        try:
+            hotkey = create_wallet(folder, settings.wallet_name, settings.wallet_hotkey)
+        except OSError as error:
+            raise ConfigError(
+                f"{path} cannot be written ({error.strerror}), {_NOTHING}: give --wallet.path"
+            ) from None
+    else:
+        hotkey = load_wallet(settings)
+    if settings.kind != "registry":
+        _refuse(check_keys(config))
+        print(f"{hotkey.ss58} gets its uid by: {how_to_register(settings)}")
+        return None, {}
+    from distributed_training.chain.registry import answering
+
+    with answering(
+        url=str(settings.registry_url),
+        wallet=hotkey,
+        master=config.miner.master_ss58_address,
+        invitation=settings.invitation,
+        private=settings.private,
+    ) as chain:
+        uid = chain.uid(hotkey.ss58)
+        named = {"wallet.name", "wallet.hotkey"} & set(config.sources)
+        if uid is None and not (is_new or named or there):
+            raise ConfigError(
+                f"the hotkey {path} is there already and no member of this network, {_NOTHING}: "
+                "give --wallet.name another, or this one if you mean it"
+            )
+        if not (handed := config.any_key and chain.hands_out_keys()):
+            _refuse(check_keys(config))
+        uid = chain.register() if uid is None else uid
+        keys = (chain.store_keys() if handed else None) or {}
+    print(f"hotkey {hotkey.ss58} with uid {uid}, {path}{': keep a copy of it' if is_new else ''}")
+    return uid, keys
+
+
+def _refuse(lines: Iterable[str]) -> None:
+    for line in lines:
+        raise ConfigError(line)
+
+
+def _with_keys(config: Config, keys: Mapping[str, str]) -> Config:
+    """Return the configuration with the store's keys. Raises ConfigError where others are given."""
+    fields: dict[str, Any] = {}
+    for variable, value in keys.items():
+        field = variable.removeprefix("R2_").lower()
+        held = getattr(config.store, field)
+        text = held.get_secret_value() if isinstance(held, SecretStr) else held
+        if text not in (None, "", value):
+            raise ConfigError(
+                f"{variable} is not the one that this network's registry gave, {_NOTHING}: take "
+                "it out of .env, or give --folder"
+            )
+        fields[field] = SecretStr(value)
+    return replace(config, store=replace(config.store, **fields))
+
+
+def _make_bucket(config: Config, bucket: str) -> None:
+    """Make the bucket where the key may; else the doctor says what is missing."""
+    with suppress(StoreError, ConfigError), closing(open_own(config.store, bucket)) as store:
+        if isinstance(store, S3ObjectStore):
+            try:
+                store.list_objects("metadata")
+            except BucketMissingError:
+                store.create_bucket()
+                print(f"bucket {bucket} made")
+
+
+def _remove(*paths: Path) -> None:
+    """Remove files, and folders that are empty."""
+    for path in paths:
+        with suppress(OSError):
+            path.rmdir() if path.is_dir() else path.unlink()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,291 @@
+"""``dt-join``: a real registry that serves the network's file, and a real store."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from distributed_training import doctor, join_command, network_command
+from distributed_training.chain.identity import create_wallet
+from distributed_training.common.ports import free_ports
+from distributed_training.config import load_config
+from distributed_training.localnet.services import ObjectStoreServer
+from distributed_training.node.buckets import check_own, open_own
+from distributed_training.registry import __main__ as registry
+from distributed_training.store.errors import StoreError
+from tests.tools.chain_program import serve_command, url_of
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@dataclass
+class Lab:
+    folder: Path
+    url: str
+    keys: dict[str, str]
+    served: subprocess.Popen[str] | None = None
+
+    def serve(self, *more: str) -> None:
+        where = ("--network", str(self.file), "--port", self.url.rpartition(":")[2])
+        self.served = subprocess.Popen(
+            serve_command(self.folder / "registry", *where, "--requests-per-hotkey", "100", *more),
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert url_of(self.served) == self.url
+
+    def stop(self) -> None:
+        assert self.served is not None and self.served.stdout is not None
+        self.served.terminate()
+        assert self.served.wait(60) == 0
+        self.served.stdout.close()
+
+    @property
+    def file(self) -> Path:
+        return self.folder / "lab" / "network.toml"
+
+    def founder(self, *words: str) -> int:
+        wallet = ("--wallet.path", str(self.folder / "lab" / "wallets"))
+        return registry.main([*words, *wallet, "--wallet.name", "master"])
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    folder = tmp_path_factory.mktemp("founder")
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    with ObjectStoreServer(folder=folder / "store") as store:
+        words = ("--name", "lab", "--host", "127.0.0.1", "--registry", url)
+        more = ("--data-source", "stdlib", "--store", store.endpoint)
+        assert network_command.main(["init", str(folder / "lab"), *words, *more]) == 0
+        made = Lab(folder, url, {k: v for k, v in store.keys.items() if k != "R2_ENDPOINT_URL"})
+        made.serve()
+        try:
+            yield made
+        finally:
+            made.stop()
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty home, and an empty folder in it where the program runs."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in [name for name in os.environ if name.startswith(("R2_", "BT_", "DT_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(doctor, "main", lambda argv: 0)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path
+
+
+@pytest.fixture
+def invitation(lab: Lab, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    return invite(lab, capsys)
+
+
+def invite(lab: Lab, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    assert lab.founder("invite", "--network", str(lab.file), *more) == 0
+    found = re.search(r"^dt-join (\S+)$", capsys.readouterr().out, re.M)
+    assert found is not None
+    return found[1]
+
+
+def write_keys(lab: Lab, folder: Path) -> str:
+    text = "# mine\n" + "".join(f"{name}={value}\n" for name, value in lab.keys.items())
+    (folder / ".env").write_text(text)
+    return text
+
+
+def uid_in(text: str) -> int:
+    found = re.search(r" with uid (\d+), ", text)
+    assert found is not None, text
+    return int(found[1])
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_one_line_makes_a_miner_and_again_takes_it_over(
+    lab: Lab, home: Path, invitation: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, token = home / "here", invitation.rpartition(".")[2]
+    write_keys(lab, here)
+    assert join_command.main([invitation, "--axon.port", "7001"]) == 0
+    out = capsys.readouterr().out
+    uid = uid_in(out)
+    bucket = f"lab-{uid:03d}"
+    assert f"bucket {bucket} made" in out and out.splitlines()[-1] == "the start: dt-miner"
+    config = load_config("miner", [], environ={}, file=here / "miner.toml")  # nothing is refused
+    assert config.general.network == f"{lab.url}/network.toml"
+    assert (config.chain.axon_port, config.chain.wallet_name) == (7001, "lab")
+    assert (home / ".bittensor/wallets/lab/hotkeys/default").exists()
+    kept = (here / ".env").read_text()
+    assert (here / ".env").stat().st_mode & 0o777 == 0o600
+    assert kept.startswith("# mine\n") and f"DT_INVITATION='{token}'" in kept
+    assert token not in (here / "miner.toml").read_text() + out
+    before = everything(home)
+    for words in ([invitation], [f"{lab.url}/network.toml"]):
+        assert join_command.main(words) == 0  # the invitation was good for one
+        assert f" with uid {uid}, " in capsys.readouterr().out
+    assert everything(home) == before
+    assert join_command.main([invitation, "--axon.port", "7002"]) == 2
+    assert "axon.port in" in capsys.readouterr().err and everything(home) == before
+
+
+def test_another_folder_is_made_and_named(
+    lab: Lab, home: Path, invitation: str, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    for name, value in lab.keys.items():
+        monkeypatch.setenv(name, value)  # a service has none of this shell's variables
+    monkeypatch.setattr(getpass, "getpass", lambda prompt: invitation)
+    assert join_command.main(["--folder", "two words"]) == 0
+    folder = home / "here" / "two words"
+    assert capsys.readouterr().out.endswith(f"cd '{folder}' && dt-miner\n")
+    monkeypatch.chdir(home)
+    for name in lab.keys:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(folder)
+    assert load_config("miner", [], environ={}, file=Path("miner.toml"))
+
+
+WRONG = {
+    "used up": "the invitation is used up",
+    "expired": "the invitation has expired",
+    "taken back": "the invitation was taken back",
+    "unknown": "the invitation is not known here",
+    "digest": "its rules are not those of the invitation",
+    "cut": "the invitation is not whole",
+    "away": "does not answer",
+    "wallet": "is there already and no member of this network",
+    "wallet folder": "give --wallet.path",
+    "no folder": "--folder afile cannot be used",
+    "no keys": "R2_READ_ACCESS_KEY_ID, R2_READ_SECRET_ACCESS_KEY, R2_WRITE_ACCESS_KEY_ID, "
+    "R2_WRITE_SECRET_ACCESS_KEY not set",
+    "other miner": "network in ",
+    "flag": "did you mean --axon.port",
+    "words": "is one word too many",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_is_one_line_and_nothing_is_written(
+    lab: Lab, home: Path, wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here, more = home / "here", []
+    line = invite(lab, capsys)
+    place, _, token = line.rpartition(".")
+    write_keys(lab, here)
+    if wrong == "used up":
+        (first := home / "first").mkdir()
+        write_keys(lab, first)
+        assert join_command.main([line, "--wallet.name", "first", "--folder", str(first)]) == 0
+        os.chdir(here)
+    elif wrong == "expired":
+        with sqlite3.connect(lab.folder / "registry" / "registry.db", timeout=30) as db:
+            db.execute("UPDATE invitations SET expires = 1 WHERE uses = 1")
+    elif wrong == "taken back":
+        assert lab.founder("invite", "--url", lab.url, "--list") == 0
+        last = [row for row in capsys.readouterr().out.splitlines() if "good for 1" in row][-1]
+        assert lab.founder("invite", "--url", lab.url, "--revoke", last.split()[0]) == 0
+    elif wrong == "unknown":
+        line = f"{place}.{token[::-1]}"
+    elif wrong == "digest":
+        line = f"{place[:-4]}0123.{token}"
+    elif wrong == "cut":
+        line = line[:-30]
+    elif wrong == "away":
+        (port,) = free_ports(1)
+        line = line.replace(lab.url, f"http://127.0.0.1:{port}")
+    elif wrong == "wallet":
+        create_wallet(home / ".bittensor" / "wallets", "lab")
+    elif wrong == "wallet folder":
+        (home / "afile").write_text("")
+        more = ["--wallet.path", str(home / "afile" / "wallets")]
+    elif wrong == "no folder":
+        (here / "afile").write_text("")
+        more = ["--folder", "afile"]
+    elif wrong == "no keys":
+        (here / ".env").unlink()
+    elif wrong == "other miner":
+        (here / "miner.toml").write_text('network = "sn38"\n')
+    elif wrong == "flag":
+        more = ["--axon.prot", "7001"]
+    elif wrong == "words":
+        more = ["more"]
+    capsys.readouterr()
+    before = everything(home)
+    folders = sorted(p for p in home.rglob("*") if p.is_dir())
+    assert join_command.main([line, *more]) in (1, 2)
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: ") and WRONG[wrong] in said, said
+    assert token not in said
+    assert everything(home) == before
+    assert sorted(p for p in home.rglob("*") if p.is_dir()) == folders
+
+
+def test_a_wallet_that_is_named_is_taken_over(lab: Lab, home: Path, invitation: str) -> None:
+    hotkey = create_wallet(home / ".bittensor" / "wallets", "lab").ss58
+    write_keys(lab, home / "here")
+    assert join_command.main([invitation, "--wallet.name", "lab"]) == 0
+    assert create_wallet(home / ".bittensor" / "wallets", "lab").ss58 == hotkey
+
+
+def test_no_invitation_is_made_to_a_file_that_the_registry_does_not_serve(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "network.toml"
+    other.write_text(lab.file.read_text() + "# changed\n")
+    assert lab.founder("invite", "--network", str(other)) == 2
+    assert "does not serve" in capsys.readouterr().err
+    assert lab.founder("invite") == 2 and "neither" in capsys.readouterr().err
+
+
+def test_the_doctor_runs_for_real(lab: Lab, home: Path, invitation: str) -> None:
+    """As a program; a network without a validator fails some of its checks."""
+    here = home / "here"
+    write_keys(lab, here)
+    done = subprocess.run(
+        [sys.executable, "-m", "distributed_training.join_command", invitation,
+         "--diagnostics.measure", "0", "--neuron.device", "cpu"],
+        cwd=here, env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert re.search(r"✓ ok +bucket +lab-\d{3}: R2_WRITE writes, R2_READ only reads", done.stdout)
+    assert done.stdout.splitlines()[-1] == "the start, once nothing fails: dt-miner"
+
+
+def test_keys_that_the_registry_hands_out_are_in_the_env_file(
+    lab: Lab, home: Path, invitation: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = home / "here"
+    lab.stop()
+    lab.serve("--store", str(lab.folder / "store"))
+    for _ in range(2):  # the second time they are there
+        assert join_command.main([invitation]) == 0
+        bucket = f"lab-{uid_in(capsys.readouterr().out):03d}"
+        config = load_config("miner", [], environ={}, file=here / "miner.toml")
+        assert (here / ".env").stat().st_mode & 0o777 == 0o600
+        with closing(open_own(config.store, bucket)) as own:
+            check_own(own)
+        with closing(open_own(config.store, "lab")) as other:
+            with pytest.raises(StoreError):
+                other.put("metadata", b"x")
+    held = (here / ".env").read_text()
+    (here / ".env").write_text(re.sub("(WRITE_SECRET_ACCESS_KEY=)", r"\1x", held))
+    before = everything(home)
+    assert join_command.main([invitation]) == 2
+    assert "is not the one that this network's registry gave" in capsys.readouterr().err
+    assert everything(home) == before
