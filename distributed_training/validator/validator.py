@@ -538,7 +538,7 @@ class Validator:
 
     def _look_for_end(self) -> None:
         """Call no round any more, and say so, once a [stop] of the network's file is reached."""
-        state, loss = self.state, self._loss
+        state, loss = self.state, self._held_out.mean(self._losses)
         reason = self._ending.reached(
             outer_step=state.outer_step, tokens=state.total_tokens, loss=loss
         )
