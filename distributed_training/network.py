@@ -65,6 +65,7 @@ LATER = frozenset(
         "stop.loss",
         "stop.outer_steps",
         "stop.tokens",
+        "upload.content",
     }
 )
 #: The files that come with the program, by the names that ``--network`` knows them by.

@@ -49,14 +49,20 @@ class SignedClient:
         self._wallet = wallet
 
     def sweep_is_alive(
-        self, neurons: Sequence[Neuron], timeout: timedelta, *, epoch: int | None = None
+        self,
+        neurons: Sequence[Neuron],
+        timeout: timedelta,
+        *,
+        epoch: int | None = None,
+        model: bool = False,
     ) -> dict[int, IsAliveReply | None]:
         """Call all neurons; return replies by uid, None: no valid one.
 
         ``timeout`` covers each call, not the sweep. ``epoch``: our outer step, of which they are
-        told.
+        told. ``model``: their next uploads are to have the model too.
         """
-        replies = self._sweep(neurons, synapses.IS_ALIVE, synapses.build_is_alive(epoch), timeout)
+        fields = synapses.build_is_alive(epoch, model=model)
+        replies = self._sweep(neurons, synapses.IS_ALIVE, fields, timeout)
         alive: dict[int, IsAliveReply | None] = dict.fromkeys(replies)
         for uid, reply in replies.items():
             if reply is not None:

@@ -66,7 +66,8 @@ class MinerCallbacks:
     queue). ``round_phase``: a word for the running round, or None. ``round_due``: whether the
     validator may call a round now; None if that is not known. ``peer_id`` and ``addresses``: in the
     swarm. ``run_id``: of the miner's network. ``on_validator_epoch``: gets the outer step at which
-    the master says that it is, with each IsAlive.
+    the master says that it is, with each IsAlive. ``on_model_asked``: the master asks for the model
+    by its next upload.
     """
 
     epoch: Callable[[], int]
@@ -77,6 +78,7 @@ class MinerCallbacks:
     addresses: Callable[[], Sequence[str]] = lambda: ()
     run_id: str = ""
     on_validator_epoch: Callable[[int], None] = lambda epoch: None
+    on_model_asked: Callable[[], None] = lambda: None
 
 
 class SignedServer(BoundedServer):
@@ -244,8 +246,11 @@ class SignedServer(BoundedServer):
             )
             said = synapses.caller_epoch(fields)
             # The older signature does not cover the body.
-            if said is not None and claim.hotkey == self._master and claim.scheme == auth.BTAUTH:
-                self._miner.on_validator_epoch(said)
+            if claim.hotkey == self._master and claim.scheme == auth.BTAUTH:
+                if said is not None:
+                    self._miner.on_validator_epoch(said)
+                if synapses.asks_for_model(fields):
+                    self._miner.on_model_asked()
             self._counts["accepted.IsAlive"] += 1
             uid = neuron.uid if neuron is not None else None
             self._alive_calls[uid] += 1

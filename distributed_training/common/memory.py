@@ -55,6 +55,7 @@ ACTIVATION_BUDGET = 0.5
 LOSS_CHUNK = 1 << 24  # float32 logits alive at once (training.model), at least
 LONGEST_LOSS_CHUNK = 1 << 27
 TOPK = 32  # values published per row (protocol.gradients)
+Parts = Literal["scored", "model", "all"]  # of a snapshot that are uploaded (protocol.keys)
 _VALUE = 6  # bytes of a published value: float32, and an int16 index
 
 
@@ -227,7 +228,9 @@ def _pinned(tensors: Iterable[tuple[int, ...]], ranks: int) -> Iterator[int]:
         yield ranks * 4 * 2 ** (rows - 1).bit_length()
 
 
-def disk_space(shape: ModelShape, *, keep_checkpoints: int, moments: int = 2) -> int:
+def disk_space(
+    shape: ModelShape, *, keep_checkpoints: int, moments: int = 2, content: Parts = "all"
+) -> int:
     """Return the most that a miner has on disk at once; ``moments``: as in :class:`Arrangement`.
 
     In bytes a parameter:
@@ -235,14 +238,17 @@ def disk_space(shape: ModelShape, *, keep_checkpoints: int, moments: int = 2) ->
     *Checkpoints* 24 each: weights, AdamW's two moments, error feedback; 8 of them epoch-start
     weights and outer momentum, written once per outer step and referred to, at most once for each
     checkpoint. Those kept and the one being written. *Snapshots* 12 each, and the published values:
-    weights and two moments; the one published last and the one being taken or uploaded. *Global
-    states* 8 each: weights and outer momentum; the one in use, the one before, and the one being
-    fetched.
+    weights and two moments; the one published last and the one being taken or uploaded. Where
+    ``content`` is what is scored: the published values, and 4 once, the weights of a model that
+    the validator asks for. *Global states* 8 each: weights and outer momentum; the one in use, the
+    one before, and the one being fetched.
 
     Data cache and events come on top; they have bounds of their own (``--data.cache_gb``, 2 GiB).
     """
     checkpoints = (max(1, keep_checkpoints) + 1) * checkpoint_bytes(shape.tensors, moments)
-    return checkpoints + 2 * snapshot_bytes(shape.tensors, moments) + 3 * 8 * shape.parameters
+    last = snapshot_bytes(shape.tensors, moments, content)
+    largest = snapshot_bytes(shape.tensors, moments, "model" if content == "scored" else content)
+    return checkpoints + last + largest + 3 * 8 * shape.parameters
 
 
 def checkpoint_bytes(tensors: Iterable[tuple[int, ...]], moments: int = 2) -> int:
@@ -253,16 +259,19 @@ def checkpoint_bytes(tensors: Iterable[tuple[int, ...]], moments: int = 2) -> in
     return (8 + 4 * moments + 8) * sum(map(math.prod, tensors))
 
 
-def snapshot_bytes(tensors: Iterable[tuple[int, ...]], moments: int = 2) -> int:
+def snapshot_bytes(
+    tensors: Iterable[tuple[int, ...]], moments: int = 2, parts: Parts = "all"
+) -> int:
     """Return the bytes on disk of one snapshot of a model with these shapes.
 
-    ``model.safetensors``, the shards of the inner optimizer, and ``gradients.pt`` with the ranks'
-    parts of it that it is put together from.
+    ``gradients.pt`` with the ranks' parts of it that it is put together from; of the ``parts`` that
+    say so, ``model.safetensors`` and the shards of the inner optimizer.
     """
     shapes = list(tensors)
     # An upload holds TOPK values of each chunk of up to 64; a vector is one row of chunks.
     most = [s[0] if len(s) == 1 else math.prod(s[:-1]) * min(TOPK, s[-1]) for s in shapes]
-    return (4 + 4 * moments) * sum(map(math.prod, shapes)) + 2 * _VALUE * sum(most)
+    of_each = {"scored": 0, "model": 4, "all": 4 + 4 * moments}[parts]
+    return of_each * sum(map(math.prod, shapes)) + 2 * _VALUE * sum(most)
 
 
 def host_bytes(root: Path = Path("/")) -> int | None:

@@ -341,9 +341,10 @@ class MinerSettings(RoundSettings):
     round_reload_timeout: Patience = rule("round.reload_timeout")
     """after the start of a round: how long to wait for the validator's new global state before this
     miner compares epochs and loads what the bucket holds"""
-    train_in_rounds: bool = flag("neuron.train_in_rounds", False)
+    train_in_rounds: bool | None = flag("neuron.train_in_rounds", None)
     """inner steps go on while the swarm averages, and the outer step keeps what they trained. Takes
-    4 bytes of host memory a parameter more in a round"""
+    4 bytes of host memory a parameter more in a round (default: in a network of format 2, where
+    the host memory is there)"""
     epoch_check_blocks: Count = 25  # between two looks at the global bucket while training
     checkpoint_steps: Count = flag("neuron.checkpoint_steps", 25)
     """inner steps between two local checkpoints, at least; one is also written after each outer
@@ -394,6 +395,9 @@ class StoreSettings:
     """bucket of the global model; a miner's own bucket is this name and its uid"""
     run: Count = rule("run")
     """number of the run in the metadata of each upload"""
+    content: Literal["scored", "all"] = rule("upload.content", "all")
+    """what a miner uploads: 'scored', the compressed pseudo-gradient that validators score, or
+    'all', the model and the inner optimizer too, as the public network does"""
     upload_steps: Count = flag("neuron.upload_steps", 60)
     """upload at most every so many inner steps"""
     minimum_valid_inner_step: CountFrom0 = rule("round.minimum_valid_inner_step")
@@ -590,6 +594,9 @@ class ValidatorSettings(RoundSettings):
     """in a network of format 1 an outer step is refused when it makes the held-out loss worse by
     more than this fraction"""
     top_candidates: int = 3  # miners, best first, whose checkpoint is tried as our contribution
+    upload_content: Literal["scored", "all"] = rule("upload.content", "all")
+    """what a miner uploads: 'scored', the compressed pseudo-gradient that validators score, or
+    'all', the model and the inner optimizer too, as the public network does"""
 
     publication_budget: timedelta = 1800 * SECOND  # to upload a global state; then it is given up
 

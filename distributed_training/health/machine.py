@@ -52,6 +52,7 @@ _SPEED_BYTES = 128 * 1024 * 1024
 _CHECKPOINT_BYTES = 16  # a parameter; see common.memory.disk_space
 _SHARED_MEMORY = 1 << 30  # NCCL's buffers between the GPUs of one machine
 _DESCRIPTORS = 1024  # files, shards and connections, without those of the signed server
+_COMFORTABLE = 0.9  # of what is there
 _TOO_MUCH = 1.15  # of what is there; the estimate is not exact enough to refuse a near miss
 
 
@@ -262,6 +263,42 @@ def gpu_bytes(config: Config) -> int | None:
     return round(sample.memory_total_gb * 1e9) if sample else None
 
 
+def arrange(
+    config: Config,
+    shape: ModelShape,
+    *,
+    ranks: int,
+    micro_batch: int,
+    offload: bool,
+    gpu: int | None,
+) -> Arrangement:
+    """Return how this machine trains the model; ``gpu``: bytes of its first, None without one.
+
+    Where nobody says whether inner steps go on in a round, they do in a network of format 2 if the
+    host memory is there.
+    """
+    training = config.training
+    how = Arrangement(
+        world_size=ranks,
+        micro_batch=micro_batch,
+        sequence_length=training.sequence_length,
+        checkpointing=training.activation_checkpointing,  # type: ignore[arg-type]
+        keep_unsharded=training.keep_unsharded == "on",
+        reduce_at_last=training.gradient_sync == "last",
+        offload_optimizer=offload,
+        cuda=gpu is not None,
+        loss_chunk=loss_chunk(gpu),
+        train_in_rounds=True,
+        moments=count_moments(training),
+    )
+    wanted = config.miner.train_in_rounds
+    if wanted is None:
+        there = host_bytes() or 0
+        of_format_2 = config.network is not None and config.network.head.format > 1
+        wanted = of_format_2 and host_memory(shape, how) <= _COMFORTABLE * there
+    return replace(how, train_in_rounds=wanted)
+
+
 @listed(CHECKS)
 def check_memory(examination: Examination) -> Iterator[Check]:
     """Check device and host memory against what this model takes with these flags."""
@@ -269,19 +306,14 @@ def check_memory(examination: Examination) -> Iterator[Check]:
     if shape is None:
         return
     gpu = gpu_bytes(examination.config)
-    how = Arrangement(
-        world_size=examination.ranks,
+    how = arrange(
+        examination.config,
+        shape,
+        ranks=examination.ranks,
         # auto goes down to 1 before it gives up; below, auto takes the way that needs least.
         micro_batch=examination.micro_batch or 1,
-        sequence_length=training.sequence_length,
-        checkpointing=training.activation_checkpointing,  # type: ignore[arg-type]
-        keep_unsharded=training.keep_unsharded == "on",
-        reduce_at_last=training.gradient_sync == "last",
-        offload_optimizer=training.offload_optimizer == "on",
-        cuda=gpu is not None,
-        loss_chunk=loss_chunk(gpu),
-        train_in_rounds=examination.config.miner.train_in_rounds,
-        moments=count_moments(training),
+        offload=training.offload_optimizer == "on",
+        gpu=gpu,
     )
     for name, needed, there, remedy in (
         (
@@ -304,7 +336,7 @@ def check_memory(examination: Examination) -> Iterator[Check]:
         finding = f"about {needed / 1e9:.1f} of {there / 1e9:.1f} GB needed"
         if needed > _TOO_MUCH * there:
             yield Check(name, "fail", f"{finding}, so training would run out of memory", remedy)
-        elif needed > 0.9 * there:
+        elif needed > _COMFORTABLE * there:
             yield Check(name, "warn", f"{finding}: tight", remedy)
         else:
             yield Check(name, "ok", finding)
@@ -358,7 +390,7 @@ def refuse_model(config: Config, *, ranks: int) -> None:
                 reduce_at_last=at_last,
                 offload_optimizer=offload,
                 cuda=gpu is not None,
-                train_in_rounds=config.miner.train_in_rounds,
+                train_in_rounds=config.miner.train_in_rounds is True,
                 moments=count_moments(config.training),
             )
             ways.append({"host memory": host_memory(shape, how)})
@@ -394,7 +426,9 @@ def check_room(examination: Examination) -> Check:
     folder = config.run_folder.absolute()
     if shape is not None:
         keep, moments = config.miner.keep_checkpoints, count_moments(config.training)
-        most = disk_space(shape, keep_checkpoints=keep, moments=moments)
+        most = disk_space(
+            shape, keep_checkpoints=keep, moments=moments, content=config.store.content
+        )
         # What is there is part of the need: counted twice, a restart on a disk of the documented
         # size would be refused.
         needed += max(0, most - bytes_under(folder))

@@ -20,6 +20,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 from distributed_training.common.backoff import Throttle
+from distributed_training.protocol.keys import Parts
 from distributed_training.store.bucket_reader import refuse
 
 from . import events as ev
@@ -67,6 +68,11 @@ class Controller:
         # First: whoever decides on an upload reads the list as it is after the event.
         self._subscribers: list[Subscriber] = [blocks.on_event]
 
+    @property
+    def parts(self) -> Parts:
+        """Return what of the next snapshot is uploaded."""
+        return self._rules.parts(self.state)
+
     def subscribe(self, subscriber: Subscriber) -> None:
         """Show it every event from now on, after those that subscribed before."""
         self._subscribers.append(subscriber)
@@ -106,7 +112,9 @@ class Controller:
                 command = replace(command, outer_step=state.place[0], inner_steps=state.place[1])
             case Action.SNAPSHOT:
                 taken = LocalPart(blocks=blocks.blocks())
-                command = replace(command, chain_block=blocks.chain_block(), local=taken)
+                command = replace(
+                    command, chain_block=blocks.chain_block(), parts=self.parts, local=taken
+                )
             case Action.WRITE_PSEUDO_GRADIENT:
                 command = replace(command, trains_on=self._rules.train_in_rounds)
             case Action.CHECK_GRADIENT:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from distributed_training.protocol.keys import PARTS, Parts
 from distributed_training.protocol.types import (
     AllReduceFault,
     AllReduceResult,
@@ -88,18 +89,20 @@ class Command:
     exit_status: int = 0  # STOP: of the miner
     trains_on: bool = False  # WRITE_PSEUDO_GRADIENT: inner steps go on after it
     in_pause: bool = False  # CHECK_GRADIENT: a round holds up training anyway
+    parts: Parts = "all"  # SNAPSHOT: what is uploaded
     data: DataPart = field(default=DataPart())
     local: LocalPart = field(default=LocalPart(), compare=False)
 
     def to_integers(self) -> list[int]:
         """Return :data:`COMMAND_INTEGERS` integers: all but rank 0's own part."""
-        flags = int(self.trains_on), int(self.in_pause)
+        flags = int(self.trains_on), int(self.in_pause), PARTS.index(self.parts)
         numbers = self.outer_step, self.inner_steps, self.chain_block, self.exit_status
         return [self.action, *numbers, *flags, *self.data]
 
     @classmethod
     def from_integers(cls, integers: Sequence[int]) -> Command:
-        action, outer_step, steps, chain_block, exit_status, trains_on, in_pause, *data = integers
+        action, outer_step, steps, chain_block, exit_status, *flags = integers
+        trains_on, in_pause, parts, *data = flags
         return cls(
             Action(action),
             outer_step=outer_step,
@@ -108,6 +111,7 @@ class Command:
             exit_status=exit_status,
             trains_on=bool(trains_on),
             in_pause=bool(in_pause),
+            parts=PARTS[parts],
             data=DataPart(*data),
         )
 
@@ -195,6 +199,7 @@ class SnapshotTaken(Event):
 
     handle: SnapshotHandle
     progress: Progress
+    parts: Parts = "all"
 
 
 @dataclass(frozen=True)
@@ -270,6 +275,11 @@ class ValidatorHeard(Event):
 
     outer_step: int
     at: float
+
+
+@dataclass(frozen=True)
+class ModelAsked(Event):
+    """The master asks this miner by a signed call to upload its model too."""
 
 
 @dataclass(frozen=True)
@@ -404,6 +414,7 @@ class MinerState:
     fetch_failures: int = 0  # in a row, of failed_target
     failed_target: int | None = None
     place: tuple[int, int] | None = None  # PlaceSeen's numbers, the last ones
+    model_asked: bool = False  # until an upload with the model has ended well
     # trained since the last checkpoint
     unsaved_steps: int = 0
     unsaved_seconds: float = 0.0
@@ -423,13 +434,18 @@ class Rules:
     ``reload_seconds``: from an AllReduce call until the validator must have uploaded.
     ``checkpoint_steps``, ``checkpoint_seconds``: inner steps and seconds of training between two
     checkpoints; both must have passed. ``train_in_rounds``: inner steps go on while the swarm
-    averages; the outer step keeps what they trained.
+    averages; the outer step keeps what they trained. ``content``: of an upload.
     """
 
     reload_seconds: float
     checkpoint_steps: int
     checkpoint_seconds: float = 0.0
     train_in_rounds: bool = False
+    content: Literal["scored", "all"] = "all"
+
+    def parts(self, state: MinerState) -> Parts:
+        """Return what of the next snapshot is uploaded."""
+        return "model" if self.content == "scored" and state.model_asked else self.content
 
 
 Decision = tuple[MinerState, tuple[Action | Task, ...]]

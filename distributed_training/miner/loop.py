@@ -241,13 +241,14 @@ class MinerLoop:
                 progress=progress,
                 block=command.chain_block,
                 last_loss=self._last_loss,
+                parts=command.parts,
             )
         except (OSError, RankFailedError) as error:  # raised on all ranks alike
             problem = f"This snapshot is not uploaded, and the next one is tried: {error}"
             if self._controller is None:  # rank 0 reports the event
                 log.warning("%s", problem)
             return ev.SnapshotFailed(problem)
-        return ev.SnapshotTaken(self._snapshot, progress)
+        return ev.SnapshotTaken(self._snapshot, progress, command.parts)
 
     def _save_checkpoint(self, local: LocalPart) -> None:
         extra = {"data": self._data.state_dict(), **local.kept}

@@ -16,6 +16,7 @@ hotkey shows before a model is built. Each part is closed by the stack in the op
 from __future__ import annotations
 
 import logging
+import math
 import os
 import queue
 import time
@@ -44,6 +45,7 @@ from distributed_training.config import Config, ConfigError, exit_with
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.health.clock import ClockWatch, measure_offset
+from distributed_training.health.machine import arrange, gpu_bytes
 from distributed_training.node import identity
 from distributed_training.node.identity import (
     Member,
@@ -61,6 +63,7 @@ from distributed_training.node.start import (
     start_log,
 )
 from distributed_training.protocol import keys, lines
+from distributed_training.protocol.keys import Parts
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.store.snapshot_folder import describe_full_disk
 from distributed_training.store.upload_schedule import UploadSchedule
@@ -482,7 +485,8 @@ class RankZero:
                 reload_seconds=reload,
                 checkpoint_steps=config.miner.checkpoint_steps,
                 checkpoint_seconds=config.miner.checkpoint_interval.total_seconds(),
-                train_in_rounds=config.miner.train_in_rounds,
+                train_in_rounds=self._trains_in_rounds(),
+                content=config.store.content,
             ),
             events=context.events,
             blocks=self.blocks,
@@ -495,6 +499,20 @@ class RankZero:
         at_end(self.server.close)
         self._subscribe()
 
+    def _trains_in_rounds(self) -> bool:
+        trainer, config = self._training.trainer, self._context.config
+        count = sum(math.prod(shape) for _, shape in trainer.schema)
+        with suppress(ValueError):  # of sizes that the memory's formula does not know
+            return arrange(
+                config,
+                ModelShape.from_config(self._info.model_config, count),
+                ranks=self._context.ranks.local_world_size,
+                micro_batch=trainer.micro_batch_size,
+                offload=trainer.optimizer.offload,
+                gpu=gpu_bytes(config) if self._context.device.type == "cuda" else None,
+            ).train_in_rounds
+        return config.miner.train_in_rounds is True
+
     def _open_server(self, averaging: Averaging) -> SignedServer:
         """Return it bound, not yet answering. Raises ConfigError when the port is taken."""
         config, member = self._context.config, self._connections.member
@@ -503,6 +521,11 @@ class RankZero:
         def heard(outer_step: int) -> None:
             if outer_step < trainer.outer_step:
                 self._context.events.put(ev.ValidatorHeard(outer_step, time.monotonic()))
+
+        def asked() -> None:
+            if config.store.content != "all" and not controller.state.model_asked:
+                log.info("The validator asks for this miner's model: its next upload has it too")
+                self._context.events.put(ev.ModelAsked())
 
         return SignedServer(
             settings=config.chain,
@@ -520,6 +543,7 @@ class RankZero:
                 addresses=lambda: exchange.visible_maddrs,
                 run_id=config.swarm.run_id,
                 on_validator_epoch=heard,
+                on_model_asked=asked,
             ),
             folder=self._context.folder,
         )
@@ -565,10 +589,13 @@ class RankZero:
         round_seconds = {"round_seconds": lambda: reporter.round_seconds}
         shapes = [shape for _, shape in trainer.schema]
         moments = len(trainer.optimizer.state)
-        needed = snapshot_bytes(shapes, moments)
+
+        def needed(parts: Parts) -> int:
+            return snapshot_bytes(shapes, moments, parts)
+
         metrics = self._open_metrics(
             {**uploaded, **income.gauges(), **round_seconds},
-            needed=needed + checkpoint_bytes(shapes, moments),
+            needed=needed(config.store.content) + checkpoint_bytes(shapes, moments),
         )
         missed = MissedRounds(
             outer_step=trainer.outer_step,
@@ -583,7 +610,7 @@ class RankZero:
             round_clock=clock,
             blocks=blocks,
             uploader=connections.uploader,
-            disk_problem=lambda: describe_full_disk(folder, needed),
+            disk_problem=lambda: describe_full_disk(folder, needed(self.controller.parts)),
             world_size=trainer.stream.layout.shards,
             run=config.store.run,
         )

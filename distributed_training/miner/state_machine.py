@@ -116,6 +116,10 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             if 0 < rules.checkpoint_seconds <= 2 * state.unsaved_seconds:
                 return state.clear_unsaved(), (Action.SNAPSHOT, Action.CHECKPOINT)
             return state, (Action.SNAPSHOT,)
+        case ev.ModelAsked():
+            return replace(state, model_asked=True), ()
+        case ev.PublicationEnded(report=upload) if upload.ok and upload.model:
+            return replace(state, model_asked=False), ()
         case ev.SnapshotComplete() if may_check(state):
             return state, (Action.CHECK_GRADIENT,)
         case ev.RolledBack(progress=Progress(outer_step=outer)) if outer != state.outer_step:
@@ -186,7 +190,12 @@ def _follow_global_state(state: MinerState, event: ev.Event) -> Decision:
             passing = event.awful and goes_back(state)
             return after, () if passing else (Task.REFUSE_GLOBAL,)
         case ev.Loaded(outer_step=outer) if state.mode is Mode.LOADING:
-            after = MinerState(mode=Mode.TRAINING, outer_step=outer, place=state.place)
+            after = MinerState(
+                mode=Mode.TRAINING,
+                outer_step=outer,
+                place=state.place,
+                model_asked=state.model_asked,
+            )
             return after, (*_follow_schedule(after), Action.CHECKPOINT)
         case _:
             return state, ()

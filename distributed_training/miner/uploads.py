@@ -83,6 +83,9 @@ class Uploads:
                 return [*self._await_files(state), *self._choose_step(report, state)]
             case ev.SnapshotTaken():
                 self._taken, self._taken_at, self._check_wanted = event, self._clock(), False
+                if event.parts == "model":
+                    # How long it takes says nothing of the next one.
+                    self._schedule.interrupt()
             case ev.SnapshotFailed():
                 self._schedule.cancelled()
             case ev.GradientChecked(delta=delta) if self._taken is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from typing import TypeGuard
+from typing import Literal, TypeGuard, get_args
 
 import base58
 
@@ -21,6 +21,9 @@ MODEL = "model.safetensors"
 GRADIENTS = "gradients.pt"
 OUTER_OPTIMIZER = "outer_optimizer.pt"  # global bucket only
 SAFETENSORS_METADATA = {"format": "pt"}
+#: What of a snapshot is uploaded: the pseudo-gradient that is scored; the model too; all there is.
+Parts = Literal["scored", "model", "all"]
+PARTS: tuple[Parts, ...] = get_args(Parts)
 
 # No zero in front: epoch-07 would be a second folder of outer step 7. Numbers have an end, since
 # others choose them and readers count up to them.
@@ -137,10 +140,11 @@ def inner_optimizer(rank: int, world_size: int) -> str:
     return f"inner_optimizer.rank{rank + 1:04d}-of-{world_size}.pt"
 
 
-def data_files(world_size: int) -> tuple[str, ...]:
+def data_files(world_size: int, parts: Parts = "all") -> tuple[str, ...]:
     """Name the files that a miner uploads into an ``epoch-N`` folder before its metadata."""
     shards = tuple(inner_optimizer(rank, world_size) for rank in range(world_size))
-    return (CONFIG, MODEL, GRADIENTS, *shards)
+    model = () if parts == "scored" else (MODEL,)
+    return (CONFIG, *model, GRADIENTS, *(shards if parts == "all" else ()))
 
 
 GLOBAL_DATA_FILES = (CONFIG, MODEL, OUTER_OPTIMIZER)

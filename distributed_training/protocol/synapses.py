@@ -77,10 +77,20 @@ class IsAliveReply:
     run_id: str | None = None
 
 
-def build_is_alive(epoch: int | None = None) -> dict[str, Any]:
-    """Build the body of a call. ``epoch``: the caller's own outer step, of which it tells."""
-    asked = dict.fromkeys(("peer_id", "addresses", "run_id"))
+def build_is_alive(epoch: int | None = None, *, model: bool = False) -> dict[str, Any]:
+    """Build the body of a call. ``epoch``: the caller's own outer step, of which it tells.
+
+    ``model``: the next upload is to have the model too. It is read from the master alone.
+    """
+    asked: dict[str, Any] = dict.fromkeys(("peer_id", "addresses", "run_id"))
+    if model:  # else not: the body is that of versions before
+        asked["model"] = True
     return {"answer": None, "completion": "", "epoch": epoch, **asked}
+
+
+def asks_for_model(body: Mapping[str, Any]) -> bool:
+    """Return whether the caller of IsAlive wants the model in the next upload."""
+    return body.get("model") is True
 
 
 def caller_epoch(body: Mapping[str, Any]) -> int | None:

@@ -180,6 +180,7 @@ class PublicationReport:
     finished_at: float = 0.0  # time.time()
     age_seconds: float | None = None  # of gradients.pt then, by the store's clock
     checked: bool = False  # its gradient, before it was sent
+    model: bool = False  # it had the model too
 
 
 @dataclass

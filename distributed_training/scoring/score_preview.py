@@ -114,6 +114,7 @@ def read_judged(
                 ModelShape.from_config(model_config, sum(math.prod(s) for _, s in schema)),
                 keep_checkpoints=MinerSettings().keep_checkpoints,
                 moments=count_moments(config.training),
+                content=config.store.content,
             )
             # With checkpoints it is a miner's; a validator's or a subnet's takes no such room.
             for run in {path.parent for path in miners.glob("*/checkpoints")}:

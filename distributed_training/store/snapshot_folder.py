@@ -66,14 +66,15 @@ def wait_complete(
     folder: Path,
     world_size: int,
     *,
+    content: keys.Parts = "all",
     timeout: timedelta,
     uplink: Uplink,
     give_up: Callable[[], bool] = lambda: False,
 ) -> dict[str, FileRecord]:
     """Wait for all ranks' records; return the protocol's files, each exactly once.
 
-    ``timeout`` covers the wait for all ranks; ``give_up`` ends it early, when a newer snapshot
-    waits. Raises IntegrityError, StoppedError.
+    ``content``: what there must be at least. ``timeout`` covers the wait for all ranks; ``give_up``
+    ends it early, when a newer snapshot waits. Raises IntegrityError, StoppedError.
     """
     # Not by the uplink's clock: ranks write on while a round pauses the uplink.
     deadline = time.monotonic() + timeout.total_seconds()
@@ -100,7 +101,7 @@ def wait_complete(
                 f"rank-{rank} could not write its files of the snapshot: {done.error}"
             )
         files |= {record.name: record for record in done.files}
-    missing = [name for name in keys.data_files(world_size) if name not in files]
+    missing = [name for name in keys.data_files(world_size, content) if name not in files]
     if missing:
         raise IntegrityError(f"the snapshot lacks {', '.join(missing)}, so it is not uploaded")
     return files

@@ -59,6 +59,7 @@ from .errors import IntegrityError, StoppedError, StoreError, disk_problem
 from .journal import JOURNAL, Journal, Submission
 from .opening import open_store
 from .snapshot_folder import (
+    FileRecord,
     check_files,
     preview_warning,
     prune_snapshots,
@@ -105,7 +106,7 @@ class Publication:
         """
         began, sent, reason, age = time.monotonic(), Sent(), "", None
         revision, settings, uplink = submission.revision, self.settings, self.uplink
-        checked = submission.preview_delta is not None
+        checked, files = submission.preview_delta is not None, dict[str, FileRecord]()
         try:
             # First of all: after a kill from here on, the next process goes on with it.
             self.journal.set_pending(submission)
@@ -115,6 +116,7 @@ class Publication:
             files = wait_complete(
                 submission.folder,
                 submission.world_size,
+                content=settings.content,
                 timeout=settings.snapshot_timeout,
                 uplink=uplink,
                 give_up=self.newer,
@@ -178,6 +180,7 @@ class Publication:
             finished_at=time.time(),
             age_seconds=None if reason else age,
             checked=checked,
+            model=keys.MODEL in files,
         )
 
     def _verify(self, file: Staged, etag: str) -> ObjectInfo:

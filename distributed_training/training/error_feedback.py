@@ -107,6 +107,12 @@ class ErrorFeedback:
             # An upload under way that began before must not advance it: it is of steps given up.
             self._loads += 1
 
+    @property
+    def moments(self) -> frozenset[str]:
+        """The tensors of the inner optimizer's state that directions are made of, by name."""
+        curved = self.mode == "best" and self.compression.by_rows
+        return frozenset({"exp_avg_sq"} if curved else ())
+
     def by_rows(self, index: int) -> bool:
         """Return whether ranks encode their own rows of this parameter."""
         return len(self._shards[index].shape) == 2 and self.compression.by_rows
@@ -143,7 +149,7 @@ class ErrorFeedback:
         if self.mode != "upload":
             gathered = self._encode_gathered(gradient, None)
             kinds = {"off": None, "curved": second_moment}
-            if self.mode == "off" or second_moment is None or not self.compression.by_rows:
+            if not self.moments or second_moment is None:
                 del kinds["curved"]
             for name, moments in kinds.items():
                 parts: Parts = [

@@ -1,4 +1,4 @@
-"""A snapshot: everything a miner uploads, of one step boundary, written beside training.
+"""A snapshot: what a miner uploads, of one step boundary, written beside training.
 
 Training waits only for the copy to host memory. After that a thread of each rank writes; it uses no
 collective, since training goes on with its own. All ranks of a miner share one file system: each
@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -106,11 +106,11 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> str:
 class BoundaryCopies:
     """Rows of weights and of the inner optimizer's ``state`` at one step boundary, in host memory.
 
-    With AdamW they take 12 bytes a parameter. Nobody changes them.
+    With AdamW all of them take 12 bytes a parameter. Nobody changes them.
     """
 
     weights: list[Tensor]
-    state: Mapping[str, list[Tensor]]
+    state: dict[str, list[Tensor]]  # what was asked for, by name
 
 
 class BoundaryCopier:
@@ -134,8 +134,16 @@ class BoundaryCopier:
         self._released = threading.Event()
         self._released.set()
 
-    def copy_boundary(self) -> BoundaryCopies:
-        """Copy weights and the optimizer's state of now, unless that was done at this boundary."""
+    def copy_boundary(self, names: Collection[str] | None = None) -> BoundaryCopies:
+        """Copy weights and the optimizer's state of now, unless that was done at this boundary.
+
+        ``names``: of the optimizer's state what is wanted; None: all of it.
+        """
+        wanted = {
+            name: rows
+            for name, rows in self._optimizer.state.items()
+            if names is None or name in names
+        }
         # Counters that change with the values. torch counts the writes to a tensor, except those of
         # fused AdamW.
         moments = chain.from_iterable(self._optimizer.state.values())
@@ -143,13 +151,16 @@ class BoundaryCopier:
         boundary = (self._optimizer.step_count, *(tensor._version for tensor in tensors))
         last = None if self._last is None else self._last()
         if last is not None and boundary == self._boundary:
+            # Into the same object, which whoever copied less before may hold for longer.
+            for name in wanted.keys() - last.state.keys():
+                last.state[name] = to_host(wanted[name])
             return last
         # This very reference would keep alive what is waited for.
         del last
         self.wait()
         made = BoundaryCopies(
             to_host([shard.local for shard in self._shards]),
-            {name: to_host(rows) for name, rows in self._optimizer.state.items()},
+            {name: to_host(rows) for name, rows in wanted.items()},
         )
         self._released = released = threading.Event()
         # Who writes holds the object. When the last one lets go of it, the next copies may be made.
@@ -182,8 +193,8 @@ class SnapshotState:
     Nothing in it changes any more.
 
     ``directions``: candidates for the upload; the first is written to ``gradients.pt``. Of a rank
-    that is not on node 0 nothing is written: its node 0 peer writes the same. ``write_inner``
-    writes this rank's inner optimizer.
+    that is not on node 0 nothing is written: its node 0 peer writes the same. ``parts``: what is
+    written. ``write_inner`` writes this rank's inner optimizer.
     """
 
     layout: Layout
@@ -194,6 +205,7 @@ class SnapshotState:
     config: Mapping[str, Any]
     gradients_metadata: Mapping[str, Any]
     write_inner: Callable[[Path], None]
+    parts: keys.Parts = "all"
 
     @property
     def rank(self) -> int:
@@ -306,23 +318,8 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle) -> None:
     folder = handle.folder
     parts = folder / PARTS
     files: dict[Path, str | None] = {}  # and what in it holds NaN or Inf
-    layout = SafetensorsLayout.of(
-        [(s.name, torch.float32, s.shape) for s in state.shards],
-        metadata=keys.SAFETENSORS_METADATA,
-    )
-    # Not truncated: all ranks write their rows into this one file.
-    model = os.open(parts / keys.MODEL, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        os.ftruncate(model, layout.size)  # the same size from every rank
-        if state.rank == 0:
-            write_at(model, layout.header, 0)
-        for shard, rows in zip(state.shards, state.copies.weights, strict=True):
-            handle.check()
-            start = layout.offsets[shard.name] + shard.start * math.prod(shard.shape[1:]) * 4
-            write_at(model, tensor_bytes(rows), start)
-        os.fsync(model)
-    finally:
-        os.close(model)
+    if state.parts != "scored":
+        _write_rows(state, handle, parts / keys.MODEL)
     bad_weights = _not_finite(state.shards, state.copies.weights, handle.check)
     codes = {each.name: each.encode(handle.check) for each in state.directions}
     handle.codes = codes
@@ -356,22 +353,25 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle) -> None:
                     f"rank {rank} could not write its part of the snapshot: {answer['error']}"
                 )
             bad_of_ranks.append(answer["not_finite"])
-        # Whole and synced by now: each rank synced its rows before it was ready.
-        assert (parts / keys.MODEL).stat().st_size == layout.size
-        os.replace(parts / keys.MODEL, folder / keys.MODEL)
+        bad_weights = next(filter(None, bad_of_ranks), None)
+        if state.parts != "scored":
+            # Whole and synced by now: each rank synced its rows before it was ready.
+            os.replace(parts / keys.MODEL, folder / keys.MODEL)
+            files[folder / keys.MODEL] = bad_weights
         handle.contents = _contents(state, codes, parts)
         handle.check()
         bad_gradient = _write_gradients(folder, handle.contents[state.directions[0].name])
         write_json(folder / keys.CONFIG, state.config)
         files[folder / keys.CONFIG] = None
-        files[folder / keys.MODEL] = next(filter(None, bad_of_ranks), None)
-        files[folder / keys.GRADIENTS] = bad_gradient
+        # Where the weights are not uploaded, what was made of bad ones is not either.
+        files[folder / keys.GRADIENTS] = bad_gradient or bad_weights
     handle.check()
-    inner = folder / keys.inner_optimizer(state.rank, state.layout.shards)
-    state.write_inner(inner)
-    kept = state.copies.state.values()
-    bad = (_not_finite(state.shards, rows, handle.check) for rows in kept)
-    files[inner] = next((name for name in bad if name is not None), None)
+    if state.parts == "all":
+        inner = folder / keys.inner_optimizer(state.rank, state.layout.shards)
+        state.write_inner(inner)
+        kept = state.copies.state.values()
+        bad = (_not_finite(state.shards, rows, handle.check) for rows in kept)
+        files[inner] = next((name for name in bad if name is not None), None)
     if state.rank == 0:
         # No rank needs them: all were ready before this one went on.
         shutil.rmtree(parts)
@@ -379,6 +379,27 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle) -> None:
     # Last: where this is, the uploader takes the rank's files for whole.
     done = {"rank": state.rank, "world_size": state.layout.shards, "files": _listed(files)}
     write_json(_done_file(folder, state.rank), done)
+
+
+def _write_rows(state: SnapshotState, handle: SnapshotHandle, path: Path) -> None:
+    """Write this rank's rows of the weights at their place in ``path``, durably."""
+    layout = SafetensorsLayout.of(
+        [(s.name, torch.float32, s.shape) for s in state.shards],
+        metadata=keys.SAFETENSORS_METADATA,
+    )
+    # Not truncated: all ranks write their rows into this one file.
+    model = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        os.ftruncate(model, layout.size)  # the same size from every rank
+        if state.rank == 0:
+            write_at(model, layout.header, 0)
+        for shard, rows in zip(state.shards, state.copies.weights, strict=True):
+            handle.check()
+            start = layout.offsets[shard.name] + shard.start * math.prod(shard.shape[1:]) * 4
+            write_at(model, tensor_bytes(rows), start)
+        os.fsync(model)
+    finally:
+        os.close(model)
 
 
 def publish_instead(

@@ -10,7 +10,7 @@ import logging
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.gradients import Schema
+from distributed_training.protocol.keys import Parts
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
@@ -591,21 +592,28 @@ class Trainer:
 
     # --- uploads -------------------------------------------------------------------------------
 
-    def boundary_copies(self) -> BoundaryCopies:
+    def boundary_copies(self, names: Collection[str] | None = None) -> BoundaryCopies:
         """Copy weights and moments of this step boundary, when no round is on. Collective.
 
+        ``names``: see :meth:`~.snapshot.BoundaryCopier.copy_boundary`.
         Raises RankFailedError on all ranks alike when one of them has no memory for its copies.
         """
         # What a round that failed has left would be in host memory beside the copies.
         self.roll_back_outer_step()
         # A rank that raised alone would leave the others in what comes next.
-        return self.stream.run_on_all(self.copier.copy_boundary)
+        return self.stream.run_on_all(lambda: self.copier.copy_boundary(names))
 
     @torch.no_grad()
     def snapshot(
-        self, folder: Path, *, progress: Progress, block: int, last_loss: float
+        self,
+        folder: Path,
+        *,
+        progress: Progress,
+        block: int,
+        last_loss: float,
+        parts: Parts = "all",
     ) -> SnapshotHandle:
-        """Write everything an upload needs, of this step boundary, in the background.
+        """Write the ``parts`` of an upload, of this step boundary, in the background.
 
         ``block`` is the chain's; rank 0's ``progress.blocks`` become the block list. Training is
         held for the copy to host memory and the codes of vectors only (with DCT for all codes).
@@ -616,7 +624,8 @@ class Trainer:
         start, layout = self.outer.epoch_start, self.stream.layout
         if start is None:
             raise AllReduceError(AllReduceFault.LOCAL, "no epoch-start weights are kept")
-        copies = self.boundary_copies()
+        # No copy is made of what is not uploaded.
+        copies = self.boundary_copies(None if parts == "all" else self.feedback.moments)
         problem = None
         if self.rank == 0:
             try:
@@ -662,6 +671,7 @@ class Trainer:
                 counts=self.optimizer.counts(),
                 moments=copies.state,
             ),
+            parts=parts,
         )
         epoch = Epoch(self.outer.epoch_id, start, self.outer.learning_rate)
         handle = SnapshotHandle(folder, time.perf_counter() - started, epoch)

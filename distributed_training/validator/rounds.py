@@ -300,7 +300,9 @@ class RoundCaller:
             ]
             # The median: one miner, a liar or a beginner, does not move it.
             outcome.inner_steps = statistics.median_low(steps_now) if steps_now else 0
-            outcome.top_uid = self._contribute(state, candidates)
+            # Of what is scored alone nothing is contributed: the average is that of the miners.
+            of_models = candidates if self._settings.upload_content == "all" else ()
+            outcome.top_uid = self._contribute(state, of_models)
             addresses = [a for n in called for a in answered[n.uid].addresses]
             self._average(outcome, called, uids_of, addresses[: ADDRESSES_EACH * MOST_CALLED])
         except AllReduceError as error:

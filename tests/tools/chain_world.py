@@ -63,6 +63,7 @@ class World:
         self.chain = MemoryChain(hotkey=MINER.ss58, ledger=self.ledger)
         self.events: list[RoundRequest] = []
         self.told: list[int] = []  # outer steps at which the master says that it is
+        self.asked: list[None] = []  # for the model
         self.offset = 0
         self.later = 0.0
         self.due: bool | Callable[[], bool] | None = True
@@ -76,6 +77,7 @@ class World:
                 on_all_reduce=self.events.append,
                 round_due=lambda: self.due() if callable(self.due) else self.due,
                 on_validator_epoch=self.told.append,
+                on_model_asked=lambda: self.asked.append(None),
             ),
             folder=folder,
             clock=lambda: time.time_ns() + self.offset,

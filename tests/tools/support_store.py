@@ -199,7 +199,7 @@ class Upload:
 
 
 def finish_rank(folder: Path, rank: int, world_size: int, names: list[str] | None = None) -> None:
-    names = names or [keys.inner_optimizer(rank, world_size)]
+    names = [keys.inner_optimizer(rank, world_size)] if names is None else names
     done = {
         "rank": rank,
         "world_size": world_size,

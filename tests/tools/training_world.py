@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 
 from distributed_training.config.settings import TrainingSettings
+from distributed_training.protocol.keys import Parts
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
@@ -85,9 +86,11 @@ def train(made: Trainer, first: int, last: int) -> list[Any]:
     return reports
 
 
-def take_snapshot(made: Trainer, folder: Path, progress: Progress) -> Any:
+def take_snapshot(
+    made: Trainer, folder: Path, progress: Progress, parts: Parts = "all"
+) -> SnapshotHandle:
     """Return the handle of a snapshot whose files are all written."""
-    return finished(made.snapshot(folder, progress=progress, block=1, last_loss=1.0))
+    return finished(made.snapshot(folder, progress=progress, block=1, last_loss=1.0, parts=parts))
 
 
 def finished(handle: SnapshotHandle) -> SnapshotHandle:

@@ -84,6 +84,19 @@ def test_the_masters_word_alone_tells_its_outer_step(
     assert server.told == heard
 
 
+@pytest.mark.parametrize(("caller", "asked"), [(VALIDATOR, 1), (SECOND, 0), (PEER, 0)])
+def test_the_master_alone_asks_for_a_model(server: World, caller: Wallet, asked: int) -> None:
+    client = SignedClient(wallet=caller)
+    assert client.sweep_is_alive([neuron(server)], LONG, epoch=3)[7] is not None
+    assert server.asked == []
+    assert client.sweep_is_alive([neuron(server)], LONG, model=True)[7] is not None
+    body = json.dumps(synapses.build_is_alive(model=True)).encode()
+    legacy = sign("legacy", caller, "/IsAlive", body)  # which does not sign the body
+    url = f"{server.url}/IsAlive"
+    assert httpx.post(url, content=body, headers=legacy, trust_env=False).status_code == 200
+    assert len(server.asked) == asked
+
+
 @pytest.mark.parametrize("more", [0, 1])
 def test_a_reply_is_read_up_to_a_limit(more: int) -> None:
     body = json.dumps({"completion": "True"}).encode().ljust(MAX_REPLY_BYTES + more)

@@ -133,6 +133,13 @@ def test_disk_figures_are_what_is_written(tmp_path: Path, process_group: None) -
     assert written(tmp_path, "global") == pytest.approx(state, rel=0.05)
     most = disk_space(ModelShape.from_config(config), keep_checkpoints=checkpoints - 1)
     assert most == checkpoints * one + 2 * snapshot_bytes(shapes) + 3 * state
+    # of what is scored alone: twice, and once the weights of a model that is asked for
+    take_snapshot(made, tmp_path / "scored", Progress(0, 1, 1, [1]), "scored")
+    scored = snapshot_bytes(shapes, parts="scored")
+    assert written(tmp_path, "scored") < scored < 2.5 * written(tmp_path, "scored")
+    found = ModelShape.from_config(config)
+    most = disk_space(found, keep_checkpoints=checkpoints - 1, content="scored")
+    assert most == checkpoints * one + 2 * scored + 4 * found.parameters + 3 * state
 
 
 def written(folder: Path, pattern: str) -> int:

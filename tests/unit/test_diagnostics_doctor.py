@@ -57,6 +57,28 @@ def test_memory_verdicts(share: float, verdict: str, monkeypatch: pytest.MonkeyP
         assert check.status == verdict and bool(check.remedy) == (verdict != "ok")
 
 
+@pytest.mark.parametrize(
+    ("words", "network", "overlaps"),
+    [([], "local", True), ([], "sn38", False), (["--neuron.train_in_rounds"], "sn38", True),
+     (["--neuron.train_in_rounds", "false"], "local", False)],
+)  # fmt: skip
+def test_inner_steps_go_on_in_rounds_where_the_memory_is_there(
+    words: list[str], network: str, overlaps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["--network", network, *words]
+    config = load_config("miner", given, environ={}, dotenv=None, check=False)
+    shape = ModelShape.from_config(named_config("4b"))
+
+    def trains_on(there: float | None) -> bool:
+        monkeypatch.setattr(machine, "host_bytes", lambda: there)
+        how = machine.arrange(config, shape, ranks=1, micro_batch=1, offload=False, gpu=80 * 10**9)
+        return how.train_in_rounds
+
+    # bytes a parameter: 16 always, 4 of buffers, 16 that pass
+    assert trains_on(37 / 0.9 * shape.parameters) == overlaps
+    assert trains_on(35 / 0.9 * shape.parameters) == trains_on(None) == bool(words and overlaps)
+
+
 @pytest.mark.parametrize("there", [False, True])
 def test_the_network_is_asked_first_and_without_a_wallet(
     there: bool, monkeypatch: pytest.MonkeyPatch

@@ -18,6 +18,8 @@ from distributed_training.protocol.types import (
     AllReduceFault,
     AllReduceResult,
     Progress,
+    PublicationReport,
+    Revision,
     RoundRequest,
 )
 from tests.tools.decided_miner import DecidedMiner, Published
@@ -62,6 +64,22 @@ def test_inner_steps_go_on_in_a_round_until_its_average_is_there() -> None:
         assert trains_now(after) == trains(after.mode)
     now, actions = decide(replace(now, mode=Mode.AWAITING_GLOBAL), step(31), OVERLAP)
     assert actions == (Action.CHECKPOINT,), "the steps of a round that failed count"
+
+
+def test_a_model_is_uploaded_once_when_it_was_asked_for() -> None:
+    scored = replace(RULES, content="scored")
+    before = state(Mode.TRAINING)
+    assert scored.parts(before) == "scored" and RULES.parts(before) == "all"
+    asked, tasks = decide(before, ev.ModelAsked(), scored)
+    assert (scored.parts(asked), RULES.parts(asked), tasks) == ("model", "all", ())
+    revision = Revision(5, 12, 50)
+    for ok, model in ((False, True), (True, False)):  # it failed; it was on its way before
+        ended = ev.PublicationEnded(PublicationReport(revision, ok, 1.0, 1, model=model))
+        assert decide(asked, ended, scored)[0].model_asked
+    loading = replace(asked, mode=Mode.LOADING, fetch_target=13, fetched=Path("x"))
+    assert decide(loading, ev.Loaded(13), scored)[0].model_asked
+    ended = ev.PublicationEnded(PublicationReport(revision, True, 1.0, 1, model=True))
+    assert scored.parts(decide(asked, ended, scored)[0]) == "scored"
 
 
 def diverged(inner_step: int) -> ev.InnerStepDone:

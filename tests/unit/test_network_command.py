@@ -73,6 +73,11 @@ def test_a_founded_network_is_what_a_miner_joins(tmp_path: Path, capsys) -> None
     other = read(tmp_path / "other")
     assert not other.chain.private and other.network.head.format == 2
     assert other.network.values["run_id"] != values["run_id"]
+    assert (other.store.content, other.swarm.compression) == ("scored", "4bit")
+    as_before = ("--set", "upload.content=all", "--set", "round.compression=none")
+    assert found(tmp_path / "all", *as_before) == 0
+    of_all = read(tmp_path / "all")
+    assert (of_all.store.content, of_all.swarm.compression) == ("all", "none")
     assert other.swarm.initial_peers[0].startswith("/dns4/gpu-1/tcp/8009/p2p/Qm")
     _, _, words = capsys.readouterr().out.partition("dt-validator ")
     flags = shlex.split(words.partition("\n")[0])

@@ -118,6 +118,9 @@ def test_a_file_of_format_1_is_read_as_before_and_has_no_later_key(tmp_path: Pat
         of_first = first.replace("[training]", f"[training]\n{key} = {value}")
         later = signed(of_first, ALICE, beside=beside)
         assert f"training.{key} is a key of format 2" in refused(later, tmp_path)
+    later = signed(f'{first}\n[upload]\ncontent = "scored"\n', ALICE, beside=beside)
+    assert "upload.content is a key of format 2" in refused(later, tmp_path)
+    assert config.store.content == "all"
     training = config.training
     assert (training.schedule, training.weight_decay_on) == ("cosine", "all")
 

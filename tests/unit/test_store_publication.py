@@ -99,6 +99,28 @@ def test_data_then_epoch_metadata_then_root(tmp_path: Path, world_size: int) -> 
     }
 
 
+@pytest.mark.parametrize("parts", keys.PARTS)
+@pytest.mark.parametrize("content", ["scored", "all"])
+def test_what_the_network_wants_is_uploaded_and_what_was_asked_for(
+    tmp_path: Path, parts: keys.Parts, content: keys.Parts
+) -> None:
+    store, wanted = MemoryObjectStore(), keys.data_files(2, parts)
+    files = write_snapshot(tmp_path / "s", REVISION, world_size=2)
+    for rank in range(2):
+        names = [n for n in wanted if ("rank0002" in n) == bool(rank)]
+        finish_rank(tmp_path / "s", rank, 2, names)
+    for name in files.keys() - {*wanted}:
+        files[name].unlink()
+    report = run(store, tmp_path / "s", world_size=2, content=content)
+    enough = {*keys.data_files(2, content)} <= {*wanted}
+    assert report.ok == enough and report.model == (enough and parts != "scored")
+    if not enough:
+        assert "lacks model.safetensors" in report.reason or "lacks inner_opt" in report.reason
+        return
+    there = {o.key for o in store.list_objects()} - {"epoch-3/metadata.json", "metadata.json"}
+    assert there == {f"epoch-3/{name}" for name in wanted}
+
+
 def not_finite(folder: Path) -> None:
     path = folder / "rank-0.done.json"
     done = json.loads(path.read_text())

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 
 from distributed_training.common.files import json_line
+from distributed_training.protocol import keys
 from distributed_training.protocol.types import Progress
 from distributed_training.store.errors import IntegrityError
 from distributed_training.store.snapshot_folder import wait_complete
@@ -674,6 +675,47 @@ def test_copies_of_another_boundary_wait_until_these_are_written(
     threading.Timer(0.2, held.clear).start()  # its writer is done
     third = made.copier.copy_boundary()
     assert not held and not caplog.records and third is not first
+
+
+@pytest.mark.parametrize("parts", keys.PARTS)
+def test_a_snapshot_copies_and_writes_what_is_uploaded(tmp_path: Path, parts: keys.Parts) -> None:
+    """Whatever it is, the pseudo-gradient is the same and a checkpoint beside it has all."""
+    made, other = trainer(), trainer()
+    for one in (made, other):
+        train(one, 0, 2)
+    progress = Progress(0, 2, 2, [7])
+    handle = made.snapshot(tmp_path / "s", progress=progress, block=1, last_loss=1.0, parts=parts)
+    copied = made.copier.copy_boundary(())
+    everything = made.optimizer.state.keys()
+    assert copied.state.keys() == (everything if parts == "all" else {"exp_avg_sq"})
+    keeper = Checkpointer(trainer=made, folder=tmp_path / "checkpoints")
+    save_checkpoint(keeper, progress)
+    assert made.copier.copy_boundary() is copied and copied.state.keys() == everything
+    del copied
+    handle.join()
+    assert handle.error is None
+    records = wait_complete(
+        tmp_path / "s", 1, content=parts, timeout=timedelta(seconds=1), uplink=Uplink()
+    )
+    there = {path.name for path in (tmp_path / "s").iterdir()}
+    assert {*records} == {*keys.data_files(1, parts)} == there - {"rank-0.done.json"}
+    take_snapshot(other, tmp_path / "all", progress)
+    for name in (keys.GRADIENTS, keys.CONFIG):
+        assert (tmp_path / "s" / name).read_bytes() == (tmp_path / "all" / name).read_bytes()
+    again = trainer()
+    restored = Checkpointer(trainer=again, folder=tmp_path / "checkpoints").restore()
+    assert restored is not None
+    for name, rows in made.optimizer.state.items():
+        assert all(map(torch.equal, rows, again.optimizer.state[name]))
+
+
+def test_bad_weights_stop_an_upload_that_has_none(tmp_path: Path) -> None:
+    made = trainer()
+    train(made, 0, 1)
+    made.sharded.shards[1].local.view(-1)[0] = math.nan
+    take_snapshot(made, tmp_path / "s", Progress(0, 1, 1, [7]), "scored")
+    files = json.loads((tmp_path / "s" / "rank-0.done.json").read_text())["files"]
+    assert [f["name"] for f in files if f["not_finite"]] == [keys.GRADIENTS]
 
 
 @pytest.mark.parametrize("chained", ["by itself", "as a cause"])

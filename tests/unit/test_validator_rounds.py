@@ -258,6 +258,19 @@ def test_an_upload_under_way_is_no_reason_to_contribute_nothing(world: World, mo
         assert all(map(torch.equal, world.swarm.contributions[0], expected[event["top_uid"]]))
 
 
+def test_nothing_is_contributed_where_members_upload_what_is_scored_alone(
+    tmp_path: Path,
+) -> None:
+    world = trained(tmp_path, upload_content="scored")
+    for miner in world.miners.values():
+        del miner.bucket.objects["epoch-0/model.safetensors"]
+    assert world.validator.round()
+    event = world.events.of("round")[0]
+    assert event["ok"] and event["top_uid"] is None
+    assert world.swarm.requests[0][1] == WEIGHT_OF_NOTHING
+    assert all(float(b.abs().max()) == 0 for b in world.swarm.contributions[0])
+
+
 @pytest.mark.parametrize("damage", ["nan", "awful", "garbage"])
 def test_a_bad_checkpoint_is_never_contributed(
     world: World, damage: str, caplog: pytest.LogCaptureFixture
