@@ -9,6 +9,8 @@ are in ``networks/local.toml``.
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -343,6 +345,30 @@ def check_values(config: Config) -> Iterator[str]:
         )
 
 
+def check_exports(config: Config) -> Iterator[str]:
+    command = config.validator.export_command
+    if not command:
+        return
+    if not config.validator.export_every:
+        yield (
+            "--validator.export_command is given and --validator.export_every is 0, so it would "
+            "never run: give --validator.export_every 10"
+        )
+    try:
+        program = (shlex.split(command) or [""])[0]
+    except ValueError as error:
+        yield (
+            f"--validator.export_command cannot be split into words ({error}), so nothing could be "
+            "run: close its quotation marks"
+        )
+    else:
+        if shutil.which(program) is None:
+            yield (
+                f"--validator.export_command names {program!r:.100}, which is no program here, so "
+                "nothing could be run: give its whole path, and chmod +x"
+            )
+
+
 def check_schedule(config: Config) -> Iterator[str]:
     training, remedy = config.training, "correct the network's file"
     begins, lasts = training.decay_from, training.decay_steps
@@ -434,6 +460,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_network_choice,
     check_values,
     check_schedule,
+    check_exports,
     check_addresses,
     check_keys,
 )

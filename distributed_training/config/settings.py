@@ -608,6 +608,15 @@ class ValidatorSettings(RoundSettings):
     """folder as transformers writes it: the weights of outer step 0, when the global bucket is
     empty"""
 
+    # the founder's look at the model
+    export_every: CountFrom0 = flag("validator.export_every", 0)
+    """export the model of every so many outer steps into exports/ of the run folder; 0: none"""
+    keep_exports: int = flag("validator.keep_exports", 3, ge=1, le=10_000)
+    """exports to keep, the newest"""
+    export_command: Text = flag("validator.export_command", "")
+    """command that is run with each export: its folder and outer step are the last two arguments,
+    and its last line, a number or a JSON object of numbers, goes to events, page and W&B"""
+
     # scoring
     score_blocks: Count = flag("validator.score_blocks", 25)
     """blocks between two scoring passes over the miners' uploads"""

@@ -60,11 +60,13 @@ from distributed_training.store.errors import StoreError
 from distributed_training.swarm.supervisor import SwarmUnavailable, address_of
 from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog
+from distributed_training.telemetry.trackers import open_trackers
 from distributed_training.training.compression import compression_of
 from distributed_training.training.model import UnfitModelError, parameter_schema, without_extras
 from distributed_training.training.outer_rule import outer_rule_of
 from distributed_training.training.outer_step import GlobalState
 from distributed_training.training.pretrained import WeightsError, digest_weights, read_weights
+from distributed_training.validator.exports import Exports
 from distributed_training.validator.global_state import (
     GlobalPublisher,
     GlobalStateError,
@@ -273,11 +275,31 @@ def build(
         held_out=held_out,
         outer_rule=outer_rule_of(config.training),
         ending=Ending(config.tokens_of_step, config.finished, parts.show_finished),
+        after_step=open_exports(config, folder, state, record, stack).after,
         run=run,
     )
     check_peer_id(config, swarm)
     watch_address(config, swarm, failing=lambda: standings.failed_rounds > 0, stop=stop)
     return validator, state, found is not None
+
+
+def open_exports(
+    config: Config, folder: Path, state: GlobalState, record: Callable[..., None], stack: ExitStack
+) -> Exports:
+    """Open what looks at the model after an outer step; ``stack`` ends it."""
+    name = f"{config.miner.name}-validator"
+    first = state.total_inner_steps + 1
+    trackers = open_trackers(config.telemetry, folder, name=name, first_step=first)
+    for tracker in trackers:
+        stack.callback(tracker.close)
+
+    def draw(step: int, figures: Mapping[str, float]) -> None:
+        for tracker in trackers:
+            tracker.log(step, figures)
+
+    exports = Exports(config, folder, record=record, draw=draw)
+    stack.callback(exports.close)
+    return exports
 
 
 def check_peer_id(config: Config, swarm: HivemindSwarm) -> None:

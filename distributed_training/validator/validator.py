@@ -48,6 +48,9 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
     seconds (from the call to the end of the publication).
 ``finished``
     outer_step, reason: which [stop] of the network's file it reached. No round follows.
+``export``
+    outer_step, folder, ok, reason (empty when ok), seconds, results: {name: number}, of the
+    founder's command.
 ``weights``
     block, weights: {uid as text: weight}.
 ``stop``
@@ -150,6 +153,7 @@ class Validator:
         run: Run,
         outer_rule: OuterRule,
         ending: Ending,
+        after_step: Callable[[GlobalState], None] = lambda state: None,
     ) -> None:
         # collaborators
         self._outer_rule = outer_rule
@@ -161,6 +165,7 @@ class Validator:
         self._scorer = scorer
         self._held_out = held_out
         self._ending = ending
+        self._after_step = after_step  # returns at once
         self._clock_fault = run.clock_fault
         self._record = run.record
         self._stop = run.stop
@@ -435,6 +440,7 @@ class Validator:
         )
         self._report_loss()
         self._look_for_end()
+        self._after_step(following)
 
     def _failed(self, fault: str, detail: str) -> None:
         """Keep the outer step; the whole period starts again."""

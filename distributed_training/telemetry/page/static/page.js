@@ -176,6 +176,9 @@ function cards(neuron) {
   const preview = newestOf(neuron, "preview");
   if (preview) made.push(card("Preview", number(preview.delta, 4),
     "loss change by the last gradient tried", preview.delta < 0 ? "good" : "bad"));
+  const looked = newestOf(neuron, "export");
+  if (looked) made.push(card("Evaluation", looked.ok ? Object.entries(looked.results).slice(0, 3).map(([name, value]) => `${name} ${number(value, 3)}`).join("; ") || "exported" : "failed",
+    looked.ok ? `outer step ${looked.outer_step}, ${looked.folder}` : looked.reason, looked.ok ? "" : "bad"));
   const held = newestOf(neuron, "held_out");
   const domains = Object.entries(held?.domains ?? {}).map(([name, loss]) => `; ${name} ${number(loss, 3)}`).join("");
   if (held) made.push(card("Held-out loss", number(held.after, 3), `before ${number(held.before, 3)}${held.text ? `, on ${held.text}` : ""}${domains}`));

@@ -1,0 +1,209 @@
+"""The model of every n-th outer step as a folder, and the founder's command that looks at it.
+
+Both run beside the rounds, in processes of their own at a low priority: ``dt-export`` writes the
+folder from the run folder's copy of the state, then the command gets folder and outer step as its
+last arguments. What it prints last, a number or a JSON object of numbers, is its result. Whatever
+fails or hangs there costs a line, and is ended with all that it started.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from distributed_training.common.files import free_bytes
+from distributed_training.common.processes import Mark, describe_end, kill_tree, without_secrets
+from distributed_training.config import Config
+from distributed_training.training.outer_step import GlobalState
+
+log = logging.getLogger(__name__)
+
+FOLDER = "exports"  # in the run folder
+_LONGEST = timedelta(hours=12)  # of a command
+_TAIL = 1 << 16  # bytes of what it prints that are kept
+_RESERVE = 10**9  # bytes of disk that stay free
+_MOST_RESULTS = 200
+_LOW_PRIORITY = ["nice", "-n", "10"]  # rounds and scores go first
+
+
+class Exports:
+    """Exports the model of every ``validator.export_every``-th outer step, one at a time.
+
+    ``folder``: the run folder. ``record`` writes an event; ``draw`` shows figures at an inner step.
+    ``longest``: of a command.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        *,
+        record: Callable[..., None],
+        draw: Callable[[int, Mapping[str, float]], None],
+        longest: timedelta = _LONGEST,
+    ) -> None:
+        self._settings = config.validator
+        self._network = config.general.network
+        self._run_folder = folder
+        self._folder = folder.absolute() / FOLDER
+        self._record = record
+        self._draw = draw
+        self._longest = longest
+        self._thread: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._closed = False
+        # By the folder: what a validator that was killed left running is found again.
+        self._mark = Mark("DT_EXPORTS", str(self._folder))
+        if self._folder.exists():
+            self._mark.end(settle=timedelta(0), grace=timedelta(0))
+
+    def after(self, state: GlobalState) -> None:
+        """Begin an export if one is due. Returns at once."""
+        if not self._settings.export_every or state.outer_step % self._settings.export_every:
+            return
+        if self._thread is not None and self._thread.is_alive():
+            log.warning(
+                "Outer step %d is not exported: the export before, or its command, still runs",
+                state.outer_step,
+            )
+            return
+        self._thread = threading.Thread(
+            target=self._export, args=(state,), name="export", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """End what runs."""
+        self._closed = True
+        if self._process is not None:
+            self._kill(self._process)
+
+    def _export(self, state: GlobalState) -> None:
+        step, began = state.outer_step, time.monotonic()
+        target = self._folder / f"outer-step-{step}"
+        problem, results = "", {}
+        try:
+            self._make(state, target)
+            if self._settings.export_command:
+                results = self._evaluate(step, target)
+        except (OSError, ValueError) as error:
+            if self._closed:
+                return
+            problem = str(error)
+            log.warning("Export of outer step %d: %s", step, problem)
+        else:
+            shown = ", ".join(f"{name} {value:.6g}" for name, value in results.items())
+            log.info("Exported outer step %d to %s%s", step, target, shown and f": {shown:.500}")
+            # The axis of the trackers is the network's inner steps, as at the miners.
+            named = {f"evaluation_{name}": value for name, value in results.items()}
+            self._draw(state.total_inner_steps, named)
+        self._record(
+            "export",
+            outer_step=step,
+            folder=str(target),
+            ok=not problem,
+            reason=problem,
+            seconds=round(time.monotonic() - began, 3),
+            results=results,
+        )
+
+    def _make(self, state: GlobalState, target: Path) -> None:
+        """Write the folder, and delete the oldest. Raises OSError, ValueError."""
+        self._folder.mkdir(exist_ok=True)
+        kept = sorted(
+            (path for path in self._folder.glob("outer-step-*") if path != target),
+            key=lambda path: path.stat().st_mtime,
+        )
+        for path in kept[: len(kept) + 1 - self._settings.keep_exports]:
+            shutil.rmtree(path)
+        shutil.rmtree(target, ignore_errors=True)  # of a step that a restart took again
+        needed = 4 * sum(tensor.numel() for tensor in state.weights) + _RESERVE
+        if (free := free_bytes(self._folder)) is not None and free < needed:
+            raise OSError(
+                f"{free / 1e9:.1f} GB are free in {self._folder} and {needed / 1e9:.1f} GB are "
+                "needed, so nothing was exported: free the disk, or lower --validator.keep_exports"
+            )
+        words = [sys.executable, "-m", "distributed_training.scoring.export", str(target)]
+        words += ["--outer-step", str(state.outer_step), "--from", str(self._run_folder)]
+        words += ["--network", self._network] if self._network else []
+        # Also where its copy of a network's URL is.
+        words += ["--neuron.run_folder", str(self._run_folder)]
+        self._run(words, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))})
+
+    def _evaluate(self, step: int, target: Path) -> dict[str, float]:
+        """Return what the founder's command found. Raises OSError, ValueError."""
+        words = shlex.split(self._settings.export_command)
+        last = self._run([*words, str(target), str(step)], {})
+        try:
+            return dict(_numbers("", json.loads(last)))
+        except (ValueError, RecursionError):
+            raise ValueError(
+                f"the last line of --validator.export_command is no number and no JSON object of "
+                f"numbers ({last!r:.100}), so no result is shown: print one"
+            ) from None
+
+    def _run(self, command: Sequence[str], more: Mapping[str, str]) -> str:
+        """Return the last line that a command prints. Raises OSError, ValueError."""
+        environment = {**without_secrets(), **more, **self._mark.environment}
+        process = subprocess.Popen(
+            [*_LOW_PRIORITY, *command],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        assert process.stdout is not None
+        self._process = process
+        late = threading.Event()
+
+        def end() -> None:
+            late.set()
+            self._kill(process)
+
+        timer = threading.Timer(self._longest.total_seconds(), end)
+        timer.daemon = True
+        timer.start()
+        tail = b""
+        with process.stdout:
+            # Its end: of all that hold it, a process left in the background too.
+            while data := os.read(process.stdout.fileno(), _TAIL):
+                tail = (tail + data)[-_TAIL:]
+        timer.cancel()
+        status = process.wait()
+        lines = [line for line in tail.decode(errors="replace").splitlines() if line.strip()]
+        last = lines[-1].strip() if lines else ""
+        if status:
+            how = f"did not end within {self._longest}" if late.is_set() else describe_end(status)
+            raise ValueError(f"{command[0]} {how}: {last!r:.300}")
+        return last
+
+    def _kill(self, process: subprocess.Popen[bytes]) -> None:
+        if process.poll() is None:
+            kill_tree(process.pid)
+        # And what has left the tree: a server in the background.
+        self._mark.end(settle=timedelta(0), grace=timedelta(0))
+
+
+def _numbers(name: str, value: Any) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a JSON value, named by their path. Raises ValueError for another one."""
+    if isinstance(value, dict):
+        for key, inner in list(value.items())[:_MOST_RESULTS]:
+            with suppress(ValueError):  # lm-evaluation-harness has texts among its numbers
+                yield from _numbers(f"{name}/{key}".strip("/"), inner)
+    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"{value!r:.100} is no number")
+    elif math.isfinite(value):
+        yield name or "result", float(value)
