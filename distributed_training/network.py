@@ -2,8 +2,10 @@
 
 ``network.toml`` names chain, model, tokenizer, data, training constants, round clock, store and
 bootstrap peers (docs/network-file.md). Comments and layout do not count: what counts is the digest
-of the canonical form (protocol page, section 10). The digest is the run's id, so peers whose files
-differ use other DHT keys and other RPC names and cannot meet.
+of the canonical form (protocol page, section 10). Of format 1 the digest is the run's id, so peers
+whose files differ use other DHT keys and other RPC names and cannot meet. Of format 2 the run's id
+is the digest of the keys of :func:`is_identity` alone, which no version changes; each version names
+the digest of the one before and the outer step from which it holds.
 
 Here a file is found (at a path, or an https URL with the last good copy behind it), digested,
 signed and verified. Types and ranges of its values are those of the settings that they become;
@@ -49,6 +51,8 @@ FORMATS = (1, 2)
 #: Keys of format 2 alone. Each has a default; the digest has a key only where the file does.
 LATER = frozenset(
     {
+        "previous",
+        "from_outer_step",
         "model.weights",
         "private",
         "round.compression",
@@ -77,6 +81,7 @@ LARGEST_FILE = 1 << 20  # bytes, of the file and of the model's beside it
 LARGEST_SHOWN = 4096  # bytes of what the global bucket says of its network
 KEPT = "network"  # folder of the last good copy, in the run folder
 FILE = "network.toml"
+VERSIONS = "versions"  # folder of all signed versions, beside the founder's file
 _ATTEMPTS, _FIRST_WAIT, _TIMEOUT = 3, 1.0, 10.0  # seconds
 _LONGEST = 30.0  # seconds, of a whole reply with the redirects before it
 _MOST_REDIRECTS = 5
@@ -103,7 +108,6 @@ _DEEPEST_KEY = 64
 _DEEP_KEY = re.compile(rf"(?<![\w.-])(?:[\w-]++[ \t]*+\.[ \t]*+){{{_DEEPEST_KEY}}}")
 # Of the model's file beside it. It also becomes a name in the run folder, where "url" is taken.
 _BESIDE = re.compile(r"(?!(?:network\.toml|url)$)\w[\w.-]{0,199}", re.ASCII)
-_SIGNATURE_LINE = re.compile(r"^\s*signature\s*=.*\n?", re.M)
 
 
 class NetworkFileError(ValueError):
@@ -134,14 +138,20 @@ class Head:
         str | None, Field(alias="tokenizer.revision", pattern=r"^[0-9a-f]{40}$")
     ] = None
     exchange: Annotated[Literal["hivemind"], Field(alias="exchange")] = "hivemind"
+    previous: Annotated[str | None, Field(alias="previous", pattern=r"^sha256:[0-9a-f]{64}$")] = (
+        None
+    )
+    from_outer_step: Annotated[int, Field(alias="from_outer_step", ge=0, lt=10**9)] = 0
     signature: Annotated[str | None, Field(alias="signature", pattern=r"^0x[0-9a-f]{128}$")] = None
 
 
 HEAD_KEYS = {
     "format", "name", "version", "chain.kind", "model.parameters", "model.config",
     "model.config_file", "model.weights", "store.miner_bucket", "signature", "tokenizer.revision",
-    "exchange",
+    "exchange", "previous", "from_outer_step",
 }  # fmt: skip
+#: Keys by which the versions of one file follow each other.
+VERSION_KEYS = ("version", "previous", "from_outer_step")
 
 
 @dataclass(frozen=True)
@@ -166,6 +176,11 @@ class Network:
         return ModelShape.from_config(self.model or {}, self.head.parameters)
 
     @property
+    def rules_id(self) -> str:
+        """The id that two peers compare to know that they hold the same rules."""
+        return self.digest[:_RUN_ID_DIGITS] if self.head.format > 1 else self.values["run_id"]
+
+    @property
     def line(self) -> str:
         """The name, version, run and master of the network, for the log."""
         return (
@@ -178,8 +193,8 @@ class Network:
 class Shown:
     """The content of ``network.json``, by which the global bucket says whose it is.
 
-    ``run_id``: None where an earlier version of the program wrote it. ``finished``: which [stop] of
-    its file the network has reached, in words; None while it trains.
+    ``run_id``: the network's ``rules_id``; None where an earlier version of the program wrote it.
+    ``finished``: which [stop] of its file the network has reached, in words; None while it trains.
     """
 
     name: Annotated[str, Field(max_length=63)]
@@ -191,7 +206,7 @@ class Shown:
     @classmethod
     def of(cls, network: Network) -> Shown:
         head, values = network.head, network.values
-        return cls(head.name, head.version, values["chain.master_hotkey"], values.get("run_id"))
+        return cls(head.name, head.version, values["chain.master_hotkey"], network.rules_id)
 
     @classmethod
     def parse(cls, data: bytes) -> Shown:
@@ -206,7 +221,7 @@ class Shown:
 
 def other_version(shown: Shown, ours: Network) -> str:
     """Say how the network's file of the global bucket differs from ``ours``; empty: it does not."""
-    version, run_id = ours.head.version, ours.values["run_id"]
+    version, run_id = ours.head.version, ours.rules_id
     if shown.version == version and shown.run_id in (None, run_id):
         return ""
     differs = f"this network is at version {shown.version} of its file, this miner has {version}"
@@ -310,6 +325,12 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
                     f"{key} {wrong} with chain.kind {head.chain!r}",
                     "add it" if kind == head.chain else "remove it",
                 )
+    if (head.version > 1) != (head.previous is not None) and head.format > 1:
+        raise NetworkFileError(
+            f"version {head.version} "
+            + ("names none before it" if head.version > 1 else "has none before it to name"),
+            "let dt-network sign write version, previous and from_outer_step",
+        )
     _refuse_size(head)
     # The built-in ones are part of the program, so whoever trusts the one trusts the others.
     built_in = "signature" not in flat and any(
@@ -337,10 +358,17 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
                 "fetch it again from the founder",
             )
     values = {key: value for key, value in flat.items() if key in keys}
-    # Of the digest: peers whose files differ use other DHT keys and cannot meet.
-    values.setdefault("run_id", digest[:_RUN_ID_DIGITS])
+    # Peers of two runs use other DHT keys and cannot meet.
+    identity = {key: value for key, value in flat.items() if is_identity(key)}
+    of_run = digest if head.format == 1 else digest_of(identity)
+    values.setdefault("run_id", of_run[:_RUN_ID_DIGITS])
     values.setdefault("chain.netuid", 0)  # a registry is one network
     return Network(place, head, digest, built_in, values, files)
+
+
+def is_identity(key: str) -> bool:
+    """Return whether a network of format 2 with another value of ``key`` is another network."""
+    return key in ("name", "chain.master_hotkey") or key.startswith(("model.", "tokenizer."))
 
 
 def digest_of(flat: Mapping[str, Any]) -> str:
@@ -356,12 +384,26 @@ def digest_of(flat: Mapping[str, Any]) -> str:
     return hashlib.sha256(form.encode()).hexdigest()
 
 
-def signed(text: str, signer: Any, *, beside: Callable[[str], str]) -> str:
-    """Return ``text`` with the signature of ``signer``, a key pair of bittensor, in it."""
+def signed(
+    text: str,
+    signer: Any,
+    *,
+    beside: Callable[[str], str],
+    head: Mapping[str, Any] | None = None,
+) -> str:
+    """Return ``text`` with the signature of ``signer``, a key pair of bittensor, in it.
+
+    ``head``: values of first lines to put in the place of those that stand there; None: none.
+    """
     first = _FIRST_TABLE.search(text)
     # Above the first table: below it "signature = " is a key of that table.
     end = first.start() if first else len(text)
-    top, rest = _SIGNATURE_LINE.sub("", text[:end]).rstrip() + "\n", text[end:].lstrip("\n")
+    top, rest = text[:end], text[end:].lstrip("\n")
+    for key in (*(head or ()), "signature"):
+        top = re.sub(rf"(?m)^[ \t]*{key}[ \t]*=.*\n?", "", top)
+    top = top.rstrip() + "\n"
+    for key, value in (head or {}).items():
+        top += "" if value is None else f"{key} = {toml_value(value)}\n"
     flat = flatten(tree_of(top + rest))
     load_model(flat, beside)
     signature = bytes(signer.sign(_message(flat.get("format"), digest_of(flat)))).hex()

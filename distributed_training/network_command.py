@@ -1,8 +1,8 @@
 """Found a network, sign its file, look at it.
 
     dt-network init FOLDER --name NAME --host HOST (--registry URL | --netuid N) [options]
-    dt-network sign FILE [--wallets FOLDER]
-    dt-network decay FILE --steps N [--from STEP] [--wallets FOLDER]
+    dt-network sign FILE [--at STEP] [--wallets FOLDER]
+    dt-network decay FILE --steps N [--from STEP] [--at STEP] [--wallets FOLDER]
     dt-network show FILE|URL
 
 ``init`` makes the master's hotkey and the validator's swarm identity, writes ``network.toml`` with
@@ -21,7 +21,7 @@ import shlex
 import shutil
 import sys
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,13 @@ from distributed_training.founding import (
 from distributed_training.network import (
     FILE,
     FORMATS,
+    VERSION_KEYS,
+    VERSIONS,
     NetworkFileError,
     built_in_rules,
+    digest_of,
     flatten,
+    is_identity,
     load_model,
     read_text,
     signed,
@@ -103,9 +107,8 @@ def build_parser() -> Parser:
     )
     add("--miners", type=ranged(1, 4096), default=2, help="so many are expected at first (2)")
     add("--set", type=_assignment, action="append", default=[], metavar="KEY=VALUE", dest="more")
-    sign = commands.add_parser("sign", help="sign a file again after a change")
+    sign = commands.add_parser("sign", help="sign a changed file as the next version")
     sign.add_argument("file", type=path)
-    sign.add_argument("--wallets", type=path, help="folder of the master's wallet (beside it)")
     decay = commands.add_parser("decay", help="let a constant learning rate fall to 0, and sign")
     decay.add_argument("file", type=path)
     add = decay.add_argument
@@ -115,9 +118,18 @@ def build_parser() -> Parser:
         type=ranged(1, 10**9),
         dest="begins",
         metavar="STEP",
-        help="inner step of the network (what the validator's run folder beside the file shows)",
+        help="inner step of the network (where it will be at the outer step of --at)",
     )
-    add("--wallets", type=path, help="folder of the master's wallet (beside the file)")
+    for command in (sign, decay):
+        add = command.add_argument
+        add("--wallets", type=path, help="folder of the master's wallet (beside the file)")
+        add(
+            "--at",
+            type=ranged(0, 10**9 - 1),
+            metavar="STEP",
+            help="outer step from which the version holds (the second after the newest one in the "
+            "validator's run folder beside the file)",
+        )
     show = commands.add_parser("show", help="verify a network's file and print its rules")
     show.add_argument("place", type=text)
     for command in (init, sign, decay, show):
@@ -211,8 +223,8 @@ def _init(options: argparse.Namespace) -> None:
         rules["chain"].setdefault("master_hotkey", master.ss58)
         rules["swarm"].setdefault("initial_peers", [peer])
         text = (
-            f"# The rules of the network {options.name} (docs/network-file.md). After a change "
-            f"count\n# version up, then: dt-network sign {FILE}\n" + to_toml(rules)
+            f"# The rules of the network {options.name} (docs/network-file.md). After a change:\n"
+            f"# dt-network sign {FILE}\n" + to_toml(rules)
         )
         _write(folder / FILE, signed(text, master.hotkey, beside=_no_file_beside))
         stack.pop_all()
@@ -309,6 +321,11 @@ def _write(path: Path, text: str) -> None:
             )
         if problems:
             raise ConfigError(problems[0])
+        if config.network and config.network.head.format > 1:
+            kept = path.absolute().parent / VERSIONS
+            kept.mkdir(exist_ok=True)
+            # First: a version that is not there could be signed a second time, otherwise.
+            write_bytes(kept / f"{config.network.head.version}.toml", text.encode())
         os.replace(trial, path)
     except ConfigError as error:
         raise ConfigError(str(error).replace(str(trial), str(path))) from None
@@ -317,45 +334,107 @@ def _write(path: Path, text: str) -> None:
 
 
 def _decay(options: argparse.Namespace) -> None:
-    """Write the two keys and the next version into the file. Raises ConfigError."""
-    from distributed_training.store.bucket_reader import states
-
+    """Write the two keys into the file, and sign it as the next version. Raises ConfigError."""
     path, begins = options.file, options.begins
-    folder = path.absolute().parent / "validator" / "global"
-    if begins is None:
-        with suppress(IndexError, OSError, ValueError):
-            config = (states(folder)[-1][1] / CONFIG).read_bytes()
-            begins = parse_config(config)[1].total_inner_steps
+    outer_step, inner_steps = _place_of_the_validator(path)
+    at = _first_outer_step(options, outer_step)
+    if begins is None and outer_step and inner_steps:
+        begins = round(inner_steps * max(1.0, at / outer_step))  # at the pace until now
     if not begins:
         raise ConfigError(
-            f"{folder} does not say at which inner step the network is, so nothing was signed: "
-            "give --from with total_inner_steps of config.json in the global bucket"
+            f"{path.absolute().parent / 'validator'} does not say at which inner step the network "
+            "is, so nothing was signed: give --from with total_inner_steps of config.json in the "
+            "global bucket"
         )
     text = read_text(path)
-    flat = flatten(tree_of(text))
-    version = flat.get("version")
-    if type(version) is not int:
-        raise ConfigError(f"{path} has no version to count up, so nothing was signed: add it")
     added = {"training.decay_from": begins, "training.decay_steps": options.steps}
-    wanted = flat | added | {"version": version + 1}
+    wanted = flatten(tree_of(text)) | added
     text = re.sub(r"(?m)^[ \t]*decay_(from|steps)[ \t]*=.*\n", "", text)
     lines = "".join(f"{key.partition('.')[2]} = {value}\n" for key, value in added.items())
     text = re.sub(r"(?m)^\[training\].*\n", lambda head: head[0] + lines, text, count=1)
-    text = re.sub(r"(?m)^version[ \t]*=[ \t]*[\w+]+", f"version = {version + 1}", text, count=1)
     # Of every layout that TOML allows: not all is found by such patterns.
     if flatten(tree_of(text)) != wanted:
         raise ConfigError(
             f"{path} is not laid out as dt-network init writes it, so nothing was signed: write "
-            f"{' and '.join(f'{key} = {value}' for key, value in wanted.items() if key in added)} "
-            "into it, count version up, and run dt-network sign"
+            f"{' and '.join(f'{key} = {value}' for key, value in added.items())} into it, and run "
+            "dt-network sign"
         )
     _sign(options, text)
     print(
         f"the learning rate falls to 0 from inner step {begins} of the network on, until "
-        f"{begins + options.steps}. This version is another run: stop validator and miners, hand "
-        "out the file, start them again. Weights, outer step and the place in the schedule stay; "
-        "who still has the old file is neither called nor paid"
+        f"{begins + options.steps}. Weights, outer step and the place in the schedule stay"
     )
+
+
+def _place_of_the_validator(path: Path) -> tuple[int | None, int | None]:
+    """Return outer step and inner steps of the newest global state that the founder's machine has.
+
+    None where the validator's run folder beside the file does not say; outer step -1 where that
+    folder is as ``init`` made it.
+    """
+    from distributed_training.store.bucket_reader import states
+
+    folder = path.absolute().parent / "validator"
+    found = []
+    with suppress(OSError):
+        found = states(folder / "global")
+    if not found:
+        return (-1 if folder.is_dir() and not (folder / "ledger.json").exists() else None), None
+    with suppress(OSError, ValueError):
+        config = (found[-1][1] / CONFIG).read_bytes()
+        return found[-1][0], parse_config(config)[1].total_inner_steps
+    return found[-1][0], None
+
+
+def _first_outer_step(options: argparse.Namespace, now: int | None) -> int:
+    """Return the outer step from which a new version holds. Raises ConfigError."""
+    if options.at is None and now is None:
+        raise ConfigError(
+            f"the validator's run folder is not beside {options.file}, so nothing was signed: give "
+            "--at with the outer step from which the new version is to hold, later than the "
+            "network's"
+        )
+    if options.at is None:
+        return 0 if now == -1 else int(now or 0) + 2  # a round may be under way
+    if now is not None and options.at <= now:
+        raise ConfigError(
+            f"--at {options.at} is past, the network is at outer step {now}, so nothing was "
+            f"signed: give {now + 1} or later"
+        )
+    return int(options.at)
+
+
+def _next_version(
+    options: argparse.Namespace, flat: Mapping[str, Any], beside: Callable[[str], str]
+) -> dict[str, Any]:
+    """Return the first lines by which a file follows the version before it. Raises ConfigError."""
+    path: Path = options.file
+    folder = path.absolute().parent / VERSIONS
+    kept = {int(p.stem): p for p in folder.glob("*.toml") if p.stem.isdecimal()}
+    if not kept:
+        if flat.get("version") != 1:
+            raise ConfigError(
+                f"{path} is version {flat.get('version')} and {folder} has none before it, so "
+                "nothing was signed: restore that folder, or set version = 1 for a new network"
+            )
+        return dict.fromkeys(VERSION_KEYS) | {"version": 1}
+    newest = max(kept)
+    before = flatten(tree_of(read_text(kept[newest])))
+    load_model(before, beside)
+    apart = {*VERSION_KEYS, "signature"}
+    changed = {k for k in flat.keys() | before.keys() if flat.get(k) != before.get(k)} - apart
+    for key in sorted(filter(is_identity, changed)):
+        raise ConfigError(
+            f"{key} is another one than in version {newest}, so this would be another network and "
+            "nothing was signed: found that one by dt-network init"
+        )
+    if not changed and options.at in (None, before.get("from_outer_step", 0)):
+        return {key: before.get(key) for key in VERSION_KEYS}
+    return {
+        "version": newest + 1,
+        "previous": f"sha256:{digest_of(before)}",
+        "from_outer_step": _first_outer_step(options, _place_of_the_validator(path)[0]),
+    }
 
 
 def _sign(options: argparse.Namespace, text: str | None = None) -> None:
@@ -381,7 +460,14 @@ def _sign(options: argparse.Namespace, text: str | None = None) -> None:
     if "model.config" in flat:
         model = {key.removeprefix("model."): flat[key] for key in flat if key.startswith("model.")}
         check_model(model, flat.get("training.sequence_length"))
-    _write(path, signed(text, master.hotkey, beside=beside))
+    head = None
+    if flat.get("format") == FORMATS[-1]:
+        head = _next_version(options, flat, beside)
+    elif options.at is not None:
+        raise ConfigError(
+            f"--at is of files of format {FORMATS[-1]}, so nothing was signed: leave it out"
+        )
+    _write(path, signed(text, master.hotkey, beside=beside, head=head))
     _show(argparse.Namespace(place=str(path)), rules=False)
 
 

@@ -178,6 +178,11 @@ class Config(AllSettings):
         return self.network.head.tokenizer_revision if self.network is not None else None
 
     @property
+    def rules_id(self) -> str:
+        """The id that two peers compare to know that they hold the same rules."""
+        return self.swarm.run_id if self.network is None else self.network.rules_id
+
+    @property
     def draw_pages(self) -> DrawPages:
         """The rule by which this network's pages are drawn (``data.selection``)."""
         if self.data.selection == 1 or self.network is None:

@@ -541,7 +541,7 @@ class RankZero:
                 round_due=self.round_clock.due,
                 peer_id=lambda: exchange.peer_id,
                 addresses=lambda: exchange.visible_maddrs,
-                run_id=config.swarm.run_id,
+                run_id=config.rules_id,
                 on_validator_epoch=heard,
                 on_model_asked=asked,
             ),

@@ -254,6 +254,7 @@ def build(
             settings=settings,
             swarm_settings=config.swarm,
             caller=parts.member.hotkey,
+            rules_id=config.rules_id,
             run=run,
             loss=lambda weights: held_out.mean(losses(weights)),
         ),

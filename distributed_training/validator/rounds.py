@@ -163,7 +163,8 @@ class _Candidate:
 class RoundCaller:
     """Leads rounds. ``caller`` is our hotkey. A stop ends a round early, as a failure CANCELLED.
 
-    ``loss``: of weights on held-out data, nats per token; may raise Stopped.
+    ``loss``: of weights on held-out data, nats per token; may raise Stopped. ``rules_id``: what a
+    miner answers that trains by our rules.
     """
 
     def __init__(
@@ -175,6 +176,7 @@ class RoundCaller:
         settings: ValidatorSettings,
         swarm_settings: SwarmSettings,
         caller: str,
+        rules_id: str,
         run: Run,
         loss: Callable[[Sequence[Tensor]], float],
     ) -> None:
@@ -183,6 +185,7 @@ class RoundCaller:
         self._open_bucket = open_bucket
         self._settings = settings
         self._swarm_settings = swarm_settings
+        self.rules_id = rules_id
         self._caller = caller
         self._loss = loss
         self._scratch = run.folder / "scratch"  # for one downloaded checkpoint
@@ -208,7 +211,7 @@ class RoundCaller:
         ask = partial(self._client.sweep_is_alive, neurons, timeout, epoch=outer_step)
         replies = unless_stopped(ask, stop=self._stop)
         answered = {uid: r for uid, r in replies.items() if r is not None and r.alive}
-        ours = self._swarm_settings.run_id
+        ours = self.rules_id
         # The public miner does not say, and may not be ours to judge.
         other_runs = {u: r.run_id for u, r in answered.items() if r.run_id and r.run_id != ours}
         steps = {u: r.epoch for u, r in answered.items() if u not in other_runs}

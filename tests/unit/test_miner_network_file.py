@@ -31,6 +31,7 @@ def network(version: int = 1, run_id: str = "aa", place: str = "lab/network.toml
         place=place,
         head=SimpleNamespace(name="lab", version=version, format=1),
         values={"chain.master_hotkey": "5Master", "run_id": run_id},
+        rules_id=run_id,
     )
 
 

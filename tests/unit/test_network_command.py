@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import runpy
 import shlex
 from dataclasses import replace
@@ -314,17 +315,26 @@ def test_a_tokenizer_with_more_words_than_the_model_founds_nothing(
     assert "no network was founded: [Errno 2] No such file" in capsys.readouterr().err
 
 
-def test_a_change_is_another_run_and_counts_once_it_is_signed(tmp_path: Path, capsys) -> None:
+def test_a_change_is_the_next_version_of_the_same_run_once_it_is_signed(
+    tmp_path: Path, capsys
+) -> None:
     folder = tmp_path / "lab"
     assert found(folder) == 0
-    file, before = folder / "network.toml", read(folder).network.values["run_id"]
-    file.write_text(file.read_text().replace("version = 1", "version = 2"))
+    file, first = folder / "network.toml", read(folder).network
+    change = file.read_text().replace("outer_momentum = 0.9", "outer_momentum = 0.8")
+    file.write_text(change)
     capsys.readouterr()
     assert main(["show", str(file)]) == 2 and "altered" in capsys.readouterr().err
     assert main(["sign", str(file)]) == 0
     assert main(["show", str(file)]) == 0
-    out = capsys.readouterr().out
-    assert "version 2" in out and before not in out
+    second, out = read(folder).network, capsys.readouterr().out
+    assert "version 2" in out and first.values["run_id"] in out
+    assert (second.head.previous, second.head.from_outer_step) == (f"sha256:{first.digest}", 0)
+    assert second.rules_id != first.rules_id
+    assert main(["sign", str(file)]) == 0, "nothing was changed"
+    assert read(folder).network.digest == second.digest
+    kept = [(folder / "versions" / f"{n}.toml").read_text() for n in (1, 2)]
+    assert kept[1] == file.read_text() and "version = 1" in kept[0]
     other = tmp_path / "other"
     assert found(other) == 0
     assert main(["sign", str(file), "--wallets", str(other / "wallets")]) == 2
@@ -334,9 +344,59 @@ def test_a_change_is_another_run_and_counts_once_it_is_signed(tmp_path: Path, ca
     assert main(["sign", str(file)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "away.json cannot be read" in line and "nothing was signed" in line
-    file.write_text(good.replace("outer_momentum = 0.9", "outer_momentum = 9.0"))
+    file.write_text(good.replace("outer_momentum = 0.8", "outer_momentum = 9.0"))
     assert main(["sign", str(file)]) == 2
     assert "outer_momentum" in capsys.readouterr().err and "= 9.0" in file.read_text()
+    assert not (folder / "versions" / "3.toml").exists()
+
+
+def test_a_version_holds_from_an_outer_step_that_is_still_to_come(tmp_path: Path, capsys) -> None:
+    folder = tmp_path / "lab"
+    assert found(folder) == 0
+    file = folder / "network.toml"
+    (folder / "validator" / "global" / "epoch-7").mkdir(parents=True)
+
+    def change(momentum: float, *more: str) -> int:
+        text = file.read_text()
+        file.write_text(re.sub("outer_momentum = .*", f"outer_momentum = {momentum}", text))
+        return main(["sign", str(file), *more])
+
+    assert change(0.8) == 0
+    assert read(folder).network.head.from_outer_step == 9
+    assert change(0.7, "--at", "7") == 2
+    assert "--at 7 is past" in capsys.readouterr().err
+    assert change(0.7, "--at", "30") == 0
+    assert main(["sign", str(file), "--at", "31"]) == 0, "the same rules, later"
+    head = read(folder).network.head
+    assert (head.version, head.from_outer_step) == (4, 31)
+    (folder / "validator").rename(tmp_path / "elsewhere")
+    assert change(0.6) == 2
+    assert "give --at" in capsys.readouterr().err
+    (folder / "versions").rename(tmp_path / "versions")
+    assert change(0.6, "--at", "40") == 2
+    assert "restore that folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [
+        ("name", 'name = "lab"', 'name = "lab2"'),
+        ("tokenizer.revision", "[tokenizer]", f'[tokenizer]\nrevision = "{"0" * 40}"'),
+        ("model.config", "rope_theta = 10000.0", "rope_theta = 20000.0"),
+        ("model.weights", "[model]", f'[model]\nweights = "{"0" * 64}"'),
+    ],
+)
+def test_another_model_is_another_network(
+    tmp_path: Path, capsys, key: str, old: str, new: str
+) -> None:
+    assert found(tmp_path / "lab") == 0
+    file = tmp_path / "lab" / "network.toml"
+    assert old in file.read_text()
+    file.write_text(text := file.read_text().replace(old, new, 1))
+    assert main(["sign", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {key} is another one") and "dt-network init" in line
+    assert file.read_text() == text
 
 
 @pytest.mark.parametrize(
@@ -384,7 +444,7 @@ def test_a_wrong_option_leaves_nothing(tmp_path: Path, capsys, more, words: str)
 
 
 def test_a_decay_begins_where_the_network_is(tmp_path: Path, capsys) -> None:
-    """In a new version, signed; the state is found again by what no version changes."""
+    """In a new version of the same run, signed."""
     folder = tmp_path / "lab"
     assert found(folder, "--set", "training.schedule=constant") == 0
     file, before = folder / "network.toml", read(folder).network
@@ -400,16 +460,14 @@ def test_a_decay_begins_where_the_network_is(tmp_path: Path, capsys) -> None:
         assert main(["decay", str(file), "--steps", str(steps), *more]) == 0
         after = read(folder)
         training = after.training
-        begins = int(more[1]) if more else 4400
+        begins = int(more[1]) if more else 5280  # at outer step 12, at the pace until now
         assert (training.decay_from, training.decay_steps) == (begins, steps)
-        assert after.network.head.version == 1 + again
-        rest = {"training.decay_from", "training.decay_steps", "run_id"}
+        assert (after.network.head.version, after.network.head.from_outer_step) == (1 + again, 12)
+        rest = {"training.decay_from", "training.decay_steps"}
         kept = {k: v for k, v in after.network.values.items() if k not in rest}
         assert kept == {k: v for k, v in before.values.items() if k not in rest}
-        assert after.network.values["run_id"] != before.values["run_id"]
         assert "# rates" in file.read_text()
-        out = capsys.readouterr().out
-        assert f"until {begins + steps}" in out and "another run" in out
+        assert f"until {begins + steps}" in capsys.readouterr().out
 
 
 def dotted(text: str) -> str:
@@ -424,7 +482,6 @@ def dotted(text: str) -> str:
         ("constant", None, ("--from", "999"), "below training.warmup_steps 1000"),
         ("constant", dotted, ("--from", "4000"), "is not laid out as dt-network init writes it"),
         ("constant", lambda text: text + "[", ("--from", "4000"), "is not TOML"),
-        ("constant", lambda text: text.replace("version = 1", ""), ("--from", "9"), "no version"),
         ("constant", None, (), "give --from"),
     ],
 )

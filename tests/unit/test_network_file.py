@@ -45,6 +45,8 @@ pytestmark = pytest.mark.timeout(60)
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "network-file.md").read_text(encoding="utf-8")
 EXAMPLE = DOCUMENT.partition("```toml\n")[2].partition("```")[0]
+#: In place of "version = 1".
+SECOND = f'previous = "sha256:{"0" * 64}"\nfrom_outer_step = 7\nversion = 2 '
 ALICE, BOB = (Keypair.create_from_uri(f"//{name}") for name in ("Alice", "Bob"))
 
 
@@ -80,7 +82,8 @@ def refused(text: str, folder: Path, *flags: str) -> str:
 @pytest.mark.parametrize("kind", ["miner", "validator"])
 def test_the_documents_example_is_a_network(tmp_path: Path, kind: str) -> None:
     config = load(EXAMPLE, tmp_path, kind=kind)
-    assert config.network and config.swarm.run_id == config.network.digest[:12]
+    assert config.network and config.rules_id == config.network.digest[:12]
+    assert config.swarm.run_id != config.rules_id
     assert config.chain.registry_url == "https://registry.example.org"
     assert config.miner.master_ss58_address == ALICE.ss58_address
     assert config.store.global_model_name == "example-model" and config.store.run == 5
@@ -90,6 +93,24 @@ def test_the_documents_example_is_a_network(tmp_path: Path, kind: str) -> None:
     )
     shown = "\n".join(describe(config))
     assert config.network.line in shown and "sequence_length" not in shown
+
+
+def test_the_run_s_id_stays_through_versions_and_is_another_networks_for_another_model(
+    tmp_path: Path,
+) -> None:
+    run_id = load(EXAMPLE, tmp_path).swarm.run_id
+    later = changed("version = 1 ", SECOND).replace("0.9\n", "0.8\n")
+    config = load(signed(later, ALICE, beside=beside), tmp_path)
+    assert config.network and config.network.head.from_outer_step == 7
+    assert config.swarm.run_id == run_id
+    for old, new in (
+        ('name = "example"', 'name = "other"'),
+        ("vocab_size = 264", "vocab_size = 272"),
+        ('name = "bytes"', f'name = "bytes"\nrevision = "{"0" * 40}"'),
+    ):
+        assert load(changed(old, new), tmp_path).swarm.run_id != run_id, new
+    for head in (SECOND.partition("\n")[0] + "\nversion = 1 ", "version = 2 "):
+        assert "let dt-network sign write" in refused(changed("version = 1 ", head), tmp_path)
 
 
 def test_comments_layout_and_the_place_of_the_model_do_not_count(tmp_path: Path) -> None:
@@ -157,7 +178,7 @@ def test_pages_are_drawn_by_the_rule_that_the_file_names(tmp_path: Path) -> None
     second = EXAMPLE.replace("\nrevision = ", "\nselection = 2\nheld_out_pages = 8\nrevision = ")
     draws = [
         load(signed(text, ALICE, beside=beside), tmp_path, kind=kind).draw_pages
-        for text in (second, second.replace("version = 1 ", "version = 2 "))
+        for text in (second, second.replace("version = 1 ", SECOND))
         for kind in ("miner", "validator")
     ]
     rule = PagePermutation(f"example {ALICE.ss58_address}", 100, 5, 256, 8)

@@ -616,7 +616,7 @@ def test_a_round_that_failed_here_alone_costs_no_miner_its_weight(
 def test_who_has_another_version_of_the_file_is_neither_called_nor_paid_and_named_once(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ours = world.config.swarm.run_id
+    ours = world.config.rules_id
     world.miners[3].run_id, world.miners[17].run_id = ours, "0123456789abcdef"
     world.validator.score()
     assert world.validator.round()
