@@ -59,6 +59,7 @@ LATER = frozenset(
         "store.region",
         "store.addressing",
         "data.selection",
+        "data.own",
         "data.held_out",
         "data.held_out_pages",
         "training.decay_from",
@@ -305,6 +306,14 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise NetworkFileError(
             f"{missing[0]}{more} is missing", "every peer needs each value: add it"
+        )
+    if flat.get("data.own") is True and (
+        flat.get("data.selection", 1) != 1
+        or flat.get("data.held_out", "python") in ("pages", "python")
+    ):
+        raise NetworkFileError(
+            "data.own is true, so nobody has the members' text to judge them on",
+            "name files in data.held_out, and leave data.selection out",
         )
     if flat.get("data.selection") == 2:
         _refuse_pages(flat)

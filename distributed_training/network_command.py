@@ -190,7 +190,8 @@ def _init(options: argparse.Namespace) -> None:
     options.tokenizer = options.tokenizer or "bytes"
     rules = _rules(options)
     # Before the folder is made: the source of the data may be away.
-    pin_data(rules["data"], unpinned=options.unpinned)
+    if rules["data"].get("own") is not True:  # else nobody reads them
+        pin_data(rules["data"], unpinned=options.unpinned)
     choose_pages(rules["data"])
     if not options.unpinned:
         pin_tokenizer(rules["tokenizer"])

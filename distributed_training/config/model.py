@@ -374,6 +374,26 @@ def check_exports(config: Config) -> Iterator[str]:
             )
 
 
+def check_own_text(config: Config) -> Iterator[str]:
+    data, own = config.data, config.data.own
+    if own and config.kind == "miner" and not data.own_text:
+        yield (
+            "data.own of the network's file is true and --data.own_text names no text, so there is "
+            "nothing to train on: give your files, or a folder of them"
+        )
+    if own and (data.mix or config.sources.get("data.source") == "--data.source"):
+        yield (
+            "data.own of the network's file is true, so --data.source and --data.mix would not be "
+            "read: leave them out, and give --data.own_text"
+        )
+    if data.own_text and not own:
+        yield (
+            f"--data.own_text {' '.join(data.own_text)} in a network whose file does not say "
+            "data.own, so it would not be read: leave it out; --data.source names a copy of the "
+            "network's data"
+        )
+
+
 def check_schedule(config: Config) -> Iterator[str]:
     training, remedy = config.training, "correct the network's file"
     begins, lasts = training.decay_from, training.decay_steps
@@ -464,6 +484,7 @@ def check_keys(config: Config) -> Iterator[str]:
 CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_network_choice,
     check_values,
+    check_own_text,
     check_schedule,
     check_exports,
     check_addresses,

@@ -247,6 +247,12 @@ class DataSettings:
     NAME*WEIGHT=FILE, or python, the validator's Python library (default with data.selection 1)"""
     held_out_pages: int = rule("data.held_out_pages", HELD_OUT_PAGES, ge=1, le=100_000)
     """with data.selection 2: pages that nobody trains on"""
+    own: bool = rule("data.own", False)
+    """true: each member trains on text of his own, --data.own_text, which is never uploaded;
+    uploads are judged on data.held_out alone"""
+    own_text: Words[str] = flag("data.own_text", ())
+    """files, or folders of files, of your own text, in a network whose file says data.own: Parquet,
+    JSON lines (.jsonl), or text in UTF-8"""
     prefetch_blocks: int = flag("data.prefetch_blocks", 2, ge=1, le=1000)
     """blocks prepared ahead of the one in training"""
     max_prefetch_blocks: int = flag("data.max_prefetch_blocks", 8, ge=1, le=1000)
@@ -267,6 +273,8 @@ class DataSettings:
     @property
     def sources(self) -> tuple[SourceSpec, ...]:
         """The sources with their shares of the sequences. Raises ConfigError."""
+        if self.own:
+            return (SourceSpec("", "own", None),)
         return parse_sources(self.source, self.mix)
 
 

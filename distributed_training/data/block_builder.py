@@ -46,6 +46,7 @@ from .page_source import (
     PageSource,
     PageUnavailable,
     Pin,
+    SourceTokens,
 )
 from .parquet import folder_revision
 from .shards import SUFFIX, ShardError, open_shard, write_shard
@@ -91,6 +92,7 @@ class WorkerSpec:
             self.sequence_length, self.eos_id, self.vocabulary,
             tokenizer_hash(self.tokenizer_path), *filter(None, [settings.revision]),
             *(() if self.draw_pages is select_pages else [repr(self.draw_pages)]),
+            *settings.own_text,
         ]  # fmt: skip
         # Short: it becomes a part of paths.
         name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
@@ -193,16 +195,11 @@ def open_source(settings: DataSettings) -> PageSource:
         return _Reopened(open_it)
 
 
-@dataclass(frozen=True)
-class SourceTokens:
-    """One source's share of a block: int32 (tokens,), and why pages of it could not be had."""
-
-    tokens: np.ndarray[Any, Any]
-    missing: list[str]
-
-
 class TokenSource(Protocol):
-    """A source that yields the tokens of a block's pages."""
+    """A source that yields the tokens of a block's pages.
+
+    Of a member's own text ``block`` is the place in it where the block begins.
+    """
 
     def block(self, block: int, pages: int) -> SourceTokens: ...
 
@@ -328,17 +325,17 @@ class BlockMaker:
         )
         return RowsTokens(self._spec, rows, self._tokenizer, self._counts)
 
-    def prepare(self, block: int) -> Prepared:
-        """Prepare a block. Raises OSError when it cannot be written."""
+    def prepare(self, block: int, place: int | None = None) -> Prepared:
+        """Prepare a block, of own text from ``place`` on. Raises OSError, PageUnavailable."""
         started = time.monotonic()
         path = self._folder / f"{block}{SUFFIX}"
-        kept = self._find_prepared(block, path)
+        kept = self._find_prepared(block, path, place)
         if kept is not None:
             return replace(kept, counts=self._counts.drain())
         length = self._spec.sequence_length
         parts, missing, per_source = [], [], []
         for source, tokens, pages in self._shares:
-            had = tokens.block(block, pages)
+            had = tokens.block(block if place is None else place, pages)
             count = len(had.tokens) // length
             # Sequences never cross sources: what is left of a block's tokens is dropped.
             parts.append(had.tokens[: count * length].reshape(count, length))
@@ -354,7 +351,7 @@ class BlockMaker:
                 tokenizer=self._tokenizer.hash,
                 eos_id=self._spec.eos_id,
                 vocabulary=self._tokenizer.vocabulary,
-                extra={"sources": per_source},
+                extra={"sources": per_source} | ({} if place is None else {"place": place}),
                 durable=False,  # it carries its checksum, and can be had again
             )
         return Prepared(
@@ -366,7 +363,7 @@ class BlockMaker:
             counts=self._counts.drain(),
         )
 
-    def _find_prepared(self, block: int, path: Path) -> Prepared | None:
+    def _find_prepared(self, block: int, path: Path, place: int | None) -> Prepared | None:
         """Return the block prepared before a restart, so that positions in it still hold."""
         try:
             header, _ = open_shard(path)
@@ -374,6 +371,8 @@ class BlockMaker:
             return None
         except (OSError, ShardError) as error:
             log.warning("A kept block is damaged and is prepared again: %s", error)
+            return None
+        if header.extra.get("place") != place:  # later than the checkpoint that is gone back to
             return None
         # Files are deleted by age (pipeline._forget), and this one is in use again.
         os.utime(path)
@@ -412,7 +411,7 @@ class DataWorker:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._spec = spec
-        self.blocks: list[int] = []  # under way, in order
+        self.blocks: dict[int, int | None] = {}  # under way, in order, and the place of each
         self._arrived: queue.SimpleQueue[Prepared | Failure] = queue.SimpleQueue()
         self._blamed: Counter[int] = Counter()  # block: workers that ended over it
         self.child = ChildProcess(
@@ -426,10 +425,10 @@ class DataWorker:
         )
         self.child.start()
 
-    def submit(self, block: int) -> None:
+    def submit(self, block: int, place: int | None) -> None:
         with self.child.lock:
-            self.blocks.append(block)
-            self.child.send(block)
+            self.blocks[block] = place
+            self.child.send((block, place))
 
     def answers(self) -> Iterator[Prepared | Failure]:
         """Yield the answers since the last call."""
@@ -440,20 +439,19 @@ class DataWorker:
     def _begin(self) -> None:
         if self.child.starts > 1 and self.blocks:
             # The first was under way; those behind it had not begun.
-            block = self.blocks[0]
+            block = next(iter(self.blocks))
             self._blamed[block] += 1
             if self._blamed[block] > _MOST_BLAMED:
                 log.warning("Block %d ends the data worker again and again: it is left out", block)
                 self._receive(Failure(block, "it ended the data worker"))
         self.child.send(self._spec)
-        for block in self.blocks:
-            self.child.send(block)
+        for under_way in self.blocks.items():
+            self.child.send(under_way)
 
     def _receive(self, answer: Prepared | Failure) -> None:
         with self.child.lock:
             # Here, not when it is asked for: a worker that ends now is not to prepare it again.
-            if answer.block in self.blocks:
-                self.blocks.remove(answer.block)
+            self.blocks.pop(answer.block, None)
             self._blamed.pop(answer.block, None)
         self._arrived.put(answer)
 
@@ -468,10 +466,10 @@ class WorkerPool:
     def restarts(self) -> int:
         return sum(worker.child.starts - 1 for worker in self._workers)
 
-    def submit(self, block: int) -> None:
+    def submit(self, block: int, place: int | None = None) -> None:
         """Give ``block`` to the worker with the least to do."""
         # By what is under way, not in turn: a worker may hang in one slow page.
-        min(self._workers, key=lambda w: len(w.blocks)).submit(block)
+        min(self._workers, key=lambda w: len(w.blocks)).submit(block, place)
 
     def answers(self) -> Iterator[Prepared | Failure]:
         """Yield the answers since the last call."""
@@ -492,10 +490,10 @@ def _run(parent: ParentConnection) -> None:
     logging.getLogger().setLevel(logging.WARNING)
     maker: BlockMaker | None = None
 
-    def prepare(block: int) -> Prepared:
+    def prepare(block: int, place: int | None) -> Prepared:
         nonlocal maker
         maker = maker or BlockMaker(spec)  # at each block again: what is in the way may pass
-        return maker.prepare(block)
+        return maker.prepare(block, place)
 
     def send(block: int, prepared: Future[Prepared]) -> None:
         error = prepared.exception()  # whatever it is, it must not end the worker
@@ -506,8 +504,8 @@ def _run(parent: ParentConnection) -> None:
     # ends at once when the socket closes.
     pool = ThreadPoolExecutor(1)
     while True:
-        block = parent.receive()
-        pool.submit(prepare, block).add_done_callback(partial(send, block))
+        block, place = parent.receive()
+        pool.submit(prepare, block, place).add_done_callback(partial(send, block))
 
 
 def main() -> None:

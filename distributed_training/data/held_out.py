@@ -12,7 +12,7 @@ import hashlib
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -43,33 +43,42 @@ def held_out_batches(
     They are int64 (n, sequence_length). Raises ConfigError for a file that is not the pinned one,
     or a text of less than one sequence; PageUnavailable for one that cannot be had now.
     """
+    import torch  # here: dt-network reads a file without it
+
+    length, found = config.training.sequence_length, {}
+    for name, tokens in domain_tokens(config, tokenizer_path, eos_id).items():
+        # Spread over all of it rather than the first file.
+        count = min(sequences, len(tokens) // length)
+        starts = np.linspace(0, len(tokens) - length, count).astype(np.int64)
+        picked = np.stack([tokens[s : s + length] for s in starts])
+        found[name] = torch.from_numpy(picked.astype(np.int64))
+    return found
+
+
+def domain_tokens(
+    config: Config, tokenizer_path: Path, eos_id: int
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Return all tokens of each domain by its name, at least one sequence: int32 (tokens,).
+
+    Raises as :func:`held_out_batches`.
+    """
     tokenizer = TextTokenizer(tokenizer_path, eos_id=eos_id)
-    return {domain.name: _batch(config, domain, tokenizer, sequences) for domain in config.domains}
+    found, length = {}, config.training.sequence_length
+    for domain in config.domains:
+        rows, longest = _rows(config, domain)
+        found[domain.name] = tokens = tokenizer.encode_rows(rows, max_length=longest)
+        if len(tokens) < length:
+            raise ConfigError(
+                f"the held-out text ({domain.name}) has {len(tokens)} tokens and a sequence "
+                f"{length}, so no outer step could be judged: see data.held_out of the network's "
+                "file"
+            )
+    return found
 
 
 def mean_loss(losses: Mapping[str, float], domains: Sequence[Domain]) -> float:
     """Return the loss that counts, of those on each domain by its name."""
     return sum(domain.weight * losses[domain.name] for domain in domains)
-
-
-def _batch(
-    config: Config, domain: Domain, tokenizer: TextTokenizer, sequences: int
-) -> torch.Tensor:
-    import torch  # here: dt-network reads a file without it
-
-    length = config.training.sequence_length
-    rows, longest = _rows(config, domain)
-    tokens = tokenizer.encode_rows(rows, max_length=longest)
-    sequences = min(sequences, len(tokens) // length)
-    if not sequences:
-        raise ConfigError(
-            f"the held-out text ({domain.name}) has {len(tokens)} tokens and a sequence "
-            f"{length}, so no outer step could be judged: see data.held_out of the network's file"
-        )
-    # Spread over all of it rather than the first file.
-    starts = np.linspace(0, len(tokens) - length, sequences).astype(np.int64)
-    picked = np.stack([tokens[s : s + length] for s in starts])
-    return torch.from_numpy(picked.astype(np.int64))
 
 
 def _rows(config: Config, domain: Domain) -> tuple[list[str], int]:

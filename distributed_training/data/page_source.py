@@ -19,7 +19,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
 
 from distributed_training.common.backoff import Throttle
 
@@ -66,6 +68,14 @@ class Pin:
                     "pages would not be those of the other peers: give the pinned data with "
                     "--data.source parquet:DIR, or ask the founder for a newer file"
                 )
+
+
+@dataclass(frozen=True)
+class SourceTokens:
+    """One source's share of a block: int32 (tokens,), and why pages of it could not be had."""
+
+    tokens: np.ndarray[Any, Any]
+    missing: list[str]
 
 
 class PageSource(Protocol):

@@ -70,7 +70,7 @@ def _spans(ends: Sequence[int], first: int, end: int) -> Iterator[tuple[int, int
         first, at = first + rows, at + 1
 
 
-def _files_below(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
+def files_below(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Yield the files of a folder and its subfolders, through links too. Raises OSError.
 
     ``above``: the folders on the way here, to which a link may lead back.
@@ -84,7 +84,7 @@ def _files_below(folder: Path, above: frozenset[str] = frozenset()) -> Iterator[
         if path.name.startswith((".", "_")) or path.name == "lost+found":
             continue
         if path.is_dir():
-            yield from _files_below(path, above | {here})
+            yield from files_below(path, above | {here})
         # A link to nothing is one more file that cannot be read.
         elif path.is_file() or path.is_symlink():
             yield path
@@ -109,7 +109,7 @@ class FolderSource:
         """Return the files by config. Raises PageUnavailable if there are none."""
         found: dict[str, list[Path]] = {}
         try:
-            files = list(_files_below(self._folder))
+            files = list(files_below(self._folder))
         except OSError as error:  # what cannot be listed now is not empty
             raise PageUnavailable(f"{error.filename} cannot be read: {error.strerror}") from None
         # Sorted: rows must have the same numbers in every process and on every machine.

@@ -27,6 +27,7 @@ from distributed_training.common.files import FULL
 from distributed_training.config.types import load_optional
 
 from .block_builder import Failure, Prepared, WorkerPool, WorkerSpec, check_folder
+from .own_text import units_of_block
 from .shards import SUFFIX, HeldOut, ShardError, open_shard
 
 log = logging.getLogger(__name__)
@@ -113,6 +114,10 @@ class DataPipeline:
         self._blocks: OrderedDict[int, _Block | None] = OrderedDict()  # None: it has nothing
         self._used: OrderedDict[int, None] = OrderedDict()  # the last begun is the last
         self._pending: set[int] = set()
+        # The place in own text at which each block begins, and the next one's
+        self._places: dict[int, int] = {}
+        self._next_place = 0
+        self._returned: list[int] = []  # of blocks that could not be prepared
         # The position in the block in training
         self._current = 0
         self._sequences = 0  # ordered of it
@@ -154,12 +159,27 @@ class DataPipeline:
 
     def request(self, block: int) -> None:
         """Start preparing ``block``, unless it is here or under way. Returns at once."""
+        if self._settings.own and block in self._used and block != self._current:
+            # Once more while the chain stands: the number again, and text that is new.
+            for of_block in (self._blocks, self._used, self._places):
+                of_block.pop(block, None)
         # Of None: it had nothing when it was asked for, and may have something now.
         if block in self._pending or self._blocks.get(block) is not None:
             return
         self._blocks.pop(block, None)
         self._pending.add(block)
-        self._workers.submit(block)
+        self._workers.submit(block, self._place(block) if self._settings.own else None)
+
+    def _place(self, block: int) -> int:
+        """Return where ``block`` begins in own text: at a place of its own, once it has one."""
+        if block not in self._places:
+            if self._returned:
+                self._places[block] = self._returned.pop(0)
+            else:
+                self._places[block] = self._next_place
+                units = units_of_block(self._settings, self._spec.sequence_length)
+                self._next_place += units * self._spec.world_size
+        return self._places[block]
 
     def ready(self, block: int) -> int | None:
         """Count this rank's sequences of ``block``; None while under way, 0 if it cannot be had."""
@@ -180,6 +200,8 @@ class DataPipeline:
                 )
             self._counts["blocks_failed"] += 1
             self._blocks[answer.block] = None
+            if answer.block in self._places:  # or its text would be lost with it
+                self._returned.append(self._places.pop(answer.block))
             return
         self._counts.update(answer.counts)
         for problem in answer.missing:
@@ -332,7 +354,17 @@ class DataPipeline:
         The next sequence to serve is number ``offset`` of ``block``, of which ``sequences`` are
         served.
         """
-        return {"block": self._current, "sequences": self._sequences, "offset": self._offset}
+        position: dict[str, Any] = {
+            "block": self._current,
+            "sequences": self._sequences,
+            "offset": self._offset,
+        }
+        if self._settings.own:
+            held = self._pending | self._blocks.keys()
+            self._places = {b: place for b, place in self._places.items() if b in held}
+            position["next"], position["returned"] = self._next_place, [*self._returned]
+            position["places"] = sorted(self._places.items())
+        return position
 
     def load_state_dict(self, cursor: dict[str, Any]) -> None:
         """Have the block of a checkpoint's :meth:`state_dict` prepared again.
@@ -340,6 +372,9 @@ class DataPipeline:
         The loop then begins it with ``start=cursor["offset"]``. Prepared blocks lie in ``folder``,
         so it holds the same tokens as before.
         """
+        self._next_place = int(cursor.get("next", 0))
+        self._returned = [int(place) for place in cursor.get("returned", [])]
+        self._places = {int(number): int(at) for number, at in cursor.get("places", [])}
         if block := int(cursor.get("block", 0)):
             self.request(block)
 

@@ -127,9 +127,23 @@ def _open_shards(worker: Any, spec: SourceSpec, counts: Counts) -> Any:
     return shards.ShardTokens(worker, spec, counts)
 
 
+def _refuse_own(opening: Opening) -> PageSource:
+    raise ConfigError(
+        "data.own of the network's file is true, so members train on text of their own, which "
+        "nobody else reads: there are no pages to compare"
+    )
+
+
+def _open_own(worker: Any, spec: SourceSpec, counts: Counts) -> Any:
+    from .own_text import OwnTokens
+
+    return OwnTokens(worker, counts)
+
+
 SOURCES.register("hf", SourceKind(_open_rows_api, checks_pin=True))
 SOURCES.register("stdlib", SourceKind(lambda _: StdlibSource(), for_trials=True))
 SOURCES.register("parquet", SourceKind(_open_parquet, in_folder=True))
 SOURCES.register("jsonl", SourceKind(_open_lines, in_folder=True))
 SOURCES.register("text", SourceKind(_open_lines, in_folder=True))
 SOURCES.register("shards", SourceKind(_refuse_shards, in_folder=True, tokens=_open_shards))
+SOURCES.register("own", SourceKind(_refuse_own, tokens=_open_own))

@@ -369,9 +369,14 @@ def check_tokenizer(examination: Examination) -> Check:
 def check_data(examination: Examination) -> Check:
     """Ask for the table of rows and for one page."""
     from distributed_training.data.block_builder import open_source
+    from distributed_training.data.own_text import OwnText
+    from distributed_training.data.page_source import Counts
 
     data = examination.config.data
     try:
+        if data.own:
+            found = OwnText(data, Counts())
+            return Check("data", "warn" if found.left_out else "ok", f"own text: {found.finding}")
         # Two tries, so that a doctor ends in a minute; a miner has more.
         source = open_source(dataclasses.replace(data, request_attempts=2))
         table = source.num_rows()

@@ -43,6 +43,7 @@ from distributed_training.common.memory import ModelShape, checkpoint_bytes, sna
 from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, exit_with
 from distributed_training.data.block_builder import WorkerSpec
+from distributed_training.data.own_text import require_one_sequence
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.health.clock import ClockWatch, measure_offset
 from distributed_training.health.machine import arrange, gpu_bytes
@@ -308,6 +309,9 @@ def open_connections(
         size = f": a model of {parameters / unit:.2f} {prefix} parameters"
     log.info("Global state of outer step %d%s", outer_step, size)
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)
+    if config.data.own:
+        length = config.training.sequence_length
+        require_one_sequence(config.data, tokenizer_path, eos_id, length)
     snapshots = folder / "snapshots"
     uploader = Uploader(settings=config.store, bucket=bucket, folder=folder, snapshots=snapshots)
     stack.callback(uploader.close)

@@ -208,11 +208,18 @@ def fetch_tokenizer(config: Config, folder: Path) -> tuple[Path, int]:
 def require_data(config: Config) -> None:
     """Raise WrongData where the source serves other data than the network's file pins.
 
+    In a network on members' own text, raise ConfigError where a miner's holds none.
+
     A source that does not answer is no other data: whoever reads its pages later asks again.
     """
     from distributed_training.data.block_builder import served
+    from distributed_training.data.own_text import require_own_text
     from distributed_training.data.page_source import OtherData, PageUnavailable
 
+    if config.data.own:
+        if config.kind == "miner":
+            require_own_text(config.data)
+        return
     data, sources = config.data, config.data.sources
     if (data.revision, data.rows) == (None, None) or [s.kind for s in sources] == ["shards"]:
         return

@@ -95,6 +95,8 @@ class ScoreBoard:
         from openskill.models import PlackettLuce  # here: a miner asks for no scores
 
         self._model = PlackettLuce(beta=7, tau=0.1)
+        #: False: text that miners are assigned is not known, and the rating alone counts.
+        self.assigned_counts = True
         self._ratings: dict[int, Any] = {}
         self._assigned: dict[int, float] = {}
         for uid in uids:
@@ -162,7 +164,8 @@ class ScoreBoard:
 
     def train_score(self, uid: int) -> float:
         """Return the rating times the average of ``assigned``, at least 0."""
-        return max(0.0, self.random_score(uid) * self._assigned[uid])
+        assigned = self._assigned[uid] if self.assigned_counts else 1.0
+        return max(0.0, self.random_score(uid) * assigned)
 
     def total_scores(
         self, *, all_reduce: Mapping[int, float], repo_valid: Mapping[int, float]

@@ -155,7 +155,7 @@ def score(config: Config, options: argparse.Namespace) -> int:
         read_judged,
         read_round_notes,
     )
-    from distributed_training.scoring.upload import PageReader
+    from distributed_training.scoring.upload import pages_of
     from distributed_training.store.errors import StoreError
 
     if options.background:
@@ -182,7 +182,7 @@ def score(config: Config, options: argparse.Namespace) -> int:
             limit = BACKGROUND_SEQUENCES if options.background else 0
             limit = limit if options.sequences is None else options.sequences
             tokenizer = fetch_tokenizer(config, folder)
-            pages = PageReader.from_settings(config, *tokenizer, limit=limit)
+            pages = pages_of(config, *tokenizer, limit=limit)
         except NetworkFailure as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
@@ -328,8 +328,9 @@ def lines_of(preview: Preview) -> list[str]:
         if repository.age is not None:
             age, limit = repository.age.total_seconds(), row.age_limit.total_seconds()
             found.append(f"{age:.0f} s old of {limit:.0f} s")
-        if judgement is not None and judgement.random and judgement.assigned:
+        if judgement is not None and judgement.random:
             found.append(f"random {_percent(judgement.random)}")
+        if judgement is not None and judgement.assigned:
             found.append(f"assigned {_percent(judgement.assigned)}")
             chance = "" if judgement.chance is None else f" ({100 * judgement.chance:.0f} %)"
             wins = "yes" if judgement.assigned_wins else "no"

@@ -270,10 +270,14 @@ class Judgement:
 
 @dataclass(frozen=True)
 class Evaluator:
-    """Judges uploads against the global weights of one outer step."""
+    """Judges uploads against the global weights of one outer step.
+
+    ``assigned``: False where miners train on text that nobody else has.
+    """
 
     model: EvaluationModel
     pages: Pages
+    assigned: bool = True
 
     def judge(self, upload: Upload, judged: Judged, *, random_blocks: Sequence[int]) -> Judgement:
         """Measure an upload on random and assigned text.
@@ -288,7 +292,7 @@ class Evaluator:
         try:
             texts = [
                 torch.cat([self.pages(uid, block) for block in blocks])
-                for blocks in (random_blocks, assigned)
+                for blocks in (random_blocks, *([assigned] if self.assigned else []))
             ]
             # After the text: without it all that is computed would be thrown away.
             # Anew for each upload: the one before is still subtracted.
@@ -319,16 +323,16 @@ class Evaluator:
                 raise DataUnavailable(f"it cannot be applied here: {in_a_line(error)}") from error
             why = f"it cannot be applied: {in_a_line(error)}"
             return Judgement.reset(uid, outer_step, Cause.BAD_GRADIENT, why)
-        on_random, on_assigned = (
+        found = [
             Comparison(tuple(blocks), self.model.tokens(text), b, a)
             for blocks, text, b, a in zip(
-                (random_blocks, assigned), texts, before, after, strict=True
+                (random_blocks, assigned)[: len(texts)], texts, before, after, strict=True
             )
-        )
-        if not all(map(math.isfinite, (*on_random.after, *on_assigned.after))):
+        ]
+        if not all(math.isfinite(loss) for comparison in found for loss in comparison.after):
             cause = Cause.NOT_FINITE
             return Judgement.reset(uid, outer_step, cause, "the loss after it is not finite")
-        return Judgement(uid, outer_step, on_random, on_assigned)
+        return Judgement(uid, outer_step, found[0], found[1] if self.assigned else None)
 
 
 def judgement_fields(judgement: Judgement, revision: str) -> Mapping[str, object]:

@@ -269,7 +269,7 @@ class Previewer:
             if cause is None and judgement.random is not None:
                 if judgement.random.absolute <= 0:
                     cause = Cause.MAKES_IT_WORSE
-                elif not judgement.assigned_wins:
+                elif judgement.assigned_wins is False:
                     cause = Cause.ASSIGNED_NOT_BETTER
         # Without the buckets: those of all miners would keep their connections until the end.
         repository = dataclasses.replace(repository, bucket=None)

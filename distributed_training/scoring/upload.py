@@ -13,6 +13,7 @@ from __future__ import annotations
 import enum
 import errno
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,9 +31,11 @@ from torch import Tensor
 from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.config import Config
 from distributed_training.data.block_builder import open_source
+from distributed_training.data.held_out import domain_tokens
 from distributed_training.data.page_source import PageSource, PageUnavailable
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.node.buckets import NoBucket
+from distributed_training.node.start import NetworkFailure
 from distributed_training.protocol import keys
 from distributed_training.protocol.compression import Compression
 from distributed_training.protocol.gradients import (
@@ -228,6 +231,37 @@ BATCH = 2  # sequences come in pairs
 
 class DataUnavailable(RuntimeError):
     """Pages, or this machine's memory, cannot be had now; says nothing about the upload."""
+
+
+def pages_of(
+    config: Config, tokenizer_path: Path, eos_id: int, *, limit: int = 0
+) -> Callable[[int, int], Tensor]:
+    """Return the reader of the text that this network's uploads are judged on.
+
+    Raises ConfigError, NetworkFailure.
+    """
+    if not config.data.own:
+        return PageReader.from_settings(config, tokenizer_path, eos_id, limit=limit)
+    length, wanted = config.training.sequence_length, limit or _OF_DOMAINS
+    try:
+        tokens = domain_tokens(config, tokenizer_path, eos_id)
+    except PageUnavailable as error:
+        raise NetworkFailure(f"uploads cannot be judged: {error}") from None
+
+    def read(uid: int, block: int) -> Tensor:
+        del uid  # all are judged on the same
+        draw, found = random.Random(block), []
+        for domain in config.domains:
+            of_domain = tokens[domain.name]
+            for _ in range(max(1, round(wanted * domain.weight))):
+                start = draw.randint(0, len(of_domain) - length)
+                found.append(torch.from_numpy(of_domain[start : start + length].astype(np.int64)))
+        return torch.stack(found)
+
+    return read
+
+
+_OF_DOMAINS = 64  # sequences that uploads are judged on, by the domains' weights
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ from distributed_training.scoring.evaluator import (
     Pages,
     evaluation_device,
 )
-from distributed_training.scoring.upload import OpenBucket, PageReader
+from distributed_training.scoring.upload import OpenBucket, pages_of
 from distributed_training.store.base import ObjectStore
 from distributed_training.store.errors import StoreError
 from distributed_training.swarm.supervisor import SwarmUnavailable, address_of
@@ -125,6 +125,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         held_out = held_out_batches(
             config, tokenizer_path, eos_id, sequences=config.validator.held_out_sequences
         )
+        pages = pages_of(config, tokenizer_path, eos_id)
     except PageUnavailable as error:
         raise NetworkFailure(
             f"the held-out text cannot be had ({error}), so no outer step could be judged: "
@@ -135,7 +136,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         client=SignedClient(wallet=member.wallet, narrowest=_narrowest(config)),
         store=store,
         open_bucket=PeerBuckets(config.store, member.chain).of_miner,
-        pages=PageReader.from_settings(config, tokenizer_path, eos_id),
+        pages=pages,
         held_out=held_out,
         swarm=lambda schema: HivemindSwarm(settings=config.swarm, schema=schema, run_folder=folder),
         # Tensor cores want multiples of 8.
@@ -244,6 +245,7 @@ def build(
             f"{ledger} is damaged ({error}), so the miners' scores are unknown: restore it, or "
             "remove it to start with empty scores"
         ) from None
+    standings.board.assigned_counts = not config.data.own
     validator = Validator(
         settings=settings,
         member=parts.member,
@@ -263,7 +265,7 @@ def build(
             settings=settings,
             open_bucket=parts.open_bucket,
             publisher=publisher,
-            evaluator=Evaluator(model=model, pages=parts.pages),
+            evaluator=Evaluator(model, parts.pages, assigned=not config.data.own),
             standings=standings,
             ledger=ledger,
             compression=compression_of(config.training),

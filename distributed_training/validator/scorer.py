@@ -465,9 +465,11 @@ class Scorer:
 
 def _line(judgement: Judgement, tag: str) -> str:
     start = f"uid {judgement.uid}: {lines.judged_upload(tag, judgement.outer_step)}"
-    if judgement.random is None or judgement.assigned is None:
+    if judgement.random is None:
         return f"{start} reset: {judgement.reason}"
-    (r_before, r_after), (a_before, a_after) = judgement.random.losses, judgement.assigned.losses
-    return (
-        f"{start} random {r_before:.4f} -> {r_after:.4f}, assigned {a_before:.4f} -> {a_after:.4f}"
-    )
+    before, after = judgement.random.losses
+    found = f"{start} random {before:.4f} -> {after:.4f}"
+    if judgement.assigned is None:
+        return found
+    before, after = judgement.assigned.losses
+    return f"{found}, assigned {before:.4f} -> {after:.4f}"

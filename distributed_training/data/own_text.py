@@ -1,0 +1,314 @@
+"""Read a member's own text: ``data.own`` of the network's file, files of ``--data.own_text``.
+
+It is read here and nowhere else; what leaves this machine is made of what was learned from it.
+
+All files are one run of bytes, cut into *units* of 32 KiB. A unit has the lines that begin in it,
+or the rows of that part of a Parquet file. Units come in a random order, another in each pass over
+the text, that follows from their number alone. So the place in the text is one number, the next
+unit's, which a checkpoint keeps: a kill repeats no unit and loses none. Ranks take turns.
+"""
+
+from __future__ import annotations
+
+import bisect
+import codecs
+import itertools
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distributed_training.config.settings import DataSettings
+from distributed_training.config.types import ConfigError
+
+from .page_source import PAGE, TOO_LONG, Counts, PageUnavailable, SourceTokens, usable_texts
+from .parquet import ParquetSource, files_below, raise_if_it_may_pass
+from .tokenizer import TextTokenizer
+
+log = logging.getLogger(__name__)
+
+UNIT = 2**15  # bytes
+_BYTES_OF_TOKEN = 4  # about, of most tokenizers
+_EDGE = 4096  # bytes behind a unit in which its last line may end
+_LOOKED_AT = 2**20  # bytes of each file, at a start
+_PIECE = 2**16  # characters of a row that are tokenized at once
+_JSON_LINES = (".jsonl", ".ndjson")
+_WHOLE = 10**9  # tokens of a piece
+_SEED = 44  # of the order; that of two members differs by their text
+
+
+def units_of_block(settings: DataSettings, sequence_length: int) -> int:
+    """Return how many units a rank reads for a block: about as much text as pages would have."""
+    sequences = settings.pages_per_block * settings.rows_per_page
+    return max(1, -(-sequences * sequence_length * _BYTES_OF_TOKEN // UNIT))
+
+
+class OwnText:
+    """The files of ``--data.own_text``, as one run of units.
+
+    Parquet and JSON lines go by their suffix; any other file is text. A file that is named itself
+    must be a good one; of a folder the bad ones are ``left_out``, by a line for each.
+
+    Raises ConfigError where there is no text, PageUnavailable while a disk is away.
+    """
+
+    def __init__(self, settings: DataSettings, counts: Counts) -> None:
+        self._column = settings.text_column
+        self._counts = counts
+        self._parquet = _ParquetFiles(Path(), text_column=self._column, counts=counts)
+        self.left_out: list[str] = []
+        self._files: list[Path] = []
+        sizes = []
+        for path, named in _listed(settings.own_text).items():
+            try:
+                sizes.append(self._size(path))
+                self._files.append(path)
+            except (OSError, ValueError) as error:
+                raise_if_it_may_pass(error, path)
+                why = getattr(error, "strerror", None) or " ".join(str(error).split())
+                if named:
+                    raise ConfigError(
+                        _refusal(f"{path} cannot be trained on: {why:.200}")
+                    ) from None
+                self.left_out.append(f"{path}: {why:.200}")
+        if not self._files:
+            first = f" ({self.left_out[0]})" if self.left_out else ""
+            given = " ".join(settings.own_text)
+            raise ConfigError(_refusal(f"no file of {given} holds text{first}"))
+        self._ends = list(itertools.accumulate(sizes))
+        self.units = -(-self._ends[-1] // UNIT)
+
+    @property
+    def finding(self) -> str:
+        """The files that were found, in words."""
+        found = f"{len(self._files)} files, {self._ends[-1] / 1e6:.1f} MB"
+        if self.left_out:
+            found += f"; {len(self.left_out)} left out, first {self.left_out[0]}"
+        return found
+
+    def _size(self, path: Path) -> int:
+        """Return the bytes of a file's text. Raises ValueError, OSError for a bad file."""
+        size = path.stat().st_size
+        if not size:
+            raise ValueError("it is empty")
+        if path.suffix == ".parquet":
+            return self._parquet.open(path)
+        with path.open("rb") as file:
+            start = file.read(_LOOKED_AT)
+        if b"\0" in start:
+            raise ValueError("it is not UTF-8 text")
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(start, final=len(start) == size)
+        except UnicodeDecodeError as error:
+            raise ValueError(f"it is not UTF-8 text (byte {error.start})") from None
+        if path.suffix in _JSON_LINES and len(start) < PAGE:
+            whole = start if len(start) == size else start[: start.rfind(b"\n") + 1]
+            if whole and not any(
+                isinstance(self._text_of(line), str) for line in whole.split(b"\n")
+            ):
+                raise ValueError(f"no line has text in {self._column!r}")
+        return size
+
+    def rows(self, unit: int) -> Iterator[str]:
+        """Yield the text of a unit in pieces of bounded length. Raises OSError, ValueError."""
+        first = unit * UNIT
+        end = min(first + UNIT, self._ends[-1])
+        at = bisect.bisect_right(self._ends, first)
+        while first < end:
+            start, path = self._ends[at - 1] if at else 0, self._files[at]
+            until = min(end, self._ends[at])
+            for row in usable_texts(self._read(path, first - start, until - start), self._counts):
+                yield from _pieces(row)
+            first, at = until, at + 1
+
+    def _read(self, path: Path, begin: int, end: int) -> Iterator[object]:
+        if path.suffix == ".parquet":
+            yield from self._parquet.part(path, begin, end)
+            return
+        with path.open("rb") as file:
+            if path.suffix in _JSON_LINES:
+                for line in _lines(file, begin, end):
+                    yield TOO_LONG if line is None else self._text_of(line)
+            else:
+                begin, end = _edge(file, begin), _edge(file, end)
+                file.seek(begin)
+                yield file.read(end - begin).decode("utf-8", "surrogateescape")
+
+    def _text_of(self, line: bytes) -> object:
+        try:
+            entry = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        return entry.get(self._column) if isinstance(entry, dict) else None
+
+
+class OwnTokens:
+    """Own text as a source of blocks, for a ``block_builder.WorkerSpec``.
+
+    ``block`` is asked for the first unit instead of a block.
+    """
+
+    def __init__(self, spec: Any, counts: Counts) -> None:
+        self._spec = spec
+        self._counts = counts
+        self._tokenizer = TextTokenizer(spec.tokenizer_path, eos_id=spec.eos_id)
+        self._text: OwnText | None = None
+        self._orders: dict[int, np.ndarray[Any, Any]] = {}
+
+    def block(self, first: int, pages: int) -> SourceTokens:
+        del pages
+        self._text = self._text or OwnText(self._spec.settings, self._counts)
+        count = units_of_block(self._spec.settings, self._spec.sequence_length)
+        pieces, missing = [np.zeros(0, dtype=np.int32)], []
+        for number in range(count):
+            unit = self._at(first + number * self._spec.world_size + self._spec.rank)
+            try:
+                rows = [*self._text.rows(unit)]
+            except (OSError, ValueError) as error:
+                # The whole block, which is asked for again: else a disk that is away loses text.
+                raise_if_it_may_pass(error, Path(str(getattr(error, "filename", "own text"))))
+                missing.append(" ".join(str(error).split()))
+                continue
+            pieces.append(
+                self._tokenizer.encode_rows(
+                    rows,
+                    max_length=_WHOLE,
+                    vocabulary=self._spec.vocabulary,
+                    counts=self._counts,
+                )
+            )
+        return SourceTokens(np.concatenate(pieces), missing)
+
+    def _at(self, number: int) -> int:
+        """Return the unit that is read as the one of this number."""
+        assert self._text is not None
+        passed, place = divmod(number, self._text.units)
+        if passed not in self._orders:
+            order = np.random.default_rng([_SEED, passed]).permutation(self._text.units)
+            # A block may reach over the end of a pass.
+            self._orders = {p: o for p, o in self._orders.items() if abs(p - passed) == 1}
+            self._orders[passed] = order
+        return int(self._orders[passed][place])
+
+
+def require_own_text(settings: DataSettings) -> None:
+    """Read the beginning of each file, and log what is found.
+
+    Raises ConfigError, in one line, before anything is signed or written.
+    """
+    try:
+        found = OwnText(settings, Counts())
+    except PageUnavailable as error:
+        raise ConfigError(_refusal(str(error))) from None
+    level = logging.WARNING if found.left_out else logging.INFO
+    log.log(level, "Own text: %s", found.finding)
+
+
+def require_one_sequence(
+    settings: DataSettings, tokenizer_path: Path, eos_id: int, sequence_length: int
+) -> None:
+    """Raise ConfigError where the text has too few tokens for one sequence."""
+    text, tokens = OwnText(settings, Counts()), 0
+    tokenizer = TextTokenizer(tokenizer_path, eos_id=eos_id)
+    for unit in range(text.units):
+        tokens += len(tokenizer.encode_rows([*text.rows(unit)], max_length=_WHOLE))
+        if tokens >= sequence_length:
+            return
+    raise ConfigError(
+        _refusal(f"{' '.join(settings.own_text)} has {tokens} tokens of {sequence_length}")
+    )
+
+
+def _refusal(cause: str) -> str:
+    return f"--data.own_text: {cause}, so there is nothing to train on: give files with text"
+
+
+def _listed(given: tuple[str, ...]) -> dict[Path, bool]:
+    """Return the files, each once, and whether it was named itself. Raises ConfigError."""
+    found: dict[Path, bool] = {}
+    for text in given:
+        try:
+            path = Path(text).expanduser()
+            below = sorted(files_below(path)) if path.is_dir() else [path]
+        except (OSError, RuntimeError) as error:  # RuntimeError: no user has this name
+            raise ConfigError(_refusal(f"{text} cannot be read ({error})")) from None
+        for file in below:
+            found.setdefault(file, not path.is_dir())
+    return found
+
+
+def _edge(file: Any, at: int) -> int:
+    """Return where text may be cut at or soon after ``at``: behind a line, else a character."""
+    if not at:
+        return 0
+    file.seek(at)
+    after = file.read(_EDGE)
+    if (line := after.find(b"\n")) >= 0:
+        return at + line + 1
+    if len(after) < _EDGE:
+        return at + len(after)
+    return at + next(i for i, byte in enumerate(after) if byte & 0xC0 != 0x80 or i == 3)
+
+
+def _lines(file: Any, begin: int, end: int) -> Iterator[bytes | None]:
+    """Yield the lines that begin from ``begin`` to before ``end``; None: longer than a page."""
+    at = begin
+    if begin:
+        file.seek(begin - 1)
+        # No further than the unit: each unit in a line of 60 MB would read the rest of it.
+        at = begin - 1 + len(file.readline(end - begin + 1))
+    while at < end:
+        line = file.readline(PAGE + 1)
+        if not line:
+            return
+        at += len(line)
+        if len(line) <= PAGE:
+            yield line
+            continue
+        while line and not line.endswith(b"\n"):
+            line = file.readline(PAGE)
+            at += len(line)
+        yield None
+
+
+def _pieces(row: str) -> Iterator[str]:
+    """Cut a long row, behind a line or a word where there is one."""
+    while len(row) > _PIECE:
+        cut = 1 + max(row.rfind("\n", 1, _PIECE), row.rfind(" ", 1, _PIECE))
+        cut = cut if cut > _PIECE // 2 else _PIECE
+        yield row[:cut]
+        row = row[cut:]
+    yield row
+
+
+class _ParquetFiles(ParquetSource):
+    """Parquet files one by one, by the bytes of their column."""
+
+    def _listed(self) -> dict[str, list[Path]]:
+        self._found: dict[Path, tuple[int, int]] = {}  # rows and bytes
+        return {}
+
+    def open(self, path: Path) -> int:
+        """Return the bytes of a file's column. Raises OSError, ValueError."""
+        import pyarrow.parquet as pq
+
+        rows, meta = self._scan(path), pq.read_metadata(path)
+        groups = [meta.row_group(number) for number in range(meta.num_row_groups)]
+        columns = [group.column(at) for group in groups for at in range(group.num_columns)]
+        size = sum(
+            column.total_uncompressed_size
+            for column in columns
+            if column.path_in_schema.partition(".")[0] == self._column
+        )
+        if not rows or size <= 0:
+            raise ValueError("it is empty")
+        self._found[path] = rows, size
+        return size
+
+    def part(self, path: Path, begin: int, end: int) -> Iterator[object]:
+        rows, size = self._found[path]
+        first, last = begin * rows // size, end * rows // size
+        yield from self._read(path, first, last - first)
