@@ -13,6 +13,8 @@
     --sample TEXT      continue this text with the exported model
     --tokens N         so many tokens of it (64)
     --eval [N]         loss and perplexity on N sequences of validators' random blocks (16)
+    --push OWNER/NAME  upload the folder to the Hugging Face Hub, with a model card; a repository
+                       that is made for it is private. Its token is HF_TOKEN or `hf auth login`'s
 
 Where neither registry nor chain answers, the bucket is read with the key that an export or a miner
 of this machine read there last.
@@ -34,13 +36,14 @@ import random
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distributed_training.common.proxies import HUB, share
 from distributed_training.config import Config, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.types import File
@@ -66,6 +69,7 @@ def build_parser() -> Parser:
     parser.add_argument("--from", type=argument(File), dest="source")
     parser.add_argument("--subnet", type=argument(File))
     parser.add_argument("--sample", type=argument(str))
+    parser.add_argument("--push", type=argument(str), metavar="OWNER/NAME")
     parser.add_argument("--tokens", type=ranged(1, 4096), default=64)
     parser.add_argument("--eval", type=ranged(2, 10**6), nargs="?", const=16, dest="sequences")
     return parser
@@ -89,6 +93,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise ConfigError(
                 f"{folder.absolute().parent} is not there, so nothing was exported: make it first"
             )
+        if options.push is not None:
+            check_push(options.push)
         # First, so that the same flag on the command line wins.
         given = ["--neuron.device", "cpu", *subnet_flags(options.subnet), *flags]
         config = load_config("validator", given, check=False)
@@ -107,11 +113,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 reader, newest = _global_bucket(config, options, stack), None
             step = options.outer_step if options.outer_step is not None else newest
+            push = open_repository(options.push) if options.push else None
             step = export_model(config, reader, folder, outer_step=step)
         print(f"exported the model of outer step {step} to {folder}")
+        figures = ""
         if options.sequences:
             loss, text = held_out_loss(config, folder, options.sequences)
-            print(f"held-out loss {loss:.4f}, perplexity {math.exp(loss):.2f}, on {text}")
+            figures = f"held-out loss {loss:.4f}, perplexity {math.exp(loss):.2f}, on {text}"
+            print(figures)
+        if push is not None:
+            (folder / "README.md").write_text(model_card(config, options.push, step, figures))
+            print(f"pushed to {push(folder, f'Outer step {step}')}")
         if options.sample:
             print(sample(folder, options.sample, tokens=options.tokens))
     except ConfigError as error:
@@ -225,6 +237,98 @@ def export_model(
     except (ValueError, OSError) as error:
         raise ExportError(f"the state of {reader.name} cannot be exported: {error}") from None
     return outer_step
+
+
+def check_push(name: str) -> None:
+    """Raise ConfigError for a name that the Hub does not take, or where its token is missing."""
+    from huggingface_hub import get_token
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except ValueError as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(
+            f"--push {name!r:.100} is no repository's name ({why}), so nothing was exported: give "
+            "OWNER/NAME"
+        ) from None
+    if not get_token():
+        raise ConfigError(
+            "there is no token of the Hugging Face Hub, so nothing was exported: set HF_TOKEN to "
+            "one that may write, or run hf auth login"
+        )
+
+
+def open_repository(name: str) -> Callable[[Path, str], str]:
+    """Make the repository unless it is there, before gigabytes are read for it.
+
+    Returns what uploads a folder with a commit's message, and returns its URL. Both raise
+    ExportError.
+    """
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    share(HUB)
+    disable_progress_bars()
+    api = HfApi()
+
+    def refused(error: Exception, what: str) -> ExportError:
+        why = " ".join(str(error).split())[:300]
+        return ExportError(f"the Hub did not take {name} ({why}): {what}")
+
+    try:
+        repository = api.create_repo(name, private=True, exist_ok=True)
+    except (OSError, ValueError, httpx.HTTPError) as error:
+        remedy = "nothing was exported; see that the token may write there, then repeat"
+        raise refused(error, remedy) from None
+
+    def push(folder: Path, message: str) -> str:
+        try:
+            api.upload_folder(repo_id=name, folder_path=folder, commit_message=message)
+        except (OSError, ValueError, RuntimeError, httpx.HTTPError) as error:
+            remedy = f"the model is in {folder}; hf upload {name} {folder} sends it"
+            raise refused(error, remedy) from None
+        return str(repository)
+
+    return push
+
+
+def model_card(config: Config, name: str, outer_step: int, figures: str) -> str:
+    """Return ``README.md`` of a repository on the Hub: what the model is, and how it is loaded."""
+    network = config.network
+    rows = {"Outer step": outer_step, "Tokenizer": config.miner.global_tokenizer_name}
+    if network is not None:
+        rows = {
+            "Network": f"{network.head.name}, version {network.head.version} of its file",
+            "Run": network.values["run_id"],
+            "Signed by": network.values["chain.master_hotkey"],
+            "Parameters": network.head.parameters,
+            **rows,
+        }
+    rows |= {"Data": config.data.dataset if config.data.source == "hf" else config.data.source}
+    rows |= {"Measured": figures} if figures else {}
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [distributed-training]
+---
+# {name.rpartition("/")[2]}
+
+Trained by several parties over the internet, who averaged their pseudo-gradients.
+
+| | |
+|---|---|
+{table}
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{name}")
+tokenizer = AutoTokenizer.from_pretrained("{name}")
+```
+"""
 
 
 def sample(folder: Path, prompt: str, *, tokens: int) -> str:
