@@ -1,7 +1,8 @@
 // The miner under pm2:
 //
 //   pm2 start app.config.js                    the miner
-//   DT_APP=validator pm2 start app.config.js   a founded network's validator, or DT_APP=registry
+//   DT_APP=network DT_FLAGS=lab pm2 start app.config.js   what a founded network's folder lab needs (dt-network
+//                                              run lab); DT_APP=validator or DT_APP=registry: one of it alone
 //   DT_NAME=two pm2 start app.config.js        a second miner here; its .env and override are in two/
 //   DT_PRESET=local pm2 start app.config.js    a miner of a subnet on this machine (see `make run`), whose
 //                                              flags are in DT_FLAGS and keys in the environment
@@ -38,15 +39,20 @@ const path = require("path");
 // Where .env, the override and the run folder are: scripts/update.sh starts other versions from
 // folders of their own. The override is yours, so that `git pull` never meets your settings: it
 // exports more rows, module.exports = [["--wallet.name", "mine"]]. DT_FLAGS holds words, quoted as
-// in a shell. Later flags win. A validator's or registry's flags are all in validator.override.js or
-// registry.override.js, as `dt-network init` prints them.
+// in a shell. Later flags win. Flags of another program are all in its own file, validator.override.js or
+// registry.override.js (`dt-network run lab --print` shows them), network.override.js.
 const name = process.env.DT_NAME || "";
 if (!/^[\w-]*$/.test(name)) throw new Error(`DT_NAME ${name} is no name: give letters, digits, _ or -`);
 const home = process.env.DT_HOME || path.join(__dirname, name);
 if (!fs.existsSync(home)) throw new Error(`${home} is not there: it holds .env and app.config.override.js of ${name}`);
 const app = process.env.DT_APP || "miner";
-const programs = { miner: "neurons/miner.py", validator: "neurons/validator.py", registry: ".venv/bin/dt-registry" };
-if (!programs[app]) throw new Error(`DT_APP ${app} is no program: give miner, validator or registry`);
+const programs = {
+  miner: "neurons/miner.py",
+  validator: "neurons/validator.py",
+  registry: ".venv/bin/dt-registry",
+  network: ".venv/bin/dt-network",
+};
+if (!programs[app]) throw new Error(`DT_APP ${app} is no program: give miner, validator, registry or network`);
 const override = path.join(home, app === "miner" ? "app.config.override.js" : `${app}.override.js`);
 
 function rows(file) {
@@ -55,7 +61,7 @@ function rows(file) {
   throw new Error(`${file} exports no rows: module.exports = [["--wallet.name", "mine"]];`);
 }
 const local = process.env.DT_PRESET === "local";
-const ours = { miner: local ? [["--preset", "local"]] : flags, validator: [], registry: [["serve"]] };
+const ours = { miner: local ? [["--preset", "local"]] : flags, validator: [], registry: [["serve"]], network: [["run"]] };
 const given = local ? [] : rows(override);
 // Of several machines: a row ["torchrun", "--nnodes", "2", ...], see docs/several-machines.md.
 const torchrun = given.filter((row) => row[0] === "torchrun").flat().slice(1).map(String);
@@ -73,6 +79,7 @@ args.push(...words.map((word) => word.replace(/'([^']*)'|"([^"]*)"/g, "$1$2")));
 const python = path.join(__dirname, ".venv", "bin", "python");
 function stopSeconds() {
   if (app === "registry") return 10;
+  if (app === "network") return 600; // its validator's publication; a stop takes no longer for it
   const words = ["-m", "distributed_training", "stop-seconds", app, ...args];
   const asked = spawnSync(python, words, { cwd: home, encoding: "utf8", timeout: 60000 });
   return parseFloat(asked.stdout) || 60;

@@ -1,12 +1,14 @@
-"""Found a network, sign its file, look at it.
+"""Found a network, run it, sign its file, look at it.
 
     dt-network init FOLDER --name NAME --host HOST (--registry URL | --netuid N) [options]
+    dt-network run FOLDER [--print]
     dt-network sign FILE [--at STEP] [--wallets FOLDER]
     dt-network decay FILE --steps N [--from STEP] [--at STEP] [--wallets FOLDER]
     dt-network show FILE|URL
 
 ``init`` makes the master's hotkey and the validator's swarm identity, writes ``network.toml`` with
-the built-in network's rules and what the options change, signs it, and prints what to run. Every
+the built-in network's rules and what the options change, signs it, and prints what to run; ``run``
+(:mod:`.founder`) is all that the founder's machine needs. Every
 other rule is changed by ``--set KEY=VALUE`` with the keys of docs/network-file.md, or later in the
 file: then count ``version`` up and ``sign`` it again.
 """
@@ -25,7 +27,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from distributed_training.chain.base import ChainError
 from distributed_training.common.addresses import Reach, reach
@@ -36,6 +37,7 @@ from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.model import check_schedule
 from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import EndpointUrl, File, Text
+from distributed_training.founder import INVITATION, MASTER, RUN_FILE, STORE_PORT, refuse_place
 from distributed_training.founding import (
     check_model,
     choose_pages,
@@ -65,8 +67,9 @@ from distributed_training.protocol.keys import CONFIG
 from distributed_training.protocol.metadata import LONGEST_KEY, parse_config
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.store.errors import StoreError
+from distributed_training.store.server import store_keys
 
-_MASTER = "master"  # name of the wallet
+_EMBEDDED = "embedded"  # instead of a store's URL
 _HIGHEST_RATE = 0.1  # of AdamW
 
 
@@ -101,12 +104,16 @@ def build_parser() -> Parser:
     add("--bucket", type=text, help="the global bucket; a miner's is this and its uid (the name)")
     add(
         "--store",
-        type=argument(EndpointUrl),
-        metavar="URL",
-        help="one S3 endpoint for all, with --registry keys of any length (default: R2, each his)",
+        type=lambda word: word if word == _EMBEDDED else argument(EndpointUrl)(word),
+        metavar="URL|embedded",
+        help="one S3 endpoint for all, with --registry keys of any length (default: R2, each his); "
+        "embedded: one that dt-network run starts, for a laboratory or a trial",
     )
     add("--miners", type=ranged(1, 4096), default=2, help="so many are expected at first (2)")
     add("--set", type=_assignment, action="append", default=[], metavar="KEY=VALUE", dest="more")
+    run = commands.add_parser("run", help="start what a founder runs, and keep it running")
+    run.add_argument("folder", type=path, help="that dt-network init made")
+    run.add_argument("--print", action="store_true", help="print the commands, start nothing")
     sign = commands.add_parser("sign", help="sign a changed file as the next version")
     sign.add_argument("file", type=path)
     decay = commands.add_parser("decay", help="let a constant learning rate fall to 0, and sign")
@@ -132,7 +139,7 @@ def build_parser() -> Parser:
         )
     show = commands.add_parser("show", help="verify a network's file and print its rules")
     show.add_argument("place", type=text)
-    for command in (init, sign, decay, show):
+    for command in (init, run, sign, decay, show):
         command.add_argument(
             "--plugins", nargs="+", default=[], metavar="MODULE", help="modules of your own"
         )
@@ -159,10 +166,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = build_parser().parse_args(argv)
     try:
         import_plugins(options.plugins)
+        if options.command == "run":
+            return _run(options)
         commands = {"init": _init, "sign": _sign, "decay": _decay, "show": _show}
         commands[options.command](options)
     except ConfigError as error:
-        return exit_with(error)
+        return exit_with(error, of_service=options.command == "run")
     except (ChainError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr)
         return ExitStatus.FAULT
@@ -218,7 +227,7 @@ def _init(options: argparse.Namespace) -> None:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         from distributed_training.chain.identity import create_wallet, make_identity
 
-        master = create_wallet(folder / "wallets", _MASTER)
+        master = create_wallet(folder / "wallets", MASTER)
         peer_id = make_identity(folder / "validator")
         peer = f"/{_kind_of(options.host)}/{options.host}/tcp/{options.dht_port}/p2p/{peer_id}"
         rules["chain"].setdefault("master_hotkey", master.ss58)
@@ -228,6 +237,11 @@ def _init(options: argparse.Namespace) -> None:
             f"# dt-network sign {FILE}\n" + to_toml(rules)
         )
         _write(folder / FILE, signed(text, master.hotkey, beside=_no_file_beside))
+        write_bytes(folder / RUN_FILE, _run_file(options).encode())
+        if options.store == _EMBEDDED:
+            (folder / "store").mkdir()
+            refuse_place(folder / "store")
+            store_keys(folder / "store")
         stack.pop_all()
     _show(argparse.Namespace(place=str(folder / FILE)), rules=False)
     print(_what_to_run(options, folder))
@@ -274,7 +288,10 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     rules["tokenizer"]["name"] = options.tokenizer
     rules["data"]["source"] = options.data_source
     rules["store"]["global_bucket"] = options.bucket or options.name
-    if options.store:
+    if options.store == _EMBEDDED:
+        host = f"[{options.host}]" if ":" in options.host else options.host
+        rules["store"]["endpoint"] = f"http://{host}:{STORE_PORT}"
+    elif options.store:
         rules["store"]["endpoint"] = options.store
     rules["training"]["weight_decay_on"] = "matrices"
     # What the mission's network sends beside is read by nobody here; and see bench.four_bits.
@@ -294,6 +311,21 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
                 "docs/network-file.md lists all"
             )
         table[name] = value
+    if options.store == _EMBEDDED:
+        if options.registry is None:
+            raise ConfigError(
+                "--store embedded with --netuid, so nobody would hand out its keys and no network "
+                "was founded: give --registry, or --store the URL of another"
+            )
+        # Its keys are not sent, and what is stored travels as it is.
+        plain = not str(rules["store"]["endpoint"]).startswith("https://")
+        if plain and rules.get("private") is not True:
+            raise ConfigError(
+                f"--store embedded speaks plain HTTP and --host {options.host} is a public "
+                "address, so no network was founded: give --host the address in a private network, "
+                "or, with a TLS server in front of port "
+                f"{STORE_PORT}, --set store.endpoint=https://..."
+            )
     # What is given counts for the model too; a number of its parameters is compared with it.
     config = read_model(options.model, tokenizer=options.tokenizer)
     rules["model"] = {"config": config} | rules["model"]
@@ -448,7 +480,7 @@ def _sign(options: argparse.Namespace, text: str | None = None) -> None:
         return read_text(path.with_name(name))
 
     wallets = options.wallets or path.absolute().parent / "wallets"
-    master = load_wallet(ChainSettings(wallet_path=str(wallets), wallet_name=_MASTER))
+    master = load_wallet(ChainSettings(wallet_path=str(wallets), wallet_name=MASTER))
     text = text or read_text(path)
     flat = flatten(tree_of(text))
     named = flat.get("chain.master_hotkey")
@@ -486,48 +518,58 @@ def _plugin_flags(options: argparse.Namespace) -> list[str]:
     return ["--plugins", *options.plugins] if options.plugins else []
 
 
-def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
-    file, wallets = (
-        folder / FILE,
-        ["--wallet.path", str(folder / "wallets"), "--wallet.name", _MASTER],
+def _run_file(options: argparse.Namespace) -> str:
+    """Return the text of the file of flags that do not follow from the network's file."""
+    flags: dict[str, Any] = {}
+    if options.miners == 1:
+        flags["validator.minimum_peers"] = 2  # it and that one
+    if options.weights:
+        flags["validator.weights"] = str(options.weights)
+    if options.plugins:
+        flags["plugins"] = options.plugins
+    return (
+        "# Flags beside those that `dt-network run` finds by itself (--print shows all), without\n"
+        '# the dashes: "neuron.device" = "cuda:1" below [validator]. [registry] and [store] too.\n'
+        "[validator]\n"
+        + "".join(f'"{name}" = {toml_value(value)}\n' for name, value in flags.items())
     )
-    least = min(2, options.miners)
-    validator = [
-        *("--network", str(file), "--neuron.run_folder", str(folder / "validator"), *wallets),
-        *_plugin_flags(options),
-        *("--neuron.initial_peers", "none"),  # it is the first peer itself
-        *("--dht.port", str(options.dht_port)),
-        # It takes no name: for that the validator finds its address, as every miner does.
-        *(("--dht.ip", options.host) if _kind_of(options.host) == "ip4" else ()),
-        *("--validator.minimum_peers", str(least + 1)),
-        *(("--validator.weights", str(options.weights)) if options.weights else ()),
-    ]
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run a network, or print by which commands. Raises ConfigError."""
+    from distributed_training import founder
+
+    if not options.print:
+        return founder.run(options.folder)
+    plan = founder.Plan.of(options.folder)
+    for program in plan.words:
+        print(plan.line(program))
+    if "registry" in plan.words:
+        print(f"dt-registry {shlex.join(plan.invite)}")
+    return 0
+
+
+def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
     lines = [
         f"{folder / 'wallets'} is the network's authority: keep a copy, never give it away.",
     ]
-    if options.registry is not None:
-        serve = ["--network", str(file), "--folder", str(folder / "registry")]
-        url = urlsplit(options.registry)
-        if _is_private(options) and url.scheme == "http":  # nothing stands in front of it
-            serve += ["--host", options.host, "--port", str(url.port or 80)]
-        invite = ["--network", str(file), "--uses", "5", *wallets]
-        lines += [
-            f"\nThe registry, behind {options.registry}:\n  dt-registry serve {shlex.join(serve)}",
-            f"an invitation for five who join:\n  dt-registry invite {shlex.join(invite)}",
-        ]
-    if options.store is not None:
+    if options.store != _EMBEDDED:
+        bucket = options.bucket or options.name
+        lines.append(f"\nInto .env here: two keys of the global bucket {bucket}, which you make.")
         lengths = f"of up to {LONGEST_KEY} characters, and no account"
         if options.registry is None:
             lengths = "of R2's lengths (account 32, key 32, secret 64): a public chain has no other"
-        lines.append(f"\nKeys of {options.store}: {lengths}.")
+        lines += [f"Keys of {options.store}: {lengths}."] if options.store else []
+    lines += [
+        "\nThen, on this machine (--print shows what that starts):",
+        f"  dt-network run {shlex.quote(str(options.folder))}",
+    ]
     words, what = "the file, published for example over https", FILE
     if options.registry is not None:
-        words, what = "what dt-registry invite printed", "INVITATION"
-    lines += [
-        "\nThe validator, with the keys of the global bucket in .env:",
-        f"  dt-validator {shlex.join(validator)}",
-        f"\nEvery other machine, with {words}:\n  dt-join {what}\n  dt-miner",
-    ]
+        place = options.folder / INVITATION
+        lines.append(f"Its first start makes an invitation for five who join: {place}")
+        words, what = "what that says", "INVITATION"
+    lines.append(f"\nEvery other machine, with {words}:\n  dt-join {what}\n  dt-miner")
     return "\n".join(lines)
 
 

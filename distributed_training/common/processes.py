@@ -11,9 +11,9 @@ is started with :func:`without_secrets`; ranks get their secrets through a pipe.
 
 A child started here is a plain program with one socket to its parent, and it ends when that socket
 closes. (``multiprocessing``'s spawn would import the parent's main module, torch included.)
-:class:`ChildProcess` starts one again whenever it ends. A process that hangs cannot answer a
-request, so each writes its stacks from a signal handler (:func:`write_stacks_on_signal`,
-:func:`collect_stacks`).
+:class:`ChildProcess` starts one again whenever it ends, :class:`Program` any other program. A
+process that hangs cannot answer a request, so each writes its stacks from a signal handler
+(:func:`write_stacks_on_signal`, :func:`collect_stacks`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import fcntl
 import logging
 import os
 import resource
+import select
 import shutil
 import signal
 import socket
@@ -33,7 +34,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -80,6 +81,7 @@ _KILL_SECONDS = 5.0  # that the kernel has to end a process that was killed
 SETTINGS_REFUSED = 2
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=1), timedelta(minutes=1)  # before another start
 _END_SECONDS = 5.0  # for the end of one that hung up
+_LONGEST_LINE = 65536  # bytes that a program prints at once
 _STEADY_SECONDS = 600.0  # a child that lived so long ended for another reason
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -418,6 +420,7 @@ class ChildProcess:
         self._log_line = log_line
         self._start_process = partial(start_child, module, *arguments, **options)
         self._backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
+        self._final: Collection[int] = (SETTINGS_REFUSED,)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._supervise, name=name, daemon=True)
 
@@ -458,6 +461,12 @@ class ChildProcess:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def refused(self) -> int | None:
+        """The status with which it ended for good, by itself; None: it runs, or will again."""
+        over = self.starts > 0 and not self._thread.is_alive() and not self._closing.is_set()
+        return self._process.returncode if over else None
+
     def _start(self) -> None:
         """Start the process, with the lock held. Raises OSError."""
         self._process, self._connection = self._start_process()
@@ -485,7 +494,7 @@ class ChildProcess:
             # Not without limit: it may be ending in the kernel, on a disk that does not answer.
             wait_or_kill(self._process, _END_SECONDS)
             status = self._process.returncode
-            if self._closing.is_set() or status == SETTINGS_REFUSED:
+            if self._closing.is_set() or status in self._final:
                 return
             if time.monotonic() - began > _STEADY_SECONDS:
                 self._backoff.succeeded()
@@ -505,6 +514,83 @@ class ChildProcess:
                         break
                     except OSError as error:  # no memory, no process or no descriptor left
                         problem = f"{self._name} could not be started ({error})"
+
+
+class Program(ChildProcess):
+    """A program that knows of no parent, kept running in the same way; each line it prints is one.
+
+    ``command`` and ``environment``: of the program, which gets a session of its own. If this
+    process is killed the kernel sends it SIGTERM, where util-linux is installed. ``log_line`` gets
+    what it prints as lines of its log. ``final``: statuses after which no start would help.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        effect: str,
+        log_line: Callable[[ChildLog], None],
+        final: Collection[int],
+    ) -> None:
+        super().__init__(name, "", effect=effect, log_line=log_line)
+        self._final = final
+        self._start_process = partial(_start_program, command, environment)
+
+
+def _start_program(
+    command: Sequence[str], environment: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], Any]:
+    process = subprocess.Popen(
+        [*with_starter(), *command],
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    _awaited.add(process.pid)
+    return process, _Printed(process)
+
+
+def with_starter() -> tuple[str, ...]:
+    """Return the words before a command that end it when the thread that started it is gone.
+
+    Not by ``preexec_fn``, which runs Python between fork and exec beside our threads.
+    """
+    words = ("setpriv", "--pdeathsig", "TERM")  # util-linux
+    return words if shutil.which(words[0]) else ()
+
+
+class _Printed:
+    """The lines that a program prints, in the place of a connection to it."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        self._process = process
+        self._pipe = process.stdout
+        self._rest = b""
+
+    def recv(self) -> ChildLog:
+        """Return the next line. Raises EOFError once it has ended."""
+        while b"\n" not in self._rest and len(self._rest) < _LONGEST_LINE:
+            ready, _, _ = select.select([self._pipe], [], [], _END_SECONDS)
+            data = os.read(self._pipe.fileno(), _LONGEST_LINE) if ready else b""
+            # Descendants may hold the pipe for longer than it lives.
+            if not data and (ready or self._process.poll() is not None):
+                if not self._rest:
+                    raise EOFError
+                break
+            self._rest += data
+        line, _, self._rest = self._rest.partition(b"\n")
+        return ChildLog(logging.INFO, line.decode("utf-8", "replace"))
+
+    def send(self, message: Any) -> None:
+        """Do nothing: it reads no messages."""
+
+    def close(self) -> None:
+        self._pipe.close()
 
 
 class ParentConnection:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from distributed_training.common.files import write_bytes
 from distributed_training.common.ports import free_ports
-from distributed_training.common.processes import Mark, kill_tree
+from distributed_training.common.processes import Mark, kill_tree, with_starter
 from distributed_training.config.types import ConfigError
 from distributed_training.network import built_in_rules, signed, to_toml
 from distributed_training.protocol.keys import miner_bucket
@@ -143,8 +142,6 @@ def plan_neurons(options: SubnetOptions, folder: Path) -> list[NeuronPlan]:
 # --- children -----------------------------------------------------------------------------------
 
 MARK = "DT_LOCAL_SUBNET"  # environment variable; its value is the subnet's id
-# util-linux; the kernel then ends the command when the thread that started it is gone.
-_WITH_STARTER = ("setpriv", "--pdeathsig", "TERM")
 
 
 class ChildFailure(RuntimeError):
@@ -180,11 +177,9 @@ class Child:
             raise RuntimeError(f"{self.name} is running already")
         self.stopping = False
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Not by preexec_fn, which runs Python between fork and exec beside our threads.
-        starter = _WITH_STARTER if shutil.which(_WITH_STARTER[0]) else ()
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*starter, *self.command],
+                [*with_starter(), *self.command],
                 cwd=self.folder,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,

@@ -130,12 +130,17 @@ def make_run_folder(config: Config, *, fstab: Path = FSTAB) -> Path:
 
 @contextlib.contextmanager
 def sole_user(
-    folder: Path, name: str, program: str, *, owner: Callable[[], int | None] = lambda: None
+    folder: Path,
+    name: str,
+    program: str,
+    *,
+    owner: Callable[[], int | None] = lambda: None,
+    instead: str = "give --neuron.run_folder (or --neuron.name) another",
 ) -> Iterator[None]:
     """Let one ``program`` use a run folder. The kernel frees the lock however its process ends.
 
-    ``name``: of the file that is locked; ``owner``: pid of the process that has it, if it is known.
-    Raises ConfigError.
+    ``name``: of the file that is locked; ``owner``: pid of the process that has it, if it is known;
+    ``instead``: what else helps. Raises ConfigError.
     """
     with (folder / name).open("a") as file:
         try:
@@ -143,8 +148,7 @@ def sole_user(
         except BlockingIOError:
             raise ConfigError(
                 f"a {program} (pid {owner() or '?'}) is running in {folder}, so a second one would "
-                "overwrite its files: stop it, or give --neuron.run_folder (or --neuron.name) "
-                "another"
+                f"overwrite its files: stop it, or {instead}"
             ) from None
         except OSError as error:  # Lustre without -o flock, NFS without a lock service
             raise ConfigError(

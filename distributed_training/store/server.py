@@ -23,6 +23,7 @@ import secrets
 import signal
 import socket
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,9 @@ def _only_inside(app: Any, token: str) -> Callable[[Mapping[str, str], Any], Ite
 
 def serve(folder: Path, host: str, port: int) -> None:
     """Serve until SIGTERM. Raises OSError where ``host`` and ``port`` cannot be used."""
-    import eventlet
+    with warnings.catch_warnings():  # it warns of itself, in ten lines at each start
+        warnings.simplefilter("ignore")
+        import eventlet
 
     # Before Swift is imported: its four servers share this process and would block each other.
     eventlet.monkey_patch(os=True, select=True, socket=True, thread=True, time=True)

@@ -11,11 +11,14 @@ import tempfile
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from distributed_training.common.processes import (
     Mark,
+    Program,
     kill_tree,
     process_folder,
     reap_orphans,
@@ -287,3 +290,66 @@ def test_what_aborts_leaves_no_core_and_files_are_as_many_as_allowed(tmp_path: P
     )
     assert done.stdout.splitlines() == ["True False", "True"], done.stderr
     assert not list(tmp_path.iterdir())
+
+
+class Kept:
+    """A program kept running, and what it said."""
+
+    def __init__(self, code: str, **more: Any) -> None:
+        self.lines: list[str] = []
+        self.program = Program(
+            "The program",
+            [sys.executable, "-u", "-c", code],
+            environment={**os.environ, **more},
+            effect="nothing is done",
+            log_line=lambda line: self.lines.append(line.text),
+            final=(2, 3),
+        )
+        self.program.start()
+
+    def said(self, text: str) -> int:
+        return sum(text in line for line in self.lines)
+
+
+@pytest.mark.slow
+def test_a_program_is_kept_running_and_says_all_that_it_prints() -> None:
+    """By a signal or with a status that a start may help; also where a child holds its output."""
+    code = (
+        "import os, subprocess, sys, signal\n"
+        "print('begun', os.getpid())\n"
+        "subprocess.Popen(['sleep', '600'])\n"
+        "sys.stdout.write('last words'); sys.stdout.flush()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    kept = Kept(code, LOST="1")
+    try:
+        wait_for(lambda: kept.said("begun") == 2, "a second start", 60)
+        assert kept.lines[1] == "last words" and "was killed by SIGKILL" in kept.lines[2]
+        assert "starting it again in" in kept.lines[2] and "nothing is done" in kept.lines[2]
+        assert kept.program.refused is None
+    finally:
+        kept.program.close()
+        Mark("LOST", "1").end(settle=timedelta(0), grace=timedelta(0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", [2, 3])
+def test_a_program_that_no_start_helps_is_left_ended(status: int) -> None:
+    kept = Kept(f"print('why'); raise SystemExit({status})")
+    wait_for(lambda: kept.program.refused is not None, "its end", 30)
+    assert kept.program.refused == status and kept.lines == ["why"]
+    kept.program.close()
+
+
+@pytest.mark.slow
+def test_a_program_ends_in_order_or_is_killed_in_time() -> None:
+    code = "import signal, time\n{}\nprint('ready')\ntime.sleep(600)"
+    good = Kept(code.format("def end(*_): print('saved'); raise SystemExit\n"
+                            "signal.signal(signal.SIGTERM, end)"))  # fmt: skip
+    deaf = Kept(code.format("signal.signal(signal.SIGTERM, signal.SIG_IGN)"))
+    wait_for(lambda: good.said("ready") and deaf.said("ready"), "both", 30)
+    good.program.close(timeout=timedelta(seconds=30))
+    deaf.program.close(timeout=timedelta(seconds=0.5))
+    wait_for(lambda: good.lines == ["ready", "saved"], "its last line", 10)
+    for one in (good, deaf):
+        assert not psutil.pid_exists(one.program.pid) and one.program.refused is None

@@ -178,8 +178,11 @@ class Founded:
         words += ["--data-source", "stdlib", "--store", self.keys["R2_ENDPOINT_URL"], *more]
         out = self.call("dt-network", *words)
         lines = [line.strip() for line in out.splitlines() if line.startswith("  dt-")]
-        serve, invite, validate, join, self.mine_line = lines
-        registry = self.start(serve, "--port", str(port), home="founder")
+        run, join, self.mine_line = lines
+        with (self.file.parent / "run.toml").open("a") as file:
+            file.write(f"[registry]\nport = {port}\n")
+        serve, validate, invite = self.call(f"{run} --print").splitlines()
+        registry = self.start(serve, home="founder")
         registry.wait_for("READY")
         line = re.search(r"^dt-join \S+$", self.call(invite), re.M)
         assert line is not None and join == "dt-join INVITATION"

@@ -68,7 +68,7 @@ def test_a_founded_network_is_what_a_miner_joins(tmp_path: Path, capsys) -> None
         assert (folder / key).stat().st_mode & 0o077 == 0, key
     assert folder.stat().st_mode & 0o077 == 0
     out = capsys.readouterr().out
-    assert values["run_id"] in out and "dt-validator --network" in out
+    assert values["run_id"] in out and f"dt-network run {folder}" in out
     assert config.chain.private, "192.0.2.7 is no address of the internet"
     assert found(tmp_path / "other", "--host", "gpu-1") == 0
     other = read(tmp_path / "other")
@@ -80,21 +80,11 @@ def test_a_founded_network_is_what_a_miner_joins(tmp_path: Path, capsys) -> None
     of_all = read(tmp_path / "all")
     assert (of_all.store.content, of_all.swarm.compression) == ("all", "none")
     assert other.swarm.initial_peers[0].startswith("/dns4/gpu-1/tcp/8009/p2p/Qm")
+    assert main(["run", str(tmp_path / "other"), "--print"]) == 0
     _, _, words = capsys.readouterr().out.partition("dt-validator ")
     flags = shlex.split(words.partition("\n")[0])
     assert load_config("validator", flags, environ={}, dotenv=None, check=False).network
     assert found(folder) == 2 and "exists already" in capsys.readouterr().err
-
-
-def test_a_private_networks_registry_listens_where_its_members_call_it(
-    tmp_path: Path, capsys
-) -> None:
-    place = ("--host", "10.0.0.5", "--registry", "http://10.0.0.5:8101")
-    assert found(tmp_path / "lab", *place) == 0 and read(tmp_path / "lab").chain.private
-    serve, invite = capsys.readouterr().out.partition("dt-registry ")[2].split("dt-registry ")[:2]
-    place = ("--host", "127.0.0.1", "--registry", "http://127.0.0.1:8102")
-    assert found(tmp_path / "alone", *place) == 0 and read(tmp_path / "alone").chain.private
-    assert "--host 10.0.0.5 --port 8101" in serve and "lab/network.toml" in invite
 
 
 def test_a_member_of_a_network_on_a_plug_ins_chain_is_told_how_to_register(

@@ -16,7 +16,7 @@ import yaml
 
 from distributed_training.config import load_config
 from distributed_training.config.schema import schema
-from distributed_training.registry.__main__ import parser as registry_parser
+from distributed_training.network_command import build_parser as network_parser
 from distributed_training.telemetry.metrics import METRICS
 from tests.tools.pm2 import needs_node
 
@@ -77,7 +77,7 @@ def commands() -> Iterator[tuple[str, str, list[str]]]:
     for unit in UNITS:
         (line,) = re.findall("^ExecStart=(.*)$", unit.read_text(), re.M)
         first, *words = shlex.split(line)
-        yield unit.name, *((first, words) if first.endswith("registry") else (words[0], words[1:]))
+        yield unit.name, *((first, words) if first.endswith("network") else (words[0], words[1:]))
     services = yaml.safe_load((OPS / "compose.network.yml").read_text())["services"]
     for service in services.values():
         program = service["environment"]["DT_MINER"].split()[-1]
@@ -86,10 +86,10 @@ def commands() -> Iterator[tuple[str, str, list[str]]]:
 
 @pytest.mark.parametrize(("file", "program", "words"), list(commands()))
 def test_flags_of_units_and_containers_exist(file: str, program: str, words: list[str]) -> None:
-    if program.endswith("dt-registry"):
-        assert registry_parser().parse_args(words).command == "serve", file
+    if program.endswith("dt-network"):
+        assert network_parser().parse_args(words).command == "run", file
         return
-    known = schema("validator" if "validator" in program else "miner")
+    known = schema("miner")
     flags = [word.removeprefix("--") for word in words if word.startswith("--")]
     assert flags and all(known.get(flag) for flag in flags), file
 
@@ -160,13 +160,15 @@ def test_torchrun_follows_a_check_as_the_node_it_is(words: list[str], tmp_path: 
 
 
 @needs_node
-@pytest.mark.parametrize(("app", "status"), [("validator", 0), ("registry", 0), ("x", 1)])
+@pytest.mark.parametrize(
+    ("app", "status"), [("validator", 0), ("registry", 0), ("network", 0), ("x", 1)]
+)
 def test_pm2_runs_what_a_founder_needs(app: str, status: int, tmp_path: Path) -> None:
     (tmp_path / f"{app}.override.js").write_text('module.exports = [["--network", "a.toml"]];')
     done = pm2_reads(OPS.parent, DT_HOME=str(tmp_path), DT_APP=app)
     assert done.returncode == status, done.stderr
     if status:
-        assert "give miner, validator or registry" in done.stderr
+        assert "give miner, validator, registry or network" in done.stderr
         return
     found = json.loads(done.stdout)
     assert found["name"] == f"distributed_training_{app}"
@@ -289,8 +291,7 @@ def test_a_container_that_is_stopped_lets_the_miner_finish() -> None:
     ("file", "service", "wallet"),
     [
         ("compose.miner.yml", "miner", ["hotkeys", "coldkeypub.txt"]),
-        ("compose.network.yml", "validator", ["hotkeys"]),
-        ("compose.network.yml", "registry", []),
+        ("compose.network.yml", "network", ["wallets"]),  # dt-network init makes no coldkey
     ],
 )
 def test_a_container_gets_no_coldkey_no_root_and_nothing_for_developers(
@@ -300,7 +301,6 @@ def test_a_container_gets_no_coldkey_no_root_and_nothing_for_developers(
     wallets = [volume for volume in compose["volumes"] if "wallets" in volume]
     assert [Path(v.split(":")[1]).name for v in wallets] == wallet
     assert all(volume.endswith(":ro") for volume in wallets)
-    assert not any(volume.split(":")[0].endswith("lab") for volume in compose["volumes"])
     assert compose["restart"] == "unless-stopped" and compose["cap_drop"] == ["ALL"]
     assert compose["security_opt"] == ["no-new-privileges"] and compose["network_mode"] == "host"
     assert compose["ulimits"]["core"] == 0 and "stop_grace_period" in compose
@@ -328,10 +328,9 @@ def test_a_unit_survives_the_death_of_a_worker_and_leaves_no_core(path: Path) ->
     assert {"OOMPolicy=continue", "LimitCORE=0", "UMask=0077", "NoNewPrivileges=yes"} <= unit
     assert any(line.startswith("RequiresMountsFor=/") for line in unit)
     assert any(line.startswith("TimeoutStopSec=") for line in unit) and "User=miner" in unit
-    # Each of these takes the GPUs away, which a registry does not need.
+    # Each of these takes the GPUs away.
     closed = "^(PrivateDevices|ProtectClock|DeviceAllow|DevicePolicy)="
-    needs_gpu = "registry" not in path.name
-    assert not (needs_gpu and re.search(closed, "\n".join(unit), re.M))
+    assert not re.search(closed, "\n".join(unit), re.M)
 
 
 @units

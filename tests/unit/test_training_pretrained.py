@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
-import shlex
 import shutil
 import threading
 from collections.abc import Callable
@@ -19,6 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.data.tokenizer import build_tokenizer
+from distributed_training.founder import Plan
 from distributed_training.network_command import main
 from distributed_training.scoring import export
 from distributed_training.telemetry import read_events
@@ -226,8 +226,7 @@ class Founded:
     def __init__(self, place: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.folder, self.source = place / "lab", source
         assert founded(self.folder, source) == 0
-        _, _, words = capsys.readouterr().out.partition("dt-validator ")
-        self.words = shlex.split(words.partition("\n")[0])
+        self.words = Plan.of(self.folder).words["validator"]
         self.world = World(place / "unused", settings())
         torch.manual_seed(1)
         self.text = torch.randint(256, (4, 64))

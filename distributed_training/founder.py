@@ -1,0 +1,367 @@
+"""Run what a founded network needs on its founder's machine, and keep it running.
+
+    dt-network run FOLDER           registry, the object store that comes with it, validator
+    dt-network run FOLDER --print   the commands that it starts, for a machine of their own each
+
+What each is started with follows from the network's file in FOLDER. ``run.toml`` beside it adds
+flags, by program. The children's lines go on with the program's name before them. One that ends is
+started again; one that ends with a status that no start helps (2, 3) ends all.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import shlex
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from distributed_training.common.files import atomic_file, parse_toml
+from distributed_training.common.ports import listen
+from distributed_training.common.processes import ChildLog, Mark, Program, without_secrets
+from distributed_training.config import Config, load_config
+from distributed_training.config.types import ConfigAway, ConfigError
+from distributed_training.network import FILE
+from distributed_training.protocol.types import FINAL, ExitStatus
+from distributed_training.store import server
+
+MASTER = "master"  # name of the wallet
+RUN_FILE = "run.toml"
+INVITATION = "invitation.txt"  # that the first start made
+REGISTRY_PORT, STORE_PORT = 8100, 9000  # behind a proxy, or where no other is named
+MARK = "DT_FOUNDED"  # environment variable; its value is the folder
+_STORE, _REGISTRY, _VALIDATOR = "store", "registry", "validator"
+_PROGRAMS = {
+    _STORE: ("python -m distributed_training.store.server", "distributed_training.store.server"),
+    _REGISTRY: ("dt-registry serve", "distributed_training.registry serve"),
+    _VALIDATOR: ("dt-validator", "distributed_training.validator"),
+}
+_EFFECT = {
+    _STORE: "uploads wait until then",
+    _REGISTRY: "nobody can join until then; miners go on with what they know",
+    _VALIDATOR: "no round is called until then",
+}
+_READY = timedelta(minutes=3)  # of store and registry, on a busy machine
+_SERVICES_STOP = timedelta(seconds=20)
+_VALIDATORS_MORE = timedelta(seconds=25)  # beyond its stop timeout, as pm2 gives it
+_TRIAL = (
+    "this store is made for a laboratory or a trial: one copy of each object, one process; keep "
+    "backups of what you need (docs/found-a-network.md)"
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A network's programs in the order of their start. ``words``: of each, after its name."""
+
+    folder: Path
+    file: Path
+    words: Mapping[str, list[str]]
+    places: Mapping[str, tuple[str, int]]  # where each listens: address and port
+    environ: Mapping[str, str]  # of the validator
+
+    @classmethod
+    def of(cls, folder: Path, environ: Mapping[str, str] = os.environ) -> Plan:
+        """Read the network's file and ``run.toml``. Raises ConfigError."""
+        file = folder / FILE
+        if not file.is_file():
+            raise ConfigError(
+                f"there is no {FILE} in {folder}, so nothing was started: give the folder of a "
+                f"network, or found one with dt-network init {folder}"
+            )
+        more = read_more(folder / RUN_FILE)
+        given = ["--network", str(file)]
+        config = load_config("validator", given, environ={}, dotenv=None, check=False)
+        words, keys = {}, {}
+        if (folder / _STORE / server.CREDENTIALS).exists():
+            place = _place(config.store.endpoint_url or "", STORE_PORT)
+            words[_STORE] = ["--folder", str(folder / _STORE), *_listening(place)]
+            found = server.store_keys(folder / _STORE)
+            keys = {name: key for name, key in found.items() if "ACCESS_KEY" in name}
+        if (url := config.chain.registry_url) is not None:
+            words[_REGISTRY] = [*given, "--folder", str(folder / _REGISTRY)]
+            # Without a proxy of the founder's in front, its members ask it itself.
+            place = _place(url if config.chain.private else "", REGISTRY_PORT)
+            if urlsplit(url).scheme == "https":
+                place = "127.0.0.1", REGISTRY_PORT
+                words[_REGISTRY] += ["--proxy", "127.0.0.1"]
+            words[_REGISTRY] += _listening(place)
+            if (host := urlsplit(url).hostname) and host != place[0]:
+                words[_REGISTRY] += ["--host-name", host]
+            if _STORE in words:
+                words[_REGISTRY] += ["--store", str(folder / _STORE)]
+        words[_VALIDATOR] = [
+            *given,
+            *("--neuron.run_folder", str(folder / _VALIDATOR)),
+            *("--wallet.path", str(folder / "wallets"), "--wallet.name", MASTER),
+            *("--neuron.initial_peers", "none"),  # it is the first peer itself
+        ]
+        # As the file names it: /ip4/ADDRESS/tcp/PORT/p2p/ID. A name is found out by itself.
+        for peer in config.swarm.initial_peers[:1]:
+            _, kind, host, _, port, *_ = peer.split("/")
+            words[_VALIDATOR] += ["--dht.port", port]
+            words[_VALIDATOR] += ["--dht.ip", host] if kind == "ip4" else []
+        for program, flags in more.items():
+            if program not in words:
+                raise ConfigError(
+                    f"{folder / RUN_FILE} has flags of {program}, which is not started for this "
+                    "network, so nothing was: take them out"
+                )
+            words[program] += flags
+        places = {
+            program: (_last(found, "--host"), int(_last(found, "--port")))
+            for program, found in words.items()
+            if program != _VALIDATOR
+        }
+        return cls(folder, file, words, places, {**environ, **keys})
+
+    def line(self, program: str) -> str:
+        """Return the command of a program, as a shell takes it."""
+        return f"{_PROGRAMS[program][0]} {shlex.join(self.words[program])}"
+
+    @property
+    def invite(self) -> list[str]:
+        """The words of ``dt-registry invite`` on this machine."""
+        host, port = self.places[_REGISTRY]
+        url = f"http://{_bracketed('127.0.0.1' if host == '0.0.0.0' else host)}:{port}"
+        wallet = ["--wallet.path", str(self.folder / "wallets"), "--wallet.name", MASTER]
+        return ["invite", "--network", str(self.file), "--url", url, "--uses", "5", *wallet]
+
+
+def read_more(path: Path) -> dict[str, list[str]]:
+    """Return the flags of ``run.toml`` by program; none without it. Raises ConfigError."""
+    if not path.exists():
+        return {}
+    try:
+        tables = parse_toml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({error}), so nothing was started: correct it"
+        ) from None
+    found = {}
+    for program, table in tables.items():
+        if program not in _PROGRAMS or not isinstance(table, dict):
+            raise ConfigError(
+                f"{path}: {program!r} is no table of it, so nothing was started: write the flags "
+                f"below [{'], ['.join(_PROGRAMS)}]"
+            )
+        found[program] = [
+            word
+            for flag, value in table.items()
+            for each in (value if isinstance(value, list) else [value])
+            for word in (f"--{flag}", str(each))
+        ]
+    return found
+
+
+def _place(url: str, port: int) -> tuple[str, int]:
+    """Return address and port at which to listen for ``url``; behind a proxy loopback's."""
+    parts = urlsplit(url)
+    if parts.scheme != "http":
+        return "127.0.0.1", port
+    host = parts.hostname or ""
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(host)), parts.port or 80
+    return "0.0.0.0", parts.port or 80  # a name, which may lead to loopback on its own machine
+
+
+def _last(words: list[str], flag: str) -> str:
+    """Return the value that ``flag`` has among ``words``: the last counts."""
+    return words[len(words) - words[::-1].index(flag)]
+
+
+def _listening(place: tuple[str, int]) -> list[str]:
+    return ["--host", place[0], "--port", str(place[1])]
+
+
+def _bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+# --- what may be missing --------------------------------------------------------------------------
+
+
+def check(plan: Plan) -> Config:
+    """Return the validator's configuration.
+
+    Raises ConfigError for what is missing: a file, a key, a port.
+    """
+    from distributed_training.chain.identity import identity_file, load_wallet
+    from distributed_training.health.machine import refuse_model, refuse_unknown_kinds
+
+    config = load_config("validator", plan.words[_VALIDATOR], environ=plan.environ)
+    refuse_unknown_kinds(config)
+    refuse_model(config, ranks=1)
+    hotkey, master = load_wallet(config.chain).ss58, config.miner.master_ss58_address
+    if hotkey != master:
+        raise ConfigError(
+            f"the wallet in {plan.folder / 'wallets'} is {hotkey} and {plan.file} names the master "
+            f"{master}, so nothing was started: put that wallet there"
+        )
+    if not identity_file(config.run_folder).exists():
+        raise ConfigError(
+            f"{identity_file(config.run_folder)} is missing, so no miner would find this validator "
+            "and nothing was started: put its backup there"
+        )
+    if _STORE in plan.words:
+        refuse_place(plan.folder / _STORE)
+    places = {**plan.places, "swarm": (config.swarm.dht_listen_ip, config.swarm.dht_port)}
+    for program, (host, port) in places.items():
+        try:
+            listen(host, port).close()
+        except OSError as error:
+            # An address may come late after a boot: pm2 and systemd are to try again.
+            late = error.errno == errno.EADDRNOTAVAIL
+            raise (ConfigAway if late else ConfigError)(
+                f"the {program} cannot listen on {_bracketed(host)}:{port} ({error.strerror}), so "
+                f"nothing was started: stop what uses the port, or give the {program} another in "
+                f"{plan.folder / RUN_FILE}"
+            ) from None
+    return config
+
+
+def refuse_place(folder: Path) -> None:
+    """Raise ConfigError unless a store can run here and keep its objects in ``folder``."""
+    if find_spec("swift") is None or find_spec("eventlet") is None:
+        raise ConfigError(
+            "the object store needs OpenStack Swift, which is not installed, so nothing was "
+            "started: pip install 'distributed-training-miner[local]', or give --store a URL"
+        )
+    try:
+        os.setxattr(folder, "user.dt", b"1")
+    except (OSError, AttributeError) as error:
+        raise ConfigError(
+            f"the disk of {folder} keeps no extended attributes ({error}), which the object store "
+            "needs, so nothing was started: take a folder on another disk (ext4 or xfs of Linux)"
+        ) from None
+
+
+# --- the run --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Running:
+    """The programs of one run. ``stop``: of all of them, asked for."""
+
+    plan: Plan
+    mark: Mark
+    stop: threading.Event
+    validators_stop: timedelta
+    programs: dict[str, Program] = field(default_factory=dict)
+
+    def start(self, name: str) -> bool:
+        """Start a program and, of a service, wait until it answers; False: it never will."""
+        ready = threading.Event()
+
+        def log_line(line: ChildLog) -> None:
+            if line.text.startswith("READY "):
+                ready.set()
+            say(line.text, name)
+
+        own = self.plan.environ if name == _VALIDATOR else without_secrets(os.environ)
+        path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
+        program = Program(
+            f"The {name}",
+            [sys.executable, "-m", *_PROGRAMS[name][1].split(), *self.plan.words[name]],
+            environment={**own, **path, **self.mark.environment},
+            effect=_EFFECT[name],
+            log_line=log_line,
+            final=FINAL,
+        )
+        self.programs[name] = program
+        program.start()
+        deadline = time.monotonic() + _READY.total_seconds()
+        while name != _VALIDATOR and not ready.wait(0.1):
+            if self.stop.is_set() or program.refused is not None or time.monotonic() > deadline:
+                return False
+        return True
+
+    def follow(self) -> int:
+        """Wait for the stop; return the exit status."""
+        while not self.stop.wait(0.2):
+            for name, program in self.programs.items():
+                if (status := program.refused) is not None:
+                    say(f"the {name} ended with status {status}, which no start helps")
+                    return status
+        return ExitStatus.STOPPED
+
+    def end(self) -> None:
+        """End the validator, then what it needs, then whatever is left of them."""
+        for name, program in reversed(self.programs.items()):
+            program.close(timeout=self.validators_stop if name == _VALIDATOR else _SERVICES_STOP)
+        for left in self.mark.end(settle=timedelta(seconds=5), grace=timedelta(seconds=5)):
+            say(f"had to be ended: {left}")
+
+
+def run(folder: Path) -> int:
+    """Run the network of ``folder`` until SIGTERM or Ctrl-C; return the exit status.
+
+    Call it in the main thread. Raises ConfigError before anything is started.
+    """
+    from distributed_training.node.start import StopSignals, sole_user
+
+    plan = Plan.of(folder)
+    mark = Mark(MARK, str(folder.resolve()))
+    with StopSignals() as signals, ExitStack() as stack:
+        stack.enter_context(sole_user(folder, "run.lock", "dt-network run", instead="wait for it"))
+        # What a killed one left is ending, and has its ports until then.
+        mark.end(settle=timedelta(seconds=90), grace=timedelta(seconds=5))
+        config = check(plan)
+        running = _Running(plan, mark, signals.stop, config.miner.stop_timeout + _VALIDATORS_MORE)
+        stack.callback(running.end)
+        for name in plan.words:
+            if not running.start(name):
+                return _why_not(running, name)
+            if name == _STORE:
+                say(_TRIAL, _STORE)
+                _make_global_bucket(config)
+            if name == _REGISTRY and not (folder / INVITATION).exists():
+                _invite(plan)
+        return running.follow()
+
+
+def _why_not(running: _Running, name: str) -> int:
+    if running.stop.is_set():
+        return ExitStatus.STOPPED
+    if (status := running.programs[name].refused) is not None:
+        return status
+    say(f"the {name} did not answer within {_READY.total_seconds():.0f} s, so all is ended")
+    return ExitStatus.FAULT
+
+
+def _make_global_bucket(config: Config) -> None:
+    from distributed_training.store.s3 import S3ObjectStore
+
+    name = config.store.global_model_name
+    with closing(S3ObjectStore.from_settings(config.store, bucket=name, write=True)) as bucket:
+        bucket.create_bucket()
+
+
+def _invite(plan: Plan) -> None:
+    """Make an invitation for the founder to send, once. It is a secret: no log gets it."""
+    command = [sys.executable, "-m", "distributed_training.registry", *plan.invite]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if done.returncode:
+        say(f"no invitation could be made ({done.stderr.strip()[-300:]}): the next start tries")
+        return
+    path = plan.folder / INVITATION
+    with atomic_file(path, private=True) as file:
+        file.write(done.stdout.encode())
+    say(f"the invitation for those who join is in {path}; it is a secret")
+    if sys.stdout.isatty():
+        print(done.stdout, flush=True)
+
+
+def say(text: str, program: str = "network") -> None:
+    with suppress(OSError):  # nobody reads it any more; that must not end a child
+        print(f"{program:9} | {text}", flush=True)

@@ -1,0 +1,211 @@
+"""Run a founded network: what it starts, what it says is missing, and who shows its command."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from distributed_training import founder
+from distributed_training.common.ports import free_ports
+from distributed_training.config import load_config
+from distributed_training.network_command import main
+from distributed_training.registry.__main__ import parser as registry_parser
+from tests.tools.pm2 import needs_node
+
+pytestmark = pytest.mark.timeout(120)
+ROOT = Path(__file__).parents[2]
+KEYS = {f"R2_{k}_{n}": f"{k}{n}" for k in ("READ", "WRITE")
+        for n in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]:
+    """A network with an embedded store, on free ports of this machine."""
+    place = tmp_path_factory.mktemp("founder")
+    ports = free_ports(3)
+    words = ("--name", "lab", "--host", "127.0.0.1", "--dht-port", str(ports[0]), "--miners", "1",
+             "--registry", f"http://127.0.0.1:{ports[1]}", "--data-source", "stdlib")  # fmt: skip
+    store = ("--store", "embedded", "--set", f"store.endpoint=http://127.0.0.1:{ports[2]}")
+    assert main(["init", str(place / "lab"), *words, *store]) == 0
+    with (place / "lab" / "run.toml").open("a") as file:
+        file.write('preset = "local"\n')
+    return place / "lab", ports
+
+
+@pytest.fixture
+def lab(template: tuple[Path, list[int]], tmp_path: Path, monkeypatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("R2_", "DT_", "BT_"))]:
+        monkeypatch.delenv(name)
+    shutil.copytree(template[0], tmp_path / "lab")
+    return Path("lab")
+
+
+def test_every_program_takes_the_words_that_it_is_started_with(lab: Path, capsys) -> None:
+    plan = founder.Plan.of(lab)
+    assert list(plan.words) == ["store", "registry", "validator"]
+    assert registry_parser().parse_args(["serve", *plan.words["registry"]]).store == lab / "store"
+    config = load_config("validator", plan.words["validator"], environ=plan.environ, dotenv=None)
+    assert config.validator.minimum_peers == 2 and config.swarm.dht_ip == "127.0.0.1"
+    assert founder.check(plan).network.head.name == "lab"
+    assert main(["run", "lab", "--print"]) == 0
+    *lines, invite = capsys.readouterr().out.splitlines()
+    assert [shlex.split(line)[0] for line in lines] == ["python", "dt-registry", "dt-validator"]
+    assert registry_parser().parse_args(shlex.split(invite)[1:]).uses == 5
+
+
+@pytest.mark.parametrize(
+    ("url", "serve"),
+    [
+        ("https://registry.example.org", "--proxy 127.0.0.1 --host 127.0.0.1 --port 8100 "
+         "--host-name registry.example.org"),
+        ("http://10.0.0.5:8101", "--host 10.0.0.5 --port 8101"),
+        ("http://gpu-1:8101", "--host 0.0.0.0 --port 8101 --host-name gpu-1"),
+    ],
+)  # fmt: skip
+def test_a_registry_listens_where_its_members_ask_it(url: str, serve: str, tmp_path: Path) -> None:
+    words = ("--name", "lab", "--host", "10.0.0.5", "--data-source", "stdlib", "--registry", url)
+    assert main(["init", str(tmp_path / "lab"), *words]) == 0
+    words = founder.Plan.of(tmp_path / "lab").words["registry"]
+    assert shlex.join(words).endswith(f"{tmp_path / 'lab' / 'registry'} {serve}")
+
+
+def rewrite(path: Path, old: str, new: str) -> None:
+    path.write_text(re.sub(old, new, path.read_text(), count=1))
+
+
+#: What an operator may have done to the folder, and what the one line says of it.
+MISSING = {
+    "no folder": (lambda lab: shutil.rmtree(lab), "there is no network.toml in lab"),
+    "no file": (lambda lab: (lab / "network.toml").unlink(), "there is no network.toml in lab"),
+    "another format": (lambda lab: rewrite(lab / "network.toml", "format = 2", "format = 9"),
+                       "its format is 9"),
+    "altered": (lambda lab: rewrite(lab / "network.toml", 'name = "lab"', 'name = "lob"'),
+                "it was altered after it was signed"),
+    "no wallet": (lambda lab: shutil.rmtree(lab / "wallets"), "wallets"),
+    "no identity": (lambda lab: (lab / "validator/swarm/identity.key").unlink(),
+                    "put its backup there"),
+    "no keys": (lambda lab: shutil.rmtree(lab / "store"), "R2_READ_ACCESS_KEY_ID"),
+    "no TOML": (lambda lab: (lab / "run.toml").write_text("[valid"), "run.toml cannot be read"),
+    "no such program": (lambda lab: (lab / "run.toml").write_text("[miner]"),
+                        "'miner' is no table of it"),
+    "no such flag": (lambda lab: (lab / "run.toml").write_text('[validator]\n"dht.prot" = 1'),
+                     "dht.prot"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MISSING)
+def test_what_is_missing_is_one_line_before_anything_starts(
+    case: str, lab: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(founder, "Program", None)  # whatever is started fails
+    break_it, words = MISSING[case]
+    break_it(lab)
+    assert main(["run", "lab"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line and ", so " in line, line
+
+
+@pytest.mark.parametrize("which", ["swarm", "registry", "store"])
+def test_a_port_that_is_taken_is_named(
+    which: str, lab: Path, template, capsys, monkeypatch
+) -> None:
+    monkeypatch.setattr(founder, "Program", None)
+    port = template[1][["swarm", "registry", "store"].index(which)]
+    with socket.create_server(("127.0.0.1", port)):
+        assert main(["run", "lab"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"the {which} cannot listen on 127.0.0.1:{port}" in line
+
+
+def test_an_address_that_is_not_there_yet_is_tried_again_by_pm2(lab: Path, monkeypatch) -> None:
+    monkeypatch.setattr(founder, "Program", None)
+    with (lab / "run.toml").open("a") as file:
+        file.write('"dht.listen_ip" = "192.0.2.1"\n')
+    assert main(["run", "lab"]) == 1
+
+
+def test_two_runs_of_one_folder_are_refused(lab: Path, capsys, monkeypatch) -> None:
+    from distributed_training.node.start import sole_user
+
+    monkeypatch.setattr(founder, "Program", None)
+    with sole_user(lab, "run.lock", "dt-network run"):
+        assert main(["run", "lab"]) == 2
+    assert "a dt-network run (pid ?) is running in lab" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--host", "198.51.100.7", "--registry", "https://r.example.org"), ""),
+        (("--host", "8.8.8.8", "--registry", "https://r.example.org"), "speaks plain HTTP"),
+        (("--host", "10.0.0.5", "--netuid", "5"), "nobody would hand out its keys"),
+    ],
+)
+def test_an_embedded_store_is_for_private_networks(
+    words: tuple[str, ...], said: str, tmp_path: Path, capsys
+) -> None:
+    more = ("--name", "lab", "--data-source", "stdlib", "--store", "embedded")
+    assert main(["init", str(tmp_path / "lab"), *more, *words]) == (2 if said else 0)
+    captured = capsys.readouterr()
+    assert said in captured.err and (tmp_path / "lab").exists() == (not said)
+    if said.startswith("speaks"):
+        behind = ("--set", "store.endpoint=https://store.example.org")
+        assert main(["init", str(tmp_path / "lab"), *more, *words, *behind]) == 0
+        plan = founder.Plan.of(tmp_path / "lab")
+        assert plan.places["store"] == ("127.0.0.1", 9000)
+
+
+def test_no_embedded_store_without_its_program(tmp_path: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(founder, "find_spec", lambda name: None)
+    more = ("--name", "lab", "--data-source", "stdlib", "--store", "embedded", "--host", "10.0.0.5")
+    assert main(["init", str(tmp_path / "lab"), *more, "--registry", "http://10.0.0.5:8100"]) == 2
+    assert "distributed-training-miner[local]" in capsys.readouterr().err
+    assert not (tmp_path / "lab").exists()
+
+
+def test_documents_and_services_show_the_command_that_init_prints(
+    tmp_path: Path, capsys, monkeypatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = ("--name", "lab", "--host", "203.0.113.7", "--registry", "https://registry.example.org")
+    assert main(["init", "lab", *words, "--data-source", "stdlib"]) == 0
+    (command,) = re.findall(r"^  (dt-network run .*)$", capsys.readouterr().out, re.M)
+    program, *words = command.split()
+    (page,) = [p for p in (ROOT / "docs").glob("*.md") if p.stem == "found-a-network"]
+    assert command in page.read_text().splitlines()
+    unit = ROOT / "ops" / "systemd" / "distributed-training-network.service"
+    (line,) = re.findall(r"^ExecStart=\S+/bin/(.*)$", unit.read_text(), re.M)
+    assert line == command
+    compose = yaml.safe_load((ROOT / "ops" / "compose.network.yml").read_text())
+    (service,) = compose["services"].values()
+    assert service["command"] == words
+    assert service["environment"]["DT_MINER"].endswith(f"bin/{program}")
+
+
+@needs_node
+def test_pm2_runs_the_command_that_init_prints(tmp_path: Path) -> None:
+    code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
+    environ = {"PATH": os.environ["PATH"], "DT_APP": "network", "DT_HOME": str(tmp_path)}
+    (tmp_path / "network.override.js").write_text('module.exports = [["lab"]];')
+    for more in ({}, {"DT_FLAGS": "lab"}):
+        done = subprocess.run(
+            ["node", "-e", code, str(ROOT / "app.config.js")],
+            env={**environ, **more},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        app = json.loads(done.stdout)
+        assert app["args"] == ["run", "lab"] and app["script"].endswith("bin/dt-network")
+        assert app["kill_timeout"] >= 600_000
+        (tmp_path / "network.override.js").unlink(missing_ok=True)
