@@ -615,6 +615,9 @@ class ValidatorSettings(RoundSettings):
     weights: File | None = flag("validator.weights", None)
     """folder as transformers writes it: the weights of outer step 0, when the global bucket is
     empty"""
+    model_from: int | None = flag("validator.model_from", None, ge=0, le=4095)
+    """uid of the member whose model the network goes on with, when the global bucket is empty since
+    it was lost"""
 
     # the founder's look at the model
     export_every: CountFrom0 = flag("validator.export_every", 0)

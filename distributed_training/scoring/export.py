@@ -196,6 +196,7 @@ def export_model(
     from distributed_training.data.tokenizer import build_tokenizer, load_pretrained
     from distributed_training.protocol import keys
     from distributed_training.store.bucket_reader import StateUnavailable
+    from distributed_training.store.errors import ObjectMissingError
     from distributed_training.training.model import parameter_schema, without_extras
     from distributed_training.training.outer_step import load_weights, model_bytes
 
@@ -233,6 +234,11 @@ def export_model(
     except StateUnavailable as error:
         raise ExportError(
             f"{error}, so nothing was exported: leave --outer-step out for the newest"
+        ) from None
+    except ObjectMissingError as error:
+        raise ExportError(
+            f"{error}, so nothing was exported: where upload.content is scored members upload no "
+            "model; leave --from out for the network's, or give a run folder"
         ) from None
     except (ValueError, OSError) as error:
         raise ExportError(f"the state of {reader.name} cannot be exported: {error}") from None

@@ -648,7 +648,9 @@ class Trainer:
             finished_steps=self.total_inner_steps,
             outer_step=progress.outer_step,
         )
-        counts = {"block_list": progress.blocks, "inner_step": progress.inner_step}
+        counts: dict[str, Any] = {"block_list": progress.blocks, "inner_step": progress.inner_step}
+        if parts != "all":  # by it a network is brought back, at its place in the schedule
+            counts["total_inner_steps"] = progress.total_inner_steps
         state = SnapshotState(
             layout=layout,
             shards=self.sharded.shards,

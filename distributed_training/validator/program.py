@@ -74,6 +74,7 @@ from distributed_training.validator.global_state import (
     initial_weights,
     small_llama,
 )
+from distributed_training.validator.recovery import ask_member_for_state
 from distributed_training.validator.rounds import RoundCaller, Run
 from distributed_training.validator.scorer import Scorer, Standings
 from distributed_training.validator.validator import Ending, HeldOutText, Validator
@@ -225,7 +226,18 @@ def build(
     )
     # First: model, swarm and files are all made for the schema that is found.
     found = publisher.load()
-    state = found or initial_state(config, vocabulary=parts.vocabulary, eos_token=parts.eos_id)
+    if found is None and settings.model_from is not None:
+        state = ask_member_for_state(
+            config,
+            settings.model_from,
+            chain=parts.member.chain,
+            client=parts.client,
+            open_bucket=parts.open_bucket,
+            folder=folder / "scratch",
+            stop=stop,
+        )
+    else:
+        state = found or initial_state(config, vocabulary=parts.vocabulary, eos_token=parts.eos_id)
     swarm = parts.swarm(state.schema)
     stack.callback(swarm.close)
     model = EvaluationModel(

@@ -204,7 +204,7 @@ class Founded:
         # The doctor's status: a network that has not begun fails some of its checks.
         said = self.call(self.join_line, *own, *flags, home=home, status=None)
         assert re.search(r"^bucket lab-\d{3} made$", said, re.M), said
-        assert said.splitlines()[-1].endswith(": dt-miner"), said
+        assert re.search(r": dt-miner$", said, re.M), said
         return self.start(self.mine_line, home=home)
 
     # --- what the founder has ---------------------------------------------------------------------

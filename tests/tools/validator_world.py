@@ -304,10 +304,20 @@ class TwinClient:
         self.called: list[list[int]] = []
         self.asked: list[list[int]] = []
         self.epochs: list[int | None] = []  # what they were told of ours
+        self.models_asked: list[int] = []
+        self.on_model_asked: Callable[[int], None] = lambda uid: None
 
     def sweep_is_alive(
-        self, neurons: Sequence[Neuron], timeout: timedelta, *, epoch: int | None = None
+        self,
+        neurons: Sequence[Neuron],
+        timeout: timedelta,
+        *,
+        epoch: int | None = None,
+        model: bool = False,
     ) -> dict[int, IsAliveReply | None]:
+        for neuron in neurons if model else ():
+            self.models_asked.append(neuron.uid)
+            self.on_model_asked(neuron.uid)
         self.asked.append([n.uid for n in neurons])
         self.epochs.append(epoch)
         found = {n.uid: self.miners.get(n.uid) for n in neurons}

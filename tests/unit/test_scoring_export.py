@@ -102,6 +102,7 @@ def test_a_model_is_measured_on_the_networks_own_text(state: Path, tmp_path: Pat
         ("shape", "has shape"),
         ("missing", "lacks"),
         ("config", "cannot be exported"),
+        ("no model", "so nothing was exported: where upload.content is scored"),
         ("none", "epoch-9/config.json is missing, so nothing was exported: leave"),
     ],
 )
@@ -126,6 +127,8 @@ def test_a_damaged_state_leaves_no_folder(
     before = set(tmp_path.iterdir())
     reader, newest = export.open_folder(state)
     assert newest == 3
+    if damage == "no model":
+        (folder / "model.safetensors").unlink()
     step = 9 if damage == "none" else newest
     with pytest.raises(export.ExportError, match=words):
         export.export_model(CONFIG, reader, tmp_path / "model", outer_step=step)
