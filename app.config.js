@@ -15,7 +15,7 @@
 const flags = [
   // Better in miner.toml beside .env, which the doctor and scripts/score.py read too: what stands here
   // wins over it.
-  // ["--network", "network.toml"],               the network to join: its file, or the URL of it
+  // ["--network", "network.toml"],               needed, here, there, or DT_NETWORK in .env: its file, URL or name
   // ["--wallet.name", "default"],                or BT_WALLET_NAME, BT_WALLET_HOTKEY in .env
   // ["--wallet.hotkey", "default"],
   // ["--axon.port", "8091"],                     validators call here: reachable from outside
@@ -75,13 +75,14 @@ const words = (process.env.DT_FLAGS || "").match(/(?:'[^']*'|"[^"]*"|[^\s'"])+/g
 args.push(...words.map((word) => word.replace(/'([^']*)'|"([^"]*)"/g, "$1$2")));
 
 // How long a stop may take, in seconds: the miner's own parser is asked, since the flag may stand in
-// miner.toml too. Settings that it refuses are named by the start itself.
+// miner.toml too. Settings that it refuses are named here and by the start.
 const python = path.join(__dirname, ".venv", "bin", "python");
 function stopSeconds() {
   if (app === "registry") return 10;
   if (app === "network") return 600; // its validator's publication; a stop takes no longer for it
   const words = ["-m", "distributed_training", "stop-seconds", app, ...args];
   const asked = spawnSync(python, words, { cwd: home, encoding: "utf8", timeout: 60000 });
+  if (asked.status === 2) console.error(asked.stderr.trim());
   return parseFloat(asked.stdout) || 60;
 }
 

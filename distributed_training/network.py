@@ -73,10 +73,11 @@ LATER = frozenset(
         "upload.content",
     }
 )
+PUBLIC = "sn38"
 #: The files that come with the program, by the names that ``--network`` knows them by.
 BUILT_IN = {
     name: Path(__file__).parent / "networks" / f"{file}.toml"
-    for name, file in {"sn38": "dstrbtd-sn38", "local": "local"}.items()
+    for name, file in {PUBLIC: "dstrbtd-sn38", "local": "local"}.items()
 }
 LARGEST_FILE = 1 << 20  # bytes, of the file and of the model's beside it
 LARGEST_SHOWN = 4096  # bytes of what the global bucket says of its network
@@ -260,7 +261,7 @@ def flatten(tree: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def built_in_rules(name: str = "sn38") -> dict[str, Any]:
+def built_in_rules(name: str = PUBLIC) -> dict[str, Any]:
     """Return the tables of a file that comes with the program."""
     return tomllib.loads(BUILT_IN[name].read_text(encoding="utf-8"))
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # torchrun for one node of a miner of several; pm2 and ops/slurm run it:
 #
-#   ops/torchrun.sh --nnodes 2 --node_rank 0 --nproc_per_node 4 --master_addr 10.0.0.1 -- --wallet.name W ...
+#   ops/torchrun.sh --nnodes 2 --node_rank 0 --nproc_per_node 4 --master_addr 10.0.0.1 -- --network FILE ...
 #
 # Before the two dashes stand torchrun's own words, behind them flags of the miner. torchrun ends with status 1
 # whatever ended its ranks. So settings are checked first, and status 2, 3 or 4 is this script's. Its ranks get

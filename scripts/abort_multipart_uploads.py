@@ -2,11 +2,13 @@
 """List and abort multipart uploads that were never completed; they are billed but not visible.
 
     python scripts/abort_multipart_uploads.py BUCKET [--older-than 1h] [--prefix epoch-12/]
-                                              [--dry-run] [--yes] [--plugins MODULE ...]
+                                              [--network FILE|URL|NAME] [--dry-run] [--yes]
+                                              [--plugins MODULE ...]
 
-Keys are read from the environment and ``.env`` as the miner reads them. The miner cleans its own
-bucket each hour; this is for other buckets, or for a miner that is gone. An upload that a running
-miner is in the middle of is younger than --older-than, or should be.
+Without --network it is that of ``miner.toml``: its file says which store. Keys are read from the
+environment and ``.env`` as the miner reads them. The miner cleans its own bucket each hour; this is
+for other buckets, or for a miner that is gone. An upload that a running miner is in the middle of
+is younger than --older-than, or should be.
 
 Exit status: 0 done or nothing to do, 1 the store refused or does not answer, 2 bad input,
 130 interrupted.
@@ -44,6 +46,7 @@ def build_parser() -> Parser:
     add("--dry-run", action="store_true", help="list only")
     add("--yes", action="store_true", help="do not ask")
     add("--endpoint-url", type=argument(EndpointUrl), help="object store to use instead of R2")
+    add("--network", type=argument(Text), help="of which the bucket is (default: miner.toml's)")
     plugins = "modules of your own, e.g. with a kind of object store"
     add("--plugins", type=argument(Text), nargs="+", metavar="MODULE", help=plugins)
     return parser
@@ -58,6 +61,8 @@ def _age(age: timedelta) -> str:
 def main() -> int:
     arguments = build_parser().parse_args()
     flags = ["--plugins", *arguments.plugins] if arguments.plugins else []
+    if arguments.network:
+        flags += ["--network", arguments.network]
     if arguments.endpoint_url:
         flags += ["--r2.endpoint_url", arguments.endpoint_url]
     try:

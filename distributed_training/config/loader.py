@@ -38,12 +38,19 @@ from pydantic.fields import FieldInfo
 from distributed_training.common.files import parse_toml
 from distributed_training.common.kinds import PluginError, import_plugins
 from distributed_training.common.processes import is_secret
-from distributed_training.network import Network, NetworkAway, NetworkFileError, read_network
+from distributed_training.network import (
+    PUBLIC,
+    Network,
+    NetworkAway,
+    NetworkFileError,
+    read_network,
+)
 
 from .model import OPERATORS_FILE, PRESETS, TASKS, TITLES, Config, Kind, problems
 from .removed import NO_EFFECT, REMOVED, RULES, why_refused
 from .schema import Given, Schema, Setting, canonical, schema
-from .types import ConfigAway, ConfigError, hide_user, show
+from .settings import ChainSettings
+from .types import ConfigAway, ConfigError, NoNetworkNamed, hide_user, show
 
 _LONGEST_TEXT = 4096  # characters of one value
 
@@ -445,28 +452,42 @@ def _with_rules(
 ) -> Config:
     """Return the configuration with the network's rules between preset and operator.
 
-    Raises ConfigError, ConfigAway.
+    Raises NoNetworkNamed, ConfigError, ConfigAway.
     """
     # Without them: the place of the network's file is a setting itself.
     alone = _build(known, {**defaults, **given})
     place = alone.general.network
-    network = None
+    named, netuid = given.get("network"), given.get("netuid")
+    if place is None and not named and netuid and alone.chain.netuid == ChainSettings().netuid:
+        place = PUBLIC
+        given = {**given, "network": Given(place, netuid.source)}
+        warnings.append(
+            f"{netuid.source} {alone.chain.netuid} counts as --network {PUBLIC}, which is not "
+            "known to run any more: docs/found-a-network.md tells how to found or join another"
+        )
+    if place is None:
+        raise NoNetworkNamed(
+            f"{f'{named.source} is empty' if named else 'no network is named'}, so nothing was "
+            "started: give --network FILE, --network https://URL (its founder's; see dt-join) "
+            f"or --network NAME ({PUBLIC}, the default up to 0.2.0, or local); in {OPERATORS_FILE} "
+            f'that is the line network = "{PUBLIC}", above its first [section]'
+        )
+    source = given["network"].source if "network" in given else "--network"
     try:
-        if place is not None:
-            network = read_network(
-                place,
-                # Of the validator, for a miner too: one file serves both.
-                keys={setting.network for setting in schema("validator") if setting.network},
-                kept=alone.run_folder,
-                tell=warnings.append,
-            )
+        network = read_network(
+            place,
+            # Of the validator, for a miner too: one file serves both.
+            keys={setting.network for setting in schema("validator") if setting.network},
+            kept=alone.run_folder,
+            tell=warnings.append,
+        )
     except NetworkFileError as error:
         raise ConfigError(
-            f"--network {place}: {error}, so nothing was started: {error.remedy}"
+            f"{source} {place}: {error}, so nothing was started: {error.remedy}"
         ) from None
     except NetworkAway as error:
         raise ConfigAway(
-            f"--network: {error}, so its rules are not known and nothing was started: check the "
+            f"{source}: {error}, so its rules are not known and nothing was started: check the "
             "network, or give a file"
         ) from None
     rules = {
@@ -474,23 +495,22 @@ def _with_rules(
             _words(network.values[setting.network]), f"{setting.network} in {place}"
         )
         for setting in known
-        if network is not None and setting.network in network.values
+        if setting.network in network.values
     }
     # Values are compared and not texts: 1m and 60s are the same rule.
     shared = _build(known, {**defaults, **rules})
     ours = _build(known, {**defaults, **rules, **given}, warnings=tuple(warnings), network=network)
-    founded = network is not None and not network.built_in
     _refuse(
         [
             f"{given[setting.name].source} {show(ours.get(setting.name))} is not what "
-            f"{setting.network} in {place or 'sn38'} says "
+            f"{setting.network} in {place} says "
             f"({show(shared.get(setting.name))}), so no peer of this network would have the same "
             "rules and nothing was started: leave it out"
             # The chain is the network's affair, and a node of it the operator's.
             + (", or give --subtensor.chain_endpoint" if setting.name == "chain.endpoint" else "")
             for setting in known
             if setting.name in given
-            and (setting.is_rule or (setting.fixed and founded))
+            and (setting.is_rule or (setting.fixed and not network.built_in))
             and ours.get(setting.name) != shared.get(setting.name)
         ]
     )

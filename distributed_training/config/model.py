@@ -280,12 +280,6 @@ def problems(config: Config) -> list[str]:
 
 
 def check_network_choice(config: Config) -> Iterator[str]:
-    source = config.sources.get("network")
-    if source is not None and config.general.network is None:  # a shell's variable was not set
-        yield (
-            f"{source} is empty, so the miner would join the public network: give a file or its "
-            "https:// URL, or remove it"
-        )
     founded = config.network is not None and not config.network.built_in
     if founded or config.chain.registry_url is not None:  # those of a founded one: in the loader
         return

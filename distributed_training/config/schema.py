@@ -270,8 +270,8 @@ def markdown() -> str:
         "wins, strongest first: flags, environment variables, `.env` (with or without `export`),",
         "`miner.toml` beside it (or the TOML file of `--config`), the network's file, the preset,",
         "the default. Secrets come from the environment or `.env` only and are refused on the",
-        "command line. Unknown flags are errors, and so are values outside the range. Without",
-        "`--network` the network is the public one.",
+        "command line. Unknown flags are errors, and so are values outside the range, and a start",
+        "without `--network`.",
     ]
     for group, settings in groupby(schema("validator"), key=lambda setting: setting.group):
         lines += ["", f"## {TITLES[group]}", ""]

@@ -63,9 +63,9 @@ from .types import (
 class GeneralSettings:
     """Settings that name the origin of defaults."""
 
-    network: str | None = flag("network", None)
-    """the network to join: its file, or the https:// URL of it; sn38 (the public one, default) and
-    local (a subnet on this machine) come with the program"""
+    network: str | None = flag("network", None, env="DT_NETWORK")
+    """the network to join, without which nothing starts: its file, the https:// URL of it, or a
+    name: sn38 (the public one), local (a subnet on this machine)"""
     preset: Literal[
         "public", "public-12gb", "public-16gb", "public-24gb", "public-40gb", "public-48gb",
         "public-80gb", "public-141gb", "local",

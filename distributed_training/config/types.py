@@ -49,6 +49,10 @@ class ConfigAway(ConfigError):
     status = ExitStatus.FAULT
 
 
+class NoNetworkNamed(ConfigError):
+    """No setting says which network to join."""
+
+
 def choose_kind(kinds: Kinds[Made], name: str, *, key: str) -> Made:
     """Return the kind that ``key``, of the network's file or a flag, names. Raises ConfigError."""
     try:

@@ -120,7 +120,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # From the folder of the validator, so before that is emptied.
         folder = subnet.folder / "model"
         shutil.rmtree(folder, ignore_errors=True)
-        config = load_config("validator", ["--preset", "local"], check=False)
+        config = load_config(
+            "validator",
+            ["--preset", "local", "--network", str(subnet.folder / "network.toml")],
+            check=False,
+        )
         try:
             reader, newest = open_folder(subnet.validator.plan.folder)
             step = export_model(config, reader, folder, outer_step=newest)

@@ -38,13 +38,19 @@ from distributed_training.config.model import (
     check_values,
 )
 from distributed_training.config.schema import schema
+from distributed_training.config.types import NoNetworkNamed
+from distributed_training.network import BUILT_IN
 from distributed_training.protocol.types import ExitStatus
 
 DOTENV = Path(".env")
 INVITATION = "DT_INVITATION"
+#: Asked first: the others are judged by the network's rules.
+NETWORK = (
+    "network",
+    f"Network: its file, the https:// URL of it, or a name ({', '.join(BUILT_IN)})",
+)
 #: Flag, and what to ask for it. An empty answer leaves the flag out, or takes its default.
 QUESTIONS = (
-    ("network", "Network, its file or https:// URL (empty: the built-in one)"),
     ("wallet.name", "Wallet"),
     ("wallet.hotkey", "Hotkey of it"),
     ("axon.port", "Port for validators' calls"),
@@ -85,8 +91,14 @@ def main(argv: Sequence[str]) -> int:
 
 def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int:
     """Ask, write, and print what comes next. Raises ConfigError, OSError, EOFError."""
-    # Before any question: a wrong flag must not cost the answers.
-    _config_of(given)
+    try:
+        _config_of(given)
+    except NoNetworkNamed:
+        if options.yes:
+            raise
+        _ask(*NETWORK, given, beside={})
+        # Before any other question: a wrong flag must not cost the answers.
+        _config_of(given)
     if OPERATORS_FILE.exists() and not options.force:
         question = (
             f"{OPERATORS_FILE} is there. Keep it under another name and write a new one? [no]: "
@@ -99,18 +111,9 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
     keys = {name: os.environ.get(name, "") for name in KEY_VARIABLES}
     if not options.yes:
         for name, question in QUESTIONS:
-            if name in given:
-                continue
-            default = _default_of(name)
-            prompt = f"{question}{f' [{default}]' if default else ''}: "
-            # Until it is one that the miner takes.
-            while name not in given and (answer := input(prompt).strip() or default):
-                try:
-                    # With all answers before: two ports that are right may be the same.
-                    _config_of({**given, name: answer})
-                    given[name] = answer
-                except ConfigError as error:
-                    print(f"  {error}")
+            if name not in given:
+                # With all answers before: two ports that are right may be the same.
+                _ask(name, question, given, beside=given)
         # The keys that neither the environment nor .env has.
         held = read_dotenv(DOTENV)
         wanted = _config_of(given).key_variables
@@ -138,6 +141,20 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
         print(f"still to do: {line}")
     print("then:\n  dt-doctor\n  dt-miner            # or: pm2 start app.config.js")
     return 0
+
+
+def _ask(name: str, question: str, given: dict[str, str], *, beside: Mapping[str, str]) -> None:
+    """Ask until the answer, with the flags ``beside``, is one that the miner takes. Keep it."""
+    default = _default_of(name)
+    prompt = f"{question}{f' [{default}]' if default else ''}: "
+    while answer := input(prompt).strip() or default:
+        try:
+            _config_of({**beside, name: answer})
+        except ConfigError as error:
+            print(f"  {error}")
+        else:
+            given[name] = answer
+            return
 
 
 def argv_of(given: Mapping[str, str]) -> list[str]:

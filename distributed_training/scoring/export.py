@@ -44,7 +44,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distributed_training.common.proxies import HUB, share
-from distributed_training.config import Config, ConfigError, exit_with, load_config
+from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.types import File
 from distributed_training.scoring.command import subnet_flags
@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_push(options.push)
         # First, so that the same flag on the command line wins.
         given = ["--neuron.device", "cpu", *subnet_flags(options.subnet), *flags]
-        config = load_config("validator", given, check=False)
+        config = load_config("validator", given, file=OPERATORS_FILE, check=False)
     except ConfigError as error:
         return exit_with(error)
     # The heavy imports, once the flags are known to be right.

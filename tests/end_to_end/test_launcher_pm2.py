@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from distributed_training.common.processes import Mark, kill_tree
-from distributed_training.config import load_config
 from distributed_training.miner.launcher import SETTLE, TERMINATE_GRACE
 from distributed_training.miner.run_folder import mark_of
 from distributed_training.telemetry import read_events
@@ -29,6 +28,7 @@ from tests.tools.pm2 import (
     start_update,
 )
 from tests.tools.r2_keys import KEYS
+from tests.tools.settings import load_config
 from tests.tools.waiting import wait_for
 
 
@@ -37,7 +37,7 @@ def app(folder: Path = ROOT, **environ: str) -> dict[str, Any]:
     code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
     done = subprocess.run(
         ["node", "-e", code, str(folder / "app.config.js")],
-        env={"PATH": os.environ["PATH"], **environ},
+        env={"PATH": os.environ["PATH"], "DT_NETWORK": "sn38", **environ},
         capture_output=True,
         text=True,
         check=True,

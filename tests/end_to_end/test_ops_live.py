@@ -25,7 +25,6 @@ import yaml
 
 from distributed_training.chain.registration import RegistrationRecord
 from distributed_training.common.ports import free_ports
-from distributed_training.config import load_config
 from distributed_training.miner import events as ev
 from distributed_training.miner import registration
 from distributed_training.miner.events import MinerState, Mode
@@ -46,6 +45,7 @@ from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page import PageProcess
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER, VALIDATOR, world
+from tests.tools.settings import load_config
 from tests.tools.waiting import wait_for
 from tests.unit.test_ops import queries
 

@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "abort_multipart_uplo
 
 
 def run(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return forked.run(SCRIPT, *words, environ={}, folder=folder)
+    return forked.run(SCRIPT, *words, "--network", "sn38", environ={}, folder=folder)
 
 
 @pytest.fixture(autouse=True)

@@ -10,10 +10,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from distributed_training.config import Config, load_config
+from distributed_training.config import Config
 from distributed_training.protocol.types import PublicationReport, Revision, StepReport
 from distributed_training.store.upload_schedule import UploadSchedule
 from tests.tools.network import ALICE, network_file
+from tests.tools.settings import load_config
 
 
 def config_of(*argv: str, rules: Mapping[str, Any] = {}, signer: Any = ALICE) -> Config:

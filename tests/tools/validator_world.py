@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from distributed_training.chain.base import Neuron
-from distributed_training.config import Config, load_config
+from distributed_training.config import Config
 from distributed_training.config.settings import ValidatorSettings
 from distributed_training.node.buckets import NoBucket
 from distributed_training.node.identity import Member
@@ -54,6 +54,7 @@ from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.gradient_file import build_payload
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.network import network_file
+from tests.tools.settings import load_config
 
 RUN = 5
 VOCABULARY, LENGTH = 64, 24

@@ -18,11 +18,11 @@ from distributed_training.chain import auth
 from distributed_training.chain.base import Neuron
 from distributed_training.chain.client import SignedClient
 from distributed_training.common.addresses import Reach, reach
-from distributed_training.config import load_config
 from distributed_training.registry.service import narrowest
 from distributed_training.validator import program
 from tests.tools.chain_server_thread import FAST, RegistryServer
 from tests.tools.chain_world import MINER, VALIDATOR
+from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(60)
 EVERYWHERE, NETWORK, MACHINE, NOWHERE = Reach

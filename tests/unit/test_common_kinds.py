@@ -11,8 +11,9 @@ import pytest
 from distributed_training.common import kinds
 from distributed_training.common.kinds import Kinds, PluginError, UnknownKindError
 from distributed_training.common.processes import start_child, wait_or_kill
-from distributed_training.config import ConfigError, load_config
+from distributed_training.config import ConfigError
 from distributed_training.network_command import main as network_command
+from tests.tools.settings import load_config
 
 CHILD = """
 import os

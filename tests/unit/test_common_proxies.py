@@ -29,7 +29,6 @@ from distributed_training.chain.registry import RegistryChain
 from distributed_training.common import proxies
 from distributed_training.common.proxies import proxy_for, share, unusable
 from distributed_training.common.transports import AsyncTransport, Transport
-from distributed_training.config import load_config
 from distributed_training.config.settings import DataSettings, StoreSettings
 from distributed_training.data.dataset_server import RowsApiSource
 from distributed_training.data.page_source import Counts, PageUnavailable
@@ -37,6 +36,7 @@ from distributed_training.health.clock import ClockUnknown, store_offset
 from distributed_training.store.errors import StoreError
 from distributed_training.store.s3 import AccessKeys, S3ObjectStore
 from tests.tools.chain_world import MINER, VALIDATOR
+from tests.tools.settings import load_config
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(60)

@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from distributed_training.config import Config, ConfigError, load_config, problems
+from distributed_training.config import Config, ConfigError, problems
 from distributed_training.config.model import check_schedule
 from distributed_training.config.settings import MinerSettings
 from tests.tools.miner_parts import config_of
 from tests.tools.r2_keys import KEYS
+from tests.tools.settings import load_config
 
 MASTER_HOTKEY = MinerSettings().master_ss58_address
 
@@ -26,7 +27,6 @@ def test_the_defaults_have_no_problem() -> None:
     ("argv", "text"),
     [
         (("--netuid", "1"), "--netuid 1 is not this subnet"),
-        (("--network", ""), "--network is empty, so the miner would join the public network"),
         (("--neuron.use_dct",), "--neuron.use_dct changes the meaning"),
         (
             (

@@ -19,11 +19,12 @@ from annotated_types import Ge, Le
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from distributed_training.config import Config, ConfigError, describe, load_config
+from distributed_training.config import Config, ConfigError, describe
 from distributed_training.config.schema import Setting, schema
 from distributed_training.config.settings import MinerSettings, SwarmSettings
 from distributed_training.node.start import make_run_folder
 from tests.tools.r2_keys import KEYS
+from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,13 +8,7 @@ import pytest
 from pydantic import SecretStr
 
 from distributed_training.common.memory import Arrangement, ModelShape, device_memory
-from distributed_training.config import (
-    Config,
-    ConfigError,
-    all_settings,
-    describe,
-    load_config,
-)
+from distributed_training.config import Config, ConfigError, all_settings, describe
 from distributed_training.config.model import CARDS, PRESETS
 from distributed_training.config.removed import REMOVED
 from distributed_training.config.schema import schema
@@ -22,6 +16,7 @@ from distributed_training.config.settings import SwarmSettings
 from distributed_training.health.machine import Examination, check_configuration
 from distributed_training.training.memory_plan import named_config
 from tests.tools import r2_keys
+from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -82,7 +77,9 @@ def test_the_commands_of_the_public_guides_start() -> None:
     rules = ("--netuid", "38", "--neuron.local_batch_size_train_effective", "256")
     own = ("--nproc_per_node", "4", "--neuron.local_batch_size_train", "2")
     config = load(*rules, *own, "--neuron.upload_steps", "5", "--neuron.use_dct=false")
-    assert config.store.upload_steps == 5 and not config.warnings
+    assert config.store.upload_steps == 5
+    (line,) = config.warnings
+    assert line.startswith("--netuid 38 counts as --network sn38")
     assert config.training.local_batch_size_train_effective == 256
 
 
@@ -185,7 +182,7 @@ def test_the_operators_file_is_read_unless_another_is_named(tmp_path: Path) -> N
 
     assert port() == 8091
     example = re.sub(r"(?m)^#(?=\w)", "", (ROOT / "miner.toml.example").read_text())
-    ours.write_text(example.replace('network = "network.toml"', ""))  # all that it suggests
+    ours.write_text(example.replace('"network.toml"', '"sn38"'))  # all that it suggests
     config = load_config("miner", (), environ=KEYS, dotenv=None, file=ours, check=False)
     assert config.preset == "public-24gb" and config.chain.external_port == 48091
     ours.write_text("[axon]\nport = 7001\n")
@@ -243,7 +240,8 @@ def test_a_start_prints_what_was_given_and_keeps_all(tmp_path: Path) -> None:
     dotenv.write_text("R2_WRITE_SECRET_ACCESS_KEY=" + "a" * 64 + "\n")
     dotenv.chmod(0o600)
     config = load("--neuron.upload_steps", "60", "--preset", "public-24gb", dotenv=dotenv)
-    first, *lines = describe(config)
+    network, first, *lines = describe(config)
+    assert network == f"This is {config.network.line}"
     assert len(lines) < 12 and "config.txt" in first and "preset public-24gb" in first
     (line,) = [x for x in lines if "upload_steps" in x]
     assert line.split() == ["--neuron.upload_steps", "60", "(command", "line)"]

@@ -18,7 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
-from distributed_training.config import Config, ConfigError, load_config
+from distributed_training.config import Config, ConfigError
 from distributed_training.config.types import parse_domains
 from distributed_training.data import held_out
 from distributed_training.data.held_out import held_out_batches, mean_loss
@@ -27,6 +27,7 @@ from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer
 from distributed_training.scoring.upload import PageReader
 from tests.tools import validator_world
 from tests.tools.network import network_file
+from tests.tools.settings import load_config
 from tests.tools.validator_world import World, one_thread, settings  # noqa: F401
 
 pytestmark = pytest.mark.timeout(120)

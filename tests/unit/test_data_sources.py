@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from distributed_training.common.kinds import import_plugins
-from distributed_training.config import ConfigError, load_config
+from distributed_training.config import ConfigError
 from distributed_training.config.settings import DataSettings
 from distributed_training.data.block_builder import BlockMaker, open_source
 from distributed_training.data.page_source import Counts, PageUnavailable
@@ -27,6 +27,7 @@ from distributed_training.data.shards import ShardError, open_shard, write_shard
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.miner.launcher import launch
 from tests.tools.r2_keys import KEYS
+from tests.tools.settings import load_config
 from tests.tools.support_data import wait_ready, write_jsonl
 from tests.tools.support_data import worker_spec as spec
 

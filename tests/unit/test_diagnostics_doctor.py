@@ -18,7 +18,7 @@ from distributed_training import doctor
 from distributed_training.common.memory import ModelShape, snapshot_bytes
 from distributed_training.common.ports import free_ports
 from distributed_training.common.proxies import VARIABLES
-from distributed_training.config import ConfigError, load_config
+from distributed_training.config import ConfigError
 from distributed_training.config.settings import StoreSettings, TrainingSettings
 from distributed_training.doctor import _DECISIVE, model_config
 from distributed_training.health import gpus, machine, outside
@@ -35,6 +35,7 @@ from distributed_training.training.memory_plan import named_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.miner_parts import config_of
+from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -18,7 +18,8 @@ pytestmark = pytest.mark.timeout(30)
 SECRETS = {name: "ab"[name.startswith("R2_READ")] * 32 for name in KEY_VARIABLES} | {
     name: "cd"[name.startswith("R2_READ")] * 64 for name in KEY_VARIABLES if "SECRET" in name
 }
-FLAGS = ("--yes", "--wallet.name", "mine", "--axon.external_port", "48091")
+SN38 = ("--network", "sn38")
+FLAGS = ("--yes", *SN38, "--wallet.name", "mine", "--axon.external_port", "48091")
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,8 @@ def test_what_is_answered_is_what_a_start_reads(
     keys = {name: (text,) for name, text in SECRETS.items()}
     (folder / ".env").write_text("# mine\nWANDB_API_KEY=kept\nR2_ACCOUNT_ID=\n")
     (folder / ".env").chmod(0o644)
-    answers = {"Wallet": ("mine",), "Port for validators": ("8009", "70000", "7001"),
+    answers = {"Network": ("nowhere.toml", "sn38"), "Wallet": ("mine",),
+               "Port for validators": ("8009", "70000", "7001"),
                "Outside port for calls": ("48091",), "GPUs": ("2",), **keys}  # fmt: skip
     asked = answering(**answers)
     assert main(["init", "--dht.port", "8009"]) == 0
@@ -109,7 +111,7 @@ def test_flags_write_it_without_a_question_and_never_over_another(
 def test_a_flag_that_the_miner_would_refuse_writes_nothing(
     folder: Path, flags: tuple[str, str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["init", "--yes", *flags]) == 2
+    assert main(["init", "--yes", *SN38, *flags]) == 2
     error = capsys.readouterr().err
     assert named in error and error.count("\n") == 1
     assert not list(folder.iterdir())
@@ -130,7 +132,7 @@ def test_a_key_that_no_line_holds_writes_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("R2_ACCOUNT_ID", "two\nlines")
-    assert main(["init", "--yes"]) == 2
+    assert main(["init", "--yes", *SN38]) == 2
     error = capsys.readouterr().err
     assert "R2_ACCOUNT_ID holds characters" in error and "two" not in error
     assert not list(folder.iterdir())
@@ -143,3 +145,19 @@ def test_the_network_is_asked_for_until_its_file_is_read(
     answering(Network=("nowhere.toml", place))
     assert main(["init"]) == 0
     assert f'network = "{place}"\n' in (folder / "miner.toml").read_text()
+
+
+def test_without_a_network_nothing_else_is_asked_or_written(
+    folder: Path, answering: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = answering()
+    for words in ((), ("--yes",)):
+        assert main(["init", *words]) == 2
+        error = capsys.readouterr().err
+        assert "no network is named" in error and error.count("\n") == 1
+    # A wrong flag costs this one answer and no other.
+    answering(Network=("sn38",))
+    assert main(["init", "--axon.external_ip", "10.0.0.4"]) == 2
+    assert "cannot be reached" in capsys.readouterr().err
+    assert ["Network" in question for question in asked] == [True]
+    assert not list(folder.iterdir())

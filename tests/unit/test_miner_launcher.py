@@ -24,7 +24,7 @@ import pytest
 from distributed_training.chain.identity import create_wallet
 from distributed_training.common.files import read_json_object, write_json
 from distributed_training.common.processes import Mark
-from distributed_training.config import ConfigError, load_config
+from distributed_training.config import ConfigError
 from distributed_training.health import machine
 from distributed_training.miner import launcher
 from distributed_training.miner.__main__ import main as launch
@@ -33,6 +33,7 @@ from distributed_training.miner.run_folder import remembered_gpus
 from distributed_training.protocol.types import ExitStatus
 from tests.tools.miner_parts import config_of
 from tests.tools.r2_keys import KEYS
+from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(60)
 Usage = namedtuple("Usage", "total used free")

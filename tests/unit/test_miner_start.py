@@ -531,7 +531,7 @@ def test_a_subnet_of_another_network_ends_a_start_with_status_2(
         lost.ledger.register("5Another")
     status, (told, reason, outside) = rank_ends(lost.join)
     assert status == told == ExitStatus.BAD_CONFIGURATION and not outside
-    assert "this is not the public network" in reason and "on subnet 38" in reason
+    assert "this is not the network dstrbtd-sn38" in reason and "on subnet 38" in reason
     assert "register no hotkey and pay nothing" in reason and "btcli" not in reason
 
 

@@ -20,7 +20,7 @@ from bittensor_core import Keypair
 from distributed_training import network
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.ports import free_ports
-from distributed_training.config import Config, ConfigError, describe, load_config
+from distributed_training.config import Config, ConfigError, describe
 from distributed_training.config.types import ConfigAway
 from distributed_training.network import (
     BUILT_IN,
@@ -39,6 +39,7 @@ from distributed_training.protocol.pages import select_pages
 from distributed_training.protocol.types import ExitStatus
 from tests.tools.chain_raw import trickle
 from tests.tools.r2_keys import KEYS
+from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -398,25 +399,23 @@ def test_the_same_value_and_what_is_an_operators_own_are_taken(tmp_path: Path) -
     assert config.training.activation_checkpointing == "full"
 
 
-def test_the_built_in_network_is_the_default(tmp_path: Path) -> None:
+def test_the_public_network_has_a_name_and_a_file(tmp_path: Path) -> None:
     """Unsigned, since it ships with the program; a copy of it too, but no other file."""
-    alone = load_config("validator", [], environ=KEYS, dotenv=None)
+    sn38 = load_config("validator", ["--network", "sn38"], environ=KEYS, dotenv=None)
     assert (ROOT / "networks" / "dstrbtd-sn38.toml").samefile(BUILT_IN["sn38"])
     text = BUILT_IN["sn38"].read_text()
     named = load(text, tmp_path, kind="validator")
     own = {"network", "neuron.run_folder"}
-    differ = {name for name, value in alone.values.items() if value != named.values[name]}
+    differ = {name for name, value in sn38.values.items() if value != named.values[name]}
     assert differ == own and named.swarm.run_id == "v1_2_7_r5"
     assert averager_prefix(named.swarm.run_id) == "v1_2_7_r5_grad_averager"
     assert "it names a run_id" in refused(text.replace("1024", "1025"), tmp_path)
-    sn38 = load_config("validator", ["--network", "sn38"], environ=KEYS, dotenv=None)
-    assert sn38.values == alone.values | {"network": "sn38"}
 
 
-@pytest.mark.parametrize("network", ["", "sn38", "local"])
+@pytest.mark.parametrize("network", ["sn38", "local"])
 def test_an_operator_may_train_on_another_batch_in_a_network_of_the_program(network: str) -> None:
     argv = ("--neuron.local_batch_size_train_effective", "64")
-    argv += ("--network", network) if network else ()
+    argv += ("--network", network)
     assert (
         load_config(
             "miner", argv, environ=KEYS, dotenv=None

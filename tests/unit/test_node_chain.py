@@ -17,7 +17,7 @@ from distributed_training.chain.base import ChainError, ChainState, Neuron
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.files import read_json_object
 from distributed_training.common.ports import free_ports
-from distributed_training.config import Config, ConfigError, load_config
+from distributed_training.config import Config, ConfigError
 from distributed_training.config.settings import ChainSettings, MinerSettings
 from distributed_training.node import identity as node_chain
 from distributed_training.node.start import NetworkFailure, NotRegistered
@@ -27,6 +27,7 @@ from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_world import MINER, PEER, VALIDATOR
 from tests.tools.miner_parts import config_of
 from tests.tools.network import network_file
+from tests.tools.settings import load_config
 from tests.tools.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(30)

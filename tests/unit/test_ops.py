@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from distributed_training.config import load_config
 from distributed_training.config.schema import schema
 from distributed_training.network_command import build_parser as network_parser
 from distributed_training.telemetry.metrics import METRICS
 from tests.tools.pm2 import needs_node
+from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(200)
 OPS = Path(__file__).parents[2] / "ops"
@@ -98,6 +98,7 @@ def pm2_reads(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
     """The one app of app.config.js in ``folder`` as JSON, or what node says of it."""
     code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
     command = ["node", "-e", code, str(folder / "app.config.js")]
+    environ = {"DT_NETWORK": "sn38", **environ}
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
 
 
@@ -139,7 +140,19 @@ def test_pm2_runs_torchrun_where_the_override_asks_for_it(tmp_path: Path) -> Non
     assert app["script"].endswith("ops/torchrun.sh") and app["interpreter"] == "bash"
     words = app["args"]
     assert words[:4] == ["--nnodes", "2", "--node_rank", "0"]
-    assert words[words.index("--") + 1 :] == ["--wallet.name", "W", "--wallet.hotkey", "H"]
+    assert words[words.index("--") + 1 :] == [
+        *("--network", "network.toml", "--wallet.name", "W", "--wallet.hotkey", "H")
+    ]
+
+
+@needs_node
+def test_pm2_is_told_at_once_that_no_network_is_named(tmp_path: Path) -> None:
+    """In the terminal: what the start says stands in the log."""
+    done = pm2_reads(OPS.parent, DT_HOME=str(tmp_path), DT_NETWORK="")
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 0 and 'is the line network = "sn38", above' in line
+    (tmp_path / "miner.toml").write_text('network = "sn38"\n')
+    assert not pm2_reads(OPS.parent, DT_HOME=str(tmp_path), DT_NETWORK="").stderr
 
 
 @pytest.mark.parametrize("words", [["--node_rank", "1"], ["--node-rank=1"]])

@@ -91,6 +91,7 @@ class Machine:
         self.git("checkout", "--quiet", "v1", at=self.home)
         (self.home / "neurons").mkdir()
         (self.home / "run").mkdir()
+        (self.home / "miner.toml").write_text('network = "sn38"\n')
         (self.home / "run" / "events.jsonl").write_text('{"kind": "step"}\n')
         self.pm2 = folder / "pm2"
         names = {"folder": str(folder), "home": str(self.home), "root": str(ROOT), "name": NAME}
@@ -209,6 +210,18 @@ def test_what_fails_before_the_switch_leaves_the_old_version(machine: Machine) -
     (machine.home / "run" / "metrics.prom").unlink()
     folder = machine.updated("v3", "--no-doctor")
     assert (folder / "setups").read_text() == "setup\n", "begun again after the failure"
+
+
+def test_settings_without_a_network_are_told_the_line_before_anything_changes(
+    machine: Machine,
+) -> None:
+    toml = machine.home / "miner.toml"
+    wanted = toml.read_text()
+    toml.write_text("[axon]\nport = 7001\n")
+    error = machine.refused("v2")
+    assert "v2 refuses its settings" in error and f"is the line {wanted.strip()}, above" in error
+    toml.write_text(wanted + toml.read_text())
+    machine.updated("v2")
 
 
 # `timeout` ends so if the signal comes before it has begun its child.

@@ -19,10 +19,10 @@ import pytest
 import torch
 
 from distributed_training.common.processes import is_running
-from distributed_training.config import load_config
 from distributed_training.config.model import problems
 from distributed_training.validator import exports as module
 from distributed_training.validator.exports import Exports
+from tests.tools.settings import load_config
 from tests.tools.validator_world import World, config_of, settings
 from tests.tools.waiting import wait_for
 

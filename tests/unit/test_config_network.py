@@ -1,0 +1,114 @@
+"""No program has a default network: each is told one, or says in one line how to name it."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distributed_training import config
+from distributed_training.config import Config
+from distributed_training.config.types import NoNetworkNamed
+
+pytestmark = pytest.mark.timeout(60)
+
+OF_0_2 = Path(__file__).parents[1] / "vectors" / "flags-0.2.0.toml"
+PROGRAMS = {
+    "miner": ("miner.__main__", []),
+    "miner before torchrun": ("miner.__main__", ["check"]),
+    "dt-miner init": ("miner.__main__", ["init", "--yes"]),
+    "validator": ("validator.__main__", []),
+    "dt-doctor": ("doctor", ["--offline"]),
+    "dt-score": ("scoring.command", []),
+    "dt-export": ("scoring.export", ["model"]),
+    "pm2": ("__main__", ["stop-seconds", "miner"]),
+    "update.sh": ("__main__", ["run-folder", "miner"]),
+}
+
+
+#: Where it may be named, the strongest first.
+PLACES = ("flag", "variable", ".env", "miner.toml")
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working folder of an operator who gave nothing."""
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("R2_", "BT_", "DT_"))]:
+        monkeypatch.delenv(name)
+    return tmp_path
+
+
+def load(*argv: str, environ: dict[str, str] | None = None) -> Config:
+    own = Path("miner.toml")
+    return config.load_config("miner", argv, environ=environ or {}, file=own, check=False)
+
+
+@pytest.mark.parametrize("flags", [(), ("--network", ""), ("--netuid", "39")])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_every_program_names_the_three_ways_and_writes_nothing(
+    program: str, flags: tuple[str, ...], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, words = PROGRAMS[program]
+    main = importlib.import_module(f"distributed_training.{module}").main
+    assert main([*words, *flags]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "so nothing was started" in line and ("is empty" in line) is ("--network" in flags)
+    assert "--network FILE" in line and "--network https://URL" in line
+    assert "--network NAME (sn38, " in line and " or local)" in line
+    assert not list(folder.iterdir())
+
+
+@given(st.lists(st.sampled_from(PLACES), unique=True), st.data())
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=25)
+def test_the_strongest_place_names_it(folder: Path, places: list[str], data: st.DataObject) -> None:
+    names = {place: data.draw(st.sampled_from(["sn38", "local"])) for place in places}
+    (folder / ".env").write_text(f"DT_NETWORK={names.get('.env', '')}\n")
+    toml = names.get("miner.toml")
+    (folder / "miner.toml").write_text(f'network = "{toml}"\n' if toml else "")
+    argv = ["--network", names["flag"]] if "flag" in names else []
+    environ = {"DT_NETWORK": names.get("variable", "")}
+    if not names:
+        with pytest.raises(NoNetworkNamed):
+            load(*argv, environ=environ)
+        return
+    strongest = next(place for place in PLACES if place in names)
+    found = load(*argv, environ=environ)
+    assert found.general.network == names[strongest]
+    assert (found.network.head.name == "dstrbtd-sn38") is (names[strongest] == "sn38")
+
+
+@pytest.mark.parametrize("place", ["flag", "file"])
+def test_netuid_38_counts_as_the_public_network(place: str, folder: Path) -> None:
+    (folder / "miner.toml").write_text("netuid = 38\n" if place == "file" else "")
+    found = load(*(("--netuid", "38") if place == "flag" else ()))
+    named = load("--network", "sn38")
+    assert found.network.digest == named.network.digest and found.general.network == "sn38"
+    (line,) = found.warnings
+    assert " 38 counts as --network sn38" in line and "found-a-network.md" in line
+    # Of another network it is its own affair.
+    assert load("--netuid", "38", "--preset", "local").network.head.name == "local"
+
+
+def test_settings_of_0_2_0_are_answered_with_the_line_that_they_lack(folder: Path) -> None:
+    """With that line, and nothing else, the file is taken over."""
+    flags = tomllib.loads(OF_0_2.read_text(encoding="utf-8"))
+    given = {name: text for name, (text, _) in flags.items() if text}
+    given = {n: text for n, text in given.items() if n != "netuid" and "validator." not in n}
+    section = f"[axon]\nport = {given.pop('axon.port')}\n"
+    before = "".join(f'"{name}" = "{text}"\n' for name, text in given.items()) + section
+    toml = folder / "miner.toml"
+    toml.write_text(before)
+    with pytest.raises(NoNetworkNamed) as error:
+        load()
+    assert toml.read_text() == before and list(folder.iterdir()) == [toml]
+    line = re.search('in miner.toml that is the line (network = "[^"]+"), above', str(error.value))
+    assert line, error.value
+    toml.write_text(f"{line[1]}\n{before}")
+    assert load().network.head.name == "dstrbtd-sn38"
