@@ -37,7 +37,7 @@ from distributed_training.store import server
 
 MASTER = "master"  # name of the wallet
 RUN_FILE = "run.toml"
-INVITATION = "invitation.txt"  # that the first start made
+INVITATION = "invitation.txt"  # to the rules as they are
 REGISTRY_PORT, STORE_PORT = 8100, 9000  # behind a proxy, or where no other is named
 MARK = "DT_FOUNDED"  # environment variable; its value is the folder
 _STORE, _REGISTRY, _VALIDATOR = "store", "registry", "validator"
@@ -118,11 +118,17 @@ class Plan:
                     "network, so nothing was: take them out"
                 )
             words[program] += flags
-        places = {
-            program: (_last(found, "--host"), int(_last(found, "--port")))
-            for program, found in words.items()
-            if program != _VALIDATOR
-        }
+        try:
+            places = {
+                program: (_last(found, "--host"), int(_last(found, "--port")))
+                for program, found in words.items()
+                if program != _VALIDATOR
+            }
+        except ValueError:
+            raise ConfigError(
+                f"{folder / RUN_FILE} has a port that is no number, so nothing was started: correct"
+                " it"
+            ) from None
         return cls(folder, file, words, places, {**environ, **keys})
 
     def line(self, program: str) -> str:
@@ -198,7 +204,10 @@ def check(plan: Plan) -> Config:
     """
     from distributed_training.chain.identity import identity_file, load_wallet
     from distributed_training.health.machine import refuse_model, refuse_unknown_kinds
+    from distributed_training.registry.__main__ import parser
 
+    if _REGISTRY in plan.words:
+        parser().parse_args(["serve", *plan.words[_REGISTRY]])  # ends with status 2 and its line
     config = load_config("validator", plan.words[_VALIDATOR], environ=plan.environ)
     refuse_unknown_kinds(config)
     refuse_model(config, ranks=1)
@@ -325,8 +334,8 @@ def run(folder: Path) -> int:
             if name == _STORE:
                 say(_TRIAL, _STORE)
                 _make_global_bucket(config)
-            if name == _REGISTRY and not (folder / INVITATION).exists():
-                _invite(plan)
+            if name == _REGISTRY and config.network is not None:
+                _invite(plan, config.network.digest)
         return running.follow()
 
 
@@ -347,14 +356,20 @@ def _make_global_bucket(config: Config) -> None:
         bucket.create_bucket()
 
 
-def _invite(plan: Plan) -> None:
-    """Make an invitation for the founder to send, once. It is a secret: no log gets it."""
+def _invite(plan: Plan, digest: str) -> None:
+    """Make an invitation for the founder to send, unless there is one to the rules of ``digest``.
+
+    It is a secret: no log gets it.
+    """
+    path = plan.folder / INVITATION
+    with suppress(OSError):
+        if digest in path.read_text():
+            return
     command = [sys.executable, "-m", "distributed_training.registry", *plan.invite]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         say(f"no invitation could be made ({done.stderr.strip()[-300:]}): the next start tries")
         return
-    path = plan.folder / INVITATION
     with atomic_file(path, private=True) as file:
         file.write(done.stdout.encode())
     say(f"the invitation for those who join is in {path}; it is a secret")

@@ -23,8 +23,6 @@ from tests.tools.pm2 import needs_node
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
-KEYS = {f"R2_{k}_{n}": f"{k}{n}" for k in ("READ", "WRITE")
-        for n in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +96,10 @@ MISSING = {
     "no TOML": (lambda lab: (lab / "run.toml").write_text("[valid"), "run.toml cannot be read"),
     "no such program": (lambda lab: (lab / "run.toml").write_text("[miner]"),
                         "'miner' is no table of it"),
+    "no port": (lambda lab: (lab / "run.toml").write_text('[store]\nport = "x"'),
+                "a port that is no number"),
+    "no flag of the registry": (lambda lab: (lab / "run.toml").write_text("[registry]\nprt = 1"),
+                                "--prt"),
     "no such flag": (lambda lab: (lab / "run.toml").write_text('[validator]\n"dht.prot" = 1'),
                      "dht.prot"),
 }  # fmt: skip
@@ -110,7 +112,11 @@ def test_what_is_missing_is_one_line_before_anything_starts(
     monkeypatch.setattr(founder, "Program", None)  # whatever is started fails
     break_it, words = MISSING[case]
     break_it(lab)
-    assert main(["run", "lab"]) == 2
+    try:
+        status = main(["run", "lab"])
+    except SystemExit as end:  # of argparse
+        status = end.code
+    assert status == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert words in line and ", so " in line, line
 
