@@ -37,6 +37,7 @@ from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.model import check_schedule
 from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import EndpointUrl, File, Text
+from distributed_training.config.versions import describe, parse_version
 from distributed_training.founder import INVITATION, MASTER, RUN_FILE, STORE_PORT, refuse_place
 from distributed_training.founding import (
     check_model,
@@ -502,6 +503,12 @@ def _sign(options: argparse.Namespace, text: str | None = None) -> None:
         )
     _write(path, signed(text, master.hotkey, beside=beside, head=head))
     _show(argparse.Namespace(place=str(path)), rules=False)
+    if head is not None and head["previous"] is not None:
+        given = ["--network", str(path)]
+        after = load_config("miner", given, environ={}, dotenv=None, check=False).network
+        assert after is not None
+        before = read_text(path.absolute().parent / VERSIONS / f"{after.head.version - 1}.toml")
+        print(describe(parse_version(before, after), after))
 
 
 def _show(options: argparse.Namespace, *, rules: bool = True) -> None:

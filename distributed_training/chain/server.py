@@ -65,7 +65,8 @@ class MinerCallbacks:
     ``epoch``: the local outer step. ``on_all_reduce``: gets each accepted call (put it into a
     queue). ``round_phase``: a word for the running round, or None. ``round_due``: whether the
     validator may call a round now; None if that is not known. ``peer_id`` and ``addresses``: in the
-    swarm. ``run_id``: of the miner's network. ``on_validator_epoch``: gets the outer step at which
+    swarm. ``run_id``: of the rules that the miner holds for an outer
+    step, by default its own. ``on_validator_epoch``: gets the outer step at which
     the master says that it is, with each IsAlive. ``on_model_asked``: the master asks for the model
     by its next upload.
     """
@@ -76,7 +77,7 @@ class MinerCallbacks:
     round_due: Callable[[], bool | None] = lambda: None
     peer_id: Callable[[], str] = lambda: ""
     addresses: Callable[[], Sequence[str]] = lambda: ()
-    run_id: str = ""
+    run_id: Callable[[int | None], str] = lambda outer_step: ""
     on_validator_epoch: Callable[[int], None] = lambda epoch: None
     on_model_asked: Callable[[], None] = lambda: None
 
@@ -237,14 +238,14 @@ class SignedServer(BoundedServer):
         permit = claim.hotkey == self._master or (neuron is not None and neuron.validator_permit)
         fields = parse_fields(body)
         if head.path == synapses.IS_ALIVE_ROUTE:
+            said = synapses.caller_epoch(fields)
             reply = synapses.answer_is_alive(
                 fields,
                 epoch=self._miner.epoch(),
                 peer_id=self._miner.peer_id(),
                 addresses=self._miner.addresses(),
-                run_id=self._miner.run_id,
+                run_id=self._miner.run_id(said),
             )
-            said = synapses.caller_epoch(fields)
             # The older signature does not cover the body.
             if claim.hotkey == self._master and claim.scheme == auth.BTAUTH:
                 if said is not None:

@@ -517,6 +517,20 @@ def _with_rules(
     return ours
 
 
+def rules_of(config: Config, network: Network) -> Config:
+    """Return a configuration of ``config``'s kind by the rules of ``network`` alone.
+
+    Raises ConfigError.
+    """
+    known = schema(config.kind)
+    rules = {
+        setting.name: Given(_words(network.values[setting.network]), setting.network)
+        for setting in known
+        if setting.network in network.values
+    }
+    return _build(known, rules, network=network)
+
+
 def _words(value: Any) -> str:
     """Return the value of a TOML file as the text of a flag."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -20,7 +20,10 @@ from dataclasses import replace
 from datetime import timedelta
 
 from distributed_training.common.backoff import Throttle
+from distributed_training.config.versions import Versions, restart_keys
+from distributed_training.network import FILE, Network
 from distributed_training.protocol.keys import Parts
+from distributed_training.protocol.types import ExitStatus
 from distributed_training.store.bucket_reader import refuse
 
 from . import events as ev
@@ -28,7 +31,7 @@ from .block_list import BlockList
 from .events import Action, Command, DataPart, LocalPart, MinerState, Mode, Rules, Task
 from .global_state import GlobalEpoch
 from .round import Averaging
-from .state_machine import decide, rebases, trains_now
+from .state_machine import decide, rebases, trains, trains_now
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +56,7 @@ class Controller:
         blocks: BlockList,
         averaging: Averaging,
         global_epoch: GlobalEpoch,
+        versions: Versions | None = None,
         clock: Callable[[], float] = time.monotonic,
         tick: timedelta = timedelta(seconds=1),
     ) -> None:
@@ -62,6 +66,9 @@ class Controller:
         self._blocks = blocks
         self._averaging = averaging
         self._global_epoch = global_epoch
+        self._versions = versions
+        #: By which all ranks train.
+        self.in_force = None if versions is None else versions.in_force
         self._clock = clock
         self._tick_due = Throttle(tick.total_seconds(), clock=clock)
         self._pending: deque[Action] = deque()
@@ -87,6 +94,9 @@ class Controller:
         self.drain()
         if self._tick_due():
             self._handle_event(ev.Tick(self._clock()))
+        if (network := self._other_rules()) is not None:
+            local = LocalPart(rules=network.files[FILE])
+            return Command(Action.FOLLOW_RULES, outer_step=network.head.version, local=local)
         may_train = trains_now(self.state) and not self._pending
         data = self._blocks.on_boundary(may_begin=may_train)
         if not self._pending:
@@ -126,6 +136,27 @@ class Controller:
                 status = state.exit_status if action is Action.STOP else 0
                 command = replace(command, exit_status=status, local=local)
         return replace(command, data=DataPart(data.request))
+
+    def _other_rules(self) -> Network | None:
+        """Return the version to follow from here on, where that is not the one in force.
+
+        One that takes a restart ends the ranks; the launcher starts them again in its rules.
+        """
+        if self._versions is None or self.in_force is None:
+            return None
+        if self._pending or not trains(self.state.mode):
+            return None
+        wanted = self._versions.at(self.state.outer_step)
+        if wanted.digest == self.in_force.digest:
+            return None
+        if keys := restart_keys(self.in_force, wanted):
+            why = f"version {wanted.head.version} of the network's file takes a restart"
+            self._handle_event(
+                ev.StopRequested(f"{why} ({', '.join(keys)})", exit_status=ExitStatus.FAULT)
+            )
+            return None
+        self.in_force = wanted
+        return wanted
 
     def drain(self) -> None:
         """Handle every event that was posted until now."""

@@ -44,6 +44,7 @@ class Action(enum.IntEnum):
     ROLL_BACK = 10  # to the last good checkpoint
     STOP = 11  # checkpoint and leave the loop
     FOLLOW_SCHEDULE = 12  # go to the network's place in the learning rate's schedule
+    FOLLOW_RULES = 13  # of another version of the network's file
 
 
 class Task(enum.Enum):
@@ -75,6 +76,7 @@ class LocalPart(NamedTuple):
 
     folder: Path | None = None  # LOAD, REBASE: the fetched global state
     blocks: Sequence[int] = ()  # SNAPSHOT, CHECKPOINT, STOP: trained on since the last upload
+    rules: str = ""  # FOLLOW_RULES: text of the network's file
     kept: Mapping[str, Any] = {}  # CHECKPOINT, STOP: more for rank 0's checkpoint, JSON-able
 
 
@@ -84,6 +86,7 @@ class Command:
 
     action: Action
     outer_step: int = 0  # LOAD, REBASE: of the fetched global state; FOLLOW_SCHEDULE: the place's
+    # FOLLOW_RULES: number of the version
     inner_steps: int = 0  # FOLLOW_SCHEDULE: of the network before that outer step
     chain_block: int = 0  # SNAPSHOT: at this boundary
     exit_status: int = 0  # STOP: of the miner

@@ -29,6 +29,7 @@ import torch
 from distributed_training.chain.base import Chain, ChainError
 from distributed_training.common.backoff import Throttle, doubling
 from distributed_training.config import Config
+from distributed_training.config.versions import Versions
 from distributed_training.network import Network, Shown, other_version
 from distributed_training.node.buckets import NoBucket, PeerBuckets
 from distributed_training.protocol import keys
@@ -208,6 +209,11 @@ class GlobalBucket:
         with _unavailable():
             return self.follow().network()
 
+    def learn(self, versions: Versions) -> str:
+        """Add the bucket's versions of the network's file. Returns what was refused."""
+        with _unavailable():
+            return versions.look(self.follow().version)
+
     def stop(self) -> None:
         """End a fetch under way; what was fetched stays for the next."""
         if self._bucket is not None:
@@ -336,6 +342,7 @@ class GlobalEpoch:
     ``interval``: between two looks at the bucket's root metadata. ``epoch_start``: our outer step
     and what its global weights are compared with; called in this thread. ``network``: the file by
     which we train, compared with what the bucket says of its own; None: it says nothing.
+    ``versions``: of that file, to which this thread adds what the bucket has.
     """
 
     def __init__(
@@ -346,8 +353,10 @@ class GlobalEpoch:
         interval: timedelta,
         epoch_start: Callable[[], tuple[int, Sequence[Rows]]],
         network: Network | None = None,
+        versions: Versions | None = None,
     ) -> None:
         self._network = network
+        self._versions = versions
         self._other_version = ""
         self._bucket = bucket
         self._post = post
@@ -440,8 +449,14 @@ class GlobalEpoch:
             if self._network is not None:
                 # Damaged, or away just now: no reason to call ours old.
                 with contextlib.suppress(GlobalUnavailableError):
-                    shown = self._bucket.network()
-                    problem = "" if shown is None else other_version(shown, self._network)
+                    shown, rules, refused = self._bucket.network(), self._network, ""
+                    if self._versions is not None and shown is not None:
+                        if shown.version > self._versions.newest.head.version:
+                            refused = self._bucket.learn(self._versions)
+                        rules = self._versions.newest
+                    problem = "" if shown is None else other_version(shown, rules)
+                    if problem and refused:
+                        problem = f"{problem}; {refused}"
                     if problem != self._other_version:
                         self._other_version = problem
                         self._post(ev.NetworkCompared(problem))

@@ -66,7 +66,8 @@ def not_loaded(error: RankFailedError) -> str:
 class MinerLoop:
     """Run boundaries until STOP.
 
-    ``snapshots``: folder of snapshots. ``alive``: called at each boundary. ``controller`` and
+    ``snapshots``: folder of snapshots. ``alive``: called at each boundary.
+    ``follow_rules``: gets the text of another version of the network's file. ``controller`` and
     ``buffers`` (float32 tensors that the swarm averages in place) are None on all ranks but 0.
     """
 
@@ -81,6 +82,7 @@ class MinerLoop:
         controller: Controller | None,
         buffers: Sequence[torch.Tensor] | None,
         alive: Callable[[], None],
+        follow_rules: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._ranks = ranks
         self._trainer = trainer
@@ -90,6 +92,7 @@ class MinerLoop:
         self._controller = controller
         self._buffers = buffers
         self._alive = alive
+        self._follow_rules = follow_rules
         self._requested: set[int] = set()  # blocks this rank has not reported as ready
         self._holds_back = False
         self._wants_others = False  # than those that a restart finds on disk
@@ -125,6 +128,10 @@ class MinerLoop:
                         self._hold_others_back()
                 case Action.FOLLOW_SCHEDULE:
                     self._trainer.follow_schedule(command.outer_step, command.inner_steps)
+                case Action.FOLLOW_RULES:
+                    rules = {"text": command.local.rules} if self._controller else None
+                    shared = self._ranks.share(f"rules-{command.outer_step}", rules)
+                    self._follow_rules(shared["text"])
                 case Action.LOAD | Action.REBASE:
                     event = self._load_global(command)
                 case Action.SNAPSHOT:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from distributed_training.common.files import read_json_object
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.node.start import NetworkFailure
 from distributed_training.protocol import lines
@@ -39,6 +40,7 @@ class StartupInfo:
     first_block: int = 0  # of the chain: what a fresh start trains on first
     hotkey: str = ""
     follows: bool = False  # its place in the learning rate's schedule is the network's
+    rules: str = ""  # the version of the network's file that holds; empty: as the file given
     problem: str = ""  # why there is no start; the other ranks leave quietly then
 
 
@@ -59,6 +61,35 @@ def first_sample(
         alive()
         time.sleep(0.05)
     return data.sample(count)
+
+
+def goes_on(reached: int, outer_step: int, *, seen: bool) -> bool:
+    """Return whether a start goes on from a checkpoint at ``reached``: see resume_training.
+
+    ``outer_step``: of the global state; ``seen``: in the bucket, else on the disk.
+    """
+    return reached in (outer_step, outer_step + 1) or (reached > outer_step and not seen)
+
+
+def first_outer_step(folder: Path, outer_step: int, *, seen: bool) -> int:
+    """Return the outer step that a start goes on from, as the newest checkpoint's files say.
+
+    ``folder``: of the checkpoints; for the rest see :func:`goes_on`.
+    """
+    newest = max(folder.glob("checkpoint-*/rank-0.json"), key=_written_at, default=None)
+    content = None if newest is None else read_json_object(newest)
+    progress = (content or {}).get("progress")
+    reached = progress.get("outer_step") if isinstance(progress, dict) else None
+    if isinstance(reached, int) and goes_on(reached, outer_step, seen=seen):
+        return reached
+    return outer_step
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:  # removed just now
+        return 0.0
 
 
 def resume_training(
@@ -83,9 +114,7 @@ def resume_training(
     if restored is not None:
         progress, kept = restored
         reached = progress.outer_step
-        if reached in (outer_step, outer_step + 1) or (
-            reached > outer_step and not info.global_seen
-        ):
+        if goes_on(reached, outer_step, seen=info.global_seen):
             log.info("Resumed at outer step %d, inner step %d", reached, progress.inner_step)
             if info.follows:  # the checkpoint may be of before the place was known
                 trainer.follow_schedule(outer_step, steps)

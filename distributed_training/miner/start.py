@@ -42,11 +42,13 @@ from distributed_training.common.kinds import import_plugins
 from distributed_training.common.memory import ModelShape, checkpoint_bytes, snapshot_bytes
 from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, exit_with
+from distributed_training.config.versions import Versions, parse_version, under
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.own_text import require_one_sequence
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.health.clock import ClockWatch, measure_offset
 from distributed_training.health.machine import arrange, gpu_bytes
+from distributed_training.network import FILE, Network
 from distributed_training.node import identity
 from distributed_training.node.identity import (
     Member,
@@ -86,6 +88,7 @@ from .events import GlobalView, MinerState, Mode, Rules
 from .global_state import (
     GlobalBucket,
     GlobalEpoch,
+    GlobalUnavailableError,
     StopBeforeStart,
     first_global_state,
     open_global_bucket,
@@ -99,7 +102,7 @@ from .own_bucket import OwnBucket, open_own_bucket
 from .ranks import Ranks, join_ranks
 from .registration import join_network
 from .reporter import Record, Reporter
-from .resume import StartupInfo, first_sample, resume_training
+from .resume import StartupInfo, first_outer_step, first_sample, resume_training
 from .round import Averaging, end_rounds_of
 from .round_clock import RoundClock
 from .run_folder import (
@@ -236,6 +239,8 @@ def train(
                 found = {"path": str(path)}
             shared = ranks.share(f"tokenizer-{node}", found)
             info = replace(info, tokenizer_path=shared["path"])
+    if info.rules and config.network is not None:
+        config = under(config, parse_version(info.rules, config.network))
     context = RankContext(config, folder, device, ranks, stop.events, stack)
     status, reason = build_rank(context, info, connections).run()
     with suppress(RuntimeError):  # the others may be gone already
@@ -251,6 +256,7 @@ class Connections:
     """The connections that rank 0 opens before there is a model.
 
     ``address``: where others call this miner. ``global_folder``: files of the global state.
+    ``versions``: of the network's file, None where it has none.
     """
 
     member: Member
@@ -261,6 +267,7 @@ class Connections:
     swarm_launch: HostLaunch
     uploader: Uploader
     clock: ClockWatch
+    versions: Versions | None = None
 
 
 def open_connections(
@@ -312,6 +319,11 @@ def open_connections(
     if config.data.own:
         length = config.training.sequence_length
         require_one_sequence(config.data, tokenizer_path, eos_id, length)
+    versions, rules = None, ""
+    if config.network is not None and config.network.head.format > 1:
+        first = first_outer_step(folder / "checkpoints", outer_step, seen=seen)
+        versions = open_versions(config.network, folder, global_bucket, first)
+        rules = versions.in_force.files[FILE]
     snapshots = folder / "snapshots"
     uploader = Uploader(settings=config.store, bucket=bucket, folder=folder, snapshots=snapshots)
     stack.callback(uploader.close)
@@ -325,12 +337,43 @@ def open_connections(
         global_uid=member.chain.uid(config.miner.master_ss58_address),
         first_block=member.chain.block(),
         hotkey=member.hotkey,
-        follows=config.network is not None and config.network.head.format > 1,
+        follows=versions is not None,
+        rules=rules,
     )
     connections = Connections(
-        member, address, own, global_bucket, global_folder, swarm_launch, uploader, clock
+        member, address, own, global_bucket, global_folder, swarm_launch, uploader, clock, versions
     )
     return connections, info
+
+
+def open_versions(
+    network: Network, folder: Path, bucket: GlobalBucket, outer_step: int
+) -> Versions:
+    """Return the versions of the network's file; in force is the one that holds at ``outer_step``.
+
+    Raises NetworkFailure where that is an older one than the file's, and nobody has it.
+    """
+    versions = Versions(network, folder)
+    try:
+        for problem in (versions.look_beside(network.place), bucket.learn(versions)):
+            if problem:
+                log.warning("%s", problem)
+    except GlobalUnavailableError as error:
+        log.warning("The global bucket was not asked for versions of the network's file: %s", error)
+    if not versions.knows(outer_step):
+        raise NetworkFailure(
+            f"{network.place} holds from outer step {network.head.from_outer_step} and the network "
+            f"is at {outer_step}, and the version before it is not in the global bucket, so the "
+            "rules are not known and nothing is trained: wait, or start with the older file"
+        )
+    versions.in_force = versions.at(outer_step)
+    if versions.in_force is not network:
+        log.info(
+            "Outer step %d is trained by version %d of the network's file",
+            outer_step,
+            versions.in_force.head.version,
+        )
+    return versions
 
 
 def find_address(config: Config, member: Member) -> str:
@@ -456,6 +499,7 @@ class RankZero:
             interval=global_interval(config),
             epoch_start=lambda: (trainer.outer_step, trainer.outer.epoch_start_rows()),
             network=config.network,
+            versions=connections.versions,
         )
         at_end(self.global_epoch.close)
         # --- who decides
@@ -496,6 +540,7 @@ class RankZero:
             blocks=self.blocks,
             averaging=averaging,
             global_epoch=self.global_epoch,
+            versions=connections.versions,
             tick=context.tick,
         )
         self.server = self._open_server(averaging)
@@ -531,6 +576,13 @@ class RankZero:
                 log.info("The validator asks for this miner's model: its next upload has it too")
                 self._context.events.put(ev.ModelAsked())
 
+        versions = self._connections.versions
+
+        def rules_id(asked: int | None) -> str:
+            if versions is None:
+                return config.rules_id
+            return versions.at(trainer.outer_step if asked is None else asked).rules_id
+
         return SignedServer(
             settings=config.chain,
             wallet=member.wallet,
@@ -545,7 +597,7 @@ class RankZero:
                 round_due=self.round_clock.due,
                 peer_id=lambda: exchange.peer_id,
                 addresses=lambda: exchange.visible_maddrs,
-                run_id=config.rules_id,
+                run_id=rules_id,
                 on_validator_epoch=heard,
                 on_model_asked=asked,
             ),
@@ -806,6 +858,18 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Connections
     buffers = exchange.buffers if exchange else None
     # Collective: the other ranks wait here for rank 0's swarm.
     training.trainer.outer.open_window(buffers, exchange.memory.path if exchange else None)
+
+    def follow_rules(text: str) -> None:
+        assert context.config.network is not None
+        network = parse_version(text, context.config.network)
+        training.trainer.follow_rules(under(context.config, network).training)
+        if rank_zero is not None:
+            log.info(
+                "Outer step %d is trained by version %d of the network's file",
+                training.trainer.outer_step,
+                network.head.version,
+            )
+
     loop = MinerLoop(
         ranks=context.ranks,
         trainer=training.trainer,
@@ -815,5 +879,6 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Connections
         controller=rank_zero.controller if rank_zero else None,
         buffers=buffers,
         alive=alive,
+        follow_rules=follow_rules,
     )
     return Rank(training, rank_zero, loop)

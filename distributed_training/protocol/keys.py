@@ -14,6 +14,7 @@ import base58
 
 ROOT_METADATA = "metadata.json"
 NETWORK = "network.json"  # global bucket only: whose it is
+VERSION = "network/{}.toml"  # global bucket only: each version of the network's file
 ROUND = "round.json"  # global bucket only: who was not in the last round, and why
 METADATA = "metadata.json"  # inside an epoch's folder
 CONFIG = "config.json"

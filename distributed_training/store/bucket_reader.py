@@ -37,7 +37,7 @@ from distributed_training.common.files import (
     write_json,
     write_state,
 )
-from distributed_training.network import LARGEST_SHOWN, Shown
+from distributed_training.network import LARGEST_FILE, LARGEST_SHOWN, Shown
 from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import (
     MAX_CONFIG_BYTES,
@@ -166,6 +166,13 @@ class BucketReader:
         Raises StateUnavailable for a damaged ``network.json``.
         """
         return self._parsed(keys.NETWORK, LARGEST_SHOWN, Shown.parse)
+
+    def version(self, number: int) -> str | None:
+        """Return the text of that version of the network's file; None if it is not there.
+
+        Raises StateUnavailable for what is no text.
+        """
+        return self._parsed(keys.VERSION.format(number), LARGEST_FILE, bytes.decode)
 
     def config(self, outer_step: int) -> tuple[dict[str, Any], ConfigExtras]:
         """Return ``config.json`` and its extras. Raises StateUnavailable: missing or damaged."""

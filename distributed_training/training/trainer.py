@@ -546,6 +546,13 @@ class Trainer:
         if network_steps and outer_step == self.outer_step:
             self.total_inner_steps = network_steps + self.inner_step
 
+    def follow_rules(self, settings: TrainingSettings) -> None:
+        """Train by other constants of the schedule, and another clip, from the next step on."""
+        slowed = self.schedule.state_dict()
+        self.settings, self.schedule = settings, Schedule.of(settings)
+        self.schedule.load_state_dict(slowed)
+        self._warned_of_the_end = False
+
     @property
     def wants_roll_back(self) -> bool:
         """So many inner steps in a row were skipped: load the last good checkpoint."""

@@ -21,7 +21,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from distributed_training.common.files import atomic_file, write_bytes
-from distributed_training.network import LARGEST_SHOWN, Network, Shown
+from distributed_training.config.versions import Versions
+from distributed_training.network import FILE, LARGEST_SHOWN, Network, Shown
 from distributed_training.node.start import WrongNetwork
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
@@ -92,8 +93,16 @@ class GlobalStateError(RuntimeError):
     """The global bucket holds something that cannot be gone on from. The text says what to do."""
 
 
-def claim_global_bucket(store: ObjectStore, network: Network, *, finished: str = "") -> None:
+def claim_global_bucket(
+    store: ObjectStore,
+    network: Network,
+    *,
+    finished: str = "",
+    versions: Versions | None = None,
+) -> None:
     """Write into the global bucket whose it is, and whether the network is ``finished``.
+
+    ``versions``: of the network's file, which miners read there; ``network`` is the newest.
 
     Raises WrongNetwork where it is another founder's: two networks of one name would overwrite each
     other's model. Raises StoreError.
@@ -109,6 +118,10 @@ def claim_global_bucket(store: ObjectStore, network: Network, *, finished: str =
             f"{master}), so each would overwrite the other's model and nothing was started: give "
             "this network's file another store.global_bucket and sign it again"
         )
+    for version in versions.known if versions is not None else ():
+        key = keys.VERSION.format(version.head.version)
+        store.put(key, version.files[FILE].encode())
+    # Last: miners look for the version that it names.
     shown = asdict(replace(Shown.of(network), finished=finished or None))
     if not finished:
         del shown["finished"]

@@ -26,10 +26,11 @@ from distributed_training.chain.client import SignedClient
 from distributed_training.chain.identity import AddressUnknown, external_ip
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.config import Config, ConfigError
+from distributed_training.config.versions import Versions, restart_keys, under
 from distributed_training.data.held_out import held_out_batches
 from distributed_training.data.page_source import PageUnavailable
 from distributed_training.health.clock import ClockWatch, measure_offset
-from distributed_training.network import save_copy
+from distributed_training.network import LARGEST_FILE, VERSIONS, Network, save_copy
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
 from distributed_training.node.identity import Member, commit, follow_address, join_subnet
 from distributed_training.node.start import (
@@ -47,6 +48,7 @@ from distributed_training.node.start import (
 )
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
+from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.scoring.evaluator import (
     EvaluationModel,
@@ -101,6 +103,7 @@ class Parts:
     vocabulary: int
     eos_id: int
     clock_fault: Callable[[], str] = str
+    versions: Versions | None = None  # of the network's file
     show_finished: Callable[[str], None] = lambda reason: None  # to all miners; StoreError
 
 
@@ -117,7 +120,12 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
     stack.callback(clock.close)
     store = open_own(config.store, config.store.global_model_name)
     check_own(store)
-    if config.network is not None:
+    versions = None
+    if config.network is not None and config.network.head.format > 1:
+        versions = open_versions(config, config.network, folder, store)
+        config = under(config, versions.in_force)
+        claim_global_bucket(store, versions.newest, versions=versions)
+    elif config.network is not None:
         claim_global_bucket(store, config.network)
     # After the claim: a commitment sends everybody to this bucket.
     commit(member, own_commitment(config.store, store.bucket))
@@ -144,12 +152,81 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         vocabulary=-(-Tokenizer.from_file(str(tokenizer_path)).get_vocab_size() // 8) * 8,
         eos_id=eos_id,
         clock_fault=clock.fault,
+        versions=versions,
         show_finished=lambda reason: (
             None
             if config.network is None
-            else claim_global_bucket(store, config.network, finished=reason)
+            else claim_global_bucket(
+                store, versions.newest if versions else config.network, finished=reason
+            )
         ),
     )
+
+
+def open_versions(config: Config, network: Network, folder: Path, store: ObjectStore) -> Versions:
+    """Return the versions of the network's file, with the one of the bucket's outer step in force.
+
+    Raises NetworkFailure where that is an older one than the file's, and nobody has it; StoreError.
+    """
+    versions = Versions(network, folder)
+
+    def of_bucket(number: int) -> str | None:
+        data = store.get(keys.VERSION.format(number), limit=LARGEST_FILE)
+        return None if data is None else data.decode(errors="replace")
+
+    for problem in (versions.look_beside(network.place), versions.look(of_bucket)):
+        if problem:
+            log.warning("%s", problem)
+    try:
+        found = store.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
+        outer_step = 0 if found is None else Metadata.parse(found).outer_step
+    except ValueError:  # damaged: what is gone on from is found out later
+        outer_step = 0
+    if not versions.knows(outer_step):
+        raise NetworkFailure(
+            f"{network.place} holds from outer step {network.head.from_outer_step} and the network "
+            f"is at {outer_step}, and the version before it is neither beside it nor in the global "
+            f"bucket, so nothing was started: put the folder {VERSIONS} beside it"
+        )
+    versions.in_force = versions.at(outer_step)
+    return versions
+
+
+def follow_rules(config: Config, parts: Parts) -> Callable[[int], Config | None]:
+    """Return what looks for versions, and gives the rules of an outer step if they are others.
+
+    It raises NetworkFailure for rules that take a restart.
+    """
+    versions, problem = parts.versions, ""
+    published = versions.newest if versions is not None else None
+
+    def look(outer_step: int) -> Config | None:
+        nonlocal problem, published
+        if versions is None or config.network is None:
+            return None
+        found = versions.look_beside(config.network.place)
+        if found != problem and found:
+            log.warning("%s", found)
+        problem = found
+        if versions.newest is not published:
+            try:
+                claim_global_bucket(parts.store, versions.newest, versions=versions)
+                published = versions.newest
+            except StoreError as error:  # again at the next look
+                log.warning("The new version of the network's file is not published: %s", error)
+        wanted = versions.at(outer_step)
+        if wanted is versions.in_force:
+            return None
+        if keys := restart_keys(versions.in_force, wanted):
+            raise NetworkFailure(
+                f"version {wanted.head.version} of the network's file, which holds from outer step "
+                f"{wanted.head.from_outer_step}, takes a restart ({', '.join(keys)}): starting "
+                "again does it"
+            )
+        versions.in_force = wanted
+        return under(config, wanted)
+
+    return look
 
 
 def _narrowest(config: Config) -> Reach:
@@ -215,6 +292,8 @@ def build(
 
     ``stack`` closes what must be closed. Raises ConfigError, GlobalStateError, StoreError.
     """
+    if parts.versions is not None:
+        config = under(config, parts.versions.in_force)
     settings = config.validator
     record = EventLog.open(folder).write
     run = Run(folder, record, stop, config.store.run, parts.clock_fault)
@@ -292,6 +371,7 @@ def build(
         ending=Ending(config.tokens_of_step, config.finished, parts.show_finished),
         after_step=open_exports(config, folder, state, record, stack).after,
         run=run,
+        follow_rules=follow_rules(config, parts),
     )
     check_peer_id(config, swarm)
     watch_address(config, swarm, failing=lambda: standings.failed_rounds > 0, stop=stop)

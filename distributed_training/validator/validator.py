@@ -71,6 +71,7 @@ import torch
 from torch import Tensor
 
 from distributed_training.chain.base import ChainError, Neuron
+from distributed_training.config import Config
 from distributed_training.config.settings import ValidatorSettings
 from distributed_training.config.types import Domain
 from distributed_training.data.held_out import mean_loss
@@ -154,8 +155,10 @@ class Validator:
         outer_rule: OuterRule,
         ending: Ending,
         after_step: Callable[[GlobalState], None] = lambda state: None,
+        follow_rules: Callable[[int], Config | None] = lambda outer_step: None,
     ) -> None:
         # collaborators
+        self._follow_rules = follow_rules
         self._outer_rule = outer_rule
         self._settings = settings
         self._member = member
@@ -255,6 +258,16 @@ class Validator:
 
         Raises ChainError, Stopped, and GlobalStateError if the bucket is ahead of us.
         """
+        if (config := self._follow_rules(self.state.outer_step)) is not None:
+            self._settings, self._rounds.rules_id = config.validator, config.rules_id
+            self._held_out = replace(self._held_out, limit=config.loss_limit)
+            self._ending = replace(self._ending, reached=config.finished)
+            assert config.network is not None
+            log.info(
+                "Outer step %d is trained by version %d of the network's file",
+                self.state.outer_step,
+                config.network.head.version,
+            )
         if self._unsure:
             with suppress(StoreError):  # asked again at the next tick
                 reached = unless_stopped(self._publisher.outer_step, stop=self._stop)

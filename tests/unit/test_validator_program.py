@@ -66,7 +66,8 @@ def test_a_global_bucket_of_another_founder_is_left_alone() -> None:
 
     def network(master: str) -> Any:
         head = SimpleNamespace(name="lab", version=1)
-        return SimpleNamespace(head=head, values={"chain.master_hotkey": master})
+        values = {"chain.master_hotkey": master}
+        return SimpleNamespace(head=head, values=values, rules_id="aa")
 
     claim_global_bucket(store, network("first"))
     claim_global_bucket(store, network("first"))  # a restart, or other rules of the same founder

@@ -1,0 +1,198 @@
+"""The versions of a network's file, and the rules that each outer step is trained by.
+
+The versions of a file of format 2 form a chain: each is signed by the master, names the digest of
+the one before and the outer step from which it holds. All peers that know the same chain have the
+same rules at the same outer step. The validator takes a new version from the folder ``versions``
+beside its file, into which ``dt-network sign`` writes it, and publishes it in the global bucket.
+Miners look for it there. A program goes on in the new rules where only keys of :data:`LIVE` have
+changed; for others it starts again by itself at that outer step.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from distributed_training.common.files import write_bytes
+from distributed_training.network import (
+    FILE,
+    KEPT,
+    VERSIONS,
+    Network,
+    NetworkFileError,
+    parse,
+    read_text,
+)
+
+from .loader import rules_of
+from .model import Config
+from .schema import schema
+
+log = logging.getLogger(__name__)
+
+#: Keys that a running program can change. Of all others processes or buffers are made at the start.
+LIVE = frozenset(
+    {
+        "training.learning_rate",
+        "training.warmup_steps",
+        "training.total_steps",
+        "training.schedule",
+        "training.decay_from",
+        "training.decay_steps",
+        "training.gradient_clip",
+        "round.held_out_rise",
+        "round.epoch_length",
+        "stop.outer_steps",
+        "stop.tokens",
+        "stop.loss",
+    }
+)
+_MOST = 1000  # versions looked for at once
+
+
+def changed_keys(before: Network, after: Network) -> list[str]:
+    """Return the keys of settings whose values differ."""
+    keys = before.values.keys() | after.values.keys()
+    return sorted(key for key in keys if before.values.get(key) != after.values.get(key))
+
+
+def restart_keys(before: Network, after: Network) -> list[str]:
+    """Return those of the changed keys that no running program can change."""
+    return [key for key in changed_keys(before, after) if key not in LIVE]
+
+
+def parse_version(text: str, known: Network) -> Network:
+    """Return the network of ``text``, another version of a known one. Raises NetworkFileError."""
+
+    def beside(name: str) -> str:
+        try:
+            return known.files[name]
+        except KeyError:
+            raise NetworkFileError(f"{name} is not here", "keep model.config_file") from None
+
+    keys = {setting.network for setting in schema("validator") if setting.network}
+    return parse(text, place=known.place, keys=keys, beside=beside)
+
+
+def under(config: Config, network: Network) -> Config:
+    """Return ``config`` with the rules of ``network`` in the place of its own. Raises ConfigError.
+
+    What the operator has given in place of a default of the file stays.
+    """
+    if config.network is None or network.digest == config.network.digest:
+        return config
+    known, shared = schema(config.kind), rules_of(config, network)
+    packages = {name: copy.copy(getattr(config, name)) for name in known.classes}
+    values = dict(config.values)
+    for setting in known:
+        source = config.sources.get(setting.name)
+        of_file = source in (None, f"{setting.network} in {config.general.network}")
+        if setting.network and (setting.is_rule or of_file):
+            values[setting.name] = shared.get(setting.name)
+            for package, field in setting.places:
+                object.__setattr__(packages[package], field, values[setting.name])
+    packages["general"] = config.general
+    return replace(config, values=values, network=network, **packages)
+
+
+class Versions:
+    """The versions of one network's file that this program knows, oldest first.
+
+    ``network``: the file that it was started with. ``folder``: the run folder, which keeps them.
+    Versions are added by one thread, and read by all.
+    """
+
+    def __init__(self, network: Network, folder: Path) -> None:
+        self.known: tuple[Network, ...] = (network,)
+        self.in_force = network  # at the start
+        self._folder = folder / KEPT / VERSIONS
+        self._keep(network)
+        self.look(lambda number: self._read(self._folder, number), quiet=True)
+
+    @property
+    def newest(self) -> Network:
+        return self.known[-1]
+
+    def at(self, outer_step: int) -> Network:
+        """Return the newest version that holds at ``outer_step``; the oldest known if none does."""
+        holds = [n for n in self.known if n.head.from_outer_step <= outer_step]
+        return holds[-1] if holds else self.known[0]
+
+    def knows(self, outer_step: int) -> bool:
+        """Return whether the version that holds at ``outer_step`` is among those known."""
+        oldest = self.known[0].head
+        return oldest.version == 1 or oldest.from_outer_step <= outer_step
+
+    def add(self, text: str) -> Network:
+        """Take the version after the newest, or the one before the oldest.
+
+        Raises NetworkFileError for one that does not follow: another run, or another digest.
+        """
+        found = parse_version(text, self.newest)
+        first, last, number = self.known[0], self.known[-1], found.head.version
+        if found.head.format == 1 or found.values["run_id"] != last.values["run_id"]:
+            raise NetworkFileError("it is of another run", "get it from the founder again")
+        before, after = (last, found) if number > last.head.version else (found, first)
+        follows = after.head.version == before.head.version + 1
+        if not follows or after.head.previous != f"sha256:{before.digest}":
+            raise NetworkFileError(
+                f"version {after.head.version} names another one before it",
+                "get it from the founder again",
+            )
+        self.known = (*self.known, found) if after is found else (found, *self.known)
+        self._keep(found)
+        return found
+
+    def look(self, read: Callable[[int], str | None], *, quiet: bool = False) -> str:
+        """Add what ``read`` has of the versions around those known. Returns what was refused.
+
+        ``read``: the text of a version by its number, None where there is none.
+        """
+        for number, step in ((self.newest.head.version, 1), (self.known[0].head.version, -1)):
+            for other in range(number + step, number + step * _MOST, step):
+                if other < 1 or (text := read(other)) is None:
+                    break
+                before = self.newest
+                try:
+                    found = self.add(text)
+                except NetworkFileError as error:
+                    return f"version {other} of the network's file is refused ({error})"
+                if step > 0 and not quiet:
+                    log.info("%s", describe(before, found))
+        return ""
+
+    def look_beside(self, place: str) -> str:
+        """Add what ``dt-network sign`` has written beside the file at ``place``, if it is a path.
+
+        Returns what was refused.
+        """
+        folder = Path(place).expanduser().parent / VERSIONS
+        return "" if "://" in place else self.look(lambda number: self._read(folder, number))
+
+    def _keep(self, network: Network) -> None:
+        if network.head.format > 1:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            path = self._folder / f"{network.head.version}.toml"
+            write_bytes(path, network.files[FILE].encode())
+
+    @staticmethod
+    def _read(folder: Path, number: int) -> str | None:
+        path = folder / f"{number}.toml"
+        try:
+            return read_text(path) if path.exists() else None
+        except NetworkFileError:
+            return None
+
+
+def describe(before: Network, after: Network) -> str:
+    """Return the line that announces a version: what changes, when, and what restarts."""
+    line = (
+        f"Version {after.head.version} of the network's file holds from outer step "
+        f"{after.head.from_outer_step}: it changes {', '.join(changed_keys(before, after)) or '-'}"
+    )
+    if restart := restart_keys(before, after):
+        line += f"; {', '.join(restart)} takes a restart then, which this program does by itself"
+    return line

@@ -1,0 +1,194 @@
+"""Versions of a network's file: a chain, by which all peers hold the same rules at a step."""
+
+from __future__ import annotations
+
+import logging
+import random
+from pathlib import Path
+
+import pytest
+from bittensor_core import Keypair
+
+from distributed_training.config import Config, load_config
+from distributed_training.config.versions import Versions, restart_keys, under
+from distributed_training.miner.global_state import GlobalBucket
+from distributed_training.miner.resume import first_outer_step
+from distributed_training.network import NetworkFileError, flatten, signed, tree_of
+from distributed_training.protocol import keys
+from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.training.inner_optimizer import Schedule
+from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.network import ALICE, network_file
+from tests.tools.r2_keys import KEYS
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def config_of(path: str | Path, folder: Path, *flags: str) -> Config:
+    words = ("--network", str(path), "--neuron.run_folder", str(folder), *flags)
+    return load_config("miner", words, environ=KEYS, dotenv=None, check=False)
+
+
+def next_version(
+    config: Config, text: str, at: int, *changes: tuple[str, str], signer: Keypair = ALICE
+) -> str:
+    """The version after that of ``config``, whose file is ``text``, signed."""
+    assert config.network is not None
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    head = {
+        "version": config.network.head.version + 1,
+        "previous": f"sha256:{config.network.digest}",
+        "from_outer_step": at,
+    }
+    return signed(text, signer, beside=str, head=head)
+
+
+def rate(value: float) -> tuple[str, str]:
+    return "[training]\n", f"[training]\nlearning_rate = {value}\n"
+
+
+class Chain:
+    """A founder's versions: each holds from an outer step, and has a learning rate of its own."""
+
+    def __init__(self, folder: Path, steps: list[int]) -> None:
+        rules = {"training.learning_rate": 1.0, "name": "lab"}
+        self.first = Path(network_file(folder / "founder", rules))
+        self.configs = [config_of(self.first, folder / "founder" / "run")]
+        self.texts = [self.first.read_text()]
+        for number, step in enumerate(steps, 2):
+            was, now = (f"learning_rate = {n:.1f}\n" for n in (number - 1, number))
+            text = next_version(self.configs[-1], self.texts[-1], step, ("\n" + was, "\n" + now))
+            path = folder / "founder" / f"{number}.toml"
+            path.write_text(text)
+            self.texts.append(text)
+            self.configs.append(config_of(path, folder / "founder" / "run"))
+        self.steps = [0, *steps]
+
+    def at(self, outer_step: int) -> float:
+        """The learning rate at ``outer_step``, by the rule in words: the newest that holds."""
+        return max(n for n, step in enumerate(self.steps, 1) if step <= outer_step)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_whoever_knows_the_newest_version_holds_the_same_rules_and_others_are_named(
+    tmp_path: Path, seed: int
+) -> None:
+    """Drawn versions, restarts and outer steps; some peers are cut off for a while."""
+    draw = random.Random(seed)
+    chain = Chain(tmp_path, [draw.randrange(12) for _ in range(draw.randrange(1, 5))])
+    published = 1  # versions in the bucket
+    files = [tmp_path / f"peer-{n}" for n in range(3)]
+    begun = [0] * 3  # the version that each was started with
+    peers: list[Versions | None] = [None] * 3
+    for outer_step in range(14):
+        if published < len(chain.texts) and draw.random() < 0.4:
+            published += 1
+        truth = chain.configs[published - 1].network
+        assert truth is not None
+        owner = Versions(truth, tmp_path / "owner" / str(outer_step))
+        owner.look(dict(enumerate(chain.texts[:published], 1)).get)
+        for n, folder in enumerate(files):
+            if peers[n] is None or draw.random() < 0.3:  # a restart, perhaps with a newer file
+                begun[n] = draw.randrange(begun[n], published)
+                network = chain.configs[begun[n]].network
+                assert network is not None
+                peers[n] = Versions(network, folder)
+            peer = peers[n]
+            assert peer is not None
+            cut_off = draw.random() < 0.3
+            if not cut_off:
+                peer.look(dict(enumerate(chain.texts[:published], 1)).get)
+            ours, theirs = owner.at(outer_step), peer.at(outer_step)
+            same = theirs.values["training.learning_rate"] == ours.values["training.learning_rate"]
+            assert same == (theirs.rules_id == ours.rules_id), "or it is named"
+            assert same or cut_off or not peer.knows(outer_step)
+            if published == len(chain.texts):
+                assert ours.values["training.learning_rate"] == chain.at(outer_step)
+            if not cut_off:
+                # A restart with the bucket away finds what was learned.
+                again = Versions(chain.configs[begun[n]].network or ours, folder)
+                assert again.at(outer_step).digest == theirs.digest
+
+
+def test_a_version_that_does_not_follow_is_refused(tmp_path: Path) -> None:
+    chain = Chain(tmp_path, [5, 9])
+    first = chain.configs[0].network
+    assert first is not None
+    other_second = next_version(
+        chain.configs[0], chain.texts[0], 5, ("rate = 1.0\n", "rate = 7.0\n")
+    )
+    other_model = next_version(chain.configs[0], chain.texts[0], 5, ('"lab"', '"lab2"'))
+    versions = Versions(first, tmp_path / "run")
+    with pytest.raises(NetworkFileError, match="names another one"):
+        versions.add(chain.texts[2])
+    with pytest.raises(NetworkFileError, match="another run"):
+        versions.add(other_model)
+    with pytest.raises(NetworkFileError, match="altered"):
+        versions.add(chain.texts[1].replace("rate = 2.0\n", "rate = 3.0\n"))
+    assert "not TOML" in versions.look({2: "["}.get) and len(versions.known) == 1
+    versions.add(other_second)
+    assert "version 3 of the network's file is refused" in versions.look({3: chain.texts[2]}.get)
+
+
+def test_the_bucket_has_the_versions_and_one_line_announces_each(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    chain = Chain(tmp_path, [5, 9])
+    store = MemoryObjectStore("lab")
+    reader = BucketReader(store)
+    bucket = GlobalBucket(open_bucket=lambda: reader, folder=tmp_path, run=5)
+    newest = chain.configs[2].network
+    assert newest is not None
+    for number in (1, 2):
+        store.put(keys.VERSION.format(number), chain.texts[number - 1].encode())
+    late = Versions(newest, tmp_path / "late")
+    assert not late.knows(4) and bucket.learn(late) == "" and late.knows(4)
+    assert [late.at(step).head.version for step in (0, 4, 5, 8, 9, 99)] == [1, 1, 2, 2, 3, 3]
+    caplog.set_level(logging.INFO)
+    first = chain.configs[0].network
+    assert first is not None
+    running = Versions(first, tmp_path / "running")
+    assert bucket.learn(running) == "" and bucket.learn(running) == ""
+    line = "Version 2 of the network's file holds from outer step 5: it changes training.learning"
+    assert caplog.text.count(line) == 1
+
+
+def test_the_rules_of_a_version_take_the_place_of_the_file_s_alone(tmp_path: Path) -> None:
+    path = Path(network_file(tmp_path / "lab", {"name": "lab"}))
+    rates = flatten(tree_of(path.read_text()))
+    config = config_of(path, tmp_path / "run", "--data.source", "stdlib", "--dht.port", "9")
+    text = next_version(
+        config,
+        path.read_text(),
+        3,
+        ("[training]\n", '[training]\nschedule = "constant"\ndecay_from = 200\ndecay_steps = 9\n'),
+        (f"learning_rate = {rates['training.learning_rate']}\n", "learning_rate = 0.5\n"),
+    )
+    assert config.network is not None
+    versions = Versions(config.network, tmp_path / "run")
+    later = under(config, versions.add(text))
+    assert (later.training.learning_rate, later.training.decay_from) == (0.5, 200)
+    assert (later.data.source, later.swarm.dht_port) == ("stdlib", 9)
+    assert later.rules_id != config.rules_id and later.swarm == config.swarm
+    assert config.training.learning_rate != 0.5
+    assert Schedule.of(later.training).rate(100) == 0.5
+    assert under(later, config.network) == config
+    assert restart_keys(config.network, versions.newest) == []
+    text = next_version(later, text, 4, ("rows_per_page = ", "rows_per_page = 1"))
+    assert restart_keys(versions.newest, versions.add(text)) == ["data.rows_per_page"]
+
+
+def test_a_start_goes_on_from_the_step_of_its_checkpoint(tmp_path: Path) -> None:
+    assert first_outer_step(tmp_path, 4, seen=True) == 4
+    folder = tmp_path / "checkpoint-1"
+    folder.mkdir()
+    for content, there in (
+        ('{"progress": {"outer_step": 5}}', 5),
+        ('{"progress": {"outer_step": 3}}', 4),
+        ('{"progress": 7}', 4),
+        ("[", 4),
+    ):
+        (folder / "rank-0.json").write_text(content)
+        assert first_outer_step(tmp_path, 4, seen=True) == there
