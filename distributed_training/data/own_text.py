@@ -2,10 +2,10 @@
 
 It is read here and nowhere else; what leaves this machine is made of what was learned from it.
 
-All files are one run of bytes, cut into *units* of 32 KiB. A unit has the lines that begin in it,
-or the rows of that part of a Parquet file. Units come in a random order, another in each pass over
-the text, that follows from their number alone. So the place in the text is one number, the next
-unit's, which a checkpoint keeps: a kill repeats no unit and loses none. Ranks take turns.
+All files are one run of bytes, cut into *units* of 2 to 32 KiB. A unit has the lines that begin in
+it, or the rows of that part of a Parquet file. Units come in a random order, another in each pass
+over the text, that follows from their number alone. So the place in the text is one number, the
+next unit's, which a checkpoint keeps: a kill repeats no unit and loses none. Ranks take turns.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ from .tokenizer import TextTokenizer
 
 log = logging.getLogger(__name__)
 
-UNIT = 2**15  # bytes
-_BYTES_OF_TOKEN = 4  # about, of most tokenizers
+UNIT, _SMALLEST = 2**15, 2**11  # bytes
+# Of most tokenizers a token has four, of one on bytes one. A block that is larger than its pages
+# would be ages, and validators refuse an upload by the age of its newest block.
+_BYTES_OF_TOKEN = 2
 _EDGE = 4096  # bytes behind a unit in which its last line may end
 _LOOKED_AT = 2**20  # bytes of each file, at a start
 _PIECE = 2**16  # characters of a row that are tokenized at once
@@ -40,22 +42,29 @@ _WHOLE = 10**9  # tokens of a piece
 _SEED = 44  # of the order; that of two members differs by their text
 
 
-def units_of_block(settings: DataSettings, sequence_length: int) -> int:
-    """Return how many units a rank reads for a block: about as much text as pages would have."""
+def units_of_block(settings: DataSettings, sequence_length: int) -> tuple[int, int]:
+    """Return how many units a rank reads for a block, and the bytes of each.
+
+    Together they have about as much text as pages would have.
+    """
     sequences = settings.pages_per_block * settings.rows_per_page
-    return max(1, -(-sequences * sequence_length * _BYTES_OF_TOKEN // UNIT))
+    wanted = sequences * sequence_length * _BYTES_OF_TOKEN
+    unit = min(UNIT, max(_SMALLEST, wanted))
+    return -(-wanted // unit), unit
 
 
 class OwnText:
     """The files of ``--data.own_text``, as one run of units.
 
     Parquet and JSON lines go by their suffix; any other file is text. A file that is named itself
-    must be a good one; of a folder the bad ones are ``left_out``, by a line for each.
+    must be a good one; of a folder the bad ones are ``left_out``, by a line for each. ``unit``: the
+    bytes of one, UNIT by default.
 
     Raises ConfigError where there is no text, PageUnavailable while a disk is away.
     """
 
-    def __init__(self, settings: DataSettings, counts: Counts) -> None:
+    def __init__(self, settings: DataSettings, counts: Counts, *, unit: int | None = None) -> None:
+        self._unit = unit or UNIT
         self._column = settings.text_column
         self._counts = counts
         self._parquet = _ParquetFiles(Path(), text_column=self._column, counts=counts)
@@ -79,7 +88,7 @@ class OwnText:
             given = " ".join(settings.own_text)
             raise ConfigError(_refusal(f"no file of {given} holds text{first}"))
         self._ends = list(itertools.accumulate(sizes))
-        self.units = -(-self._ends[-1] // UNIT)
+        self.units = -(-self._ends[-1] // self._unit)
 
     @property
     def finding(self) -> str:
@@ -114,8 +123,8 @@ class OwnText:
 
     def rows(self, unit: int) -> Iterator[str]:
         """Yield the text of a unit in pieces of bounded length. Raises OSError, ValueError."""
-        first = unit * UNIT
-        end = min(first + UNIT, self._ends[-1])
+        first = unit * self._unit
+        end = min(first + self._unit, self._ends[-1])
         at = bisect.bisect_right(self._ends, first)
         while first < end:
             start, path = self._ends[at - 1] if at else 0, self._files[at]
@@ -160,8 +169,8 @@ class OwnTokens:
 
     def block(self, first: int, pages: int) -> SourceTokens:
         del pages
-        self._text = self._text or OwnText(self._spec.settings, self._counts)
-        count = units_of_block(self._spec.settings, self._spec.sequence_length)
+        count, size = units_of_block(self._spec.settings, self._spec.sequence_length)
+        self._text = self._text or OwnText(self._spec.settings, self._counts, unit=size)
         pieces, missing = [np.zeros(0, dtype=np.int32)], []
         for number in range(count):
             unit = self._at(first + number * self._spec.world_size + self._spec.rank)

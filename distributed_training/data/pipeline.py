@@ -177,7 +177,7 @@ class DataPipeline:
                 self._places[block] = self._returned.pop(0)
             else:
                 self._places[block] = self._next_place
-                units = units_of_block(self._settings, self._spec.sequence_length)
+                units, _ = units_of_block(self._settings, self._spec.sequence_length)
                 self._next_place += units * self._spec.world_size
         return self._places[block]
 

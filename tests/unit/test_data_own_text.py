@@ -180,7 +180,7 @@ def test_too_little_for_one_sequence_is_one_line(tmp_path: Path, tokenizer: Toke
 def spec(folder: Path, tokenizer: Tokenizer, text: Path, **changes: int) -> WorkerSpec:
     own = {"rank": 0, "world_size": 1, **changes}
     return WorkerSpec(
-        settings=data(text, pages_per_block=1, rows_per_page=1, workers=2),
+        settings=data(text, pages_per_block=1, rows_per_page=512, workers=2),
         uid=3, sequence_length=LENGTH, tokenizer_path=tokenizer[0], eos_id=tokenizer[1],
         folder=folder, **own,
     )  # fmt: skip
@@ -383,3 +383,15 @@ def test_assigned_text_has_no_weight_in_such_a_network(tmp_path: Path) -> None:
     assert world.validator.standings.weights()
     for figures in scores.values():
         assert figures["train"] == max(0.0, figures["random"])
+
+
+@pytest.mark.parametrize(
+    ("pages", "rows", "length", "wanted"),
+    [(1, 2, 256, (1, 2048)), (5, 100, 1024, (32, 2**15)), (1, 512, 32, (1, 2**15))],
+)
+def test_a_block_is_as_large_as_its_pages(
+    pages: int, rows: int, length: int, wanted: tuple[int, int]
+) -> None:
+    """A larger one grows old in training, and validators refuse an upload by that."""
+    of_a_block = DataSettings(pages_per_block=pages, rows_per_page=rows)
+    assert own_text.units_of_block(of_a_block, length) == wanted
