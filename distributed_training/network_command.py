@@ -1,6 +1,7 @@
 """Found a network, run it, sign its file, look at it.
 
     dt-network init FOLDER --name NAME --host HOST (--registry URL | --netuid N) [options]
+    dt-network succeed FOLDER --of FILE --name NAME --host HOST ... [options of init]
     dt-network run FOLDER [--print]
     dt-network sign FILE [--at STEP] [--wallets FOLDER]
     dt-network decay FILE --steps N [--from STEP] [--at STEP] [--wallets FOLDER]
@@ -70,6 +71,7 @@ from distributed_training.protocol.types import ExitStatus
 from distributed_training.store.errors import StoreError
 from distributed_training.store.server import store_keys
 
+_CARRIED = ("data", "training", "compression", "round", "upload", "limits", "stop")
 _EMBEDDED = "embedded"  # instead of a store's URL
 _HIGHEST_RATE = 0.1  # of AdamW
 
@@ -112,6 +114,12 @@ def build_parser() -> Parser:
     )
     add("--miners", type=ranged(1, 4096), default=2, help="so many are expected at first (2)")
     add("--set", type=_assignment, action="append", default=[], metavar="KEY=VALUE", dest="more")
+    succeed = commands.add_parser(
+        "succeed", parents=[init], add_help=False, help="go on as a new network, for a lost key"
+    )
+    succeed.add_argument(
+        "--of", type=path, required=True, metavar="FILE", help="the network's file that is left"
+    )
     run = commands.add_parser("run", help="start what a founder runs, and keep it running")
     run.add_argument("folder", type=path, help="that dt-network init made")
     run.add_argument("--print", action="store_true", help="print the commands, start nothing")
@@ -140,7 +148,7 @@ def build_parser() -> Parser:
         )
     show = commands.add_parser("show", help="verify a network's file and print its rules")
     show.add_argument("place", type=text)
-    for command in (init, run, sign, decay, show):
+    for command in (init, succeed, run, sign, decay, show):
         command.add_argument(
             "--plugins", nargs="+", default=[], metavar="MODULE", help="modules of your own"
         )
@@ -169,8 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         import_plugins(options.plugins)
         if options.command == "run":
             return _run(options)
-        commands = {"init": _init, "sign": _sign, "decay": _decay, "show": _show}
-        commands[options.command](options)
+        commands = {"init": _init, "succeed": _succeed, "sign": _sign, "decay": _decay}
+        {**commands, "show": _show}[options.command](options)
     except ConfigError as error:
         return exit_with(error, of_service=options.command == "run")
     except (ChainError, StoreError) as error:
@@ -246,6 +254,30 @@ def _init(options: argparse.Namespace) -> None:
         stack.pop_all()
     _show(argparse.Namespace(place=str(folder / FILE)), rules=False)
     print(_what_to_run(options, folder))
+
+
+def _succeed(options: argparse.Namespace) -> None:
+    """Found a network with the last weights and the rules of another. Raises as :func:`_init`."""
+    from distributed_training.scoring import export
+
+    old = flatten(tree_of(read_text(options.of)))
+    own = {"data.source", "data.files", "tokenizer.files"}  # pinned again, as its members read them
+    carried = [
+        (key, value)
+        for key, value in old.items()
+        if key.partition(".")[0] in _CARRIED and key not in own
+    ]
+    options.more = [*carried, *options.more]
+    if options.data_source == "hf":
+        options.data_source = old.get("data.source", "hf")
+    if options.weights is None:
+        options.weights = options.folder.absolute().with_name(f"{options.folder.name}-weights")
+        words = [str(options.weights), "--network", str(options.of)]
+        kept = options.of.absolute().parent / "validator"
+        words += ["--from", str(kept)] if (kept / "global").is_dir() else []
+        if status := export.main(words):
+            raise SystemExit(status)
+    _init(options)
 
 
 def _is_private(options: argparse.Namespace) -> bool:

@@ -7,6 +7,7 @@ import json
 import random
 import shutil
 import threading
+import tomllib
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM
 from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.founder import Plan
+from distributed_training.network import flatten
 from distributed_training.network_command import main
 from distributed_training.scoring import export
 from distributed_training.telemetry import read_events
@@ -313,6 +315,34 @@ def test_a_later_start_and_an_export_change_no_bit(
     assert founded(tmp_path / "next", made) == 0
     text = (tmp_path / "next" / "network.toml").read_text()
     assert digest in text and 'name = "bytes"' in text
+
+
+def test_a_network_whose_key_is_lost_goes_on_as_another_by_one_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its weights, its tokenizer and its rules are those it had, but for what a word says."""
+    source = saved(tmp_path / "source", tied=True, sharded=False, dtype=torch.float32)
+    network = Founded(tmp_path, source, capsys)
+    state, _ = network.start(network.config())
+    file = network.folder / "network.toml"
+    shutil.rmtree(network.folder / "wallets")
+    words = ["--of", str(file), *WORDS[:6], "--set", "training.warmup_steps=7"]
+    assert main(["succeed", str(tmp_path / "next"), *words]) == 0
+    old, new = (
+        flatten(tomllib.loads(path.read_text()))
+        for path in (file, tmp_path / "next" / "network.toml")
+    )
+    assert new["model.weights"] == digest_weights(state.weights)
+    assert new["tokenizer.name"] == "bytes" and new["version"] == 1
+    own = ("chain.", "model.", "store.", "swarm.", "name", "version", "signature", "tokenizer.")
+    differ = {key for key in old | new if not key.startswith(own) and old.get(key) != new.get(key)}
+    assert differ == {"training.warmup_steps"} and new["training.warmup_steps"] == 7
+    assert new["training.sequence_length"] == 64 and new["data.source"] == "stdlib"
+    assert new["chain.master_hotkey"] != old["chain.master_hotkey"]
+    assert (tmp_path / "next-weights" / "model.safetensors").exists()
+    lost = ["--of", str(tmp_path / "no.toml")]
+    assert main(["succeed", str(tmp_path / "third"), *words, *lost]) == 2
+    assert not (tmp_path / "third").exists()
 
 
 def test_experts_under_other_names_are_refused_as_such(tmp_path: Path) -> None:
