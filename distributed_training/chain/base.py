@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from distributed_training.common.files import read_state, write_state
+from distributed_training.protocol.network_report import NetworkReport
 
 log = logging.getLogger(__name__)
 
@@ -289,13 +290,8 @@ class Chain(abc.ABC):
     def set_weights(self, weights: Mapping[int, float]) -> None:
         """Write weights by uid; they need not sum to one. Raises ChainError."""
 
-    def report_loss(  # noqa: B027 - not on every chain
-        self, outer_step: int, loss: float, domains: Mapping[str, float] | None = None
-    ) -> None:
-        """Write the global model's held-out loss, in nats per token, and that on each domain.
-
-        Raises ChainError.
-        """
+    def report(self, report: NetworkReport) -> None:  # noqa: B027 - not on every chain
+        """Write what the founder's validator knows of its network. Raises ChainError."""
 
     @abc.abstractmethod
     def close(self) -> None:

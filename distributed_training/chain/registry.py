@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Annotated, Any, Literal, NamedTuple
 from urllib.parse import urlsplit
@@ -37,6 +37,7 @@ from distributed_training.common.files import json_line
 from distributed_training.common.transports import AsyncTransport
 from distributed_training.config.types import ConfigError
 from distributed_training.network import NetworkFileError, certificates
+from distributed_training.protocol.network_report import NetworkReport
 
 from .base import Chain, ChainError, ChainUnavailable, Neuron
 from .identity import Wallet
@@ -270,12 +271,9 @@ class RegistryChain(Chain):
     def set_weights(self, weights: Mapping[int, float]) -> None:
         self._write("weights", {"weights": {str(u): float(w) for u, w in weights.items()}})
 
-    def report_loss(
-        self, outer_step: int, loss: float, domains: Mapping[str, float] | None = None
-    ) -> None:
-        """Report the loss for the registry's page. For the founder only."""
-        fields = {"domains": dict(domains)} if domains else {}
-        self._write("loss", {"outer_step": outer_step, "loss": loss, **fields})
+    def report(self, report: NetworkReport) -> None:
+        """Report the network's state for the registry's page. For the founder only."""
+        self._write("report", {"report": asdict(report)})
 
     def _write(self, kind: str, fields: dict[str, Any]) -> Any:
         """Write to the registry; return its result. The state after the write is known then."""

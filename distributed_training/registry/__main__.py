@@ -160,7 +160,7 @@ def serve(given: argparse.Namespace) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     with closing(_registry(given)) as registry:
-        registry.held_out, registry.files = given.held_out, given.files
+        registry.files = given.files
         if given.store is not None:
             registry.object_store = given.store, given.global_bucket
             registry.let_into_store()
@@ -196,7 +196,7 @@ def _registry(given: argparse.Namespace) -> Registry:
     from distributed_training.registry import store
 
     # Read again at every start: what it says now is compared with the founding.
-    in_file, given.held_out, given.global_bucket, given.files = [], "", "", {}
+    in_file, given.global_bucket, given.files = [], "", {}
     if given.store is not None and given.network is None:
         raise ConfigError(
             "--store without --network, so the buckets of the members would have no name and "
@@ -204,7 +204,7 @@ def _registry(given: argparse.Namespace) -> Registry:
         )
     if given.network is not None:
         config = load_config("validator", ["--network", given.network], check=False)
-        network, given.held_out = config.network, config.held_out_name
+        network = config.network
         given.global_bucket = config.store.global_model_name
         assert network is not None  # it was named
         given.files = network.files

@@ -19,14 +19,15 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, TypeAdapter
 
 from distributed_training.chain.base import ChainError, Neuron
 from distributed_training.protocol.metadata import LONGEST
+from distributed_training.protocol.network_report import NetworkReport
 
 MAX_UIDS = 256
 FIRST_BLOCK = 1000
@@ -67,11 +68,8 @@ Uid = Annotated[int, Field(ge=0, lt=4096)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 Address = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_plain_ip)]
 Amount = Annotated[float, Field(ge=0.0, le=1e12)]  # NaN neither
-Step = Annotated[int, Field(ge=0, le=1e9)]
-Domains = Annotated[
-    dict[Annotated[str, Field(pattern="^[a-z0-9-]{1,32}$")], Amount], Field(max_length=16)
-]  # nats per token by name
 Losses = dict[int, tuple[float, float]]  # by outer step: nats per token, and when it was reported
+_REPORT: TypeAdapter[tuple[float, NetworkReport]] = TypeAdapter(tuple[float, NetworkReport])
 
 
 @dataclass(frozen=True)
@@ -106,13 +104,23 @@ class View:
     version: int
     members: tuple[Member, ...]  # by uid
     losses: Losses
-    domains: dict[str, float]  # nats per token at the newest outer step, where there are several
     expelled: tuple[str, ...]  # hotkeys
+    reported: str | None = None  # the validator's last report and when it came, as JSON
 
     @property
     def neurons(self) -> tuple[Neuron, ...]:
         """All neurons by uid."""
         return tuple(member.neuron for member in self.members)
+
+    @cached_property
+    def report(self) -> tuple[float, NetworkReport] | None:
+        """When the validator's last report came, in seconds since the epoch, and the report."""
+        if self.reported is None:
+            return None
+        try:
+            return _REPORT.validate_json(self.reported)
+        except ValueError:  # of another version of this program
+            return None
 
     @cached_property
     def content(self) -> bytes:
@@ -150,6 +158,8 @@ class Ledger:
         self.most_uids = most_uids
         self._lock = threading.RLock()
         self._origin = (first_block, time.monotonic())
+        self._opened = time.monotonic()
+        self._heard: float | None = None  # when the last report came, if it came to this process
         self.view = self._read_view()
 
     # blocks
@@ -223,8 +233,8 @@ class Ledger:
             self._meta("version") or 0,
             tuple(members),
             {step: (loss, at) for step, loss, at in losses},
-            self._meta("domains") or {},
             tuple(hotkey for (hotkey,) in expelled),
+            (self._one("SELECT value FROM meta WHERE key = 'report'") or (None,))[0],
         )
 
     def uid_of(self, hotkey: str) -> int | None:
@@ -344,20 +354,31 @@ class Ledger:
             update = "UPDATE neurons SET last_update = ? WHERE uid = ?"
             self._db.execute(update, (self.height, voter))
 
-    def report_loss(self, outer_step: Step, loss: Amount, domains: Domains | None = None) -> None:
-        """Note the global model's held-out loss, and that on each of several domains.
-
-        Outer steps above this one were taken back.
-        """
+    def report(self, report: NetworkReport) -> None:
+        """Take in the validator's report. Outer steps above its one were taken back."""
         with self.change():
+            step, now = report.outer_step, time.time()
             # Bounded: all of them go into each page.
             self._db.execute(
-                "DELETE FROM losses WHERE outer_step >= ? OR outer_step <= ?",
-                (outer_step, outer_step - MOST_LOSSES),
+                "DELETE FROM losses WHERE outer_step > ? OR outer_step <= ?",
+                (step, step - MOST_LOSSES),
             )
-            values = (outer_step, loss, time.time())
-            self._db.execute("INSERT INTO losses VALUES (?, ?, ?)", values)
-            self._set_meta("domains", domains or {})
+            self._db.execute(
+                "INSERT INTO losses VALUES (?, ?, ?) ON CONFLICT (outer_step) DO UPDATE "
+                "SET loss = excluded.loss, at = excluded.at WHERE loss != excluded.loss",
+                (step, report.loss, now),
+            )
+            self._set_meta("report", [now, asdict(report)])
+        self._heard = time.monotonic()
+
+    def ages(self) -> tuple[float, float]:
+        """Return the seconds since the last report, and since this process could receive one."""
+        now, report = time.monotonic(), self.view.report
+        listened = now - self._opened
+        if self._heard is not None:
+            return now - self._heard, listened
+        # Whatever the wall clock says meanwhile, none came since.
+        return max(time.time() - report[0] if report else 0.0, listened), listened
 
     def _score(self) -> None:
         """Set incentive = mean of the validators' normalized weights, weighted by stake.

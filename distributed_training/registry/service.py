@@ -7,7 +7,7 @@ signature; then a thread stores them, one after the other, while reads go on.
 ``GET /state``, ``/health``, ``/metrics``, ``/network.toml`` and ``/``, the page.
 ``POST /register``, ``/store_keys``, ``/deregister``, ``/commit``, ``/serve``, ``/weights``; for the
 founder also ``/enroll``, ``/expel``, ``/invite``, ``/invitations``, ``/revoke``, ``/allow``,
-``/loss``.
+``/report``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from html import escape
 from typing import Any
 
 from pydantic import ValidationError, validate_call
@@ -43,9 +42,9 @@ from distributed_training.chain.http_server import (
 )
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.common.backoff import Throttle
-from distributed_training.protocol.lines import describe_losses
 
-from .ledger import Address, Member, Port
+from .ledger import Address, Port
+from .page import draw_page, figures
 from .store import CLOCK_SKEW, Registry, Replayed
 
 log = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ MAX_BODY = 256 * 1024  # bytes; weights of 4096 uids have 120 thousand
 _REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0  # of one address
 _PAGE_KEPT = 1.0  # seconds; one of 4096 uids takes 50 ms
 _FOUNDERS = frozenset(
-    {"/enroll", "/expel", "/invite", "/invitations", "/revoke", "/allow", "/loss"}
+    {"/enroll", "/expel", "/invite", "/invitations", "/revoke", "/allow", "/report"}
 )
 
 _JSON = "application/json"
@@ -67,18 +66,6 @@ _PAGE_HEADERS = {
     "referrer-policy": "no-referrer",
     "cache-control": "no-store",
 }
-_STYLE = (
-    "body{font:14px system-ui,sans-serif;margin:2em;color-scheme:light dark}"
-    "table{border-collapse:collapse}td,th{padding:.25em .8em;text-align:left;"
-    "border-bottom:1px solid #8884;white-space:nowrap}code{font-size:.9em;overflow-wrap:anywhere}"
-    "div{overflow-x:auto}svg{width:100%;max-width:46em;height:9em}"
-    "polyline{fill:none;stroke:currentColor;stroke-width:2;vector-effect:non-scaling-stroke}"
-    "@media(max-width:50em){td:nth-child(2){max-width:7em;overflow:hidden;text-overflow:ellipsis}}"
-)
-_COLUMNS = (
-    *("uid", "hotkey", "endpoint", "since (UTC)", "role", "incentive", "a day's mean"),
-    "last update",
-)
 
 
 @dataclass(frozen=True)
@@ -130,7 +117,7 @@ class Service(BoundedServer):
             "/invitations": registry.invitations,
             "/revoke": registry.revoke,
             "/allow": registry.allow,
-            "/loss": registry.report_loss,
+            "/report": registry.report,
         }
         self._writes = {path: validate_call(write) for path, write in writes.items()}
         self._reads: dict[str, Callable[[Head], bytes]] = {
@@ -143,7 +130,7 @@ class Service(BoundedServer):
                     "store_keys": registry.object_store is not None,
                 },
             ),
-            "/metrics": lambda _: _text(200, metrics(registry, self.counters())),
+            "/metrics": lambda _: _text(200, figures(registry, self.counters())),
             "/": self._page,
         }
         for name, text in registry.files.items():
@@ -268,7 +255,7 @@ class Service(BoundedServer):
     def _page(self, head: Head) -> bytes:
         # Whoever reloads it for ever costs no more than one page a second.
         if time.monotonic() - self._made[0] > _PAGE_KEPT:
-            content = page(self.registry).encode()
+            content = draw_page(self.registry).encode()
             self._made = time.monotonic(), whole_reply(200, content, _PAGE_TYPE, _PAGE_HEADERS)
         return self._made[1]
 
@@ -357,102 +344,3 @@ def _json(status: int, fields: dict[str, Any]) -> bytes:
 
 def _text(status: int, text: str) -> bytes:
     return whole_reply(status, text.encode(), "text/plain; charset=utf-8", {})
-
-
-# --- the page and the figures ---------------------------------------------------------------------
-
-
-def page(registry: Registry) -> str:
-    """Return the page: how the model gets better, who is there, and what each one earned."""
-    charter, members = registry.charter, registry.view.members
-    curve, losses = "", registry.view.losses
-    if losses:  # how the held-out loss fell: the newest in words, all of them as a line
-        first, last = min(losses), max(losses)
-        described = (
-            f"held-out loss {losses[last][0]:.4f} nats per token at outer step {last}"
-            f"{f' on {escape(registry.held_out)}' if registry.held_out else ''}"
-            f"{escape(describe_losses(registry.view.domains))} "
-            f"({_time(losses[last][1])} UTC); {losses[first][0]:.4f} at outer step {first}"
-        )
-        values = [loss for loss, _ in losses.values()]
-        low, high = min(values), max(values)
-        points = " ".join(
-            f"{100 * (step - first) / max(1, last - first):.2f},"
-            f"{100 * (high - loss) / (high - low or 1):.2f}"
-            for step, (loss, _) in sorted(losses.items())
-        )
-        curve = (
-            f'<p>{described}</p><svg viewBox="-1 -5 102 110" preserveAspectRatio="none" '
-            f'role="img" aria-label="{described}"><polyline points="{points}"/></svg>'
-        )
-    facts = (
-        f"block {registry.height}, one every {charter.seconds_per_block:g} s; "
-        f"{len(members)} of {registry.most_uids} uids; registration: {charter.admission}; founded "
-        f"by <code>{escape(charter.master)}</code>; version {registry.view.version}"
-    )
-    head = "".join(f"<th>{name}</th>" for name in _COLUMNS)
-    rows = "\n".join(map(_row, members))
-    return (
-        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{escape(charter.name)}'
-        '</title><meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">'
-        f"<style>{_STYLE}</style><h1>{escape(charter.name)}</h1><p>{facts}</p>"
-        f"{curve}"
-        f'<div tabindex="0"><table><tr>{head}</tr>\n{rows}</table></div></html>'
-    )
-
-
-def _time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.gmtime(seconds))
-
-
-def _row(member: Member) -> str:
-    neuron = member.neuron
-    ip = f"[{neuron.ip}]" if ":" in neuron.ip else neuron.ip
-    cells = (
-        str(neuron.uid),
-        neuron.hotkey,
-        f"{ip}:{neuron.port}" if neuron.port is not None else "-",
-        _time(member.since),
-        f"validator, stake {neuron.stake:g}" if neuron.validator_permit else "miner",
-        f"{neuron.incentive:.4f}",
-        f"{member.earned_by(time.time()):.4f}",
-        f"block {neuron.last_update}",
-    )
-    return f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in cells)}</tr>"
-
-
-def metrics(registry: Registry, counts: Mapping[str, int]) -> str:
-    """Return the figures in Prometheus' text format.
-
-    ``counts``: by ``kind.what`` or ``kind/what``.
-    """
-    neurons = registry.view.neurons
-    gauges: dict[str, float] = {
-        "block": registry.height,
-        "version": registry.view.version,
-        "neurons": len(neurons),
-        "endpoints": sum(neuron.port is not None for neuron in neurons),
-        "validators": sum(neuron.validator_permit for neuron in neurons),
-    }
-    if losses := registry.view.losses:
-        gauges["outer_step"] = max(losses)
-        gauges["held_out_loss"] = losses[max(losses)][0]
-    lines = []
-    for name, value in gauges.items():
-        if name == "held_out_loss" and registry.held_out:
-            lines += [f"# HELP dt_registry_{name} nats per token on {registry.held_out}"]
-        lines += [f"# TYPE dt_registry_{name} gauge", f"dt_registry_{name} {value}"]
-    if domains := registry.view.domains:
-        name = "dt_registry_domain_loss"
-        lines += [f"# HELP {name} nats per token on each held-out text", f"# TYPE {name} gauge"]
-        lines += [f'{name}{{domain="{domain}"}} {loss}' for domain, loss in domains.items()]
-    lines += [
-        "# TYPE dt_registry_store_faults_total counter",
-        f"dt_registry_store_faults_total {registry.faults}",
-        "# TYPE dt_registry_calls_total counter",
-    ]
-    for key, count in sorted(counts.items()):
-        kind, what = key.replace("/", ".", 1).split(".", 1)
-        label = f'outcome="{kind}",what="{what or "page"}"'
-        lines.append(f"dt_registry_calls_total{{{label}}} {count}")
-    return "\n".join(lines) + "\n"

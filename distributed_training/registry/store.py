@@ -56,7 +56,7 @@ _OF_THE_DISK = ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_READONLY", "SQLITE_CANTOP
 _APPLICATION = 0x64747267  # "dtrg", in the file's header
 _RESERVED_SECONDS = 30.0  # of blocks, that the file is ahead
 _LONGEST_OUTAGE = 86400.0  # seconds between two starts for which a clock is believed
-_MOST_NONCES = 1024  # of one hotkey; of a validator they are a week
+_MOST_NONCES = 1024  # of one hotkey; of a validator they are three days
 _INVITATIONS_KEPT = 400 * 86400.0  # seconds after their end, so that a wrong clock deletes none
 ID_LENGTH = 12  # letters of its hash that name an invitation
 _TAKEN_BACK = -1  # uses of an invitation
@@ -152,7 +152,6 @@ class Registry(Ledger):
         self.folder = folder
         self.start = secrets.token_hex(4)  # of this process: versions count within it only
         self.faults = 0  # writes that could not be stored
-        self.held_out = ""  # the text of the losses that the founder reports, if it is known
         self.files: Mapping[str, str] = {}  # by name: the network's, for whoever joins
         #: Folder of the object store beside this registry, if there is one, and the global bucket.
         self.object_store: tuple[Path, str] | None = None

@@ -77,6 +77,7 @@ from distributed_training.validator.global_state import (
     small_llama,
 )
 from distributed_training.validator.recovery import ask_member_for_state
+from distributed_training.validator.reporter import Reporter
 from distributed_training.validator.rounds import RoundCaller, Run
 from distributed_training.validator.scorer import Scorer, Standings
 from distributed_training.validator.validator import Ending, HeldOutText, Validator
@@ -337,20 +338,21 @@ def build(
             "remove it to start with empty scores"
         ) from None
     standings.board.assigned_counts = not config.data.own
+    rounds = RoundCaller(
+        client=parts.client,
+        swarm=swarm,
+        open_bucket=parts.open_bucket,
+        settings=settings,
+        swarm_settings=config.swarm,
+        caller=parts.member.hotkey,
+        rules_id=config.rules_id,
+        run=run,
+        loss=lambda weights: held_out.mean(losses(weights)),
+    )
     validator = Validator(
         settings=settings,
         member=parts.member,
-        rounds=RoundCaller(
-            client=parts.client,
-            swarm=swarm,
-            open_bucket=parts.open_bucket,
-            settings=settings,
-            swarm_settings=config.swarm,
-            caller=parts.member.hotkey,
-            rules_id=config.rules_id,
-            run=run,
-            loss=lambda weights: held_out.mean(losses(weights)),
-        ),
+        rounds=rounds,
         publisher=publisher,
         scorer=Scorer(
             settings=settings,
@@ -372,6 +374,17 @@ def build(
         after_step=open_exports(config, folder, state, record, stack).after,
         run=run,
         follow_rules=follow_rules(config, parts),
+        reporter=Reporter(
+            chain=parts.member.chain,
+            standings=standings,
+            record=run.record,
+            least=rounds.least,
+            seconds_per_block=config.chain.seconds_per_block,
+            round_seconds=(
+                settings.sweep_patience + config.swarm.round_timeout + settings.publication_budget
+            ).total_seconds(),
+            run_folder=folder,
+        ),
     )
     check_peer_id(config, swarm)
     watch_address(config, swarm, failing=lambda: standings.failed_rounds > 0, stop=stop)

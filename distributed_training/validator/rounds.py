@@ -248,7 +248,7 @@ class RoundCaller:
                     raise AllReduceError(AllReduceFault.SWARM_DOWN, str(error)) from None
             if self._stop.is_set():
                 raise AllReduceError(AllReduceFault.CANCELLED, "the validator stops")
-            if len(attendance.alive) < self._least(neurons):
+            if len(attendance.alive) < self.least(len(neurons)):
                 elsewhere = lines.counted(len(attendance.elsewhere), "miner")
                 raise AllReduceError(
                     AllReduceFault.NO_GROUP,
@@ -340,10 +340,10 @@ class RoundCaller:
         peers = max(self._settings.minimum_peers, self._swarm_settings.min_group_size)
         return max(1, peers - 1)
 
-    def _least(self, neurons: Sequence[Neuron]) -> int:
+    def least(self, registered: int) -> int:
         """Return how many miners must be alive for a round: what a good one takes."""
         # A network that has just begun has fewer miners.
-        return max(1, min(self._needed, len(neurons)))
+        return max(1, min(self._needed, registered))
 
     def _gather(
         self,
@@ -372,7 +372,7 @@ class RoundCaller:
             attendance = replace(attendance, asked=tuple(n.uid for n in neurons))
             on_sweep(attendance)
             alive = set(attendance.alive)
-            least = self._least(neurons)
+            least = self.least(len(neurons))
             enough = len(alive) >= max(least, min(_ALIVE_WANTED, len(neurons)))
             same = alive == before and len(alive) >= least
             if enough or same or time.monotonic() >= deadline:

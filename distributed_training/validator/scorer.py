@@ -15,6 +15,7 @@ import json
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -105,6 +106,32 @@ class _Entry:
     scored_at: int = -1  # block of the last evaluation, or of the last try
     seen: str = ""  # revision of the upload seen last
     ends: Ends | None = None
+    uploaded: float | None = None  # when its gradient came, in seconds since the epoch
+    fault: str = ""  # of its bucket, at the last look
+    reset: str = ""  # why the last upload that was judged was reset
+
+    @property
+    def cause(self) -> str:
+        """The reason why it has no score, as far as that is known."""
+        if self.run_id:
+            return "its network's file is another version"
+        if self.missed_sweeps > MAX_MISSED_SWEEPS:
+            return f"it missed the last {self.missed_sweeps} sweeps"
+        waits = "no upload of it was judged yet" if self.scored_at < 0 else ""
+        return self.fault or self.reset or waits or "its uploads have gained nothing so far"
+
+
+@dataclass(frozen=True)
+class PastRound:
+    """A round that ended at ``ended``, in seconds since the epoch; see RoundReport."""
+
+    outer_step: int
+    ended: float
+    seconds: float
+    participants: list[int]  # uids
+    tokens: int
+    fault: str
+    detail: str
 
 
 @dataclass(frozen=True)
@@ -129,6 +156,7 @@ class Standings:
     reached: Reached | None = None
     begun: Begun | None = None
     suspects: Suspects = field(default_factory=Suspects)
+    rounds: list[PastRound] = field(default_factory=list)  # the last ones
 
     def __post_init__(self) -> None:
         self.board = ScoreBoard(())
@@ -191,8 +219,9 @@ class Standings:
             assigned={j.uid: j.assigned.losses if j.assigned else RESET for j in judgements},
         )
         for judgement in judgements:
-            self.entries[judgement.uid].scored_at = block
-        present = self._present()
+            entry = self.entries[judgement.uid]
+            entry.scored_at, entry.reset = block, judgement.reason
+        present = self.present()
         totals = self.board.total_scores(
             all_reduce={uid: e.all_reduce for uid, e in present.items()},
             repo_valid={uid: e.repo_valid for uid, e in present.items()},
@@ -219,10 +248,10 @@ class Standings:
         }
 
     def weights(self) -> dict[int, float]:
-        present = self._present()
+        present = self.present()
         return {u: e.published for u, e in present.items() if e.published > 0 and not e.run_id}
 
-    def _present(self) -> dict[int, _Entry]:
+    def present(self) -> dict[int, _Entry]:
         """Return the entries of who was registered when that was last seen."""
         return {uid: e for uid, e in self.entries.items() if uid not in self._absent}
 
@@ -317,6 +346,9 @@ class Scorer:
             return []
         for repository in repositories:
             entry, tag = self.standings.entries[repository.uid], repository.tag
+            entry.fault = "" if repository.valid and repository.trained else repository.reason
+            if repository.age is not None:
+                entry.uploaded = time.time() - repository.age.total_seconds()
             if repository.metadata is not None and tag != entry.seen:
                 entry.seen, age = tag, repository.age
                 self.record(

@@ -53,6 +53,9 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
     founder's command.
 ``weights``
     block, weights: {uid as text: weight}.
+``network``
+    verdict, words, level (good, wait, bad, idle): how the network does; next_report: seconds until
+    the next such event, at most.
 ``stop``
     reason.
 """
@@ -66,6 +69,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -79,6 +83,7 @@ from distributed_training.node.identity import Member, miners_of
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.metadata import RoundNotes
+from distributed_training.protocol.network_report import MOST_ROUNDS, WORSE
 from distributed_training.protocol.scoring import round_due
 from distributed_training.protocol.types import AllReduceFault
 from distributed_training.scoring.evaluator import Judgement
@@ -86,6 +91,7 @@ from distributed_training.store.errors import StoreError
 from distributed_training.training.outer_rule import OuterRule
 from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.global_state import GlobalPublisher, GlobalStateError
+from distributed_training.validator.reporter import Reporter
 from distributed_training.validator.rounds import (
     Attendance,
     RoundCaller,
@@ -93,13 +99,12 @@ from distributed_training.validator.rounds import (
     Run,
     unless_stopped,
 )
-from distributed_training.validator.scorer import Reached, Scorer
+from distributed_training.validator.scorer import PastRound, Reached, Scorer
 
 log = logging.getLogger(__name__)
 
 PUBLICATION_RETRY = timedelta(seconds=2)
 MOST_STEPS_OF_A_BLOCK = 12  # inner steps: one a second is more than any network takes
-WORSE = "WORSE"  # fault of a round whose average made the model worse than tolerated
 # Faults that somebody who was called may be the cause of.
 THEIRS = frozenset({"TIMEOUT", "PEER_FAILED", "NOT_FINITE", "OUT_OF_BOUNDS", "SCHEMA", WORSE})
 
@@ -154,6 +159,7 @@ class Validator:
         run: Run,
         outer_rule: OuterRule,
         ending: Ending,
+        reporter: Reporter,
         after_step: Callable[[GlobalState], None] = lambda state: None,
         follow_rules: Callable[[int], Config | None] = lambda outer_step: None,
     ) -> None:
@@ -169,6 +175,7 @@ class Validator:
         self._held_out = held_out
         self._ending = ending
         self._after_step = after_step  # returns at once
+        self._reporter = reporter
         self._clock_fault = run.clock_fault
         self._record = run.record
         self._stop = run.stop
@@ -238,8 +245,8 @@ class Validator:
             self._held_out.name,
             lines.describe_losses(self._losses),
         )
-        self._report_loss()
         self._look_for_end()
+        self._report("starting")
 
     def run(self) -> None:
         """Tick until stopped."""
@@ -251,6 +258,7 @@ class Validator:
             except Stopped:
                 break
         self._save()
+        self._report("stopped", reason="asked to stop")
         self._record("stop", reason="asked to stop")
 
     def tick(self) -> None:
@@ -283,6 +291,7 @@ class Validator:
                 show = partial(self._ending.show, self.finished)
                 unless_stopped(show, stop=self._stop)
                 self._finish_shown = True
+        self._reporter.report(at_once=False)
         block = self._chain.block()
         weights = self.standings.weights()
         # Before all else: the miners count the same blocks and have timed their uploads by it.
@@ -315,6 +324,7 @@ class Validator:
         began = time.monotonic()
         state = self.state
         log.info("Round due at outer step %d", state.outer_step)
+        self._report("round")
         suspects = self.standings.suspects
         scores = self.standings.weights()
         outcome = self._rounds.run(state, self._miners, suspects, scores, self._on_sweep)
@@ -366,12 +376,27 @@ class Validator:
             alive = sorted(set(attendance.alive) - set(outcome.failed))
             self.standings.reached = Reached(following.outer_step, list(attendance.asked), alive)
             self._save()
-            if good := self._published(following):
-                self._succeeded(following, losses, outcome, began)
-            else:
-                self._unsure = True
-        if not good:
+            good = self._published(following)
+            self._unsure = not good
+        self.standings.rounds.append(
+            PastRound(
+                outer_step=state.outer_step,
+                ended=time.time(),
+                seconds=time.monotonic() - began,
+                participants=list(outcome.participants),
+                tokens=following.total_tokens - state.total_tokens if following else 0,
+                fault="" if good else fault or "publication",
+                detail=detail,
+            )
+        )
+        del self.standings.rounds[:-MOST_ROUNDS]
+        self._reporter.count("rounds")
+        if good and following is not None:
+            self._succeeded(following, losses, outcome, began)
+        else:
+            self._reporter.count("rounds_failed")
             self._failed(fault or "publication", detail)
+        self._report("waiting")
         # Who was not in it, and why, for score previews. Last: a bucket that is slow, or a stop,
         # must not keep a good round from being published.
         other = "its network's file is another version: it runs {}, so it is not called"
@@ -451,7 +476,6 @@ class Validator:
             self._held_out.name,
             lines.describe_losses(losses),
         )
-        self._report_loss()
         self._look_for_end()
         self._after_step(following)
 
@@ -475,6 +499,7 @@ class Validator:
 
     def _on_sweep(self, attendance: Attendance) -> None:
         alive = set(attendance.alive)
+        self._reporter.attendance = attendance
         self._record(
             "sweep",
             outer_step=self.state.outer_step,
@@ -484,6 +509,7 @@ class Validator:
             elsewhere={str(uid): step for uid, step in attendance.elsewhere.items()},
             other_runs={str(uid): run_id for uid, run_id in attendance.other_runs.items()},
         )
+        self._reporter.report(at_once=False)
 
     def _attended(self, attendance: Attendance) -> None:
         """Take in who answered; say once who trains by another file or stands elsewhere."""
@@ -518,6 +544,7 @@ class Validator:
         # Before anything that raises: a failed pass is not begun again at the next tick.
         self._scored_at = block
         if not self._scorer.store_answers():
+            self._report("waiting", reason="the global bucket does not answer")
             return []
         # Each time: who registered or left since the pass before counts from now on.
         miners = self._miners()
@@ -529,10 +556,17 @@ class Validator:
             state,
             block=block,
             bpa=self.blocks_per_allreduce,
-            interrupted=lambda: self._round_due(self._chain.block()),
+            interrupted=self._interrupted,
         )
         self._save()
+        self._reporter.count("uploads_judged", len(judgements))
+        self._reporter.count("uploads_reset", sum(not judgement.ok for judgement in judgements))
+        self._report("waiting")
         return judgements
+
+    def _interrupted(self) -> bool:
+        self._reporter.report(at_once=False)
+        return self._round_due(self._chain.block())
 
     def _record_losses(self, outer_step: int, after: Mapping[str, float]) -> None:
         several = {"domains": after} if len(after) > 1 else {}
@@ -545,15 +579,22 @@ class Validator:
             **several,
         )
 
-    def _report_loss(self) -> None:
-        """Report the loss to the chain, for its readers; nothing depends on it."""
-        try:
-            mean = self._held_out.mean(self._losses)
-            domains = self._losses if len(self._losses) > 1 else None
-            report = partial(self._chain.report_loss, self.state.outer_step, mean, domains)
-            unless_stopped(report, stop=self._stop)
-        except ChainError as error:
-            log.info("The chain did not take the held-out loss (%s)", error)
+    def _report(
+        self, phase: Literal["starting", "waiting", "round", "stopped"], reason: str = ""
+    ) -> None:
+        """Report on the network for its readers; nothing depends on it."""
+        reporter, several = self._reporter, len(self._losses) > 1
+        mean = self._held_out.mean(self._losses)
+        reporter.phase, reporter.reason = phase, self.finished or reason
+        if self.finished and phase != "stopped":
+            reporter.phase = "finished"
+        reporter.outer_step, reporter.tokens = self.state.outer_step, self.state.total_tokens
+        reporter.loss, reporter.losses = (
+            mean,
+            self._losses if several else {self._held_out.name: mean},
+        )
+        reporter.due_at = self.last_allreduce_block + self.blocks_per_allreduce
+        reporter.report()
 
     def _look_for_end(self) -> None:
         """Call no round any more, and say so, once a [stop] of the network's file is reached."""

@@ -10,12 +10,14 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from distributed_training.common.ports import free_ports
+from distributed_training.protocol.network_report import MemberReport, NetworkReport, RoundReport
 from distributed_training.telemetry import EventLog
 from tests.tools import chromium
 from tests.tools.chain_server_thread import RegistryServer
@@ -452,22 +454,85 @@ def test_a_token_is_asked_for_once_and_leaves_the_address(
         wait_for(lambda: "3 . 40" in card(browser, "Step"), "the page, by the cookie")
 
 
-def test_a_registry_shows_who_is_there_and_how_the_loss_falls(browser: Any, tmp_path: Path) -> None:
+#: A network's report and the verdict on it; "silent": its validator went away.
+NETWORKS = {
+    "running": ({}, ["training", "good"]),
+    "waiting": ({"least": 8}, ["waiting for members", "wait"]),
+    "failing": ({"failed_rounds": 3, "rounds": (RoundReport(39, 9, 600.0, (), 0, "NOT_FINITE",
+                 "uid 4 sent <b>NaN</b>"),)}, ["rounds fail", "bad"]),
+    "refused": ({"failed_rounds": 1, "rounds": (RoundReport(39, 9, 600.0, (1, 2), 0, "WORSE",
+                 "held-out loss 1.35 -> 9.22"),)}, ["outer steps refused", "bad"]),
+    "silent": ({}, ["validator silent", "bad"]),
+    "stopped": ({"phase": "stopped", "reason": "asked to stop"}, ["stopped", "idle"]),
+    "none": (None, ["not yet begun", "idle"]),
+}  # fmt: skip
+MEMBERS = (
+    *(MemberReport(uid, "alive", 60 * uid, 1 / uid) for uid in range(1, 6)),
+    MemberReport(6, "silent", 9000, 0.0, "it missed the last 12 sweeps"),
+    MemberReport(7, "elsewhere", 300, 0.0, "gradients.pt is <i>another</i> model's, " * 3),
+    MemberReport(8, "other file", None, 0.0, "its network's file is another version"),
+)
+
+
+@pytest.mark.parametrize("state", NETWORKS)
+def test_a_registry_shows_how_its_network_does(browser: Any, tmp_path: Path, state: str) -> None:
+    changes, wanted = NETWORKS[state]
+    report = NetworkReport(
+        phase="waiting",
+        outer_step=39,
+        loss=1.3528,
+        losses={"English": 1.29, "C & <headers>": 1.41},
+        next_report=900.0,
+        next_round=1850.0,
+        least=2,
+        good_rounds=39,
+        tokens=39 * 10**9,
+        tokens_per_second=208_334.0,
+        rounds=tuple(RoundReport(n, 4800 * (39 - n), 95.0, (1, 2, 3)) for n in range(20, 39)),
+        members=MEMBERS,
+    )
     with RegistryServer(tmp_path) as server:
         registry = server.registry
         for number in range(40):
             registry.register(f"5{number:047d}")
-            registry.report_loss(number, 10.0 * 0.95**number)
+            if changes is not None:
+                loss = 1.3528 + 9 * 0.9**number
+                registry.report(replace(report, outer_step=number, loss=loss))
         registry.serve("5" + "0" * 47, "2001:db8::1", 8091)
         registry.set_weights(VALIDATOR.ss58, {1: 3.0, 2: 1.0})
-        for width, height in ((1300, 900), (390, 844)):
+        if changes is not None:
+            registry.report(replace(report, **changes))
+        if state == "silent":
+            registry._opened -= 5000
+            registry._heard = registry._opened
+        for (width, height), scheme in itertools.product(((1280, 900), (390, 844)), SCHEMES):
+            emulate = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", emulate)
             with sized(browser, width, height):
                 browser.get(server.url)
                 assert browser.execute_script(CHECKS) == []
-                line = browser.find_element("css selector", "svg[role=img]")
-                assert "1.3528 nats per token at outer step 39" in line.accessible_name
-                assert min(line.size.values()) > 80
-        text = browser.find_element("tag name", "body").text
-        assert "[2001:db8::1]:8091" in text and "0.7500" in text
+                assert verdict(browser)[::2] == wanted
+                assert browser.title == f"{'⚠ ' * (wanted[1] == 'bad')}test: {wanted[0]}"
+                assert browser.execute_script(FIRST), "the verdict is seen first"
+        if changes is None:
+            return
+        line = browser.find_element("css selector", "svg[role=img]")
+        assert "1.3528 nats per token at outer step 39 on English, C &" in line.accessible_name
+        assert min(line.size.values()) > 80
+        text = browser.execute_script("return document.body.textContent")
+        for said in ("[2001:db8::1]:8091", "0.7500", "score 0: it missed the last 12 sweeps",
+                     "<i>another</i>", "C & <headers>", "39.00 B in all", "208,334"):  # fmt: skip
+            assert said in text, said
+        assert ("<b>NaN</b>" in text) == (state == "failing")
+        assert browser.execute_script("return document.querySelectorAll('i, script').length") == 0
+        old = "old" in browser.find_element("id", "now").get_attribute("class").split()
+        assert old == (state == "silent")
         written = [e["message"] for e in browser.get_log("browser")]  # of other pages too
         assert not [line for line in written if server.url in line]
+
+
+SCHEMES = ("dark", "light")
+FIRST = """
+const verdict = document.getElementById('verdict').getBoundingClientRect();
+return verdict.bottom < innerHeight / 2 && verdict.top < 100
+    && verdict.bottom <= document.getElementById('now').getBoundingClientRect().top;"""

@@ -35,9 +35,11 @@ from distributed_training.chain.identity import Wallet, create_wallet
 from distributed_training.chain.registry import Answer, RegistryChain
 from distributed_training.common import files
 from distributed_training.common.ports import free_ports
+from distributed_training.protocol.network_report import NetworkReport
 from distributed_training.registry import __main__ as program
 from distributed_training.registry import store
-from distributed_training.registry.service import Limits, page
+from distributed_training.registry.page import draw_page
+from distributed_training.registry.service import Limits
 from distributed_training.registry.store import Registry, hash_of
 from distributed_training.store.server import MEMBERS, member_keys
 from tests.tools import tls_proxy
@@ -775,36 +777,35 @@ class TestReading:
         with chain_of(server.url, VALIDATOR) as founder, chain_of(server.url, PEER) as chain:
             chain.register()
             with pytest.raises(ChainError, match="founder"):
-                chain.report_loss(0, 1.0)
+                chain.report(report_of(0, 1.0))
             for wrong in ((-1, 1.0), (1, math.nan), (1, -1.0)):
                 with pytest.raises(ChainError):
-                    founder.report_loss(*wrong)
+                    founder.report(report_of(*wrong))
+            etag = self.get(server, "/state").headers["etag"]
             for step, loss in ((0, 4.0), (7, 3.0), (8, 9.0), (7, 2.5)):
-                founder.report_loss(step, loss)
+                founder.report(report_of(step, loss))
+            assert self.get(server, "/state").headers["etag"] == etag, "no poller reads it"
             server.stop()
             server.start()
             found = {step: loss for step, (loss, _) in server.registry.view.losses.items()}
             assert found == {0: 4.0, 7: 2.5}, "a step that was taken back is none"
             assert "dt_registry_held_out_loss 2.5" in self.get(server, "/metrics").text
-            server.registry.held_out = "8 pages of the data"
             named = "nats per token on 8 pages of the data"
-            shown = "2.5000 nats per token at outer step 7 on 8 pages of the data "
+            shown = "2.5000 nats per token at outer step 7 on 8 pages of the data;"
             assert shown in self.get(server, "/").text
             help_line = f"# HELP dt_registry_held_out_loss {named}\n"
             assert help_line in self.get(server, "/metrics").text
             domains = {"code": 2.0, "prose": 3.0}
-            for wrong in ({"a<b": 1.0}, {"a": math.nan}, {f"d{i}": 1.0 for i in range(17)}):
+            wrong_names = ({"a": math.nan}, {"x" * 101: 1.0}, {f"d{i}": 1.0 for i in range(17)})
+            for losses in wrong_names:
                 with pytest.raises(ChainError):
-                    founder.report_loss(8, 2.25, wrong)
-            founder.report_loss(8, 2.25, domains)
-            assert server.registry.view.domains == domains
-            shown = "outer step 8 on 8 pages of the data (code 2.0000, prose 3.0000) "
-            assert shown in page(server.registry), "what is served is made every few seconds"
+                    founder.report(replace(report_of(8, 2.25), losses=losses))
+            founder.report(replace(report_of(8, 2.25), losses=domains))
+            assert "outer step 8 on code, prose; " in draw_page(server.registry)
             assert (
                 'dt_registry_domain_loss{domain="prose"} 3.0' in self.get(server, "/metrics").text
             )
-            founder.report_loss(5000, 2.0)
-            assert not server.registry.view.domains
+            founder.report(report_of(5000, 2.0))
             assert set(server.registry.view.losses) == {5000}, "bounded"
 
     def test_metrics(self, server: RegistryServer) -> None:
@@ -818,6 +819,16 @@ class TestReading:
         calls = {tuple(s.labels.values()): s.value for s in families["dt_registry_calls"].samples}
         assert calls["written", "register"] == 1 and calls["read", "state"] > 0
         assert self.get(server, "/health").json()["block"] >= 1000
+
+
+def report_of(outer_step: int, loss: float) -> NetworkReport:
+    return NetworkReport(
+        phase="waiting",
+        outer_step=outer_step,
+        loss=loss,
+        losses={"8 pages of the data": loss},
+        next_report=900.0,
+    )
 
 
 class TestConnections:

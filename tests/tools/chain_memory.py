@@ -8,6 +8,7 @@ from datetime import timedelta
 from types import MappingProxyType
 
 from distributed_training.chain.base import Chain, ChainError, Neuron
+from distributed_training.protocol.network_report import NetworkReport
 from distributed_training.registry.ledger import TABLES, Ledger
 
 
@@ -94,10 +95,8 @@ class MemoryChain(Chain):
     def set_weights(self, weights: Mapping[int, float]) -> None:
         self.ledger.set_weights(self.hotkey, weights)
 
-    def report_loss(
-        self, outer_step: int, loss: float, domains: Mapping[str, float] | None = None
-    ) -> None:
-        self.ledger.report_loss(outer_step, loss, None if domains is None else dict(domains))
+    def report(self, report: NetworkReport) -> None:
+        self.ledger.report(report)
 
     def close(self) -> None:
         return None

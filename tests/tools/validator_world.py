@@ -451,7 +451,8 @@ class World:
             miner.publish()
 
     def kinds(self) -> list[str]:
-        return [e["kind"] for e in self.events.all]
+        """Of the events in their order, without those that say how the network does."""
+        return [e["kind"] for e in self.events.all if e["kind"] != "network"]
 
 
 def trained(folder: Path, *, uids: Sequence[int] = (3, 17), **changes: Any) -> World:

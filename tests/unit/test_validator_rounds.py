@@ -23,9 +23,11 @@ from distributed_training.chain.server import ROUND_BOUNDS
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, synapses
 from distributed_training.protocol.metadata import Metadata, RoundNotes, parse_config
+from distributed_training.protocol.network_report import NetworkReport, judge_network
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, Revision
 from distributed_training.store.errors import StoreError
-from distributed_training.validator import rounds
+from distributed_training.telemetry.metrics import read_metrics
+from distributed_training.validator import reporter, rounds
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.rounds import _AT_ONCE, WEIGHT_OF_NOTHING, Attendance, each
 from distributed_training.validator.suspects import Suspects
@@ -159,6 +161,100 @@ def test_rounds_end_with_the_same_weights_everywhere_and_a_lower_loss(world: Wor
     assert losses[-1]["after"] < losses[0]["after"]
     reported = {step: loss for step, (loss, _) in world.chain_ledger.view.losses.items()}
     assert reported == {told["outer_step"]: told["after"] for told in losses}
+
+
+def report_of(world: World) -> NetworkReport:
+    """The report that the registry has of it."""
+    found = world.chain_ledger.view.report
+    assert found is not None
+    return found[1]
+
+
+def verdict_of(world: World) -> str:
+    verdict = judge_network(report_of(world), time.time())
+    event = world.events.of("network")[-1]
+    assert (event["verdict"], event["level"]) == (verdict.word, verdict.kind)
+    trains = read_metrics(world.folder / "metrics.prom")["dt_network_training"]
+    assert trains == (verdict.kind == "good")
+    return verdict.word
+
+
+def test_the_registry_is_told_how_the_network_does(world: World) -> None:
+    assert verdict_of(world) == "starting"
+    world.validator.score()
+    assert verdict_of(world) == "first round to come"
+    world.chain_ledger.advance(5)
+    assert world.validator.round()
+    assert verdict_of(world) == "training"
+    world.validator.score()
+    report = report_of(world)
+    assert [m.uid for m in report.members] == [3, 17] and report.least == 1
+    assert report.rounds[0].participants == (3, 17) and report.rounds[0].fault == ""
+    assert report.tokens == report.rounds[0].tokens == 60 * world.config.tokens_of_step
+    assert list(report.losses.items()) == [(world.config.held_out_name, report.loss)]
+    for miner in world.miners.values():
+        miner.answers = False
+    world.validator.score()
+    assert verdict_of(world) == "waiting for members"
+    for miner in world.miners.values():
+        miner.answers = True
+    world.validator.score()
+    for fault, word in ((AllReduceFault.TIMEOUT, "last round failed"), (None, "training")):
+        world.train_and_publish()
+        world.swarm.fault = fault
+        assert world.validator.round() == (fault is None)
+        assert verdict_of(world) == word
+    world.train_and_publish()
+    world.swarm.distort = lambda t: -30 * t
+    assert not world.validator.round()
+    assert verdict_of(world) == "outer steps refused"
+    world.bucket.down = True
+    world.validator.score()
+    assert verdict_of(world) == "held up"
+    world.bucket.down = False
+    world.restart()  # what it knew is in its ledger
+    world.start()
+    assert verdict_of(world) == "starting"
+    world.validator.score()  # the miners took the step that was refused
+    assert verdict_of(world) == "waiting for members"
+    event = world.events.of("network")[-1]
+    assert "at another outer step: uid 3, 17" in event["words"]
+    assert "the last round failed: the average made the held-out loss worse" in event["words"]
+    assert len(report_of(world).rounds) == 4
+    world.stop.set()
+    world.validator.run()
+    assert verdict_of(world) == "stopped"
+
+
+def test_a_member_without_a_score_is_told_why(world: World) -> None:
+    def causes() -> dict[int, str]:
+        world.validator.score()
+        return {m.uid: m.cause for m in report_of(world).members}
+
+    world.miners[3].change_payload(lambda raw: raw.clear())
+    world.miners[17].bucket.age(1e6)
+    found = causes()
+    assert "gradients.pt" in found[3] and "upload is 100000" in found[17], found
+    world.miners[17].run_id = "another"
+    assert causes()[17] == "its network's file is another version"
+
+
+def test_a_registry_that_hangs_costs_a_round_seconds(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = threading.Event()
+
+    def hang(report: object) -> None:
+        asked.set()
+        world.stop.wait(60)
+
+    monkeypatch.setattr(world.chain, "report", hang)
+    monkeypatch.setattr(reporter, "_PATIENCE", 0.05)
+    began = time.monotonic()
+    world.validator.score()
+    assert asked.wait(5) and time.monotonic() - began < 30
+    assert world.validator.round()
+    world.stop.set()
 
 
 def test_the_validator_contributes_the_checkpoint_of_the_furthest_miner(world: World) -> None:

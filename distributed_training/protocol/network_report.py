@@ -1,0 +1,229 @@
+"""Report how a network does, and judge it: the one verdict that all readers show.
+
+The registry keeps the newest report of the founder's validator and shows it. The validator's own
+dashboard and metrics show the same. Times in it are ages in seconds, so no two clocks are compared.
+All sizes are bounded. The verdict goes by what the validator has seen; nothing that a member says
+of itself decides it.
+
+The first of these that holds is the verdict:
+
+- *not yet begun* (idle): there was never a report.
+- *finished* (idle): a [stop] of the network's file is reached.
+- *stopped* (idle): the validator was asked to stop.
+- *waiting for the validator* (wait): its next report is overdue. But the reader has not yet
+  listened for as long as it may take.
+- *validator silent* (bad): its next report is overdue.
+- *held up* (bad): the validator says what keeps it from work.
+- *starting* (wait): it has not asked its members yet.
+- *waiting for members* (wait): fewer answer at its outer step than a round takes.
+- *outer steps refused* (bad): the last round's average made the held-out loss worse.
+- *rounds fail* (bad): the last two rounds or more failed otherwise.
+- *last round failed* (wait): one did.
+- *first round to come* (wait): no round was good yet.
+- *training* (good): none of them holds.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal, NamedTuple
+
+from pydantic import Field
+
+from .lines import counted
+from .types import AllReduceFault
+
+MOST_ROUNDS = 20
+MOST_DOMAINS = 16
+MOST_CAUSES = 256  # members whose cause is told; more would be longer than a registry takes
+LONGEST_CAUSE = 120  # characters
+LONGEST_TEXT = 300
+WORSE = "WORSE"  # fault of a round whose average made the model worse than tolerated
+_NAMED = 5  # members, in one sentence
+_FAULTS = {
+    **{fault.name: fault.value for fault in AllReduceFault},
+    WORSE: "the average made the held-out loss worse than the file allows",
+    "publication": "the new global state could not be uploaded",
+}
+
+Uid = Annotated[int, Field(ge=0, lt=4096)]
+Whole = Annotated[int, Field(ge=0, le=10**18)]
+Figure = Annotated[float, Field(ge=0.0, le=1e18)]  # NaN neither
+Cause = Annotated[str, Field(max_length=LONGEST_CAUSE)]
+Text = Annotated[str, Field(max_length=LONGEST_TEXT)]
+#: How a member answered the last sweep; ``new``: none was made yet.
+Answer = Literal["alive", "silent", "elsewhere", "other file", "new"]
+
+
+class MemberReport(NamedTuple):
+    """A member as the validator sees it. ``uploaded``: age of its upload, None: it has none."""
+
+    uid: Uid
+    answer: Answer
+    uploaded: Whole | None
+    score: Figure
+    cause: Cause = ""  # why the score is 0
+
+
+class RoundReport(NamedTuple):
+    """A round. ``outer_step``: that it was to end; ``ended``: how long ago; ``seconds``: how long.
+
+    ``fault``: name of an AllReduceFault, WORSE, ``publication``, or nothing after a good one.
+    ``tokens``: that its participants had trained on.
+    """
+
+    outer_step: Whole
+    ended: Whole
+    seconds: Figure
+    participants: Annotated[tuple[Uid, ...], Field(max_length=64)] = ()
+    tokens: Whole = 0
+    fault: Annotated[str, Field(pattern="^[A-Za-z_]{0,32}$")] = ""
+    detail: Text = ""
+
+
+@dataclass(frozen=True)
+class NetworkReport:
+    """See the module. ``losses``: on held-out text by its name, nats per token; ``loss``: of all.
+
+    ``next_report``, ``next_round``: seconds until then, at most. ``least``: miners that a round
+    takes. ``tokens``: that all good rounds had trained on.
+    """
+
+    phase: Literal["starting", "waiting", "round", "finished", "stopped"]
+    outer_step: Annotated[int, Field(ge=0, le=10**9)]
+    loss: Figure
+    losses: Annotated[
+        Mapping[Annotated[str, Field(max_length=100)], Figure], Field(max_length=MOST_DOMAINS)
+    ]
+    next_report: Figure
+    next_round: Figure | None = None
+    least: Annotated[int, Field(ge=1, le=4096)] = 1
+    good_rounds: Whole = 0
+    failed_rounds: Whole = 0  # since the last good one
+    tokens: Whole = 0
+    tokens_per_second: Figure | None = None  # until the last outer step, since the one before
+    reason: Text = ""  # why it stopped, or what keeps it from work
+    rounds: Annotated[tuple[RoundReport, ...], Field(max_length=MOST_ROUNDS)] = ()
+    members: Annotated[tuple[MemberReport, ...], Field(max_length=4096)] = field(default=())
+
+    @property
+    def alive(self) -> int:
+        """Members that answer at the validator's outer step."""
+        return sum(member.answer == "alive" for member in self.members)
+
+
+class Verdict(NamedTuple):
+    """``kind``: good (nothing to do), wait, bad (act) or idle."""
+
+    word: str
+    words: str
+    kind: Literal["good", "wait", "bad", "idle"]
+
+
+def judge_network(
+    report: NetworkReport | None, received: float, *, age: float = 0.0, listened: float = 0.0
+) -> Verdict:
+    """Return the verdict on a network by its last report.
+
+    Args:
+        report: None: there was never one.
+        received: When, in seconds since the epoch; for the words alone.
+        age: Seconds since then.
+        listened: Seconds for which the reader could have received one.
+    """
+    if report is None:
+        return Verdict("not yet begun", "its validator has not reported yet", "idle")
+    at = moment(received)
+    if report.phase == "finished":
+        return Verdict("finished", f"at outer step {report.outer_step}: {report.reason}", "idle")
+    if report.phase == "stopped":
+        why = report.reason or "its validator was stopped"
+        return Verdict("stopped", f"at outer step {report.outer_step}, {at}: {why}", "idle")
+    if age > report.next_report:
+        last = f"its last report is of {at}, {span(age)} ago"
+        if listened <= report.next_report:
+            since = f"this registry has listened for {span(listened)} alone"
+            return Verdict("waiting for the validator", f"{last}, and {since}", "wait")
+        remedy = "what it said then is below; its log tells the founder why"
+        return Verdict("validator silent", f"{last}; {remedy}", "bad")
+    if report.reason:
+        return Verdict("held up", report.reason, "bad")
+    if report.phase == "starting":
+        return Verdict("starting", f"its validator asks the members, {at}", "wait")
+    coming = f"a round is under way, {at}"
+    if report.phase == "waiting":
+        left = None if report.next_round is None else report.next_round - age
+        coming = "the next round is due"
+        if left is not None and left > 0:
+            coming = f"the next round is in {span(left)}"
+    if report.alive < report.least:
+        after = f"; the last round failed: {_cause(report)}" if report.failed_rounds else ""
+        return Verdict("waiting for members", f"{_missing(report)}; {coming}{after}", "wait")
+    if report.failed_rounds:
+        words = f"{_cause(report)}; outer step {report.outer_step} stays; {coming}"
+        if report.rounds and report.rounds[-1].fault == WORSE:
+            return Verdict("outer steps refused", words, "bad")
+        if report.failed_rounds > 1:
+            return Verdict("rounds fail", f"{report.failed_rounds} in a row: {words}", "bad")
+        return Verdict("last round failed", words, "wait")
+    here = f"{report.alive} of {counted(len(report.members), 'member')} at work"
+    if not report.good_rounds:
+        return Verdict("first round to come", f"{here}; {coming}", "wait")
+    return Verdict("training", f"{here} at outer step {report.outer_step}; {coming}", "good")
+
+
+def _missing(report: NetworkReport) -> str:
+    """Return in words who is waited for, and why."""
+    if not report.members:
+        return "no miner has joined yet"
+    sentence = f"a round takes {report.least}, and {report.alive} of {len(report.members)} answer"
+    for answer, words in (
+        ("silent", "silent"),
+        ("elsewhere", "at another outer step"),
+        ("other file", "with another version of the network's file"),
+        ("new", "not asked yet"),
+    ):
+        if uids := [member.uid for member in report.members if member.answer == answer]:
+            more = f" and {len(uids) - _NAMED} more" if len(uids) > _NAMED else ""
+            sentence += f"; {words}: uid {', '.join(map(str, uids[:_NAMED]))}{more}"
+    return sentence
+
+
+def _cause(report: NetworkReport) -> str:
+    """Return in words why the last round failed."""
+    last = report.rounds[-1] if report.rounds else None
+    cause = describe_fault(last.fault if last else "")
+    return f"{cause} ({last.detail})" if last and last.detail else cause
+
+
+def describe_fault(fault: str) -> str:
+    """Return in words why a round failed, by the name in its report."""
+    return _FAULTS.get(fault, "the cause is not known here")
+
+
+def moment(seconds: float) -> str:
+    """Return a time of the epoch as people read it."""
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(seconds))
+
+
+def span(seconds: float) -> str:
+    """Return a length of time as people read it."""
+    whole = max(0, round(seconds))
+    if whole < 120:
+        return f"{whole} s"
+    if whole < 7200:
+        return f"{whole // 60} min"
+    if whole < 172800:
+        return f"{whole // 3600} h {whole % 3600 // 60} min"
+    return f"{whole // 86400} days"
+
+
+def printable(text: str, most: int) -> str:
+    """Return ``text`` as one line of ASCII of at most ``most`` characters.
+
+    Any other character may be six bytes long in JSON, and what others write is bounded in bytes.
+    """
+    line = "".join(c if " " <= c <= "~" else "?" for c in " ".join(text.split()))
+    return line if len(line) <= most else f"{line[: most - 3]}..."

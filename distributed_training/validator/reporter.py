@@ -1,0 +1,208 @@
+"""Tell others how the network does: the registry's page, the metrics file, the events.
+
+All three are made of one :class:`NetworkReport`, so they agree. The registry may be slow or away:
+it costs the validator two seconds at most, and the next report has it all again.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from distributed_training import __version__
+from distributed_training.chain.base import Chain, ChainError
+from distributed_training.common.backoff import Throttle
+from distributed_training.common.files import free_bytes
+from distributed_training.protocol.network_report import (
+    LONGEST_CAUSE,
+    LONGEST_TEXT,
+    MOST_CAUSES,
+    MOST_DOMAINS,
+    MemberReport,
+    NetworkReport,
+    RoundReport,
+    judge_network,
+    printable,
+)
+from distributed_training.scoring.upload import begun
+from distributed_training.telemetry import MetricsFile
+from distributed_training.validator.rounds import Attendance
+from distributed_training.validator.scorer import Standings
+
+log = logging.getLogger(__name__)
+
+EVERY = 300.0  # seconds between two reports where nothing happens
+# A look at one upload, or at the text of an outer step, may take so long beside.
+_LONGEST_SILENCE = 3 * EVERY
+_PATIENCE = 2.0  # seconds for the registry; then the validator goes on
+_LAST_PATIENCE = 10.0  # for the report of the stop
+
+
+@dataclass(kw_only=True)
+class Reporter:
+    """Report on the network as it is now. The validator sets the fields below ``run_folder``.
+
+    ``least``: miners that a round takes, of so many; ``round_seconds``: that a round may take with
+    its publication.
+    """
+
+    chain: Chain
+    standings: Standings
+    record: Callable[..., None]
+    least: Callable[[int], int]
+    seconds_per_block: float
+    round_seconds: float
+    run_folder: Path
+    phase: Literal["starting", "waiting", "round", "finished", "stopped"] = "starting"
+    reason: str = ""
+    outer_step: int = 0
+    tokens: int = 0
+    loss: float = 0.0
+    losses: Mapping[str, float] = field(default_factory=dict)
+    due_at: int | None = None  # block of the next round
+    attendance: Attendance | None = None  # of the last sweep
+
+    def __post_init__(self) -> None:
+        self.metrics = MetricsFile(self.run_folder / "metrics.prom")
+        registry = self.metrics.registry
+        registry.labelled("build_info", "version", {__version__: 1.0})
+        for name in ("rounds", "rounds_failed", "uploads_judged", "uploads_reset"):
+            registry.add(f"network_{name}_total", 0)  # until then: the first one is an increase
+        self._due = Throttle(EVERY)
+        self._sent: Future[None] | None = None
+
+    def count(self, what: str, amount: int = 1) -> None:
+        """Increase the counter ``network_<what>_total``."""
+        self.metrics.registry.add(f"network_{what}_total", amount)
+
+    def report(self, *, at_once: bool = True) -> None:
+        """Write events and metrics, and send the report; unless ``at_once``, if it is time."""
+        if not self._due() and not at_once:
+            self.metrics.write(lambda: self._measure(self.make()))
+            return
+        report = self.make()
+        self.metrics.write(partial(self._measure, report), at_once=True)
+        verdict = judge_network(report, time.time())
+        self.record(
+            "network",
+            verdict=verdict.word,
+            words=verdict.words,
+            level=verdict.kind,
+            next_report=report.next_report,
+        )
+        stopped = report.phase == "stopped"
+        if self._sent is not None and stopped:
+            wait([self._sent], timeout=_LAST_PATIENCE)
+        if self._sent is None or self._sent.done():
+            self._sent = begun(partial(self._send, report))
+        wait([self._sent], timeout=_LAST_PATIENCE if stopped else _PATIENCE)
+
+    def _send(self, report: NetworkReport) -> None:
+        try:
+            self.chain.report(report)
+        except ChainError as error:
+            log.info("The chain did not take the report on the network (%s)", error)
+
+    def make(self) -> NetworkReport:
+        """Return the report of now."""
+        now, standings, attendance = time.time(), self.standings, self.attendance
+        members: list[MemberReport] = []
+        for uid, entry in sorted(standings.present().items()):
+            answer: Literal["alive", "silent", "elsewhere", "other file", "new"] = "new"
+            if attendance is not None and uid in attendance.asked:
+                answer = "alive" if uid in attendance.alive else "silent"
+                answer = "elsewhere" if uid in attendance.elsewhere else answer
+                answer = "other file" if uid in attendance.other_runs else answer
+            score = max(0.0, entry.published)
+            told = not score and sum(bool(m.cause) for m in members) < MOST_CAUSES
+            uploaded = None if entry.uploaded is None else max(0, round(now - entry.uploaded))
+            cause = printable(entry.cause, LONGEST_CAUSE) if told else ""
+            members.append(MemberReport(uid, answer, uploaded, round(score, 6), cause))
+        rounds = tuple(
+            RoundReport(
+                past.outer_step,
+                max(0, round(now - past.ended)),
+                round(past.seconds, 1),
+                tuple(past.participants[:64]),
+                past.tokens,
+                past.fault,
+                printable(past.detail, LONGEST_TEXT),
+            )
+            for past in standings.rounds
+        )
+        good = [past for past in standings.rounds if not past.fault][-2:]
+        speed = None
+        if len(good) == 2 and good[1].ended > good[0].ended:
+            speed = round(good[1].tokens / (good[1].ended - good[0].ended), 1)
+        left = None
+        if self.due_at is not None:
+            left = max(0, self.due_at - self.chain.block()) * self.seconds_per_block
+        return NetworkReport(
+            phase=self.phase,
+            outer_step=self.outer_step,
+            loss=self.loss,
+            losses={
+                printable(name, 100): loss for name, loss in [*self.losses.items()][:MOST_DOMAINS]
+            },
+            next_report=_LONGEST_SILENCE + (self.round_seconds if self.phase == "round" else 0.0),
+            next_round=left,
+            least=self.least(len(members)),
+            good_rounds=standings.successful_rounds,
+            failed_rounds=standings.failed_rounds,
+            tokens=self.tokens,
+            tokens_per_second=speed,
+            reason=printable(self.reason, LONGEST_TEXT),
+            rounds=rounds,
+            members=tuple(members),
+        )
+
+    def _measure(self, report: NetworkReport) -> None:
+        registry, now = self.metrics.registry, time.time()
+        last = report.rounds[-1] if report.rounds else None
+        good = [each.ended for each in report.rounds if not each.fault]
+        left = report.next_round
+        memory = disk = None
+        # Processes end while they are looked at.
+        with suppress(OSError, psutil.Error):
+            disk = free_bytes(self.run_folder)
+            this = psutil.Process()
+            memory = sum(p.memory_info().rss for p in (this, *this.children(recursive=True)))
+        for name, value in {
+            "network_training": float(judge_network(report, now).kind == "good"),
+            "network_outer_step": report.outer_step,
+            "network_members": len(report.members),
+            "network_members_alive": report.alive,
+            "network_members_needed": report.least,
+            "network_members_scored": sum(member.score > 0 for member in report.members),
+            "network_rounds_failed_in_a_row": report.failed_rounds,
+            "network_round_seconds": last and last.seconds,
+            "network_round_participants": last and len(last.participants),
+            "network_last_outer_step_timestamp_seconds": now - good[-1] if good else None,
+            "network_next_round_timestamp_seconds": None if left is None else now + left,
+            "network_tokens": report.tokens,
+            "network_tokens_per_second": report.tokens_per_second,
+            "chain_block": self.chain.block(),
+            "chain_age_seconds": self.chain.age().total_seconds(),
+            "disk_free_bytes": disk,
+            "memory_bytes": memory,
+        }.items():
+            registry.set(name, value)
+        registry.labelled("network_held_out_loss", "text", report.losses)
+        scores = {str(member.uid): member.score for member in report.members}
+        registry.labelled("network_member_score", "uid", scores)
+        uploads = {
+            str(member.uid): now - member.uploaded
+            for member in report.members
+            if member.uploaded is not None
+        }
+        registry.labelled("network_member_upload_timestamp_seconds", "uid", uploads)
+        registry.totals("chain", self.chain.counters())
