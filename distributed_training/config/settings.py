@@ -477,7 +477,8 @@ class TelemetrySettings:
     trace: bool = flag("logging.trace", False)
     """log debug lines of hivemind, bittensor and boto3 too"""
     page_port: Port | Literal["off"] = flag("neuron.page_port", 8010)
-    """port of the page that shows this miner in a browser; 0: any free one"""
+    """port of the page that shows this neuron in a browser; 0: any free one. A validator's is 8011
+    where none is given"""
     page_host: Text = flag("neuron.page_host", "127.0.0.1")
     """address of the page; any other than this machine's own needs DT_PAGE_TOKEN"""
     page_token: Secret | None = flag("neuron.page_token", None, env="DT_PAGE_TOKEN")

@@ -62,6 +62,7 @@ from distributed_training.network import save_copy
 from distributed_training.node.start import (
     Stopped,
     StopSignals,
+    dashboard,
     log_settings,
     make_run_folder,
     sole_user,
@@ -71,7 +72,6 @@ from distributed_training.node.start import (
 from distributed_training.protocol.lines import counted
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.metrics import Registry
-from distributed_training.telemetry.page import PageProcess
 
 log = logging.getLogger(__name__)
 
@@ -258,27 +258,6 @@ def occupied(config: Config, folder: Path) -> Iterator[None]:
     if config.network is not None:
         save_copy(config.network, folder)
     with sole_user(folder, "launcher.lock", "miner", owner=lambda: launcher_pid(folder)):
-        yield
-
-
-@contextlib.contextmanager
-def dashboard(config: Config, folder: Path) -> Iterator[None]:
-    """Serve the dashboard, which outlives ranks that fail: that is when it is read."""
-    settings = config.telemetry
-    if settings.page_port == "off":
-        yield
-        return
-
-    def log_line(line: str) -> None:
-        log.log(logging.INFO if line.startswith("page: ") else logging.WARNING, "%s", line)
-
-    with PageProcess(
-        [folder],
-        host=settings.page_host,
-        port=settings.page_port,
-        token=settings.page_token,
-        told=log_line,
-    ):
         yield
 
 

@@ -44,8 +44,11 @@ from distributed_training.config import (
 )
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry import setup_logging
+from distributed_training.telemetry.page import PageProcess
 
 log = logging.getLogger(__name__)
+
+VALIDATOR_PAGE_PORT = 8011  # of a validator's dashboard, where none is given
 
 
 # --- errors that end a start ---------------------------------------------------------------------
@@ -310,3 +313,27 @@ class StopSignals:
                 raise Stopped
         elif number == signal.SIGINT and now - self.asked_at > SAME_REQUEST_SECONDS:
             self.hurry = True
+
+
+@contextlib.contextmanager
+def dashboard(config: Config, folder: Path) -> Iterator[None]:
+    """Serve the dashboard, which outlives ranks that fail: that is when it is read."""
+    settings = config.telemetry
+    if settings.page_port == "off":
+        yield
+        return
+    # A founder may run a miner on the same machine.
+    given = config.kind == "miner" or "neuron.page_port" in config.sources
+    port = settings.page_port if given else VALIDATOR_PAGE_PORT
+
+    def log_line(line: str) -> None:
+        log.log(logging.INFO if line.startswith("page: ") else logging.WARNING, "%s", line)
+
+    with PageProcess(
+        [folder],
+        host=settings.page_host,
+        port=port,
+        token=settings.page_token,
+        told=log_line,
+    ):
+        yield

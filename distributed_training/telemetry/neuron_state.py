@@ -50,7 +50,7 @@ _MEANS = frozenset(
 #: Kinds of events that are kept as they were written.
 _TABLES = (
     *("round", "publication", "preview", "problem", "held_out", "start", "stop", "income"),
-    *("finished", "export"),
+    *("finished", "export", "network"),
     "upload_scored",
 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +26,7 @@ from distributed_training.chain.base import ChainError
 from distributed_training.chain.client import SignedClient
 from distributed_training.chain.identity import AddressUnknown, external_ip
 from distributed_training.common.addresses import Reach, reach
+from distributed_training.common.files import write_json
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.versions import Versions, restart_keys, under
 from distributed_training.data.held_out import held_out_batches
@@ -37,6 +39,7 @@ from distributed_training.node.start import (
     NetworkFailure,
     Stopped,
     StopSignals,
+    dashboard,
     exit_status_of,
     fetch_tokenizer,
     log_settings,
@@ -257,6 +260,9 @@ def run_validator(
         with StopSignals(interrupts=True) as signals, ExitStack() as stack:
             # Another one's ledger and swarm identity would be shared, and its rounds called again.
             stack.enter_context(sole_user(folder, "validator.lock", "validator"))
+            # By it the dashboard sees that this process is gone.
+            write_json(folder / "instance.json", {"pid": os.getpid()})
+            stack.enter_context(dashboard(config, folder))
             write_settings(config, folder)
             if config.network is not None:
                 save_copy(config.network, folder)

@@ -454,6 +454,45 @@ def test_a_token_is_asked_for_once_and_leaves_the_address(
         wait_for(lambda: "3 . 40" in card(browser, "Step"), "the page, by the cookie")
 
 
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_validator_shows_how_its_network_does(browser: Any, tmp_path: Path, silent: bool) -> None:
+    folder = tmp_path / "validator"
+    folder.mkdir()
+    figures = {
+        "members": 3, "members_alive": 2, "members_needed": 2, "members_scored": 2,
+        "outer_step": 7, "next_round_timestamp_seconds": time.time() + 1800,
+        "tokens": 39e9, "tokens_per_second": 208_334,
+    }  # fmt: skip
+    lines = (
+        f"# TYPE dt_network_{name} gauge\ndt_network_{name} {v}\n" for name, v in figures.items()
+    )
+    (folder / "metrics.prom").write_text("".join(lines))
+    with EventLog(folder / "events.jsonl") as events, served(folder) as page:
+        events.write("start", uid=0, hotkey=HOTKEY, outer_step=7)
+        events.write("held_out", outer_step=7, before=3.5, after=3.25, text="English")
+        events.write(
+            "network",
+            verdict="waiting for members",
+            words="a round takes 2, and <b>1</b> answers",
+            level="wait",
+            next_report=-1.0 if silent else 900.0,
+        )
+        browser.get(page.url)
+        wanted = ["validator silent", "bad"] if silent else ["waiting for members", "wait"]
+        wait_for(lambda: verdict(browser)[::2] == wanted, "its verdict")
+        assert silent or "<b>1</b>" in verdict(browser)[1]
+        for (width, height), scheme in itertools.product(((1280, 900), (390, 844)), SCHEMES):
+            emulate = {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            browser.execute_cdp_cmd("Emulation.setEmulatedMedia", emulate)
+            with sized(browser, width, height):
+                browser.get(page.url)
+                wait_for(lambda: "2 of 3" in card(browser, "Members at work"), "its figures")
+                assert browser.execute_script(CHECKS) == []
+        assert "in 29 min" in card(browser, "Next round") or "30 min" in card(browser, "Next round")
+        assert "208,334" in card(browser, "Tokens a second")
+        assert "3.250" in card(browser, "Held-out loss")
+
+
 #: A network's report and the verdict on it; "silent": its validator went away.
 NETWORKS = {
     "running": ({}, ["training", "good"]),

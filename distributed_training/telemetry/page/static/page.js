@@ -179,6 +179,14 @@ function cards(neuron) {
   const looked = newestOf(neuron, "export");
   if (looked) made.push(card("Evaluation", looked.ok ? Object.entries(looked.results).slice(0, 3).map(([name, value]) => `${name} ${number(value, 3)}`).join("; ") || "exported" : "failed",
     looked.ok ? `outer step ${looked.outer_step}, ${looked.folder}` : looked.reason, looked.ok ? "" : "bad"));
+  const alive = gauge("network_members_alive"), speed = gauge("network_tokens_per_second");
+  if (alive !== undefined) made.push(card("Members at work", `${number(alive, 0)} of ${number(gauge("network_members"), 0)}`,
+    `a round takes ${number(gauge("network_members_needed"), 0)}; ${number(gauge("network_members_scored"), 0)} have a score`,
+    alive < gauge("network_members_needed") ? "bad" : ""));
+  const due = gauge("network_next_round_timestamp_seconds");
+  if (due !== undefined && running) made.push(card("Next round", due > now ? `in ${span(due - now)}` : "due",
+    `outer step ${number(gauge("network_outer_step"), 0)}`));
+  if (speed !== undefined) made.push(card("Tokens a second", number(speed, 0), `all members; ${number(gauge("network_tokens") / 1e6, 1)} M in all`));
   const held = newestOf(neuron, "held_out");
   const domains = Object.entries(held?.domains ?? {}).map(([name, loss]) => `; ${name} ${number(loss, 3)}`).join("");
   if (held) made.push(card("Held-out loss", number(held.after, 3), `before ${number(held.before, 3)}${held.text ? `, on ${held.text}` : ""}${domains}`));
@@ -210,6 +218,12 @@ function verdictOf(neuron) {
   if (state === "dead") {
     const since = neuron.life.last_sign;
     return [state, `no sign of life for ${span(present() - since)}, since ${moment(since)}: pm2 status, then the end of its log`, "bad"];
+  }
+  const network = newestOf(neuron, "network"), written = gaugeOf(neuron, "metrics_written_timestamp_seconds");
+  if (network) {  // of a validator: the same as on the registry's page
+    const silent = present() - Math.max(network.time, written || 0);
+    if (silent > network.next_report) return ["validator silent", `no figures for ${span(silent)}: the end of its log tells why`, "bad"];
+    return [network.verdict, network.words, network.level];
   }
   if (!neuron.taken) return [state, "no events yet", "idle"];  // a validator waits between its rounds
   if (gaugeOf(neuron, "registered") === 0) return ["not registered", "the hotkey lost its uid: register it again, and the miner goes on", "bad"];
@@ -413,7 +427,7 @@ function soon() {
 function follow() {
   const source = new EventSource("stream");
   const kinds = ["step", "outer_step", "scores", "state", "round", "publication", "preview", "problem",
-    "held_out", "start", "stop", "income", "gauges"];
+    "held_out", "start", "stop", "income", "network", "gauges"];
   for (const kind of kinds) source.addEventListener(kind, (message) => {
     const event = JSON.parse(message.data);
     heard = Date.now();
