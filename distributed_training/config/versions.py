@@ -10,6 +10,7 @@ changed; for others it starts again by itself at that outer step.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable
@@ -174,9 +175,10 @@ class Versions:
 
     def _keep(self, network: Network) -> None:
         if network.head.format > 1:
-            self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / f"{network.head.version}.toml"
-            write_bytes(path, network.files[FILE].encode())
+            with contextlib.suppress(OSError):  # no room: the global bucket has it too
+                self._folder.mkdir(parents=True, exist_ok=True)
+                write_bytes(path, network.files[FILE].encode())
 
     @staticmethod
     def _read(folder: Path, number: int) -> str | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -20,6 +22,7 @@ from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
     AllReduceResult,
+    ExitStatus,
     Progress,
     RoundRequest,
 )
@@ -75,7 +78,9 @@ class Blocks:
 
 
 class Rig:
-    def __init__(self, mode: Mode = Mode.TRAINING, *, unsaved_steps: int = 0) -> None:
+    def __init__(
+        self, mode: Mode = Mode.TRAINING, *, unsaved_steps: int = 0, versions: Any = None
+    ) -> None:
         self.now = 1000.0
         self.swarm: Any = Swarm()
         self.blocks: Any = Blocks()
@@ -89,6 +94,7 @@ class Rig:
             blocks=self.blocks,
             averaging=Averaging(self.swarm, events.put),
             global_epoch=self.global_epoch,
+            versions=versions,
             clock=lambda: self.now,
         )
         self.controller.subscribe(lambda event, state: self.seen.append(event))
@@ -222,3 +228,29 @@ def test_what_follows_from_an_event_is_decided_on_before_the_event_and_before_ot
     rig.controller.subscribe(wants_snapshots)
     actions = [rig.action(step(50), call()), rig.action(), rig.action()]
     assert actions == [Action.SNAPSHOT, Action.CHECKPOINT, Action.WRITE_PSEUDO_GRADIENT]
+
+
+@pytest.mark.parametrize(("key", "live"), [("training.learning_rate", True), ("data.rows", False)])
+def test_another_version_is_followed_at_its_outer_step_or_by_a_restart(
+    key: str, live: bool
+) -> None:
+    def network(number: int) -> Any:
+        head = SimpleNamespace(version=number)
+        text = {"network.toml": f"text {number}"}
+        return SimpleNamespace(head=head, digest=str(number), values={key: number}, files=text)
+
+    first, second = network(1), network(2)
+    versions = SimpleNamespace(in_force=first, at=lambda step: second if step >= 5 else first)
+    rig = Rig(versions=versions)
+    assert rig.command().action is not Action.FOLLOW_RULES
+    rig.controller.state = replace(rig.controller.state, outer_step=5)
+    command = rig.command()
+    if live:
+        assert (command.action, command.outer_step) == (Action.FOLLOW_RULES, 2)
+        assert command.local.rules == "text 2"
+        assert rig.command().action is not Action.FOLLOW_RULES
+        rig.controller.state = replace(rig.controller.state, outer_step=4)  # rolled back
+        assert rig.command().local.rules == "text 1"
+        return
+    assert (command.action, command.exit_status) == (Action.STOP, ExitStatus.FAULT)
+    assert "takes a restart (data.rows)" in rig.controller.state.stop_reason
