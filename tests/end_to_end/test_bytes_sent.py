@@ -8,6 +8,7 @@ quarter of an hour on two cores. Run with ``-s`` to see the figures.
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
@@ -88,7 +89,7 @@ def start(network: Founded, *rules: str) -> None:
 
 
 def measure(network: Founded, rules: tuple[str, ...]) -> tuple[float, int, float]:
-    """The most bytes a parameter that a miner sent in an outer step; uploads; bytes of them."""
+    """The bytes a parameter that a miner sent in an outer step; its uploads; bytes of them."""
     start(network, *rules)
     sent: dict[tuple[str, int], tuple[float, int]] = {}  # by outer step: its time, bytes until then
 
@@ -119,8 +120,9 @@ def measure(network: Founded, rules: tuple[str, ...]) -> tuple[float, int, float
                 if e["kind"] == "publication" and since < e["time"] <= until
             ]
             found.append((after - before, len(sizes), sum(sizes)))
-    most, uploads, uploaded = max(found)
-    return most / PARAMETERS, uploads, uploaded / PARAMETERS
+    # Not the most: on a busy machine an outer step may take two rounds.
+    of_step, uploads, uploaded = statistics.median_low(found)
+    return of_step / PARAMETERS, uploads, uploaded / PARAMETERS
 
 
 def test_a_miner_sends_what_is_needed_and_no_more(tmp_path: Path) -> None:
@@ -135,11 +137,11 @@ def test_a_miner_sends_what_is_needed_and_no_more(tmp_path: Path) -> None:
             places = dict(zip(("founder", *MINERS), three, strict=True))
             (folder := tmp_path / str(number)).mkdir()
             network = stack.enter_context(founded(folder, places))
-            most, uploads, uploaded = measure(network, rules)
+            sent, uploads, uploaded = measure(network, rules)
         each = uploaded / uploads
-        sevenfold[name] = most - uploaded + UPLOADS * each
+        sevenfold[name] = sent - uploaded + UPLOADS * each
         rows.append(
-            (name, f"{most:.2f}", str(uploads), f"{each:.2f}", f"{most - uploaded:.2f}",
+            (name, f"{sent:.2f}", str(uploads), f"{each:.2f}", f"{sent - uploaded:.2f}",
              f"{sevenfold[name]:.2f}")
         )  # fmt: skip
     print(f"\n{PARAMETERS / 1e6:.1f} M parameters, two miners and a validator; bytes a parameter")
