@@ -164,6 +164,55 @@ def refuse_vocabulary(table: Mapping[str, Any], model: Any) -> None:
         )
 
 
+def publish_folders(rules: dict[str, Any], target: Path) -> None:
+    """Copy a tokenizer and data that lie on this machine to ``target``, and name them by digest.
+
+    The validator publishes what is there, so that no member needs the founder's path. Raises
+    ConfigError.
+    """
+    from distributed_training.config.settings import DataSettings
+    from distributed_training.data.sources import kind_of
+    from distributed_training.node.published import TOKENIZER_FILES, list_files
+
+    tokenizer, data = rules["tokenizer"], rules["data"]
+    sources = DataSettings(source=data["source"]).sources
+    try:
+        target.mkdir()
+        if "files" not in tokenizer and (source := Path(tokenizer["name"])).is_dir():
+            tokenizer["files"] = list_files(source, target, names=TOKENIZER_FILES)
+            _compare_tokenizers(source, target / tokenizer["files"])
+            tokenizer["name"] = "tokenizer"
+        folder = sources[0].folder
+        local = len(sources) == 1 and folder is not None and kind_of(sources[0]).tokens is None
+        if local and folder is not None and "files" not in data and data.get("own") is not True:
+            data["files"] = list_files(folder, target)
+            data["source"] = f"{sources[0].kind}:data"
+    except OSError as error:
+        raise ConfigError(
+            f"{error.filename} cannot be copied for the members ({error.strerror}), so no network "
+            "was founded: make room, or give --unpinned and hand it out yourself"
+        ) from None
+
+
+def _compare_tokenizers(given: Path, copied: Path) -> None:
+    """Raise ConfigError where the files that are taken are not all of a tokenizer."""
+    from distributed_training.data.tokenizer import build_tokenizer, tokenizer_hash
+
+    found = []
+    try:
+        for folder in (given, copied):
+            with TemporaryDirectory() as scratch:
+                path, end = build_tokenizer(str(folder), Path(scratch))
+                found.append((tokenizer_hash(path), end))
+    except ValueError as error:
+        raise ConfigError(f"no network was founded: {error}") from None
+    if found[0] != found[1]:
+        raise ConfigError(
+            f"the tokenizer of {given} needs files that are not published, so no network was "
+            "founded: save it with transformers' save_pretrained, and give that folder"
+        )
+
+
 def read_model(path: Path | None, *, tokenizer: str) -> dict[str, Any]:
     """Return ``[model.config]``: a config.json, or a tiny model on bytes. Raises ConfigError."""
     from distributed_training.training.memory_plan import local_llama_config

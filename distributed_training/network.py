@@ -54,6 +54,8 @@ LATER = frozenset(
         "previous",
         "from_outer_step",
         "model.weights",
+        "tokenizer.files",
+        "data.files",
         "private",
         "round.compression",
         "store.region",
@@ -139,6 +141,10 @@ class Head:
     tokenizer_revision: Annotated[
         str | None, Field(alias="tokenizer.revision", pattern=r"^[0-9a-f]{40}$")
     ] = None
+    tokenizer_files: Annotated[
+        str | None, Field(alias="tokenizer.files", pattern=r"^[0-9a-f]{64}$")
+    ] = None
+    data_files: Annotated[str | None, Field(alias="data.files", pattern=r"^[0-9a-f]{64}$")] = None
     exchange: Annotated[Literal["hivemind"], Field(alias="exchange")] = "hivemind"
     previous: Annotated[str | None, Field(alias="previous", pattern=r"^sha256:[0-9a-f]{64}$")] = (
         None
@@ -150,7 +156,7 @@ class Head:
 HEAD_KEYS = {
     "format", "name", "version", "chain.kind", "model.parameters", "model.config",
     "model.config_file", "model.weights", "store.miner_bucket", "signature", "tokenizer.revision",
-    "exchange", "previous", "from_outer_step",
+    "tokenizer.files", "data.files", "exchange", "previous", "from_outer_step",
 }  # fmt: skip
 #: Keys by which the versions of one file follow each other.
 VERSION_KEYS = ("version", "previous", "from_outer_step")

@@ -45,6 +45,7 @@ from distributed_training.founding import (
     choose_pages,
     pin_data,
     pin_tokenizer,
+    publish_folders,
     read_model,
     refuse_vocabulary,
 )
@@ -103,7 +104,7 @@ def build_parser() -> Parser:
     )
     add("--tokenizer", type=text, help="a Hugging Face name (that of --from, else bytes)")
     add("--data-source", type=text, default="hf", help="hf, stdlib or parquet:DIR (hf)")
-    add("--unpinned", action="store_true", help="let the data change while the network runs")
+    add("--unpinned", action="store_true", help="let data and tokenizer change, and publish none")
     add("--bucket", type=text, help="the global bucket; a miner's is this and its uid (the name)")
     add(
         "--store",
@@ -241,6 +242,8 @@ def _init(options: argparse.Namespace) -> None:
         peer = f"/{_kind_of(options.host)}/{options.host}/tcp/{options.dht_port}/p2p/{peer_id}"
         rules["chain"].setdefault("master_hotkey", master.ss58)
         rules["swarm"].setdefault("initial_peers", [peer])
+        if not options.unpinned:
+            publish_folders(rules, folder / "validator" / "published")
         text = (
             f"# The rules of the network {options.name} (docs/network-file.md). After a change:\n"
             f"# dt-network sign {FILE}\n" + to_toml(rules)

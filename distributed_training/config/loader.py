@@ -514,7 +514,23 @@ def _with_rules(
             and ours.get(setting.name) != shared.get(setting.name)
         ]
     )
-    return ours
+    return _at_published(ours)
+
+
+def _at_published(config: Config) -> Config:
+    """Return the configuration with the folders of the network's files in place of the founder's.
+
+    They may be there later: a start fetches them.
+    """
+    places = config.published
+    if "tokenizer" in places:
+        miner = replace(config.miner, global_tokenizer_name=str(places["tokenizer"]))
+        config = replace(config, miner=miner)
+    if "data" in places:
+        kind = config.data.source.partition(":")[0]
+        data = replace(config.data, source=f"{kind}:{places['data']}")
+        config = replace(config, data=data)
+    return config
 
 
 def rules_of(config: Config, network: Network) -> Config:

@@ -183,6 +183,21 @@ class Config(AllSettings):
         return self.swarm.run_id if self.network is None else self.network.rules_id
 
     @property
+    def published(self) -> dict[str, Path]:
+        """The folders of what the global bucket has of the network's files: tokenizer, data.
+
+        Not the data where an operator reads them from a place of his own.
+        """
+        if self.network is None:
+            return {}
+        head = self.network.head
+        named = {"tokenizer": head.tokenizer_files}
+        if self.get("data.source") == self.network.values["data.source"]:
+            named["data"] = head.data_files
+        folder = self.run_folder.absolute() / "published"
+        return {what: folder / digest for what, digest in named.items() if digest}
+
+    @property
     def draw_pages(self) -> DrawPages:
         """The rule by which this network's pages are drawn (``data.selection``)."""
         if self.data.selection == 1 or self.network is None:

@@ -355,6 +355,8 @@ def check_tokenizer(examination: Examination) -> Check:
 
     config = examination.config
     name = config.miner.global_tokenizer_name
+    if not config.published.get("tokenizer", Path()).exists():
+        return Check("tokenizer", "skip", f"not here yet: a start fetches it into {name}")
     try:
         with tempfile.TemporaryDirectory() as folder:
             path, eos_id = build_tokenizer(name, Path(folder), revision=config.tokenizer_revision)
@@ -372,7 +374,9 @@ def check_data(examination: Examination) -> Check:
     from distributed_training.data.own_text import OwnText
     from distributed_training.data.page_source import Counts
 
-    data = examination.config.data
+    data, place = examination.config.data, examination.config.published.get("data", Path())
+    if not place.exists():
+        return Check("data", "skip", f"not here yet: a start fetches them into {place}")
     try:
         if data.own:
             found = OwnText(data, Counts())

@@ -56,6 +56,7 @@ from distributed_training.node.identity import (
     keep_state,
     public_address,
 )
+from distributed_training.node.published import fetch_published
 from distributed_training.node.start import (
     NetworkFailure,
     Stopped,
@@ -280,7 +281,8 @@ def open_connections(
     # First: it imports hivemind, for seconds, while all else is asked.
     swarm_launch = HostLaunch(folder / "swarm")
     stack.callback(swarm_launch.end)
-    require_data(config)
+    if not config.published:
+        require_data(config)
     # wallet and chain
     member = join_network(config, folder, stack, wanted)
     clock = ClockWatch(partial(measure_offset, config, member.chain))
@@ -315,6 +317,9 @@ def open_connections(
         unit, prefix = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
         size = f": a model of {parameters / unit:.2f} {prefix} parameters"
     log.info("Global state of outer step %d%s", outer_step, size)
+    if config.published:
+        fetch_published(config, global_bucket.follow)
+        require_data(config)
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)
     if config.data.own:
         length = config.training.sequence_length

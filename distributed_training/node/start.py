@@ -195,6 +195,11 @@ def fetch_tokenizer(config: Config, folder: Path) -> tuple[Path, int]:
     from distributed_training.data.tokenizer import build_tokenizer
 
     name = config.miner.global_tokenizer_name
+    if "tokenizer" in config.published and not Path(name).is_dir():
+        raise ConfigError(
+            f"the network's tokenizer is not in {name}, so no text could be read: a miner that "
+            "starts with this run folder fetches it"
+        )
     try:
         return build_tokenizer(name, folder / "tokenizer", revision=config.tokenizer_revision)
     except (ValueError, OSError) as error:

@@ -35,6 +35,7 @@ from distributed_training.health.clock import ClockWatch, measure_offset
 from distributed_training.network import LARGEST_FILE, VERSIONS, Network, save_copy
 from distributed_training.node.buckets import PeerBuckets, check_own, open_own, own_commitment
 from distributed_training.node.identity import Member, commit, follow_address, join_subnet
+from distributed_training.node.published import fetch_published, publish
 from distributed_training.node.start import (
     NetworkFailure,
     Stopped,
@@ -61,6 +62,7 @@ from distributed_training.scoring.evaluator import (
 )
 from distributed_training.scoring.upload import OpenBucket, pages_of
 from distributed_training.store.base import ObjectStore
+from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoreError
 from distributed_training.swarm.supervisor import SwarmUnavailable, address_of
 from distributed_training.swarm.swarm import HivemindSwarm
@@ -118,7 +120,8 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
     """
     from tokenizers import Tokenizer
 
-    require_data(config)
+    if not config.published:
+        require_data(config)
     member = join_subnet(config, stack)
     clock = ClockWatch(partial(measure_offset, config, member.chain))
     stack.callback(clock.close)
@@ -133,6 +136,10 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         claim_global_bucket(store, config.network)
     # After the claim: a commitment sends everybody to this bucket.
     commit(member, own_commitment(config.store, store.bucket))
+    if config.published:
+        fetch_published(config, lambda: BucketReader(store))
+        publish(config, store, folder / "published.json")
+        require_data(config)
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)
     try:
         held_out = held_out_batches(

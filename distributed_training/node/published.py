@@ -1,0 +1,203 @@
+"""Files of a network that its members fetch from the global bucket: its tokenizer, its data.
+
+``dt-network init`` writes a *list* of a folder's files, with the size and SHA-256 of each, and the
+network's file names the list's own SHA-256 (``tokenizer.files``, ``data.files``). The validator
+uploads list and files as ``files/SHA256`` each. Every start reads what the run folder has of them
+and fetches what is missing or damaged, so nothing is read that the founder did not sign.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from distributed_training.chain.base import ChainError
+from distributed_training.common.files import sha256_of, write_bytes
+from distributed_training.config import Config, ConfigError
+from distributed_training.node.start import NetworkFailure
+from distributed_training.store.base import ObjectStore
+from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.store.errors import IntegrityError, ObjectMissingError, StoreError
+from distributed_training.store.journal import Journal
+from distributed_training.store.transfer import Retry, Sender, deadline_in, require_room
+
+log = logging.getLogger(__name__)
+
+LIST = ".files.json"  # in the folder; sources of text and transformers read no such name
+LARGEST_LIST = 4 * 2**20  # bytes
+_MOST_FILES, _LARGEST = 20_000, 2**40  # of a folder; bytes of one file
+_SMALL, _LONG = timedelta(seconds=30), timedelta(hours=24)
+#: What transformers reads of a tokenizer.
+TOKENIZER_FILES = {
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "tokenizer.model", "spiece.model", "config.json",
+}  # fmt: skip
+
+
+def _refuse_path(name: str) -> str:
+    # It becomes a path: no name in it may lead out of the folder, or be one of our own.
+    if not name.isprintable() or any(not p or p.startswith(".") for p in name.split("/")):
+        raise ValueError("no name of a file")
+    return name
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One file of a list."""
+
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    size: Annotated[int, Field(ge=0, le=_LARGEST)]
+
+
+_Name = Annotated[str, Field(min_length=1, max_length=400), AfterValidator(_refuse_path)]
+_FILES = TypeAdapter(Annotated[dict[_Name, Listed], Field(min_length=1, max_length=_MOST_FILES)])
+
+
+def list_files(source: Path, target: Path, *, names: set[str] | None = None) -> str:
+    """Copy the files below ``source`` to ``target/DIGEST``; return the digest of their list.
+
+    ``names``: of those to take; None: all but hidden ones, as data. Raises ConfigError, OSError.
+    """
+    made = target / ".new"
+    found: dict[str, Listed] = {}
+    try:
+        for path in sorted(source.rglob("*")):
+            name = path.relative_to(source).as_posix()
+            hidden = any(part.startswith((".", "_")) for part in Path(name).parts)
+            if not path.is_file() or (hidden if names is None else name not in names):
+                continue
+            copy = made / name
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                os.link(path.resolve(), copy)
+            except OSError:  # another disk
+                shutil.copyfile(path, copy)
+            found[name] = Listed(sha256_of(copy), copy.stat().st_size)
+        text = _FILES.dump_json(dict(sorted(found.items())))
+        try:
+            if len(text) > LARGEST_LIST:
+                raise ValueError
+            _FILES.validate_json(text)
+        except ValueError:
+            raise ConfigError(
+                f"{source} holds {len(found)} files, which cannot be published (1 to {_MOST_FILES} "
+                "with printable names, of 1 TB), so no network was founded: join them, or "
+                "give --unpinned and hand them out yourself"
+            ) from None
+        digest = hashlib.sha256(text).hexdigest()
+        write_bytes(made / LIST, text)
+        made.rename(target / digest)
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+    return digest
+
+
+def fetch_published(config: Config, open_bucket: Callable[[], BucketReader]) -> None:
+    """Make whole what the run folder has of the network's files.
+
+    All of it is read and compared with its digest at each start. ``open_bucket``: the global one,
+    where something is missing. Raises NetworkFailure.
+    """
+    for what, folder in config.published.items():
+        try:
+            _fetch(open_bucket, folder, what)
+        except (StoreError, ChainError, OSError) as error:
+            why = str(error)
+            if isinstance(error, ObjectMissingError):
+                why += ": the validator has not published it yet"
+            raise NetworkFailure(
+                f"the network's {what} cannot be had ({why}), so nothing was trained on: started "
+                f"again, it is asked for again; what came stays in {folder}"
+            ) from None
+
+
+def _fetch(open_bucket: Callable[[], BucketReader], folder: Path, what: str) -> None:
+    """Fetch what one folder lacks. Raises StoreError, ChainError, OSError."""
+    files = _read_list(open_bucket, folder)
+    for path in folder.rglob("*"):
+        name = path.relative_to(folder).as_posix()
+        if path.is_file() and name not in files and not path.name.startswith("."):
+            raise IntegrityError(f"{path} is none of its files: take it out")
+    wanted = {name: listed for name, listed in files.items() if not _is(folder / name, listed)}
+    if not wanted:
+        return
+    reader = open_bucket()
+    size = sum(listed.size for listed in wanted.values())
+    require_room(folder, size, what=f"the network's {what}")
+    log.info("Fetching the network's %s: %d files, %.1f MB", what, len(wanted), size / 1e6)
+    for name, listed in wanted.items():
+        path = folder / name
+        if path.exists():
+            log.warning("%s is damaged and fetched again", path)
+        came = path.with_name(f".{path.name}.came")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        reader.download(_key(listed.sha256), came, limit=listed.size)
+        try:
+            if not _is(came, listed):
+                raise IntegrityError(f"{reader.name}/{_key(listed.sha256)} is damaged ({name})")
+            os.replace(came, path)  # the download has synced it
+        finally:
+            came.unlink(missing_ok=True)
+
+
+def _read_list(open_bucket: Callable[[], BucketReader], folder: Path) -> dict[str, Listed]:
+    """Return the files of the list that ``folder`` is named by.
+
+    Raises StoreError, ChainError, OSError.
+    """
+    digest, text = folder.name, b""
+    with suppress(OSError):
+        with (folder / LIST).open("rb") as file:
+            text = file.read(LARGEST_LIST + 1)
+    if hashlib.sha256(text).hexdigest() != digest:
+        reader = open_bucket()
+        text = reader.read(_key(digest), limit=LARGEST_LIST)
+        if hashlib.sha256(text).hexdigest() != digest:
+            raise IntegrityError(f"{reader.name}/{_key(digest)} is damaged")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_bytes(folder / LIST, text)
+    try:
+        return _FILES.validate_json(text)
+    except ValidationError:  # signed, and of another version of the program
+        raise IntegrityError(f"{_key(digest)} is no list of files: update the program") from None
+
+
+def publish(config: Config, store: ObjectStore, journal: Path) -> None:
+    """Upload what the global bucket lacks of the network's files, each list after its files.
+
+    ``journal``: file by which an upload goes on after a restart. Call it after
+    :func:`fetch_published`. Raises StoreError, OSError.
+    """
+    for folder in config.published.values():
+        files = _FILES.validate_json((folder / LIST).read_bytes())
+        objects = [(_key(listed.sha256), folder / name) for name, listed in files.items()]
+        missing = [each for each in objects if _lacks(store, *each)]
+        with Sender(store=store, journal=Journal(journal), deadline=deadline_in(_LONG)) as sender:
+            sender.upload_all(missing)
+            if missing or _lacks(store, _key(folder.name), folder / LIST):
+                sender.upload_all([(_key(folder.name), folder / LIST)])
+
+
+def _lacks(store: ObjectStore, key: str, path: Path) -> bool:
+    info = Retry(each=_SMALL)(store.head, key)
+    return info is None or info.size != path.stat().st_size
+
+
+def _is(path: Path, listed: Listed) -> bool:
+    with suppress(OSError):
+        return path.stat().st_size == listed.size and sha256_of(path) == listed.sha256
+    return False
+
+
+def _key(digest: str) -> str:
+    return f"files/{digest}"
