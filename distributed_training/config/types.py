@@ -277,10 +277,18 @@ FileName = Annotated[
     ),
 ]
 Bucket = Annotated[
-    str, _holds("3 to 63 lower-case letters, digits and '-', as buckets are named", _is_bucket)
+    str,
+    _holds(
+        "3 to 63 lower-case letters, digits and '-', as buckets are named, or BUCKET/PREFIX",
+        lambda text: text.count("/") < 2 and all(map(_is_bucket, text.split("/"))),
+    ),
 ]
 GlobalBucket = Annotated[  # a miner's own is this and four characters more
-    Bucket, _holds("a bucket's name of at most 59 characters", lambda text: len(text) <= 59)
+    Bucket,
+    _holds(
+        "a bucket's name, or BUCKET/PREFIX, of at most 59 characters",
+        lambda text: len(text.rpartition("/")[2]) <= 59,
+    ),
 ]
 Hotkey = Annotated[
     str, _holds("a hotkey: an ss58 address whose checksum is right (47 or 48 characters)", is_ss58)

@@ -170,9 +170,13 @@ def _open(
     place = unquote((settings.endpoint_url or "").partition("://")[2])
     if not place.startswith("/"):
         raise ValueError(f"{settings.endpoint_url} names no whole path: give folder:///PLACE")
-    if not bucket or "/" in bucket or bucket.startswith("."):
+    parts = bucket.split("/")  # BUCKET or BUCKET/PREFIX
+    if len(parts) > 2 or any(not part or part.startswith(".") for part in parts):
         raise ValueError(f"{bucket!r:.80} is not a bucket name")
     folder, writes = Path(place) / bucket, write and credentials is None
+    if writes and len(parts) == 2:
+        with contextlib.suppress(OSError):  # without the bucket it is missing
+            folder.mkdir()
     # Of uploaders that were killed; nothing else would ever remove them.
     for left in folder.rglob(".*.tmp") if writes else ():
         with contextlib.suppress(OSError):

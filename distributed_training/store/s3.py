@@ -75,6 +75,7 @@ _MOST_PAGES = 2_000
 _READ_CHUNK = 128 * 1024
 _LONGEST_READ = 600.0  # seconds for the body of one answer: the read timeout never ends a trickle
 _BUCKET_NAME = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_PREFIX = re.compile(r"[a-z0-9][a-z0-9-]{0,99}")
 
 
 @functools.cache
@@ -149,8 +150,9 @@ class S3ObjectStore:
 
     ``settings``: timeouts, concurrency, and how R2 differs from S3.
     ``connect_timeout`` runs until the connection stands, ``read_timeout`` between two pieces of an
-    answer. Connections are made on first use and pooled. Raises ValueError for a name that no
-    bucket can have.
+    answer. Connections are made on first use and pooled. ``bucket``: ``NAME/PREFIX`` is what lies
+    below ``PREFIX/`` in a bucket that several share; keys here are without it. Raises ValueError
+    for a name that no bucket can have.
     """
 
     def __init__(
@@ -163,12 +165,14 @@ class S3ObjectStore:
     ) -> None:
         from botocore.config import Config
 
-        if not _BUCKET_NAME.fullmatch(bucket):
+        container, slash, prefix = bucket.partition("/")
+        if not _BUCKET_NAME.fullmatch(container) or (slash and not _PREFIX.fullmatch(prefix)):
             raise ValueError(
                 f"{bucket!r:.80} is not a bucket name: give 3 to 63 lower-case letters, digits, "
-                "hyphens or dots, e.g. llama-4b-ws-4-007"
+                "hyphens or dots, e.g. llama-4b-ws-4-007, or BUCKET/PREFIX"
             )
-        self._bucket = bucket
+        self._bucket, self._container = bucket, container
+        self._prefix = f"{prefix}/" if prefix else ""
         self._endpoint = endpoint_url
         self._is_r2 = (urlsplit(endpoint_url).hostname or "").endswith(".r2.cloudflarestorage.com")
         self._keys = keys
@@ -263,7 +267,7 @@ class S3ObjectStore:
         self._client.close()
 
     def create_bucket(self) -> None:
-        """Make the bucket; fine if it is there and ours."""
+        """Make the bucket; fine if it is there and ours. A prefix needs no making."""
         with self._errors("create", self._bucket) as call:
             call(self._client.create_bucket)
 
@@ -425,7 +429,8 @@ class S3ObjectStore:
             return [
                 part
                 for page in islice(
-                    self._pages("list_parts", Key=key, UploadId=upload_id), _MOST_PAGES
+                    self._pages("list_parts", Key=self._prefix + key, UploadId=upload_id),
+                    _MOST_PAGES,
                 )
                 for part in _parts(page)
             ]
@@ -474,12 +479,15 @@ class S3ObjectStore:
 
     def _entries(self, operation: str, kind: str, prefix: str) -> Iterator[dict[str, Any]]:
         # Pages too: each may be empty and name a next one.
-        for page in islice(self._pages(operation, Prefix=prefix), _MOST_PAGES):
-            yield from page.get(kind, ())
+        for page in islice(self._pages(operation, Prefix=self._prefix + prefix), _MOST_PAGES):
+            for entry in page.get(kind, ()):
+                # Another's must never pass for ours, whatever a store lists.
+                if entry["Key"].startswith(self._prefix):
+                    yield {**entry, "Key": entry["Key"].removeprefix(self._prefix)}
 
     def _pages(self, operation: str, **arguments: Any) -> Iterator[dict[str, Any]]:
         paginator = self._client.get_paginator(operation)
-        yield from paginator.paginate(Bucket=self._bucket, **arguments)
+        yield from paginator.paginate(Bucket=self._container, **arguments)
 
     def _await_write_interval(self, key: str) -> None:
         # Reserved under the lock, waited for without it: writes of other keys go on.
@@ -501,7 +509,9 @@ class S3ObjectStore:
             if isinstance(body := arguments.get("Body"), Section):
                 # An attempt before may have left it in the middle.
                 body.seek(0)
-            return operation(Bucket=self._bucket, **arguments)
+            if "Key" in arguments:
+                arguments["Key"] = self._prefix + arguments["Key"]
+            return operation(Bucket=self._container, **arguments)
 
         try:
             yield call
@@ -553,8 +563,9 @@ class S3ObjectStore:
         if code == "NoSuchBucket":
             where = "in the R2 dashboard " if self._is_r2 else ""
             return BucketMissingError(
-                f"bucket {self._bucket} does not exist at {self._endpoint} ({answer}), so nothing "
-                f"can be read or published there: create it {where}under exactly this name"
+                f"bucket {self._container} does not exist at {self._endpoint} ({answer}), so "
+                "nothing can be read or published there: create it "
+                f"{where}under exactly this name"
             )
         if code == "NoSuchUpload":
             return UploadMissingError(
@@ -585,8 +596,8 @@ class S3ObjectStore:
                 return RefusedError(f"{place}: the store refused this ({answer})")
             needed = "Object Read" if verb in ("read", "list") else "Object Read & Write"
             remedy = (
-                f': give its token "{needed}" on bucket {self._bucket} (R2 dashboard, Manage API '
-                "tokens)"
+                f': give its token "{needed}" on bucket {self._container} (R2 dashboard, Manage '
+                "API tokens)"
             )
             return AccessDeniedError(
                 f"{place}: refused ({answer}), the key in {self._keys.what}_ACCESS_KEY_ID lacks "

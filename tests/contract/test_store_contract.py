@@ -24,7 +24,7 @@ from distributed_training.health import outside
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.node.buckets import own_commitment
 from distributed_training.protocol import keys
-from distributed_training.protocol.metadata import parse_commitment
+from distributed_training.protocol.metadata import BucketCredentials, parse_commitment
 from distributed_training.protocol.types import Revision
 from distributed_training.store import folder, s3
 from distributed_training.store.base import MultipartStore, ObjectStore, PartInfo
@@ -33,7 +33,7 @@ from distributed_training.store.bucket_reader import (
     WritableReadKeyError,
     check_read_key,
 )
-from distributed_training.store.cleanup import prune_epochs, sweep_uploads
+from distributed_training.store.cleanup import OWNER_KEY, prune_epochs, sweep_uploads
 from distributed_training.store.errors import (
     AccessDeniedError,
     BucketMissingError,
@@ -92,7 +92,47 @@ def any_server(request: pytest.FixtureRequest) -> ObjectStoreServer | SeaweedFS:
     return request.getfixturevalue(request.param)
 
 
+#: Of others in the same bucket: their names begin as ours does, or are ours to whoever forgets it.
+NEIGHBOURS = ("lab-0070", "lab-00", "lab")
+
+
+def prefixed(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
+    """A prefix of a bucket in which others have the same keys, which are there afterwards."""
+    if kind == "folder":
+        place = request.getfixturevalue("tmp_path")
+        (place / "bucket").mkdir()
+        settings, name = StoreSettings(endpoint_url=f"folder://{place}"), "bucket"
+    else:
+        server = request.getfixturevalue("server" if kind == "s3" else kind)
+        settings = settings_for(server)
+        name = new_bucket(server, settings).bucket
+    others = [open_store(settings, f"{name}/{other}", write=True) for other in NEIGHBOURS]
+    began = []
+    for other in others:
+        for key in (*OURS, OWNER_KEY):
+            other.put(key, b"theirs")
+        if (parts := other.multipart()) is not None:
+            began.append((parts, parts.create_multipart("big")))
+
+    def unharmed() -> None:
+        for other in others:
+            held = {o.key: other.get(o.key, limit=9) for o in other.list_objects()}
+            assert held == dict.fromkeys((*OURS, OWNER_KEY), b"theirs")
+        for parts, upload in began:
+            assert [u.upload_id for u in parts.list_multiparts()] == [upload]
+            parts.abort_multipart("big", upload)
+
+    request.addfinalizer(unharmed)
+    return open_store(settings, f"{name}/lab-007", write=True)
+
+
+#: Keys that the tests below write, delete or clean up.
+OURS = ("a/b", "a/c", "d", "big", "epoch-1/metadata.json", "epoch-1/model.safetensors")
+
+
 def made(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
+    if kind.endswith(" prefix"):
+        return prefixed(kind.removesuffix(" prefix"), request)
     if kind == "twin":
         return MemoryObjectStore()
     if kind in ("s3", "seaweedfs"):
@@ -104,13 +144,16 @@ def made(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
     return open_store(StoreSettings(endpoint_url=place), "bucket", write=True)
 
 
-@pytest.fixture(params=["s3", "seaweedfs", "twin", "folder", "memory"])
+PREFIXED = ["s3 prefix", "seaweedfs prefix"]
+
+
+@pytest.fixture(params=["s3", "seaweedfs", "twin", "folder", "memory", "folder prefix", *PREFIXED])
 def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
     yield made(request.param, request)
     toys.BUCKETS.clear()
 
 
-@pytest.fixture(params=["s3", "seaweedfs", "twin"])
+@pytest.fixture(params=["s3", "seaweedfs", "twin", *PREFIXED])
 def in_parts(request: pytest.FixtureRequest) -> MultipartStore:
     found = made(request.param, request).multipart()
     assert found is not None
@@ -208,7 +251,9 @@ def test_parts_that_cannot_be_put_together_are_refused(in_parts: MultipartStore)
     assert store.get("big", limit=len(least) + 1) == least + last
 
 
-@pytest.mark.parametrize("kind", ["s3", "seaweedfs", "folder", "memory"])
+@pytest.mark.parametrize(
+    "kind", ["s3", "seaweedfs", "folder", "memory", "folder prefix", *PREFIXED]
+)
 def test_a_snapshot_is_uploaded_to_any_kind(
     kind: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
@@ -223,7 +268,7 @@ def test_a_snapshot_is_uploaded_to_any_kind(
         report = Publication(store, journal, settings, "me").run(submission)
         assert report.ok, report.reason
     assert_published(store, revision, files)
-    sweep_uploads(store, instance="me", spare=journal.owned)
+    sweep_uploads(store, instance="me", spare=journal.owned, older_than=timedelta(0))
     reader = BucketReader(store)
     fetched = reader.fetch(3, tmp_path / "states", [keys.GRADIENTS, keys.CONFIG])
     assert digest(fetched / keys.GRADIENTS) == digest(files[keys.GRADIENTS])
@@ -469,3 +514,28 @@ def test_a_bucket_that_keeps_versions_says_so(server: ObjectStoreServer) -> None
     assert check.status == "warn" and "lifecycle rule" in check.remedy
     wrong = settings_for(server, write_secret_access_key=SecretStr("0" * 64))
     assert outside.check_versions(replace(config, store=wrong), store.bucket) == []
+
+
+def test_a_networks_file_names_a_bucket_or_a_prefix_of_one() -> None:
+    """A member's is named by its uid, and both open alike."""
+    for good in ("llama-4b-ws-4", "shared/lab", "a-3/" + "x" * 59):
+        assert StoreSettings(global_model_name=good).global_model_name == good
+        S3ObjectStore.of_peer(
+            StoreSettings(endpoint_url="http://127.0.0.1:1"),
+            bucket=keys.miner_bucket(good, 7),
+            credentials=BucketCredentials("", "k", "s"),
+        ).close()
+    for bad in ("/lab", "shared/", "a/b/c", "shared//lab", "../lab", "Shared/lab", "x" * 60):
+        with pytest.raises(ValueError):
+            StoreSettings(global_model_name=bad)
+    for bad in ("shared/", "shared/../lab", "shared/lab/7", "shared/Lab", "/lab"):
+        with pytest.raises(ValueError, match="is not a bucket name"):
+            S3ObjectStore.from_settings(
+                StoreSettings(
+                    endpoint_url="http://127.0.0.1:1",
+                    write_access_key_id=SecretStr("k"),
+                    write_secret_access_key=SecretStr("s"),
+                ),
+                bucket=bad,
+                write=True,
+            )
