@@ -472,7 +472,7 @@ def _with_rules(
             f"or --network NAME ({PUBLIC}, the default up to 0.2.0, or local); in {OPERATORS_FILE} "
             f'that is the line network = "{PUBLIC}", above its first [section]'
         )
-    source = given["network"].source if "network" in given else "--network"
+    source = given["network"].source if "network" in given else "--network"  # of the preset
     try:
         network = read_network(
             place,

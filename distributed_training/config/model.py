@@ -138,7 +138,7 @@ class Config(AllSettings):
     values: Mapping[str, Any] = field(repr=False)  # flag name -> value
     sources: Mapping[str, str] = field(repr=False)  # flag name -> where it was given, if anywhere
     warnings: tuple[str, ...] = ()  # what was noticed while the files were read
-    network: Network | None = None  # that --network or the preset names; None: the public one
+    network: Network | None = None  # that is named; None only while its file is not read
     node: int = 0  # number of this machine, of those that torchrun runs one miner on
 
     def get(self, name: str) -> Any:

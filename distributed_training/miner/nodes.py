@@ -89,7 +89,7 @@ def list_facts(config: Config, *, ranks: int) -> dict[str, str]:
         "torch": version("torch"),
         "--nproc_per_node": str(ranks),
         "--neuron.device": "cuda" if on_gpu else "cpu",
-        "--network": "the public one" if network is None else network.head.name,
+        "--network": network.head.name if network is not None else "",
     } | {
         # A node that started later may have read a newer file.
         f"{setting.name} of the network's file" if setting.is_rule else f"--{setting.name}": show(
