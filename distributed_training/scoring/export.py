@@ -96,7 +96,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.push is not None:
             check_push(options.push)
         # First, so that the same flag on the command line wins.
-        given = ["--neuron.device", "cpu", *subnet_flags(options.subnet), *flags]
+        given = ["--neuron.device", "cpu", *subnet_flags(options.subnet)]
+        # A run folder has what the network publishes: its tokenizer, its text.
+        if options.source is not None and (options.source / "published").is_dir():
+            given += ["--neuron.run_folder", str(options.source)]
+        given += flags
         config = load_config("validator", given, file=OPERATORS_FILE, check=False)
     except ConfigError as error:
         return exit_with(error)
