@@ -19,11 +19,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, Protocol
 
 from distributed_training.common.backoff import Throttle
+
+if TYPE_CHECKING:
+    import numpy as np
 
 #: The page selection draws first rows from 0 to num_rows - 102 (protocol page, section 5).
 MINIMUM_ROWS = 102
