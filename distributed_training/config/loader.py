@@ -514,10 +514,10 @@ def _with_rules(
             and ours.get(setting.name) != shared.get(setting.name)
         ]
     )
-    return _at_published(ours)
+    return at_published(ours)
 
 
-def _at_published(config: Config) -> Config:
+def at_published(config: Config) -> Config:
     """Return the configuration with the folders of the network's files in place of the founder's.
 
     They may be there later: a start fetches them.

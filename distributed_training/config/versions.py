@@ -28,7 +28,7 @@ from distributed_training.network import (
     read_text,
 )
 
-from .loader import rules_of
+from .loader import at_published, rules_of
 from .model import Config
 from .schema import schema
 
@@ -96,7 +96,7 @@ def under(config: Config, network: Network) -> Config:
             for package, field in setting.places:
                 object.__setattr__(packages[package], field, values[setting.name])
     packages["general"] = config.general
-    return replace(config, values=values, network=network, **packages)
+    return at_published(replace(config, values=values, network=network, **packages))
 
 
 class Versions:

@@ -180,6 +180,22 @@ def test_the_rules_of_a_version_take_the_place_of_the_file_s_alone(tmp_path: Pat
     assert restart_keys(versions.newest, versions.add(text)) == ["data.rows_per_page"]
 
 
+def test_published_files_are_read_where_they_lie_by_the_rules_of_every_version(
+    tmp_path: Path,
+) -> None:
+    pinned = {"tokenizer.name": "tokenizer", "tokenizer.files": "1" * 64, "data.files": "2" * 64}
+    rules = {"name": "lab", "data.source": "parquet:data", **pinned}
+    path = Path(network_file(tmp_path / "founder", rules))
+    config = config_of(path, tmp_path / "run")
+    assert config.network is not None
+    change = ("[training]\n", '[training]\nschedule = "constant"\n')
+    text = next_version(config, path.read_text(), 3, change)
+    later = under(config, Versions(config.network, tmp_path / "run").add(text))
+    assert later.training.schedule == "constant" and later.published == config.published
+    assert later.data.source == config.data.source == f"parquet:{config.published['data']}"
+    assert later.miner.global_tokenizer_name == str(config.published["tokenizer"])
+
+
 def test_a_start_goes_on_from_the_step_of_its_checkpoint(tmp_path: Path) -> None:
     assert first_outer_step(tmp_path, 4, seen=True) == 4
     folder = tmp_path / "checkpoint-1"
