@@ -497,6 +497,13 @@ def _next_version(
             f"{key} is another one than in version {newest}, so this would be another network and "
             "nothing was signed: found that one by dt-network init"
         )
+    # Nothing would publish the new files, and members read those that they have.
+    if "data.files" in changed or ("data.files" in flat and "data.source" in changed):
+        raise ConfigError(
+            f"the data are others than in version {newest}, and those of data.files are published "
+            "when a network is founded, so nothing was signed: set data.source and data.files back "
+            "there, or go on with the new data by dt-network succeed"
+        )
     if not changed and options.at in (None, before.get("from_outer_step", 0)):
         return {key: before.get(key) for key in VERSION_KEYS}
     return {

@@ -393,6 +393,23 @@ def test_another_model_is_another_network(
     assert file.read_text() == text
 
 
+@pytest.mark.parametrize("other", ['"stdlib"', f'"parquet:data"\nfiles = "{"1" * 64}"'])
+def test_no_version_has_data_that_nobody_would_publish(tmp_path: Path, capsys, other: str) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    pq.write_table(pa.table({"text": ["row"] * 300}), text / "a.parquet")
+    assert found(tmp_path / "lab", "--data-source", f"parquet:{text}") == 0
+    file = tmp_path / "lab" / "network.toml"
+    good = file.read_text()
+    if "files" in other:
+        good = re.sub(r'(?m)^files = "\w+"\n', "", good)
+    file.write_text(wrong := good.replace('source = "parquet:data"', f"source = {other}"))
+    assert main(["sign", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "the data are others" in line and "nothing was signed" in line
+    assert file.read_text() == wrong and not (tmp_path / "lab" / "versions" / "2.toml").exists()
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
