@@ -65,6 +65,11 @@ def restart_keys(before: Network, after: Network) -> list[str]:
     return [key for key in changed_keys(before, after) if key not in LIVE]
 
 
+def has_versions(config: Config) -> bool:
+    """Return whether the network's file may have other versions, some of them in force."""
+    return config.network is not None and config.network.head.format > 1
+
+
 def parse_version(text: str, known: Network) -> Network:
     """Return the network of ``text``, another version of a known one. Raises NetworkFileError."""
 
@@ -152,7 +157,9 @@ class Versions:
 
         ``read``: the text of a version by its number, None where there is none.
         """
-        for number, step in ((self.newest.head.version, 1), (self.known[0].head.version, -1)):
+        refused = ""
+        # Backwards first: no damaged new version may hide the one that holds today.
+        for number, step in ((self.known[0].head.version, -1), (self.newest.head.version, 1)):
             for other in range(number + step, number + step * _MOST, step):
                 if other < 1 or (text := read(other)) is None:
                     break
@@ -160,10 +167,11 @@ class Versions:
                 try:
                     found = self.add(text)
                 except NetworkFileError as error:
-                    return f"version {other} of the network's file is refused ({error})"
+                    refused = f"version {other} of the network's file is refused ({error})"
+                    break
                 if step > 0 and not quiet:
                     log.info("%s", describe(before, found))
-        return ""
+        return refused
 
     def look_beside(self, place: str) -> str:
         """Add what ``dt-network sign`` has written beside the file at ``place``, if it is a path.

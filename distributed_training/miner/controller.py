@@ -57,6 +57,7 @@ class Controller:
         averaging: Averaging,
         global_epoch: GlobalEpoch,
         versions: Versions | None = None,
+        global_outer_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
         tick: timedelta = timedelta(seconds=1),
     ) -> None:
@@ -69,6 +70,7 @@ class Controller:
         self._versions = versions
         #: By which all ranks train.
         self.in_force = None if versions is None else versions.in_force
+        self._global_outer_step = global_outer_step
         self._clock = clock
         self._tick_due = Throttle(tick.total_seconds(), clock=clock)
         self._pending: deque[Action] = deque()
@@ -150,6 +152,10 @@ class Controller:
         if wanted.digest == self.in_force.digest:
             return None
         if keys := restart_keys(self.in_force, wanted):
+            # Behind the network none helps: the next start would take the rules of the network's
+            # outer step again, and end again.
+            if self.state.outer_step < self._global_outer_step:
+                return None
             why = f"version {wanted.head.version} of the network's file takes a restart"
             self._handle_event(
                 ev.StopRequested(f"{why} ({', '.join(keys)})", exit_status=ExitStatus.FAULT)
@@ -173,6 +179,8 @@ class Controller:
         return True
 
     def _handle_event(self, event: ev.Event) -> None:
+        if isinstance(event, ev.GlobalEpochSeen):
+            self._global_outer_step = event.outer_step
         for subscriber in self._subscribers:
             # Before the event itself is decided on: a snapshot belongs to the boundary of its step,
             # and the checkpoint of that boundary shares its copies.

@@ -42,7 +42,7 @@ from distributed_training.common.kinds import import_plugins
 from distributed_training.common.memory import ModelShape, checkpoint_bytes, snapshot_bytes
 from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
 from distributed_training.config import Config, ConfigError, exit_with
-from distributed_training.config.versions import Versions, parse_version, under
+from distributed_training.config.versions import Versions, has_versions, parse_version, under
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.own_text import require_one_sequence
 from distributed_training.data.pipeline import DataPipeline
@@ -281,7 +281,7 @@ def open_connections(
     # First: it imports hivemind, for seconds, while all else is asked.
     swarm_launch = HostLaunch(folder / "swarm")
     stack.callback(swarm_launch.end)
-    if not config.published:
+    if not has_versions(config) or config.data.own:
         require_data(config)
     # wallet and chain
     member = join_network(config, folder, stack, wanted)
@@ -317,18 +317,19 @@ def open_connections(
         unit, prefix = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
         size = f": a model of {parameters / unit:.2f} {prefix} parameters"
     log.info("Global state of outer step %d%s", outer_step, size)
-    if config.published:
+    versions, rules = None, ""
+    if config.network is not None and has_versions(config):
+        first = first_outer_step(folder / "checkpoints", outer_step, seen=seen)
+        versions = open_versions(config.network, folder, global_bucket, first)
+        rules = versions.in_force.files[FILE]
+        # Before its data are asked for: those of the file given may be of the past.
+        config = under(config, versions.in_force)
         fetch_published(config, global_bucket.follow)
         require_data(config)
     tokenizer_path, eos_id = fetch_tokenizer(config, folder)
     if config.data.own:
         length = config.training.sequence_length
         require_one_sequence(config.data, tokenizer_path, eos_id, length)
-    versions, rules = None, ""
-    if config.network is not None and config.network.head.format > 1:
-        first = first_outer_step(folder / "checkpoints", outer_step, seen=seen)
-        versions = open_versions(config.network, folder, global_bucket, first)
-        rules = versions.in_force.files[FILE]
     snapshots = folder / "snapshots"
     uploader = Uploader(settings=config.store, bucket=bucket, folder=folder, snapshots=snapshots)
     stack.callback(uploader.close)
@@ -546,6 +547,7 @@ class RankZero:
             averaging=averaging,
             global_epoch=self.global_epoch,
             versions=connections.versions,
+            global_outer_step=info.global_outer_step,
             tick=context.tick,
         )
         self.server = self._open_server(averaging)

@@ -170,9 +170,10 @@ class BucketReader:
     def version(self, number: int) -> str | None:
         """Return the text of that version of the network's file; None if it is not there.
 
-        Raises StateUnavailable for what is no text.
+        Bytes that are no text are replaced: no signature fits them.
         """
-        return self._parsed(keys.VERSION.format(number), LARGEST_FILE, bytes.decode)
+        key = keys.VERSION.format(number)
+        return self._parsed(key, LARGEST_FILE, lambda data: data.decode(errors="replace"))
 
     def config(self, outer_step: int) -> tuple[dict[str, Any], ConfigExtras]:
         """Return ``config.json`` and its extras. Raises StateUnavailable: missing or damaged."""

@@ -28,7 +28,7 @@ from distributed_training.chain.identity import AddressUnknown, external_ip
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.common.files import write_json
 from distributed_training.config import Config, ConfigError
-from distributed_training.config.versions import Versions, restart_keys, under
+from distributed_training.config.versions import Versions, has_versions, restart_keys, under
 from distributed_training.data.held_out import held_out_batches
 from distributed_training.data.page_source import PageUnavailable
 from distributed_training.health.clock import ClockWatch, measure_offset
@@ -120,7 +120,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
     """
     from tokenizers import Tokenizer
 
-    if not config.published:
+    if not has_versions(config):
         require_data(config)
     member = join_subnet(config, stack)
     clock = ClockWatch(partial(measure_offset, config, member.chain))
@@ -128,7 +128,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
     store = open_own(config.store, config.store.global_model_name)
     check_own(store)
     versions = None
-    if config.network is not None and config.network.head.format > 1:
+    if config.network is not None and has_versions(config):
         versions = open_versions(config, config.network, folder, store)
         config = under(config, versions.in_force)
         claim_global_bucket(store, versions.newest, versions=versions)
@@ -136,7 +136,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         claim_global_bucket(store, config.network)
     # After the claim: a commitment sends everybody to this bucket.
     commit(member, own_commitment(config.store, store.bucket))
-    if config.published:
+    if has_versions(config):
         fetch_published(config, lambda: BucketReader(store))
         publish(config, store, folder / "published.json")
         require_data(config)

@@ -253,4 +253,7 @@ def test_another_version_is_followed_at_its_outer_step_or_by_a_restart(
         assert rig.command().local.rules == "text 1"
         return
     assert (command.action, command.exit_status) == (Action.STOP, ExitStatus.FAULT)
+    behind = Rig(versions=SimpleNamespace(in_force=second, at=versions.at))
+    behind.controller.post(ev.GlobalEpochSeen(outer_step=5, at=0.0))
+    assert behind.command().action is not Action.STOP, "the next start would be in the same place"
     assert "takes a restart (data.rows)" in rig.controller.state.stop_reason

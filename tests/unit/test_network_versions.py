@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -194,6 +195,22 @@ def test_published_files_are_read_where_they_lie_by_the_rules_of_every_version(
     assert later.training.schedule == "constant" and later.published == config.published
     assert later.data.source == config.data.source == f"parquet:{config.published['data']}"
     assert later.miner.global_tokenizer_name == str(config.published["tokenizer"])
+
+
+def test_a_damaged_newer_version_hides_none_that_holds(tmp_path: Path) -> None:
+    chain = Chain(tmp_path, [5, 9])
+    store = MemoryObjectStore("lab")
+    reader = BucketReader(store)
+    bucket = GlobalBucket(open_bucket=lambda: reader, folder=tmp_path, run=5)
+    store.put(keys.VERSION.format(1), chain.texts[0].encode())
+    for damage in (b"\xff", b"[", chain.texts[1].encode()):
+        store.put(keys.VERSION.format(3), damage)
+        second = chain.configs[1].network
+        assert second is not None
+        versions = Versions(second, tmp_path / "run")
+        assert "version 3 of the network's file is refused" in bucket.learn(versions)
+        assert versions.knows(4) and versions.at(4).head.version == 1
+        shutil.rmtree(tmp_path / "run")
 
 
 def test_a_start_goes_on_from_the_step_of_its_checkpoint(tmp_path: Path) -> None:
