@@ -41,6 +41,7 @@ from .types import (
     IpAddress,
     Ipv4Address,
     Key,
+    MemberUid,
     NodeUrl,
     OuterPort,
     Patience,
@@ -616,9 +617,9 @@ class ValidatorSettings(RoundSettings):
     weights: File | None = flag("validator.weights", None)
     """folder as transformers writes it: the weights of outer step 0, when the global bucket is
     empty"""
-    model_from: int | None = flag("validator.model_from", None, ge=0, le=4095)
-    """uid of the member whose model the network goes on with, when the global bucket is empty since
-    it was lost"""
+    model_from: MemberUid | Literal["own", "none"] | None = flag("validator.model_from", None)
+    """what the network goes on with, when the global bucket is empty since it was lost: 'own', the
+    copy in the run folder; a member's uid, its model; 'none', nothing: outer step 0"""
 
     # the founder's look at the model
     export_every: CountFrom0 = flag("validator.export_every", 0)

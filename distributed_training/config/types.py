@@ -252,6 +252,7 @@ _is_bucket = re.compile(r"[a-z0-9][a-z0-9-]{1,61}[a-z0-9]").fullmatch
 Count = Annotated[int, Field(ge=1, le=1_000_000)]
 CountFrom0 = Annotated[int, Field(ge=0, le=1_000_000)]
 Port = Annotated[int, Field(ge=0, le=65535)]  # of this machine; 0: a free one
+MemberUid = Annotated[int, Field(ge=0, le=4095)]
 OuterPort = Annotated[int, Field(ge=1, le=65535)]  # what a router makes of it
 Duration = Annotated[timedelta, _from_text(parse_duration)]
 Wait = Annotated[Duration, Field(ge=SECOND / 10, le=HOUR)]  # for one answer

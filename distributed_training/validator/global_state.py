@@ -167,7 +167,8 @@ class GlobalPublisher:
         except (StateUnavailable, ValueError) as error:
             raise GlobalStateError(
                 f"the state in the global bucket is damaged ({error}), so it is not known where "
-                "training stands: restore its files, or empty the bucket to start anew"
+                "training stands: restore its files, or empty the bucket and say with "
+                "--validator.model_from what the network goes on with"
             ) from None
 
     def publish(self, state: GlobalState, peer_id: str) -> PublicationReport:

@@ -81,7 +81,11 @@ from distributed_training.validator.global_state import (
     initial_weights,
     small_llama,
 )
-from distributed_training.validator.recovery import ask_member_for_state
+from distributed_training.validator.recovery import (
+    ask_member_for_state,
+    read_own_copy,
+    refuse_to_begin_again,
+)
 from distributed_training.validator.reporter import Reporter
 from distributed_training.validator.rounds import RoundCaller, Run
 from distributed_training.validator.scorer import Scorer, Standings
@@ -319,18 +323,24 @@ def build(
     )
     # First: model, swarm and files are all made for the schema that is found.
     found = publisher.load()
-    if found is None and settings.model_from is not None:
+    state, chain, client = found, parts.member.chain, parts.client
+    if state is None and settings.model_from is None:
+        timeout = settings.alive_timeout
+        refuse_to_begin_again(folder / "global", chain=chain, client=client, timeout=timeout)
+    if state is None and settings.model_from == "own":
+        state = read_own_copy(folder / "global")
+    if state is None and isinstance(settings.model_from, int):
         state = ask_member_for_state(
             config,
             settings.model_from,
-            chain=parts.member.chain,
-            client=parts.client,
+            chain=chain,
+            client=client,
             open_bucket=parts.open_bucket,
             folder=folder / "scratch",
             stop=stop,
         )
-    else:
-        state = found or initial_state(config, vocabulary=parts.vocabulary, eos_token=parts.eos_id)
+    if state is None:
+        state = initial_state(config, vocabulary=parts.vocabulary, eos_token=parts.eos_id)
     swarm = parts.swarm(state.schema)
     stack.callback(swarm.close)
     model = EvaluationModel(

@@ -1,4 +1,8 @@
-"""Bring a network back whose global state is lost, with the model of a member.
+"""Bring a network back whose global state is lost, with the validator's copy or a member's model.
+
+An empty bucket is also that of a new network, whose outer step 0 all members would load over what
+they have trained. So nothing is published while somebody is further on, until the master says with
+``--validator.model_from`` what the network goes on with.
 
 Where members upload what is scored alone, no bucket of theirs has the model. So the master asks one
 member for it by name, with IsAlive calls, until an upload has it. These weights are published as
@@ -19,6 +23,7 @@ from distributed_training.config import Config, ConfigError
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys
 from distributed_training.scoring.upload import OpenBucket
+from distributed_training.store.bucket_reader import states
 from distributed_training.store.errors import StoreError
 from distributed_training.training.model import parameter_schema, without_extras
 from distributed_training.training.outer_step import GlobalState, load_weights, model_bytes
@@ -27,6 +32,45 @@ from distributed_training.validator.global_state import GlobalStateError
 log = logging.getLogger(__name__)
 
 _ASK_EVERY = timedelta(seconds=10)
+
+
+def read_own_copy(folder: Path) -> GlobalState:
+    """Return the newest state of ``folder``, where the validator wrote what it has published.
+
+    Raises GlobalStateError where there is none that is whole.
+    """
+    why = "there is none"
+    for outer_step, path in reversed(states(folder)):
+        try:
+            return GlobalState.read(path, outer_step)
+        except (ValueError, OSError) as error:
+            why = f"outer step {outer_step}: {error}"
+    raise GlobalStateError(
+        f"{folder} has no copy of the global state to go on from ({why}), so nothing was "
+        "published: give --validator.model_from the uid of a member that runs"
+    )
+
+
+def refuse_to_begin_again(
+    folder: Path, *, chain: Chain, client: SignedClient, timeout: timedelta
+) -> None:
+    """Raise GlobalStateError where the network of an empty bucket is beyond outer step 0.
+
+    ``folder``: of the validator's copies. ``timeout``: for each member's answer. Raises ChainError.
+    """
+    own = max((outer_step for outer_step, _ in states(folder)), default=0)
+    replies = client.sweep_is_alive([n for n in chain.neurons() if n.port], timeout, epoch=0)
+    steps = {uid: reply.epoch or 0 for uid, reply in replies.items() if reply is not None}
+    furthest = max(steps, key=lambda uid: (steps[uid], -uid), default=None)
+    found = [f"this run folder has a copy of outer step {own}"] if own else []
+    if furthest is not None and steps[furthest]:
+        found.append(f"uid {furthest} is at outer step {steps[furthest]}")
+    if found:
+        raise GlobalStateError(
+            f"the global bucket is empty and {' and '.join(found)}, so nothing was published, "
+            "since all members would load outer step 0: give --validator.model_from own for the "
+            "copy, a member's uid for its model, or none for outer step 0"
+        )
 
 
 def ask_member_for_state(
@@ -48,8 +92,8 @@ def ask_member_for_state(
     if config.store.content == "all":
         raise ConfigError(
             "the network's file says upload.content = all, and its members' uploads do not say how "
-            "many inner steps the network has taken, so nothing was published: leave "
-            "--validator.model_from out"
+            "many inner steps the network has taken, so nothing was published: give "
+            "--validator.model_from own where this run folder has a copy"
         )
     # It uploads at a regular inner step, and may have to finish another upload first.
     patience = config.store.age_limit.total_seconds()

@@ -425,6 +425,8 @@ class World:
                 self.config, self.parts(), folder=self.folder, stop=self.stop, stack=stack
             )
             self.closing = stack.pop_all()
+        self.client.asked.clear()  # of an empty bucket, where the members are
+        self.client.epochs.clear()
         self.publisher = self.validator._publisher
         self.model = self.validator._scorer.evaluator.model
 

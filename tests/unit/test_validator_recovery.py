@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -123,3 +125,54 @@ def test_where_members_upload_all_nobody_is_asked(lost: Lost) -> None:
     with pytest.raises(ConfigError, match=r"upload\.content = all"):
         lost.ask(17, lost.put_model, content="all")
     assert lost.world.client.models_asked == []
+
+
+def test_an_empty_bucket_begins_no_new_run_over_what_members_have_trained(tmp_path: Path) -> None:
+    world = trained(tmp_path)
+    assert world.validator.round()
+    reached, model = world.validator.state, world.miners[3].start
+    world.bucket.objects.clear()
+    both = "a copy of outer step 1 and uid 3 is at outer step 1, so nothing was published"
+    with pytest.raises(GlobalStateError, match=both):
+        world.restart()
+    assert world.client.epochs == [0] and not world.bucket.objects
+
+    give_model_from(world, "own")
+    world.start()
+    state = world.validator.state
+    assert (state.outer_step, state.total_inner_steps) == (1, reached.total_inner_steps)
+    for tensors in zip(state.weights, reached.weights, model, strict=True):
+        assert all(torch.allclose(tensors[0], each, atol=1e-6) for each in tensors)
+    assert state.momentum is not None
+
+    shutil.rmtree(tmp_path / "global")
+    world.bucket.objects.clear()
+    with pytest.raises(GlobalStateError, match=r"no copy .*there is none.*nothing was published"):
+        world.restart()
+    give_model_from(world, None, fails="is empty and uid 3 is at outer step 1, so nothing")
+    world.miners[3].answers = world.miners[17].answers = False
+    give_model_from(world, None)
+    assert not world.found and world.state.outer_step == 0
+    world.miners[3].answers = True
+    give_model_from(world, "none")
+    assert not world.found and world.state.outer_step == 0
+
+
+def give_model_from(
+    world: World, wanted: Literal["own", "none"] | None, *, fails: str = ""
+) -> None:
+    validator = replace(world.config.validator, model_from=wanted)
+    world.config = replace(world.config, validator=validator)
+    with pytest.raises(GlobalStateError, match=fails) if fails else nullcontext():
+        world.restart()
+
+
+def test_a_copy_that_is_not_whole_is_not_gone_on_from(tmp_path: Path) -> None:
+    world = trained(tmp_path)
+    assert world.validator.round()
+    copies = tmp_path / "global"
+    (copies / "epoch-1" / keys.MODEL).write_bytes(b"half")
+    assert recovery.read_own_copy(copies).outer_step == 0
+    (copies / "epoch-0" / keys.OUTER_OPTIMIZER).unlink()
+    with pytest.raises(GlobalStateError, match=r"outer step 0: .*nothing was published"):
+        recovery.read_own_copy(copies)
