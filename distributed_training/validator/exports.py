@@ -127,7 +127,7 @@ class Exports:
             (path for path in self._folder.glob("outer-step-*") if path != target),
             key=lambda path: path.stat().st_mtime,
         )
-        for path in kept[: len(kept) + 1 - self._settings.keep_exports]:
+        for path in kept[: max(0, len(kept) + 1 - self._settings.keep_exports)]:
             shutil.rmtree(path)
         shutil.rmtree(target, ignore_errors=True)  # of a step that a restart took again
         needed = 4 * sum(tensor.numel() for tensor in state.weights) + _RESERVE
@@ -167,6 +167,8 @@ class Exports:
         )
         assert process.stdout is not None
         self._process = process
+        if self._closed:  # before it was there to be ended
+            self._kill(process)
         late = threading.Event()
 
         def end() -> None:
