@@ -143,9 +143,9 @@ class Reporter:
         speed = None
         if len(good) == 2 and good[1].ended > good[0].ended:
             speed = round(good[1].tokens / (good[1].ended - good[0].ended), 1)
-        left = None
-        if self.due_at is not None:
-            left = max(0, self.due_at - self.chain.block()) * self.seconds_per_block
+        left, block = None, self._block()
+        if self.due_at is not None and block is not None:
+            left = max(0, self.due_at - block) * self.seconds_per_block
         return NetworkReport(
             phase=self.phase,
             outer_step=self.outer_step,
@@ -164,6 +164,11 @@ class Reporter:
             rounds=rounds,
             members=tuple(members),
         )
+
+    def _block(self) -> int | None:
+        with suppress(ChainError):  # nor is a stop, or the metrics of an outage, held up by it
+            return self.chain.block()
+        return None
 
     def _measure(self, report: NetworkReport) -> None:
         registry, now = self.metrics.registry, time.time()
@@ -190,7 +195,7 @@ class Reporter:
             "network_next_round_timestamp_seconds": None if left is None else now + left,
             "network_tokens": report.tokens,
             "network_tokens_per_second": report.tokens_per_second,
-            "chain_block": self.chain.block(),
+            "chain_block": self._block(),
             "chain_age_seconds": self.chain.age().total_seconds(),
             "disk_free_bytes": disk,
             "memory_bytes": memory,

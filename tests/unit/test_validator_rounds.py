@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from distributed_training.chain.base import ChainUnavailable
 from distributed_training.chain.server import ROUND_BOUNDS
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, synapses
@@ -237,6 +238,22 @@ def test_a_member_without_a_score_is_told_why(world: World) -> None:
     assert "gradients.pt" in found[3] and "upload is 100000" in found[17], found
     world.miners[17].run_id = "another"
     assert causes()[17] == "its network's file is another version"
+
+
+def test_a_chain_that_is_away_keeps_no_stop_and_no_metrics_back(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.validator.score()
+
+    def away() -> int:
+        raise ChainUnavailable("it does not answer")
+
+    monkeypatch.setattr(world.chain, "block", away)
+    world.stop.set()
+    world.validator.run()
+    assert world.events.of("stop") and world.events.of("network")[-1]["verdict"] == "stopped"
+    figures = read_metrics(world.folder / "metrics.prom")
+    assert "dt_chain_block" not in figures and figures["dt_network_members"] == 2
 
 
 def test_a_registry_that_hangs_costs_a_round_seconds(
