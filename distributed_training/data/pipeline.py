@@ -118,6 +118,7 @@ class DataPipeline:
         self._places: dict[int, int] = {}
         self._next_place = 0
         self._returned: list[int] = []  # of blocks that could not be prepared
+        self._passes_over = False  # them, once
         # The position in the block in training
         self._current = 0
         self._sequences = 0  # ordered of it
@@ -173,12 +174,14 @@ class DataPipeline:
     def _place(self, block: int) -> int:
         """Return where ``block`` begins in own text: at a place of its own, once it has one."""
         if block not in self._places:
-            if self._returned:
+            # Not at once: text on a bad sector would keep back all that is left, for ever.
+            if self._returned and not self._passes_over:
                 self._places[block] = self._returned.pop(0)
             else:
                 self._places[block] = self._next_place
                 units, _ = units_of_block(self._settings, self._spec.sequence_length)
                 self._next_place += units * self._spec.world_size
+            self._passes_over = False
         return self._places[block]
 
     def ready(self, block: int) -> int | None:
@@ -202,6 +205,7 @@ class DataPipeline:
             self._blocks[answer.block] = None
             if answer.block in self._places:  # or its text would be lost with it
                 self._returned.append(self._places.pop(answer.block))
+                self._passes_over = True
             return
         self._counts.update(answer.counts)
         for problem in answer.missing:

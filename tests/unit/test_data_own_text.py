@@ -284,8 +284,25 @@ def test_text_of_a_disk_that_is_away_is_not_lost(
 
         made._receive(own_text_failure(made, 2))
         second = serve(made, 3, 10**9)
+        waits = made.state_dict()
+        third = serve(made, 4, 10**9)
         position = made.state_dict()
-    assert first and second and position["next"] == 2 and not position["returned"]
+    assert first and second and third and len({*first, *second, *third}) > len({*first, *second})
+    assert waits["next"] == 3 and waits["returned"] == [1] and not position["returned"]
+
+
+def test_text_that_can_never_be_read_keeps_back_no_other(
+    tmp_path: Path, tokenizer: Tokenizer, own_files: Path
+) -> None:
+    made = DataPipeline(spec(tmp_path / "run", tokenizer, own_files), micro_batch_size=2)
+    with closing(made):
+        served = []
+        for block in range(1, 13):
+            if made._place(block) == 0:  # on a bad sector
+                made._receive(own_text_failure(made, block))
+            else:
+                served.append(serve(made, block, 10**9))
+    assert len(served) >= 6 and len({s for block in served for s in block}) == sum(map(len, served))
 
 
 def own_text_failure(made: DataPipeline, block: int):  # type: ignore[no-untyped-def]
