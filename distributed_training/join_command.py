@@ -54,6 +54,10 @@ from distributed_training.store.s3 import S3ObjectStore
 _NOTHING = "so nothing was written"
 
 
+class _Unfinished(RuntimeError):
+    """It failed with a hotkey that may have a uid, and so is kept. Run again it goes on."""
+
+
 def build_parser() -> Parser:
     lines = (__doc__ or "").splitlines()
     parser = Parser(
@@ -75,6 +79,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_with(error)
     except ChainError as error:
         print(f"error: {error} ({_NOTHING})", file=sys.stderr)
+    except _Unfinished as error:
+        print(f"error: {error}: run the same command again", file=sys.stderr)
     except OSError as error:
         print(f"error: {error.filename}: {error.strerror}: correct it and repeat", file=sys.stderr)
     except (EOFError, KeyboardInterrupt):
@@ -84,11 +90,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def join(options: argparse.Namespace, words: Sequence[str]) -> int:
-    """Join, and return the doctor's status. Raises ConfigError, ChainError, OSError."""
+    """Join, and return the doctor's status.
+
+    Raises ConfigError, ChainError, OSError, _Unfinished.
+    """
     others: list[str] = []
     found = read_argv(words, schema("miner"), others=others)
     if len(others) > 1:
-        raise ConfigError(f"{others[1]!r:.100} is one word too many, {_NOTHING}: see --help")
+        # Not shown: of an invitation that was broken in two it is the secret.
+        raise ConfigError(f"the {len(others)}. word is one word too many, {_NOTHING}: see --help")
     text = others[0] if others else getpass.getpass("invitation: ")
     place, token = _parts(text)
     with ExitStack() as undo:
@@ -100,7 +110,7 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
         variables |= {INVITATION: token} if token else {}
         dotenv_with(variables)  # it may refuse one
         uid, keys = _register(config, undo)
-        undo.pop_all()  # a hotkey with a uid stays, whatever comes
+        undo.pop_all()
     config = _with_keys(config, keys)
     assert config.network is not None  # it was named
     config.run_folder.mkdir(parents=True, exist_ok=True)
@@ -188,7 +198,8 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, dict[str, st
     """Make the hotkey if it is not there, and register it.
 
     Returns its uid, None where no registry gives one, and the variables of the store's keys that
-    the registry hands out. Raises ConfigError, ChainError. ``undo`` removes a hotkey that was made.
+    the registry hands out. Raises ConfigError, ChainError, _Unfinished. ``undo`` removes a hotkey
+    that was made.
     """
     from distributed_training.chain.identity import create_wallet, load_wallet
 
@@ -197,8 +208,8 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, dict[str, st
     path = folder / settings.wallet_name / "hotkeys" / settings.wallet_hotkey
     is_new = not path.exists() and not there  # else a lost one, which load_wallet() names
     if is_new:
-        made = [path, path.with_name(f"{path.name}pub.txt"), *path.parents]
-        undo.callback(_remove, *(each for each in made if not each.exists()))
+        files = [path, path.with_name(f"{path.name}pub.txt"), *path.parents]
+        undo.callback(_remove, *(each for each in files if not each.exists()))
         try:
             hotkey = create_wallet(folder, settings.wallet_name, settings.wallet_hotkey)
         except OSError as error:
@@ -211,7 +222,7 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, dict[str, st
         _refuse(check_keys(config))
         print(f"{hotkey.ss58} gets its uid by: {how_to_register(settings)}")
         return None, {}
-    from distributed_training.chain.registry import answering
+    from distributed_training.chain.registry import RefusedWrite, answering
 
     with answering(
         url=str(settings.registry_url),
@@ -229,8 +240,27 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, dict[str, st
             )
         if not (handed := config.any_key and chain.hands_out_keys()):
             _refuse(check_keys(config))
-        uid = chain.register() if uid is None else uid
-        keys = (chain.store_keys() if handed else None) or {}
+        if uid is None:
+            for variable in config.key_variables if handed else ():
+                if getattr(config.store, variable.removeprefix("R2_").lower()):
+                    raise ConfigError(
+                        f"{variable} is set and this network's registry gives its members keys, "
+                        f"{_NOTHING}: take the keys out of .env, or give --folder"
+                    )
+            # From here on the hotkey may have the uid, whatever answer comes or does not: without
+            # it both are lost, and the invitation with them.
+            made = undo.pop_all()
+            try:
+                uid = chain.register()
+            except RefusedWrite:
+                made.close()
+                raise
+            except ChainError as error:
+                raise _Unfinished(f"{error}, so the hotkey {path} may have a uid") from None
+        try:
+            keys = (chain.store_keys() if handed else None) or {}
+        except ChainError as error:
+            raise _Unfinished(f"{error}, so uid {uid} has no keys yet") from None
     print(f"hotkey {hotkey.ss58} with uid {uid}, {path}{': keep a copy of it' if is_new else ''}")
     return uid, keys
 

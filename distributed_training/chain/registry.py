@@ -124,7 +124,14 @@ class Answer(NamedTuple):
     body: bytes
 
 
-class _NoSuchPath(ChainError):
+class RefusedWrite(ChainError):
+    """It was not sent, or the registry answered that it does not do it.
+
+    After any other failure it may be done.
+    """
+
+
+class _NoSuchPath(RefusedWrite):
     """The registry is of a version without this write."""
 
 
@@ -304,7 +311,7 @@ class RegistryChain(Chain):
         inside = self._private or url.hostname in ("127.0.0.1", "localhost", "::1")
         if url.scheme != "https" and not inside:
             what = "an invitation is" if kind == "register" else "keys are"
-            raise ChainError(
+            raise RefusedWrite(
                 f"{kind}: {what} a secret, and {self._url} is not https, so it was not sent: its "
                 "founder gives an https:// URL as chain.url of the network's file, or private = "
                 "true there, of machines in one private network"
@@ -331,7 +338,7 @@ class RegistryChain(Chain):
                     f"{apart:+.0f} s from the registry's: see whether timedatectl says "
                     "'synchronized: yes')"
                 )
-            raise ChainError(f"{kind}: {message}")
+            raise RefusedWrite(f"{kind}: {message}")
         if kind in ("commit", "serve"):
             self._written[kind] = fields
         return content["result"]

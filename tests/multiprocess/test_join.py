@@ -16,9 +16,12 @@ from pathlib import Path
 import pytest
 
 from distributed_training import doctor, join_command, network_command
+from distributed_training.chain.base import ChainError
 from distributed_training.chain.identity import create_wallet
+from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.ports import free_ports
 from distributed_training.config import load_config
+from distributed_training.config.loader import read_dotenv
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.node.buckets import check_own, open_own
 from distributed_training.registry import __main__ as registry
@@ -133,7 +136,8 @@ def test_one_line_makes_a_miner_and_again_takes_it_over(
     assert (home / ".bittensor/wallets/lab/hotkeys/default").exists()
     kept = (here / ".env").read_text()
     assert (here / ".env").stat().st_mode & 0o777 == 0o600
-    assert kept.startswith("# mine\n") and f"DT_INVITATION='{token}'" in kept
+    assert kept.startswith("# mine\n")
+    assert read_dotenv(here / ".env")["DT_INVITATION"] == token
     assert token not in (here / "miner.toml").read_text() + out
     before = everything(home)
     for words in ([invitation], [f"{lab.url}/network.toml"]):
@@ -242,6 +246,24 @@ def test_a_wallet_that_is_named_is_taken_over(lab: Lab, home: Path, invitation: 
     assert create_wallet(home / ".bittensor" / "wallets", "lab").ss58 == hotkey
 
 
+def test_a_hotkey_that_may_have_a_uid_is_kept(
+    lab: Lab, home: Path, invitation: str, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    write_keys(lab, home / "here")
+    register = RegistryChain.register
+
+    def lose_the_answer(chain: RegistryChain) -> int:
+        register(chain)
+        raise ChainError("register: ReadTimeout")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RegistryChain, "register", lose_the_answer)
+        assert join_command.main([invitation]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "may have a uid" in line and "run the same command again" in line
+    assert join_command.main([invitation]) == 0, "the invitation was good for one"
+
+
 def test_no_invitation_is_made_to_a_file_that_the_registry_does_not_serve(
     lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,11 +290,28 @@ def test_the_doctor_runs_for_real(lab: Lab, home: Path, invitation: str) -> None
 
 
 def test_keys_that_the_registry_hands_out_are_in_the_env_file(
-    lab: Lab, home: Path, invitation: str, capsys: pytest.CaptureFixture[str]
+    lab: Lab,
+    home: Path,
+    invitation: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     here = home / "here"
     lab.stop()
     lab.serve("--store", str(lab.folder / "store"))
+    write_keys(lab, here)
+    before = everything(home)
+    assert join_command.main([invitation]) == 2, "before a uid is taken"
+    assert "take the keys out of .env" in capsys.readouterr().err and everything(home) == before
+    (here / ".env").unlink()
+
+    def fail(chain: RegistryChain) -> None:
+        raise ChainError("store_keys: ReadTimeout")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RegistryChain, "store_keys", fail)
+        assert join_command.main([invitation]) == 1
+    assert "run the same command again" in capsys.readouterr().err
     for _ in range(2):  # the second time they are there
         assert join_command.main([invitation]) == 0
         bucket = f"lab-{uid_in(capsys.readouterr().out):03d}"
