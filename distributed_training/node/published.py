@@ -178,19 +178,22 @@ def publish(config: Config, store: ObjectStore, journal: Path) -> None:
     ``journal``: file by which an upload goes on after a restart. Call it after
     :func:`fetch_published`. Raises StoreError, OSError.
     """
-    for folder in config.published.values():
+    there = {each.key: each.size for each in Retry(each=_SMALL)(store.list_objects, _key(""))}
+    for what, folder in config.published.items():
         files = _FILES.validate_json((folder / LIST).read_bytes())
-        objects = [(_key(listed.sha256), folder / name) for name, listed in files.items()]
-        missing = [each for each in objects if _lacks(store, *each)]
+        # By key: files of equal bytes are one object, which is not sent in parts twice at once.
+        missing = {
+            _key(listed.sha256): folder / name
+            for name, listed in files.items()
+            if there.get(_key(listed.sha256)) != listed.size
+        }
+        if missing:  # of data it may take hours
+            log.info("Publishing the network's %s: %d files", what, len(missing))
+        of_list = _key(folder.name), folder / LIST
         with Sender(store=store, journal=Journal(journal), deadline=deadline_in(_LONG)) as sender:
-            sender.upload_all(missing)
-            if missing or _lacks(store, _key(folder.name), folder / LIST):
-                sender.upload_all([(_key(folder.name), folder / LIST)])
-
-
-def _lacks(store: ObjectStore, key: str, path: Path) -> bool:
-    info = Retry(each=_SMALL)(store.head, key)
-    return info is None or info.size != path.stat().st_size
+            sender.upload_all(missing.items())
+            if missing or there.get(of_list[0]) != of_list[1].stat().st_size:
+                sender.upload_all([of_list])
 
 
 def _is(path: Path, listed: Listed) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -199,3 +201,17 @@ def test_a_folder_of_nothing_founds_nothing(tmp_path: Path) -> None:
     with pytest.raises(published.ConfigError, match="cannot be published"):
         list_files(tmp_path / "empty", tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["empty"]
+
+
+def test_equal_files_in_parts_are_sent_once_and_nothing_is_asked_for_singly(
+    tmp_path: Path, store: S3ObjectStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "data").mkdir()
+    for name in ("a", "b"):
+        (tmp_path / "data" / name).write_bytes(b"x" * (17 * 2**20))
+    digest = list_files(tmp_path / "data", tmp_path)
+    folders = SimpleNamespace(published={"data": tmp_path / digest})
+    publish(cast(Config, folders), store, tmp_path / "journal.json")
+    assert {each.size for each in store.list_objects("files/") if each.size > 2**20} == {17 * 2**20}
+    monkeypatch.setattr(store, "head", None)
+    publish(cast(Config, folders), store, tmp_path / "journal.json")
