@@ -30,8 +30,11 @@ from typing import Any
 
 from distributed_training.common.files import atomic_file
 from distributed_training.common.ports import free_ports
+from distributed_training.common.processes import limit_resources
 
 CREDENTIALS, MEMBERS = "credentials.json", "members.json"
+_MOST_CONNECTIONS = 512  # at each port
+_IDLE = 60.0  # seconds without a byte after which a connection is closed, as Swift has it
 _INSIDE = "X-Of-This-Process"  # header of a request from one of the four servers to another
 
 
@@ -156,6 +159,7 @@ def _only_inside(app: Any, token: str) -> Callable[[Mapping[str, str], Any], Ite
 
 def serve(folder: Path, host: str, port: int) -> None:
     """Serve until SIGTERM. Raises OSError where ``host`` and ``port`` cannot be used."""
+    limit_resources()  # each connection opens others behind, and files
     with warnings.catch_warnings():  # it warns of itself, in ten lines at each start
         warnings.simplefilter("ignore")
         import eventlet
@@ -189,7 +193,9 @@ def serve(folder: Path, host: str, port: int) -> None:
             eventlet_wsgi.server,
             eventlet.listen(address, family=family, backlog=512),
             app if outside else _only_inside(app, token),
-            custom_pool=eventlet.GreenPool(512),
+            custom_pool=eventlet.GreenPool(_MOST_CONNECTIONS),
+            # Or as many connections that say nothing, from anywhere, shut everybody out for good.
+            socket_timeout=_IDLE,
             protocol=wsgi.SwiftHttpProtocol,
             log_output=False,
             debug=False,
