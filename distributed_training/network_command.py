@@ -353,6 +353,11 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
                 "--store embedded with --netuid, so nobody would hand out its keys and no network "
                 "was founded: give --registry, or --store the URL of another"
             )
+        if "/" in str(rules["store"]["global_bucket"]):
+            raise ConfigError(
+                "--store embedded with members in prefixes of one bucket, whose keys are of a "
+                "bucket each, so no network was founded: give --bucket a name without '/'"
+            )
         # Its keys are not sent, and what is stored travels as it is.
         plain = not str(rules["store"]["endpoint"]).startswith("https://")
         if plain and rules.get("private") is not True:

@@ -194,6 +194,7 @@ def _registry(given: argparse.Namespace) -> Registry:
     """Open the registry of ``--folder``, or found it. Raises ConfigError, StoreFault."""
     from distributed_training.common.files import FSTAB, late_mount
     from distributed_training.registry import store
+    from distributed_training.store.server import CREDENTIALS
 
     # Read again at every start: what it says now is compared with the founding.
     in_file, given.global_bucket, given.files = [], "", {}
@@ -201,6 +202,12 @@ def _registry(given: argparse.Namespace) -> Registry:
         raise ConfigError(
             "--store without --network, so the buckets of the members would have no name and "
             "nothing was started: give --network too"
+        )
+    # Keys made here would be none of the store's.
+    if given.store is not None and not (given.store / CREDENTIALS).is_file():
+        raise ConfigError(
+            f"there is no {CREDENTIALS} in {given.store}, so it is no object store's folder and "
+            "nothing was started: correct --store"
         )
     if given.network is not None:
         config = load_config("validator", ["--network", given.network], check=False)

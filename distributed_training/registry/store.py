@@ -394,7 +394,10 @@ class Registry(Ledger):
             return None
         folder, global_bucket = self.object_store
         self.let_into_store()
-        return member_keys(folder, hotkey, miner_bucket(global_bucket, uid))
+        try:
+            return member_keys(folder, hotkey, miner_bucket(global_bucket, uid))
+        except (OSError, ValueError) as error:
+            raise ChainError(f"store_keys: the keys in {folder} cannot be read ({error})") from None
 
     def let_into_store(self) -> None:
         """Tell the object store beside this registry who is a member, where that has changed.

@@ -338,6 +338,13 @@ def test_a_member_gets_the_keys_of_its_own_bucket(tmp_path: Path) -> None:
             chain.store_keys()
 
 
+def test_a_folder_without_a_store_hands_out_no_keys(tmp_path: Path, capsys) -> None:
+    words = ["serve", "--folder", str(tmp_path / "registry"), "--name", "lab", "--network", "local"]
+    assert program.main([*words, "--store", str(tmp_path)]) == 2
+    assert "is no object store's folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def test_keys_of_a_store_travel_encrypted_only_and_are_not_believed() -> None:
     chain = RegistryChain(url="http://203.0.113.7", wallet=MINER)
     with closing(chain), pytest.raises(ChainError, match="keys are a secret"):

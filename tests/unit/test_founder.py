@@ -171,6 +171,14 @@ def test_an_embedded_store_is_for_private_networks(
         assert plan.places["store"] == ("127.0.0.1", 9000)
 
 
+def test_members_of_an_embedded_store_have_a_bucket_each(tmp_path: Path, capsys) -> None:
+    more = ("--name", "lab", "--data-source", "stdlib", "--store", "embedded", "--host", "10.0.0.5")
+    where = ("--registry", "http://10.0.0.5:8100", "--bucket", "shared/lab")
+    assert main(["init", str(tmp_path / "lab"), *more, *where]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no network was founded" in line and not (tmp_path / "lab").exists()
+
+
 def test_no_embedded_store_without_its_program(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(founder, "find_spec", lambda name: None)
     more = ("--name", "lab", "--data-source", "stdlib", "--store", "embedded", "--host", "10.0.0.5")
