@@ -22,8 +22,10 @@ from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from distributed_training.common.files import atomic_file, parse_toml
@@ -34,6 +36,9 @@ from distributed_training.config.types import ConfigAway, ConfigError
 from distributed_training.network import FILE
 from distributed_training.protocol.types import FINAL, ExitStatus
 from distributed_training.store import server
+
+if TYPE_CHECKING:
+    from distributed_training.node.start import StopSignals
 
 MASTER = "master"  # name of the wallet
 RUN_FILE = "run.toml"
@@ -53,7 +58,7 @@ _EFFECT = {
 }
 _READY = timedelta(minutes=3)  # of store and registry, on a busy machine
 _SERVICES_STOP = timedelta(seconds=20)
-_VALIDATORS_MORE = timedelta(seconds=25)  # beyond its stop timeout, as pm2 gives it
+_VALIDATOR_STOPS = timedelta(seconds=540)  # what it publishes; pm2 and others wait 600 s for all
 _TRIAL = (
     "this store is made for a laboratory or a trial: one copy of each object, one process; keep "
     "backups of what you need (docs/found-a-network.md)"
@@ -260,11 +265,11 @@ def refuse_place(folder: Path) -> None:
 
 @dataclass
 class _Running:
-    """The programs of one run. ``stop``: of all of them, asked for."""
+    """The programs of one run, and the ``signals`` by which all are asked to stop."""
 
     plan: Plan
     mark: Mark
-    stop: threading.Event
+    signals: StopSignals
     validators_stop: timedelta
     programs: dict[str, Program] = field(default_factory=dict)
 
@@ -287,17 +292,21 @@ class _Running:
             log_line=log_line,
             final=FINAL,
         )
-        self.programs[name] = program
         program.start()
+        self.programs[name] = program
         deadline = time.monotonic() + _READY.total_seconds()
         while name != _VALIDATOR and not ready.wait(0.1):
-            if self.stop.is_set() or program.refused is not None or time.monotonic() > deadline:
+            if (
+                self.signals.stop.is_set()
+                or program.refused is not None
+                or time.monotonic() > deadline
+            ):
                 return False
         return True
 
     def follow(self) -> int:
         """Wait for the stop; return the exit status."""
-        while not self.stop.wait(0.2):
+        while not self.signals.stop.wait(0.2):
             for name, program in self.programs.items():
                 if (status := program.refused) is not None:
                     say(f"the {name} ended with status {status}, which no start helps")
@@ -305,9 +314,20 @@ class _Running:
         return ExitStatus.STOPPED
 
     def end(self) -> None:
-        """End the validator, then what it needs, then whatever is left of them."""
+        """End the validator, then what it needs, then whatever is left of them.
+
+        A second Ctrl-C ends at once what does not end by itself.
+        """
         for name, program in reversed(self.programs.items()):
-            program.close(timeout=self.validators_stop if name == _VALIDATOR else _SERVICES_STOP)
+            limit = self.validators_stop if name == _VALIDATOR else _SERVICES_STOP
+            if name == _VALIDATOR:
+                say(f"stopping: the validator first, in at most {limit.total_seconds():.0f} s")
+            closing = threading.Thread(target=partial(program.close, timeout=limit), daemon=True)
+            closing.start()
+            while closing.is_alive():
+                closing.join(0.2)
+                if self.signals.hurry:
+                    program.close(timeout=timedelta(0))
         for left in self.mark.end(settle=timedelta(seconds=5), grace=timedelta(seconds=5)):
             say(f"had to be ended: {left}")
 
@@ -326,7 +346,7 @@ def run(folder: Path) -> int:
         # What a killed one left is ending, and has its ports until then.
         mark.end(settle=timedelta(seconds=90), grace=timedelta(seconds=5))
         config = check(plan)
-        running = _Running(plan, mark, signals.stop, config.miner.stop_timeout + _VALIDATORS_MORE)
+        running = _Running(plan, mark, signals, max(config.miner.stop_timeout, _VALIDATOR_STOPS))
         stack.callback(running.end)
         for name in plan.words:
             if not running.start(name):
@@ -340,7 +360,7 @@ def run(folder: Path) -> int:
 
 
 def _why_not(running: _Running, name: str) -> int:
-    if running.stop.is_set():
+    if running.signals.stop.is_set():
         return ExitStatus.STOPPED
     if (status := running.programs[name].refused) is not None:
         return status

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import re
 import shlex
 import shutil
 import socket
 import subprocess
+import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
 from distributed_training import founder
 from distributed_training.common.ports import free_ports
+from distributed_training.common.processes import ChildLog, Mark, Program
 from distributed_training.config import load_config
 from distributed_training.network_command import main
+from distributed_training.node.start import StopSignals
 from distributed_training.registry.__main__ import parser as registry_parser
 from tests.tools.pm2 import needs_node
 
@@ -147,6 +154,28 @@ def test_two_runs_of_one_folder_are_refused(lab: Path, capsys, monkeypatch) -> N
     with sole_user(lab, "run.lock", "dt-network run"):
         assert main(["run", "lab"]) == 2
     assert "a dt-network run (pid ?) is running in lab" in capsys.readouterr().err
+
+
+def test_a_second_ctrl_c_ends_a_program_that_does_not_stop(tmp_path: Path) -> None:
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
+    lines: queue.SimpleQueue[ChildLog] = queue.SimpleQueue()
+    program = Program(
+        "The validator",
+        [sys.executable, "-c", f"{code}; time.sleep(100)"],
+        environment=os.environ,
+        effect="",
+        log_line=lines.put,
+        final=(),
+    )
+    program.start()
+    assert lines.get(timeout=60).text == "1"
+    signals = StopSignals()
+    signals.hurry = True
+    running = founder._Running(None, Mark("DT_TEST", str(tmp_path)), signals, timedelta(seconds=99))
+    running.programs["validator"] = program
+    began = time.monotonic()
+    running.end()
+    assert time.monotonic() - began < 50 and not psutil.pid_exists(program.pid)
 
 
 @pytest.mark.parametrize(
