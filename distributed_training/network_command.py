@@ -69,6 +69,7 @@ from distributed_training.network import (
 from distributed_training.protocol.keys import CONFIG
 from distributed_training.protocol.metadata import LONGEST_KEY, parse_config
 from distributed_training.protocol.types import ExitStatus
+from distributed_training.registry.__main__ import FIXED
 from distributed_training.store.errors import StoreError
 from distributed_training.store.server import store_keys
 
@@ -501,6 +502,11 @@ def _next_version(
         raise ConfigError(
             f"{key} is another one than in version {newest}, so this would be another network and "
             "nothing was signed: found that one by dt-network init"
+        )
+    if flat.get("chain.kind") == "registry" and (fixed := changed & {*FIXED.values()}):
+        raise ConfigError(
+            f"{min(fixed)} is another one than in version {newest}, and a registry keeps for good "
+            "what it was founded with, so nothing was signed: set it back there"
         )
     # Nothing would publish the new files, and members read those that they have.
     if "data.files" in changed or ("data.files" in flat and "data.source" in changed):

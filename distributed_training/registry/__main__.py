@@ -216,12 +216,12 @@ def _registry(given: argparse.Namespace) -> Registry:
         assert network is not None  # it was named
         given.files = network.files
         in_network = {**network.values, "name": network.head.name}
-        in_file = [field for field in _FIXED if getattr(given, field) is None]
+        in_file = [field for field in FIXED if getattr(given, field) is None]
         for field in in_file:
-            setattr(given, field, in_network.get(_FIXED[field]))
+            setattr(given, field, in_network.get(FIXED[field]))
     if (given.folder / store.FILE).exists():
         registry = store.Registry.at(given.folder, None)
-        for field, key in _FIXED.items():
+        for field, key in FIXED.items():
             wanted, has = getattr(given, field), getattr(registry.charter, field)
             if wanted is not None and wanted != has:
                 registry.close()
@@ -262,7 +262,7 @@ def _registry(given: argparse.Namespace) -> Registry:
 
 
 #: What a registry is founded with for good, and the key of a network's file that says it.
-_FIXED = {
+FIXED = {
     "name": "name",
     "master": "chain.master_hotkey",
     "seconds_per_block": "round.seconds_per_block",

@@ -393,6 +393,14 @@ def test_another_model_is_another_network(
     assert file.read_text() == text
 
 
+def test_no_version_has_what_the_registry_would_refuse(tmp_path: Path, capsys) -> None:
+    assert found(tmp_path / "lab") == 0
+    file = tmp_path / "lab" / "network.toml"
+    file.write_text(re.sub(r"(?m)^max_uids = .*$", "max_uids = 9", file.read_text()))
+    assert main(["sign", str(file)]) == 2
+    assert "limits.max_uids is another one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("other", ['"stdlib"', f'"parquet:data"\nfiles = "{"1" * 64}"'])
 def test_no_version_has_data_that_nobody_would_publish(tmp_path: Path, capsys, other: str) -> None:
     text = tmp_path / "text"
