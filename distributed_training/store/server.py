@@ -84,7 +84,7 @@ def write_members(folder: Path, members: Mapping[str, str]) -> None:
 
 # "copy" stands before "slo", or copying a multipart object copies its manifest.
 _FILTERS = (
-    *("catch_errors", "gatekeeper", "memcache", "listing_formats", "bulk", "s3api"),
+    *("catch_errors", "gatekeeper", "memcache", "listing_formats", "s3api"),
     *("copy", "slo", "dlo", "versioned_writes", "symlink"),
 )
 _SETTINGS = {  # of some filters

@@ -90,6 +90,8 @@ def test_no_request_without_a_signature_is_answered(server: ObjectStoreServer) -
             ("PUT", "/stranger"),
             ("DELETE", f"/disk/0/AUTH_{account}/lab-001/a"),
             ("GET", "/auth/v1.0"),
+            ("POST", f"/v1/AUTH_{account}?bulk-delete"),
+            ("PUT", f"/v1/AUTH_{account}/stranger?extract-archive=tar"),
         ):
             headers = {"X-Timestamp": "9999999999.0", "X-Auth-User": "a:b", "X-Auth-Key": "c"}
             url = f"http://127.0.0.1:{port}{path}"
