@@ -183,8 +183,8 @@ class Exports:
             # Its end: of all that hold it, a process left in the background too.
             while data := os.read(process.stdout.fileno(), _TAIL):
                 tail = (tail + data)[-_TAIL:]
+        status = process.wait()  # in time too: it may have closed what it prints to
         timer.cancel()
-        status = process.wait()
         lines = [line for line in tail.decode(errors="replace").splitlines() if line.strip()]
         last = lines[-1].strip() if lines else ""
         if status:

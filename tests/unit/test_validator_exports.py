@@ -172,6 +172,13 @@ def test_one_that_hangs_is_killed_with_all_that_it_started(
     assert len([r for r in caplog.records if r.levelno == logging.WARNING]) == 1
 
 
+def test_one_that_hangs_without_its_output_is_killed_in_time_too(lab: Lab) -> None:
+    hangs = "import os, time\nos.close(1), os.close(2)\ntime.sleep(600)"
+    lab.open(hangs, longest=timedelta(seconds=3))
+    event = lab.look()
+    assert not event["ok"] and "did not end within 0:00:03" in event["reason"]
+
+
 def test_a_stop_ends_it_and_a_start_ends_what_a_kill_left(lab: Lab) -> None:
     exports = lab.open(HANGS)
     exports.after(state(1))
