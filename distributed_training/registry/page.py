@@ -48,7 +48,6 @@ _ANSWERS = {
     "other file": "other network file",
     "new": "not asked yet",
 }
-_MOST_CURVE = 500  # points
 
 
 def draw_page(registry: Registry) -> str:
