@@ -207,15 +207,16 @@ def open_versions(config: Config, network: Network, folder: Path, store: ObjectS
     return versions
 
 
-def follow_rules(config: Config, parts: Parts) -> Callable[[int], Config | None]:
+def follow_rules(config: Config, parts: Parts) -> Callable[[int, str], Config | None]:
     """Return what looks for versions, and gives the rules of an outer step if they are others.
 
-    It raises NetworkFailure for rules that take a restart.
+    It gets why the network is finished, which the bucket goes on to say. It raises NetworkFailure
+    for rules that take a restart.
     """
     versions, problem = parts.versions, ""
     published = versions.newest if versions is not None else None
 
-    def look(outer_step: int) -> Config | None:
+    def look(outer_step: int, finished: str) -> Config | None:
         nonlocal problem, published
         if versions is None or config.network is None:
             return None
@@ -225,8 +226,9 @@ def follow_rules(config: Config, parts: Parts) -> Callable[[int], Config | None]
         problem = found
         if versions.newest is not published:
             try:
-                claim_global_bucket(parts.store, versions.newest, versions=versions)
-                published = versions.newest
+                newest = versions.newest
+                claim_global_bucket(parts.store, newest, finished=finished, versions=versions)
+                published = newest
             except StoreError as error:  # again at the next look
                 log.warning("The new version of the network's file is not published: %s", error)
         wanted = versions.at(outer_step)

@@ -161,7 +161,7 @@ class Validator:
         ending: Ending,
         reporter: Reporter,
         after_step: Callable[[GlobalState], None] = lambda state: None,
-        follow_rules: Callable[[int], Config | None] = lambda outer_step: None,
+        follow_rules: Callable[[int, str], Config | None] = lambda outer_step, finished: None,
     ) -> None:
         # collaborators
         self._follow_rules = follow_rules
@@ -189,7 +189,7 @@ class Validator:
         self._scored_at = -1
         self._weights_at = -1
         self.finished = ""  # why no round is called any more
-        self._finish_shown = False
+        self._finish_shown = ""  # of it, in the bucket
 
     @property
     def blocks_per_allreduce(self) -> int:
@@ -266,16 +266,7 @@ class Validator:
 
         Raises ChainError, Stopped, and GlobalStateError if the bucket is ahead of us.
         """
-        if (config := self._follow_rules(self.state.outer_step)) is not None:
-            self._settings, self._rounds.rules_id = config.validator, config.rules_id
-            self._held_out = replace(self._held_out, limit=config.loss_limit)
-            self._ending = replace(self._ending, reached=config.finished)
-            assert config.network is not None
-            log.info(
-                "Outer step %d is trained by version %d of the network's file",
-                self.state.outer_step,
-                config.network.head.version,
-            )
+        self._adopt_rules()
         if self._unsure:
             with suppress(StoreError):  # asked again at the next tick
                 reached = unless_stopped(self._publisher.outer_step, stop=self._stop)
@@ -286,11 +277,11 @@ class Validator:
                         f"outer step {reached} was published after all, and this process is still "
                         f"at {self.state.outer_step}: start it again, which goes on from the bucket"
                     )
-        if self.finished and not self._finish_shown:
+        if self.finished != self._finish_shown:
             with suppress(StoreError):  # asked again at the next tick
                 show = partial(self._ending.show, self.finished)
                 unless_stopped(show, stop=self._stop)
-                self._finish_shown = True
+                self._finish_shown = self.finished
         self._reporter.report(at_once=False)
         block = self._chain.block()
         weights = self.standings.weights()
@@ -476,8 +467,10 @@ class Validator:
             self._held_out.name,
             lines.describe_losses(losses),
         )
-        self._look_for_end()
         self._after_step(following)
+        # First: a version that holds from here on may have put the end off.
+        self._adopt_rules()
+        self._look_for_end()
 
     def _failed(self, fault: str, detail: str) -> None:
         """Keep the outer step; the whole period starts again."""
@@ -595,6 +588,23 @@ class Validator:
         )
         reporter.due_at = self.last_allreduce_block + self.blocks_per_allreduce
         reporter.report()
+
+    def _adopt_rules(self) -> None:
+        """Go by the rules that hold at this outer step. Raises NetworkFailure: by a restart."""
+        if (config := self._follow_rules(self.state.outer_step, self.finished)) is None:
+            return
+        self._settings, self._rounds.rules_id = config.validator, config.rules_id
+        self._held_out = replace(self._held_out, limit=config.loss_limit)
+        self._ending = replace(self._ending, reached=config.finished)
+        assert config.network is not None
+        log.info(
+            "Outer step %d is trained by version %d of the network's file",
+            self.state.outer_step,
+            config.network.head.version,
+        )
+        if self.finished:
+            self.finished = ""
+            self._look_for_end()
 
     def _look_for_end(self) -> None:
         """Call no round any more, and say so, once a [stop] of the network's file is reached."""

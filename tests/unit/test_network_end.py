@@ -93,6 +93,29 @@ def test_the_validator_calls_no_round_once_a_stop_is_reached(
     assert world.client.called == [] and len(world.events.of("finished")) == 1
 
 
+def test_a_version_that_holds_from_the_end_on_puts_it_off(tmp_path: Path) -> None:
+    world = founded(tmp_path, {"stop.outer_steps": 1})
+    world.start()
+    later = replace(world.config.validator, stop_outer_steps=2)
+    rules = {step: replace(world.config, validator=later) for step in (1,)}
+    world.validator._follow_rules = lambda step, finished: rules.pop(step, None)
+    shown: list[str] = []
+    world.validator._ending = replace(world.validator._ending, show=shown.append)
+    for step in (1, 2):
+        world.train_and_publish()
+        world.chain_ledger.advance(60)
+        world.validator.tick()
+        assert world.validator.state.outer_step == step
+        assert bool(world.validator.finished) == (step == 2) == bool(world.events.of("finished"))
+    world.validator.tick()
+    assert shown == [world.validator.finished]
+    # One that comes after the end, too: miners may go on then.
+    later = replace(later, stop_outer_steps=3)
+    rules[2] = replace(world.config, validator=later)
+    world.validator.tick()
+    assert not world.validator.finished and shown[1:] == [""]
+
+
 def test_a_network_without_a_stop_is_never_finished(tmp_path: Path) -> None:
     config = founded(tmp_path, {}).config
     assert not config.finished(outer_step=10**9, tokens=10**18, loss=0.0)
