@@ -56,7 +56,7 @@ from distributed_training.node.identity import (
     keep_state,
     public_address,
 )
-from distributed_training.node.published import fetch_published
+from distributed_training.node.published import fetch_published, require_published
 from distributed_training.node.start import (
     NetworkFailure,
     Stopped,
@@ -230,6 +230,7 @@ def train(
             # Other machines have the tokenizer in a folder of their own.
             found = None
             if ranks.local_rank == 0:
+                require_published(config)
                 path, eos_id = fetch_tokenizer(config, folder)
                 if eos_id != info.eos_id:
                     raise ConfigError(

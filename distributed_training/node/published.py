@@ -121,6 +121,16 @@ def fetch_published(config: Config, open_bucket: Callable[[], BucketReader]) -> 
             ) from None
 
 
+def require_published(config: Config) -> None:
+    """Raise ConfigError on another node than node 0, which fetches, where a folder is missing."""
+    for what, folder in config.published.items():
+        if not (folder / LIST).is_file():
+            raise ConfigError(
+                f"the network's {what} is not in {folder} and only node 0 fetches it, so this node "
+                "could not train on it: once node 0 has it, copy that folder from there"
+            )
+
+
 def _fetch(open_bucket: Callable[[], BucketReader], folder: Path, what: str) -> None:
     """Fetch what one folder lacks. Raises StoreError, ChainError, OSError."""
     files = _read_list(open_bucket, folder)

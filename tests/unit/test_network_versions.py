@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 from bittensor_core import Keypair
 
-from distributed_training.config import Config, load_config
+from distributed_training.config import Config, ConfigError, load_config
 from distributed_training.config.versions import Versions, restart_keys, under
 from distributed_training.miner.global_state import GlobalBucket
 from distributed_training.miner.resume import first_outer_step
 from distributed_training.network import NetworkFileError, flatten, signed, tree_of
+from distributed_training.node.published import require_published
 from distributed_training.protocol import keys
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.training.inner_optimizer import Schedule
@@ -193,6 +194,12 @@ def test_published_files_are_read_where_they_lie_by_the_rules_of_every_version(
     text = next_version(config, path.read_text(), 3, change)
     later = under(config, Versions(config.network, tmp_path / "run").add(text))
     assert later.training.schedule == "constant" and later.published == config.published
+    for folder in config.published.values():
+        with pytest.raises(ConfigError, match=f"is not in {folder} and only node 0 fetches it"):
+            require_published(later)
+        folder.mkdir(parents=True)
+        (folder / ".files.json").touch()
+    require_published(later)
     assert later.data.source == config.data.source == f"parquet:{config.published['data']}"
     assert later.miner.global_tokenizer_name == str(config.published["tokenizer"])
 
