@@ -68,7 +68,7 @@ def parser() -> Parser:
     new.add_argument(
         "--network",
         metavar="FILE",
-        help="the network's file or its URL: gives name, founder and the number of uids",
+        help="the network's file or its URL, served to all: gives name, founder, number of uids",
     )
     new.add_argument("--name", type=argument(FileName), help="the network's: letters, digits, - .")
     new.add_argument("--master", type=argument(Hotkey), help="the founder's hotkey")
