@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -11,6 +14,7 @@ import psutil
 import pytest
 from pydantic import SecretStr
 
+from distributed_training.common.ports import free_ports
 from distributed_training.config.settings import StoreSettings
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.store.errors import StoreError
@@ -96,6 +100,22 @@ def test_no_request_without_a_signature_is_answered(server: ObjectStoreServer) -
             headers = {"X-Timestamp": "9999999999.0", "X-Auth-User": "a:b", "X-Auth-Key": "c"}
             url = f"http://127.0.0.1:{port}{path}"
             assert httpx.request(method, url, headers=headers).status_code in (401, 403), url
+
+
+def test_a_silent_connection_is_closed(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    program = "from distributed_training.store import server; server._IDLE = 1.0; server.main()"
+    words = ["--folder", str(tmp_path), "--port", str(port)]
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *words], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert process.stdout is not None and process.stdout.readline().startswith("READY ")
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as silent:
+            assert silent.recv(1) == b""
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_objects_and_members_are_there_after_a_kill(tmp_path: Path) -> None:
