@@ -36,6 +36,7 @@ log = logging.getLogger(__name__)
 LIST = ".files.json"  # in the folder; sources of text and transformers read no such name
 LARGEST_LIST = 4 * 2**20  # bytes
 _MOST_FILES, _LARGEST = 20_000, 2**40  # of a folder; bytes of one file
+_LARGE = 20 * 10**9  # bytes, of a folder
 _SMALL, _LONG = timedelta(seconds=30), timedelta(hours=24)
 #: What transformers reads of a tokenizer.
 TOKENIZER_FILES = {
@@ -138,6 +139,9 @@ def _fetch(open_bucket: Callable[[], BucketReader], folder: Path, what: str) -> 
         name = path.relative_to(folder).as_posix()
         if path.is_file() and name not in files and not path.name.startswith("."):
             raise IntegrityError(f"{path} is none of its files: take it out")
+    size = sum(listed.size for listed in files.values())
+    if size > _LARGE:  # it takes minutes, at each start
+        log.info("Comparing the network's %s with its digests: %.1f GB", what, size / 1e9)
     wanted = {name: listed for name, listed in files.items() if not _is(folder / name, listed)}
     if not wanted:
         return
