@@ -248,7 +248,8 @@ def figures(registry: Registry, counts: Mapping[str, int]) -> str:
         age, listened = registry.ages()
         gauges["report_age_seconds"] = age
         found = judge_network(view.report[1], 0.0, age=age, listened=listened)
-        gauges["training"] = found.kind == "good"
+        if found.kind != "idle":
+            gauges["training"] = found.kind == "good"
         names = " ".join(", ".join(view.report[1].losses).split())
     lines = []
     if view.report is not None and len(view.report[1].losses) > 1:

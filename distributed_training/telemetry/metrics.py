@@ -147,7 +147,9 @@ for _name, _about in {
     "registered": "1 while the miner runs, 0 while it waits for its hotkey to be registered again",
     "server_connections": "open connections of the signed server",
     # a validator's, of its network
-    "network_training": "1 while members answer and the last round was good, else 0",
+    "network_training": (
+        "1 while members answer and the last round was good, else 0; absent once it is finished"
+    ),
     "network_outer_step": "outer step of the network",
     "network_held_out_loss": "loss on held-out text, nats per token, by the text's name",
     "network_members": "miners that are registered and have an endpoint",

@@ -172,6 +172,7 @@ class Reporter:
 
     def _measure(self, report: NetworkReport) -> None:
         registry, now = self.metrics.registry, time.time()
+        verdict = judge_network(report, now)
         last = report.rounds[-1] if report.rounds else None
         good = [each.ended for each in report.rounds if not each.fault]
         left = report.next_round
@@ -182,7 +183,8 @@ class Reporter:
             this = psutil.Process()
             memory = sum(p.memory_info().rss for p in (this, *this.children(recursive=True)))
         for name, value in {
-            "network_training": float(judge_network(report, now).kind == "good"),
+            # Absent once it has ended: nobody need be woken for that.
+            "network_training": None if verdict.kind == "idle" else float(verdict.kind == "good"),
             "network_outer_step": report.outer_step,
             "network_members": len(report.members),
             "network_members_alive": report.alive,
