@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from distributed_training.config.settings import DataSettings
-from distributed_training.config.types import ConfigError
+from distributed_training.config.types import ConfigAway, ConfigError
 
 from .page_source import PAGE, TOO_LONG, Counts, PageUnavailable, SourceTokens, usable_texts
 from .parquet import ParquetSource, files_below, raise_if_it_may_pass
@@ -211,7 +211,7 @@ def require_own_text(settings: DataSettings) -> None:
     try:
         found = OwnText(settings, Counts())
     except PageUnavailable as error:
-        raise ConfigError(_refusal(str(error))) from None
+        raise ConfigAway(_refusal(str(error))) from None
     level = logging.WARNING if found.left_out else logging.INFO
     log.log(level, "Own text: %s", found.finding)
 
@@ -220,15 +220,22 @@ def require_one_sequence(
     settings: DataSettings, tokenizer_path: Path, eos_id: int, sequence_length: int
 ) -> None:
     """Raise ConfigError where the text has too few tokens for one sequence."""
-    text, tokens = OwnText(settings, Counts()), 0
-    tokenizer = TextTokenizer(tokenizer_path, eos_id=eos_id)
-    for unit in range(text.units):
-        tokens += len(tokenizer.encode_rows([*text.rows(unit)], max_length=_WHOLE))
-        if tokens >= sequence_length:
-            return
-    raise ConfigError(
-        _refusal(f"{' '.join(settings.own_text)} has {tokens} tokens of {sequence_length}")
-    )
+    tokenizer, tokens, away = TextTokenizer(tokenizer_path, eos_id=eos_id), 0, ""
+    try:
+        text = OwnText(settings, Counts())
+        for unit in range(text.units):
+            try:
+                rows = [*text.rows(unit)]
+            except (OSError, ValueError) as error:  # it costs its unit, as in training
+                away = away or f" ({' '.join(str(error).split()):.200})"
+                continue
+            tokens += len(tokenizer.encode_rows(rows, max_length=_WHOLE))
+            if tokens >= sequence_length:
+                return
+    except PageUnavailable as error:
+        raise ConfigAway(_refusal(str(error))) from None
+    found = f"{' '.join(settings.own_text)} has {tokens} tokens of {sequence_length}{away}"
+    raise (ConfigAway if away else ConfigError)(_refusal(found))
 
 
 def _refusal(cause: str) -> str:

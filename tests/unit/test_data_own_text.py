@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
 import json
 import random
 import shutil
 import tracemalloc
 from collections import Counter
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from hypothesis import strategies as some
 
 from distributed_training.config import Config, ConfigError, load_config, problems
 from distributed_training.config.settings import DataSettings
+from distributed_training.config.types import ConfigAway
 from distributed_training.data import own_text
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.own_text import OwnText, require_one_sequence, require_own_text
@@ -172,6 +175,35 @@ def test_too_little_for_one_sequence_is_one_line(tmp_path: Path, tokenizer: Toke
         require_one_sequence(data(tmp_path), *tokenizer, LENGTH)
     (tmp_path / "a").write_text("x" * LENGTH)
     require_one_sequence(data(tmp_path), *tokenizer, LENGTH)
+
+
+def test_text_that_cannot_be_read_at_a_start_is_one_line_or_costs_its_unit(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_text("some words\n" * 20_000)
+    rows = OwnText.rows
+
+    def on_a_bad_disk(bad: int) -> None:
+        def read(text: OwnText, unit: int) -> Iterator[str]:
+            if unit < bad:
+                raise OSError(errno.EIO, "Input/output error")
+            yield from rows(text, unit)
+
+        monkeypatch.setattr(OwnText, "rows", read)
+
+    on_a_bad_disk(1)
+    require_one_sequence(data(tmp_path), *tokenizer, LENGTH)
+    on_a_bad_disk(10**9)
+    with pytest.raises(ConfigAway, match=r"has 0 tokens of 32 \(.*Input/output error\)") as refusal:
+        require_one_sequence(data(tmp_path), *tokenizer, LENGTH)
+    assert "\n" not in str(refusal.value)
+
+    def away(path: Path) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(OwnText, "_size", lambda text, path: away(path))
+    with pytest.raises(ConfigAway, match="cannot be read now"):
+        require_own_text(data(tmp_path))
 
 
 # --- the order, across kills ----------------------------------------------------------------------
