@@ -383,7 +383,7 @@ def _write(path: Path, text: str) -> None:
     """Write a network's file if a miner would take it. Raises ConfigError; what was there stays."""
     # Beside the file: a model's file is looked for in the same folder.
     trial = path.with_name(f".{path.name}")
-    write_bytes(trial, text.encode(), durable=False)
+    write_bytes(trial, text.encode())
     try:
         given = ["--network", str(trial)]
         config = load_config("miner", given, environ={}, dotenv=None, check=False)
@@ -412,7 +412,12 @@ def _decay(options: argparse.Namespace) -> None:
     """Write the two keys into the file, and sign it as the next version. Raises ConfigError."""
     path, begins = options.file, options.begins
     outer_step, inner_steps = _place_of_the_validator(path)
-    at = _first_outer_step(options, outer_step)
+    text = read_text(path)
+    flat = flatten(tree_of(text))
+    before = flat.get("from_outer_step", 0)
+    if not isinstance(before, int):
+        raise ConfigError(f"from_outer_step {before!r:.50} of {path} is no number: remove the line")
+    at = _first_outer_step(options, outer_step, before)
     if begins is None and outer_step and inner_steps:
         begins = round(inner_steps * max(1.0, at / outer_step))  # at the pace until now
     if not begins:
@@ -421,9 +426,8 @@ def _decay(options: argparse.Namespace) -> None:
             "is, so nothing was signed: give --from with total_inner_steps of config.json in the "
             "global bucket"
         )
-    text = read_text(path)
     added = {"training.decay_from": begins, "training.decay_steps": options.steps}
-    wanted = flatten(tree_of(text)) | added
+    wanted = flat | added
     text = re.sub(r"(?m)^[ \t]*decay_(from|steps)[ \t]*=.*\n", "", text)
     lines = "".join(f"{key.partition('.')[2]} = {value}\n" for key, value in added.items())
     text = re.sub(r"(?m)^\[training\].*\n", lambda head: head[0] + lines, text, count=1)
@@ -461,8 +465,11 @@ def _place_of_the_validator(path: Path) -> tuple[int | None, int | None]:
     return found[-1][0], None
 
 
-def _first_outer_step(options: argparse.Namespace, now: int | None) -> int:
-    """Return the outer step from which a new version holds. Raises ConfigError."""
+def _first_outer_step(options: argparse.Namespace, now: int | None, before: int) -> int:
+    """Return the outer step from which a new version holds, as the one ``before`` it does.
+
+    Raises ConfigError.
+    """
     if options.at is None and now is None:
         raise ConfigError(
             f"the validator's run folder is not beside {options.file}, so nothing was signed: give "
@@ -470,7 +477,8 @@ def _first_outer_step(options: argparse.Namespace, now: int | None) -> int:
             "network's"
         )
     if options.at is None:
-        return 0 if now == -1 else int(now or 0) + 2  # a round may be under way
+        # A round may be under way. What the version before is to change later comes no earlier.
+        return max(0 if now == -1 else int(now or 0) + 2, before)
     if now is not None and options.at <= now:
         raise ConfigError(
             f"--at {options.at} is past, the network is at outer step {now}, so nothing was "
@@ -515,12 +523,19 @@ def _next_version(
             "when a network is founded, so nothing was signed: set data.source and data.files back "
             "there, or go on with the new data by dt-network succeed"
         )
-    if not changed and options.at in (None, before.get("from_outer_step", 0)):
+    holds = before.get("from_outer_step", 0)
+    if not changed and options.at in (None, holds):
         return {key: before.get(key) for key in VERSION_KEYS}
+    if not changed and options.at > holds:
+        raise ConfigError(
+            f"version {newest} has these rules and holds from outer step {holds} on, so one from "
+            f"{options.at} on would put nothing off and nothing was signed: take the change back "
+            f"with --at {holds}, and make it again with --at {options.at}"
+        )
     return {
         "version": newest + 1,
         "previous": f"sha256:{digest_of(before)}",
-        "from_outer_step": _first_outer_step(options, _place_of_the_validator(path)[0]),
+        "from_outer_step": _first_outer_step(options, _place_of_the_validator(path)[0], holds),
     }
 
 

@@ -360,9 +360,12 @@ def test_a_version_holds_from_an_outer_step_that_is_still_to_come(tmp_path: Path
     assert change(0.7, "--at", "7") == 2
     assert "--at 7 is past" in capsys.readouterr().err
     assert change(0.7, "--at", "30") == 0
-    assert main(["sign", str(file), "--at", "31"]) == 0, "the same rules, later"
+    assert main(["sign", str(file), "--at", "31"]) == 2, "version 3 holds at 30 all the same"
+    assert "would put nothing off" in capsys.readouterr().err
+    assert main(["sign", str(file), "--at", "29"]) == 0, "the same rules, earlier"
+    assert change(0.9) == 0, "what is to change at 29 does not change at 9"
     head = read(folder).network.head
-    assert (head.version, head.from_outer_step) == (4, 31)
+    assert (head.version, head.from_outer_step) == (5, 29)
     (folder / "validator").rename(tmp_path / "elsewhere")
     assert change(0.6) == 2
     assert "give --at" in capsys.readouterr().err
