@@ -338,7 +338,9 @@ class RegistryChain(Chain):
                     f"{apart:+.0f} s from the registry's: see whether timedatectl says "
                     "'synchronized: yes')"
                 )
-            raise RefusedWrite(f"{kind}: {message}")
+            # A proxy's own error may come after the registry did it.
+            refused = RefusedWrite if answer.status < 500 else ChainError
+            raise refused(f"{kind}: {message}")
         if kind in ("commit", "serve"):
             self._written[kind] = fields
         return content["result"]

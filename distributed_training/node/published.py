@@ -114,8 +114,10 @@ def fetch_published(config: Config, open_bucket: Callable[[], BucketReader]) -> 
             _fetch(open_bucket, folder, what)
         except (StoreError, ChainError, OSError) as error:
             why = str(error)
-            if isinstance(error, ObjectMissingError):
+            if isinstance(error, ObjectMissingError) and config.kind == "miner":
                 why += ": the validator has not published it yet"
+            elif isinstance(error, ObjectMissingError):
+                why += ": put back the files that dt-network init copied"
             raise NetworkFailure(
                 f"the network's {what} cannot be had ({why}), so nothing was trained on: started "
                 f"again, it is asked for again; what came stays in {folder}"
