@@ -250,15 +250,22 @@ def test_each_line_of_a_miners_log_can_be_looked_up(run: Run) -> None:
 NOT_MEASURED = re.compile(r"train_mfu|gpu_.*|rank_gpu_.*|score_.*|memory_growth_bytes_per_hour")
 
 
-def test_every_metric_is_written_by_a_real_miner(run: Run) -> None:
+def not_written(text: str) -> set[str]:
+    written = {family.name for family in text_string_to_metric_families(text)}
+    # The parser takes _total off a counter's name.
+    return {n for n in METRICS if f"dt_{n.removesuffix('_total')}" not in written}
+
+
+def test_every_metric_is_written_by_a_real_miner_or_validator(run: Run) -> None:
     for miner in run.subnet.miners:
         files = ("metrics.prom", "launcher.prom")
         text = "".join((miner.plan.folder / name).read_text() for name in files)
-        written = {family.name for family in text_string_to_metric_families(text)}
-        # The parser takes _total off a counter's name.
-        missing = {n for n in METRICS if f"dt_{n.removesuffix('_total')}" not in written}
+        missing = {n for n in not_written(text) if not n.startswith("network_")}
         assert {n for n in missing if not NOT_MEASURED.fullmatch(n)} == set()
         assert "dt_round_participation_ratio 1.0" in text and "dt_dht_peers" in text
+    assert run.subnet.validator is not None
+    text = (run.subnet.validator.plan.folder / "metrics.prom").read_text()
+    assert {n for n in not_written(text) if n.startswith("network_")} == set()
 
 
 def test_the_page_shows_the_run_and_no_secret(run: Run) -> None:

@@ -317,7 +317,7 @@ def _status(pid: int) -> tuple[int, str]:
     ).read_text().strip()
 
 
-ONE = ("--uid", "5", "--neuron.device", "cpu")
+ONE = ("--network", "sn38", "--uid", "5", "--neuron.device", "cpu")
 
 
 @pytest.fixture

@@ -195,7 +195,7 @@ SOUND = four_bits.encode(ramp(1000))
         (hiveminds(part_of(ramp(1000))), "bytes instead of"),
         (hiveminds(part_of(ramp(1000), runtime_pb2.CompressionType.FLOAT16)), "bytes instead of"),
         (hiveminds(part_of(ramp(5))), "compression 0|bytes instead of"),
-        (four_part(SOUND)[:-9] + b"\xff" * 9, ""),
+        (four_part(SOUND)[:-9] + b"\xff" * 9, "."),
     ],
 )
 def test_what_is_no_part_of_four_bits_is_refused(data: bytes, cause: str) -> None:
