@@ -11,12 +11,13 @@ import asyncio
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from distributed_training.common.files import open_at_once
+from distributed_training.common.files import open_at_once, write_bytes
 from distributed_training.common.http import TooLong
 from distributed_training.config import Config, ConfigError
 from distributed_training.config.types import Domain
@@ -86,7 +87,7 @@ def _rows(config: Config, domain: Domain) -> tuple[list[str], int]:
     if domain.place == "python":
         return StdlibSource().held_out(), _WHOLE
     if domain.digest is not None:
-        content = read_file(domain.place, domain.digest)
+        content = _read_pinned(domain.place, domain.digest, config.run_folder)
         return file_rows(domain.place, content, config.data.text_column), _WHOLE
     source, draw = open_source(config.data), config.draw_pages
     assert isinstance(draw, PagePermutation)  # the network's file was refused else
@@ -98,6 +99,26 @@ def _rows(config: Config, domain: Domain) -> tuple[list[str], int]:
     for page, row, split in pages:
         rows += source.rows(page, row, split=split, limit=config.data.rows_per_page)
     return rows, config.data.max_length
+
+
+def _read_pinned(place: str, digest: str, run_folder: Path) -> bytes:
+    """Return what :func:`read_file` does; of a URL the run folder keeps a copy, if there is one.
+
+    Else no outer step could be judged any more once that server is gone.
+    """
+    if "://" not in place:
+        return read_file(place, digest)
+    copy = run_folder / "held-out" / digest
+    with suppress(OSError), open_at_once(copy) as file:
+        content = file.read(LARGEST_FILE) or b""
+        if hashlib.sha256(content).hexdigest() == digest:
+            return content
+    content = read_file(place, digest)
+    if run_folder.is_dir():
+        with suppress(OSError):
+            copy.parent.mkdir(exist_ok=True)
+            write_bytes(copy, content)
+    return content
 
 
 def read_file(place: str, digest: str | None = None) -> bytes:

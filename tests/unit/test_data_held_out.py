@@ -24,6 +24,7 @@ from distributed_training.data import held_out
 from distributed_training.data.held_out import held_out_batches, mean_loss
 from distributed_training.data.page_source import PageUnavailable
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer
+from distributed_training.network import NetworkAway
 from distributed_training.scoring.upload import PageReader
 from tests.tools import validator_world
 from tests.tools.network import network_file
@@ -291,3 +292,28 @@ def test_a_network_on_any_text_takes_its_first_outer_step(
     after = world.model.loss_of(world.validator.state.weights, python)
     print("own text", first["after"], second["after"], "Python's", before, after)
     assert after > 1.25 * before, "the old gate would have refused it"
+
+
+def test_a_url_that_is_gone_costs_no_start_after_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, asked = b"held out\n" * 99, list[str]()
+    digest, place = hashlib.sha256(text).hexdigest(), "https://example.org/held.txt"
+
+    async def download(place: str, **limits: object) -> bytes:
+        asked.append(place)
+        if len(asked) in (3, 5):
+            raise NetworkAway("503")
+        return text
+
+    monkeypatch.setattr(held_out, "download", download)
+    read = held_out._read_pinned
+    assert read(place, digest, tmp_path / "none") == text and not list(tmp_path.iterdir())
+    assert read(place, digest, tmp_path) == read(place, digest, tmp_path) == text
+    assert len(asked) == 2
+    (tmp_path / "held-out" / digest).write_bytes(text[:-1])  # damaged: it is fetched again
+    with pytest.raises(PageUnavailable, match="503"):
+        read(place, digest, tmp_path)
+    assert read(place, digest, tmp_path) == text == (tmp_path / "held-out" / digest).read_bytes()
+    with pytest.raises(PageUnavailable):
+        read(place, "0" * 64, tmp_path)
