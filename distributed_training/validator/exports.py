@@ -129,6 +129,8 @@ class Exports:
         )
         for path in kept[: max(0, len(kept) + 1 - self._settings.keep_exports)]:
             shutil.rmtree(path)
+        for left in self._folder.glob(".export-*"):  # models of exports that were killed
+            shutil.rmtree(left, ignore_errors=True)
         shutil.rmtree(target, ignore_errors=True)  # of a step that a restart took again
         needed = 4 * sum(tensor.numel() for tensor in state.weights) + _RESERVE
         if (free := free_bytes(self._folder)) is not None and free < needed:

@@ -208,6 +208,7 @@ def test_a_full_disk_costs_a_line_and_old_exports_go(
     for step in (9, 10, 11):
         (folder / f"outer-step-{step}").mkdir(parents=True)
         os.utime(folder / f"outer-step-{step}", (step, step))
+    (folder / ".export-killed" / "model").mkdir(parents=True)
     exports._make(state(12), folder / "outer-step-12")
     assert [path.name for path in folder.iterdir()] == ["outer-step-11"]
     assert ran[0][3:6] == [str(folder / "outer-step-12"), "--outer-step", "12"]
