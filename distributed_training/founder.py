@@ -33,7 +33,7 @@ from distributed_training.common.ports import listen
 from distributed_training.common.processes import ChildLog, Mark, Program, without_secrets
 from distributed_training.config import Config, load_config
 from distributed_training.config.types import ConfigAway, ConfigError
-from distributed_training.network import FILE
+from distributed_training.network import FILE, flatten
 from distributed_training.protocol.types import FINAL, ExitStatus
 from distributed_training.store import server
 
@@ -168,7 +168,7 @@ def read_more(path: Path) -> dict[str, list[str]]:
             )
         found[program] = [
             word
-            for flag, value in table.items()
+            for flag, value in flatten(table).items()  # with or without quotation marks
             for each in (value if isinstance(value, list) else [value])
             for word in (f"--{flag}", str(each))
         ]

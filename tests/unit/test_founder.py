@@ -128,6 +128,16 @@ def test_what_is_missing_is_one_line_before_anything_starts(
     assert words in line and ", so " in line, line
 
 
+def test_flags_stand_in_run_toml_as_in_miner_toml(lab: Path) -> None:
+    (lab / "run.toml").write_text('[validator]\npreset = "local"\nneuron.page_port = 8123\n')
+    with (lab / "run.toml").open("a") as file:
+        file.write('"logging.debug" = true\nplugins = ["json", "queue"]\n')
+    words = founder.Plan.of(lab).words["validator"]
+    config = load_config("validator", words, environ={}, dotenv=None, check=False)
+    assert config.telemetry.page_port == 8123 and config.get("logging.debug") is True
+    assert config.general.plugins == ("json", "queue")
+
+
 @pytest.mark.parametrize("which", ["swarm", "registry", "store"])
 def test_a_port_that_is_taken_is_named(
     which: str, lab: Path, template, capsys, monkeypatch
