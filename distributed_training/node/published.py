@@ -155,7 +155,7 @@ def _fetch(open_bucket: Callable[[], BucketReader], folder: Path, what: str) -> 
         path = folder / name
         if path.exists():
             log.warning("%s is damaged and fetched again", path)
-        came = path.with_name(f".{path.name}.came")
+        came = path.with_name(f".{listed.sha256}.came")  # its own name may be as long as any may be
         path.parent.mkdir(parents=True, exist_ok=True)
         reader.download(_key(listed.sha256), came, limit=listed.size)
         try:

@@ -39,7 +39,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("founder")
     (folder / "text" / "more").mkdir(parents=True)
     (folder / "text" / "_SUCCESS").touch()
-    for name, word in (("a.parquet", "one"), ("more/b.parquet", "two")):
+    for name, word in (("a.parquet", "one"), (f"more/{'b' * 247}.parquet", "two")):
         rows = [f"{word} row {i}" for i in range(300)]
         pq.write_table(pa.table({"text": rows}), folder / "text" / name)
     build_tokenizer("bytes", folder / "words")
