@@ -326,6 +326,11 @@ def build(
     # First: model, swarm and files are all made for the schema that is found.
     found = publisher.load()
     state, chain, client = found, parts.member.chain, parts.client
+    if found is not None and found.outer_step and settings.model_from == "none":
+        log.warning(
+            "--validator.model_from none stands there still: should the global bucket be lost, "
+            "all members would load outer step 0. Take it out"
+        )
     if state is None and settings.model_from is None:
         timeout = settings.alive_timeout
         refuse_to_begin_again(folder / "global", chain=chain, client=client, timeout=timeout)

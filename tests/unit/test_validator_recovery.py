@@ -127,10 +127,15 @@ def test_where_members_upload_all_nobody_is_asked(lost: Lost) -> None:
     assert lost.world.client.models_asked == []
 
 
-def test_an_empty_bucket_begins_no_new_run_over_what_members_have_trained(tmp_path: Path) -> None:
+def test_an_empty_bucket_begins_no_new_run_over_what_members_have_trained(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     world = trained(tmp_path)
     assert world.validator.round()
     reached, model = world.validator.state, world.miners[3].start
+    give_model_from(world, "none")
+    assert world.found and "none stands there still" in caplog.text
+    give_model_from(world, None)
     world.bucket.objects.clear()
     both = "a copy of outer step 1 and uid 3 is at outer step 1, so nothing was published"
     with pytest.raises(GlobalStateError, match=both):
