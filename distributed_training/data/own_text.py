@@ -243,13 +243,17 @@ def _refusal(cause: str) -> str:
 
 
 def _listed(given: tuple[str, ...]) -> dict[Path, bool]:
-    """Return the files, each once, and whether it was named itself. Raises ConfigError."""
+    """Return the files, each once, and whether it was named itself.
+
+    Raises ConfigError, PageUnavailable.
+    """
     found: dict[Path, bool] = {}
     for text in given:
         try:
             path = Path(text).expanduser()
             below = sorted(files_below(path)) if path.is_dir() else [path]
         except (OSError, RuntimeError) as error:  # RuntimeError: no user has this name
+            raise_if_it_may_pass(error, Path(text))
             raise ConfigError(_refusal(f"{text} cannot be read ({error})")) from None
         for file in below:
             found.setdefault(file, not path.is_dir())

@@ -201,9 +201,11 @@ def test_text_that_cannot_be_read_at_a_start_is_one_line_or_costs_its_unit(
     def away(path: Path) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(OwnText, "_size", lambda text, path: away(path))
-    with pytest.raises(ConfigAway, match="cannot be read now"):
-        require_own_text(data(tmp_path))
+    for where, name in ((OwnText, "_size"), (own_text, "files_below")):
+        monkeypatch.setattr(where, name, lambda *found: away(found[-1]))
+        with pytest.raises(ConfigAway, match="cannot be read now"):
+            require_own_text(data(tmp_path))
+        monkeypatch.undo()
 
 
 # --- the order, across kills ----------------------------------------------------------------------
