@@ -89,7 +89,7 @@ from distributed_training.validator.recovery import (
 from distributed_training.validator.reporter import Reporter
 from distributed_training.validator.rounds import RoundCaller, Run
 from distributed_training.validator.scorer import Scorer, Standings
-from distributed_training.validator.validator import Ending, HeldOutText, Validator
+from distributed_training.validator.validator import Ending, HeldOutText, Validator, ValidatorRules
 
 log = logging.getLogger(__name__)
 
@@ -325,29 +325,12 @@ def build(
     )
     # First: model, swarm and files are all made for the schema that is found.
     found = publisher.load()
-    state, chain, client = found, parts.member.chain, parts.client
     if found is not None and found.outer_step and settings.model_from == "none":
         log.warning(
             "--validator.model_from none stands there still: should the global bucket be lost, "
             "all members would load outer step 0. Take it out"
         )
-    if state is None and settings.model_from is None:
-        timeout = settings.alive_timeout
-        refuse_to_begin_again(folder / "global", chain=chain, client=client, timeout=timeout)
-    if state is None and settings.model_from == "own":
-        state = read_own_copy(folder / "global")
-    if state is None and isinstance(settings.model_from, int):
-        state = ask_member_for_state(
-            config,
-            settings.model_from,
-            chain=chain,
-            client=client,
-            open_bucket=parts.open_bucket,
-            folder=folder / "scratch",
-            stop=stop,
-        )
-    if state is None:
-        state = initial_state(config, vocabulary=parts.vocabulary, eos_token=parts.eos_id)
+    state = found or first_state(config, parts, folder=folder, stop=stop)
     swarm = parts.swarm(state.schema)
     stack.callback(swarm.close)
     model = EvaluationModel(
@@ -380,7 +363,13 @@ def build(
         loss=lambda weights: held_out.mean(losses(weights)),
     )
     validator = Validator(
-        settings=settings,
+        rules=ValidatorRules(
+            settings=settings,
+            outer_rule=outer_rule_of(config.training),
+            held_out=held_out,
+            ending=Ending(config.tokens_of_step, config.finished, parts.show_finished),
+            follow=follow_rules(config, parts),
+        ),
         member=parts.member,
         rounds=rounds,
         publisher=publisher,
@@ -398,12 +387,8 @@ def build(
             record=run.record,
             stop=stop,
         ),
-        held_out=held_out,
-        outer_rule=outer_rule_of(config.training),
-        ending=Ending(config.tokens_of_step, config.finished, parts.show_finished),
         after_step=open_exports(config, folder, state, record, stack).after,
         run=run,
-        follow_rules=follow_rules(config, parts),
         reporter=Reporter(
             chain=parts.member.chain,
             standings=standings,
@@ -419,6 +404,32 @@ def build(
     check_peer_id(config, swarm)
     watch_address(config, swarm, failing=lambda: standings.failed_rounds > 0, stop=stop)
     return validator, state, found is not None
+
+
+def first_state(
+    config: Config, parts: Parts, *, folder: Path, stop: threading.Event
+) -> GlobalState:
+    """Return the state to begin with where the global bucket has none.
+
+    Raises ConfigError, GlobalStateError, StoreError.
+    """
+    settings, chain, client = config.validator, parts.member.chain, parts.client
+    if settings.model_from is None:
+        timeout = settings.alive_timeout
+        refuse_to_begin_again(folder / "global", chain=chain, client=client, timeout=timeout)
+    elif isinstance(settings.model_from, int):
+        return ask_member_for_state(
+            config,
+            settings.model_from,
+            chain=chain,
+            client=client,
+            open_bucket=parts.open_bucket,
+            folder=folder / "scratch",
+            stop=stop,
+        )
+    elif settings.model_from == "own":
+        return read_own_copy(folder / "global")
+    return initial_state(config, vocabulary=parts.vocabulary, eos_token=parts.eos_id)
 
 
 def open_exports(

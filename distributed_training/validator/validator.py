@@ -141,6 +141,21 @@ class Ending:
     show: Callable[[str], None]
 
 
+@dataclass(frozen=True)
+class ValidatorRules:
+    """What of the network's file the validator goes by.
+
+    ``follow``: gives the rules of an outer step if they are others, by why the network is finished.
+    Raises NetworkFailure for rules that take a restart.
+    """
+
+    settings: ValidatorSettings
+    outer_rule: OuterRule
+    held_out: HeldOutText
+    ending: Ending
+    follow: Callable[[int, str], Config | None]
+
+
 class Validator:
     """Call :meth:`start`, then :meth:`run`.
 
@@ -150,30 +165,22 @@ class Validator:
     def __init__(
         self,
         *,
-        settings: ValidatorSettings,
+        rules: ValidatorRules,
         member: Member,
         rounds: RoundCaller,
         publisher: GlobalPublisher,
         scorer: Scorer,
-        held_out: HeldOutText,
         run: Run,
-        outer_rule: OuterRule,
-        ending: Ending,
         reporter: Reporter,
-        after_step: Callable[[GlobalState], None] = lambda state: None,
-        follow_rules: Callable[[int, str], Config | None] = lambda outer_step, finished: None,
+        after_step: Callable[[GlobalState], None],
     ) -> None:
         # collaborators
-        self._follow_rules = follow_rules
-        self._outer_rule = outer_rule
-        self._settings = settings
+        self._rules = rules
         self._member = member
         self._chain = member.chain
         self._rounds = rounds
         self._publisher = publisher
         self._scorer = scorer
-        self._held_out = held_out
-        self._ending = ending
         self._after_step = after_step  # returns at once
         self._reporter = reporter
         self._clock_fault = run.clock_fault
@@ -193,10 +200,10 @@ class Validator:
 
     @property
     def blocks_per_allreduce(self) -> int:
-        later = self._settings.blocks_per_allreduce_later
+        later = self._rules.settings.blocks_per_allreduce_later
         if later and self.standings.successful_rounds:
             return later
-        return self._settings.blocks_per_allreduce
+        return self._rules.settings.blocks_per_allreduce
 
     @property
     def last_allreduce_block(self) -> int:
@@ -224,7 +231,7 @@ class Validator:
             self._publisher.announce(state.outer_step, self._rounds.peer_id)
             self._noted = True
         self.state = state
-        self._losses = self._held_out.losses(state.weights)
+        self._losses = self._rules.held_out.losses(state.weights)
         # Miners need time to load and to train: a period never starts before the validator does.
         self.standings.last_round_block = max(block, self.standings.last_round_block or 0)
         self._record(
@@ -241,8 +248,8 @@ class Validator:
             "Global state %d.%d.0, held-out loss %.4f on %s%s",
             self._publisher.run,
             state.outer_step,
-            self._held_out.mean(self._losses),
-            self._held_out.name,
+            self._rules.held_out.mean(self._losses),
+            self._rules.held_out.name,
             lines.describe_losses(self._losses),
         )
         self._look_for_end()
@@ -250,7 +257,7 @@ class Validator:
 
     def run(self) -> None:
         """Tick until stopped."""
-        while not self._stop.wait(self._settings.tick.total_seconds()):
+        while not self._stop.wait(self._rules.settings.tick.total_seconds()):
             try:
                 self.tick()
             except ChainError as error:
@@ -279,7 +286,7 @@ class Validator:
                     )
         if self.finished != self._finish_shown:
             with suppress(StoreError):  # asked again at the next tick
-                show = partial(self._ending.show, self.finished)
+                show = partial(self._rules.ending.show, self.finished)
                 unless_stopped(show, stop=self._stop)
                 self._finish_shown = self.finished
         self._reporter.report(at_once=False)
@@ -288,7 +295,7 @@ class Validator:
         # Before all else: the miners count the same blocks and have timed their uploads by it.
         if self._round_due(block):
             self.round()
-        elif weights and block - self._weights_at >= self._settings.epoch_length:
+        elif weights and block - self._weights_at >= self._rules.settings.epoch_length:
             # Also if it fails: the chain limits how often weights are set.
             self._weights_at = block
             try:
@@ -299,10 +306,10 @@ class Validator:
                 log.warning(
                     "Weights were not set (%s). Trying again in %d blocks.",
                     error,
-                    self._settings.epoch_length,
+                    self._rules.settings.epoch_length,
                 )
         # Finished, its miners end: judged on, they would lose the scores that they ended with.
-        elif not self.finished and block - self._scored_at >= self._settings.score_blocks:
+        elif not self.finished and block - self._scored_at >= self._rules.settings.score_blocks:
             self.score()
 
     # --- the round --------------------------------------------------------------------------------
@@ -333,13 +340,13 @@ class Validator:
             if following is None:
                 fault, detail = AllReduceFault.NOT_FINITE.name, "the new weights are not finite"
         if following is not None:
-            losses = self._held_out.losses(following.weights)
-            before, after = map(self._held_out.mean, (self._losses, losses))
+            losses = self._rules.held_out.losses(following.weights)
+            before, after = map(self._rules.held_out.mean, (self._losses, losses))
             self._record_losses(following.outer_step, losses)
-            if not after <= (limit := self._held_out.limit(before)):  # also for NaN
+            if not after <= (limit := self._rules.held_out.limit(before)):  # also for NaN
                 detail = f"held-out loss {before:.4f} -> {after:.4f}, limit {limit:.4f}"
                 each = lines.describe_losses(losses)
-                fault, detail = WORSE, f"{detail}, on {self._held_out.name}{each}"
+                fault, detail = WORSE, f"{detail}, on {self._rules.held_out.name}{each}"
                 following = None
         result = outcome.result
         self._record(
@@ -427,7 +434,7 @@ class Validator:
         weights, momentum = [], []
         for i, (start, gradient) in enumerate(zip(state.weights, averaged, strict=True)):
             old = None if state.momentum is None else state.momentum[i]
-            new, buffer = self._outer_rule(
+            new, buffer = self._rules.outer_rule(
                 start, gradient, old, lr=state.learning_rate, mu=state.mu
             )
             # Published, a NaN would be in every miner's weights after the next load.
@@ -439,7 +446,7 @@ class Validator:
         block = self._chain.block()
         most = MOST_STEPS_OF_A_BLOCK * max(0, block - state.last_allreduce_block)
         steps = min(outcome.inner_steps, most)
-        tokens = steps * len(outcome.participants) * self._ending.tokens_of_step
+        tokens = steps * len(outcome.participants) * self._rules.ending.tokens_of_step
         return state.after(weights, momentum, block=block, inner_steps=steps, tokens=tokens)
 
     def _succeeded(
@@ -463,8 +470,8 @@ class Validator:
             "%s: outer step %d, held-out loss %.4f on %s%s",
             lines.ALL_REDUCE_DONE,
             following.outer_step,
-            self._held_out.mean(losses),
-            self._held_out.name,
+            self._rules.held_out.mean(losses),
+            self._rules.held_out.name,
             lines.describe_losses(losses),
         )
         self._after_step(following)
@@ -566,9 +573,9 @@ class Validator:
         self._record(
             "held_out",
             outer_step=outer_step,
-            before=self._held_out.mean(self._losses),
-            after=self._held_out.mean(after),
-            text=self._held_out.name,
+            before=self._rules.held_out.mean(self._losses),
+            after=self._rules.held_out.mean(after),
+            text=self._rules.held_out.name,
             **several,
         )
 
@@ -577,25 +584,29 @@ class Validator:
     ) -> None:
         """Report on the network for its readers; nothing depends on it."""
         reporter, several = self._reporter, len(self._losses) > 1
-        mean = self._held_out.mean(self._losses)
+        mean = self._rules.held_out.mean(self._losses)
         reporter.phase, reporter.reason = phase, self.finished or reason
         if self.finished and phase != "stopped":
             reporter.phase = "finished"
         reporter.outer_step, reporter.tokens = self.state.outer_step, self.state.total_tokens
         reporter.loss, reporter.losses = (
             mean,
-            self._losses if several else {self._held_out.name: mean},
+            self._losses if several else {self._rules.held_out.name: mean},
         )
         reporter.due_at = self.last_allreduce_block + self.blocks_per_allreduce
         reporter.report()
 
     def _adopt_rules(self) -> None:
         """Go by the rules that hold at this outer step. Raises NetworkFailure: by a restart."""
-        if (config := self._follow_rules(self.state.outer_step, self.finished)) is None:
+        if (config := self._rules.follow(self.state.outer_step, self.finished)) is None:
             return
-        self._settings, self._rounds.rules_id = config.validator, config.rules_id
-        self._held_out = replace(self._held_out, limit=config.loss_limit)
-        self._ending = replace(self._ending, reached=config.finished)
+        self._rounds.rules_id = config.rules_id
+        self._rules = replace(
+            self._rules,
+            settings=config.validator,
+            held_out=replace(self._rules.held_out, limit=config.loss_limit),
+            ending=replace(self._rules.ending, reached=config.finished),
+        )
         assert config.network is not None
         log.info(
             "Outer step %d is trained by version %d of the network's file",
@@ -608,8 +619,8 @@ class Validator:
 
     def _look_for_end(self) -> None:
         """Call no round any more, and say so, once a [stop] of the network's file is reached."""
-        state, loss = self.state, self._held_out.mean(self._losses)
-        reason = self._ending.reached(
+        state, loss = self.state, self._rules.held_out.mean(self._losses)
+        reason = self._rules.ending.reached(
             outer_step=state.outer_step, tokens=state.total_tokens, loss=loss
         )
         if reason:
@@ -642,14 +653,14 @@ class Validator:
 
         The standings take them in.
         """
-        found = miners_of(self._chain.neurons(), max_uids=self._settings.max_uids)
+        found = miners_of(self._chain.neurons(), max_uids=self._rules.settings.max_uids)
         miners = [n for n in found if n.hotkey != self._member.hotkey]
         self.standings.sync(miners)
         return miners
 
     def _published(self, state: GlobalState) -> bool:
         """Publish, trying again for a while: the miners have made the step already."""
-        deadline = time.monotonic() + self._settings.publication_budget.total_seconds()
+        deadline = time.monotonic() + self._rules.settings.publication_budget.total_seconds()
         while True:
             report = self._publisher.publish(state, self._rounds.peer_id)
             self._record(

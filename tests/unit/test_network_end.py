@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -71,13 +72,13 @@ def test_the_validator_calls_no_round_once_a_stop_is_reached(
     called, scores = list(world.client.called), world.validator.standings.weights()
     world.bucket.fail.append(keys.NETWORK)
     shown: list[str] = []
-    show = world.validator._ending.show
+    show = world.validator._rules.ending.show
 
     def flaky(reason: str) -> None:
         shown.append(reason)
         show(reason)
 
-    world.validator._ending = replace(world.validator._ending, show=flaky)
+    change_rules(world, show=flaky)
     for _ in range(3):
         world.chain_ledger.advance(100)
         world.validator.tick()
@@ -93,14 +94,19 @@ def test_the_validator_calls_no_round_once_a_stop_is_reached(
     assert world.client.called == [] and len(world.events.of("finished")) == 1
 
 
+def change_rules(world: World, *, show: Callable[[str], None], **more: Any) -> None:
+    rules = world.validator._rules
+    world.validator._rules = replace(rules, ending=replace(rules.ending, show=show), **more)
+
+
 def test_a_version_that_holds_from_the_end_on_puts_it_off(tmp_path: Path) -> None:
     world = founded(tmp_path, {"stop.outer_steps": 1})
     world.start()
     later = replace(world.config.validator, stop_outer_steps=2)
     rules = {step: replace(world.config, validator=later) for step in (1,)}
-    world.validator._follow_rules = lambda step, finished: rules.pop(step, None)
     shown: list[str] = []
-    world.validator._ending = replace(world.validator._ending, show=shown.append)
+    follow = lambda step, finished: rules.pop(step, None)
+    change_rules(world, show=shown.append, follow=follow)
     for step in (1, 2):
         world.train_and_publish()
         world.chain_ledger.advance(60)
