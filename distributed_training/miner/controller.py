@@ -17,10 +17,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from datetime import timedelta
 
 from distributed_training.common.backoff import Throttle
-from distributed_training.config.versions import Versions, restart_keys
+from distributed_training.config.versions import restart_keys
 from distributed_training.network import FILE, Network
 from distributed_training.protocol.keys import Parts
 from distributed_training.protocol.types import ExitStatus
@@ -45,7 +44,7 @@ _IDLE_WAIT = 0.2  # seconds
 
 
 class Controller:
-    """Decides what all ranks do next. ``tick``: how often deadlines are looked at."""
+    """Decides what all ranks do next."""
 
     def __init__(
         self,
@@ -56,10 +55,8 @@ class Controller:
         blocks: BlockList,
         averaging: Averaging,
         global_epoch: GlobalEpoch,
-        versions: Versions | None = None,
         global_outer_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
-        tick: timedelta = timedelta(seconds=1),
     ) -> None:
         self.state = state
         self._rules = rules
@@ -67,12 +64,12 @@ class Controller:
         self._blocks = blocks
         self._averaging = averaging
         self._global_epoch = global_epoch
-        self._versions = versions
+        self._versions = global_epoch.versions
         #: By which all ranks train.
-        self.in_force = None if versions is None else versions.in_force
+        self.in_force = None if self._versions is None else self._versions.in_force
         self._global_outer_step = global_outer_step
         self._clock = clock
-        self._tick_due = Throttle(tick.total_seconds(), clock=clock)
+        self._tick_due = Throttle(rules.tick_seconds, clock=clock)
         self._pending: deque[Action] = deque()
         # First: whoever decides on an upload reads the list as it is after the event.
         self._subscribers: list[Subscriber] = [blocks.on_event]

@@ -437,7 +437,8 @@ class Rules:
     ``reload_seconds``: from an AllReduce call until the validator must have uploaded.
     ``checkpoint_steps``, ``checkpoint_seconds``: inner steps and seconds of training between two
     checkpoints; both must have passed. ``train_in_rounds``: inner steps go on while the swarm
-    averages; the outer step keeps what they trained. ``content``: of an upload.
+    averages; the outer step keeps what they trained. ``content``: of an upload. ``tick_seconds``:
+    between two looks at deadlines.
     """
 
     reload_seconds: float
@@ -445,6 +446,7 @@ class Rules:
     checkpoint_seconds: float = 0.0
     train_in_rounds: bool = False
     content: Literal["scored", "all"] = "all"
+    tick_seconds: float = 1.0
 
     def parts(self, state: MinerState) -> Parts:
         """Return what of the next snapshot is uploaded."""

@@ -356,7 +356,7 @@ class GlobalEpoch:
         versions: Versions | None = None,
     ) -> None:
         self._network = network
-        self._versions = versions
+        self.versions = versions
         self._other_version = ""
         self._bucket = bucket
         self._post = post
@@ -450,10 +450,10 @@ class GlobalEpoch:
                 # Damaged, or away just now: no reason to call ours old.
                 with contextlib.suppress(GlobalUnavailableError):
                     shown, rules, refused = self._bucket.network(), self._network, ""
-                    if self._versions is not None and shown is not None:
-                        if shown.version > self._versions.newest.head.version:
-                            refused = self._bucket.learn(self._versions)
-                        rules = self._versions.newest
+                    if self.versions is not None and shown is not None:
+                        if shown.version > self.versions.newest.head.version:
+                            refused = self._bucket.learn(self.versions)
+                        rules = self.versions.newest
                     problem = "" if shown is None else other_version(shown, rules)
                     if problem and refused:
                         problem = f"{problem}; {refused}"

@@ -542,14 +542,13 @@ class RankZero:
                 checkpoint_seconds=config.miner.checkpoint_interval.total_seconds(),
                 train_in_rounds=self._trains_in_rounds(),
                 content=config.store.content,
+                tick_seconds=context.tick.total_seconds(),
             ),
             events=context.events,
             blocks=self.blocks,
             averaging=averaging,
             global_epoch=self.global_epoch,
-            versions=connections.versions,
             global_outer_step=info.global_outer_step,
-            tick=context.tick,
         )
         self.server = self._open_server(averaging)
         # Closed first, since it was opened last: no call comes into a swarm that ends.

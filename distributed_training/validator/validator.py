@@ -143,7 +143,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class ValidatorRules:
-    """What of the network's file the validator goes by.
+    """The part of the network's file that the validator goes by.
 
     ``follow``: gives the rules of an outer step if they are others, by why the network is finished.
     Raises NetworkFailure for rules that take a restart.

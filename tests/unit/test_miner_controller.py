@@ -84,7 +84,7 @@ class Rig:
         self.now = 1000.0
         self.swarm: Any = Swarm()
         self.blocks: Any = Blocks()
-        self.global_epoch: Any = Mock(spec=GlobalEpoch)
+        self.global_epoch: Any = Mock(spec=GlobalEpoch, versions=versions)
         self.seen: list[ev.Event] = []
         events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
         self.controller = Controller(
@@ -94,7 +94,6 @@ class Rig:
             blocks=self.blocks,
             averaging=Averaging(self.swarm, events.put),
             global_epoch=self.global_epoch,
-            versions=versions,
             clock=lambda: self.now,
         )
         self.controller.subscribe(lambda event, state: self.seen.append(event))
