@@ -265,7 +265,9 @@ def test_every_metric_is_written_by_a_real_miner_or_validator(run: Run) -> None:
         assert "dt_round_participation_ratio 1.0" in text and "dt_dht_peers" in text
     assert run.subnet.validator is not None
     text = (run.subnet.validator.plan.folder / "metrics.prom").read_text()
-    assert {n for n in not_written(text) if n.startswith("network_")} == set()
+    missing = {n for n in not_written(text) if n.startswith("network_")}
+    # A stopped network is neither well nor ill; a speed takes two outer steps.
+    assert missing <= {"network_training", "network_tokens_per_second"}
 
 
 def test_the_page_shows_the_run_and_no_secret(run: Run) -> None:

@@ -186,7 +186,7 @@ function cards(neuron) {
   const due = gauge("network_next_round_timestamp_seconds");
   if (due !== undefined && running) made.push(card("Next round", due > now ? `in ${span(due - now)}` : "due",
     `outer step ${number(gauge("network_outer_step"), 0)}`));
-  if (speed !== undefined) made.push(card("Tokens a second", number(speed, 0), `all members; ${number(gauge("network_tokens") / 1e6, 1)} M in all`));
+  if (speed !== undefined) made.push(card("Tokens a second", number(speed, 0), `all members; ${number(gauge("network_tokens") / 1e9, 2)} B in all`));
   const held = newestOf(neuron, "held_out");
   const domains = Object.entries(held?.domains ?? {}).map(([name, loss]) => `; ${name} ${number(loss, 3)}`).join("");
   if (held) made.push(card("Held-out loss", number(held.after, 3), `before ${number(held.before, 3)}${held.text ? `, on ${held.text}` : ""}${domains}`));
