@@ -179,6 +179,7 @@ def serve(given: argparse.Namespace) -> None:
             max_connections=min(given.max_connections, limit_resources() - _OTHER_FILES),
             proxy=given.proxy,
             host_names=(host, *given.host_name),
+            private=given.private,
         )
         with closing(Service(registry, sock, limits)) as service:
             service.start()
@@ -197,7 +198,7 @@ def _registry(given: argparse.Namespace) -> Registry:
     from distributed_training.store.server import CREDENTIALS
 
     # Read again at every start: what it says now is compared with the founding.
-    in_file, given.global_bucket, given.files = [], "", {}
+    in_file, given.global_bucket, given.files, given.private = [], "", {}, False
     if given.store is not None and given.network is None:
         raise ConfigError(
             "--store without --network, so the buckets of the members would have no name and "
@@ -214,7 +215,7 @@ def _registry(given: argparse.Namespace) -> Registry:
         network = config.network
         given.global_bucket = config.store.global_model_name
         assert network is not None  # it was named
-        given.files = network.files
+        given.files, given.private = network.files, config.chain.private
         in_network = {**network.values, "name": network.head.name}
         in_file = [field for field in FIXED if getattr(given, field) is None]
         for field in in_file:

@@ -72,7 +72,8 @@ _PAGE_HEADERS = {
 class Limits:
     """``proxy``: address of a TLS proxy, whose ``X-Forwarded-For`` names its callers.
 
-    ``host_names``: names, beside loopback's, at which page and metrics are shown.
+    ``host_names``: names, beside loopback's, at which page and metrics are shown. ``private``:
+    members announce addresses of one private network, whoever the proxy names.
     """
 
     requests_per_address: float = 50.0
@@ -83,6 +84,7 @@ class Limits:
     idle_timeout: timedelta = timedelta(seconds=30)  # longer than a client keeps a connection
     proxy: str | None = None
     host_names: tuple[str, ...] = ()
+    private: bool = False
 
 
 class Service(BoundedServer):
@@ -96,6 +98,7 @@ class Service(BoundedServer):
     def __init__(self, registry: Registry, sock: socket.socket, limits: Limits) -> None:
         self.registry = registry
         self._names = {"127.0.0.1", "localhost", "[::1]", *map(str.lower, limits.host_names)}
+        self._private = limits.private
         self._proxy = normalize(limits.proxy) if limits.proxy is not None else None
         # Behind a proxy callers come from anywhere, wherever this listens.
         self._listens_at = sock.getsockname()[0] if limits.proxy is None else ""
@@ -274,7 +277,8 @@ class Service(BoundedServer):
         # A neuron writes for itself, the founder for whom the fields name.
         own: tuple[Any, ...] = () if head.path in _FOUNDERS else (claim.hotkey,)
         if head.path == "/serve":
-            own = claim.hotkey, narrowest(self._listens_at, self._caller(head))
+            found = narrowest(self._listens_at, self._caller(head))
+            own = claim.hotkey, max(found, Reach.NETWORK) if self._private else found
         action = partial(self._writes[head.path], *own, **fields)
         loop = asyncio.get_running_loop()
 

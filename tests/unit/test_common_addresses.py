@@ -132,11 +132,19 @@ class TestRegistry:
     ) -> None:
         assert narrowest(host, caller) is expected
 
-    @pytest.mark.parametrize(("caller", "allowed"), [("8.8.8.8", 1), ("10.0.0.2", 2)])
+    @pytest.mark.parametrize(
+        ("caller", "private", "allowed"),
+        [
+            ("8.8.8.8", False, 1),
+            ("10.0.0.2", False, 2),
+            ("", False, 1),
+            ("", True, 2),  # a proxy that names nobody, in front of a private network
+        ],
+    )
     def test_behind_a_proxy_the_true_caller_counts(
-        self, caller: str, allowed: int, monkeypatch: pytest.MonkeyPatch
+        self, caller: str, private: bool, allowed: int
     ) -> None:
-        limits = replace(FAST, proxy="127.0.0.1")
+        limits = replace(FAST, proxy="127.0.0.1", private=private)
         with RegistryServer(limits=limits) as server:
             taken = []
             for ip in ANNOUNCED:
