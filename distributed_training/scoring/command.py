@@ -2,8 +2,8 @@
 
     python scripts/score.py [--uid N... | --all] [--watch [SECONDS]] [--json] [options] [flags]...
 
-    python scripts/score.py                          the miner of this wallet
-    python scripts/score.py --uid 227 31             two miners
+    python scripts/score.py                          the miner of this wallet, by miner.toml
+    python scripts/score.py --network FILE --uid 227 31         two miners, anywhere
     python scripts/score.py --all --json             everybody, for programs
     python scripts/score.py --subnet runs/localnet --all        a local subnet that runs
 

@@ -111,7 +111,9 @@ class Network:
         product: Any = start
         product.open_hivemind = self._open_hivemind
         product.SignedServer = lambda **_: self.server
-        product.GlobalEpoch = lambda **_: Mock(GlobalEpoch)  # the global bucket never changes
+        product.GlobalEpoch = lambda **_: Mock(
+            GlobalEpoch, versions=None
+        )  # the global bucket never changes
         product.UploadSchedule = lambda **_: upload_schedule(upload_steps=4, first=2)
         product.MetricsFile = partial(MetricsFile, every=0.0)
         product.describe_full_disk = lambda folder, needed: self.no_room
