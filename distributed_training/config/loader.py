@@ -490,13 +490,7 @@ def _with_rules(
             f"{source}: {error}, so its rules are not known and nothing was started: check the "
             "network, or give a file"
         ) from None
-    rules = {
-        setting.name: Given(
-            _words(network.values[setting.network]), f"{setting.network} in {place}"
-        )
-        for setting in known
-        if setting.network in network.values
-    }
+    rules = _given_by(network, known, place=f" in {place}")
     # Values are compared and not texts: 1m and 60s are the same rule.
     shared = _build(known, {**defaults, **rules})
     ours = _build(known, {**defaults, **rules, **given}, warnings=tuple(warnings), network=network)
@@ -539,12 +533,16 @@ def rules_of(config: Config, network: Network) -> Config:
     Raises ConfigError.
     """
     known = schema(config.kind)
-    rules = {
-        setting.name: Given(_words(network.values[setting.network]), setting.network)
+    return _build(known, _given_by(network, known), network=network)
+
+
+def _given_by(network: Network, known: Schema, *, place: str = "") -> dict[str, Given]:
+    """Return the rules as settings; ``place`` follows a key where an error names it."""
+    return {
+        setting.name: Given(_words(network.values[setting.network]), f"{setting.network}{place}")
         for setting in known
         if setting.network in network.values
     }
-    return _build(known, rules, network=network)
 
 
 def _words(value: Any) -> str:
