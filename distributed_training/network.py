@@ -314,21 +314,7 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
         raise NetworkFileError(
             f"{missing[0]}{more} is missing", "every peer needs each value: add it"
         )
-    if flat.get("data.own") is True and (
-        flat.get("data.selection", 1) != 1
-        or flat.get("data.held_out", "python") in ("pages", "python")
-    ):
-        raise NetworkFileError(
-            "data.own is true, so nobody has the members' text to judge them on",
-            "name files in data.held_out, and leave data.selection out",
-        )
-    if flat.get("data.selection") == 2:
-        _refuse_pages(flat)
-    elif flat.get("data.held_out") == "pages":
-        raise NetworkFileError(
-            "data.held_out is pages, and only data.selection 2 holds pages out",
-            "set data.selection = 2, or name a file",
-        )
+    _refuse_data(flat)
     files = {FILE: text, **load_model(flat, beside)}
     digest = digest_of(flat)
     head = _head({key: flat[key] for key in HEAD_KEYS & {*flat}})
@@ -380,6 +366,25 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
     values.setdefault("run_id", of_run[:_RUN_ID_DIGITS])
     values.setdefault("chain.netuid", 0)  # a registry is one network
     return Network(place, head, digest, built_in, values, files)
+
+
+def _refuse_data(flat: Mapping[str, Any]) -> None:
+    """Refuse keys of [data] that are wrong together. Raises NetworkFileError."""
+    if flat.get("data.own") is True and (
+        flat.get("data.selection", 1) != 1
+        or flat.get("data.held_out", "python") in ("pages", "python")
+    ):
+        raise NetworkFileError(
+            "data.own is true, so nobody has the members' text to judge them on",
+            "name files in data.held_out, and leave data.selection out",
+        )
+    if flat.get("data.selection") == 2:
+        _refuse_pages(flat)
+    elif flat.get("data.held_out") == "pages":
+        raise NetworkFileError(
+            "data.held_out is pages, and only data.selection 2 holds pages out",
+            "set data.selection = 2, or name a file",
+        )
 
 
 def is_identity(key: str) -> bool:
