@@ -78,16 +78,21 @@ class Bucket:
 GOOD = b'{"name": "lab", "version": 1, "master": "5M", "run_id": "aa"}'
 
 
-def test_what_the_bucket_says_of_its_network_is_told_when_it_changes() -> None:
-    """And whatever else lies there ends nothing, and calls no file old."""
-    bucket, events = Bucket(), list[ev.Event]()
-    watch = GlobalEpoch(
-        bucket=bucket,  # type: ignore[arg-type]
+def watch_of(bucket: Any, events: list[ev.Event]) -> GlobalEpoch:
+    """Compare the network of a miner at outer step 4 with what the bucket says of its own."""
+    return GlobalEpoch(
+        bucket=bucket,
         post=events.append,
         interval=timedelta(hours=1),
         epoch_start=lambda: (4, ()),
         network=network(),
     )
+
+
+def test_what_the_bucket_says_of_its_network_is_told_when_it_changes() -> None:
+    """And whatever else lies there ends nothing, and calls no file old."""
+    bucket, events = Bucket(), list[ev.Event]()
+    watch = watch_of(bucket, events)
 
     def look(content: bytes | None) -> list[str]:
         events.clear()

@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pytest
 from distributed_training.config import ConfigError, load_config
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode, Rules
-from distributed_training.miner.global_state import GlobalEpoch
 from distributed_training.miner.state_machine import decide
 from distributed_training.network import Shown
 from distributed_training.protocol import keys
@@ -26,7 +24,7 @@ from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import NeuronState
 from tests.tools.network import network_file
 from tests.tools.validator_world import LENGTH, RULES, World, config_of, settings
-from tests.unit.test_miner_network_file import network
+from tests.unit.test_miner_network_file import watch_of
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
@@ -162,13 +160,7 @@ class Bucket:
 @pytest.mark.parametrize("mode", [Mode.TRAINING, Mode.AWAITING_GLOBAL, Mode.FETCHING])
 def test_a_miner_ends_with_a_checkpoint_once_its_network_is_finished(mode: Mode) -> None:
     bucket, events = Bucket(), list[ev.Event]()
-    watch = GlobalEpoch(
-        bucket=bucket,  # type: ignore[arg-type]
-        post=events.append,
-        interval=timedelta(hours=1),
-        epoch_start=lambda: (4, ()),
-        network=network(),
-    )
+    watch = watch_of(bucket, events)
 
     def look(**content: Any) -> list[ev.StopRequested]:
         events.clear()
