@@ -27,8 +27,8 @@ import psutil
 
 from bench.common import parser, table
 from distributed_training.config.settings import SwarmSettings
+from distributed_training.exchange.hivemind.swarm import HivemindSwarm
 from distributed_training.protocol.types import RoundRequest
-from distributed_training.swarm.swarm import HivemindSwarm
 
 MATCHMAKING = 3.0
 TIMEOUT = 300.0

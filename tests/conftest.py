@@ -143,7 +143,7 @@ def process_group() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def forked_hosts() -> Iterator[None]:
     """Swarm hosts of this module's peers are forked, not started as programs."""
-    from distributed_training.swarm import supervisor
+    from distributed_training.exchange.hivemind import supervisor
     from tests.tools.forked import ForkedHostLaunch
 
     with pytest.MonkeyPatch.context() as patch:

@@ -18,6 +18,7 @@ from distributed_training.chain.subtensor import endpoints_of
 from distributed_training.common.memory import ModelShape, snapshot_bytes
 from distributed_training.common.proxies import HUB, VARIABLES, proxy_for, unusable, variable
 from distributed_training.config import Config, ConfigError
+from distributed_training.exchange.hivemind.supervisor import address_of, any_reachable
 from distributed_training.health.clock import (
     LIMIT,
     REMEDY,
@@ -41,7 +42,6 @@ from distributed_training.store.errors import StoreError
 from distributed_training.store.opening import open_store
 from distributed_training.store.s3 import S3ObjectStore, endpoint_of
 from distributed_training.store.transfer import Retry
-from distributed_training.swarm.supervisor import address_of, any_reachable
 from distributed_training.telemetry.metrics import read_metrics
 
 _CHAIN_TIMEOUT = timedelta(seconds=30)  # for a first answer

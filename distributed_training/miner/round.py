@@ -37,7 +37,7 @@ from .ranks import Ranks
 
 if TYPE_CHECKING:
     from distributed_training.chain.server import SignedServer
-    from distributed_training.swarm.swarm import HivemindSwarm
+    from distributed_training.exchange.hivemind.swarm import HivemindSwarm
     from distributed_training.training.trainer import Trainer
 
 log = logging.getLogger(__name__)

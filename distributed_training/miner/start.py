@@ -46,6 +46,8 @@ from distributed_training.config.versions import Versions, has_versions, parse_v
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.own_text import require_one_sequence
 from distributed_training.data.pipeline import DataPipeline
+from distributed_training.exchange.hivemind.supervisor import HostLaunch, SwarmUnavailable
+from distributed_training.exchange.hivemind.swarm import HivemindSwarm
 from distributed_training.health.clock import ClockWatch, measure_offset
 from distributed_training.health.machine import arrange, gpu_bytes
 from distributed_training.network import FILE, Network
@@ -72,8 +74,6 @@ from distributed_training.protocol.types import ExitStatus
 from distributed_training.store.snapshot_folder import describe_full_disk
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.store.uploader import Uploader
-from distributed_training.swarm.supervisor import HostLaunch, SwarmUnavailable
-from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.telemetry import EventLog, MetricsFile, unix_time
 from distributed_training.telemetry.trackers import open_trackers
 from distributed_training.training.checkpoint import Checkpointer

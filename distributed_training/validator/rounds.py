@@ -29,6 +29,7 @@ from torch import Tensor
 from distributed_training.chain.base import Neuron
 from distributed_training.chain.client import SignedClient
 from distributed_training.config.settings import SwarmSettings, ValidatorSettings
+from distributed_training.exchange.hivemind.swarm import HivemindSwarm
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.keys import is_peer_id
@@ -42,7 +43,6 @@ from distributed_training.protocol.types import (
 )
 from distributed_training.scoring.upload import OpenBucket, Result, begun, fulfil
 from distributed_training.store.bucket_reader import BucketReader
-from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.training.model import loss_limit
 from distributed_training.training.outer_step import GlobalState, load_weights, model_bytes
 from distributed_training.validator.suspects import Suspects

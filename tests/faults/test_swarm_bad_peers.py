@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from distributed_training.exchange.hivemind.swarm import HivemindSwarm
 from distributed_training.protocol.types import AllReduceResult
-from distributed_training.swarm.swarm import HivemindSwarm
 from tests.tools.swarm_bad_peer import KINDS
 from tests.tools.swarm_world import REQUEST, LinePeer, Rounds, assert_good_round, open_swarms
 

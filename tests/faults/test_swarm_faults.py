@@ -24,10 +24,10 @@ import pytest
 import torch
 
 from distributed_training.common.ports import free_ports
+from distributed_training.exchange.hivemind import supervisor
+from distributed_training.exchange.hivemind.supervisor import SwarmUnavailable
+from distributed_training.exchange.hivemind.swarm import HivemindSwarm
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
-from distributed_training.swarm import supervisor
-from distributed_training.swarm.supervisor import SwarmUnavailable
-from distributed_training.swarm.swarm import HivemindSwarm
 from tests.tools.swarm_world import (
     LARGE,
     REQUEST,

@@ -23,8 +23,8 @@ import pytest
 from hivemind.dht import protocol
 from hivemind.dht.node import DHTNode
 
+from distributed_training.exchange.hivemind.swarm import HivemindSwarm
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
-from distributed_training.swarm.swarm import HivemindSwarm
 from tests.tools.swarm_world import (
     REQUEST,
     SMALL,

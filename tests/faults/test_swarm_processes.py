@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
+from distributed_training.exchange.hivemind import supervisor
+from distributed_training.exchange.hivemind.swarm import HivemindSwarm
 from distributed_training.protocol.types import AllReduceError, AllReduceFault, AllReduceResult
-from distributed_training.swarm import supervisor
-from distributed_training.swarm.swarm import HivemindSwarm
 from tests.tools.swarm_world import (
     REQUEST,
     SMALL,

@@ -21,10 +21,10 @@ import pytest
 import torch
 from safetensors.torch import save
 
+from distributed_training.exchange.hivemind.swarm import HivemindSwarm
 from distributed_training.miner.events import Action, Mode
 from distributed_training.miner.global_state import TOLERANCE, drift
 from distributed_training.protocol.types import AllReduceResult, RoundRequest
-from distributed_training.swarm.swarm import HivemindSwarm
 from distributed_training.training.outer_rule import nesterov_sgd
 from distributed_training.training.outer_step import Rows
 from tests.tools.decided_miner import DecidedMiner, Published

@@ -42,6 +42,11 @@ from distributed_training.config.settings import StoreSettings
 from distributed_training.data.page_source import Counts
 from distributed_training.data.parquet import FolderSource, ParquetSource
 from distributed_training.data.shards import HeldOut
+from distributed_training.exchange.hivemind import wire
+from distributed_training.exchange.hivemind.address_book import AddressBook
+from distributed_training.exchange.hivemind.averager_process import set_aside_damaged
+from distributed_training.exchange.hivemind.swarm import Judge
+from distributed_training.exchange.hivemind.wire import StreamError
 from distributed_training.miner import run_folder
 from distributed_training.miner.global_state import drift
 from distributed_training.network import Shown
@@ -55,11 +60,6 @@ from distributed_training.store.transfer import deadline_in, download
 from distributed_training.store.uplink import Uplink
 from distributed_training.store.uploader import Start
 from distributed_training.store.uploader_process import UploadLoop
-from distributed_training.swarm import wire
-from distributed_training.swarm.address_book import AddressBook
-from distributed_training.swarm.averager_process import set_aside_damaged
-from distributed_training.swarm.swarm import Judge
-from distributed_training.swarm.wire import StreamError
 from distributed_training.telemetry.events import EventFollower, read_events
 from distributed_training.training.outer_step import Rows, load_outer_optimizer, load_weights
 from distributed_training.validator.scorer import Standings

@@ -32,6 +32,7 @@ from distributed_training.chain.kinds import chain_kind
 from distributed_training.chain.server import SignedServer
 from distributed_training.common.processes import leave
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, build_tokenizer
+from distributed_training.exchange.hivemind.supervisor import SharedTensors
 from distributed_training.miner import events as ev
 from distributed_training.miner import start
 from distributed_training.miner.events import MinerState
@@ -47,7 +48,6 @@ from distributed_training.protocol.types import (
     RoundRequest,
 )
 from distributed_training.store.opening import open_store
-from distributed_training.swarm.supervisor import SharedTensors
 from distributed_training.telemetry import MetricsFile, read_events
 from tests.tools import jumping_clock
 from tests.tools.miner_parts import KeptUploads, config_of, upload_schedule

@@ -22,9 +22,15 @@ from hivemind.proto import averaging_pb2, p2pd_pb2, runtime_pb2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from distributed_training.exchange.hivemind import wire
+from distributed_training.exchange.hivemind.wire import (
+    Daemon,
+    FrameError,
+    Stream,
+    StreamError,
+    varint,
+)
 from distributed_training.protocol import four_bits
-from distributed_training.swarm import wire
-from distributed_training.swarm.wire import Daemon, FrameError, Stream, StreamError, varint
 from tests.tools.swarm_world import stream_pair
 from tests.tools.waiting import wait_for
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from distributed_training.exchange.hivemind.supervisor import address_of, bound_log
+from distributed_training.exchange.hivemind.swarm import Judge
 from distributed_training.protocol.types import AllReduceError, AllReduceFault
-from distributed_training.swarm.supervisor import address_of, bound_log
-from distributed_training.swarm.swarm import Judge
 
 pytestmark = pytest.mark.timeout(10)
 

@@ -22,10 +22,9 @@ from typing import Any
 import pytest
 
 from distributed_training.config.settings import SwarmSettings
-from distributed_training.protocol.types import AllReduceError, AllReduceFault, RoundRequest
-from distributed_training.swarm import averager_process, supervisor, swarm
-from distributed_training.swarm.bounds import Known
-from distributed_training.swarm.supervisor import (
+from distributed_training.exchange.hivemind import averager_process, supervisor, swarm
+from distributed_training.exchange.hivemind.bounds import Known
+from distributed_training.exchange.hivemind.supervisor import (
     Beat,
     HostConfig,
     HostKeeper,
@@ -36,6 +35,7 @@ from distributed_training.swarm.supervisor import (
     any_reachable,
     to_line,
 )
+from distributed_training.protocol.types import AllReduceError, AllReduceFault, RoundRequest
 from tests.tools.swarm_world import joined
 from tests.tools.waiting import wait_for
 

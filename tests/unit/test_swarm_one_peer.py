@@ -25,11 +25,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from distributed_training.exchange.hivemind import wire
+from distributed_training.exchange.hivemind.all_reduce import AllReduce, Group, GroupFailed, Terms
+from distributed_training.exchange.hivemind.averager_process import _group_of, shares_of
+from distributed_training.exchange.hivemind.wire import Stream
 from distributed_training.protocol import four_bits
-from distributed_training.swarm import wire
-from distributed_training.swarm.all_reduce import AllReduce, Group, GroupFailed, Terms
-from distributed_training.swarm.averager_process import _group_of, shares_of
-from distributed_training.swarm.wire import Stream
 from tests.tools.swarm_world import stream_pair
 
 pytestmark = pytest.mark.timeout(120)

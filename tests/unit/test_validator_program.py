@@ -18,12 +18,12 @@ import pytest
 import torch
 
 from distributed_training.config import Config, ConfigError
+from distributed_training.exchange.hivemind.supervisor import SwarmUnavailable
 from distributed_training.node import identity
 from distributed_training.node.start import WrongNetwork, exit_status_of, sole_user
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.scoring.evaluator import evaluation_device
-from distributed_training.swarm.supervisor import SwarmUnavailable
 from distributed_training.telemetry import read_events
 from distributed_training.validator import program
 from distributed_training.validator.global_state import claim_global_bucket

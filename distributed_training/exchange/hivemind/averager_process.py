@@ -1,10 +1,11 @@
 """Run the swarm process, which owns p2pd, the DHT node and the averager.
 
-    python -m distributed_training.swarm.averager_process DESCRIPTOR    (started by rank 0)
+    python -m distributed_training.exchange.hivemind.averager_process DESCRIPTOR
 
-DESCRIPTOR is this process's end of a socket: commands come in and answers leave as lines of JSON
-(:mod:`.supervisor`). Standard output and error are hivemind's log. It leads a process group of
-its own, with p2pd in it, and ends that group when rank 0 is gone or when it cannot go on itself.
+Rank 0 starts it. DESCRIPTOR is this process's end of a socket: commands come in and answers leave
+as lines of JSON (:mod:`.supervisor`). Standard output and error are hivemind's log. It leads a
+process group of its own, with p2pd in it, and ends that group when rank 0 is gone or when it cannot
+go on itself.
 
 The averager is wire-compatible with the public network. hivemind's own is a process beside the
 DHT's process, with pipes and shared-memory futures between them. Here DHT node, matchmaking and

@@ -1,0 +1,1 @@
+"""The ways in which a network exchanges pseudo-gradients; a package for each."""
