@@ -32,6 +32,19 @@ class ExitStatus(enum.IntEnum):
 FINAL = (ExitStatus.BAD_CONFIGURATION, ExitStatus.DEREGISTERED, ExitStatus.FINISHED)
 
 
+class Base(enum.Enum):
+    """The fate of our upload for an outer step, and so from where its update is applied.
+
+    With theta(n) the weights after the update, and "moved" what was trained since: after MERGED it
+    counts from the snapshot, and the next residual is what encoding lost; after KEPT from the
+    epoch start, with the residual as it was; after REFUSED from the snapshot, with no residual.
+    """
+
+    MERGED = "merged"
+    KEPT = "kept"  # late, void, not judged, or none was sent: all movement goes into the next one
+    REFUSED = "refused"  # for its content: what it held is dropped
+
+
 @dataclass(frozen=True, order=True)
 class Revision:
     """A point of training: ``{run}.{outer_step}.{inner_step}`` (protocol page, section 1).
