@@ -73,8 +73,55 @@ LATER = frozenset(
         "stop.outer_steps",
         "stop.tokens",
         "upload.content",
+        "round.grace",
+        "round.least",
+        "round.bits",
+        "publish.weights_every",
+        "store.keep_uploads",
+        "store.hosts",
+        "store.public_url",
+        "store.access",
     }
 )
+#: Keys that have a place with one value of ``exchange`` alone.
+OF_EXCHANGE = {
+    "hivemind": frozenset(
+        {
+            "run",
+            "compression.kind",
+            "compression.top_k",
+            "compression.chunk",
+            "compression.dct",
+            "compression.momentum_decay",
+            "round.blocks_per_allreduce_later",
+            "round.upload_age_limit",
+            "round.reload_timeout",
+            "round.round_timeout",
+            "round.allreduce_timeout",
+            "round.next_chunk_timeout",
+            "round.request_timeout",
+            "round.min_matchmaking_time",
+            "round.min_group_size",
+            "round.compression",
+            "upload.content",
+            "store.miner_bucket",
+            "swarm.initial_peers",
+            "swarm.part_size",
+        }
+    ),
+    "store": frozenset(
+        {
+            "round.grace",
+            "round.least",
+            "round.bits",
+            "publish.weights_every",
+            "store.keep_uploads",
+            "store.hosts",
+            "store.public_url",
+            "store.access",
+        }
+    ),
+}
 PUBLIC = "sn38"
 #: The files that come with the program, by the names that ``--network`` knows them by.
 BUILT_IN = {
@@ -135,7 +182,9 @@ class Head:
     version: Annotated[int, Field(alias="version", ge=1, le=1_000_000)]
     chain: Annotated[str, Field(alias="chain.kind", pattern=r"^[a-z0-9][a-z0-9-]{0,62}$")]
     parameters: Annotated[int, Field(alias="model.parameters", ge=1, le=10**13)]
-    miner_bucket: Annotated[Literal["{global_bucket}-{uid:03d}"], Field(alias="store.miner_bucket")]
+    miner_bucket: Annotated[
+        Literal["{global_bucket}-{uid:03d}"], Field(alias="store.miner_bucket")
+    ] = "{global_bucket}-{uid:03d}"
     model: Annotated[dict[str, Any] | None, Field(alias="model.config")] = None
     weights: Annotated[str | None, Field(alias="model.weights", pattern=r"^[0-9a-f]{64}$")] = None
     tokenizer_revision: Annotated[
@@ -145,7 +194,7 @@ class Head:
         str | None, Field(alias="tokenizer.files", pattern=r"^[0-9a-f]{64}$")
     ] = None
     data_files: Annotated[str | None, Field(alias="data.files", pattern=r"^[0-9a-f]{64}$")] = None
-    exchange: Annotated[Literal["hivemind"], Field(alias="exchange")] = "hivemind"
+    exchange: Annotated[Literal["hivemind", "store"], Field(alias="exchange")] = "hivemind"
     previous: Annotated[str | None, Field(alias="previous", pattern=r"^sha256:[0-9a-f]{64}$")] = (
         None
     )
@@ -272,6 +321,19 @@ def built_in_rules(name: str = PUBLIC) -> dict[str, Any]:
     return tomllib.loads(BUILT_IN[name].read_text(encoding="utf-8"))
 
 
+def of_exchange(rules: Mapping[str, Any], exchange: str) -> dict[str, Any]:
+    """Return the tables of a file with ``exchange``, without the keys that have no place there."""
+    other = OF_EXCHANGE["hivemind" if exchange == "store" else "store"]
+    kept: dict[str, Any] = {"exchange": exchange}
+    for title, value in rules.items():
+        if isinstance(value, dict):
+            table = {key: v for key, v in value.items() if f"{title}.{key}" not in other}
+            kept |= {title: table} if table else {}
+        elif title not in other and title != "exchange":
+            kept[title] = value
+    return kept
+
+
 def public_values() -> dict[str, Any]:
     """Return what the public network gives to settings: their defaults."""
     flat = flatten(built_in_rules())
@@ -308,7 +370,8 @@ def parse(text: str, *, place: str, keys: Collection[str], beside: Callable[[str
             near = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
             hint = f"did you mean {near[0]}?" if near else "docs/network-file.md lists all"
             raise NetworkFileError(f"{key!r} is not a key of it", hint)
-    missing = sorted(known - set(flat) - _OPTIONAL - LATER)
+    needless = _refuse_exchange(flat)
+    missing = sorted(known - set(flat) - _OPTIONAL - LATER - needless)
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise NetworkFileError(
@@ -385,6 +448,37 @@ def _refuse_data(flat: Mapping[str, Any]) -> None:
             "data.held_out is pages, and only data.selection 2 holds pages out",
             "set data.selection = 2, or name a file",
         )
+
+
+def _refuse_exchange(flat: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys that have no place with this file's exchange. Raises NetworkFileError.
+
+    That is for one of them, and for what is missing or wrong together with ``exchange = "store"``.
+    """
+    exchange = flat.get("exchange", "hivemind")
+    needless = OF_EXCHANGE["hivemind" if exchange == "store" else "store"]
+    for key in sorted(needless & flat.keys()):
+        raise NetworkFileError(f"{key} has no place with exchange {exchange!r}", "remove it")
+    if exchange != "store":
+        return needless
+    if "round.grace" not in flat:
+        raise NetworkFileError(
+            "round.grace is missing, so nobody would know when an upload is late", "add it"
+        )
+    if flat.get("store.access", "registry") == "registry":
+        if flat.get("chain.kind") != "registry":
+            raise NetworkFileError(
+                f"store.access is registry and chain.kind {flat.get('chain.kind')!r:.100}, so "
+                "nobody would hand out access to the store",
+                'set store.access = "own", with a bucket for each member',
+            )
+        if "store.endpoint" not in flat:
+            raise NetworkFileError(
+                "store.endpoint is missing, so no member would know the store that the registry "
+                "may send it to",
+                "add it",
+            )
+    return needless
 
 
 def is_identity(key: str) -> bool:

@@ -13,6 +13,7 @@ import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,7 @@ from distributed_training.network import Network
 from distributed_training.protocol.page_permutation import DrawPages, PagePermutation
 from distributed_training.protocol.pages import select_pages
 
-from .settings import AllSettings, ChainSettings
+from .settings import AllSettings, ChainSettings, Exchange
 from .types import ConfigError, Domain, parse_domains, show
 
 Kind = Literal["miner", "validator"]
@@ -237,6 +238,16 @@ class Config(AllSettings):
         return before + self.validator.held_out_rise
 
     @property
+    def exchange(self) -> Exchange:
+        """The way by which this network exchanges pseudo-gradients."""
+        return self.miner.exchange
+
+    @property
+    def round_period(self) -> timedelta:
+        """From one close to the next, of exchange ``store``."""
+        return timedelta(seconds=self.miner.blocks_per_allreduce * self.chain.seconds_per_block)
+
+    @property
     def tokens_of_step(self) -> int:
         """The tokens of one inner step of one miner; 0 in a network that does not count them."""
         if self.network is None or self.network.head.format == 1:
@@ -430,6 +441,18 @@ def check_schedule(config: Config) -> Iterator[str]:
         )
 
 
+def check_exchange(config: Config) -> Iterator[str]:
+    if config.exchange != "store":
+        return
+    grace, period = config.miner.grace, config.round_period
+    if grace > period / 3:
+        yield (
+            f"round.grace ({show(grace)}) is above a third of the period ({show(period)}), so "
+            "miners would train most of it on weights that are past: in the network's file lower "
+            "round.grace, or raise round.blocks_per_allreduce"
+        )
+
+
 def check_addresses(config: Config) -> Iterator[str]:
     for name in ("axon.external_ip", "dht.ip"):
         value = (config.get(name) or "").strip("[]")
@@ -495,6 +518,7 @@ CHECKS: tuple[Callable[[Config], Iterator[str]], ...] = (
     check_values,
     check_own_text,
     check_schedule,
+    check_exchange,
     check_exports,
     check_addresses,
     check_keys,

@@ -37,6 +37,7 @@ from .types import (
     Found,
     GlobalBucket,
     HeldOutText,
+    HostPort,
     Hotkey,
     IpAddress,
     Ipv4Address,
@@ -58,6 +59,8 @@ from .types import (
     load_optional,
     rule,
 )
+
+Exchange = Literal["hivemind", "store"]
 
 
 @dataclass(frozen=True, config=SETTINGS)
@@ -296,6 +299,21 @@ class DiagnosticsSettings:
 class RoundSettings:
     """The rules of a round: the validator keeps them, and a miner plans its uploads with them."""
 
+    exchange: Exchange = rule("exchange", "hivemind")
+    """how pseudo-gradients are exchanged: 'hivemind', among peers, as the public network does, or
+    'store', through the store, where the validator merges what it has judged"""
+    grace: Duration = rule("round.grace", 10 * MINUTE, ge=SECOND, le=DAY)
+    """with exchange 'store': how long after a close uploads are still taken, at most a third of
+    the period"""
+    least: Count = rule("round.least", 1)
+    """with exchange 'store': fewest accepted uploads of an outer step; with fewer the close moves
+    by a period"""
+    bits: int = rule("round.bits", 4, ge=2, le=4)
+    """with exchange 'store': bits of each value of an upload"""
+    weights_every: int = rule("publish.weights_every", 8, ge=1, le=1000)
+    """with exchange 'store': outer steps between two sets of weights that are published"""
+    keep_uploads: int = rule("store.keep_uploads", 8, ge=1, le=1000)
+    """with exchange 'store': outer steps whose merged uploads are kept"""
     blocks_per_allreduce: Count = rule("round.blocks_per_allreduce")
     """blocks between two all-reduce rounds until the first successful one (1 block = 12 s); the
     miner plans with at least round.blocks_per_allreduce_later after that, as validators do"""
@@ -397,6 +415,14 @@ class StoreSettings:
     """region name that requests are signed for"""
     addressing: Literal["path", "virtual"] = rule("store.addressing", "path")
     """where the bucket's name stands: after the store's host, or in it, before the rest"""
+    hosts: Words[HostPort] = rule("store.hosts", ())
+    """with exchange 'store': hosts, or HOST:PORT, that the registry may send members to, beside
+    those of store.endpoint and store.public_url"""
+    public_url: WebUrl | None = rule("store.public_url")
+    """with exchange 'store': URL where anybody reads the global bucket without the registry"""
+    access: Literal["registry", "own"] = rule("store.access", "registry")
+    """with exchange 'store': 'registry' hands out URLs of the global bucket; 'own': each member has
+    a bucket of its own"""
     write_interval: timedelta = 1.1 * SECOND  # between two writes of a key: R2 allows one a second
     connect_timeout: timedelta = 10 * SECOND
     read_timeout: timedelta = 60 * SECOND  # between two pieces of the store's answer
@@ -420,6 +446,15 @@ class StoreSettings:
     snapshot_timeout: timedelta = 600 * SECOND  # until all ranks have written their files of one
     take_bucket: bool = flag("r2.take_bucket", False)
     """upload even though another miner claimed this bucket within the last minutes"""
+
+    @property
+    def allowed_hosts(self) -> frozenset[str]:
+        """The hosts of the signed file, as in a URL (``HOST:PORT``, lower case)."""
+        hosts = {urlsplit(url).netloc for url in (self.endpoint_url, self.public_url) if url}
+        if self.addressing == "virtual":
+            bucket = self.global_model_name.partition("/")[0]
+            hosts |= {f"{bucket}.{urlsplit(self.endpoint_url or '').netloc}"}
+        return frozenset(host.lower() for host in (*hosts, *self.hosts))
 
     @property
     def longest_transfer(self) -> timedelta:
@@ -502,6 +537,11 @@ MicroBatch = Annotated[int, Field(ge=1, le=65536)]
 class TrainingSettings:
     """One inner step is ``local_batch_size_train_effective`` sequences over all ranks."""
 
+    exchange: Exchange = rule("exchange", "hivemind")
+    """how pseudo-gradients are exchanged: 'hivemind', among peers, as the public network does, or
+    'store', through the store, where the validator merges what it has judged"""
+    bits: int = rule("round.bits", 4, ge=2, le=4)
+    """with exchange 'store': bits of each value of an upload"""
     local_batch_size_train: MicroBatch | Literal["auto"] = flag(
         "neuron.local_batch_size_train", "auto"
     )

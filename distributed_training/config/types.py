@@ -371,6 +371,13 @@ PeerAddress = Annotated[
     str,
     _holds("a peer's address: /ip4/<ip>/tcp/<port>/p2p/<peer id>", is_peer_address),
 ]
+HostPort = Annotated[
+    str,
+    _holds(
+        "a host's name or address, or HOST:PORT",
+        lambda text: _is_url("https")(f"https://{text}") and urlsplit(f"//{text}").netloc == text,
+    ),
+]
 WebUrl = Annotated[
     str, _holds("an http:// or https:// URL without user and password", _is_url("http", "https"))
 ]
