@@ -25,6 +25,7 @@ from distributed_training.protocol.keys import Parts
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
+    Base,
     Progress,
     StepReport,
 )
@@ -52,6 +53,7 @@ from .snapshot import (
     SnapshotState,
     write_snapshot,
 )
+from .store_outer_step import StoreOuterStep, UploadHandle
 from .throughput import StepMeter, start_profiler
 
 if TYPE_CHECKING:  # 80 modules that nothing else here needs
@@ -59,6 +61,7 @@ if TYPE_CHECKING:  # 80 modules that nothing else here needs
 
 log = logging.getLogger(__name__)
 
+Sign = Callable[[bytes], bytes]
 
 #: Covers each collective of the host-memory streams: pseudo-gradient, average, votes.
 STREAM_TIMEOUT = timedelta(minutes=10)
@@ -78,7 +81,8 @@ class Trainer:
     initialise that with ``"cpu:gloo,cuda:nccl"``. One rank alone needs none. ``utilization``: of
     this rank's GPU in percent, None where it cannot be had. ``say`` gets one line for each thing
     that was decided, and why. ``run_folder``: where it is remembered how many sequences the GPU
-    holds; None: nowhere. Raises ConfigError for settings the model or the hardware cannot follow.
+    holds; None: nowhere. ``exchange``: the network's, hivemind or store. Raises ConfigError for
+    settings the model or the hardware cannot follow.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class Trainer:
         utilization: Callable[[], float | None] | None = None,
         say: Callable[[str], None] = log.info,
         run_folder: Path | None = None,
+        exchange: str = "hivemind",
     ) -> None:
         self.settings = settings
         self.device = device
@@ -131,7 +136,7 @@ class Trainer:
             shards=shards,
             stream=stream,
         )
-        self.outer = OuterStep(
+        self.outer = (StoreOuterStep if exchange == "store" else OuterStep)(
             shards=shards,
             stream=stream,
             learning_rate=settings.outer_learning_rate,
@@ -596,6 +601,45 @@ class Trainer:
     def roll_back_outer_step(self) -> None:
         """Forget the outer step that was prepared; weights and counters stay. Local."""
         self.outer.roll_back()
+
+    # --- outer step of a store network ---------------------------------------------------------
+
+    def write_upload(
+        self, path: Path | None = None, header: Any = None, *, sign: Sign | None = None
+    ) -> UploadHandle:
+        """Write this step boundary's upload to rank 0's ``path``, in the background. Collective.
+
+        Rank 0 alone gives arguments. ``header``: a ``protocol.update_file.Header`` with run_id,
+        serial, hotkey, bits and blocks; the rest is filled in here. Raises on all ranks alike
+        OSError where the file cannot be made, RankFailedError when a rank has no memory; later
+        failures are in the handle.
+        """
+        raise NotImplementedError
+
+    def prepare_update(
+        self,
+        path: Path | None = None,
+        *,
+        outer_step: int = 0,
+        base: Base = Base.KEPT,
+        own_upload: Path | None = None,
+        weights: str = "",
+        whole: bool = False,
+    ) -> None:
+        """Compute what follows from the update that leads to ``outer_step``, aside. Collective.
+
+        Rank 0 alone gives arguments. ``own_upload``: the file of our upload of the outer step
+        before, if it is of the digest that was merged or refused. ``weights``: digest of the
+        weights that come out. ``whole``: ``path`` is a ``model.safetensors`` with them. Raises
+        AllReduceError(LOCAL) on all ranks alike, for another digest too; nothing changes then.
+        Follow it with :meth:`commit_outer_step` or :meth:`roll_back_outer_step`.
+        """
+        raise NotImplementedError
+
+    @property
+    def upload_serial(self) -> int | None:
+        """The close that an upload of this outer step was written for; None: none was."""
+        return self.outer.serial if isinstance(self.outer, StoreOuterStep) else None
 
     # --- uploads -------------------------------------------------------------------------------
 
