@@ -1,7 +1,8 @@
 """Names of buckets, of their objects and of peers (protocol page, sections 1 and 3).
 
 A bucket holds ``metadata.json`` at its root and one folder ``epoch-N/`` for each outer step, N
-being the writer's own outer step.
+being the writer's own outer step. The global bucket of a store network (section 11) holds
+``state.json``, a folder ``outer/N/`` for each outer step, and the members' ``uploads/``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,10 @@ CONFIG = "config.json"
 MODEL = "model.safetensors"
 GRADIENTS = "gradients.pt"
 OUTER_OPTIMIZER = "outer_optimizer.pt"  # global bucket only
+STATE = "state.json"  # store networks only, as are those below
+MANIFEST = "manifest.json"
+UPDATE = "update.safetensors"
+OUTER_STATE = "state.safetensors"  # outer momentum and residual
 SAFETENSORS_METADATA = {"format": "pt"}
 #: What of a snapshot is uploaded: the pseudo-gradient that is scored; the model too; all there is.
 Parts = Literal["scored", "model", "all"]
@@ -29,6 +34,9 @@ PARTS: tuple[Parts, ...] = get_args(Parts)
 # No zero in front: epoch-07 would be a second folder of outer step 7. Numbers have an end, since
 # others choose them and readers count up to them.
 _EPOCH_KEY = re.compile(r"epoch-(0|[1-9][0-9]{0,14})/(.+)")
+_NUMBER = "(0|[1-9][0-9]{0,14})"
+_OUTER_KEY = re.compile(rf"outer/{_NUMBER}/(.+)")
+_UPLOAD_KEY = re.compile(rf"uploads/{_NUMBER}/{_NUMBER}\.{_NUMBER}\.safetensors")
 _ACCOUNT_ID = re.compile(r"[0-9a-f]{32}")
 
 
@@ -129,6 +137,33 @@ def parse_epoch_key(key: str) -> tuple[int, str] | None:
     """Return ``(N, name)`` of a key inside an ``epoch-N`` folder, None for any other key."""
     match = _EPOCH_KEY.fullmatch(key)
     return (int(match[1]), match[2]) if match else None
+
+
+def outer_key(outer_step: int, name: str) -> str:
+    """Return ``outer/N/name``: what made the epoch-start weights of outer step N."""
+    return f"outer/{outer_step}/{name}"
+
+
+def parse_outer_key(key: str) -> tuple[int, str] | None:
+    """Return ``(N, name)`` of a key inside an ``outer/N`` folder, None for any other key."""
+    match = _OUTER_KEY.fullmatch(key)
+    return (int(match[1]), match[2]) if match else None
+
+
+def merged_key(outer_step: int, uid: int) -> str:
+    """Return the key of the copy of a member's upload that outer step N has merged."""
+    return outer_key(outer_step, f"uploads/{uid}.safetensors")
+
+
+def upload_key(uid: int, outer_step: int, serial: int) -> str:
+    """Return the key of a member's upload for the close of ``outer_step`` with ``serial``."""
+    return f"uploads/{uid}/{outer_step}.{serial}.safetensors"
+
+
+def parse_upload_key(key: str) -> tuple[int, int, int] | None:
+    """Return uid, outer step and serial of a key as :func:`upload_key` makes it, else None."""
+    match = _UPLOAD_KEY.fullmatch(key)
+    return (int(match[1]), int(match[2]), int(match[3])) if match else None
 
 
 def inner_optimizer(rank: int, world_size: int) -> str:

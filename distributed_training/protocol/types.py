@@ -7,10 +7,15 @@ lowest layer. Nothing in this module does I/O or imports torch.
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
+
+#: Returns the signature of a message by one's own hotkey.
+Sign = Callable[[bytes], bytes]
+#: Returns whether this is the signature of a message by a hotkey: message, signature, hotkey.
+Verify = Callable[[bytes, bytes, str], bool]
 
 
 class ExitStatus(enum.IntEnum):

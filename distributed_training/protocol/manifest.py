@@ -1,0 +1,270 @@
+"""The chain of a store network: its state and the manifests of its outer steps (section 11).
+
+``state.json`` says which outer step all train from, when its uploads are taken, and which manifest
+is the head. ``outer/N/manifest.json`` says how the epoch-start weights of outer step N came about,
+and names the manifest before it by its digest. So whoever keeps the head notices another history.
+Outer step 0 has a manifest too, and nothing before it. A network that goes back to the weights of
+an earlier outer step takes one more outer step, whose manifest has ``rewound_to`` and no update:
+outer steps and serials only grow.
+
+Each file is one JSON object, signed by the network's master. Its canonical form without the
+signature has a digest, which is what is signed and what other files name. Such a file comes from a
+store that may hold anything: its size, form, values and signature are checked in this order.
+Nobody can build one whose values are out of their bounds either: the constructor raises ValueError.
+Texts in it are printable ASCII (:func:`~.network_report.printable`).
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, field
+from typing import Annotated, Any, ClassVar, Self
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass as checked
+
+from . import keys
+from .network_report import MOST_DOMAINS, printable
+from .types import Sign, Verify
+
+_FORMAT = 1
+_SIGNATURE = re.compile(rb',"signature":"0x([0-9a-f]{128})"}')
+_SIGNATURE_BYTES = 146
+_LONGEST_SHOWN = 200  # characters, of what is wrong
+
+Uid = Annotated[int, Field(ge=0, lt=4096)]
+Whole = Annotated[int, Field(ge=0, le=10**18)]
+OuterStep = Annotated[int, Field(ge=0, lt=10**9)]
+Number = Annotated[float, Field(ge=-1e18, le=1e18)]  # NaN neither
+Figure = Annotated[float, Field(ge=0.0, le=1e18)]
+Seconds = Annotated[float, Field(ge=0.0, le=1e12)]  # since 1970, or of a duration
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256
+SomeDigest = Annotated[str, Field(pattern=r"^([0-9a-f]{64})?$")]  # empty: there is none
+RunId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")]
+Hotkey = Annotated[str, Field(pattern=r"^[1-9A-HJ-NP-Za-km-z]{32,64}$")]
+Word = Annotated[str, Field(pattern=r"^[a-z0-9_-]{1,40}$")]
+Text = Annotated[str, Field(pattern=r"^[ -~]{0,300}$")]
+Losses = Annotated[
+    Mapping[Annotated[str, Field(pattern=r"^[ -~]{1,100}$")], Figure],
+    Field(max_length=MOST_DOMAINS),
+]
+
+
+class _Signed:
+    """The common part of state and manifest: one canonical form, one signature."""
+
+    name: ClassVar[str]
+    most_bytes: ClassVar[int]
+    run_id: str
+
+    @property
+    def canonical(self) -> bytes:
+        """JSON with sorted keys, without white space, in ASCII, as that of a network's file."""
+        # Twice: else numbers as keys would be sorted as numbers.
+        content = json.loads(json.dumps(asdict(self), allow_nan=False))  # type: ignore[call-overload]
+        return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of the canonical form, in hex."""
+        return hashlib.sha256(self.canonical).hexdigest()
+
+    @property
+    def _message(self) -> bytes:
+        return f"{self.name} {_FORMAT} {self.digest}".encode()
+
+    def to_bytes(self, sign: Sign) -> bytes:
+        """Return the file: the canonical form, and the master's signature as its last key."""
+        return self.canonical[:-1] + f',"signature":"0x{sign(self._message).hex()}"}}'.encode()
+
+    @classmethod
+    def parse(cls, data: bytes, *, run_id: str, master: str, verify: Verify) -> Self:
+        """Read the file of the network ``run_id``, signed by the hotkey ``master``.
+
+        Raises ValueError, one line with the cause, for anything else.
+        """
+        if len(data) > cls.most_bytes:
+            raise ValueError(f"{cls.name} has {len(data)} bytes, above the bound {cls.most_bytes}")
+        signature = _SIGNATURE.fullmatch(data[-_SIGNATURE_BYTES:])
+        if signature is None:
+            raise ValueError(f"{cls.name} does not end with a signature")
+        form = data[:-_SIGNATURE_BYTES] + b"}"
+        try:
+            content: Self = _adapter(cls).validate_json(form, strict=True)  # type: ignore[arg-type]
+        except ValidationError as refusal:
+            wrong = refusal.errors(include_url=False, include_input=False)[0]
+            why = wrong["msg"].removeprefix("Value error, ")
+            what = f"{'.'.join(map(str, wrong['loc']))}: {why}".removeprefix(": ")
+            raise ValueError(f"{cls.name} is refused: {printable(what, _LONGEST_SHOWN)}") from None
+        # What was left out or said twice, another order, or 1 for 1.0: the digest would be another.
+        if content.canonical != form:
+            raise ValueError(f"{cls.name} is not in canonical form, or has keys of another version")
+        if content.run_id != run_id:
+            raise ValueError(f"{cls.name} is of another network")
+        if not verify(content._message, bytes.fromhex(signature[1].decode()), master):
+            raise ValueError(f"{cls.name} is not signed by the network's master {master}")
+        return content
+
+
+@checked(frozen=True, config=ConfigDict(strict=True))
+class State(_Signed):
+    """The place of a network; see the module. Times are seconds since 1970.
+
+    Attributes:
+        outer_step: The outer step whose epoch-start weights all train from.
+        serial: Of the close; it grows whenever ``outer_step`` or ``closes_at`` changes.
+        closes_at: When the uploads of ``outer_step`` are taken; they may end ``grace`` s later.
+        head: Digest of the manifest of ``outer_step``.
+        weights_at: Outer steps whose whole weights the store holds, ascending.
+        expires: When a reader may say that nobody leads the network.
+        finished: Which [stop] of the network's file is reached, in words.
+    """
+
+    name: ClassVar[str] = keys.STATE
+    most_bytes: ClassVar[int] = 16 * 1024
+
+    run_id: RunId
+    outer_step: OuterStep
+    serial: Whole
+    closes_at: Seconds
+    grace: Seconds
+    head: Digest
+    weights_at: Annotated[tuple[OuterStep, ...], Field(max_length=64)]
+    written_at: Seconds
+    expires: Seconds
+    finished: Annotated[str, Field(pattern=r"^[ -~]{1,200}$")] | None = None
+
+    def __post_init__(self) -> None:
+        if list(self.weights_at) != sorted({*self.weights_at}):
+            raise ValueError("weights_at does not ascend")
+        if self.weights_at and self.weights_at[-1] > self.outer_step:
+            raise ValueError("weights_at names an outer step to come")
+
+    def check_after(self, before: State) -> None:
+        """Raise ValueError unless this state may follow ``before``, which a reader has seen."""
+        if self.serial < before.serial or self.outer_step < before.outer_step:
+            raise ValueError(
+                f"state.json is older than one seen before: serial {self.serial} of outer step "
+                f"{self.outer_step} after serial {before.serial} of outer step {before.outer_step}"
+            )
+        if self.outer_step == before.outer_step and self.head != before.head:
+            raise ValueError(
+                f"state.json has another history: the manifest of outer step {self.outer_step} "
+                f"was {before.head} and is {self.head}"
+            )
+        if self.serial == before.serial and (self.outer_step, self.closes_at) != (
+            before.outer_step,
+            before.closes_at,
+        ):
+            raise ValueError(f"state.json has two closes of serial {self.serial}")
+
+
+@checked(frozen=True, config=ConfigDict(strict=True))
+class Merged:
+    """An upload that was merged. ``digest``: of its file; ``norm``: before it was clipped."""
+
+    uid: Uid
+    hotkey: Hotkey
+    digest: Digest
+    norm: Figure
+    factor: Annotated[float, Field(gt=0.0, le=1.0)]  # a float32, by which it was multiplied
+    improvement: Number  # nats a token by which it lowers the loss on text
+    inner_steps: Whole
+    tokens: Whole
+
+
+@checked(frozen=True, config=ConfigDict(strict=True))
+class Refused:
+    """An upload that was not merged. ``cause``: a word for programs; ``reason``: a sentence."""
+
+    uid: Uid
+    hotkey: Hotkey
+    digest: SomeDigest  # empty: it could not be read
+    cause: Word
+    reason: Text
+
+
+@checked(frozen=True, config=ConfigDict(strict=True))
+class Manifest(_Signed):
+    """The account of how the epoch-start weights of ``outer_step`` came about; see the module.
+
+    Attributes:
+        rules_id: Of the version of the network's file that was gone by.
+        previous: Digest of the manifest before; empty at outer step 0.
+        update: Digest of ``update.safetensors``, what all subtract from the epoch-start weights;
+            empty at outer step 0 and after a rewind, whose weights the store holds whole.
+        weights: Digest of the epoch-start weights (section 11).
+        momentum, residual: Digests likewise; empty: all are zeros.
+        files: Digests of what else lies beside the manifest, by name.
+        learning_rate, mu, rule: Of the outer step, as the network's file has them.
+        merged: Ascending by uid: the order in which they were added up.
+        losses_before, losses_after: On held-out text by its name, in nats a token.
+        scores: Of members, by uid.
+        closed_at, serial: Of the close.
+        total_inner_steps, total_tokens: Of the network until here.
+        rewound_to: The outer step whose weights, momentum and residual these are again.
+    """
+
+    name: ClassVar[str] = keys.MANIFEST
+    most_bytes: ClassVar[int] = 4 * 1024 * 1024
+
+    run_id: RunId
+    rules_id: RunId
+    outer_step: OuterStep
+    previous: SomeDigest
+    update: SomeDigest
+    weights: Digest
+    momentum: SomeDigest
+    residual: SomeDigest
+    learning_rate: Figure
+    mu: Figure
+    rule: Annotated[str, Field(pattern=r"^[!-~]{1,100}$")]
+    merged: Annotated[tuple[Merged, ...], Field(max_length=4096)]
+    refused: Annotated[tuple[Refused, ...], Field(max_length=4096)]
+    losses_before: Losses
+    losses_after: Losses
+    scores: Annotated[Mapping[Uid, Number], Field(max_length=4096)]
+    closed_at: Seconds
+    serial: Whole
+    total_inner_steps: Whole
+    total_tokens: Whole
+    made_at: Seconds
+    files: Annotated[
+        Mapping[Annotated[str, Field(pattern=r"^[a-z0-9_.-]{1,64}$")], Digest], Field(max_length=16)
+    ] = field(default_factory=dict)
+    rewound_to: OuterStep | None = None
+
+    def __post_init__(self) -> None:
+        uids = [each.uid for each in self.merged]
+        if uids != sorted({*uids}):
+            raise ValueError("merged does not ascend by uid")
+        if (self.outer_step == 0) != (not self.previous):
+            raise ValueError("previous is of all but outer step 0")
+        if self.rewound_to is not None and self.rewound_to >= self.outer_step:
+            raise ValueError("rewound_to names an outer step to come")
+        if bool(self.update) != (self.outer_step > 0 and self.rewound_to is None):
+            raise ValueError("update is of all but outer step 0 and rewinds")
+        if bool(self.update) != bool(self.merged):
+            raise ValueError("merged and update are there together or not at all")
+
+    def check_after(self, before: Manifest) -> None:
+        """Raise ValueError unless this is the manifest that follows ``before``."""
+        if self.outer_step != before.outer_step + 1:
+            raise ValueError(
+                f"manifest.json is of outer step {self.outer_step} instead of "
+                f"{before.outer_step + 1}"
+            )
+        if self.previous != before.digest:
+            raise ValueError(
+                f"manifest.json of outer step {self.outer_step} follows {self.previous}, and the "
+                f"one of outer step {before.outer_step} is {before.digest}: another history"
+            )
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
