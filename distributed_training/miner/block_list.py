@@ -19,11 +19,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from distributed_training.common.backoff import Repeats, Throttle
-from distributed_training.protocol.types import Progress, Revision
+from distributed_training.exchange.base import Update
+from distributed_training.protocol.types import Base, Progress, Revision
 
 from . import events as ev
 from .events import DataPart, MinerState
 from .ranks import Ranks
+from .store_round import uploads_for
 
 if TYPE_CHECKING:
     from distributed_training.data.pipeline import DataPipeline
@@ -242,7 +244,6 @@ class BlockList:
 
     def on_event(self, event: ev.Event, state: MinerState) -> None:
         """Keep the list as micro-batches, steps, rounds and publications end."""
-        del state
         match event:
             case ev.MicroBatchTrained():
                 self.micro_batch_done()
@@ -251,11 +252,14 @@ class BlockList:
                 self.step_done(skipped=report.skipped)
             case ev.BlockUsedUp():
                 self._remaining = 0
+            case ev.UploadWanted() if uploads_for(state, event.close):
+                self._end_uploads(ok=False)  # of a close that has moved
             case ev.OuterStepEnded(committed=True) | ev.Loaded():
+                self._settle(state)
                 # Of the step under way: an outer step or a load has replaced its weights.
                 self._since_step.clear()
                 self._to_hold_back = self._held
-            case ev.SnapshotTaken(progress=progress):
+            case ev.SnapshotTaken(progress=progress) | ev.UploadTaken(progress=progress):
                 # A block still in training enters the next list again. Not copied: from here on
                 # the dictionary is the upload's, and a new one is ours.
                 self._published[progress.outer_step, progress.inner_step] = self._trained
@@ -268,6 +272,17 @@ class BlockList:
                 self.roll_back(kept.get("rank_zero", {}).get("blocks", {}))
             case _:
                 return
+
+    def _settle(self, state: MinerState) -> None:
+        """Close the upload of the outer step that was just left, by what became of it."""
+        if (update := state.update) is None:
+            return
+        kept = not isinstance(update, Update) or update.base is Base.KEPT
+        self._end_uploads(ok=not kept)
+
+    def _end_uploads(self, *, ok: bool) -> None:
+        for outer_step, inner_step in tuple(self._published):
+            self.publication_ended(Revision(0, outer_step, inner_step), ok=ok)
 
     def micro_batch_done(self) -> None:
         now = self._clock()

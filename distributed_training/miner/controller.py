@@ -19,17 +19,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from distributed_training.common.backoff import Throttle
-from distributed_training.config.versions import restart_keys
+from distributed_training.config.versions import Versions, restart_keys
 from distributed_training.network import FILE, Network
 from distributed_training.protocol.keys import Parts
 from distributed_training.protocol.types import ExitStatus
-from distributed_training.store.bucket_reader import refuse
 
 from . import events as ev
 from .block_list import BlockList
 from .events import Action, Command, DataPart, LocalPart, MinerState, Mode, Rules, Task
-from .global_state import GlobalEpoch
-from .round import Averaging
 from .state_machine import decide, rebases, trains, trains_now
 
 log = logging.getLogger(__name__)
@@ -44,7 +41,11 @@ _IDLE_WAIT = 0.2  # seconds
 
 
 class Controller:
-    """Decides what all ranks do next."""
+    """Decides what all ranks do next.
+
+    ``start_task``: starts one of rank 0's background tasks, by the state that asks for it.
+    ``versions``: of the network's file, None where it has none.
+    """
 
     def __init__(
         self,
@@ -53,8 +54,8 @@ class Controller:
         rules: Rules,
         events: queue.SimpleQueue[ev.Event],
         blocks: BlockList,
-        averaging: Averaging,
-        global_epoch: GlobalEpoch,
+        start_task: Callable[[Task, MinerState], None],
+        versions: Versions | None = None,
         global_outer_step: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -62,11 +63,10 @@ class Controller:
         self._rules = rules
         self._events = events
         self._blocks = blocks
-        self._averaging = averaging
-        self._global_epoch = global_epoch
-        self._versions = global_epoch.versions
+        self._start_task = start_task
+        self._versions = versions
         #: By which all ranks train.
-        self.in_force = None if self._versions is None else self._versions.in_force
+        self.in_force = None if versions is None else versions.in_force
         self._global_outer_step = global_outer_step
         self._clock = clock
         self._tick_due = Throttle(rules.tick_seconds, clock=clock)
@@ -126,6 +126,13 @@ class Controller:
                 )
             case Action.WRITE_PSEUDO_GRADIENT:
                 command = replace(command, trains_on=self._rules.train_in_rounds)
+            case Action.WRITE_UPLOAD if state.upload is not None:
+                taken = LocalPart(blocks=blocks.blocks(), close=state.upload.close)
+                command = replace(command, local=taken)
+            case Action.OUTER_STEP if state.update is not None:
+                command = replace(command, local=LocalPart(update=state.update))
+            case Action.WRITE_UPLOAD | Action.OUTER_STEP if state.mode is not Mode.AVERAGING:
+                command = Command(Action.IDLE)  # a roll-back came between
             case Action.CHECK_GRADIENT:
                 in_pause = state.mode is Mode.AVERAGING and not state.trains_on
                 command = replace(command, in_pause=in_pause)
@@ -190,27 +197,8 @@ class Controller:
             self._handle_event(ev.ModeChanged(before, self.state.mode))
         for action in actions:
             if isinstance(action, Task):
-                self._start(action)
+                self._start_task(action, self.state)
                 continue
             if action is Action.STOP:
                 self._pending.clear()  # nothing that was wanted before matters now
             self._pending.append(action)
-
-    def _start(self, task: Task) -> None:
-        state = self.state
-        match task:
-            case Task.AVERAGE:
-                assert state.round is not None
-                self._averaging.begin_average(state.round)
-            case Task.CANCEL_AVERAGE:
-                self._averaging.cancel_average()
-            case Task.COMPARE_EPOCHS:
-                self._global_epoch.compare_soon()
-            case Task.COMPARE_WEIGHTS:
-                self._global_epoch.compare_weights(state.outer_step)
-            case Task.FETCH_GLOBAL:
-                assert state.fetch_target is not None
-                self._global_epoch.fetch(state.fetch_target)
-            case Task.REFUSE_GLOBAL:
-                assert state.fetched is not None
-                refuse(state.fetched, state.problem)

@@ -8,11 +8,12 @@ which rank 0 starts beside the loop. :mod:`.state_machine` and :mod:`.round` dec
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from distributed_training.exchange.base import Close, Update, Weights
 from distributed_training.protocol.keys import PARTS, Parts
 from distributed_training.protocol.types import (
     AllReduceFault,
@@ -35,7 +36,7 @@ class Action(enum.IntEnum):
     IDLE = 1  # nothing: rank 0 waits for something
     WAIT_FOR_DATA = 2  # nothing: no block is ready on all ranks
     WRITE_PSEUDO_GRADIENT = 3  # into the swarm's buffers
-    OUTER_STEP = 4  # prepare, vote, commit everywhere or nowhere
+    OUTER_STEP = 4  # with the average or the update: prepare, vote, commit everywhere or nowhere
     LOAD = 5  # the fetched global state
     REBASE = 6  # the same, keeping what was trained in this outer step
     SNAPSHOT = 7  # of everything an upload needs
@@ -45,6 +46,7 @@ class Action(enum.IntEnum):
     STOP = 11  # checkpoint and leave the loop
     FOLLOW_SCHEDULE = 12  # go to the network's place in the learning rate's schedule
     FOLLOW_RULES = 13  # of another version of the network's file
+    WRITE_UPLOAD = 14  # for a close: of the weights as they are
 
 
 class Task(enum.Enum):
@@ -56,6 +58,7 @@ class Task(enum.Enum):
     COMPARE_WEIGHTS = "compare a sample of the global weights with those our outer step began with"
     FETCH_GLOBAL = "download the global state"
     REFUSE_GLOBAL = "refuse the fetched global state: it could not be loaded"
+    SEND_UPLOAD = "send the upload of the close"
 
 
 class DataPart(NamedTuple):
@@ -75,6 +78,8 @@ class LocalPart(NamedTuple):
     """Rank 0's local data of a command; it is never broadcast."""
 
     folder: Path | None = None  # LOAD, REBASE: the fetched global state
+    close: Close | None = None  # WRITE_UPLOAD
+    update: Update | Weights | None = None  # OUTER_STEP of a round through the store
     blocks: Sequence[int] = ()  # SNAPSHOT, CHECKPOINT, STOP: trained on since the last upload
     rules: str = ""  # FOLLOW_RULES: text of the network's file
     kept: Mapping[str, Any] = {}  # CHECKPOINT, STOP: more for rank 0's checkpoint, JSON-able
@@ -170,11 +175,16 @@ class PseudoGradientWritten(Event):
 
 @dataclass(frozen=True)
 class OuterStepEnded(Event):
-    """``outer_step``: after it. ``detail``: why a rank voted against it."""
+    """``outer_step``: after it. ``detail``: why a rank voted against it.
+
+    ``seconds``: that training was held. ``dropped``: what was trained and is lost, in words.
+    """
 
     committed: bool
     outer_step: int
     detail: str = ""
+    seconds: float = 0.0
+    dropped: str = ""
 
 
 @dataclass(frozen=True)
@@ -226,6 +236,26 @@ class Stopped(Event):
     """The loop has ended on all ranks."""
 
     exit_status: int
+
+
+@dataclass(frozen=True)
+class CheckpointBegun(Event):
+    """A checkpoint of this boundary is being written.
+
+    ``saved`` tells whether it is complete on all ranks; None: not known yet.
+    """
+
+    outer_step: int
+    saved: Callable[[], bool | None]
+
+
+@dataclass(frozen=True)
+class UploadTaken(Event):
+    """The upload of ``close`` is being written; ``handle`` tells when all its rows are there."""
+
+    close: Close
+    handle: SnapshotHandle
+    progress: Progress
 
 
 # --- from rank 0's threads and processes ----------------------------------------------------------
@@ -326,6 +356,28 @@ class StopRequested(Event):
     exit_status: int = 0
 
 
+@dataclass(frozen=True)
+class CloseReached(Event):
+    """An outer step's uploads are taken now."""
+
+    close: Close
+
+
+@dataclass(frozen=True)
+class UpdateReady(Event):
+    """The next outer step's update is on the disk, or whole weights in place of many."""
+
+    update: Update | Weights
+    at: float
+
+
+@dataclass(frozen=True)
+class ChainForked(Event):
+    """There are two signed manifests for one outer step: nothing is applied or sent any more."""
+
+    cause: str
+
+
 # --- what follows from others ---------------------------------------------------------------------
 
 
@@ -387,6 +439,50 @@ class PublicationEnded(Event):
     report: PublicationReport
 
 
+@dataclass(frozen=True)
+class UploadWanted(Event):
+    """The weights of this boundary are to be uploaded for ``close``."""
+
+    close: Close
+
+
+@dataclass(frozen=True)
+class UploadWritten(Event):
+    """The upload of ``close`` and the checkpoint of its boundary are on the disk."""
+
+    close: Close
+
+
+@dataclass(frozen=True)
+class UploadEnded(Event):
+    """The upload for a close is in the store, or ``problem`` says why it never will be.
+
+    ``size``: bytes; ``seconds`` that sending took.
+    """
+
+    outer_step: int
+    serial: int
+    problem: str = ""
+    size: int = 0
+    seconds: float = 0.0
+
+
+class Stage(enum.IntEnum):
+    """The stages of an upload for a close."""
+
+    WANTED = 0  # it may be begun again, since nothing was sent
+    SENT = 1  # or being sent: what it holds is known to others
+    ENDED = 2  # sent, or given up
+
+
+@dataclass(frozen=True)
+class Upload:
+    """This miner's upload for one close. There is one file for each, whatever becomes of it."""
+
+    close: Close
+    stage: Stage = Stage.WANTED
+
+
 class GlobalView(enum.Enum):
     """The global bucket, compared with the outer step and the epoch-start weights of ours."""
 
@@ -408,6 +504,9 @@ class MinerState:
     called_at: float = 0.0
     averaged: AllReduceResult | None = None  # what the outer step under way is made of
     trains_on: bool = False  # inner steps go on while the swarm averages
+    # a round through the store
+    upload: Upload | None = None  # of this outer step; None: there is none
+    update: Update | Weights | None = None  # that all ranks apply next
     # the global state
     view: GlobalView = GlobalView.SAME
     global_due: float = 0.0  # when AWAITING_GLOBAL ends
@@ -425,6 +524,12 @@ class MinerState:
     exit_status: int = 0
     stop_reason: str = ""
 
+    @property
+    def in_round(self) -> bool:
+        """Return whether a round holds host memory: no checkpoint is due then."""
+        writes = self.upload is not None and self.upload.stage is not Stage.ENDED
+        return self.mode is Mode.AVERAGING or writes or self.update is not None
+
     def clear_unsaved(self) -> MinerState:
         """Return the state after a checkpoint of all that was trained, or a roll-back of it."""
         return replace(self, unsaved_steps=0, unsaved_seconds=0.0)
@@ -438,7 +543,7 @@ class Rules:
     ``checkpoint_steps``, ``checkpoint_seconds``: inner steps and seconds of training between two
     checkpoints; both must have passed. ``train_in_rounds``: inner steps go on while the swarm
     averages; the outer step keeps what they trained. ``content``: of an upload. ``tick_seconds``:
-    between two looks at deadlines.
+    between two looks at deadlines. ``exchange``: by it the rounds are decided.
     """
 
     reload_seconds: float
@@ -447,6 +552,7 @@ class Rules:
     train_in_rounds: bool = False
     content: Literal["scored", "all"] = "all"
     tick_seconds: float = 1.0
+    exchange: Literal["hivemind", "store"] = "hivemind"
 
     def parts(self, state: MinerState) -> Parts:
         """Return what of the next snapshot is uploaded."""

@@ -1,20 +1,18 @@
 """The loop every rank runs: take the boundary's command, carry it out, report its result.
 
 One iteration is one micro-batch boundary. All ranks construct the loop alike, but for what rank 0
-alone has: the controller, which gives commands and takes events, and the swarm's buffers. No
-network call happens here: what takes long (averaging, uploads, downloads) runs in threads and
-processes of rank 0 and comes back as events.
+alone has: the controller, which gives commands and takes events. The loop knows no exchange: what
+all ranks do of a round is :class:`RankRound`'s. No network call happens here: what takes long
+(averaging, uploads, downloads) runs in threads and processes of rank 0 and comes back as events.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
+from typing import TYPE_CHECKING, Protocol
 
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import (
@@ -27,12 +25,10 @@ from . import events as ev
 from .controller import Controller
 from .events import Action, Command, DataPart, LocalPart
 from .ranks import Ranks
-from .round import fill_swarm_buffers, take_outer_step
 
 if TYPE_CHECKING:  # heavy; a start that cannot succeed must say so before
     from distributed_training.data.pipeline import DataPipeline
     from distributed_training.training.checkpoint import Checkpointer
-    from distributed_training.training.snapshot import SnapshotHandle
     from distributed_training.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -63,12 +59,22 @@ def not_loaded(error: RankFailedError) -> str:
     return f"a rank could not load it: {error}"
 
 
+class RankRound(Protocol):
+    """One rank's part of rounds and uploads, by the network's exchange."""
+
+    def carry_out(self, command: Command, progress: Progress, last_loss: float) -> ev.Event | None:
+        """Carry out this boundary's part. Collective."""
+
+    def give_up(self) -> None:
+        """End the writing of an upload under way."""
+
+
 class MinerLoop:
     """Run boundaries until STOP.
 
-    ``snapshots``: folder of snapshots. ``alive``: called at each boundary.
-    ``follow_rules``: gets the text of another version of the network's file. ``controller`` and
-    ``buffers`` (float32 tensors that the swarm averages in place) are None on all ranks but 0.
+    ``exchange`` carries out what is of a round. ``controller`` is None on all ranks but 0.
+    ``alive``: called at each boundary. ``follow_rules``: gets the text of another version of the
+    network's file.
     """
 
     def __init__(
@@ -78,9 +84,8 @@ class MinerLoop:
         trainer: Trainer,
         data: DataPipeline,
         checkpointer: Checkpointer,
-        snapshots: Path,
+        exchange: RankRound,
         controller: Controller | None,
-        buffers: Sequence[torch.Tensor] | None,
         alive: Callable[[], None],
         follow_rules: Callable[[str], None] = lambda text: None,
     ) -> None:
@@ -88,16 +93,14 @@ class MinerLoop:
         self._trainer = trainer
         self._data = data
         self._checkpointer = checkpointer
-        self._snapshots = snapshots
+        self._exchange = exchange
         self._controller = controller
-        self._buffers = buffers
         self._alive = alive
         self._follow_rules = follow_rules
         self._requested: set[int] = set()  # blocks this rank has not reported as ready
         self._holds_back = False
         self._wants_others = False  # than those that a restart finds on disk
         self._last_loss = 0.0
-        self._snapshot: SnapshotHandle | None = None  # the last one
 
     def run(self) -> int:
         """Run until STOP; return the exit status, the same on all ranks."""
@@ -119,13 +122,6 @@ class MinerLoop:
                     pass
                 case Action.WAIT_FOR_DATA:
                     self._data.missed(time.perf_counter() - began)
-                case Action.WRITE_PSEUDO_GRADIENT:
-                    on = command.trains_on
-                    event = fill_swarm_buffers(self._trainer, self._buffers, trains_on=on)
-                case Action.OUTER_STEP:
-                    event = take_outer_step(self._trainer, self._ranks, self._buffers)
-                    if event.committed:
-                        self._hold_others_back()
                 case Action.FOLLOW_SCHEDULE:
                     self._trainer.follow_schedule(command.outer_step, command.inner_steps)
                 case Action.FOLLOW_RULES:
@@ -134,20 +130,14 @@ class MinerLoop:
                     self._follow_rules(shared["text"])
                 case Action.LOAD | Action.REBASE:
                     event = self._load_global(command)
-                case Action.SNAPSHOT:
-                    event = self._begin_snapshot(command)
-                case Action.CHECK_GRADIENT:
-                    assert self._snapshot is not None
-                    delta = self._trainer.check_gradient(self._snapshot)
-                    event = ev.GradientChecked(delta, time.perf_counter() - began)
                 case Action.CHECKPOINT:
                     self._save_checkpoint(command.local)
+                    event = ev.CheckpointBegun(self._trainer.outer_step, self._checkpointer.saved)
                 case Action.ROLL_BACK:
                     event = ev.RolledBack(*(self._checkpointer.roll_back() or (None,)))
                 case Action.STOP:
-                    if self._snapshot is not None:
-                        # First: the checkpoint waits for the copies it holds.
-                        self._snapshot.cancel()
+                    # First: the checkpoint waits for the copies it holds.
+                    self._exchange.give_up()
                     skipped = self._trainer.skipped_in_a_row
                     if skipped < 2:
                         self._save_checkpoint(command.local)
@@ -161,6 +151,11 @@ class MinerLoop:
                     # A thread writes it, and threads do not outlive the process.
                     self._checkpointer.wait()
                     event = ev.Stopped(command.exit_status)
+                case _:
+                    progress = self._progress(command.local)
+                    event = self._exchange.carry_out(command, progress, self._last_loss)
+                    if isinstance(event, ev.OuterStepEnded) and event.committed:
+                        self._hold_others_back()
             if command.action in PAUSES or command.in_pause:
                 self._trainer.pause(time.perf_counter() - began)
             if self._controller is not None and event is not None:
@@ -233,29 +228,6 @@ class MinerLoop:
             total_inner_steps=self._trainer.total_inner_steps,
             blocks=list(local.blocks),
         )
-
-    def _begin_snapshot(self, command: Command) -> ev.Event:
-        # Of this boundary: the public miner names the inner step at which an upload ends.
-        progress = self._progress(command.local)
-        if self._snapshot is not None and self._snapshot.error is not None:
-            self._snapshot = None  # nobody previews it, and its error may hold memory
-        # The block tells it from one of the same step that an uploader may still read: a miner that
-        # went back to a checkpoint comes by again.
-        name = f"{progress.outer_step}.{progress.inner_step}.{command.chain_block}"
-        try:
-            self._snapshot = self._trainer.snapshot(
-                self._snapshots / name,
-                progress=progress,
-                block=command.chain_block,
-                last_loss=self._last_loss,
-                parts=command.parts,
-            )
-        except (OSError, RankFailedError) as error:  # raised on all ranks alike
-            problem = f"This snapshot is not uploaded, and the next one is tried: {error}"
-            if self._controller is None:  # rank 0 reports the event
-                log.warning("%s", problem)
-            return ev.SnapshotFailed(problem)
-        return ev.SnapshotTaken(self._snapshot, progress, command.parts)
 
     def _save_checkpoint(self, local: LocalPart) -> None:
         extra = {"data": self._data.state_dict(), **local.kept}

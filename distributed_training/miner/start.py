@@ -104,7 +104,7 @@ from .ranks import Ranks, join_ranks
 from .registration import join_network
 from .reporter import Record, Reporter
 from .resume import StartupInfo, first_outer_step, first_sample, resume_training
-from .round import Averaging, end_rounds_of
+from .round import Averaging, RoundTasks, SwarmRank, end_rounds_of
 from .round_clock import RoundClock
 from .run_folder import (
     INSTANCE,
@@ -546,8 +546,8 @@ class RankZero:
             ),
             events=context.events,
             blocks=self.blocks,
-            averaging=averaging,
-            global_epoch=self.global_epoch,
+            start_task=RoundTasks(averaging, self.global_epoch).start,
+            versions=connections.versions,
             global_outer_step=info.global_outer_step,
         )
         self.server = self._open_server(averaging)
@@ -882,9 +882,13 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Connections
         trainer=training.trainer,
         data=training.data,
         checkpointer=training.checkpointer,
-        snapshots=context.folder / "snapshots",
+        exchange=SwarmRank(
+            training.trainer,
+            context.ranks,
+            snapshots=context.folder / "snapshots",
+            buffers=buffers,
+        ),
         controller=rank_zero.controller if rank_zero else None,
-        buffers=buffers,
         alive=alive,
         follow_rules=follow_rules,
     )

@@ -34,6 +34,10 @@ from distributed_training.protocol.types import Progress
 from . import events as ev
 from .events import Action, Decision, GlobalView, MinerState, Mode, Rules, Task
 from .round import decide_round
+from .store_round import decide_store_round, keep_upload
+
+#: By the network's exchange: what follows from the events of its rounds; None: nothing of a round.
+_ROUNDS = {"hivemind": decide_round, "store": decide_store_round}
 
 #: What becomes of a view once nothing more is expected of the bucket at our last outer step.
 _NO_LONGER_AWAITED = {
@@ -88,6 +92,8 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
     if state.mode is Mode.STOPPING:
         return state, ()
     averaging = state.mode is Mode.AVERAGING  # the round's average may still be to come
+    if isinstance(event, ev.RolledBack):
+        state = keep_upload(state, event)
     match event:
         case ev.StopRequested(reason=reason, exit_status=status):
             after = replace(
@@ -100,7 +106,8 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             # No roll-back while the average is to come: its checkpoint may be of the outer step
             # before, and the average is of this one. Skipped steps changed no weights.
             return replace(state, trains_on=False), ()
-        case ev.InnerStepDone(diverged=True) if trains(state.mode):
+        # With an update at hand after it: the checkpoint may be of an earlier outer step.
+        case ev.InnerStepDone(diverged=True) if trains(state.mode) and state.update is None:
             return state.clear_unsaved(), (Action.ROLL_BACK,)
         case ev.InnerStepDone(report=report) if trains_now(state) and not report.skipped:
             # Time counts beside steps: a checkpoint has 16 bytes a parameter, and a GPU may take 25
@@ -108,7 +115,7 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             steps, seconds = state.unsaved_steps + 1, state.unsaved_seconds + report.seconds
             due = steps >= rules.checkpoint_steps and seconds >= rules.checkpoint_seconds
             # Not in a round: its copies would be in host memory beside the round's.
-            if due and not averaging:
+            if due and not state.in_round:
                 return state.clear_unsaved(), (Action.CHECKPOINT,)
             return replace(state, unsaved_steps=steps, unsaved_seconds=seconds), ()
         case ev.SnapshotWanted() if trains(state.mode):
@@ -131,10 +138,9 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             return after, _follow_schedule(after)
         case ev.RolledBack():  # the checkpoint may be older than the place
             return state, _follow_schedule(state)
-        case _ if averaging or isinstance(event, ev.AllReduceCalled):
-            return decide_round(state, event, rules)
         case _:
-            return _follow_global_state(state, event)
+            decided = _ROUNDS[rules.exchange](state, event, rules)
+            return _follow_global_state(state, event) if decided is None else decided
 
 
 def _follow_global_state(state: MinerState, event: ev.Event) -> Decision:

@@ -275,6 +275,7 @@ class Checkpointer:
         self._skip = 0  # checkpoints that a roll-back leaves out
         self._rolled_back_to: int | None = None  # total inner steps
         self._hurry = threading.Event()  # training waits for the thread
+        self._saved: bool | None = None  # see saved()
         self._repeats = Repeats(_SAY_AGAIN)
 
     def save(self, extra: dict[str, Any], progress: Progress) -> None:
@@ -285,7 +286,7 @@ class Checkpointer:
         goes on with the checkpoint before.
         """
         self.wait()
-        started = time.perf_counter()
+        self._saved, started = None, time.perf_counter()
         # What is incomplete from here on was given up, so rank 0 may delete it.
         self._trainer.stream.vote_error(None)  # no rank writes any more
         name = ""
@@ -331,6 +332,13 @@ class Checkpointer:
             self._thread = thread
         except RuntimeError:  # the machine has no thread left: training waits
             self._write(name, held, text)
+
+    def saved(self) -> bool | None:
+        """Return whether all ranks of this machine have written the last one; None: not known yet.
+
+        Rank 0 only.
+        """
+        return self._saved
 
     def wait(self) -> None:
         """Wait until this rank's write under way is over."""
@@ -446,9 +454,11 @@ class Checkpointer:
                 if (again := self._repeats("older")) is not None:
                     what = f"Older checkpoints of {self._folder} were not deleted"
                     log.warning("%s: %s%s", what, error, again)
+            finally:
+                self._saved = bool(self._saved)
 
     def _not_written(self, name: str, error: Exception, why: str) -> None:
-        self.last_error = why
+        self.last_error, self._saved = why, False
         restart = "a restart would resume from the one before"
         # A disk may be full for hours, and the log is on it. The text names another file each time.
         if (again := self._repeats((type(error), getattr(error, "errno", None)))) is not None:
@@ -501,6 +511,7 @@ class Checkpointer:
                 return False  # a rank failed to write; nothing is deleted on the strength of it
             # Files are looked at, since this thread may use no collective: training has its own.
             time.sleep(0.02)
+        self._saved = True
         keep: list[str] = []
         for name in self._names():
             if len(keep) < self._keep and is_complete(self._folder / name):

@@ -17,7 +17,7 @@ from distributed_training.miner import events as ev
 from distributed_training.miner.controller import Controller
 from distributed_training.miner.events import Action, Command, DataPart, MinerState, Mode, Rules
 from distributed_training.miner.global_state import GlobalEpoch
-from distributed_training.miner.round import Averaging
+from distributed_training.miner.round import Averaging, RoundTasks
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
@@ -84,7 +84,7 @@ class Rig:
         self.now = 1000.0
         self.swarm: Any = Swarm()
         self.blocks: Any = Blocks()
-        self.global_epoch: Any = Mock(spec=GlobalEpoch, versions=versions)
+        self.global_epoch: Any = Mock(spec=GlobalEpoch)
         self.seen: list[ev.Event] = []
         events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
         self.controller = Controller(
@@ -92,8 +92,8 @@ class Rig:
             rules=Rules(reload_seconds=60, checkpoint_steps=10),
             events=events,
             blocks=self.blocks,
-            averaging=Averaging(self.swarm, events.put),
-            global_epoch=self.global_epoch,
+            start_task=RoundTasks(Averaging(self.swarm, events.put), self.global_epoch).start,
+            versions=versions,
             clock=lambda: self.now,
         )
         self.controller.subscribe(lambda event, state: self.seen.append(event))

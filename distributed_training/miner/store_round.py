@@ -1,0 +1,335 @@
+"""One round through the store, in the order in which it happens.
+
+Inner steps go on in all of it. What holds them up is what all ranks do: the copies of an upload and
+of a checkpoint, and the outer step.
+
+========================  =========================================================================
+who                       what
+========================  =========================================================================
+a thread of rank 0        :class:`~distributed_training.exchange.base.Close`: uploads are taken now
+rank 0                    :func:`decide_store_round`: from here to the end, what follows from what
+all ranks                 :meth:`StoreRank.carry_out`: write the upload, beside training
+all ranks                 a checkpoint, which knows what the upload holds
+rank 0                    :class:`UploadWatch`: both are on the disk, so the upload may be sent
+a thread of rank 0        sends it; later :class:`~distributed_training.exchange.base.Update`
+all ranks                 :meth:`StoreRank.carry_out`: prepare, vote, commit everywhere or nowhere
+========================  =========================================================================
+
+The order of upload, checkpoint and sending makes a kill at any moment harmless: a miner that starts
+again has either not sent an upload, or knows what it held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from distributed_training.common.backoff import doubling
+from distributed_training.exchange.base import (
+    ChainForked,
+    Close,
+    Fact,
+    HeadSeen,
+    NetworkFinished,
+    Update,
+    UploadFailed,
+    UploadSent,
+    Weights,
+)
+from distributed_training.protocol import keys, lines
+from distributed_training.protocol.types import ExitStatus, Progress, RankFailedError
+
+from . import events as ev
+from .events import (
+    Action,
+    Command,
+    Decision,
+    GlobalView,
+    LocalPart,
+    MinerState,
+    Mode,
+    Rules,
+    Stage,
+    Task,
+)
+from .ranks import Ranks
+from .round import take_outer_step
+
+if TYPE_CHECKING:
+    from distributed_training.exchange.store_rounds import StoreRounds
+    from distributed_training.protocol.update_file import Header
+    from distributed_training.training.store_outer_step import UploadHandle
+    from distributed_training.training.trainer import Sign, Trainer
+
+log = logging.getLogger(__name__)
+
+_AGAIN, _AGAIN_LONGEST = timedelta(minutes=1), timedelta(hours=1)  # after an update that failed
+_TRAINS = (Mode.TRAINING, Mode.AWAITING_GLOBAL)
+
+
+def event_of(fact: Fact) -> ev.Event:
+    """Return the event of a fact that the thread that follows the store has posted."""
+    match fact:
+        case Close():
+            return ev.CloseReached(fact)
+        case Update() | Weights():
+            return ev.UpdateReady(fact, time.monotonic())
+        case UploadSent(outer_step=outer, serial=serial, size=size, seconds=seconds):
+            return ev.UploadEnded(outer, serial, size=size, seconds=seconds)
+        case UploadFailed(outer_step=outer, serial=serial, cause=cause):
+            return ev.UploadEnded(outer, serial, cause)
+        case HeadSeen(outer_step=outer):
+            return ev.GlobalEpochSeen(outer, time.monotonic())
+        case ChainForked(cause=cause):
+            return ev.ChainForked(cause)
+        case NetworkFinished(cause=cause):
+            return ev.StopRequested(f"the network is finished: {cause}", ExitStatus.FINISHED)
+
+
+def uploads_for(state: MinerState, close: Close) -> bool:
+    """Return whether this miner may upload for ``close``: it holds its weights, and did not yet."""
+    again = state.upload is not None and close.serial <= state.upload.close.serial
+    holds = state.mode in _TRAINS and close.outer_step == state.outer_step
+    return holds and not again and state.update is None
+
+
+def decide_store_round(state: MinerState, event: ev.Event, rules: Rules) -> Decision | None:
+    """Return the next state and what follows, as ``decide`` does; None for what is of no round."""
+    del rules
+    upload = state.upload
+    match event:
+        case ev.UploadWanted(close=close):
+            if not uploads_for(state, close):
+                return state, ()
+            after = replace(state.clear_unsaved(), upload=ev.Upload(close))
+            # Nothing is trained between the two, and nothing is sent before the checkpoint is
+            # complete: after a kill it must know what the upload held.
+            return after, (Action.WRITE_UPLOAD, Action.CHECKPOINT)
+        case ev.UploadWritten(close=close):
+            if upload is None or upload.close != close or upload.stage is not Stage.WANTED:
+                return state, ()
+            return replace(state, upload=replace(upload, stage=Stage.SENT)), (Task.SEND_UPLOAD,)
+        case ev.UploadEnded(outer_step=outer, serial=serial):
+            if upload is None or (upload.close.outer_step, upload.close.serial) != (outer, serial):
+                return state, ()
+            return replace(state, upload=replace(upload, stage=Stage.ENDED)), ()
+        case ev.UpdateReady(update=update, at=at):
+            follows = isinstance(update, Weights) or update.outer_step == state.outer_step + 1
+            if state.mode not in _TRAINS or state.update is not None or not follows:
+                return state, ()
+            return replace(state, update=update, called_at=at), (Action.OUTER_STEP,)
+        case ev.OuterStepEnded(committed=committed, outer_step=outer):
+            if (applied := state.update) is None:
+                return state, ()
+            if committed:
+                after = replace(
+                    state,
+                    mode=Mode.TRAINING,
+                    outer_step=outer,
+                    update=None,
+                    upload=None,
+                    view=GlobalView.SAME,
+                    place=(outer, applied.inner_steps),
+                    fetch_failures=0,
+                )
+                return after, (Action.FOLLOW_SCHEDULE, Task.COMPARE_EPOCHS)
+            # A rank had no memory, or its weights are not the network's: it is asked for again.
+            failures = state.fetch_failures + 1
+            wait = doubling(failures, first=_AGAIN, longest=_AGAIN_LONGEST)
+            after = replace(
+                state,
+                mode=Mode.AWAITING_GLOBAL,
+                update=None,
+                fetch_failures=failures,
+                global_due=state.called_at + wait.total_seconds(),
+            )
+            return after, ()
+        case ev.Tick(at=at) if state.mode is Mode.AWAITING_GLOBAL and at >= state.global_due:
+            # The second time whole weights, which hold whatever ours are.
+            again = Task.FETCH_GLOBAL if state.fetch_failures > 1 else Task.COMPARE_EPOCHS
+            return replace(state, mode=Mode.TRAINING), (again,)
+        case ev.GlobalEpochSeen() | ev.WeightsCompared():
+            return state, ()  # what is missing comes as updates, without being asked for
+        case _:
+            return None
+
+
+def keep_upload(state: MinerState, event: ev.RolledBack) -> MinerState:
+    """Return the state with what is left of a round after a roll-back.
+
+    An upload that was sent stays: there is no second one for its close. An update that was to be
+    applied to another outer step is asked for again.
+    """
+    upload, back = state.upload, event.progress
+    elsewhere = back is not None and back.outer_step != state.outer_step
+    if elsewhere or (upload is not None and upload.stage is Stage.WANTED):
+        upload = None
+    return replace(state, upload=upload, update=None if elsewhere else state.update)
+
+
+class StoreTasks:
+    """Starts the background tasks of a network whose rounds go through the store."""
+
+    def __init__(self, rounds: StoreRounds) -> None:
+        self._rounds = rounds
+
+    def start(self, task: Task, state: MinerState) -> None:
+        match task:
+            case Task.SEND_UPLOAD:
+                assert state.upload is not None
+                self._rounds.send(state.upload.close)
+            case Task.COMPARE_EPOCHS:
+                self._rounds.applied(state.outer_step)
+            case Task.FETCH_GLOBAL:
+                self._rounds.fetch_weights()
+
+
+class UploadWatch:
+    """Answer a close with an upload, and have it sent once nothing can be lost. Rank 0 only.
+
+    Subscribes to the event stream. ``minimum``: inner steps of an outer step before its first
+    upload. ``disk_problem``: the line that says why an upload would not fit on the disk, or None.
+    ``keep``: checkpoints that a roll-back may go back to.
+    """
+
+    def __init__(
+        self,
+        rounds: StoreRounds,
+        *,
+        inner_step: Callable[[], int],
+        minimum: int,
+        disk_problem: Callable[[], str | None],
+        keep: int,
+    ) -> None:
+        self._rounds = rounds
+        self._inner_step = inner_step
+        self._minimum = minimum
+        self._disk_problem = disk_problem
+        self._taken: ev.UploadTaken | None = None  # until it may be sent
+        self._after: ev.CheckpointBegun | None = None  # the checkpoint of its boundary
+        self._begun: ev.CheckpointBegun | None = None  # the last one, until it is complete
+        self._complete: deque[int] = deque(maxlen=keep)  # outer steps of the last checkpoints
+
+    def on_event(self, event: ev.Event, state: MinerState) -> list[ev.Event]:
+        """Follow an upload from its close to the moment at which it may be sent."""
+        match event:
+            case ev.CloseReached(close=close) if uploads_for(state, close):
+                if (steps := self._inner_step()) < self._minimum:
+                    log.warning("%s", lines.upload_blocked(steps, self._minimum))
+                elif (problem := self._disk_problem()) is not None:
+                    return [ev.SnapshotFailed(problem, kind="disk")]
+                else:
+                    return [ev.UploadWanted(close)]
+            case ev.UploadTaken():
+                self._taken, self._after = event, None
+            case ev.CheckpointBegun():
+                self._begun = event
+                if self._taken is not None and self._after is None:
+                    self._after = event
+            case ev.RolledBack() | ev.OuterStepEnded(committed=True):
+                self._taken = None  # it would hold what is in no checkpoint, or comes too late
+            case ev.Tick() | ev.InnerStepDone():
+                self._forget_old()
+                return self._await_files()
+        return []
+
+    def _await_files(self) -> list[ev.Event]:
+        """Report once that the upload and its checkpoint are there, or that they never will be."""
+        if (taken := self._taken) is None or self._after is None or not taken.handle.done():
+            return []
+        close, saved = taken.close, self._after.saved()
+        if (error := taken.handle.error) is None and saved is None:
+            return []
+        self._taken = None
+        if error is None and saved:
+            return [ev.UploadWritten(close)]
+        why = error or "the checkpoint that must know of it was not written"
+        return [ev.UploadEnded(close.outer_step, close.serial, f"it was not sent ({why})")]
+
+    def _forget_old(self) -> None:
+        """Let uploads go that no checkpoint needs any more."""
+        if (begun := self._begun) is None or (saved := begun.saved()) is None:
+            return
+        self._begun = None
+        if saved:
+            self._complete.append(begun.outer_step)
+            if len(self._complete) == self._complete.maxlen:
+                self._rounds.forget(min(self._complete))
+
+
+class StoreRank:
+    """One rank's part of rounds through the store.
+
+    ``rounds``, ``header`` (of an upload: its close and blocks to the file's header) and ``sign`` of
+    the miner's hotkey are rank 0's, else None.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        ranks: Ranks,
+        *,
+        rounds: StoreRounds | None = None,
+        header: Callable[[Close, Sequence[int]], Header] | None = None,
+        sign: Sign | None = None,
+    ) -> None:
+        self._trainer = trainer
+        self._ranks = ranks
+        self._rounds = rounds
+        self._header = header
+        self._sign = sign
+        self._handle: UploadHandle | None = None  # of the last upload
+
+    def carry_out(self, command: Command, progress: Progress, last_loss: float) -> ev.Event | None:
+        """Carry out this boundary's part of a round. Collective."""
+        local, trainer = command.local, self._trainer
+        if command.action is Action.WRITE_UPLOAD:
+            return self._write_upload(local, progress)
+        assert command.action is Action.OUTER_STEP, command.action
+        return take_outer_step(trainer, self._ranks, lambda: self._prepare(local.update))
+
+    def give_up(self) -> None:
+        """End the writing of an upload under way: its copies are needed."""
+        if self._handle is not None:
+            self._handle.cancel()
+
+    def _write_upload(self, local: LocalPart, progress: Progress) -> ev.Event | None:
+        self.give_up()  # of a close that has moved
+        if self._rounds is None or self._header is None or local.close is None:
+            with contextlib.suppress(OSError, RankFailedError):  # rank 0 reports the event
+                self._handle = self._trainer.write_upload()
+            return None
+        close = local.close
+        path, header = self._rounds.upload_path(close), self._header(close, local.blocks)
+        try:
+            self._handle = self._trainer.write_upload(path, header, sign=self._sign)
+        except (OSError, RankFailedError) as error:  # raised on all ranks alike
+            problem = f"it was not written ({error})"
+            return ev.UploadEnded(close.outer_step, close.serial, problem)
+        return ev.UploadTaken(close, self._handle, progress)
+
+    def _prepare(self, update: Update | Weights | None) -> None:
+        match update:
+            case Update():
+                self._trainer.prepare_update(
+                    update.path,
+                    outer_step=update.outer_step,
+                    base=update.base,
+                    own_upload=update.own_upload,
+                    weights=update.weights,
+                )
+            case Weights():
+                self._trainer.prepare_update(
+                    update.folder / keys.MODEL,
+                    outer_step=update.outer_step,
+                    weights=update.weights,
+                    whole=True,
+                )
+            case None:  # not rank 0
+                self._trainer.prepare_update()

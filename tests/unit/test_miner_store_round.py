@@ -1,0 +1,353 @@
+"""A miner's rounds through the store, decided: no process, no clock, no network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distributed_training.exchange.base import (
+    Close,
+    HeadSeen,
+    NetworkFinished,
+    Update,
+    UploadFailed,
+    UploadSent,
+    Weights,
+)
+from distributed_training.miner import events as ev
+from distributed_training.miner.events import (
+    Action,
+    MinerState,
+    Mode,
+    Rules,
+    Stage,
+    Task,
+    Upload,
+)
+from distributed_training.miner.state_machine import decide, trains_now
+from distributed_training.miner.store_round import StoreTasks, UploadWatch, event_of
+from distributed_training.protocol.types import Base, ExitStatus, Progress
+from tests.tools.miner_parts import step_report
+
+pytestmark = pytest.mark.timeout(60)
+
+RULES = Rules(reload_seconds=0.0, checkpoint_steps=10, exchange="store")
+CLOSE, MOVED = Close(12, 3, 1000.0, 60.0), Close(12, 4, 2000.0, 60.0)
+TRAINING = MinerState(mode=Mode.TRAINING, outer_step=12)
+UPLOAD = Upload(CLOSE)
+
+
+def update(outer_step: int = 13, base: Base = Base.MERGED) -> Update:
+    return Update(outer_step, Path("u"), base, None, "ab", 500)
+
+
+def weights(outer_step: int = 20) -> Weights:
+    return Weights(outer_step, Path("w"), "cd", 900, "fewer bytes")
+
+
+def ready(outer_step: int = 13) -> ev.UpdateReady:
+    return ev.UpdateReady(update(outer_step), 5000.0)
+
+
+def step(inner_step: int = 5, **fields: Any) -> ev.InnerStepDone:
+    return ev.InnerStepDone(step_report(inner_step, outer_step=12, **fields))
+
+
+WANTED, ENDED = ev.UploadWanted(CLOSE), ev.UploadEnded(12, 3)
+SENT = replace(TRAINING, upload=replace(UPLOAD, stage=Stage.SENT))
+OVER = replace(TRAINING, upload=replace(UPLOAD, stage=Stage.ENDED))
+APPLIES = replace(TRAINING, update=update())
+NINE = {"unsaved_steps": 9}
+DIVERGED = replace(step(skipped=True), diverged=True)
+WAITS = replace(TRAINING, mode=Mode.AWAITING_GLOBAL, global_due=5060.0, fetch_failures=1)
+
+# fmt: off
+TABLE: list[tuple[str, MinerState, ev.Event, tuple[Action | Task, ...]]] = [
+    ("the close: upload, then a checkpoint that knows of it",
+        TRAINING, WANTED, (Action.WRITE_UPLOAD, Action.CHECKPOINT)),
+    ("of an outer step that is not ours", TRAINING, ev.UploadWanted(Close(11, 3, 0, 0)), ()),
+    ("a second time for one close", replace(TRAINING, upload=UPLOAD), WANTED, ()),
+    ("a second time for one that was sent", OVER, WANTED, ()),
+    ("the close moved: once more", OVER, ev.UploadWanted(MOVED),
+        (Action.WRITE_UPLOAD, Action.CHECKPOINT)),
+    ("an update is at hand: too late", APPLIES, WANTED, ()),
+    ("upload and checkpoint are there",
+        replace(TRAINING, upload=UPLOAD), ev.UploadWritten(CLOSE), (Task.SEND_UPLOAD,)),
+    ("those of a close that has moved",
+        replace(TRAINING, upload=Upload(MOVED)), ev.UploadWritten(CLOSE), ()),
+    ("twice", SENT, ev.UploadWritten(CLOSE), ()),
+    ("after the update", TRAINING, ev.UploadWritten(CLOSE), ()),
+    ("no checkpoint while the upload is written and sent", replace(SENT, **NINE), step(), ()),
+    ("but after it", replace(OVER, **NINE), step(), (Action.CHECKPOINT,)),
+    ("sent", SENT, ENDED, ()),
+    ("the update", TRAINING, ready(), (Action.OUTER_STEP,)),
+    ("while the upload is on its way", SENT, ready(), (Action.OUTER_STEP,)),
+    ("of a later outer step", TRAINING, ready(14), ()),
+    ("that is applied already", TRAINING, ready(12), ()),
+    ("twice", APPLIES, ready(), ()),
+    ("whole weights, also older ones", TRAINING,
+        ev.UpdateReady(weights(3), 1.0), (Action.OUTER_STEP,)),
+    ("committed: no checkpoint is needed, and the next one is awaited", APPLIES,
+        ev.OuterStepEnded(True, 13), (Action.FOLLOW_SCHEDULE, Task.COMPARE_EPOCHS)),
+    ("not committed", APPLIES, ev.OuterStepEnded(False, 12, "memory"), ()),
+    ("asked for again, not at once", WAITS, ev.Tick(5059.0), ()),
+    ("but after a minute", WAITS, ev.Tick(5060.0), (Task.COMPARE_EPOCHS,)),
+    ("the second time whole weights",
+        replace(WAITS, fetch_failures=2), ev.Tick(5060.0), (Task.FETCH_GLOBAL,)),
+    ("no roll-back below an update that is about to be applied", APPLIES, DIVERGED, ()),
+    ("but without one", TRAINING, DIVERGED, (Action.ROLL_BACK,)),
+    ("rolled back to an earlier outer step: its updates are asked for again",
+        SENT, ev.RolledBack(Progress(11)), (Task.COMPARE_EPOCHS,)),
+    ("a head further on is no reason to load", TRAINING, ev.GlobalEpochSeen(20, 9e9), ()),
+    ("stop", SENT, ev.StopRequested("SIGTERM"), (Action.STOP,)),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(
+    ("before", "event", "actions"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE]
+)
+def test_table(before: MinerState, event: ev.Event, actions: tuple[Action | Task, ...]) -> None:
+    assert decide(before, event, RULES)[1] == actions
+
+
+def test_a_roll_back_forgets_an_upload_that_was_not_sent_and_no_other() -> None:
+    back = ev.RolledBack(Progress(12))
+    assert decide(replace(TRAINING, upload=UPLOAD), back, RULES)[0].upload is None
+    assert decide(SENT, back, RULES)[0] == SENT
+    elsewhere, _ = decide(replace(SENT, update=update()), ev.RolledBack(Progress(11)), RULES)
+    assert (elsewhere.upload, elsewhere.update, elsewhere.outer_step) == (None, None, 11)
+
+
+def test_facts_of_the_store_become_events() -> None:
+    assert event_of(CLOSE) == ev.CloseReached(CLOSE)
+    assert event_of(UploadSent(12, 3, 7, 1.0)) == ev.UploadEnded(12, 3, "", 7, 1.0)
+    assert event_of(UploadFailed(12, 3, "late")) == ev.UploadEnded(12, 3, "late")
+    assert isinstance(event_of(HeadSeen(14)), ev.GlobalEpochSeen)
+    finished = event_of(NetworkFinished("outer step 20"))
+    assert finished == ev.StopRequested(
+        "the network is finished: outer step 20", ExitStatus.FINISHED
+    )
+    for fact in (update(), weights()):
+        assert event_of(fact).update is fact  # type: ignore[union-attr, attr-defined]
+
+
+def test_tasks_reach_the_thread_that_follows_the_store() -> None:
+    rounds = Mock()
+    tasks = StoreTasks(rounds)
+    for task in (Task.SEND_UPLOAD, Task.COMPARE_EPOCHS, Task.FETCH_GLOBAL, Task.COMPARE_WEIGHTS):
+        tasks.start(task, SENT)
+    assert [each[0] for each in rounds.method_calls] == ["send", "applied", "fetch_weights"]
+    rounds.send.assert_called_once_with(CLOSE)
+    rounds.applied.assert_called_once_with(12)
+
+
+# --- everything at any moment ---------------------------------------------------------------------
+
+
+@dataclass
+class Handle:
+    ended: bool = False
+    error: BaseException | None = None
+
+    def done(self) -> bool:
+        return self.ended
+
+
+@dataclass
+class World:
+    """A miner's rank 0, its ranks and its disk, one boundary after the other.
+
+    ``checkpoint``: what the newest complete one knows, outer step and the serial of the upload
+    whose rows it has.
+    """
+
+    state: MinerState = TRAINING
+    pending: list[Action] = field(default_factory=list)
+    sent: list[tuple[int, int]] = field(default_factory=list)
+    handle: Handle | None = None
+    checkpoint: tuple[int, int | None] = (12, None)
+    saved: list[bool | None] = field(default_factory=list)  # of each checkpoint that was begun
+    written: int | None = None  # the serial that the ranks' rows are of
+    held: int = 12  # the trainer's outer step
+    inner_steps: int = 0
+    writes: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.watch = UploadWatch(
+            Mock(), inner_step=lambda: 5, minimum=5, disk_problem=lambda: None, keep=2
+        )
+
+    def handle_event(self, event: ev.Event) -> None:
+        for follows in self.watch.on_event(event, self.state):
+            self.handle_event(follows)
+        self.state, actions = decide(self.state, event, RULES)
+        for action in actions:
+            if action is Task.SEND_UPLOAD:
+                assert self.state.upload is not None
+                close = self.state.upload.close
+                assert self.checkpoint == (close.outer_step, close.serial), "a kill would not know"
+                assert self.handle is not None and self.handle.ended
+                self.sent.append((close.outer_step, close.serial))
+            elif isinstance(action, Action):
+                if action is Action.STOP:
+                    self.pending.clear()
+                self.pending.append(action)
+
+    def boundary(self) -> None:
+        """Carry out the next command; without one an inner step."""
+        state = self.state
+        match self.pending.pop(0) if self.pending else None:
+            case None if trains_now(state):
+                self.inner_steps += 1
+                self.handle_event(step())
+            case Action.WRITE_UPLOAD if state.upload is not None:
+                close = state.upload.close
+                self.handle, self.written = Handle(), close.serial
+                self.writes.append((close.outer_step, close.serial))
+                assert close.outer_step == self.held
+                taken: Any = self.handle
+                self.handle_event(ev.UploadTaken(close, taken, Progress(self.held)))
+            case Action.CHECKPOINT:
+                number, knows = len(self.saved), (self.held, self.written)
+                self.saved.append(None)
+
+                def saved() -> bool | None:
+                    if self.saved[number]:
+                        self.checkpoint = knows
+                    return self.saved[number]
+
+                self.handle_event(ev.CheckpointBegun(self.held, saved))
+            case Action.OUTER_STEP if state.update is not None:
+                assert isinstance(state.update, Weights) or state.update.outer_step == self.held + 1
+                self.held, self.written = state.update.outer_step, None
+                self.handle_event(ev.OuterStepEnded(True, self.held))
+            case Action.ROLL_BACK:
+                self.held, self.written = self.checkpoint
+                self.handle_event(ev.RolledBack(Progress(self.held)))
+
+
+ROUND = ("close", "moved", "stale", "update", "weights", "sent")
+MOMENTS = st.sampled_from((*ROUND, "step", "written", "failed", "saved", "lost", "back", "tick"))
+
+
+@given(st.lists(MOMENTS, max_size=60))
+def test_whatever_happens_when_nothing_is_sent_twice_or_unknown_and_steps_go_on(
+    moments: list[str],
+) -> None:
+    world, serial, at = World(), 1, 0.0
+    for moment in moments:
+        at += 1.0
+        outer = world.state.outer_step
+        match moment:
+            case "close":
+                world.handle_event(ev.CloseReached(Close(outer, serial, at, 60.0)))
+            case "moved":
+                serial += 1
+                world.handle_event(ev.CloseReached(Close(outer, serial, at, 60.0)))
+            case "stale":
+                world.handle_event(ev.CloseReached(Close(outer - 1, serial, at, 60.0)))
+                world.handle_event(ready(outer))
+            case "update":
+                serial += 1
+                world.handle_event(ready(outer + 1))
+            case "weights":
+                serial += 1
+                world.handle_event(ev.UpdateReady(weights(outer + 5), at))
+            case "written" | "failed" if world.handle is not None:
+                world.handle.ended = True
+                world.handle.error = OSError("disk") if moment == "failed" else None
+            case "saved" | "lost" if world.saved and world.saved[-1] is None:
+                world.saved[-1] = moment == "saved"
+            case "sent" if world.sent:
+                world.handle_event(ev.UploadEnded(*world.sent[-1]))
+            case "back":
+                world.handle_event(DIVERGED)
+            case "tick":
+                world.handle_event(ev.Tick(at))
+            case _:
+                world.boundary()
+        # What is not a command of this moment leaves training on.
+        assert world.pending or trains_now(world.state)
+        assert world.state.outer_step == world.held or Action.ROLL_BACK in world.pending
+        assert len(set(world.sent)) == len(world.sent), "one close got two files"
+    world.pending.clear()
+    before = world.inner_steps
+    world.boundary()
+    assert world.inner_steps == before + 1
+    world.handle_event(ev.StopRequested("SIGTERM"))
+    assert world.pending == [Action.STOP]
+    world.handle_event(ready(world.state.outer_step + 1))
+    assert world.pending == [Action.STOP]
+
+
+def test_an_upload_is_sent_when_file_and_checkpoint_are_there_and_not_before() -> None:
+    world = World()
+    world.handle_event(ev.CloseReached(CLOSE))
+    for _ in range(2):
+        world.boundary()
+    assert world.handle is not None and not world.sent
+    world.handle.ended = True
+    world.handle_event(ev.Tick(1.0))
+    assert not world.sent, "the checkpoint is still being written"
+    world.saved[-1] = True
+    world.handle_event(ev.Tick(2.0))
+    assert world.sent == [(12, 3)]
+    world.handle_event(ev.Tick(3.0))
+    assert world.sent == [(12, 3)] and trains_now(world.state)
+
+
+@pytest.mark.parametrize("lost", ["file", "checkpoint"])
+def test_an_upload_whose_file_or_checkpoint_failed_is_not_sent(lost: str) -> None:
+    world, ended = World(), []
+    world.handle_event(ev.CloseReached(CLOSE))
+    for _ in range(2):
+        world.boundary()
+    assert world.handle is not None
+    world.handle.ended, world.saved[-1] = True, lost != "checkpoint"
+    world.handle.error = OSError("no space left") if lost == "file" else None
+    ended = world.watch.on_event(ev.Tick(1.0), world.state)
+    assert [type(each) for each in ended] == [ev.UploadEnded]
+    (event,) = ended
+    assert isinstance(event, ev.UploadEnded) and event.problem.startswith("it was not sent (")
+    world.handle_event(event)
+    assert not world.sent and world.state.upload == Upload(CLOSE, Stage.ENDED)
+
+
+def test_before_the_least_number_of_inner_steps_there_is_no_upload(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World()
+    world.watch = UploadWatch(
+        Mock(), inner_step=lambda: 4, minimum=5, disk_problem=lambda: None, keep=2
+    )
+    world.handle_event(ev.CloseReached(CLOSE))
+    assert not world.pending
+    assert "UPLOAD BLOCKED: inner_step (4) < minimum (5)" in caplog.text
+
+
+def test_a_full_disk_is_named_and_nothing_is_written() -> None:
+    watch = UploadWatch(
+        Mock(), inner_step=lambda: 9, minimum=5, disk_problem=lambda: "it is full", keep=2
+    )
+    assert watch.on_event(ev.CloseReached(CLOSE), TRAINING) == [
+        ev.SnapshotFailed("it is full", kind="disk")
+    ]
+
+
+def test_uploads_are_forgotten_when_no_checkpoint_needs_them() -> None:
+    rounds, ended = Mock(), list[bool | None]()
+    watch = UploadWatch(rounds, inner_step=lambda: 9, minimum=5, disk_problem=lambda: None, keep=2)
+    for number, outer_step in enumerate((12, 12, 13, 14)):
+        ended.append(None)
+        watch.on_event(ev.CheckpointBegun(outer_step, lambda n=number: ended[n]), TRAINING)
+        watch.on_event(ev.Tick(1.0), TRAINING)
+        ended[number] = outer_step != 13  # that one was not written
+        watch.on_event(ev.Tick(2.0), TRAINING)
+    assert [each.args for each in rounds.forget.call_args_list] == [(12,), (12,)]
