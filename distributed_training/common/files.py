@@ -82,12 +82,14 @@ def free_bytes(folder: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path, *, durable: bool = True, private: bool = False) -> Iterator[IO[bytes]]:
+def atomic_file(
+    path: Path, *, durable: bool = True, private: bool = False, new: bool = False
+) -> Iterator[IO[bytes]]:
     """Yield a file that appears under ``path`` whole when the block ends, or not at all.
 
     The folder is made if it is missing. ``durable=False`` leaves out the syncs: for what a power
-    loss may take. ``private``: nobody else may read it. Raises OSError, its ``filename`` always
-    set; nothing is left behind then.
+    loss may take. ``private``: nobody else may read it. ``new``: FileExistsError where there is
+    one. Raises OSError, its ``filename`` always set; nothing is left behind then.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Threads and processes may write the same path at once: the last one wins, none is torn.
@@ -100,7 +102,10 @@ def atomic_file(path: Path, *, durable: bool = True, private: bool = False) -> I
             if durable:
                 # Before the rename, or a power loss may leave the new name on an empty file.
                 os.fsync(handle.fileno())
-        os.replace(temporary, path)
+        if new:
+            os.link(temporary, path)  # replaces nothing, whoever else writes at this moment
+        else:
+            os.replace(temporary, path)
     except (OSError, RuntimeError) as error:
         # torch.save covers the disk's error with one of its own ("unexpected pos"), which callers
         # that bear a full disk would take for a defect.

@@ -11,6 +11,7 @@ A kind of store is a function that opens a bucket, registered in :data:`STORES` 
 
 from __future__ import annotations
 
+import hashlib
 import re
 import time
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from distributed_training.common.kinds import Kinds
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol.metadata import BucketCredentials
 
+from .errors import PreconditionError, TakenError
 from .uplink import Section
 
 
@@ -74,8 +76,16 @@ def is_md5(etag: str) -> bool:
     return re.fullmatch(r"[0-9a-fA-F]{32}", etag) is not None
 
 
+def md5_of(data: bytes | Section) -> str:
+    """Return the MD5 of a body in hex."""
+    if isinstance(data, Section):
+        return data.md5
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
+
+
 #: Names that a list holds at most: an untrusted bucket's may have no end.
 MOST_LISTED = 200_000
+_COMPARED = 16 * 1024 * 1024  # bytes of a range
 
 
 class ObjectStore(Protocol):
@@ -123,6 +133,14 @@ class ObjectStore(Protocol):
     def close(self) -> None: ...
 
 
+class OnceStore(ObjectStore, Protocol):
+    """A store that can write an object on the condition that there is none."""
+
+    def put_new(self, key: str, data: bytes | Section) -> str:
+        """Write an object; return its etag. PreconditionError if there is one."""
+        ...
+
+
 class MultipartStore(ObjectStore, Protocol):
     """A store that takes a file in parts: nothing is visible before the last call."""
 
@@ -143,6 +161,48 @@ class MultipartStore(ObjectStore, Protocol):
     def abort_multipart(self, key: str, upload_id: str) -> None: ...
 
     def list_multiparts(self, prefix: str = "") -> list[MultipartInfo]: ...
+
+
+def put_once(store: ObjectStore, key: str, data: bytes | Section) -> str:
+    """Write an object that nobody may replace; return its etag.
+
+    Of two writers one wins where the store has :class:`OnceStore`; elsewhere it is looked first,
+    and two at one moment may both write. Fine if the same bytes are there, as after an answer that
+    was lost. Raises TakenError if there are others, and StoreError.
+    """
+    put_new = getattr(store, "put_new", None)
+    if put_new is None:
+        if store.head(key) is None:
+            return store.put(key, data)
+    else:
+        try:
+            return str(put_new(key, data))
+        except TakenError:
+            raise
+        except PreconditionError:
+            pass
+    held = store.head(key)
+    if held is None or held.size != len(data) or not _same(store, held, data):
+        raise TakenError(
+            f"{store.bucket}/{key} holds other bytes already, and nobody may replace them: nothing "
+            "was written"
+        )
+    return held.etag
+
+
+def _same(store: ObjectStore, held: ObjectInfo, data: bytes | Section) -> bool:
+    """Return whether an object of as many bytes holds ``data``."""
+    if is_md5(held.etag):
+        return same_etag(held.etag, md5_of(data))
+    if isinstance(data, Section):
+        data.seek(0)
+    at = 0
+    while at < held.size:
+        part = data.read(_COMPARED) if isinstance(data, Section) else data[at : at + _COMPARED]
+        if not part or store.get_range(held.key, at, len(part), etag=held.etag) != part:
+            return False
+        at += len(part)
+    return True
 
 
 class OpenStore(Protocol):

@@ -10,7 +10,9 @@ The texts are for the operator and never hold a key, a secret or a signed addres
             ClockSkewError      the clock
         RefusedError            what the store says
         BucketMissingError, ObjectMissingError, UploadMissingError
+        UnsupportedError        do without
         PreconditionError       begin again
+            TakenError          other bytes are there, and stay
         IntegrityError          other bytes than they should be
         NoRoomError, DeadlineError, StoppedError
 """
@@ -72,6 +74,14 @@ class UploadMissingError(StoreError):
 
 class PreconditionError(StoreError):
     """412: the object changed between two requests that had to see the same one."""
+
+
+class TakenError(PreconditionError):
+    """An object that nobody may replace is there, with other bytes than ours."""
+
+
+class UnsupportedError(StoreError):
+    """501: the store has no such operation, or does not know a condition of it."""
 
 
 class IntegrityError(StoreError):

@@ -73,12 +73,19 @@ class FolderStore:
             return file.read(length)
 
     def put(self, key: str, data: bytes | Section) -> str:
+        return self._put(key, data)
+
+    def put_new(self, key: str, data: bytes | Section) -> str:
+        """Write an object; return its etag. PreconditionError if there is one."""
+        return self._put(key, data, new=True)
+
+    def _put(self, key: str, data: bytes | Section, *, new: bool = False) -> str:
         if not self._writes:
             raise AccessDeniedError(f"write {self.bucket}/{key}: it was opened to read alone")
         path = self._path(key)
         with self._errors(key):
             self._folder.stat()  # or it would be made, beside a disk that is not mounted
-        with self._errors(key), atomic_file(path) as file:
+        with self._errors(key), atomic_file(path, new=new) as file:
             if isinstance(data, Section):
                 data.seek(0)
                 shutil.copyfileobj(data, file, Section.BLOCK)
@@ -142,6 +149,8 @@ class FolderStore:
                     "there: make this folder, or mount its disk"
                 ) from None
             raise ObjectMissingError(f"{self.bucket}/{key}: no such object") from None
+        except FileExistsError:
+            raise PreconditionError(f"{self.bucket}/{key}: there is one already") from None
         except PermissionError as error:
             raise AccessDeniedError(f"{self.bucket}/{key}: {error.strerror}") from None
         except OSError as error:

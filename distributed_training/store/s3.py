@@ -11,7 +11,6 @@ import base64
 import contextlib
 import email.utils
 import functools
-import hashlib
 import os
 import re
 import ssl
@@ -30,7 +29,16 @@ from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol.keys import r2_endpoint
 from distributed_training.protocol.metadata import BucketCredentials
 
-from .base import MOST_LISTED, STORES, MultipartInfo, ObjectInfo, PartInfo, is_md5, same_etag
+from .base import (
+    MOST_LISTED,
+    STORES,
+    MultipartInfo,
+    ObjectInfo,
+    PartInfo,
+    is_md5,
+    md5_of,
+    same_etag,
+)
 from .errors import (
     AccessDeniedError,
     BucketMissingError,
@@ -43,6 +51,7 @@ from .errors import (
     RefusedError,
     StoreError,
     TransientError,
+    UnsupportedError,
     UploadMissingError,
 )
 from .uplink import Section
@@ -148,7 +157,8 @@ class AccessKeys:
 class S3ObjectStore:
     """A :class:`~.base.MultipartStore` behind the S3 API.
 
-    ``settings``: timeouts, concurrency, and how R2 differs from S3.
+    ``settings``: timeouts, concurrency, and how R2 differs from S3. ``keys`` None: nothing is
+    signed.
     ``connect_timeout`` runs until the connection stands, ``read_timeout`` between two pieces of an
     answer. Connections are made on first use and pooled. ``bucket``: ``NAME/PREFIX`` is what lies
     below ``PREFIX/`` in a bucket that several share; keys here are without it. Raises ValueError
@@ -160,9 +170,10 @@ class S3ObjectStore:
         *,
         bucket: str,
         endpoint_url: str,
-        keys: AccessKeys,
+        keys: AccessKeys | None,
         settings: StoreSettings,
     ) -> None:
+        from botocore import UNSIGNED
         from botocore.config import Config
 
         container, slash, prefix = bucket.partition("/")
@@ -175,7 +186,7 @@ class S3ObjectStore:
         self._prefix = f"{prefix}/" if prefix else ""
         self._endpoint = endpoint_url
         self._is_r2 = (urlsplit(endpoint_url).hostname or "").endswith(".r2.cloudflarestorage.com")
-        self._keys = keys
+        self._keys = keys or AccessKeys(SecretStr(""), SecretStr(""))
         self._region = settings.region
         self._write_interval = settings.write_interval.total_seconds()
         self._last_write: dict[str, float] = {}
@@ -188,9 +199,11 @@ class S3ObjectStore:
                 endpoint_url=endpoint_url,
                 verify=authorities,
                 region_name=settings.region,
-                aws_access_key_id=keys.key_id.get_secret_value(),
-                aws_secret_access_key=keys.secret.get_secret_value(),
+                aws_access_key_id=self._keys.key_id.get_secret_value(),
+                aws_secret_access_key=self._keys.secret.get_secret_value(),
                 config=Config(
+                    # Named, or what is signed for others would be of version 2 at some regions.
+                    signature_version="s3v4" if keys is not None else UNSIGNED,
                     # R2 refuses the trailers of botocore's default, when_supported.
                     request_checksum_calculation="when_required",
                     response_checksum_validation="when_required",
@@ -332,10 +345,28 @@ class S3ObjectStore:
 
     def put(self, key: str, data: bytes | Section) -> str:
         """Write ``data``; return the etag. ContradictionError if the store holds other bytes."""
+        return self._put(key, data)
+
+    def put_new(self, key: str, data: bytes | Section) -> str:
+        """Write an object; return its etag. PreconditionError if there is one.
+
+        It is looked first, since some stores let the condition (If-None-Match) pass unread; where
+        one refuses it, that look is all.
+        """
+        if self.head(key) is not None:
+            raise PreconditionError(f"write {self._bucket}/{key}: there is one already")
+        try:
+            return self._put(key, data, IfNoneMatch="*")
+        except UnsupportedError:
+            return self._put(key, data)
+
+    def _put(self, key: str, data: bytes | Section, **condition: str) -> str:
         self._await_write_interval(key)
-        md5 = _md5(data)
+        md5 = md5_of(data)
         with self._errors("write", key) as call:
-            answer = call(self._client.put_object, Key=key, Body=data, ContentMD5=_base64(md5))
+            answer = call(
+                self._client.put_object, Key=key, Body=data, ContentMD5=base64_md5(md5), **condition
+            )
             etag = _etag_of(answer)
         if etag != md5:
             self._refuse_kms(key, answer)
@@ -365,9 +396,19 @@ class S3ObjectStore:
             raise StoreError(f"{self._bucket}/{prefix} lists more than {most} objects")
         return found
 
+    def presign(self, operation: str, key: str, seconds: float, **signed: Any) -> str:
+        """Return a URL by which others do one operation, ``get_object`` for one, until it ends.
+
+        ``signed``: arguments of it that they cannot change. Nothing is asked.
+        """
+        where = {"Bucket": self._container, "Key": self._prefix + key, **signed}
+        return str(
+            self._client.generate_presigned_url(operation, Params=where, ExpiresIn=round(seconds))
+        )
+
     # --- multipart ------------------------------------------------------------------------------
 
-    def multipart(self) -> S3ObjectStore:
+    def multipart(self) -> S3ObjectStore | None:
         return self
 
     def create_multipart(self, key: str) -> str:
@@ -376,7 +417,7 @@ class S3ObjectStore:
 
     def upload_part(self, key: str, upload_id: str, number: int, data: bytes | Section) -> PartInfo:
         """Send one part. ContradictionError if the store holds other bytes."""
-        md5 = _md5(data)
+        md5 = md5_of(data)
         where = {"Key": key, "UploadId": upload_id}
         with self._errors("write", key) as call:
             answer = call(
@@ -384,7 +425,7 @@ class S3ObjectStore:
                 **where,
                 PartNumber=number,
                 Body=data,
-                ContentMD5=_base64(md5),
+                ContentMD5=base64_md5(md5),
             )
             etag = _etag_of(answer)
         if etag != md5:
@@ -620,7 +661,8 @@ class S3ObjectStore:
         passes = status in _PASSING_STATUS or status >= 500 or code in _PASSING_CODES
         if passes and status not in _NEVER:
             return TransientError(f"{place}: the store answered {answer}")
-        kind = RefusedError if status == 409 else StoreError
+        kinds = {409: RefusedError, 501: UnsupportedError}
+        kind = kinds.get(status, StoreError)
         return kind(f"{place}: the store answered {answer}")
 
     def _sentence(self, message: str) -> str:
@@ -641,13 +683,7 @@ def _parts(page: dict[str, Any]) -> list[PartInfo]:
     return [PartInfo(p["PartNumber"], p["Size"], _etag_of(p)) for p in page.get("Parts", ())]
 
 
-def _md5(data: bytes | Section) -> str:
-    if isinstance(data, Section):
-        return data.md5
-    return hashlib.md5(data, usedforsecurity=False).hexdigest()
-
-
-def _base64(md5: str) -> str:
+def base64_md5(md5: str) -> str:
     return base64.b64encode(bytes.fromhex(md5)).decode()
 
 

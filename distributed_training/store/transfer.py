@@ -175,7 +175,7 @@ class Retry:
             uplink.sleep(pause)
 
 
-def _run_all(
+def run_all(
     pool: ThreadPoolExecutor, work: Callable[[Item], Result], items: Iterable[Item]
 ) -> list[Result]:
     """Return ``work`` of each item, in order. The first error ends the rest and is raised.
@@ -302,7 +302,7 @@ def _download(
 
         missing = [start for start in range(0, info.size, RANGE) if start not in done]
         with ThreadPoolExecutor(concurrency, thread_name_prefix="download") as pool:
-            _run_all(pool, fetch, missing)
+            run_all(pool, fetch, missing)
     except OSError as error:
         if not is_full(error):
             raise
@@ -529,7 +529,7 @@ class Sender:
         listed = None if record.etag else self._parts_at_store(record)
         if listed is not None:
             at_store = {p.number: p for p in listed if p.number in cut.numbers}
-            local = _run_all(self._pool, cut.local, at_store)
+            local = run_all(self._pool, cut.local, at_store)
             # Of a store whose etags are no MD5 none is kept.
             kept = {
                 part.number: held
@@ -543,7 +543,7 @@ class Sender:
         info = self._retry(self._store.head, key)
         # The answer to Complete may have been lost: the etag shows whether this very file is there.
         if info is not None and info.size == record.size and "-" in info.etag:
-            local = _run_all(self._pool, cut.local, cut.numbers)
+            local = run_all(self._pool, cut.local, cut.numbers)
             if same_etag(info.etag, multipart_etag(local)):
                 self._count_kept(local)
                 done = replace(record, etag=info.etag)
@@ -599,7 +599,7 @@ class Sender:
 
         missing = [n for n in cut.numbers if n not in kept]
         try:
-            sent = _run_all(self._pool, send, missing)
+            sent = run_all(self._pool, send, missing)
         except UploadMissingError:
             self._journal.drop(record.key)
             self._retry(self._multipart.list_multiparts)  # raises if the bucket is gone
@@ -673,7 +673,7 @@ class Sender:
         Returns etags by key.
         """
         files = list(staged)
-        etags = _run_all(self._pool, self.publish, files)
+        etags = run_all(self._pool, self.publish, files)
         return {s.key: etag for s, etag in zip(files, etags, strict=True)}
 
     # --- inside ---------------------------------------------------------------------------------

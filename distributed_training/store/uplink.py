@@ -112,6 +112,10 @@ class Section(io.RawIOBase):
             self._md5 = digest.hexdigest()
         return self._md5
 
+    def part(self, start: int, size: int) -> Section:
+        """Return a range of this one as another."""
+        return Section(self._handle, self._start + start, size, self._uplink)
+
     def readable(self) -> bool:
         return True
 

@@ -30,6 +30,9 @@ MASK = "********"
 # Of texts from outside: ESC sequences would act on the terminal of whoever reads the log.
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
+# The query of a presigned URL: whoever has it may do what it was signed for.
+_SIGNED_QUERY = re.compile(r"\?(?=[^\s\"'<>?]*\b(?:X-Amz-)?Signature=)[^\s\"'<>]+", re.IGNORECASE)
+
 _secrets: tuple[str, ...] = ()  # the longest first: one may begin with another
 
 
@@ -44,10 +47,12 @@ def register_secret(secret: SecretStr | str | None) -> None:
 
 
 def mask(text: str) -> str:
-    """Return ``text`` with ``********`` for each registered secret."""
+    """Return ``text`` with ``********`` for each registered secret and query of a signed URL."""
     for secret in _secrets:
         if secret in text:
             text = text.replace(secret, MASK)
+    if "ignature=" in text:  # looked for first: a line of log has none
+        text = _SIGNED_QUERY.sub(f"?{MASK}", text)
     return text
 
 

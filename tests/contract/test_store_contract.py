@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +29,7 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.metadata import BucketCredentials, parse_commitment
 from distributed_training.protocol.types import Revision
 from distributed_training.store import folder, s3
-from distributed_training.store.base import MultipartStore, ObjectStore, PartInfo
+from distributed_training.store.base import MultipartStore, ObjectStore, PartInfo, put_once
 from distributed_training.store.bucket_reader import (
     BucketReader,
     WritableReadKeyError,
@@ -43,6 +45,7 @@ from distributed_training.store.errors import (
     PreconditionError,
     RefusedError,
     StoreError,
+    TakenError,
     TransientError,
     UploadMissingError,
 )
@@ -189,6 +192,53 @@ def test_objects(store: ObjectStore) -> None:
     for key in ("a/b", "a/b", "none"):
         store.delete(key)
     assert [o.key for o in store.list_objects()] == ["a/c", "d"]
+
+
+def test_an_object_that_nobody_may_replace(store: ObjectStore, tmp_path: Path) -> None:
+    """The first bytes stay; whoever writes the same again has its answer."""
+    path = tmp_path / "file"
+    path.write_bytes(b"0123456789")
+    with path.open("rb") as handle:
+        body = Section(handle.fileno(), 0, 10)
+        etag = put_once(store, "a/b", b"0123456789")
+        assert put_once(store, "a/b", body) == put_once(store, "a/b", b"0123456789") == etag
+    for other in (b"0123456780", b"01234", b""):
+        with pytest.raises(TakenError, match="nobody may replace"):
+            put_once(store, "a/b", other)
+    assert store.get("a/b", limit=10) == b"0123456789"
+    if isinstance(store, FolderStore):
+        assert [o.key for o in store.list_objects()] == ["a/b"], "and no temporary file is left"
+
+
+@pytest.mark.parametrize("kind", ["s3", "seaweedfs", "folder"])
+def test_the_store_itself_refuses_a_second_writer(
+    kind: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Even one that looked before the first one wrote."""
+    store: Any = made(kind, request)
+    monkeypatch.setattr(S3ObjectStore, "head", lambda *_: None)
+    store.put_new("a", b"first")
+    with pytest.raises(PreconditionError):
+        store.put_new("a", b"other")
+    assert store.get("a", limit=9) == b"first"
+
+
+def test_of_writers_at_one_moment_one_wins_in_a_folder(tmp_path: Path) -> None:
+    """Swift alone looks at the condition when a request begins, and lets some others in."""
+    store = FolderStore(tmp_path, writes=True)
+    contents = [b"%d" % n for n in range(8)]
+    begin = threading.Barrier(len(contents))
+
+    def write(content: bytes) -> bool:
+        begin.wait(30)
+        with contextlib.suppress(PreconditionError):
+            store.put_new("a", content)
+            return True
+        return False
+
+    with ThreadPoolExecutor(len(contents)) as pool:
+        won = [c for c, did in zip(contents, pool.map(write, contents), strict=True) if did]
+    assert [store.get("a", limit=9)] == won
 
 
 def test_multipart(in_parts: MultipartStore, tmp_path: Path) -> None:
