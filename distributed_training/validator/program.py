@@ -81,6 +81,7 @@ from distributed_training.validator.global_state import (
     initial_weights,
     small_llama,
 )
+from distributed_training.validator.hivemind import HivemindValidator
 from distributed_training.validator.recovery import (
     ask_member_for_state,
     read_own_copy,
@@ -362,7 +363,7 @@ def build(
         run=run,
         loss=lambda weights: held_out.mean(losses(weights)),
     )
-    validator = Validator(
+    validator = HivemindValidator(
         rules=ValidatorRules(
             settings=settings,
             outer_rule=outer_rule_of(config.training),

@@ -49,6 +49,7 @@ from distributed_training.store.errors import StoreError
 from distributed_training.telemetry import read_events
 from distributed_training.training.outer_rule import nesterov_sgd
 from distributed_training.training.outer_step import GlobalState
+from distributed_training.validator.hivemind import HivemindValidator
 from distributed_training.validator.program import Parts, build
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.gradient_file import build_payload
@@ -421,9 +422,11 @@ class World:
         self.events.path.unlink(missing_ok=True)
         self.pages: Callable[[int, int], Tensor] = pages
         with ExitStack() as stack:
-            self.validator, self.state, self.found = build(
+            validator, self.state, self.found = build(
                 self.config, self.parts(), folder=self.folder, stop=self.stop, stack=stack
             )
+            assert isinstance(validator, HivemindValidator)
+            self.validator = validator
             self.closing = stack.pop_all()
         self.client.asked.clear()  # of an empty bucket, where the members are
         self.client.epochs.clear()

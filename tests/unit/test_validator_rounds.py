@@ -827,7 +827,7 @@ def test_a_store_and_a_disk_that_fail_for_a_moment_do_not_lose_the_outer_step(
 ) -> None:
     """The miners have made the step; a validator that ended would take it back for all."""
     from distributed_training.validator import global_state
-    from distributed_training.validator import validator as module
+    from distributed_training.validator import hivemind as module
 
     monkeypatch.setattr(module, "PUBLICATION_RETRY", timedelta(milliseconds=5))
     world = trained(tmp_path, publication_budget=timedelta(seconds=30))
