@@ -88,8 +88,7 @@ class HeadSeen:
 class ChainForked:
     """There are two valid manifests for one step: nothing is applied or sent any more."""
 
-    outer_step: int
-    cause: str  # one line that names both
+    cause: str  # one line that names both, and the remedy
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,196 @@
+"""Keep a member's own copy of a store network's chain, and refuse another history.
+
+The store is not believed. What it shows counts where the master has signed it, and only grows: a
+state with a smaller serial is an old one, and a manifest that follows another one than ours belongs
+to another history. So the newest state and all manifests that were seen stay on the disk, over a
+restart too. Two valid manifests of one outer step prove that the master signed two histories:
+nobody but its owner can say which one holds, so nothing is applied any more.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TypeVar
+
+from distributed_training.common.files import write_bytes
+from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Manifest, State
+from distributed_training.protocol.types import Verify
+from distributed_training.store.base import ObjectInfo, is_md5, same_etag
+from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
+
+_Kind = TypeVar("_Kind", State, Manifest)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A follower of a network: its uid there, and the hotkey that signs the files."""
+
+    run_id: str
+    master: str  # ss58
+    uid: int
+    verify: Verify
+
+
+class ForkError(StateUnavailable):
+    """The master signed two manifests of one outer step; the text names both."""
+
+
+class ChainCopy:
+    """The chain as far as this member has seen it, in ``folder``. Its methods raise StoreError."""
+
+    def __init__(self, reader: BucketReader, folder: Path, member: Member) -> None:
+        self._reader = reader
+        self._folder = folder
+        self._member = member
+        self._etag = ""  # of the object that the newest state is
+        # Ever seen, also by a process before.
+        self._newest = self._read("state", State, "an older state would not be noticed")
+
+    @property
+    def forked(self) -> str:
+        """The line about two valid manifests that were seen; empty: there never were."""
+        for path in sorted(self._folder.glob("*.other.json")):
+            name = path.name.partition(".")[0]
+            return (
+                f"The network's master has signed two manifests of outer step {name}: "
+                f"{self._path(name)} and {path}. Nothing is applied or sent any more, since nobody "
+                "else can say which one holds: ask the founder, then delete "
+                f"{self._folder} and start again"
+            )
+        return ""
+
+    def state(self, info: ObjectInfo | None, now: float) -> State:
+        """Return the network's state: that of ``info``, the object as it is now.
+
+        ``now``: Unix seconds, by the store's clock. Raises StateUnavailable, and ForkError.
+        """
+        if info is None:
+            raise StateUnavailable(
+                f"the store holds no {keys.STATE} yet: the network has not begun"
+            )
+        state = self._newest
+        if state is None or not same_etag(info.etag, self._etag):
+            data = self._reader.get(keys.STATE, limit=State.most_bytes)
+            if data is None:
+                raise StateUnavailable(f"{keys.STATE} was there and is not any more")
+            try:
+                state = self._parse(State, data)
+                if self._newest is not None:
+                    self._check_history(state, self._newest)
+            except ValueError as error:
+                raise StateUnavailable(f"{error}: nothing is taken from it") from None
+            if state != self._newest:
+                write_bytes(self._path("state"), data)
+            self._newest = state
+            md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
+            # A cache may answer with older bytes than HEAD spoke of: then it is asked again.
+            self._etag = "" if is_md5(info.etag) and not same_etag(info.etag, md5) else info.etag
+        if state.expires < now:
+            raise StateUnavailable(
+                f"{keys.STATE} of outer step {state.outer_step} has expired at "
+                f"{datetime.fromtimestamp(state.expires, UTC):%Y-%m-%d %H:%M:%S} UTC: nobody leads "
+                "the network now; training goes on, and no upload is made before there is a newer "
+                "one"
+            )
+        return state
+
+    def link(self, first: int, state: State) -> None:
+        """Fetch the manifests from ``first`` to the state's, and check that each follows the last.
+
+        Raises StateUnavailable, and ForkError.
+        """
+        before = self.manifest(first)
+        try:
+            for outer_step in range(first + 1, state.outer_step + 1):
+                after, data = self.copy(outer_step), b""
+                if after is None:
+                    data = self._fetch(outer_step)
+                    after = self._parse(Manifest, data)
+                after.check_after(before)
+                if data:
+                    write_bytes(self._path(outer_step), data)
+                before = after
+            if before.digest != state.head:
+                raise ValueError(
+                    f"{keys.STATE} has another history: its head is {state.head}, and the manifest "
+                    f"of outer step {state.outer_step} is {before.digest}"
+                )
+        except ValueError as error:
+            self._look_for_another(before.outer_step)
+            raise StateUnavailable(f"{error}: nothing is taken from it") from None
+
+    def manifest(self, outer_step: int) -> Manifest:
+        """Return our copy of a manifest, or else the store's. Raises StateUnavailable."""
+        if (ours := self.copy(outer_step)) is not None:
+            return ours
+        data = self._fetch(outer_step)
+        try:
+            manifest = self._parse(Manifest, data)
+            if manifest.outer_step != outer_step:
+                raise ValueError(f"it is of outer step {manifest.outer_step}")
+        except ValueError as error:
+            what = keys.outer_key(outer_step, keys.MANIFEST)
+            raise StateUnavailable(f"{what} is refused: {error}") from None
+        write_bytes(self._path(outer_step), data)
+        return manifest
+
+    def copy(self, outer_step: int) -> Manifest | None:
+        """Return our copy of a manifest; None: it was never seen. Nobody is asked."""
+        return self._read(outer_step, Manifest, "it is fetched again")
+
+    def _check_history(self, state: State, before: State) -> None:
+        try:
+            state.check_after(before)
+            ours = self.copy(state.outer_step)
+            if ours is not None and ours.digest != state.head:
+                raise ValueError(
+                    f"{keys.STATE} has another history: its head is {state.head}, and our manifest "
+                    f"of outer step {state.outer_step} is {ours.digest}"
+                )
+        except ValueError:
+            self._look_for_another(state.outer_step)
+            raise
+
+    def _look_for_another(self, outer_step: int) -> None:
+        """Raise ForkError if the store has a valid manifest that is not the one we know."""
+        data = self._fetch(outer_step)
+        try:
+            theirs = self._parse(Manifest, data)
+        except ValueError:
+            return
+        ours = self.copy(outer_step)
+        if ours is None or theirs.outer_step != outer_step or theirs.digest == ours.digest:
+            return
+        write_bytes(self._path(f"{outer_step}.other"), data)
+        raise ForkError(self.forked)
+
+    def _parse(self, kind: type[_Kind], data: bytes) -> _Kind:
+        member = self._member
+        return kind.parse(data, run_id=member.run_id, master=member.master, verify=member.verify)
+
+    def _fetch(self, outer_step: int) -> bytes:
+        key = keys.outer_key(outer_step, keys.MANIFEST)
+        data = self._reader.get(key, limit=Manifest.most_bytes)
+        if data is None:
+            raise StateUnavailable(f"{key} is missing")
+        return data
+
+    def _path(self, name: object) -> Path:
+        return self._folder / f"{name}.json"
+
+    def _read(self, name: object, kind: type[_Kind], lost: str) -> _Kind | None:
+        path = self._path(name)
+        try:
+            return self._parse(kind, path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            log.warning("%s is damaged (%s): %s", path, error, lost)
+            return None

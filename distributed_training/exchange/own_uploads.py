@@ -1,0 +1,199 @@
+"""Send this member's upload for a close, once: one close never gets two different files.
+
+A note with the file's digest is on the disk before its first byte is sent. So a process that starts
+again knows what was sent, or may have been, and sends that file or none. Files and notes stay until
+no checkpoint is left that would need them (:meth:`OwnUploads.forget`): whoever applies an update
+again needs the upload that it has merged.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+
+from distributed_training.common.backoff import Backoff
+from distributed_training.common.files import read_state, sha256_of, write_state
+from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Manifest
+from distributed_training.protocol.types import Base
+from distributed_training.store.base import ObjectStore, put_once
+from distributed_training.store.errors import StoppedError, StoreError, TakenError
+from distributed_training.store.journal import JOURNAL, Journal
+from distributed_training.store.transfer import Retry, Sender
+from distributed_training.store.uplink import Section, Uplink
+
+from .base import Close, UploadFailed, UploadSent
+
+log = logging.getLogger(__name__)
+
+#: A larger file goes in parts of as many bytes, which a restart goes on with.
+ONE_PIECE = 64 * 1024 * 1024
+#: Causes for which an upload was not merged although nothing speaks against what it holds.
+NOT_JUDGED = frozenset({"late", "void", "not-judged"})
+_FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=1)
+_SENT = "sent"
+_LONGEST = 300  # characters of a cause that is kept
+_NAME = re.compile(r"(\d{1,15})\.(\d{1,15})\.json")
+
+
+class _AnotherFile(StoreError):
+    """One close would get two files."""
+
+
+@dataclass(frozen=True)
+class _Note:
+    digest: str  # SHA-256 of the file
+    ended: str = ""  # "sent", or why it is not sent any more; empty: it may have been sent in part
+
+
+class OwnUploads:
+    """Our uploads as files of ``folder``, with a note beside each that was to be sent."""
+
+    def __init__(self, store: ObjectStore, folder: Path, uid: int) -> None:
+        self._store = store
+        self._folder = folder
+        self._uid = uid
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def path(self, outer_step: int, serial: int) -> Path:
+        """Return where the upload for that close is to be written."""
+        return self._folder / f"{outer_step}.{serial}.safetensors"
+
+    def begun(self, close: Close) -> bool:
+        """Return whether something was sent for ``close``, or may have been."""
+        return self._note(close.outer_step, close.serial) is not None
+
+    def unfinished(self, close: Close) -> bool:
+        """Return whether sending was begun by a process that did not see it end."""
+        note = self._note(close.outer_step, close.serial)
+        return note is not None and not note.ended
+
+    def send(self, close: Close, within: float, uplink: Uplink) -> UploadSent | UploadFailed:
+        """Send the file of ``close`` and say what became of it. Raises StoppedError.
+
+        ``within``: seconds. ``uplink``: ends the sending when it is stopped.
+        """
+        place = close.outer_step, close.serial
+        began, until = time.monotonic(), uplink.clock() + within
+        waits, note = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT), None
+        while True:
+            try:
+                path = self.path(*place)
+                note = self._claim(path, close)
+                if note.ended == _SENT:
+                    return UploadSent(*place, path.stat().st_size, 0.0)
+                if note.ended:
+                    return UploadFailed(*place, note.ended)
+                self._transfer(path, close, until, uplink)
+                self._write_note(close, replace(note, ended=_SENT))
+                return UploadSent(*place, path.stat().st_size, time.monotonic() - began)
+            except StoppedError:
+                raise
+            except (StoreError, OSError) as error:
+                cause = str(error)
+                for_good = isinstance(error, (TakenError, _AnotherFile, FileNotFoundError))
+            wait = waits.failed().total_seconds()
+            if for_good or uplink.clock() + wait > until:
+                break
+            if waits.failures == 1:
+                # A key, a quota or a registry may be put right within the grace.
+                log.warning(
+                    "The upload for outer step %d was not sent: %s; again soon", *place[:1], cause
+                )
+            uplink.sleep(wait)
+        # A file that is refused here for being another one has no note of its own.
+        if note is not None:
+            self._write_note(close, replace(note, ended=cause[:_LONGEST]))
+        return UploadFailed(*place, cause)
+
+    def find_fate(self, manifest: Manifest) -> tuple[Base, Path | None, str]:
+        """Return what an outer step has made of our upload for it, its file, and why.
+
+        The file is None where it is not needed. The cause is empty where the upload was merged, and
+        where there was none.
+        """
+        cause = ""
+        for serial, note in self._notes(manifest.outer_step - 1):
+            found = self.path(manifest.outer_step - 1, serial)
+            path = found if found.exists() else None
+            if any(each.digest == note.digest for each in manifest.merged):
+                return Base.MERGED, path, ""
+            for each in manifest.refused:
+                if each.digest == note.digest and each.cause not in NOT_JUDGED:
+                    return Base.REFUSED, path, f"{each.cause}: {each.reason}"
+                if each.digest == note.digest:
+                    return Base.KEPT, None, f"{each.cause}: {each.reason}"
+            if note.ended != _SENT:
+                cause = f"not sent: {note.ended or 'this miner was stopped'}"
+            elif serial != manifest.serial:
+                cause = f"void: the close moved after it was sent (serial {serial})"
+            else:
+                cause = "not judged: the validator did not have it in time"
+        return Base.KEPT, None, cause
+
+    def forget(self, before: int) -> None:
+        """Delete files and notes of the outer steps before ``before``."""
+        for path in self._folder.glob("*.*.*"):
+            outer_step = path.name.partition(".")[0]
+            if outer_step.isdigit() and int(outer_step) < before:
+                path.unlink(missing_ok=True)
+
+    def _claim(self, path: Path, close: Close) -> _Note:
+        """Return the note of ``path``, made before anything is sent. Raises StoreError, OSError."""
+        digest = sha256_of(path)
+        note = self._note(close.outer_step, close.serial)
+        if note is None:
+            note = _Note(digest)
+            write_state(self._note_path(close.outer_step, close.serial), note)
+        elif note.digest != digest:
+            raise _AnotherFile(
+                f"{path} is another file than the one that was begun for this close, so it is not "
+                "sent: what it holds goes into the next upload"
+            )
+        return note
+
+    def _transfer(self, path: Path, close: Close, until: float, uplink: Uplink) -> None:
+        key = keys.upload_key(self._uid, close.outer_step, close.serial)
+        size = path.stat().st_size
+        retry = Retry(until=until, uplink=uplink)
+        if size <= ONE_PIECE or self._store.multipart() is None:
+            with path.open("rb") as file:
+                retry(put_once, self._store, key, Section(file.fileno(), 0, size, uplink))
+            return
+        journal = Journal(self._folder / JOURNAL)
+        with Sender(
+            store=self._store, journal=journal, deadline=until, uplink=uplink, part_size=ONE_PIECE
+        ) as sender:
+            sender.abandon_all_but([key])
+            held = retry(self._store.head, key)
+            # Whole already, and we have not begun it: by another miner of this hotkey.
+            if held is not None and journal.upload(key) is None:
+                raise TakenError(f"{self._store.bucket}/{key} holds an upload that is not ours")
+            # Its record stays: until the note is written it shows that the object is ours.
+            sender.publish(sender.stage(key, path, until=until))
+
+    def _notes(self, outer_step: int) -> Iterator[tuple[int, _Note]]:
+        for path in sorted(self._folder.glob(f"{outer_step}.*.json")):
+            found = _NAME.fullmatch(path.name)
+            if found and (note := self._note(outer_step, int(found[2]))) is not None:
+                yield int(found[2]), note
+
+    def _note(self, outer_step: int, serial: int) -> _Note | None:
+        return read_state(
+            self._note_path(outer_step, serial), _Note, lost="whether it was merged is not known"
+        )
+
+    def _write_note(self, close: Close, note: _Note) -> None:
+        write_state(
+            self._note_path(close.outer_step, close.serial),
+            note,
+            lost="a start sends this upload again, which changes nothing",
+        )
+
+    def _note_path(self, outer_step: int, serial: int) -> Path:
+        return self._folder / f"{outer_step}.{serial}.json"

@@ -1,0 +1,457 @@
+"""Follow a network whose rounds go through the store: rank 0's thread of a miner.
+
+The thread looks at ``state.json``. At its close it posts :class:`~.base.Close`, and the loop
+answers with an upload, which is sent beside it (:mod:`.own_uploads`). Where the network is ahead,
+it checks the signed manifests up to the head (:mod:`.chain_copy`), fetches the update that follows
+ours, and posts it; the next one follows when that is applied. Who has missed much gets whole
+weights instead.
+
+Nothing here ever stops training. What the store shows is taken only where all of it fits; a store
+that does not answer, or shows something else, costs one line and is asked again.
+
+Times are the store's: a machine whose clock is wrong takes part all the same, and is told.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+from distributed_training.common.backoff import Backoff
+from distributed_training.common.files import sha256_of, sync_folder
+from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Manifest, State
+from distributed_training.store.base import ObjectStore
+from distributed_training.store.bucket_reader import MOST_BYTES, BucketReader, StateUnavailable
+from distributed_training.store.errors import StoppedError, StoreError
+from distributed_training.store.uplink import Uplink
+
+from .base import (
+    ChainForked,
+    Close,
+    HeadSeen,
+    NetworkFinished,
+    Post,
+    Update,
+    UploadFailed,
+    Weights,
+)
+from .chain_copy import ChainCopy, ForkError, Member
+from .own_uploads import OwnUploads
+
+log = logging.getLogger(__name__)
+
+_INTERVAL = 30.0  # seconds between two looks at the state
+_SOON = 5.0  # the same after a close, when its update is awaited
+_SOON_FOR = 600.0  # seconds after the grace: an update that takes longer is no matter of seconds
+_CLOCK_OFF = 2.0  # seconds by which our clock may differ from the store's without a line
+_FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=5)  # after a failed fetch
+_LAST_REQUEST = 5.0  # seconds that one in flight gets at the end
+_VOID = "void: the close moved, or its outer step is over"
+_SHORTEST = 0.2  # seconds between two turns
+
+
+class Clocks(NamedTuple):
+    """The two clocks: seconds that only grow, and this machine's Unix time."""
+
+    steady: Callable[[], float] = time.monotonic
+    unix: Callable[[], float] = time.time
+
+
+class StoreRounds:
+    """Follow the network in a thread of its own; ``post`` gets what happens (:mod:`.base`).
+
+    ``folder`` is this object's alone: our copy of the chain, uploads, updates, weights.
+    ``longest``: that a transfer may take. ``at_head``: called in this thread whenever there is a
+    new outer step.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        folder: Path,
+        post: Post,
+        *,
+        member: Member,
+        longest: timedelta = timedelta(minutes=40),
+        at_head: Callable[[], None] = lambda: None,
+        clocks: Clocks = Clocks(),
+    ) -> None:
+        self._store = store
+        self._folder = folder
+        self._post = post
+        self._at_head = at_head
+        self._clocks = clocks
+        self._reader = BucketReader(store, large=longest)
+        self._chain = ChainCopy(self._reader, folder / "chain", member)
+        self._uploads = OwnUploads(store, folder / "uploads", member.uid)
+        self._state: State | None = None  # that was taken; None: none yet
+        self._held = 0  # the outer step whose epoch-start weights are ours
+        self._largest_update = 0
+        self._ahead: float | None = None  # the store's Unix time less the steady clock
+        self._off: float | None = None  # our Unix time less the store's
+        self._next_look = -math.inf
+        self._posted: Close | None = None
+        self._sent: Close | None = None  # of the last sending that was begun
+        self._awaits_loop = False  # an update or weights that were posted and not applied
+        self._wants_weights = False
+        self._waits = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
+        self._not_before = -math.inf  # the next fetch
+        self._reported: dict[str, str] = {}
+        self._to_send: Close | None = None
+        self._sending: tuple[Close, Uplink, threading.Thread] | None = None
+        self._wake = threading.Event()
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="store-rounds", daemon=True)
+
+    # --- for the start, before the thread --------------------------------------------------------
+
+    def fetch_newest(self) -> Weights:
+        """Return the newest whole weights that the store has, fetched and checked.
+
+        Raises StoreError with a line for the operator, OSError of the disk.
+        """
+        state = self._read_state()
+        newest = _newest_weights(state)
+        self._chain.link(newest, state)
+        return self._fetch_weights(newest, "a start")
+
+    def held_weights(self) -> Path | None:
+        """Return the folder of the newest whole weights on the disk; nobody is asked."""
+        found = [path for path in (self._folder / "weights").glob("*") if path.name.isdigit()]
+        return max(found, key=lambda path: int(path.name), default=None)
+
+    def start(self, outer_step: int, *, largest_update: int) -> None:
+        """Begin to follow: ``outer_step`` is the one whose epoch-start weights are held.
+
+        ``largest_update``: bytes that an update has at most.
+        """
+        self._held, self._largest_update = outer_step, largest_update
+        self._thread.start()
+
+    # --- for the loop: each only leaves a note for the thread ------------------------------------
+
+    def upload_path(self, close: Close) -> Path:
+        """Return where the upload for ``close`` is to be written."""
+        return self._uploads.path(close.outer_step, close.serial)
+
+    def send(self, close: Close) -> None:
+        """Send the upload that lies at its path; UploadSent or UploadFailed answers.
+
+        Call it when a checkpoint that knows of it is complete. A second call for one close sends
+        the same file again or none.
+        """
+        self._to_send = close
+        self._wake.set()
+
+    def applied(self, outer_step: int) -> None:
+        """Take note that the epoch-start weights of ``outer_step`` are held now.
+
+        Also after an update that was not applied, to have it posted again, and after a roll-back.
+        """
+        self._held, self._awaits_loop = outer_step, False
+        self._wake.set()
+
+    def fetch_weights(self) -> None:
+        """Have the newest whole weights fetched, even older ones than ours; Weights answers."""
+        self._wants_weights, self._awaits_loop = True, False
+        self._wake.set()
+
+    def forget(self, before: int) -> None:
+        """Delete what only a checkpoint of an outer step before ``before`` would need."""
+        self._uploads.forget(before)
+        for path in (self._folder / "updates").glob("*.safetensors"):
+            if path.stem.isdigit() and int(path.stem) <= before:
+                path.unlink(missing_ok=True)
+
+    @property
+    def next_close(self) -> Close | None:
+        """The close that the newest state names; None: there is no state yet."""
+        state = self._state
+        if state is None:
+            return None
+        return Close(state.outer_step, state.serial, state.closes_at, state.grace)
+
+    def manifest(self, outer_step: int) -> Manifest | None:
+        """Return our copy of that outer step's manifest; None: it was not seen."""
+        return self._chain.copy(outer_step)
+
+    def now(self) -> float:
+        """Return the Unix time, by the store's clock as far as it is known."""
+        return self._clocks.unix() if self._ahead is None else self._clocks.steady() + self._ahead
+
+    def clock_offset(self) -> float | None:
+        """Return by how many seconds our clock is ahead of the store's; None: not known."""
+        return self._off
+
+    def stop(self) -> None:
+        """End transfers under way; wait a few seconds for a request in flight."""
+        self._closed.set()
+        self._wake.set()
+        self._reader.stop()
+        sending = self._sending
+        if sending is not None:
+            sending[1].stop()
+        for thread in (self._thread, *([sending[2]] if sending else [])):
+            if thread.is_alive():
+                thread.join(_LAST_REQUEST)
+
+    # --- the thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._closed.is_set():
+            self._wake.clear()
+            try:
+                wait = self.turn()
+            except StoppedError:
+                return  # a clean end: nothing of it is worth a line
+            except Exception:  # this thread gone, no round would be taken part in any more
+                log.exception("Unexpected error while following the store; please report it")
+                wait = _INTERVAL
+            self._wake.wait(wait)
+
+    def turn(self) -> float:
+        """Do what is due. Returns the seconds until something may be, if nothing happens before."""
+        steady = self._clocks.steady
+        if steady() >= self._next_look:
+            self._look()
+        if not self._chain.forked:
+            self._keep_sending()
+            self._post_close()
+            self._fetch_next()
+        if forked := self._chain.forked:
+            if "fork" not in self._reported:
+                self._post(ChainForked(forked))
+            self._report("fork", forked)
+            if self._sending is not None:
+                self._sending[1].stop()
+            return _INTERVAL
+        due = self._next_look
+        if self._not_before > steady():
+            due = min(due, self._not_before)
+        return max(_SHORTEST, due - steady())
+
+    def _look(self) -> None:
+        """Read the state, and say once what is wrong with it or with the store."""
+        steady, before = self._clocks.steady, self._state
+        self._next_look = steady() + _INTERVAL
+        try:
+            self._state = state = self._read_state()
+        except StoppedError:
+            raise
+        except ForkError:
+            return  # turn() tells
+        except StateUnavailable as error:
+            self._report("state", str(error))
+        except (StoreError, OSError) as error:
+            # One line for an outage, not one for each look.
+            text = f"The store cannot be read ({error}). Training goes on, and it is asked again"
+            self._report("store", text, kind="away")
+        else:
+            self._settle("store", "The store answers again")
+            self._settle("state", "The network's state is taken again")
+            if before is None or before.outer_step != state.outer_step:
+                self._not_before = -math.inf
+                self._post(HeadSeen(state.outer_step))
+                self._at_head()
+            if state.finished and (before is None or not before.finished):
+                self._post(NetworkFinished(state.finished))
+        if (close := self.next_close) is not None:
+            left = close.closes_at - self.now()
+            if left > 0:
+                self._next_look = min(self._next_look, steady() + left)
+            elif left > -close.grace - _SOON_FOR:
+                self._next_look = steady() + _SOON
+
+    def _read_state(self) -> State:
+        """Return the network's state; compare our clock with the store's. Raises StoreError."""
+        began = self._clocks.steady()
+        info = self._store.head(keys.STATE)
+        ended = self._clocks.steady()
+        if info is not None and info.age_seconds is not None:
+            theirs = info.modified + info.age_seconds
+            # An HTTP date is of whole seconds.
+            theirs += 0.5 if theirs.is_integer() else 0.0
+            self._ahead = theirs - (began + ended) / 2
+            self._off = self._clocks.unix() - self.now()
+            if abs(self._off) - 0.5 - (ended - began) / 2 > _CLOCK_OFF:
+                side = "ahead of" if self._off > 0 else "behind"
+                self._report(
+                    "clock",
+                    f"This machine's clock is {abs(self._off):.1f} s {side} the store's. Closes go "
+                    "by the store's; set ours, since other programs go by it (timedatectl set-ntp "
+                    "true)",
+                    kind="off",
+                )
+            else:
+                self._settle("clock", "This machine's clock is right again")
+        return self._chain.state(info, self.now())
+
+    def _keep_sending(self) -> None:
+        """Begin a sending that was asked for, or that a kill ended; end one that is void."""
+        if (close := self.next_close) is None:
+            return
+        if self._sending is not None:
+            current, uplink, thread = self._sending
+            if not _same(current, close):
+                uplink.stop()
+            if thread.is_alive():
+                return
+            self._sending = None
+        wanted, self._to_send = self._to_send, None
+        if wanted is None and not _same(self._sent, close) and self._uploads.unfinished(close):
+            wanted = close
+        if wanted is None:
+            return
+        self._sent = wanted
+        if not _same(wanted, close):
+            self._post(UploadFailed(wanted.outer_step, wanted.serial, _VOID))
+            return
+        uplink = Uplink()
+        thread = threading.Thread(
+            target=self._send, args=(close, uplink), name="upload", daemon=True
+        )
+        self._sending = close, uplink, thread
+        thread.start()
+
+    def _send(self, close: Close, uplink: Uplink) -> None:
+        """Send one upload, in a thread of its own: beside it the state is looked at."""
+        try:
+            fact = self._uploads.send(close, close.ends_at - self.now(), uplink)
+        except StoppedError:
+            if self._closed.is_set():
+                return
+            fact = UploadFailed(close.outer_step, close.serial, _VOID)
+        except Exception as error:  # the loop would wait for its end
+            log.exception("Unexpected error while sending an upload; please report it")
+            fact = UploadFailed(close.outer_step, close.serial, repr(error))
+        self._post(fact)
+        self._wake.set()
+
+    def _post_close(self) -> None:
+        """Post the close once, while it lasts, where the weights that it is for are held."""
+        state, close = self._state, self.next_close
+        if state is None or close is None or state.finished or state.outer_step != self._held:
+            return
+        if not close.closes_at <= self.now() < close.ends_at or _same(self._posted, close):
+            return
+        self._posted = close
+        # Of a process before this one: there is no second upload for a close.
+        if not self._uploads.begun(close):
+            self._post(close)
+
+    def _fetch_next(self) -> None:
+        """Fetch what leads from our outer step to the head, and post it."""
+        state, steady = self._state, self._clocks.steady
+        if state is None or self._awaits_loop or steady() < self._not_before:
+            return
+        if state.outer_step == self._held and not self._wants_weights:
+            return
+        try:
+            fact = self._next(state)
+        except StoppedError:
+            raise
+        except ForkError:
+            return
+        except (StoreError, OSError) as error:
+            wait = self._waits.failed().total_seconds()
+            self._not_before = steady() + wait
+            text = f"Outer step {state.outer_step} is not taken over: {error}. Training goes on"
+            self._report("fetch", text, kind=str(error))
+            return
+        self._waits.succeeded()
+        self._settle("fetch", "Outer steps are taken over again")
+        self._awaits_loop, self._wants_weights = True, False
+        self._post(fact)
+
+    def _next(self, state: State) -> Update | Weights:
+        """Return what the loop applies next. Raises StoreError, OSError."""
+        held = self._held
+        if self._wants_weights:
+            newest = _newest_weights(state)
+            self._chain.link(min(held, newest), state)
+            return self._fetch_weights(newest, "they were asked for")
+        if held > state.outer_step:
+            raise StateUnavailable(f"we hold outer step {held}, which {keys.STATE} does not know")
+        self._chain.link(held, state)
+        newest, cause = max(state.weights_at, default=0), ""
+        if newest > held:
+            update = self._reader.head(keys.outer_key(held + 1, keys.UPDATE))
+            model = self._reader.head(keys.outer_key(newest, keys.MODEL))
+            if update is None:
+                cause = f"outer step {held + 1} has no update any more"
+            elif model is not None and model.size < (newest - held) * update.size:
+                cause = f"they are fewer bytes than {newest - held} updates"
+        if cause:
+            return self._fetch_weights(newest, cause)
+        return self._fetch_update(held + 1)
+
+    def _fetch_update(self, outer_step: int) -> Update:
+        manifest = self._chain.manifest(outer_step)
+        if not manifest.update:
+            raise StateUnavailable(f"outer step {outer_step} has no update, and no later weights")
+        path = self._folder / "updates" / f"{outer_step}.safetensors"
+        key = keys.outer_key(outer_step, keys.UPDATE)
+        self._download(key, path, manifest.update, limit=self._largest_update)
+        base, own_upload, cause = self._uploads.find_fate(manifest)
+        steps = manifest.total_inner_steps
+        return Update(outer_step, path, base, own_upload, manifest.weights, steps, cause)
+
+    def _fetch_weights(self, outer_step: int, cause: str) -> Weights:
+        manifest, place = self._chain.manifest(outer_step), self._folder / "weights"
+        folder, aside = place / str(outer_step), place / f".{outer_step}"
+        whole = folder if folder.exists() else aside
+        for name in (keys.CONFIG, keys.MODEL):
+            if (digest := manifest.files.get(name)) is None:
+                raise StateUnavailable(f"the manifest of outer step {outer_step} has no {name}")
+            key = keys.outer_key(outer_step, name)
+            self._download(key, whole / name, digest, limit=MOST_BYTES)
+        if whole is aside:
+            aside.rename(folder)
+            sync_folder(place)
+        for other in place.iterdir():
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
+        steps = manifest.total_inner_steps
+        return Weights(outer_step, folder, manifest.weights, steps, cause)
+
+    def _download(self, key: str, path: Path, digest: str, *, limit: int) -> None:
+        """Fetch an object unless it is there. Raises StateUnavailable for another digest."""
+        if path.exists() and sha256_of(path) == digest:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._reader.download(key, path, limit=limit)
+        if (found := sha256_of(path)) != digest:
+            path.unlink()
+            raise StateUnavailable(
+                f"{key} has the digest {found}, and the signed manifest {digest}"
+            )
+
+    def _report(self, what: str, text: str, *, kind: str = "") -> None:
+        """Log a line about ``what``, unless the last one was of the same kind."""
+        if self._reported.get(what) != (kind or text):
+            self._reported[what] = kind or text
+            log.warning("%s", text)
+
+    def _settle(self, what: str, line: str) -> None:
+        """Log that ``what`` is right again, if a line said that it was not."""
+        if self._reported.pop(what, None) is not None:
+            log.info("%s", line)
+
+
+def _newest_weights(state: State) -> int:
+    if not state.weights_at:
+        raise StateUnavailable(f"{keys.STATE} names no whole weights")
+    return state.weights_at[-1]
+
+
+def _same(one: Close | None, other: Close) -> bool:
+    """Return whether two are one close; its grace may change."""
+    return one is not None and (one.outer_step, one.serial) == (other.outer_step, other.serial)

@@ -1,0 +1,223 @@
+"""A store network around one member: a time that tests set, a store with faults, a validator."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bittensor.sp_core import Keypair
+from bittensor_core import verify
+
+from distributed_training.exchange.base import Close, Fact
+from distributed_training.exchange.chain_copy import Member
+from distributed_training.exchange.store_rounds import Clocks, StoreRounds
+from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Manifest, Merged, Refused, State
+from distributed_training.store.base import ObjectInfo
+
+MASTER = Keypair.create_from_uri("//Alice")
+MEMBER = Keypair.create_from_uri("//Bob").ss58_address
+RUN, UID = "lab", 7
+PERIOD, GRACE = 600.0, 60.0
+UPDATE_BYTES = 1000
+
+
+class Time:
+    """Seconds that pass when a test says so. ``off``: of our clock, ahead of the store's."""
+
+    def __init__(self, off: float = 0.0) -> None:
+        self.passed = 0.0
+        self.off = off
+
+    def steady(self) -> float:
+        return 50.0 + self.passed
+
+    def store(self) -> float:
+        return 1.8e9 + self.passed
+
+    def unix(self) -> float:
+        return self.store() + self.off
+
+
+class FaultyStore:
+    """A store whose clock is ``time``, and whose answers a test may change.
+
+    ``faults``: by operation and beginning of the key; gets the answer, returns another or raises.
+    """
+
+    def __init__(self, store: Any, time: Time) -> None:
+        self._store = store
+        self._time = time
+        self.faults: dict[tuple[str, str], Callable[[Any], Any]] = {}
+        self.asked: Counter[tuple[str, str]] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self._store, name)
+        if name not in ("head", "get", "get_range", "put", "put_new"):
+            return real
+
+        def call(key: str, *args: Any, **kwargs: Any) -> Any:
+            self.asked[name, key] += 1
+            fault = next(
+                (f for (op, at), f in self.faults.items() if op == name and key.startswith(at)),
+                None,
+            )
+            if fault is not None and getattr(fault, "first", False):
+                fault(None)
+            answer = real(key, *args, **kwargs)
+            if isinstance(answer, ObjectInfo):
+                age = self._time.store() - answer.modified
+                answer = dataclasses.replace(answer, age_seconds=age)
+            return answer if fault is None else fault(answer)
+
+        return call
+
+
+class Leader:
+    """A validator that merges whatever it is told, and publishes what the protocol says."""
+
+    def __init__(self, store: Any, time: Time, master: Keypair = MASTER) -> None:
+        self.store, self.time, self.master = store, time, master
+        self.serial, self.weights_at = 1, (0,)
+        self.chain: list[Manifest] = []
+        self.publish_manifest()
+        self.closes_at = time.store() + PERIOD
+        self.put_state()
+
+    @property
+    def close(self) -> Close:
+        return Close(len(self.chain) - 1, self.serial, self.closes_at, GRACE)
+
+    def put_state(self, **changes: Any) -> bytes:
+        now, head = self.time.store(), self.chain[-1]
+        state = State(
+            run_id=RUN,
+            outer_step=head.outer_step,
+            serial=self.serial,
+            closes_at=self.closes_at,
+            grace=GRACE,
+            head=head.digest,
+            weights_at=self.weights_at,
+            written_at=now,
+            expires=now + 2 * PERIOD,
+        )
+        data = dataclasses.replace(state, **changes).to_bytes(self.master.sign)
+        self.store.put(keys.STATE, data)
+        return data
+
+    def move_close(self) -> None:
+        self.serial += 1
+        self.closes_at = self.time.store() + PERIOD
+        self.put_state()
+
+    def build_manifest(self, update: bytes, files: dict[str, bytes], **changes: Any) -> Manifest:
+        outer_step = len(self.chain)
+        values: dict[str, Any] = {
+            "run_id": RUN,
+            "rules_id": "rules",
+            "outer_step": outer_step,
+            "previous": self.chain[-1].digest if self.chain else "",
+            "update": sha256(update) if update else "",
+            "weights": sha256(b"weights %d" % outer_step),
+            "momentum": "",
+            "residual": "",
+            "learning_rate": 0.7,
+            "mu": 0.9,
+            "rule": "nesterov",
+            "merged": (merged(0, "f" * 64),) if update else (),
+            "refused": (),
+            "losses_before": {},
+            "losses_after": {},
+            "scores": {},
+            "closed_at": self.time.store(),
+            "serial": self.serial,
+            "total_inner_steps": 30 * outer_step,
+            "total_tokens": 0,
+            "made_at": self.time.store(),
+            "files": {name: sha256(data) for name, data in files.items()},
+        }
+        return Manifest(**values | changes)
+
+    def publish_manifest(self, *, weights: bool = False, **changes: Any) -> Manifest:
+        """Take an outer step, but for the state."""
+        outer_step = len(self.chain)
+        update = b"update %06d " % outer_step * (UPDATE_BYTES // 14) if outer_step else b""
+        files: dict[str, bytes] = {}
+        if weights or not outer_step:
+            model = b"model %06d " % outer_step * (8 * UPDATE_BYTES // 13)
+            files = {keys.CONFIG: b'{"outer_step": %d}' % outer_step, keys.MODEL: model}
+            self.weights_at = (*self.weights_at, outer_step) if outer_step else (0,)
+        manifest = self.build_manifest(update, files, **changes)
+        if update:
+            self.store.put(keys.outer_key(outer_step, keys.UPDATE), update)
+        for name, data in files.items():
+            self.store.put(keys.outer_key(outer_step, name), data)
+        data = manifest.to_bytes(self.master.sign)
+        self.store.put(keys.outer_key(outer_step, keys.MANIFEST), data)
+        self.chain.append(manifest)
+        return manifest
+
+    def take_outer_step(self, *, weights: bool = False, **changes: Any) -> Manifest:
+        """Merge, publish, and open the next close."""
+        manifest = self.publish_manifest(weights=weights, **changes)
+        self.move_close()
+        return manifest
+
+
+def merged(uid: int, digest: str) -> Merged:
+    return Merged(uid, MEMBER, digest, 1.0, 1.0, 0.01, 30, 3000)
+
+
+def refused(cause: str, digest: str, uid: int = UID) -> Refused:
+    return Refused(uid, MEMBER, digest, cause, "a reason")
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+class Miner:
+    """The loop's place beside real StoreRounds, turn by turn in the test's own thread."""
+
+    def __init__(self, store: Any, folder: Path, time: Time, held: int = 0) -> None:
+        self.facts: list[Fact] = []
+        self.time = time
+        self.rounds = StoreRounds(
+            store,
+            folder,
+            self.facts.append,
+            member=Member(RUN, MASTER.ss58_address, UID, verify),
+            clocks=Clocks(time.steady, time.unix),
+        )
+        # As start() does, but for the thread: the turns are the test's.
+        self.rounds._held, self.rounds._largest_update = held, 2 * UPDATE_BYTES
+
+    def turn(self) -> float:
+        """Take a turn and wait for what is sent; return when the next one is due."""
+        wait = self.rounds.turn()
+        if (sending := self.rounds._sending) is not None:
+            sending[2].join(30)
+            assert not sending[2].is_alive()
+        return wait
+
+    def take_facts(self) -> list[Fact]:
+        found = list(self.facts)
+        self.facts.clear()
+        return found
+
+    def pass_time(self, seconds: float) -> list[Fact]:
+        """Return what is posted in that time: turns come when they are due."""
+        until = self.time.passed + seconds
+        while (due := self.time.passed + self.turn()) <= until:
+            self.time.passed = due
+        self.time.passed = until
+        return self.take_facts()
+
+    def write_upload(self, close: Close, data: bytes = b"our upload") -> str:
+        path = self.rounds.upload_path(close)
+        path.write_bytes(data)
+        return sha256(data)

@@ -1,0 +1,537 @@
+"""Rounds through the store at a member: real stores, a stand-in validator, time set by tests."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bittensor.sp_core import Keypair
+
+from distributed_training.config.settings import StoreSettings
+from distributed_training.exchange.base import (
+    ChainForked,
+    Close,
+    HeadSeen,
+    NetworkFinished,
+    Update,
+    UploadFailed,
+    UploadSent,
+    Weights,
+)
+from distributed_training.protocol import keys
+from distributed_training.protocol.types import Base
+from distributed_training.store import errors
+from distributed_training.store.opening import open_store
+from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.store_network import (
+    GRACE,
+    PERIOD,
+    UID,
+    FaultyStore,
+    Leader,
+    Miner,
+    Time,
+    merged,
+    refused,
+)
+from tests.tools.support_store import new_bucket, server, settings_for
+
+__all__ = ["server"]
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture(params=["folder", "s3", "twin"])
+def any_store(request: pytest.FixtureRequest, time: Time) -> FaultyStore:
+    if request.param == "twin":
+        return FaultyStore(MemoryObjectStore(clock=time.store), time)
+    if request.param == "s3":
+        found = request.getfixturevalue("server")
+        return FaultyStore(new_bucket(found, settings_for(found)), time)
+    place = request.getfixturevalue("tmp_path")
+    (place / "bucket").mkdir()
+    settings = StoreSettings(endpoint_url=f"folder://{place}")
+    return FaultyStore(open_store(settings, "bucket", write=True), time)
+
+
+@pytest.fixture
+def store(time: Time) -> FaultyStore:
+    return FaultyStore(MemoryObjectStore(clock=time.store), time)
+
+
+@pytest.fixture
+def leader(store: FaultyStore, time: Time) -> Leader:
+    return Leader(store, time)
+
+
+@pytest.fixture
+def miner(store: FaultyStore, leader: Leader, time: Time, tmp_path: Path) -> Miner:
+    miner = Miner(store, tmp_path / "rounds", time)
+    miner.turn()
+    assert miner.take_facts() == [HeadSeen(0)]
+    return miner
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+
+
+def test_rounds_follow_each_other(any_store: FaultyStore, time: Time, tmp_path: Path) -> None:
+    leader = Leader(any_store, time)
+    miner = Miner(any_store, tmp_path / "rounds", time)
+    assert miner.pass_time(PERIOD - 1) == [HeadSeen(0)]
+    for outer_step in range(3):
+        close = leader.close
+        assert miner.pass_time(2) == [close]
+        digest = miner.write_upload(close)
+        miner.rounds.send(close)
+        miner.turn()
+        [sent] = miner.take_facts()
+        assert isinstance(sent, UploadSent) and sent.size == len(b"our upload")
+        key = keys.upload_key(UID, outer_step, close.serial)
+        assert any_store.get(key, limit=99) == b"our upload"
+
+        manifest = leader.take_outer_step(merged=(merged(UID, digest),))
+        [seen, update] = miner.pass_time(5)
+        assert seen == HeadSeen(outer_step + 1)
+        assert isinstance(update, Update) and update.outer_step == outer_step + 1
+        assert (update.base, update.cause) == (Base.MERGED, "")
+        assert update.own_upload == miner.rounds.upload_path(close)
+        assert update.weights == manifest.weights and update.inner_steps == 30 * (outer_step + 1)
+        assert update.path.read_bytes().startswith(b"update %06d" % (outer_step + 1))
+        miner.rounds.applied(outer_step + 1)
+        assert miner.pass_time(leader.closes_at - time.store() - 1) == []
+
+
+def test_missed_updates_are_applied_one_after_the_other(leader: Leader, miner: Miner) -> None:
+    for _ in range(3):
+        leader.take_outer_step()
+    posted = miner.pass_time(60)
+    for outer_step in (1, 2, 3):
+        *_, update = posted
+        assert isinstance(update, Update)
+        assert (update.outer_step, update.base, update.cause) == (outer_step, Base.KEPT, "")
+        # The next one is not posted before this one is applied.
+        assert miner.pass_time(60) == []
+        miner.rounds.applied(outer_step)
+        miner.turn()
+        posted = miner.take_facts()
+    assert posted == []
+
+
+def test_an_update_that_could_not_be_applied_is_posted_again(leader: Leader, miner: Miner) -> None:
+    leader.take_outer_step()
+    [_, first] = miner.pass_time(60)
+    miner.rounds.applied(0)
+    miner.turn()
+    assert miner.take_facts() == [first]
+
+
+def test_who_is_far_behind_gets_weights_and_then_the_updates(
+    store: FaultyStore, leader: Leader, miner: Miner
+) -> None:
+    # As many bytes as 8 updates: from nine on they are fewer.
+    for outer_step in range(1, 11):
+        leader.take_outer_step(weights=outer_step == 9)
+    [_, weights] = miner.pass_time(60)
+    assert isinstance(weights, Weights) and weights.outer_step == 9
+    assert (weights.folder / keys.MODEL).read_bytes().startswith(b"model 000009")
+    assert weights.weights == leader.chain[9].weights and "fewer bytes" in weights.cause
+    assert not any(key.endswith(keys.UPDATE) for op, key in store.asked if op == "get_range")
+    miner.rounds.applied(9)
+    miner.turn()
+    [update] = miner.take_facts()
+    assert isinstance(update, Update) and update.outer_step == 10
+
+
+def test_weights_are_fetched_where_updates_are_gone_or_are_more_bytes(
+    store: FaultyStore, leader: Leader, miner: Miner
+) -> None:
+    for outer_step in range(1, 4):
+        leader.take_outer_step(weights=outer_step == 2)
+    [_, update] = miner.pass_time(60)
+    assert isinstance(update, Update)
+    store.delete(keys.outer_key(1, keys.UPDATE))
+    miner.rounds.applied(0)
+    miner.turn()
+    [weights] = miner.take_facts()
+    assert isinstance(weights, Weights) and weights.outer_step == 2
+    assert "no update any more" in weights.cause
+    assert miner.rounds.held_weights() == weights.folder
+
+
+def test_after_a_rewind_the_weights_are_fetched(leader: Leader, miner: Miner) -> None:
+    leader.take_outer_step()
+    miner.pass_time(30)
+    miner.rounds.applied(1)
+    manifest = leader.build_manifest(b"", {keys.CONFIG: b"{}", keys.MODEL: b"old"}, rewound_to=0)
+    for name, data in ((keys.CONFIG, b"{}"), (keys.MODEL, b"old")):
+        leader.store.put(keys.outer_key(2, name), data)
+    leader.store.put(keys.outer_key(2, keys.MANIFEST), manifest.to_bytes(leader.master.sign))
+    leader.chain.append(manifest)
+    leader.weights_at = (0, 2)
+    leader.move_close()
+    [_, weights] = miner.pass_time(30)
+    assert isinstance(weights, Weights) and weights.outer_step == 2
+
+
+def test_a_newcomer_gets_the_newest_weights_and_uploads_at_the_first_close_it_can(
+    store: FaultyStore, leader: Leader, time: Time, tmp_path: Path
+) -> None:
+    for outer_step in range(1, 4):
+        leader.take_outer_step(weights=outer_step == 2)
+    miner = Miner(store, tmp_path / "rounds", time)
+    weights = miner.rounds.fetch_newest()
+    assert weights.outer_step == 2
+    miner.rounds.applied(2)
+    time.passed += leader.closes_at - time.store() + 1
+    miner.turn()
+    [seen, update] = miner.take_facts()
+    assert seen == HeadSeen(3) and isinstance(update, Update)
+    miner.rounds.applied(3)
+    miner.turn()
+    assert miner.take_facts() == [leader.close]
+
+
+def test_a_close_that_moved_voids_its_upload_and_is_followed_by_another(
+    leader: Leader, miner: Miner, time: Time
+) -> None:
+    first = leader.close
+    assert miner.pass_time(PERIOD + 1) == [first]
+    digest = miner.write_upload(first)
+    miner.rounds.send(first)
+    miner.turn()
+    assert isinstance(miner.take_facts()[0], UploadSent)
+    leader.move_close()
+    second = leader.close
+    assert second.serial == first.serial + 1
+    assert miner.pass_time(PERIOD + 10) == [second]
+    assert miner.rounds.upload_path(second) != miner.rounds.upload_path(first)
+    # It is too late for the first one.
+    miner.rounds.send(first)
+    miner.turn()
+    [failed] = miner.take_facts()
+    assert isinstance(failed, UploadFailed) and failed.cause.startswith("void")
+    leader.take_outer_step()
+    [_, update] = miner.pass_time(10)
+    assert isinstance(update, Update) and update.base is Base.KEPT and "void" in update.cause
+    assert digest not in update.cause
+
+
+@pytest.mark.parametrize(
+    "verdict, base, cause",
+    [
+        ((), Base.KEPT, "not judged"),
+        (("worse",), Base.REFUSED, "worse: a reason"),
+        (("copy",), Base.REFUSED, "copy: a reason"),
+        (("late",), Base.KEPT, "late: a reason"),
+    ],
+)
+def test_the_manifest_tells_what_became_of_our_upload(
+    leader: Leader, miner: Miner, verdict: tuple[str, ...], base: Base, cause: str
+) -> None:
+    close = leader.close
+    miner.pass_time(PERIOD)
+    digest = miner.write_upload(close)
+    miner.rounds.send(close)
+    miner.turn()
+    leader.take_outer_step(refused=tuple(refused(each, digest) for each in verdict))
+    update = miner.pass_time(10)[-1]
+    assert isinstance(update, Update)
+    assert update.base is base and update.cause.startswith(cause)
+    own = miner.rounds.upload_path(close) if base is Base.REFUSED else None
+    assert update.own_upload == own
+
+
+def test_nobody_who_holds_other_weights_is_asked_to_upload(
+    store: FaultyStore, leader: Leader, time: Time, tmp_path: Path
+) -> None:
+    miner = Miner(store, tmp_path / "rounds", time, held=0)
+    leader.take_outer_step()
+    store.faults["head", keys.outer_key(1, keys.UPDATE)] = away(errors.RefusedError)
+    assert miner.pass_time(PERIOD + GRACE) == [HeadSeen(1)]
+    # And who got them after the grace is too late.
+    miner.rounds.applied(1)
+    miner.turn()
+    assert miner.take_facts() == []
+
+
+def away(kind: type[errors.StoreError]) -> Callable[[Any], Any]:
+    def fault(_: Any) -> Any:
+        raise kind("503 SlowDown")
+
+    return fault
+
+
+# --- what is not taken ------------------------------------------------------------------------
+
+
+def other_master(leader: Leader) -> None:
+    leader.master = Keypair.create_from_uri("//Charlie")
+    leader.put_state(serial=9)
+
+
+def forked_head(leader: Leader) -> None:
+    leader.put_state(serial=9, head="0" * 64)
+
+
+def older_serial(leader: Leader) -> None:
+    leader.put_state(serial=0)
+
+
+def expired(leader: Leader) -> None:
+    leader.put_state(serial=9, expires=leader.time.store() - 1)
+
+
+def half(leader: Leader) -> None:
+    leader.store.put(keys.STATE, leader.put_state(serial=9)[:200])
+
+
+def another_network(leader: Leader) -> None:
+    leader.put_state(serial=9, run_id="other")
+
+
+def deleted(leader: Leader) -> None:
+    leader.store.delete(keys.STATE)
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (other_master, "not signed by the network's master"),
+        (forked_head, "another history"),
+        (older_serial, "older"),
+        (expired, "has expired at 2027-01-15 07:59:59 UTC"),
+        (half, "does not end with a signature"),
+        (another_network, "another network"),
+        (deleted, "not begun"),
+    ],
+)
+def test_a_state_that_is_refused_costs_one_line_and_nothing_is_taken_or_lost(
+    leader: Leader,
+    miner: Miner,
+    caplog: pytest.LogCaptureFixture,
+    spoil: Callable[[Leader], None],
+    words: str,
+) -> None:
+    master, close = leader.master, leader.close
+    spoil(leader)
+    assert miner.pass_time(300) == []
+    [line] = warnings(caplog)
+    assert words in line and "\n" not in line
+    assert miner.rounds.next_close == close
+    leader.master = master
+    leader.serial = 20
+    leader.move_close()
+    assert miner.pass_time(leader.closes_at - leader.time.store() + 1) == [leader.close]
+    assert warnings(caplog) == [line]
+
+
+@pytest.mark.parametrize("spoil", [older_serial, forked_head])
+def test_a_refusal_outlives_the_process(
+    store: FaultyStore,
+    leader: Leader,
+    miner: Miner,
+    time: Time,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    spoil: Callable[[Leader], None],
+) -> None:
+    spoil(leader)
+    again = Miner(store, tmp_path / "rounds", time)
+    assert again.pass_time(2 * PERIOD) == []
+    with pytest.raises(errors.StoreError, match=r"older|another history"):
+        again.rounds.fetch_newest()
+    assert len(warnings(caplog)) == 1
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        away(errors.AccessDeniedError),
+        away(errors.TransientError),
+        away(errors.BucketMissingError),
+        away(errors.RefusedError),
+    ],
+)
+@pytest.mark.parametrize("operation", ["head", "get"])
+def test_a_store_that_is_away_costs_one_line(
+    store: FaultyStore,
+    leader: Leader,
+    miner: Miner,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: Callable[[Any], Any],
+    operation: str,
+) -> None:
+    monkeypatch.setattr("distributed_training.store.transfer.Uplink.sleep", stop_retrying)
+    leader.take_outer_step()
+    store.faults[operation, keys.STATE] = fault
+    assert miner.pass_time(500) == []
+    [line] = warnings(caplog)
+    assert "The store cannot be read" in line and "503 SlowDown" in line
+    store.faults.clear()
+    assert [type(fact) for fact in miner.pass_time(30)] == [HeadSeen, Update]
+    assert warnings(caplog) == [line]
+
+
+def stop_retrying(uplink: object, seconds: float) -> None:
+    raise errors.DeadlineError("503 SlowDown: no success in the time allowed")
+
+
+def test_old_bytes_behind_a_new_etag_are_asked_for_again(
+    store: FaultyStore, leader: Leader, miner: Miner
+) -> None:
+    old = store.get(keys.STATE, limit=10**5)
+    leader.take_outer_step()
+    store.faults["get", keys.STATE] = lambda _: old
+    assert miner.pass_time(100) == []
+    store.faults.clear()
+    assert miner.pass_time(30)[0] == HeadSeen(1)
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (lambda data: data[:-1], "instead of 994, twice"),
+        (lambda data: b"x" + data[1:], "has the digest"),
+    ],
+)
+def test_an_update_of_other_bytes_is_refused_and_fetched_again(
+    store: FaultyStore,
+    leader: Leader,
+    miner: Miner,
+    caplog: pytest.LogCaptureFixture,
+    spoil: Callable[[bytes], bytes],
+    words: str,
+) -> None:
+    key = keys.outer_key(1, keys.UPDATE)
+    leader.take_outer_step()
+    store.faults["get_range", key] = spoil
+    assert miner.pass_time(900) == [HeadSeen(1)]
+    assert store.asked["get_range", key] < 40
+    [line] = warnings(caplog)
+    assert words in line and key in line
+    store.faults.clear()
+    assert [type(fact) for fact in miner.pass_time(300)] == [Update]
+
+
+def test_an_update_that_is_too_large_is_not_fetched(
+    store: FaultyStore, leader: Leader, miner: Miner, caplog: pytest.LogCaptureFixture
+) -> None:
+    leader.take_outer_step()
+    key = keys.outer_key(1, keys.UPDATE)
+    leader.store.put(key, bytes(10_000))
+    assert miner.pass_time(300) == [HeadSeen(1)]
+    assert store.asked["get_range", key] == 0
+    assert len(warnings(caplog)) == 1 and "more than the 2000 allowed" in warnings(caplog)[0]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
+    store: FaultyStore,
+    leader: Leader,
+    miner: Miner,
+    time: Time,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    known: bool,
+) -> None:
+    """The master's key signs a second history, with which the state goes on."""
+    leader.take_outer_step()
+    miner.pass_time(60)
+    miner.rounds.applied(1)
+    ours = leader.chain.pop()
+    leader.publish_manifest(serial=99)
+    if not known:  # the next outer step follows it, and the state speaks of that one alone
+        leader.publish_manifest()
+    leader.move_close()
+    posted = miner.pass_time(2 * PERIOD)
+    [forked] = [fact for fact in posted if isinstance(fact, ChainForked)]
+    assert not [fact for fact in posted if isinstance(fact, (Close, Update, Weights))]
+    lines = [line for line in warnings(caplog) if line == forked.cause]
+    assert len(lines) == 1
+    folder = tmp_path / "rounds" / "chain"
+    both = {(folder / name).read_bytes() for name in ("1.json", "1.other.json")}
+    assert len(both) == 2 and ours.to_bytes(leader.master.sign)[:60] in {b[:60] for b in both}
+    # Also after a restart, until the operator has asked.
+    again = Miner(store, tmp_path / "rounds", time)
+    posted = again.pass_time(2 * PERIOD)
+    assert [type(fact) for fact in posted if not isinstance(fact, HeadSeen)] == [ChainForked]
+
+
+def test_a_manifest_of_another_master_is_no_fork(
+    leader: Leader, miner: Miner, caplog: pytest.LogCaptureFixture
+) -> None:
+    leader.take_outer_step()
+    miner.pass_time(60)
+    miner.rounds.applied(1)
+    thief = Keypair.create_from_uri("//Charlie")
+    forged = leader.build_manifest(b"x", {}, previous="1" * 64, outer_step=2)
+    leader.store.put(keys.outer_key(2, keys.MANIFEST), forged.to_bytes(thief.sign))
+    leader.serial = 9
+    leader.put_state(outer_step=2, head=forged.digest)
+    assert miner.pass_time(300) == [HeadSeen(2)]
+    [line] = warnings(caplog)
+    assert "not signed by" in line
+
+
+# --- time ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("off", [-300.0, 300.0])
+def test_closes_go_by_the_stores_clock(
+    store: FaultyStore,
+    leader: Leader,
+    time: Time,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    off: float,
+) -> None:
+    time.off = off
+    caplog.set_level(logging.INFO)
+    miner = Miner(store, tmp_path / "rounds", time)
+    assert miner.pass_time(PERIOD - 1) == [HeadSeen(0)]
+    assert miner.pass_time(1.5) == [leader.close]
+    [line] = warnings(caplog)
+    assert re.search(r"clock is (299|300)\.5 s", line)
+    assert ("ahead of" if off > 0 else "behind") in line
+    assert miner.rounds.clock_offset() == pytest.approx(off, abs=1)
+    time.off = 1.0
+    miner.pass_time(60)
+    assert len(warnings(caplog)) == 1 and "right again" in caplog.text
+
+
+def test_the_store_is_asked_at_a_bounded_rate(
+    store: FaultyStore, leader: Leader, miner: Miner, time: Time
+) -> None:
+    before = store.asked.total()
+    for _ in range(20):  # whatever wakes the thread up
+        miner.rounds.applied(0)
+        miner.turn()
+    assert store.asked.total() == before
+    miner.pass_time(PERIOD - 1)
+    assert store.asked.total() - before <= PERIOD / 30 + 1
+    # 5 s while the update is awaited, and 30 s again where that takes long.
+    before = store.asked.total()
+    miner.pass_time(GRACE + 600)
+    assert store.asked.total() - before <= (GRACE + 600) / 5 + 3
+    before = store.asked.total()
+    miner.pass_time(3600)
+    assert store.asked.total() - before <= 3600 / 30 + 1
+
+
+def test_a_finished_network_says_so_once_and_asks_for_no_upload(
+    leader: Leader, miner: Miner
+) -> None:
+    leader.serial += 1
+    leader.put_state(finished="12 outer steps", expires=leader.time.store() + 1e6)
+    assert miner.pass_time(2 * PERIOD) == [NetworkFinished("12 outer steps")]
