@@ -104,7 +104,7 @@ def examine(examination: Examination, flags: Sequence[str]) -> list[Check]:
     # Last: it takes seconds, and is left out where torch or memory failed above.
     entries.append(Entry(lambda e: check_step_time(e, flags)))
     for entry in entries:
-        if entry.note:
+        if entry.note and entry.exchange in ("", examination.config.exchange):
             _show(entry.note)
         # At once: later checks ask what failed before them.
         examination.found += entry.check(examination)
@@ -364,6 +364,12 @@ def check_step_time(examination: Examination, flags: Sequence[str]) -> list[Chec
     text += f"{1000 * measured['micro_batch_seconds']:.0f} ms)"
     slow = step.total_seconds() > SLOW_STEP
     time = Check("step time", "warn" if slow else "ok", text, faster if slow else "")
+    if config.exchange == "store":
+        period = config.round_period
+        count = int(period / step)
+        text = f"about {count} in a period of {_minutes(period)}; uploaded is from {minimum} on"
+        enough = count >= minimum
+        return [time, Check("inner steps", "ok" if enough else "fail", text, faster)]
     regular = -(-minimum // steps) * steps  # the first upload that the gate lets through
     upload = due * _UPLOAD_SHARE
     earliest = minimum * step + upload  # its end, where the regular one would be too late

@@ -54,7 +54,7 @@ _PROGRAMS = {
 _EFFECT = {
     _STORE: "uploads wait until then",
     _REGISTRY: "nobody can join until then; miners go on with what they know",
-    _VALIDATOR: "no round is called until then",
+    _VALIDATOR: "no outer step is taken until then",
 }
 _READY = timedelta(minutes=3)  # of store and registry, on a busy machine
 _SERVICES_STOP = timedelta(seconds=20)
@@ -73,7 +73,8 @@ class Plan:
     file: Path
     words: Mapping[str, list[str]]
     places: Mapping[str, tuple[str, int]]  # where each listens: address and port
-    environ: Mapping[str, str]  # of the validator
+    environ: Mapping[str, str]  # of the programs that have the store's keys
+    keyed: frozenset[str] = frozenset({_VALIDATOR})  # those
 
     @classmethod
     def of(cls, folder: Path, environ: Mapping[str, str] = os.environ) -> Plan:
@@ -109,10 +110,11 @@ class Plan:
             *given,
             *("--neuron.run_folder", str(folder / _VALIDATOR)),
             *("--wallet.path", str(folder / "wallets"), "--wallet.name", MASTER),
-            *("--neuron.initial_peers", "none"),  # it is the first peer itself
         ]
+        if config.exchange == "hivemind":
+            words[_VALIDATOR] += ["--neuron.initial_peers", "none"]  # it is the first peer itself
         # As the file names it: /ip4/ADDRESS/tcp/PORT/p2p/ID. A name is found out by itself.
-        for peer in config.swarm.initial_peers[:1]:
+        for peer in config.swarm.initial_peers[:1] if config.exchange == "hivemind" else ():
             _, kind, host, _, port, *_ = peer.split("/")
             words[_VALIDATOR] += ["--dht.port", port]
             words[_VALIDATOR] += ["--dht.ip", host] if kind == "ip4" else []
@@ -134,7 +136,9 @@ class Plan:
                 f"{folder / RUN_FILE} has a port that is no number, so nothing was started: correct"
                 " it"
             ) from None
-        return cls(folder, file, words, places, {**environ, **keys})
+        # The registry signs the URLs by which members reach the store.
+        keyed = {_VALIDATOR} if config.has_bucket else {_VALIDATOR, _REGISTRY}
+        return cls(folder, file, words, places, {**environ, **keys}, frozenset(keyed))
 
     def line(self, program: str) -> str:
         """Return the command of a program, as a shell takes it."""
@@ -222,14 +226,17 @@ def check(plan: Plan) -> Config:
             f"the wallet in {plan.folder / 'wallets'} is {hotkey} and {plan.file} names the master "
             f"{master}, so nothing was started: put that wallet there"
         )
-    if not identity_file(config.run_folder).exists():
+    is_swarm = config.exchange == "hivemind"
+    if is_swarm and not identity_file(config.run_folder).exists():
         raise ConfigError(
             f"{identity_file(config.run_folder)} is missing, so no miner would find this validator "
             "and nothing was started: put its backup there"
         )
     if _STORE in plan.words:
         refuse_place(plan.folder / _STORE)
-    places = {**plan.places, "swarm": (config.swarm.dht_listen_ip, config.swarm.dht_port)}
+    places = dict(plan.places)
+    if is_swarm:
+        places["swarm"] = config.swarm.dht_listen_ip, config.swarm.dht_port
     for program, (host, port) in places.items():
         try:
             listen(host, port).close()
@@ -282,7 +289,7 @@ class _Running:
                 ready.set()
             say(line.text, name)
 
-        own = self.plan.environ if name == _VALIDATOR else without_secrets(os.environ)
+        own = self.plan.environ if name in self.plan.keyed else without_secrets(os.environ)
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
         program = Program(
             f"The {name}",

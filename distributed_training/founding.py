@@ -177,7 +177,7 @@ def publish_folders(rules: dict[str, Any], target: Path) -> None:
     tokenizer, data = rules["tokenizer"], rules["data"]
     sources = DataSettings(source=data["source"]).sources
     try:
-        target.mkdir()
+        target.mkdir(parents=True)
         if "files" not in tokenizer and (source := Path(tokenizer["name"])).is_dir():
             tokenizer["files"] = list_files(source, target, names=TOKENIZER_FILES)
             _compare_tokenizers(source, target / tokenizer["files"])

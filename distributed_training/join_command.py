@@ -116,12 +116,13 @@ def join(options: argparse.Namespace, words: Sequence[str]) -> int:
     config.run_folder.mkdir(parents=True, exist_ok=True)
     save_copy(config.network, config.run_folder)
     if not OPERATORS_FILE.exists():
-        write_bytes(OPERATORS_FILE, toml_of(given).encode())
+        write_bytes(OPERATORS_FILE, toml_of(given, config.exchange).encode())
     with atomic_file(DOTENV, private=True) as file:
         file.write(dotenv_with(variables | keys).encode())
     here = Path.cwd()
-    print(f"{config.network.line}\nsettings {here / OPERATORS_FILE}, keys {here / DOTENV}")
-    if uid is not None:
+    secrets = "keys" if config.has_bucket else "invitation"
+    print(f"{config.network.line}\nsettings {here / OPERATORS_FILE}, {secrets} {here / DOTENV}")
+    if uid is not None and config.has_bucket:
         _make_bucket(config, miner_bucket(config.store.global_model_name, uid))
     status = doctor.main([])
     # A network that has not begun fails some of its checks.
@@ -238,7 +239,9 @@ def _register(config: Config, undo: ExitStack) -> tuple[int | None, dict[str, st
                 f"the hotkey {path} is there already and no member of this network, {_NOTHING}: "
                 "give --wallet.name another, or this one if you mean it"
             )
-        if not (handed := config.any_key and chain.hands_out_keys()):
+        # Where URLs of the registry take their place, none are asked for.
+        handed = bool(config.key_variables) and config.any_key and chain.hands_out_keys()
+        if not handed:
             _refuse(check_keys(config))
         if uid is None:
             for variable in config.key_variables if handed else ():

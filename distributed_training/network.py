@@ -324,12 +324,12 @@ def built_in_rules(name: str = PUBLIC) -> dict[str, Any]:
 def of_exchange(rules: Mapping[str, Any], exchange: str) -> dict[str, Any]:
     """Return the tables of a file with ``exchange``, without the keys that have no place there."""
     other = OF_EXCHANGE["hivemind" if exchange == "store" else "store"]
-    kept: dict[str, Any] = {"exchange": exchange}
-    for title, value in rules.items():
+    kept: dict[str, Any] = {}
+    for title, value in {**rules, "exchange": exchange}.items():
         if isinstance(value, dict):
             table = {key: v for key, v in value.items() if f"{title}.{key}" not in other}
-            kept |= {title: table} if table else {}
-        elif title not in other and title != "exchange":
+            kept |= {title: table} if table or not value else {}
+        elif title not in other:
             kept[title] = value
     return kept
 

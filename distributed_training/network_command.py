@@ -1,15 +1,15 @@
 """Found a network, run it, sign its file, look at it.
 
-    dt-network init FOLDER --name NAME --host HOST (--registry URL | --netuid N) [options]
-    dt-network succeed FOLDER --of FILE --name NAME --host HOST ... [options of init]
+    dt-network init FOLDER --name NAME (--registry URL | --netuid N) [options]
+    dt-network succeed FOLDER --of FILE --name NAME ... [options of init]
     dt-network run FOLDER [--print]
     dt-network sign FILE [--at STEP] [--wallets FOLDER]
     dt-network decay FILE --steps N [--from STEP] [--at STEP] [--wallets FOLDER]
     dt-network show FILE|URL
 
-``init`` makes the master's hotkey and the validator's swarm identity, writes ``network.toml`` with
-the built-in network's rules and what the options change, signs it, and prints what to run; ``run``
-(:mod:`.founder`) is all that the founder's machine needs. Every
+``init`` makes the master's hotkey and, for a swarm, the validator's identity in it. It writes
+``network.toml`` with the built-in network's rules and what the options change, signs it, and prints
+what to run; ``run`` (:mod:`.founder`) is all that the founder's machine needs. Every
 other rule is changed by ``--set KEY=VALUE`` with the keys of docs/network-file.md, or later in the
 file: then count ``version`` up and ``sign`` it again.
 """
@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
+import math
 import os
 import re
 import shlex
@@ -28,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from distributed_training.chain.base import ChainError
 from distributed_training.common.addresses import Reach, reach
@@ -35,9 +37,9 @@ from distributed_training.common.files import write_bytes
 from distributed_training.common.kinds import PluginError, import_plugins
 from distributed_training.config import ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument, ranged
-from distributed_training.config.model import check_schedule
+from distributed_training.config.model import check_exchange, check_schedule
 from distributed_training.config.settings import ChainSettings
-from distributed_training.config.types import EndpointUrl, File, Text
+from distributed_training.config.types import EndpointUrl, File, Text, show
 from distributed_training.config.versions import describe, parse_version
 from distributed_training.founder import INVITATION, MASTER, RUN_FILE, STORE_PORT, refuse_place
 from distributed_training.founding import (
@@ -52,6 +54,7 @@ from distributed_training.founding import (
 from distributed_training.network import (
     FILE,
     FORMATS,
+    OF_EXCHANGE,
     VERSION_KEYS,
     VERSIONS,
     NetworkFileError,
@@ -60,12 +63,14 @@ from distributed_training.network import (
     flatten,
     is_identity,
     load_model,
+    of_exchange,
     read_text,
     signed,
     to_toml,
     toml_value,
     tree_of,
 )
+from distributed_training.protocol.growth import Growth, file_bytes, grace_seconds
 from distributed_training.protocol.keys import CONFIG
 from distributed_training.protocol.metadata import LONGEST_KEY, parse_config
 from distributed_training.protocol.types import ExitStatus
@@ -75,6 +80,10 @@ from distributed_training.store.server import store_keys
 
 _CARRIED = ("data", "training", "compression", "round", "upload", "limits", "stop")
 _EMBEDDED = "embedded"  # instead of a store's URL
+_EXCHANGE = "hivemind"  # of a network whose founder names none
+_SLOWEST_LINK = 20.0  # Mbit/s up, of a member of a store network
+_SWARM_PORT = 8009
+_GB_MONTH = 0.015  # dollars: https://developers.cloudflare.com/r2/pricing/
 _HIGHEST_RATE = 0.1  # of AdamW
 
 
@@ -86,8 +95,22 @@ def build_parser() -> Parser:
     add = init.add_argument
     add("folder", type=path, help="for network.toml and the keys; one that is not there yet")
     add("--name", type=text, required=True, help="lower-case letters, digits and '-'")
-    add("--host", type=text, required=True, help="address of the validator's machine, for peers")
-    add("--dht-port", type=ranged(1, 65535), default=8009, help="its swarm port (8009)")
+    add(
+        "--exchange",
+        choices=("store", "hivemind"),
+        default=_EXCHANGE,
+        help="how pseudo-gradients are exchanged: through the store, for which no member needs a "
+        f"port, or among peers over hivemind ({_EXCHANGE})",
+    )
+    add(
+        "--slowest-link",
+        type=ranged(0.001, 1e5),
+        metavar="MBIT",
+        help=f"with store: what each member can send, in Mbit/s ({_SLOWEST_LINK:g}), of which the "
+        "time for uploads is made",
+    )
+    add("--host", type=text, help="with hivemind: address of the validator's machine, for peers")
+    add("--dht-port", type=ranged(1, 65535), help="with hivemind: its swarm port (8009)")
     chain = init.add_mutually_exclusive_group(required=True)
     chain.add_argument("--registry", type=text, metavar="URL", help="without a public chain")
     chain.add_argument("--netuid", type=ranged(0, 65535), help="a subnet of Bittensor")
@@ -111,8 +134,8 @@ def build_parser() -> Parser:
         "--store",
         type=lambda word: word if word == _EMBEDDED else argument(EndpointUrl)(word),
         metavar="URL|embedded",
-        help="one S3 endpoint for all, with --registry keys of any length (default: R2, each his); "
-        "embedded: one that dt-network run starts, for a laboratory or a trial",
+        help="the S3 endpoint of all (with hivemind by default R2, each his); embedded: one that "
+        "dt-network run starts, for a laboratory or a trial",
     )
     add("--miners", type=ranged(1, 4096), default=2, help="so many are expected at first (2)")
     add("--set", type=_assignment, action="append", default=[], metavar="KEY=VALUE", dest="more")
@@ -208,6 +231,7 @@ def _init(options: argparse.Namespace) -> None:
         options.model = options.weights / CONFIG
         options.tokenizer = options.tokenizer or name_of_folder(options.weights)
     options.tokenizer = options.tokenizer or "bytes"
+    _refuse_options(options)
     rules = _rules(options)
     # Before the folder is made: the source of the data may be away.
     if rules["data"].get("own") is not True:  # else nobody reads them
@@ -239,10 +263,11 @@ def _init(options: argparse.Namespace) -> None:
         from distributed_training.chain.identity import create_wallet, make_identity
 
         master = create_wallet(folder / "wallets", MASTER)
-        peer_id = make_identity(folder / "validator")
-        peer = f"/{_kind_of(options.host)}/{options.host}/tcp/{options.dht_port}/p2p/{peer_id}"
         rules["chain"].setdefault("master_hotkey", master.ss58)
-        rules["swarm"].setdefault("initial_peers", [peer])
+        if options.exchange == "hivemind":
+            host, port = options.host, options.dht_port or _SWARM_PORT
+            peer = f"/{_kind_of(host)}/{host}/tcp/{port}/p2p/{make_identity(folder / 'validator')}"
+            rules["swarm"].setdefault("initial_peers", [peer])
         if not options.unpinned:
             publish_folders(rules, folder / "validator" / "published")
         text = (
@@ -257,7 +282,32 @@ def _init(options: argparse.Namespace) -> None:
             store_keys(folder / "store")
         stack.pop_all()
     _show(argparse.Namespace(place=str(folder / FILE)), rules=False)
+    if options.exchange == "store":
+        print(_describe_rounds(folder / FILE, options.miners))
     print(_what_to_run(options, folder))
+
+
+def _describe_rounds(file: Path, members: int) -> str:
+    """Return what a network's members send and its store keeps, and until when."""
+    config = load_config(
+        "validator", ["--network", str(file)], environ={}, dotenv=None, check=False
+    )
+    rounds = config.validator
+    assert config.network is not None
+    growth = Growth(
+        members,
+        config.network.head.parameters,
+        bits=rounds.bits,
+        weights_every=rounds.weights_every,
+        keep_uploads=rounds.keep_uploads,
+    )
+    kept = growth.stored / 1e9
+    return (
+        f"each {show(config.round_period)} a member sends {growth.upload / 1e6:.1f} MB within "
+        f"{show(rounds.grace)} and receives {growth.update / 1e6:.1f} MB; with {members} members "
+        f"the store keeps {kept:.2f} GB (at R2's price of {_GB_MONTH} $ a GB and month: "
+        f"{kept * _GB_MONTH:.2f} $)"
+    )
 
 
 def _succeed(options: argparse.Namespace) -> None:
@@ -266,10 +316,11 @@ def _succeed(options: argparse.Namespace) -> None:
 
     old = flatten(tree_of(read_text(options.of)))
     own = {"data.source", "data.files", "tokenizer.files"}  # pinned again, as its members read them
+    needless = OF_EXCHANGE["hivemind" if options.exchange == "store" else "store"]
     carried = [
         (key, value)
         for key, value in old.items()
-        if key.partition(".")[0] in _CARRIED and key not in own
+        if key.partition(".")[0] in _CARRIED and key not in own | needless
     ]
     options.more = [*carried, *options.more]
     if options.data_source == "hf":
@@ -285,18 +336,76 @@ def _succeed(options: argparse.Namespace) -> None:
 
 
 def _is_private(options: argparse.Namespace) -> bool:
-    """Return whether ``--host`` is an address of a private network. Raises ConfigError."""
+    """Return whether the founder's address is one of a private network. Raises ConfigError."""
+    host = _host_of(options)
     try:
-        found = reach(options.host)
+        found = reach(host)
     except ValueError:  # a name counts as public: --set private=true
         return False
     if found > ChainSettings(private=True, registry_url=options.registry).narrowest:
         raise ConfigError(
-            f"--host {options.host} cannot be reached from other machines, so no network was "
+            f"--host {host} cannot be reached from other machines, so no network was "
             "founded: give this machine's address in the network of all its peers; for a trial on "
             "one machine the --registry's too is 127.0.0.1"
         )
     return found is not Reach.EVERYWHERE
+
+
+def _host_of(options: argparse.Namespace) -> str:
+    """Return the address of the founder's machine: ``--host``, or where its registry is."""
+    return options.host or urlsplit(options.registry or "").hostname or ""
+
+
+def _refuse_options(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that are missing, or have no place with this exchange."""
+    if options.exchange == "hivemind":
+        if options.host is None:
+            raise ConfigError(
+                "--exchange hivemind without --host, so no peer would find the validator and no "
+                "network was founded: give the address of its machine"
+            )
+        if options.slowest_link is not None:
+            raise ConfigError(
+                "--slowest-link is of --exchange store, so no network was founded: leave it out"
+            )
+        return
+    if options.dht_port is not None:
+        raise ConfigError(
+            "--dht-port is of --exchange hivemind, so no network was founded: leave it out, no "
+            "peer of this one listens"
+        )
+    if options.registry is not None and options.store is None:
+        raise ConfigError(
+            "--store is missing, so no member could upload and no network was founded: give the "
+            "URL of an S3 store (of R2 https://ACCOUNT.r2.cloudflarestorage.com), or embedded"
+        )
+
+
+def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
+    """Add the time in which the slowest member has uploaded, unless the rules have it.
+
+    Raises ConfigError where it is above a third of the period.
+    """
+    of_round, parameters = rules["round"], rules["model"]["parameters"]
+    blocks, seconds, bits = (
+        of_round.get(key) for key in ("blocks_per_allreduce", "seconds_per_block", "bits")
+    )
+    bits = bits if bits in (2, 3) else 4
+    # What is of another type is refused with the whole file.
+    if "grace" in of_round or not all(
+        isinstance(value, int | float) for value in (blocks, seconds)
+    ):
+        return
+    link = link or _SLOWEST_LINK
+    grace, period = grace_seconds(parameters, bits, link), blocks * seconds
+    if grace > period / 3:
+        raise ConfigError(
+            f"an upload of {file_bytes(parameters, bits) / 1e6:.0f} MB takes {grace} s with "
+            f"{link:g} Mbit/s, above a third of the period of {period:g} s, so no network was "
+            f"founded: --set round.blocks_per_allreduce={math.ceil(3 * grace / seconds)}, or a "
+            "faster --slowest-link, or --set round.bits=2"
+        )
+    of_round["grace"] = f"{grace}s"
 
 
 def _kind_of(host: str) -> str:
@@ -319,6 +428,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     if options.registry is None:
         chain = {"kind": "bittensor", "endpoint": options.chain_endpoint, "netuid": options.netuid}
     rules |= {"format": FORMATS[-1], "exchange": "hivemind", "name": options.name, "version": 1}
+    store = options.exchange == "store"
     if _is_private(options):
         rules["private"] = True
     rules |= {"chain": chain, "model": {}}
@@ -326,16 +436,22 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     rules["data"]["source"] = options.data_source
     rules["store"]["global_bucket"] = options.bucket or options.name
     if options.store == _EMBEDDED:
-        host = f"[{options.host}]" if ":" in options.host else options.host
+        host = _host_of(options)
+        host = f"[{host}]" if ":" in host else host
         rules["store"]["endpoint"] = f"http://{host}:{STORE_PORT}"
     elif options.store:
         rules["store"]["endpoint"] = options.store
     rules["training"]["weight_decay_on"] = "matrices"
-    # What the mission's network sends beside is read by nobody here; and see bench.four_bits.
-    rules["upload"] = {"content": "scored"}
-    rules["round"]["compression"] = "4bit"
-    # At first the validator and one miner are all there is.
-    rules["round"]["min_group_size"] = 2
+    if store:
+        rules = of_exchange(rules, "store")
+        if options.registry is None:  # nobody hands out access to one bucket
+            rules["store"]["access"] = "own"
+    else:
+        # What the mission's network sends beside is read by nobody here; and see bench.four_bits.
+        rules["upload"] = {"content": "scored"}
+        rules["round"]["compression"] = "4bit"
+        # At first the validator and one miner are all there is.
+        rules["round"]["min_group_size"] = 2
     for key, value in options.more:
         table, name = rules, key
         if "." in key:
@@ -354,7 +470,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
                 "--store embedded with --netuid, so nobody would hand out its keys and no network "
                 "was founded: give --registry, or --store the URL of another"
             )
-        if "/" in str(rules["store"]["global_bucket"]):
+        if not store and "/" in str(rules["store"]["global_bucket"]):
             raise ConfigError(
                 "--store embedded with members in prefixes of one bucket, whose keys are of a "
                 "bucket each, so no network was founded: give --bucket a name without '/'"
@@ -363,7 +479,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
         plain = not str(rules["store"]["endpoint"]).startswith("https://")
         if plain and rules.get("private") is not True:
             raise ConfigError(
-                f"--store embedded speaks plain HTTP and --host {options.host} is a public "
+                f"--store embedded speaks plain HTTP and {_host_of(options)} is a public "
                 "address, so no network was founded: give --host the address in a private network, "
                 "or, with a TLS server in front of port "
                 f"{STORE_PORT}, --set store.endpoint=https://..."
@@ -372,6 +488,8 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     config = read_model(options.model, tokenizer=options.tokenizer)
     rules["model"] = {"config": config} | rules["model"]
     check_model(rules["model"], rules["training"].get("sequence_length"))
+    if store:
+        _choose_grace(rules, options.slowest_link)
     return rules
 
 
@@ -387,7 +505,7 @@ def _write(path: Path, text: str) -> None:
     try:
         given = ["--network", str(trial)]
         config = load_config("miner", given, environ={}, dotenv=None, check=False)
-        problems = list(check_schedule(config))
+        problems = [*check_schedule(config), *check_exchange(config)]
         rate = config.training.learning_rate
         if config.training.optimizer == "adamw" and rate > _HIGHEST_RATE:
             problems.append(
@@ -504,6 +622,11 @@ def _next_version(
     newest = max(kept)
     before = flatten(tree_of(read_text(kept[newest])))
     load_model(before, beside)
+    if flat.get("exchange") != before.get("exchange"):
+        raise ConfigError(
+            f"exchange is another one than in version {newest}, and members of the two cannot "
+            "meet, so nothing was signed: found that network by dt-network succeed"
+        )
     apart = {*VERSION_KEYS, "signature"}
     changed = {k for k in flat.keys() | before.keys() if flat.get(k) != before.get(k)} - apart
     for key in sorted(filter(is_identity, changed)):
@@ -596,7 +719,7 @@ def _plugin_flags(options: argparse.Namespace) -> list[str]:
 def _run_file(options: argparse.Namespace) -> str:
     """Return the text of the file of flags that do not follow from the network's file."""
     flags: dict[str, Any] = {}
-    if options.miners == 1:
+    if options.miners == 1 and options.exchange == "hivemind":
         flags["validator.minimum_peers"] = 2  # it and that one
     if options.weights:
         flags["validator.weights"] = str(options.weights)
@@ -629,8 +752,10 @@ def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
         f"{folder / 'wallets'} is the network's authority: keep a copy, never give it away.",
     ]
     if options.store != _EMBEDDED:
-        bucket = options.bucket or options.name
-        lines.append(f"\nInto .env here: two keys of the global bucket {bucket}, which you make.")
+        bucket, keys = options.bucket or options.name, "two keys"
+        if options.exchange == "store" and options.registry is not None:
+            keys = "a key that reads, writes and deletes objects"
+        lines.append(f"\nInto .env here: {keys} of the global bucket {bucket}, which you make.")
         lengths = f"of up to {LONGEST_KEY} characters, and no account"
         if options.registry is None:
             lengths = "of R2's lengths (account 32, key 32, secret 64): a public chain has no other"

@@ -160,8 +160,15 @@ class Config(AllSettings):
         return self.store.endpoint_url is not None and self.chain.kind != "bittensor"
 
     @property
+    def has_bucket(self) -> bool:
+        """True where each member has a bucket of its own, False where a registry gives access."""
+        return self.exchange == "hivemind" or self.store.access == "own"
+
+    @property
     def key_variables(self) -> tuple[str, ...]:
-        """The variables of the store's keys that this network needs."""
+        """The variables of the store's keys that this neuron needs."""
+        if not self.has_bucket:
+            return KEY_VARIABLES[3:] if self.kind == "validator" else ()
         return KEY_VARIABLES[1:] if self.any_key else KEY_VARIABLES
 
     @property
@@ -346,7 +353,7 @@ def check_values(config: Config) -> Iterator[str]:
         )
     first, second = config.chain.axon_port, config.swarm.dht_port
     # Two times 0 are two free ports.
-    if first == second != 0:
+    if first == second != 0 and config.exchange == "hivemind":
         yield (
             f"--axon.port and --dht.port are both {first}, so the second could not listen: give "
             "--dht.port another port"
@@ -454,6 +461,8 @@ def check_exchange(config: Config) -> Iterator[str]:
 
 
 def check_addresses(config: Config) -> Iterator[str]:
+    if config.exchange == "store":
+        return  # nobody calls its members
     for name in ("axon.external_ip", "dht.ip"):
         value = (config.get(name) or "").strip("[]")
         if config.is_public and value and reach(value) > config.chain.narrowest:
@@ -472,22 +481,27 @@ def check_addresses(config: Config) -> Iterator[str]:
 
 
 def check_keys(config: Config) -> Iterator[str]:
-    if not config.leads:
-        return  # nothing is published there
+    if not config.leads or not config.key_variables:
+        return  # nothing is published there, or by URLs of the registry
     keys = {}
     for variable in config.key_variables:
         value = getattr(config.store, variable.removeprefix("R2_").lower())
         keys[variable] = value.get_secret_value() if isinstance(value, SecretStr) else value or ""
     own_store = config.store.endpoint_url is not None
     where = "one key of the store" if own_store else "R2 dashboard, Manage API tokens; one token"
+    wanted = "one to read and write"
+    if not config.has_bucket:
+        where, wanted = "a key of the store", "write and delete"
     missing = [variable for variable, text in keys.items() if not text]
     # Alone: of keys that are not there no comparison is worth a line.
     if missing:
         yield (
             f"{', '.join(missing)} not set, so nothing could be uploaded: put them into .env "
-            f"({where} to read, one to read and write)"
+            f"({where} to read, {wanted})"
         )
         return
+    if not config.has_bucket:
+        return  # no key is published
     for part in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
         if keys[f"R2_READ_{part}"] == keys[f"R2_WRITE_{part}"]:
             yield (

@@ -448,15 +448,6 @@ class StoreSettings:
     """upload even though another miner claimed this bucket within the last minutes"""
 
     @property
-    def allowed_hosts(self) -> frozenset[str]:
-        """The hosts of the signed file, as in a URL (``HOST:PORT``, lower case)."""
-        hosts = {urlsplit(url).netloc for url in (self.endpoint_url, self.public_url) if url}
-        if self.addressing == "virtual":
-            bucket = self.global_model_name.partition("/")[0]
-            hosts |= {f"{bucket}.{urlsplit(self.endpoint_url or '').netloc}"}
-        return frozenset(host.lower() for host in (*hosts, *self.hosts))
-
-    @property
     def longest_transfer(self) -> timedelta:
         """The time that an upload, or the download of a state, may take, without pauses.
 

@@ -35,7 +35,7 @@ from distributed_training.common.memory import (
 )
 from distributed_training.common.ports import listen
 from distributed_training.config import Config, ConfigError, problems
-from distributed_training.config.settings import TrainingSettings
+from distributed_training.config.settings import Exchange, TrainingSettings
 from distributed_training.data.sources import kind_of
 from distributed_training.health.gpus import (
     accumulation_steps,
@@ -96,14 +96,18 @@ class Entry(NamedTuple):
     """A check of a list. It may have several findings, as of several GPUs.
 
     ``at_start``: a miner's start makes it too. ``note``: shown before what takes long.
+    ``exchange``: of the networks that it is for; empty: all.
     """
 
     find: Callable[[Examination], Check | Iterable[Check]]
     at_start: bool = False
     note: str = ""
+    exchange: Exchange | Literal[""] = ""
 
     def check(self, examination: Examination) -> list[Check]:
-        """Make the check."""
+        """Make the check, if it is for this network."""
+        if self.exchange not in ("", examination.config.exchange):
+            return []
         found = self.find(examination)
         return [found] if isinstance(found, Check) else [*found]
 
@@ -113,12 +117,16 @@ CHECKS: list[Entry] = []
 
 
 def listed(
-    checks: list[Entry], *, at_start: bool = False, note: str = ""
+    checks: list[Entry],
+    *,
+    at_start: bool = False,
+    note: str = "",
+    exchange: Exchange | Literal[""] = "",
 ) -> Callable[[Finder], Finder]:
     """Return a decorator that adds a check to a list; see :class:`Entry`."""
 
     def add(find: Finder) -> Finder:
-        checks.append(Entry(find, at_start, note))
+        checks.append(Entry(find, at_start, note, exchange))
         return find
 
     return add
@@ -426,9 +434,8 @@ def check_room(examination: Examination) -> Check:
     folder = config.run_folder.absolute()
     if shape is not None:
         keep, moments = config.miner.keep_checkpoints, count_moments(config.training)
-        most = disk_space(
-            shape, keep_checkpoints=keep, moments=moments, content=config.store.content
-        )
+        content = "scored" if config.exchange == "store" else config.store.content
+        most = disk_space(shape, keep_checkpoints=keep, moments=moments, content=content)
         # What is there is part of the need: counted twice, a restart on a disk of the documented
         # size would be refused.
         needed += max(0, most - bytes_under(folder))
@@ -562,7 +569,7 @@ def check_shared_memory(examination: Examination) -> Check:
     return Check("shared memory", "warn", f"{finding}; NCCL wants about 1 GB", remedy)
 
 
-@listed(CHECKS, at_start=True)
+@listed(CHECKS, at_start=True, exchange="hivemind")
 def check_ports(examination: Examination) -> Iterator[Check]:
     """Check whether the ports can be listened on, at all addresses of this machine."""
     ports = {

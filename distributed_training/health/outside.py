@@ -215,7 +215,7 @@ def check_clock(examination: Examination) -> Check:
     return Check(name, "ok", finding)
 
 
-@listed(CHECKS)
+@listed(CHECKS, exchange="hivemind")
 def check_address(examination: Examination) -> Check:
     """Report where others find this machine, as a start does, and how to try it from outside."""
     config = examination.config
@@ -311,7 +311,7 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
 # --- peers and data -------------------------------------------------------------------------------
 
 
-@listed(CHECKS)
+@listed(CHECKS, exchange="hivemind")
 def check_bootstrap(examination: Examination) -> Check:
     name, peers = "bootstrap", examination.config.swarm.initial_peers
     dialled = {peer: address for peer in peers if (address := address_of(peer))}
@@ -328,7 +328,7 @@ def check_bootstrap(examination: Examination) -> Check:
     )
 
 
-@listed(CHECKS)
+@listed(CHECKS, exchange="hivemind")
 def check_calls(examination: Examination) -> Check:
     """Check whether validators reach a running miner, by the counts in its own metrics."""
     name = "calls"

@@ -41,6 +41,7 @@ def build_parser() -> Parser:
     path, text, count = argument(File), argument(str), ranged(1, 1_000_000)
     add("--miners", type=ranged(1, 100), help="how many miners (default 2)")
     add("--ranks", type=text, help="of each miner, e.g. 2,1 (default: 2 for the first, 1 for rest)")
+    add("--exchange", choices=("hivemind", "store"), default="hivemind", help="(hivemind)")
     add("--outer-steps", type=count, default=2, help="stop after so many outer steps (default 2)")
     add("--folder", type=path, default=Path("runs/localnet"), help="where everything is written")
     block = ranged(0.01, 60.0)
@@ -75,6 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = SubnetOptions(
             folder=arguments.folder,
             ranks=parse_ranks(arguments.ranks, arguments.miners),
+            exchange=arguments.exchange,
             outer_steps=arguments.outer_steps,
             seconds_per_block=arguments.seconds_per_block,
             blocks_per_allreduce=arguments.blocks_per_allreduce,

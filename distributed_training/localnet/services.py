@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from distributed_training.common.files import write_bytes
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark, kill_tree, with_starter
+from distributed_training.config.settings import Exchange
 from distributed_training.config.types import ConfigError
-from distributed_training.network import built_in_rules, signed, to_toml
+from distributed_training.network import built_in_rules, of_exchange, signed, to_toml
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.store.server import store_keys
 
@@ -43,6 +44,7 @@ FOREIGN_PREFIXES = ("R2_", "BT_", "DT_", "WANDB_", "LOKI_", "AWS_", "HF_", "INFL
 # uids are spaced wider than any world size that makes sense on one machine.
 UID_SPACING = 11
 VALIDATOR_UID = 200
+_GRACE = 15.0  # seconds after a close in which uploads are taken
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class SubnetOptions:
 
     folder: Path
     ranks: tuple[int, ...] = (2, 1)
+    exchange: Exchange = "hivemind"
     outer_steps: int = 2
     seconds_per_block: float = 1.0
     blocks_per_allreduce: int | None = None  # None: as networks/local.toml says
@@ -384,11 +387,20 @@ class Services:
         validator = self._validator
         for plan in self.plans:
             self._wallets[plan.name] = create_wallet(self._wallet_folder, plan.name)
-        flags = {
-            "folder": str(self._chain_folder.absolute()),
+        founding = {
             "name": "local",
             "master": self.wallet(validator).ss58,
             "seconds-per-block": str(self.options.seconds_per_block),
+        }
+        peer_id = ""
+        if self._hands_out:  # URLs of the store, by what the file says and with the store's keys
+            founding = {"network": str(self.network), "store": str(self._store.folder.absolute())}
+        else:
+            peer_id = make_identity(validator.folder)
+        self._write_network(peer_id)
+        flags = {
+            "folder": str(self._chain_folder.absolute()),
+            **founding,
             "admission": "open",
             "port": str(self._chain_port),
             "requests-per-address": "10000",  # all come from one
@@ -402,7 +414,6 @@ class Services:
         )
         self.children.append(chain)
         chain.start()
-        self._write_network(make_identity(validator.folder))
         chain.wait_ready()
         with contextlib.closing(self.founders_chain()) as founder:
             for plan in self.plans:
@@ -410,7 +421,13 @@ class Services:
                 founder.enroll(self._wallets[plan.name].ss58, uid=plan.uid)
         self._store.child.wait_ready()
         for plan in self.plans:
-            self._make_bucket(plan)
+            if plan.kind == "validator" or not self._hands_out:
+                self._make_bucket(plan)
+
+    @property
+    def _hands_out(self) -> bool:
+        """True where the registry gives access to the store, and no member has a bucket."""
+        return self.options.exchange == "store"
 
     def stop(self) -> list[str]:
         """Stop the chain, then the store; return the problems of that."""
@@ -419,21 +436,28 @@ class Services:
         return problems
 
     def _write_network(self, peer_id: str) -> None:
-        """Write the rules of this subnet. ``peer_id``: of the validator's swarm identity."""
+        """Write the rules of this subnet. ``peer_id``: of the validator's identity in a swarm."""
         options, master = self.options, self.wallet(self._validator)
-        rules = built_in_rules("local")
+        rules = of_exchange(built_in_rules("local"), options.exchange)
         rules.pop("run_id")  # it follows from the file
         changed = {
             "chain.url": self.chain_endpoint,
             "chain.master_hotkey": master.ss58,
             "round.seconds_per_block": float(options.seconds_per_block),
-            "round.min_group_size": self._least + 1,  # the validator is one of the group
             "store.endpoint": self.store_endpoint,
-            # Of the validator alone: it is there first, and through it miners find each other.
-            "swarm.initial_peers": [f"/ip4/127.0.0.1/tcp/{self._validator.dht_port}/p2p/{peer_id}"],
         }
         if options.blocks_per_allreduce is not None:
             changed["round.blocks_per_allreduce"] = options.blocks_per_allreduce
+        if options.exchange == "store":
+            rules["private"] = True  # the store speaks plain HTTP, on this machine
+            blocks = options.blocks_per_allreduce or rules["round"]["blocks_per_allreduce"]
+            grace = min(_GRACE, blocks * options.seconds_per_block / 3)
+            changed |= {"round.grace": f"{grace:.1f}s", "round.least": self._least}
+        else:
+            # Of the validator alone: it is there first, and through it miners find each other.
+            first = f"/ip4/127.0.0.1/tcp/{self._validator.dht_port}/p2p/{peer_id}"
+            # The validator is one of the group.
+            changed |= {"round.min_group_size": self._least + 1, "swarm.initial_peers": [first]}
         for key, value in {**changed, **options.rules}.items():
             table, _, name = key.partition(".")
             rules[table][name] = value
@@ -465,11 +489,13 @@ class Services:
         self._wallets[plan.name] = create_wallet(self._wallet_folder, plan.name)
         with contextlib.closing(self.founders_chain()) as chain:
             chain.enroll(self.wallet(plan).ss58, uid=uid)
-        self._make_bucket(plan)
+        if not self._hands_out:
+            self._make_bucket(plan)
         flags = self._settings(plan).items()
         toml = "".join(f'"{name}" = {json.dumps(value)}\n' for name, value in flags)
         write_bytes(folder / "miner.toml", toml.encode(), durable=False)
-        lines = "".join(f"{name}={value}\n" for name, value in self._store.keys.items())
+        keys = self._keys_of(plan)
+        lines = "".join(f"{name}={value}\n" for name, value in keys.items())
         write_bytes(folder / ".env", lines.encode(), durable=False)
         (folder / ".env").chmod(0o600)
         return folder
@@ -503,12 +529,13 @@ class Services:
             "wallet.path": str(self._wallet_folder),
             "wallet.name": plan.name,
             "wallet.hotkey": "default",
-            "axon.port": str(plan.axon_port),
-            "dht.port": str(plan.dht_port),
         }
         if plan.kind == "miner":
             flags["nproc_per_node"] = str(plan.world_size)
-        else:
+        if self.options.exchange == "store":
+            return flags
+        flags |= {"axon.port": str(plan.axon_port), "dht.port": str(plan.dht_port)}
+        if plan.kind == "validator":
             flags["neuron.initial_peers"] = "none"  # it is the first peer itself
             # All are waited for, but one that spoils its part of a round costs the others nothing.
             flags["validator.minimum_peers"] = str(max(2, self._least))
@@ -520,8 +547,12 @@ class Services:
         return self.options.least_miners or len(self.options.ranks)
 
     def environment(self, plan: NeuronPlan) -> dict[str, str]:
-        """Return the neuron's environment, with the keys of the object store."""
-        return self._clean_environment() | self._store.keys
+        """Return the neuron's environment, with the keys of the object store that it needs."""
+        return self._clean_environment() | self._keys_of(plan)
+
+    def _keys_of(self, plan: NeuronPlan) -> dict[str, str]:
+        has_keys = plan.kind == "validator" or not self._hands_out
+        return self._store.keys if has_keys else {}
 
     def _clean_environment(self) -> dict[str, str]:
         # By prefix: a miner here must not write into the bucket of its operator's real one.
@@ -529,6 +560,7 @@ class Services:
         path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
         return inherited | {
             **self._mark.environment,
+            "DT_EXCHANGE_STORE": "1",
             # Neurons share this machine: a thread for each core would slow all of them.
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": path,

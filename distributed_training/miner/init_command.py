@@ -38,6 +38,7 @@ from distributed_training.config.model import (
     check_values,
 )
 from distributed_training.config.schema import schema
+from distributed_training.config.settings import Exchange
 from distributed_training.config.types import NoNetworkNamed
 from distributed_training.network import BUILT_IN
 from distributed_training.protocol.types import ExitStatus
@@ -108,15 +109,16 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
                 f"{OPERATORS_FILE} is there already, so nothing was written: change it with an "
                 "editor, or give --force, which keeps the old one under another name"
             )
-    keys = {name: os.environ.get(name, "") for name in KEY_VARIABLES}
+    config = _config_of(given)
+    wanted = config.key_variables
+    keys = {name: os.environ.get(name, "") for name in KEY_VARIABLES if config.has_bucket}
     if not options.yes:
         for name, question in QUESTIONS:
-            if name not in given:
+            if name not in given and (config.exchange == "hivemind" or "port" not in name):
                 # With all answers before: two ports that are right may be the same.
                 _ask(name, question, given, beside=given)
         # The keys that neither the environment nor .env has.
         held = read_dotenv(DOTENV)
-        wanted = _config_of(given).key_variables
         for name in wanted:
             if not (keys.get(name) or held.get(name)):
                 read: Callable[[str], str] = input if name == "R2_ACCOUNT_ID" else getpass.getpass
@@ -127,7 +129,7 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
     if OPERATORS_FILE.exists():
         old = OPERATORS_FILE.with_name(f"{OPERATORS_FILE.name}.{time.strftime('%Y%m%d-%H%M%S')}")
         OPERATORS_FILE.rename(old)
-    write_bytes(OPERATORS_FILE, toml_of(given).encode())
+    write_bytes(OPERATORS_FILE, toml_of(given, config.exchange).encode())
     print(f"wrote {OPERATORS_FILE}" + (f"; the old one is {old}" if old else ""))
     # For its owner alone from the first byte on: a chmod afterwards leaves a moment.
     with atomic_file(DOTENV, private=True) as file:
@@ -135,8 +137,9 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
     print(f"wrote {DOTENV} (mode 600)")
     # By the two files alone: a service has none of this shell's variables.
     config = load_config("miner", [], environ={}, file=OPERATORS_FILE, check=False)
-    bucket = config.store.global_model_name
-    print(f"the bucket to make: {bucket}-<uid in three digits>, e.g. {bucket}-007")
+    if config.has_bucket:
+        bucket = config.store.global_model_name
+        print(f"the bucket to make: {bucket}-<uid in three digits>, e.g. {bucket}-007")
     for line in problems(config):
         print(f"still to do: {line}")
     print("then:\n  dt-doctor\n  dt-miner            # or: pm2 start app.config.js")
@@ -188,12 +191,13 @@ def _default_of(name: str) -> str:
     return "" if default is None else str(default)
 
 
-def toml_of(given: Mapping[str, str]) -> str:
+def toml_of(given: Mapping[str, str], exchange: Exchange) -> str:
     """Return the text of a ``--config`` file with the flags ``given``.
 
     What an operator looks for in the file is there too. The order is that of the help.
     """
-    shown = ("wallet.name", "wallet.hotkey", "axon.port", "dht.port")
+    shown = ["wallet.name", "wallet.hotkey"]
+    shown += ["axon.port", "dht.port"] if exchange == "hivemind" else []
     found = {name: _default_of(name) for name in shown} | dict(given)
     # By section, those without one first; an older spelling before the rest of its section.
     places = {setting.name: place for place, setting in enumerate(schema("miner"))}

@@ -8,7 +8,7 @@ from typing import Any
 
 from bittensor_core import Keypair
 
-from distributed_training.network import built_in_rules, signed, to_toml
+from distributed_training.network import built_in_rules, of_exchange, signed, to_toml
 
 ALICE = Keypair.create_from_uri("//Alice")
 
@@ -18,10 +18,14 @@ def network_file(
 ) -> str:
     """Write ``network.toml`` into ``folder``; return its path.
 
-    ``rules``: key (``training.sequence_length``) -> value. ``signer`` is the master.
+    ``rules``: key (``training.sequence_length``) -> value; with ``exchange`` "store" the base's
+    keys that have a place there. ``signer`` is the master.
     """
     tables = built_in_rules(base)
     tables.pop("run_id")
+    if rules.get("exchange") == "store":
+        tables = of_exchange(tables, "store") | {"format": 2}
+        rules = {"round.grace": "10s", "store.endpoint": "https://s3.example.org", **rules}
     if "chain.url" in rules:
         tables["chain"] = {"kind": "registry"}
     for key, value in {"chain.master_hotkey": signer.ss58_address, **rules}.items():

@@ -11,9 +11,14 @@ from bittensor_core import Keypair
 from hypothesis import given
 from hypothesis import strategies as st
 
+from distributed_training import founder
 from distributed_training.config import Config, ConfigError, loader
-from distributed_training.config.settings import StoreSettings
+from distributed_training.health import machine
+from distributed_training.health.machine import Examination
+from distributed_training.miner.init_command import main as miner_init
 from distributed_training.network import OF_EXCHANGE, of_exchange, signed, to_toml
+from distributed_training.network_command import main
+from distributed_training.protocol.growth import Growth, file_bytes, grace_seconds
 from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(60)
@@ -22,11 +27,6 @@ ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "network-file.md").read_text(encoding="utf-8")
 EXAMPLE = tomllib.loads(DOCUMENT.partition("```toml\n")[2].partition("```")[0])
 ALICE = Keypair.create_from_uri("//Alice")
-
-
-@pytest.fixture(autouse=True)
-def ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loader, "STORE_IS_READY", True)
 
 
 def store_rules(**keys: Any) -> dict[str, Any]:
@@ -59,7 +59,7 @@ def test_a_store_network_has_no_key_of_a_swarm(tmp_path: Path, kind: str) -> Non
     assert config.miner.bits == config.training.bits == 2
     assert config.round_period.total_seconds() == 400 * 12
     assert config.miner.grace.total_seconds() == 300
-    assert config.store.allowed_hosts == {"s3.example.org", "cdn.example.org:8443"}
+    assert config.store.hosts == ("cdn.example.org:8443",)
     assert config.store.access == "registry" and config.miner.keep_uploads == 8
 
 
@@ -109,14 +109,130 @@ def test_each_member_with_a_bucket_of_its_own_needs_no_registry(tmp_path: Path) 
     assert load(rules, tmp_path).store.access == "own"
 
 
-@given(hosts=st.lists(st.sampled_from(["a.org", "b.org:9000", "[::1]:9000"]), unique=True))
-def test_the_pinned_hosts_are_those_of_the_file(hosts: list[str]) -> None:
-    store = StoreSettings(
-        hosts=" ".join(hosts) or "none",
-        endpoint_url="https://S3.example.org",
-        public_url="https://cdn.example.org/x",
-        addressing="virtual",
-        global_model_name="model/part",
-    )
-    expected = {"s3.example.org", "model.s3.example.org", "cdn.example.org", *hosts}
-    assert store.allowed_hosts == expected
+# --- founding one ---------------------------------------------------------------------------------
+
+
+def found(folder: Path, *more: str) -> int:
+    words = ("--exchange", "store", "--name", "lab", "--data-source", "stdlib")
+    place = ("--registry", "https://registry.example.org", "--store", "https://s3.example.org")
+    return main(["init", str(folder), *words, *(() if "--netuid" in more else place), *more])
+
+
+def read(folder: Path, kind: str = "miner") -> Config:
+    words = ("--network", str(folder / "network.toml"))
+    return load_config(kind, words, environ={}, dotenv=None, check=False)
+
+
+def test_a_founder_is_asked_for_nothing_of_a_swarm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "lab"
+    assert found(folder, "--slowest-link", "1", "--miners", "4") == 0
+    said = capsys.readouterr().out
+    config = read(folder, "validator")
+    assert config.network is not None and config.exchange == "store"
+    needed = grace_seconds(config.network.head.parameters, 4, 1.0)
+    assert config.miner.grace.total_seconds() == needed == 20
+    assert "a member sends 1.0 MB within 20s" in said and "with 4 members the store keeps" in said
+    assert "a key that reads, writes and deletes objects of the global bucket lab" in said
+    assert not (folder / "validator" / "swarm").exists()
+    plan = founder.Plan.of(folder, environ={"R2_WRITE_ACCESS_KEY_ID": "x"})
+    assert [*plan.words] == ["registry", "validator"] and plan.keyed == {"registry", "validator"}
+    line = plan.line("validator")
+    assert "dht" not in line and "initial_peers" not in line
+    assert not read(folder).key_variables and not loader.problems(read(folder))
+    (missing,) = loader.problems(config)
+    assert missing.startswith("R2_WRITE_ACCESS_KEY_ID, R2_WRITE_SECRET_ACCESS_KEY not set")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (("--dht-port", "8009"), "--dht-port is of --exchange hivemind"),
+        (("--exchange", "hivemind"), "without --host"),
+        (("--exchange", "hivemind", "--host", "h", "--slowest-link", "5"), "--slowest-link is of"),
+        (("--slowest-link", "0.005"), "above a third of the period of 4800 s"),
+        (("--set", "round.blocks_per_allreduce=2"), "--set round.blocks_per_allreduce=3"),
+        (("--set", "round.grace=2000s"), "is above a third of the period"),
+        (("--set", "swarm.part_size=5"), "swarm.part_size has no place with exchange 'store'"),
+        (("--set", "round.bits=x"), "round.bits"),
+        (("--set", 'store.hosts=["a/b"]'), "HOST:PORT"),
+    ],
+)
+def test_an_option_that_has_no_place_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], more: tuple[str, ...], words: str
+) -> None:
+    assert found(tmp_path / "lab", *more) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert words in line and not (tmp_path / "lab").exists()
+
+
+def test_no_store_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("init", str(tmp_path / "lab"), "--exchange", "store", "--name", "lab")
+    assert main([*words, "--registry", "https://registry.example.org"]) == 2
+    assert "--store is missing" in capsys.readouterr().err
+
+
+def test_on_a_public_chain_each_member_has_a_bucket(tmp_path: Path) -> None:
+    assert found(tmp_path / "lab", "--netuid", "7") == 0
+    config = read(tmp_path / "lab")
+    assert config.has_bucket and len(config.key_variables) == 5
+
+
+def test_the_embedded_store_is_where_the_registry_is(tmp_path: Path) -> None:
+    words = ("--store", "embedded", "--registry", "http://127.0.0.1:8100")
+    assert found(tmp_path / "lab", *words) == 0
+    config = read(tmp_path / "lab")
+    assert config.chain.private and config.store.endpoint_url == "http://127.0.0.1:9000"
+
+
+def test_a_network_stays_of_its_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert found(tmp_path / "lab") == 0
+    file = tmp_path / "lab" / "network.toml"
+    file.write_text(file.read_text().replace('exchange = "store"', 'exchange = "hivemind"'))
+    capsys.readouterr()
+    assert main(["sign", str(file)]) == 2
+    assert "exchange is another one than in version 1" in capsys.readouterr().err
+
+
+def test_a_member_is_asked_for_no_port_and_no_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert found(tmp_path / "lab") == 0
+    monkeypatch.chdir(tmp_path)
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda prompt: asked.append(prompt) or "")
+    file = str(tmp_path / "lab" / "network.toml")
+    assert miner_init(["--network", file, "--wallet.hotkey", "mine"]) == 0
+    said = capsys.readouterr().out.partition("wrote miner.toml")[2]
+    assert asked and not [prompt for prompt in asked if "ort" in prompt.split() or "R2" in prompt]
+    assert "port" not in (tmp_path / "miner.toml").read_text()
+    assert (tmp_path / ".env").read_text() == ""
+    assert "dt-miner" in said and "bucket" not in said
+    config = read(tmp_path / "lab")
+    names = {check.name for check in machine.start_checks(config, ranks=1)}
+    assert names and not [name for name in names if name.startswith("port")]
+    found_by_doctor = machine.CHECKS[0].check(Examination(config, 1))
+    assert [check.status for check in found_by_doctor] == ["ok"]
+
+
+def test_the_loader_refuses_the_kind_until_it_is_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "STORE_IS_READY", False)
+    with pytest.raises(ConfigError, match="its exchange is"):
+        load(store_rules(), tmp_path)
+
+
+@given(
+    parameters=st.integers(1, 10**12), bits=st.sampled_from([2, 3, 4]), members=st.integers(1, 4096)
+)
+def test_what_a_network_moves_grows_with_its_members_alone(
+    parameters: int, bits: int, members: int
+) -> None:
+    growth = Growth(members, parameters, bits)
+    assert growth.validator_receives == members * growth.upload
+    assert growth.update == file_bytes(parameters, 4) >= growth.upload
+    assert growth.upload * 8 <= parameters * (bits + 0.125) + 32 + 7
+    assert growth.store_sends == members * (growth.upload + growth.update)
+    assert grace_seconds(parameters, bits, 1.0) >= grace_seconds(parameters, bits, 2.0) >= 10
