@@ -19,9 +19,7 @@ GROUP = 256  # values of one scale, at most
 SCALE_BYTES = 4
 #: A value is scale * (step * number - offset), by bits.
 _NUMBERS = {4: (1, 8), 3: (2, 7), 2: (2, 3)}
-#: The bits of a number that lie together, lowest first, by bits. Each plane is a run of bytes.
-_PLANES = {4: (4,), 3: (2, 1), 2: (2,)}
-#: A group is filled up to a multiple of that many values, by bits: its planes are whole bytes.
+#: A group is filled up to a multiple of that many values, by bits: they take whole bytes.
 _FILLED = {4: 2, 3: 8, 2: 4}
 _LARGEST = 7  # scales, with 4 bits
 #: Scale by root mean square, by bits: between the best of normal and of Laplace values.
@@ -45,46 +43,60 @@ def encode_groups(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     uint8 ``(n, group_bytes(k, bits))``. A group whose scale would be subnormal becomes zeros.
     Values that are not finite, or too large, give a scale that :func:`refuse_scales` refuses.
     """
+    if missing := -groups.shape[1] % _FILLED[bits]:
+        groups = pad(groups, (0, missing))
     step, offset = _NUMBERS[bits]
     if bits == 4:
         scales = torch.maximum(groups.amax(1), groups.amin(1).neg_()).div_(_LARGEST)
+        numbers = torch.empty_like(groups)
     else:
-        scales = _root_mean_square(groups).mul_(_SPREAD[bits])
+        numbers = groups.square()
+        scales = _added(numbers).div_(groups.shape[1] - missing).sqrt_().mul_(_SPREAD[bits])
     scales.mul_(scales >= _LEAST_SCALE)  # a NaN stays one
-    groups = pad(groups, (0, -groups.shape[1] % _FILLED[bits]))
     factors = torch.where(scales > 0, scales.reciprocal(), 0).div_(step)
     # Two operations, each rounded: a fused one would round once, on some machines alone. Then the
     # conversion cuts off what is left of the half.
-    numbers = torch.mul(groups, factors.unsqueeze(1)).add_(offset / step + 0.5)
+    torch.mul(groups, factors.unsqueeze(1), out=numbers).add_(offset / step + 0.5)
     if bits != 4:
         numbers.clamp_(0, 2**bits - 1)
     # By way of int8: torch converts to uint8 seven times slower.
-    return scales, _pack(numbers.to(torch.int8).view(torch.uint8), bits)
+    whole = numbers.to(torch.int8).view(torch.uint8)
+    if bits != 3:
+        return scales, _pack(whole, bits)
+    return scales, torch.cat([_pack(whole & 3, 2), _pack(whole >> 2, 1)], dim=1)
 
 
-def _root_mean_square(groups: Tensor) -> Tensor:
-    """Return the root mean square of each group.
+def _added(values: Tensor) -> Tensor:
+    """Return the sum of each row; ``values`` are overwritten.
 
     By halves: torch adds in an order that depends on the device.
     """
-    squares = pad(groups.square(), (0, GROUP - groups.shape[1]))
-    while squares.shape[1] > 1:
-        lower, upper = squares.chunk(2, dim=1)
-        squares = lower + upper
-    return squares.squeeze(1).div_(groups.shape[1]).sqrt_()
+    width = values.shape[1]
+    while width > 1:
+        half = (width + 1) // 2
+        values[:, : width - half] += values[:, half:width]
+        width = half
+    return values[:, 0].clone()
 
 
-def _pack(numbers: Tensor, bits: int) -> Tensor:
-    """Put the planes of ``numbers`` (uint8, one in a byte) one after the other."""
-    planes, shift = [], 0
-    for width in _PLANES[bits]:
-        plane = numbers >> shift if shift else numbers
-        first, *others = plane.bitwise_and(2**width - 1).chunk(8 // width, dim=1)
-        for place, other in enumerate(others, 1):
-            first |= other << width * place
-        planes.append(first)
-        shift += width
-    return torch.cat(planes, dim=1)
+def _pack(numbers: Tensor, width: int) -> Tensor:
+    """Put a plane's numbers, uint8 of ``width`` bits each, into whole bytes, by halves of a row."""
+    shift = 4
+    while shift >= width:
+        lower, upper = numbers.chunk(2, dim=1)
+        numbers = (upper << shift).bitwise_or_(lower)
+        shift //= 2
+    return numbers
+
+
+def _unpack(plane: Tensor, width: int) -> Tensor:
+    """Return the numbers of a plane, uint8, one in a byte."""
+    shift = width
+    while shift <= 4:
+        mask = (2**width - 1) * sum(1 << place for place in range(0, 8, 2 * shift))
+        plane = torch.cat([plane & mask, (plane >> shift).bitwise_and_(mask)], dim=1)
+        shift *= 2
+    return plane
 
 
 def refuse_scales(scales: Tensor) -> None:
@@ -97,16 +109,13 @@ def refuse_scales(scales: Tensor) -> None:
 def decode_groups(scales: Tensor, data: Tensor, out: Tensor, bits: int) -> None:
     """Decode what :func:`encode_groups` returned into ``out``, float32 ``(n, k)``."""
     step, offset = _NUMBERS[bits]
-    numbers: Tensor | None = None
-    shift = 0
-    for width in _PLANES[bits]:
-        plane, data = data.tensor_split([data.shape[1] * width // (bits - shift)], dim=1)
-        parts = [(plane >> place) & (2**width - 1) for place in range(0, 8, width)]
-        found = torch.cat(parts, dim=1)
-        numbers = found if numbers is None else numbers + (found << shift)
-        shift += width
-    assert numbers is not None
-    out.copy_(numbers[:, : out.shape[1]])
+    if bits == 3:
+        lower, upper = data.tensor_split([data.shape[1] * 2 // 3], dim=1)
+        numbers = _unpack(lower, 2).add_(_unpack(upper, 1), alpha=4)
+    else:
+        numbers = _unpack(data, bits)
+    whole = numbers.view(torch.int8)  # in a quarter of the memory that float32 takes
     if step != 1:
-        out.mul_(step)
-    out.sub_(offset).mul_(scales.unsqueeze(1))
+        whole *= step
+    whole -= offset
+    out.copy_(whole[:, : out.shape[1]]).mul_(scales.unsqueeze(1))

@@ -51,7 +51,7 @@ _NAME = re.compile(r"[0-9A-Za-z_.-]{1,64}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _NO_DIGEST, _NO_SIGNATURE = "0" * 64, "0" * 2 * _SIGNATURE_BYTES
 # Values handled at once: copies of them stay in the cache, and do not fill a GPU.
-_SLAB, _CUDA_SLAB = 1 << 17, 1 << 24
+_SLAB, _CUDA_SLAB = 1 << 19, 1 << 24
 _CHUNK = 1 << 22  # bytes read at once
 
 
@@ -186,6 +186,11 @@ def _entry(dtype: str, rows: int, columns: int, start: int, end: int) -> dict[st
 def largest_file(schema: Schema, bits: int) -> int:
     """Return the most bytes of a file for a model with the parameters of ``schema``."""
     return UpdateLayout.of(schema, _largest_header(bits)).size
+
+
+@functools.lru_cache(maxsize=4)  # a validator opens many files of one model
+def _longest_head(schema: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
+    return UpdateLayout.of(schema, _largest_header(max(BITS))).body
 
 
 def _largest_header(bits: int) -> Header:
@@ -423,7 +428,7 @@ class UpdateFile:
 
 def _read_head(file: Any, size: int, schema: Schema) -> tuple[UpdateLayout, str, str]:
     """Return layout, digest of the body and signature, of a file that has exactly that layout."""
-    most = UpdateLayout.of(schema, _largest_header(BITS[0])).body
+    most = _longest_head(tuple((name, tuple(shape)) for name, shape in schema))
     length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
     if not 2 <= length <= min(most, size) - _LENGTH_BYTES:
         raise ValueError("the length of its header is impossible")
