@@ -10,14 +10,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-_GROUP = 256  # values of one scale
+from .quantization import GROUP
+
 _MARGIN = 10.0  # seconds: until a micro-batch ends, the snapshot, the first answer of the store
 _SLACK = 1.2  # of the bytes: requests, and a link that is not always as fast
 
 
 def file_bytes(parameters: int, bits: int) -> int:
     """Return the bytes of an upload, or with 4 ``bits`` of an update, but for its header."""
-    return parameters * bits // 8 + 4 * math.ceil(parameters / _GROUP)
+    return parameters * bits // 8 + 4 * math.ceil(parameters / GROUP)
 
 
 def grace_seconds(parameters: int, bits: int, link: float) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ from bittensor_core import Keypair
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.growth import Network, rows
 from distributed_training import founder
 from distributed_training.config import Config, ConfigError, loader
 from distributed_training.health import machine
@@ -19,6 +22,9 @@ from distributed_training.miner.init_command import main as miner_init
 from distributed_training.network import OF_EXCHANGE, of_exchange, signed, to_toml
 from distributed_training.network_command import main
 from distributed_training.protocol.growth import Growth, file_bytes, grace_seconds
+from distributed_training.protocol.update_file import largest_file
+from distributed_training.training.memory_plan import named_config
+from distributed_training.training.model import parameter_schema
 from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(60)
@@ -222,6 +228,19 @@ def test_the_loader_refuses_the_kind_until_it_is_ready(
     monkeypatch.setattr(loader, "STORE_IS_READY", False)
     with pytest.raises(ConfigError, match="its exchange is"):
         load(store_rules(), tmp_path)
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_the_formula_gives_the_bytes_of_a_real_file(bits: int) -> None:
+    schema = parameter_schema(named_config("1b"))
+    count = sum(math.prod(shape) for _, shape in schema)
+    assert largest_file(schema, bits) == pytest.approx(file_bytes(count, bits), rel=0.005)
+
+
+def test_the_table_of_growth_is_the_documents() -> None:
+    network = Network(4 * 10**9, 4800.0, 1000.0, 1000.0, 2 * 100 * 1024, 400.0)
+    figure = json.loads((ROOT / "docs" / "figures" / "growth.json").read_text())
+    assert [[*row] for bits in (4, 2) for row in rows(network, bits)] == figure["rows"]
 
 
 @given(
