@@ -53,9 +53,13 @@ class Weights:
 
     outer_step: int
     folder: Path  # config.json, model.safetensors
-    weights: str  # digest of theta(n), hex; the file has it
+    weights: str  # digest of theta(n), hex
     inner_steps: int  # of the network before that outer step
-    cause: str  # why they and not the updates, for a log line
+    reason: str  # why they and not the updates, for a log line
+    # As in an Update, of the outer step that was held: it may have merged our upload.
+    base: Base = Base.KEPT
+    own_upload: Path | None = None
+    cause: str = ""
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple
 
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.files import read_state, sha256_of, write_state
@@ -33,8 +34,8 @@ log = logging.getLogger(__name__)
 
 #: A larger file goes in parts of as many bytes, which a restart goes on with.
 ONE_PIECE = 64 * 1024 * 1024
-#: Causes for which an upload was not merged although nothing speaks against what it holds.
-NOT_JUDGED = frozenset({"late", "void", "not-judged"})
+#: Causes of a refusal by which what the upload holds is dropped; by others it is uploaded again.
+FOR_CONTENT = frozenset({"worse", "copy", "spoiler"})
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=1)
 _SENT = "sent"
 _LONGEST = 300  # characters of a cause that is kept
@@ -49,6 +50,14 @@ class _AnotherFile(StoreError):
 class _Note:
     digest: str  # SHA-256 of the file
     ended: str = ""  # "sent", or why it is not sent any more; empty: it may have been sent in part
+
+
+class Fate(NamedTuple):
+    """The fate of our upload at the outer step that it was for."""
+
+    base: Base
+    path: Path | None = None  # its file, where it was merged or refused, and is still there
+    cause: str = ""  # why it was not merged; empty: it was, or there was none
 
 
 class OwnUploads:
@@ -111,30 +120,27 @@ class OwnUploads:
             self._write_note(close, replace(note, ended=cause[:_LONGEST]))
         return UploadFailed(*place, cause)
 
-    def find_fate(self, manifest: Manifest) -> tuple[Base, Path | None, str]:
-        """Return what an outer step has made of our upload for it, its file, and why.
-
-        The file is None where it is not needed. The cause is empty where the upload was merged, and
-        where there was none.
-        """
+    def find_fate(self, manifest: Manifest) -> Fate:
+        """Return what an outer step has made of our upload for it."""
         cause = ""
         for serial, note in self._notes(manifest.outer_step - 1):
             found = self.path(manifest.outer_step - 1, serial)
             path = found if found.exists() else None
             if any(each.digest == note.digest for each in manifest.merged):
-                return Base.MERGED, path, ""
+                return Fate(Base.MERGED, path)
             for each in manifest.refused:
-                if each.digest == note.digest and each.cause not in NOT_JUDGED:
-                    return Base.REFUSED, path, f"{each.cause}: {each.reason}"
                 if each.digest == note.digest:
-                    return Base.KEPT, None, f"{each.cause}: {each.reason}"
+                    cause = f"{each.cause}: {each.reason}"
+                    if each.cause in FOR_CONTENT:
+                        return Fate(Base.REFUSED, path, cause)
+                    return Fate(Base.KEPT, None, cause)
             if note.ended != _SENT:
                 cause = f"not sent: {note.ended or 'this miner was stopped'}"
             elif serial != manifest.serial:
                 cause = f"void: the close moved after it was sent (serial {serial})"
             else:
                 cause = "not judged: the validator did not have it in time"
-        return Base.KEPT, None, cause
+        return Fate(Base.KEPT, None, cause)
 
     def forget(self, before: int) -> None:
         """Delete files and notes of the outer steps before ``before``."""

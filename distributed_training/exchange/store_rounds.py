@@ -20,6 +20,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -44,7 +45,7 @@ from .base import (
     Weights,
 )
 from .chain_copy import ChainCopy, ForkError, Member
-from .own_uploads import OwnUploads
+from .own_uploads import Fate, OwnUploads
 
 log = logging.getLogger(__name__)
 
@@ -381,30 +382,39 @@ class StoreRounds:
         if held > state.outer_step:
             raise StateUnavailable(f"we hold outer step {held}, which {keys.STATE} does not know")
         self._chain.link(held, state)
-        newest, cause = max(state.weights_at, default=0), ""
+        newest, reason = max(state.weights_at, default=0), ""
         if newest > held:
             update = self._reader.head(keys.outer_key(held + 1, keys.UPDATE))
             model = self._reader.head(keys.outer_key(newest, keys.MODEL))
             if update is None:
-                cause = f"outer step {held + 1} has no update any more"
+                reason = f"outer step {held + 1} has no update any more"
             elif model is not None and model.size < (newest - held) * update.size:
-                cause = f"they are fewer bytes than {newest - held} updates"
-        if cause:
-            return self._fetch_weights(newest, cause)
-        return self._fetch_update(held + 1)
+                reason = f"they are fewer bytes than {newest - held} updates"
+        # Whichever of the two leads on, this one tells what became of our upload.
+        fate = self._uploads.find_fate(self._chain.manifest(held + 1))
+        if reason:
+            weights = self._fetch_weights(newest, reason)
+            return replace(weights, base=fate.base, own_upload=fate.path, cause=fate.cause)
+        return self._fetch_update(held + 1, fate)
 
-    def _fetch_update(self, outer_step: int) -> Update:
+    def _fetch_update(self, outer_step: int, fate: Fate) -> Update:
         manifest = self._chain.manifest(outer_step)
         if not manifest.update:
             raise StateUnavailable(f"outer step {outer_step} has no update, and no later weights")
         path = self._folder / "updates" / f"{outer_step}.safetensors"
         key = keys.outer_key(outer_step, keys.UPDATE)
         self._download(key, path, manifest.update, limit=self._largest_update)
-        base, own_upload, cause = self._uploads.find_fate(manifest)
-        steps = manifest.total_inner_steps
-        return Update(outer_step, path, base, own_upload, manifest.weights, steps, cause)
+        return Update(
+            outer_step,
+            path,
+            base=fate.base,
+            own_upload=fate.path,
+            weights=manifest.weights,
+            inner_steps=manifest.total_inner_steps,
+            cause=fate.cause,
+        )
 
-    def _fetch_weights(self, outer_step: int, cause: str) -> Weights:
+    def _fetch_weights(self, outer_step: int, reason: str) -> Weights:
         manifest, place = self._chain.manifest(outer_step), self._folder / "weights"
         folder, aside = place / str(outer_step), place / f".{outer_step}"
         whole = folder if folder.exists() else aside
@@ -420,7 +430,7 @@ class StoreRounds:
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
         steps = manifest.total_inner_steps
-        return Weights(outer_step, folder, manifest.weights, steps, cause)
+        return Weights(outer_step, folder, manifest.weights, steps, reason)
 
     def _download(self, key: str, path: Path, digest: str, *, limit: int) -> None:
         """Fetch an object unless it is there. Raises StateUnavailable for another digest."""

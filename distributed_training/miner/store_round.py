@@ -328,6 +328,8 @@ class StoreRank:
                 self._trainer.prepare_update(
                     update.folder / keys.MODEL,
                     outer_step=update.outer_step,
+                    base=update.base,
+                    own_upload=update.own_upload,
                     weights=update.weights,
                     whole=True,
                 )

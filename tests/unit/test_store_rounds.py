@@ -144,7 +144,7 @@ def test_who_is_far_behind_gets_weights_and_then_the_updates(
     [_, weights] = miner.pass_time(60)
     assert isinstance(weights, Weights) and weights.outer_step == 9
     assert (weights.folder / keys.MODEL).read_bytes().startswith(b"model 000009")
-    assert weights.weights == leader.chain[9].weights and "fewer bytes" in weights.cause
+    assert weights.weights == leader.chain[9].weights and "fewer bytes" in weights.reason
     assert not any(key.endswith(keys.UPDATE) for op, key in store.asked if op == "get_range")
     miner.rounds.applied(9)
     miner.turn()
@@ -164,7 +164,7 @@ def test_weights_are_fetched_where_updates_are_gone_or_are_more_bytes(
     miner.turn()
     [weights] = miner.take_facts()
     assert isinstance(weights, Weights) and weights.outer_step == 2
-    assert "no update any more" in weights.cause
+    assert "no update any more" in weights.reason
     assert miner.rounds.held_weights() == weights.folder
 
 
@@ -226,6 +226,23 @@ def test_a_close_that_moved_voids_its_upload_and_is_followed_by_another(
     assert digest not in update.cause
 
 
+def test_weights_that_pass_over_our_upload_tell_what_became_of_it(
+    leader: Leader, miner: Miner
+) -> None:
+    """Else what was merged would be carried into the next upload too."""
+    close = leader.close
+    miner.pass_time(PERIOD)
+    digest = miner.write_upload(close)
+    miner.rounds.send(close)
+    miner.turn()
+    for outer_step in range(1, 11):
+        ours = (merged(UID, digest),) if outer_step == 1 else (merged(0, "f" * 64),)
+        leader.take_outer_step(weights=outer_step == 10, merged=ours)
+    weights = miner.pass_time(60)[-1]
+    assert isinstance(weights, Weights) and weights.outer_step == 10
+    assert (weights.base, weights.own_upload) == (Base.MERGED, miner.rounds.upload_path(close))
+
+
 @pytest.mark.parametrize(
     "verdict, base, cause",
     [
@@ -233,6 +250,7 @@ def test_a_close_that_moved_voids_its_upload_and_is_followed_by_another(
         (("worse",), Base.REFUSED, "worse: a reason"),
         (("copy",), Base.REFUSED, "copy: a reason"),
         (("late",), Base.KEPT, "late: a reason"),
+        (("damaged",), Base.KEPT, "damaged: a reason"),
     ],
 )
 def test_the_manifest_tells_what_became_of_our_upload(
