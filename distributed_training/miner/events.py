@@ -27,6 +27,7 @@ from distributed_training.protocol.types import (
 
 if TYPE_CHECKING:
     from distributed_training.training.snapshot import SnapshotHandle
+    from distributed_training.training.store_outer_step import UploadHandle
 
 
 class Action(enum.IntEnum):
@@ -254,7 +255,7 @@ class UploadTaken(Event):
     """The upload of ``close`` is being written; ``handle`` tells when all its rows are there."""
 
     close: Close
-    handle: SnapshotHandle
+    handle: UploadHandle
     progress: Progress
 
 

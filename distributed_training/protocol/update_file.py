@@ -365,14 +365,13 @@ class UpdateFile:
         run_id: str,
         kind: Literal["upload", "update"],
         hotkey: str,
-        verify: Verify | None,
+        verify: Verify,
         bits: int | None = None,
     ) -> UpdateFile:
         """Open and check a file, of foreign bytes too.
 
         ``hotkey``: who must have signed it: the master an update, the uid's hotkey an upload.
-        Nothing is allocated for its tensors. ``verify=None``: for a file that was checked on this
-        machine before, as by rank 0. Then its header is checked alone, without its signature.
+        Nothing is allocated for its tensors.
 
         Raises ValueError, in one line, for a file that is not exactly as the protocol page has it,
         and OSError.
@@ -389,21 +388,33 @@ class UpdateFile:
             ):
                 if found != wanted:
                     raise ValueError(f"its {name} is {found}, not {wanted}")
-            if verify and not verify(_message(layout, body), bytes.fromhex(signature), hotkey):
+            if not verify(_message(layout, body), bytes.fromhex(signature), hotkey):
                 raise ValueError(f"its signature is not by {hotkey}")
-            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
-            if verify:
-                file.seek(layout.body)
-                if _digest_rest(file) != body:
-                    raise ValueError("its values are not those that were signed")
-        opened = cls(path, layout, torch.frombuffer(mapped, dtype=torch.uint8))
-        if verify:
-            for part in layout.parts:
-                try:
-                    refuse_scales(opened._scales(part, 0, part.rows))
-                except ValueError as error:
-                    raise ValueError(f"{part.name}: {error}") from None
+            file.seek(layout.body)
+            if _digest_rest(file) != body:
+                raise ValueError("its values are not those that were signed")
+            opened = cls._map(file, layout)
+        for part in layout.parts:
+            try:
+                refuse_scales(opened._scales(part, 0, part.rows))
+            except ValueError as error:
+                raise ValueError(f"{part.name}: {error}") from None
         return opened
+
+    @classmethod
+    def reopen(cls, path: Path, schema: Schema) -> UpdateFile:
+        """Open a file that this machine has made, or has checked before, as rank 0 does.
+
+        Its header alone is looked at. Raises ValueError, in one line, and OSError.
+        """
+        with open(path, "rb") as file:
+            layout, _, _ = _read_head(file, os.fstat(file.fileno()).st_size, schema)
+            return cls._map(file, layout)
+
+    @classmethod
+    def _map(cls, file: Any, layout: UpdateLayout) -> UpdateFile:
+        mapped = mmap.mmap(file.fileno(), layout.size, access=mmap.ACCESS_COPY)
+        return cls(Path(file.name), layout, torch.frombuffer(mapped, dtype=torch.uint8))
 
     def rows(self, index: int, first: int, stop: int) -> Tensor:
         """Return rows ``first`` to ``stop`` of parameter ``index``, float32 ``(rows, columns)``."""

@@ -314,8 +314,8 @@ class Checkpointer:
             return
         moments = {checkpoint_key(name): rows for name, rows in copies.state.items()}
         state = {**self._trainer.state_dict(), "weights": copies.weights, **moments}
-        by_epoch = self._named(self._trainer.outer.state_dict())
-        tensors = self._named(state)
+        of_epoch, tensors = self._trainer.outer.of_epoch, self._named(state)
+        by_epoch = {key: rows for key, rows in tensors.items() if _kind(key) in of_epoch}
         by_step = {key: tensor for key, tensor in tensors.items() if key not in by_epoch}
         scalars = {k: v for k, v in state.items() if v is not None and not _are_tensors(v)}
         content = {"state": scalars, "extra": extra, "first": first}

@@ -244,7 +244,7 @@ class RowStream:
         problem = None
         try:
             result = work()
-        except (RuntimeError, MemoryError) as error:  # out of memory, for one
+        except (RuntimeError, MemoryError, OSError, ValueError) as error:  # no memory, a bad file
             problem = f"{type(error).__name__}: {error}"
             # torch raises a RuntimeError where the host has none left.
             if isinstance(error, MemoryError) or "t allocate memory" in problem:

@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -139,9 +139,11 @@ _local = partial(AllReduceError, AllReduceFault.LOCAL)
 
 
 @dataclass(frozen=True)
-class _Prepared:
+class Prepared:
+    """This rank's rows of what a commit swaps in."""
+
     weights: list[Tensor]
-    momentum: list[Tensor]
+    momentum: list[Tensor] | None
     present: list[Tensor]  # the weights, and what was trained while the swarm averaged
     epoch_id: str
 
@@ -156,6 +158,9 @@ class Rows(NamedTuple):
 
 class OuterStep:
     """Owns epoch-start weights and outer momentum of one rank (host row blocks)."""
+
+    #: Lists of tensors in the state that change with ``epoch_id`` alone.
+    of_epoch: ClassVar = ("epoch_start", "momentum")
 
     def __init__(
         self,
@@ -174,7 +179,7 @@ class OuterStep:
         self.epoch_id = ""  # names the epoch-start weights and momentum in checkpoints
         self._shards = shards
         self._stream = stream
-        self._prepared: _Prepared | None = None
+        self._prepared: Prepared | None = None
         self._window: list[Tensor] | None = None
         self._written: list[Tensor] | None = None  # what the pseudo-gradient was written from
 
@@ -376,7 +381,7 @@ class OuterStep:
             present = self._stream.run_on_all(
                 lambda: [w.neg_().add_(on_host(s.local)).add_(outer) for w, s, outer in now], _local
             )
-        self._prepared = _Prepared(weights, momentum, present, self._new_epoch_id())
+        self._prepared = Prepared(weights, momentum, present, self._new_epoch_id())
 
     @torch.no_grad()
     def commit(self) -> None:

@@ -21,12 +21,12 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from safetensors import safe_open
@@ -225,29 +225,26 @@ class Epoch:
     learning_rate: float  # outer
 
 
-class SnapshotHandle:
-    """The writing of one snapshot by this rank."""
+class BackgroundWrite:
+    """The writing of files by this rank, in a thread beside training.
 
-    def __init__(self, folder: Path, hold_seconds: float, epoch: Epoch) -> None:
-        self.folder = folder
-        self.hold_seconds = hold_seconds  # how long training was held
-        self.epoch: Epoch | None = epoch  # until a gradient check took it
-        # By direction, this rank's codes; there before done(), until a preview took them.
-        self.codes: dict[str, list[Code | None]] = {}
-        # Rank 0: by direction, the content of gradients.pt.
-        self.contents: dict[str, dict[str, Any]] = {}
+    ``of``: what is written, in one word.
+    """
+
+    def __init__(self, of: str) -> None:
+        self._of = of
         self.error: BaseException | None = None  # of the writing, once it is done
         self._ended = threading.Event()
         self._cancelled = threading.Event()
 
-    def start(self, write: Callable[[SnapshotHandle], None]) -> None:
+    def start(self, write: Callable[[Self], None]) -> None:
         try:
-            threading.Thread(target=self._run, args=(write,), name="snapshot").start()
+            threading.Thread(target=self._run, args=(write,), name=self._of).start()
         except RuntimeError:
             # The machine has no thread left. Training waits: this rank alone must not end.
             self._run(write)
 
-    def _run(self, write: Callable[[SnapshotHandle], None]) -> None:
+    def _run(self, write: Callable[[Self], None]) -> None:
         try:
             write(self)
         except BaseException as error:  # noqa: BLE001 - in a thread: whoever asks is told
@@ -283,7 +280,46 @@ class SnapshotHandle:
     def check(self) -> None:
         """Raise RuntimeError after :meth:`cancel`; the writing thread calls it now and then."""
         if self._cancelled.is_set():
-            raise RuntimeError("the snapshot was given up")
+            raise RuntimeError(f"the {self._of} was given up")
+
+    def wait_for_parts(self, parts: Path, ranks: Iterable[int]) -> list[str | None]:
+        """Wait until each rank has its part ready; return what in it holds NaN or Inf.
+
+        Raises RuntimeError where a rank failed, or after :meth:`cancel`, and TimeoutError.
+        """
+        found: list[str | None] = []
+        deadline = time.monotonic() + PARTS_TIMEOUT.total_seconds()
+        # Files are looked at, no rank is asked: a thread's collectives would meet training's.
+        for rank in ranks:
+            ready = ready_file(parts, rank)
+            while not ready.exists():
+                self.check()
+                if time.monotonic() > deadline:
+                    raise TimeoutError(
+                        f"rank {rank} did not write its part of the {self._of} in time"
+                    )
+                time.sleep(0.01)
+            answer = json.loads(ready.read_text())
+            if answer["error"] is not None:
+                raise RuntimeError(
+                    f"rank {rank} could not write its part of the {self._of}: {answer['error']}"
+                )
+            found.append(answer["not_finite"])
+        return found
+
+
+class SnapshotHandle(BackgroundWrite):
+    """The writing of one snapshot by this rank."""
+
+    def __init__(self, folder: Path, hold_seconds: float, epoch: Epoch) -> None:
+        super().__init__("snapshot")
+        self.folder = folder
+        self.hold_seconds = hold_seconds  # how long training was held
+        self.epoch: Epoch | None = epoch  # until a gradient check took it
+        # By direction, this rank's codes; there before done(), until a preview took them.
+        self.codes: dict[str, list[Code | None]] = {}
+        # Rank 0: by direction, the content of gradients.pt.
+        self.contents: dict[str, dict[str, Any]] = {}
 
     def forget(self) -> None:
         """Give the memory of the codes back: what is written stays as it is."""
@@ -308,7 +344,7 @@ def write_snapshot(state: SnapshotState, handle: SnapshotHandle) -> None:
         _gradient_part(parts, state.rank).unlink(missing_ok=True)  # a full disk needs the room
         # To both: rank 0 may have its part and read no more of this rank, and the uploader would
         # wait ten minutes for the rest.
-        for path in (_ready(parts, state.rank), _done_file(handle.folder, state.rank)):
+        for path in (ready_file(parts, state.rank), _done_file(handle.folder, state.rank)):
             with contextlib.suppress(OSError):
                 write_json(path, {"error": why})
         raise
@@ -333,26 +369,11 @@ def _write_files(state: SnapshotState, handle: SnapshotHandle) -> None:
         write_safetensors(_gradient_part(parts, state.rank), part)
     # After the part: rank 0 reads it as soon as this is there. Without a sync: nothing reads it
     # after a crash, and rank 0 may have removed the folder before that began.
-    write_json(_ready(parts, state.rank), {"error": None, "not_finite": bad_weights}, durable=False)
+    write_json(
+        ready_file(parts, state.rank), {"error": None, "not_finite": bad_weights}, durable=False
+    )
     if state.rank == 0:
-        bad_of_ranks: list[str | None] = []
-        deadline = time.monotonic() + PARTS_TIMEOUT.total_seconds()
-        # Files are looked at, no rank is asked: a thread's collectives would meet training's.
-        for rank in range(state.layout.shards):
-            ready = _ready(parts, rank)
-            while not ready.exists():
-                handle.check()
-                if time.monotonic() > deadline:
-                    raise TimeoutError(
-                        f"rank {rank} did not write its part of the snapshot in time"
-                    )
-                time.sleep(0.01)
-            answer = json.loads(ready.read_text())
-            if answer["error"] is not None:
-                raise RuntimeError(
-                    f"rank {rank} could not write its part of the snapshot: {answer['error']}"
-                )
-            bad_of_ranks.append(answer["not_finite"])
+        bad_of_ranks = handle.wait_for_parts(parts, range(state.layout.shards))
         bad_weights = next(filter(None, bad_of_ranks), None)
         if state.parts != "scored":
             # Whole and synced by now: each rank synced its rows before it was ready.
@@ -464,7 +485,7 @@ def _is_finite(values: Tensor) -> bool:
     return all(math.isfinite(float(piece.sum(dtype=torch.float64))) for piece in pieces)
 
 
-def _ready(parts: Path, rank: int) -> Path:
+def ready_file(parts: Path, rank: int) -> Path:
     return parts / f"rank-{rank}.ready.json"
 
 

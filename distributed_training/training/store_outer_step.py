@@ -1,31 +1,379 @@
 """Take the outer step of a store network: write what was trained, apply the update that all apply.
 
 In such a network the validator alone merges. A miner writes one upload at each close: what it has
-trained since the epoch-start weights, and what encoding earlier ones has lost (its *residual*).
+trained since the epoch-start weights, and its *residual*, which encoding earlier ones has lost.
 Later it applies one published update to the epoch-start weights. All miners apply the same bytes,
-so their epoch starts are equal to the bit. What was trained beside the exchange stays on top:
+so their epoch starts are equal to the bit; the digest that the manifest names shows it before the
+vote. What was trained beside the exchange stays on top:
 :class:`~distributed_training.protocol.types.Base` says from where it counts.
 
-Order that makes it safe: write the upload, then a checkpoint, which keeps the weights that it was
-written from, and only when that is complete send it. So no restart finds an upload in the store
-that its checkpoint does not know. The file of an upload stays on the disk until a checkpoint of a
-later outer step is complete: a restart, or a roll-back, may apply the same update once more.
+This order makes it safe: write the upload, then a checkpoint, which keeps the weights that it was
+written from, and only when that is complete send it. So the store has no upload that the checkpoint
+does not know. The upload's file stays on the disk until a checkpoint of a later outer step is
+complete: after a restart or a roll-back the same update is applied again.
 """
 
 from __future__ import annotations
 
-from .outer_step import OuterStep
-from .snapshot import SnapshotHandle
+import contextlib
+import math
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from distributed_training.common.files import sync_folder, write_json
+from distributed_training.protocol.types import AllReduceError, AllReduceFault, Base, Sign
+from distributed_training.protocol.update_file import (
+    Header,
+    UpdateFile,
+    UpdateLayout,
+    digest_rows,
+    digest_weights,
+    finish,
+    write_rows,
+)
+
+from .collectives import Layout, ParameterShard, enter_thread, on_host
+from .outer_step import OuterStep, Prepared
+from .snapshot import BackgroundWrite, BoundaryCopies, ready_file
+
+_AT_ONCE = 1 << 22  # values that are encoded together
+_DIGEST = 32  # bytes of a row's
+
+_local = partial(AllReduceError, AllReduceFault.LOCAL)
 
 
-class UploadHandle(SnapshotHandle):
-    """The writing of one upload by this rank. Rank 0 signs it; then it is at ``path``, whole."""
+class UploadHandle(BackgroundWrite):
+    """The writing of one upload by this rank. Rank 0's is done once the file is at ``path``."""
 
-    digest: str = ""  # rank 0, once done: SHA-256 of the file, hex
+    def __init__(self, path: Path, header: Header) -> None:
+        super().__init__("upload")
+        self.path, self.header = path, header
+        self.hold_seconds = 0.0  # how long training was held
+        self.digest = ""  # rank 0, once done: SHA-256 of the file, hex
+
+
+@dataclass(frozen=True)
+class _Movement:
+    """The rows of this rank that an upload is made of, in host memory, never changed."""
+
+    start: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    residual: Sequence[Tensor] | None
+
+    def rows(self, index: int, first: int = 0, stop: int | None = None) -> Tensor:
+        """Return new rows of one parameter, the same bits each time."""
+        rows = self.start[index][first:stop] - self.weights[index][first:stop]
+        return rows if self.residual is None else rows.add_(self.residual[index][first:stop])
+
+
+@dataclass(frozen=True)
+class _UploadState:
+    """The state that the training thread hands over, in host memory."""
+
+    layout: Layout
+    shards: Sequence[ParameterShard]
+    moved: _Movement
+    vectors: Mapping[int, Tensor]  # parameter index -> the whole of it
+    copies: BoundaryCopies  # held for a checkpoint of this boundary, which gets the same ones
+    file: UpdateLayout
+    sign: Sign | None
+
+
+@dataclass(frozen=True)
+class NextStart:
+    """The step that is to be taken; see ``Trainer.prepare_update``."""
+
+    path: Path
+    outer_step: int
+    base: Base
+    own_upload: Path | None
+    weights: str
+    whole: bool
+
+
+@dataclass(frozen=True)
+class _Following:
+    """The values that a commit swaps in beside the weights."""
+
+    outer_step: int
+    start: str
+    residual: list[Tensor] | None
+    uploaded_steps: int  # inner steps that belong to the outer step before
+    dropped: str
 
 
 class StoreOuterStep(OuterStep):
-    """Owns epoch-start weights and residual of one rank, and what its upload was written from."""
+    """Owns epoch-start weights and residual of one rank, and what its upload was written from.
 
-    serial: int | None = None  # of the close that an upload of this outer step was written for
-    dropped: str = ""  # what the last commit dropped, one line; empty: nothing
+    No tensor of ``residual`` is ever changed in place, nor the list.
+    """
+
+    of_epoch: ClassVar = ("epoch_start", "residual")
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given)
+        self._schema = [(shard.name, shard.shape) for shard in self._shards]
+        self._vectors = [i for i, shard in enumerate(self._shards) if len(shard.shape) == 1]
+        self.residual: list[Tensor] | None = None  # None: nothing was lost yet
+        self.start = ""  # digest of the epoch-start weights, hex
+        self.serial: int | None = None  # of the close that ``_written`` was uploaded for
+        self.dropped = ""  # what the last commit dropped, in words; empty: nothing
+        self._written_steps = 0  # inner steps in ``_written``
+        self._following: _Following | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "epoch_id": self.epoch_id,
+            "epoch_start": self.epoch_start,
+            "epoch_digest": self.start,
+            "residual": self.residual,
+            "written": self._written,
+            "written_serial": -1 if self.serial is None else self.serial,
+            "written_steps": self._written_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.epoch_id, self.epoch_start = str(state["epoch_id"]), state["epoch_start"]
+        self.start, self.residual = str(state["epoch_digest"]), state["residual"]
+        serial = int(state["written_serial"])
+        self._written, self.serial = state["written"], None if serial < 0 else serial
+        self._written_steps = int(state["written_steps"])
+        self.roll_back()
+
+    def begin_epoch(self) -> None:
+        super().begin_epoch()
+        self.residual, self.serial = None, None
+        self.start = self._stream.from_rank_0(self._digest(self.epoch_start or []))
+
+    def roll_back(self) -> None:
+        # What the upload was written from stays: the update may come again.
+        self._prepared = self._following = None
+
+    # --- the upload ----------------------------------------------------------------------------
+
+    def write_upload(
+        self, header: Header | None, path: Path | None, sign: Sign | None, copies: BoundaryCopies
+    ) -> UploadHandle:
+        """Write epoch start - weights of ``copies`` + residual. See ``Trainer.write_upload``."""
+        began, problem = time.perf_counter(), None
+        header, path = self._stream.from_rank_0((header, path))
+        assert header is not None and path is not None
+        header = replace(header, start=self.start)
+        file = UpdateLayout.of(self._schema, header)
+        if self._stream.rank == 0:
+            try:
+                _make_room(path, file.size)
+            except OSError as error:
+                problem = f"{path} cannot be written: {error}"
+        self._stream.raise_if_any(problem, OSError)  # no rank writes before
+        moved = _Movement(self.epoch_start or [], copies.weights, self.residual)
+        # Here and not in the thread: it is collective, and would meet training's collectives.
+        rows = self._stream.run_on_all(lambda: [moved.rows(index) for index in self._vectors])
+        wholes = dict(zip(self._vectors, self._stream.whole(rows), strict=True))
+        # No rank fails from here on: all of them know this upload, or none.
+        self._written, self.serial = copies.weights, header.serial
+        self._written_steps = header.inner_steps
+        handle = UploadHandle(path, header)
+        state = _UploadState(self._stream.layout, self._shards, moved, wholes, copies, file, sign)
+        handle.hold_seconds = time.perf_counter() - began
+        handle.start(partial(_write_upload, state))
+        return handle
+
+    # --- the update ----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prepare_update(self, update: NextStart | None, *, inner_step: int) -> None:
+        """Compute the next epoch start and what is on top of it, aside. Collective.
+
+        See ``Trainer.prepare_update``. ``update`` is rank 0's, ``inner_step`` that of now.
+        """
+        self.roll_back()
+        known = update is not None and self._knows(update.own_upload)
+        update, known = self._stream.from_rank_0((update, known))
+        assert update is not None and self.epoch_start is not None
+        keeps, merged = update.base is Base.KEPT, update.base is Base.MERGED and known
+
+        def read() -> tuple[list[Tensor], list[Tensor]]:
+            weights = self._next_start(update)
+            return weights, self._encoding_lost(update.own_upload) if merged else []
+
+        weights, residual = self._stream.run_on_all(read, _local)
+        for rows in (*weights, *residual):
+            self._stream.replicate(rows)  # to the ranks on other machines, who have no files
+        problem, digest = None, self._digest(weights)
+        if self._stream.rank == 0 and digest != update.weights:
+            problem = (
+                f"the weights of outer step {update.outer_step} have the digest {digest:.16} here, "
+                f"and {update.weights:.16} in its manifest, so it is not applied"
+            )
+        self._stream.raise_if_any(problem, _local)
+        base, dropped = self._written, ""
+        if keeps:
+            base, residual = self.epoch_start, self.residual or []
+        elif not known:
+            base = None
+            dropped = (
+                f"the {inner_step} inner steps since the last outer step, as no checkpoint knows "
+                f"what the {update.base.value} upload held"
+            )
+        elif not merged:
+            dropped = (
+                f"the {self._written_steps} inner steps of the refused upload, and its residual"
+            )
+
+        def on_top() -> list[Tensor]:
+            if base is None:
+                return weights
+            each = zip(self._shards, base, weights, strict=True)
+            return [(on_host(s.local) - before).add_(new) for s, before, new in each]
+
+        # It takes a new tensor for each parameter, so memory may run out on one rank alone.
+        present = self._stream.run_on_all(on_top, _local)
+        of_upload = self._written_steps if known else inner_step
+        self._following = _Following(
+            update.outer_step, update.weights, residual or None, 0 if keeps else of_upload, dropped
+        )
+        self._prepared = Prepared(weights, None, present, self._new_epoch_id())
+
+    def commit_update(self) -> tuple[int, int]:
+        """Swap in what :meth:`prepare_update` computed, as :meth:`commit` does.
+
+        Returns the outer step, and the inner steps that belong to the one before.
+        """
+        following = self._following
+        self.commit()
+        assert following is not None
+        self.start, self.residual = following.start, following.residual
+        self.dropped = following.dropped
+        self._written = self.serial = self._following = None
+        return following.outer_step, following.uploaded_steps
+
+    def _knows(self, own_upload: Path | None) -> bool:
+        """Return whether ``_written`` is what that upload was written from."""
+        if own_upload is None or self._written is None:
+            return False
+        try:
+            header = UpdateFile.reopen(own_upload, self._schema).header
+        except (ValueError, OSError):
+            return False
+        return (header.start, header.serial) == (self.start, self.serial)
+
+    def _next_start(self, update: NextStart) -> list[Tensor]:
+        """Read this rank's rows of the weights that ``update`` leads to."""
+        if not self._stream.layout.on_node_0:
+            return [shard.empty_rows() for shard in self._shards]
+        if update.whole:
+            try:
+                with safe_open(update.path, "pt") as file:
+                    return [file.get_slice(s.name)[s.start : s.stop] for s in self._shards]
+            except SafetensorError as error:
+                raise ValueError(f"{update.path.name} cannot be read: {error}") from None
+        opened = UpdateFile.reopen(update.path, self._schema)
+        each = enumerate(self.epoch_start or [])
+        return [start - self._decode(opened, index) for index, start in each]
+
+    def _encoding_lost(self, own_upload: Path | None) -> list[Tensor]:
+        """Return this rank's rows of what was uploaded, less what its file holds."""
+        if own_upload is None or not self._stream.layout.on_node_0:
+            return [shard.empty_rows() for shard in self._shards]
+        opened = UpdateFile.reopen(own_upload, self._schema)
+        moved = _Movement(self.epoch_start or [], self._written or [], self.residual)
+        indices = range(len(self._shards))
+        return [moved.rows(index).sub_(self._decode(opened, index)) for index in indices]
+
+    def _decode(self, file: UpdateFile, index: int) -> Tensor:
+        """Return this rank's rows of one parameter."""
+        shard = self._shards[index]
+        if index in self._vectors:  # one row of the file
+            return file.rows(index, 0, 1).view(-1)[shard.start : shard.stop]
+        return file.rows(index, shard.start, shard.stop).view(-1, *shard.shape[1:])
+
+    def _digest(self, weights: Sequence[Tensor]) -> str:
+        """Return the digest of weights on rank 0, by this rank's rows of them. Collective."""
+        wholes = self._stream.whole([weights[index] for index in self._vectors])
+        vectors = dict(zip(self._vectors, wholes, strict=True))
+        parts, lead = [], self._stream.rank == 0
+        for index, (shard, rows) in enumerate(zip(self._shards, weights, strict=True)):
+            if index in vectors:
+                parts.append(digest_rows(vectors[index].view(1, -1)) if lead else b"")
+                continue
+            whole = torch.empty((shard.shape[0], _DIGEST), dtype=torch.uint8) if lead else None
+            # A rank may have no row of it, and frombuffer takes no empty buffer.
+            own = torch.frombuffer(
+                bytearray(digest_rows(rows.flatten(1)) + b"0"), dtype=torch.uint8
+            )
+            self._stream.gather(shard.shape, own[:-1].view(len(rows), _DIGEST), whole)
+            parts.append(b"" if whole is None else whole.numpy().tobytes())
+        return digest_weights(parts) if lead else ""
+
+
+def _parts(path: Path) -> Path:
+    """Return the folder in which the ranks write the file ``path``."""
+    return path.with_suffix(".parts")
+
+
+def _make_room(path: Path, size: int) -> None:
+    """Begin the file of ``path`` with room for all its bytes. Raises OSError, as of a full disk."""
+    path.unlink(missing_ok=True)
+    for left in path.parent.glob("*.parts"):  # of a process that was killed
+        shutil.rmtree(left)
+    parts = _parts(path)
+    parts.mkdir(parents=True)
+    try:
+        with open(parts / path.name, "xb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+    except OSError:
+        shutil.rmtree(parts, ignore_errors=True)
+        raise
+
+
+def _write_upload(state: _UploadState, handle: UploadHandle) -> None:
+    """Write this rank's rows; rank 0 signs the file once all have. Runs in a thread.
+
+    Raises TimeoutError, OSError, ValueError (NaN or Inf), RuntimeError (another rank failed).
+    """
+    enter_thread(state.shards[0].local.device)
+    layout, path = state.layout, handle.path
+    if not layout.on_node_0:
+        return  # its peer there writes the same rows
+    parts = _parts(path)
+    try:
+        _write_own_rows(state, handle, parts / path.name)
+        write_json(ready_file(parts, layout.shard), {"error": None, "not_finite": None})
+        if layout.rank == 0:
+            handle.wait_for_parts(parts, range(layout.shards))
+            assert state.sign is not None
+            handle.digest = finish(parts / path.name, state.file, state.sign)
+            os.replace(parts / path.name, path)
+            sync_folder(path.parent)
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            why = f"{type(error).__name__}: {error}"
+            write_json(ready_file(parts, layout.shard), {"error": why})
+        raise
+    finally:
+        if layout.rank == 0:
+            shutil.rmtree(parts, ignore_errors=True)
+
+
+def _write_own_rows(state: _UploadState, handle: UploadHandle, path: Path) -> None:
+    for index, shard in enumerate(state.shards):
+        handle.check()
+        if index in state.vectors:
+            if state.layout.rank == 0:
+                write_rows(path, state.file, index, 0, state.vectors[index].view(1, -1))
+            continue
+        step = max(1, _AT_ONCE // math.prod(shard.shape[1:]))
+        for first in range(0, shard.stop - shard.start, step):
+            rows = state.moved.rows(index, first, first + step).flatten(1)
+            write_rows(path, state.file, index, shard.start + first, rows)

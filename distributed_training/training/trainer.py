@@ -11,6 +11,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -27,8 +28,10 @@ from distributed_training.protocol.types import (
     AllReduceFault,
     Base,
     Progress,
+    Sign,
     StepReport,
 )
+from distributed_training.protocol.update_file import Header
 
 from . import sharding
 from .collectives import Layout, on_host, open_stream
@@ -53,15 +56,13 @@ from .snapshot import (
     SnapshotState,
     write_snapshot,
 )
-from .store_outer_step import StoreOuterStep, UploadHandle
+from .store_outer_step import NextStart, StoreOuterStep, UploadHandle
 from .throughput import StepMeter, start_profiler
 
 if TYPE_CHECKING:  # 80 modules that nothing else here needs
     from torch.distributed.checkpoint.stateful import Stateful
 
 log = logging.getLogger(__name__)
-
-Sign = Callable[[bytes], bytes]
 
 #: Covers each collective of the host-memory streams: pseudo-gradient, average, votes.
 STREAM_TIMEOUT = timedelta(minutes=10)
@@ -221,6 +222,8 @@ class Trainer:
         far worse than the epoch start of about the same outer step are refused too. Those that an
         earlier outer step of this miner began with are taken whatever they are.
         """
+        if isinstance(self.outer, StoreOuterStep):  # signed by the one who judges them
+            return self.load_weights(path)
         text = Text.of(
             sample,
             batches=MEASURED,
@@ -330,6 +333,8 @@ class Trainer:
     @property
     def components(self) -> tuple[Stateful, ...]:
         """Those whose keys lie beside the trainer's own in a checkpoint; no two have one key."""
+        if isinstance(self.outer, StoreOuterStep):  # it has the error feedback too
+            return self.sharded, self.optimizer, self.outer, self.starts
         return self.sharded, self.optimizer, self.outer, self.feedback, self.starts
 
     def state_dict(self) -> dict[str, Any]:
@@ -589,6 +594,11 @@ class Trainer:
 
         Inner steps taken since the pseudo-gradient was written belong to the new outer step.
         """
+        if isinstance(self.outer, StoreOuterStep):
+            self.outer_step, before = self.outer.commit_update()
+            self.inner_step -= before
+            self.drop_step()
+            return
         self.outer.commit()
         assert self._left_sketch is not None
         self.starts.leave(self.outer_step, self._left_sketch)
@@ -604,17 +614,29 @@ class Trainer:
 
     # --- outer step of a store network ---------------------------------------------------------
 
+    @property
+    def upload_serial(self) -> int | None:
+        """The close that an upload of this outer step was written for; None: none was."""
+        return self.outer.serial if isinstance(self.outer, StoreOuterStep) else None
+
     def write_upload(
-        self, path: Path | None = None, header: Any = None, *, sign: Sign | None = None
+        self, path: Path | None = None, header: Header | None = None, *, sign: Sign | None = None
     ) -> UploadHandle:
         """Write this step boundary's upload to rank 0's ``path``, in the background. Collective.
 
-        Rank 0 alone gives arguments. ``header``: a ``protocol.update_file.Header`` with run_id,
-        serial, hotkey, bits and blocks; the rest is filled in here. Raises on all ranks alike
-        OSError where the file cannot be made, RankFailedError when a rank has no memory; later
-        failures are in the handle.
+        Rank 0 alone gives arguments; the header's ``outer_step``, ``start``, ``inner_steps`` and
+        ``tokens`` are filled in here. A file at ``path`` is removed. Training is held for the copy
+        to host memory. Raises on all ranks alike OSError where there is no room for the file, and
+        RankFailedError when a rank has no memory; later failures are in the handle.
         """
-        raise NotImplementedError
+        assert isinstance(self.outer, StoreOuterStep)
+        if header is not None:
+            tokens = self.inner_step * self.batch_plan.effective * self.settings.sequence_length
+            header = replace(
+                header, outer_step=self.outer_step, inner_steps=self.inner_step, tokens=tokens
+            )
+        copies = self.boundary_copies(())
+        return self.outer.write_upload(header, path, sign, copies)
 
     def prepare_update(
         self,
@@ -629,17 +651,19 @@ class Trainer:
         """Compute what follows from the update that leads to ``outer_step``, aside. Collective.
 
         Rank 0 alone gives arguments. ``own_upload``: the file of our upload of the outer step
-        before, if it is of the digest that was merged or refused. ``weights``: digest of the
-        weights that come out. ``whole``: ``path`` is a ``model.safetensors`` with them. Raises
-        AllReduceError(LOCAL) on all ranks alike, for another digest too; nothing changes then.
-        Follow it with :meth:`commit_outer_step` or :meth:`roll_back_outer_step`.
+        before, where that very file was merged or refused. ``weights``: digest of the weights that
+        come out. ``whole``: ``path`` is a ``model.safetensors`` with them, in place of an update;
+        ``outer_step`` may then be any. Raises AllReduceError(LOCAL) on all ranks alike, for another
+        digest too; nothing changes then. :meth:`commit_outer_step` or
+        :meth:`roll_back_outer_step` follows.
         """
-        raise NotImplementedError
-
-    @property
-    def upload_serial(self) -> int | None:
-        """The close that an upload of this outer step was written for; None: none was."""
-        return self.outer.serial if isinstance(self.outer, StoreOuterStep) else None
+        assert isinstance(self.outer, StoreOuterStep)
+        # The host memory that copies for an upload or a checkpoint hold is needed now.
+        self.copier.wait()
+        given = None
+        if path is not None:
+            given = NextStart(path, outer_step, base, own_upload, weights, whole)
+        self.outer.prepare_update(given, inner_step=self.inner_step)
 
     # --- uploads -------------------------------------------------------------------------------
 

@@ -148,10 +148,7 @@ def merge(
             write_rows(path, layout, index, a, wanted[a:b])
     digest = finish(path, layout, sign)
     # From the file: it is what all others apply.
-    header = layout.header
-    update = UpdateFile.open(
-        path, layout.schema, run_id=header.run_id, kind="update", hotkey=header.hotkey, verify=None
-    )
+    update = UpdateFile.reopen(path, layout.schema)
     for index, residual in enumerate(after.residual):
         rows = residual.view(layout.parts[index].rows, -1)
         for a, b in _chunks(layout, index):

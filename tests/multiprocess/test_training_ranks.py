@@ -107,3 +107,18 @@ def test_killed_and_resumed_is_as_if_never_killed(tmp_path: Path) -> None:
         assert torch.equal(a, b)
     alone = torch.load(tmp_path / "resumed-1.pt", weights_only=True)  # another world size
     assert alone["losses"] == pytest.approx(straight["losses"], abs=1e-4)
+
+
+def test_epoch_starts_of_a_store_network_are_equal_to_the_bit_on_any_layout(tmp_path: Path) -> None:
+    """The upload, the epoch start, the residual and what is on top, over a restart too."""
+    for world in (1, 2, 3):
+        Ranks("through_store", world, tmp_path).finish()
+    Ranks("through_store_of_nodes", 4, tmp_path).finish()
+    one, *others = [
+        json.loads((tmp_path / f"store-{name}.json").read_text())
+        for name in ("1-0", "2-0", "3-0", "4-2")
+    ]
+    for other in others:
+        assert other == one
+    Ranks("through_store_resumed", 1, tmp_path).finish()
+    assert json.loads((tmp_path / "store-resumed.json").read_text()) == one["steps"][0]

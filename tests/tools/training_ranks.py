@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -28,10 +29,11 @@ from distributed_training.protocol import gradients
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
+    Base,
     Progress,
     RankFailedError,
 )
-from distributed_training.training import local_evaluation, outer_step
+from distributed_training.training import local_evaluation, outer_step, store_outer_step
 from distributed_training.training import snapshot as snapshots
 from distributed_training.training import trainer as trainer_module
 from distributed_training.training.checkpoint import Checkpointer
@@ -39,8 +41,18 @@ from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
 from distributed_training.training.local_evaluation import WeightsWorseThanGuess
 from distributed_training.training.outer_rule import nesterov_sgd
 from distributed_training.training.snapshot import SnapshotHandle
+from distributed_training.training.store_outer_step import UploadHandle
 from distributed_training.training.trainer import Trainer
 from tests.tools import torch_2_5
+from tests.tools.outer_steps import header, sign
+from tests.tools.store_member import (
+    decoded,
+    digest_of,
+    drawn,
+    move,
+    store_step,
+    write_update,
+)
 from tests.tools.training_world import (
     evaluate,
     finished,
@@ -240,7 +252,7 @@ _sync_folder = files.sync_folder
 
 def _sync_late(folder: Path) -> None:
     """Sync ``folder`` as a slow rank would that has just become ready: once rank 0 is done."""
-    if folder.name == snapshots.PARTS and snapshots._ready(folder, RANK).exists():
+    if folder.name == snapshots.PARTS and snapshots.ready_file(folder, RANK).exists():
         wait_for(lambda: not folder.exists(), "the end of rank 0's snapshot", 20)
     _sync_folder(folder)
 
@@ -423,6 +435,159 @@ def evaluated(made: Trainer, rows: list[torch.Tensor], batches: torch.Tensor) ->
             item.local.copy_(part)
     made.drop_step()
     return evaluate(made, batches)
+
+
+def through_store_of_nodes(folder: Path) -> None:
+    """Two machines with a copy of the model each, of which the first alone has the files."""
+    through_store(folder, local_ranks=WORLD // 2)
+
+
+def through_store(folder: Path, *, local_ranks: int = 0) -> None:
+    """Rounds through the store, and every way in which they fail, each leaving all as it was."""
+    made = trainer(rank=RANK, world_size=WORLD, local_ranks=local_ranks, exchange="store")
+    place = folder / f"store-{WORLD}-{local_ranks}"
+    step, last = store_step(made), made.stream.layout.shards - 1
+    keeper = Checkpointer(trainer=made, folder=place / f"node{RANK // (last + 1)}")
+    for seed in (1, 2):
+        move(made, drawn(seed))
+    _uploads_fail(made, place, last)
+    assert step.serial is None
+    handle = _upload(made, place, 1)
+    move(made, drawn(3))  # while it is written
+    finished(handle)
+    dist.barrier()
+    assert (step.serial, handle.header.inner_steps) == (1, 2)
+    save_checkpoint(keeper, Progress(0, 3, 3, []))
+    found = [_applied(made, place, 1, last)]
+    assert (made.outer_step, made.inner_step, step.serial, step.dropped) == (1, 1, None, "")
+    # As after a kill: the same once more, from the checkpoint.
+    made = trainer(rank=RANK, world_size=WORLD, local_ranks=local_ranks, exchange="store", seed=7)
+    keeper = Checkpointer(trainer=made, folder=keeper._folder)
+    assert keeper.restore() is not None
+    assert made.upload_serial == 1
+    assert _applied(made, place, 1, last) == found[0]
+    finished(_upload(made, place, 2))
+    found.append(_applied(made, place, 2, last))
+    if RANK == 0:
+        # Of its values: the header has the tokens of a batch that three ranks round up.
+        sent = digest_of(decoded(place / "1.safetensors", made.schema))
+        content = {"steps": found, "upload": sent}
+        (folder / f"store-{WORLD}-{local_ranks}.json").write_text(json.dumps(content))
+
+
+def through_store_resumed(folder: Path) -> None:
+    """One rank goes on from the checkpoint of three, with what they sent."""
+    made = trainer(rank=RANK, world_size=WORLD, exchange="store", seed=7)
+    place = folder / "store-3-0"
+    assert Checkpointer(trainer=made, folder=place / "node0").restore() is not None
+    found = _applied(made, place, 1, 0)
+    (folder / "store-resumed.json").write_text(json.dumps(found))
+
+
+def _upload(made: Trainer, place: Path, serial: int) -> UploadHandle:
+    if RANK != 0:
+        return made.write_upload()
+    path = place / f"{serial}.safetensors"
+    return made.write_upload(path, header("upload", 0, serial=serial), sign=sign)
+
+
+def _uploads_fail(made: Trainer, place: Path, last: int) -> None:
+    """Each costs that upload alone."""
+    before = whole_weights(made)
+    for who in (0, WORLD - 1):
+        with (
+            memory_ends(made.copier, "copy_boundary", when=who == RANK),
+            pytest.raises(RankFailedError, match="MemoryError: no memory"),
+        ):
+            _upload(made, place, 1)
+
+    # Made anew each time: an error holds the frames that it came through, and they the copies.
+    def full(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def no_memory(*_: Any) -> None:
+        raise MemoryError("no memory is left")
+
+    with (
+        mock.patch.object(os, "posix_fallocate", full),
+        pytest.raises(OSError, match=r"cannot be written: .*No space left"),
+    ):
+        _upload(made, place, 1)
+    assert not list(place.glob("*.parts")) and store_step(made).serial is None
+    for fail, cause in ((full, "No space left"), (no_memory, "no memory is left")):
+        fails = mock.patch.object(store_outer_step, "write_rows", fail)
+        with fails if last == RANK else nullcontext():
+            handle = _upload(made, place, 1)
+            handle.join()
+        assert (handle.error is not None) == (RANK in (0, last))
+        assert RANK != 0 or cause in str(handle.error)
+        dist.barrier()
+    same(before, whole_weights(made))
+    store_step(made).serial = None  # as the checkpoint before has it
+
+
+def _applied(made: Trainer, place: Path, serial: int, last: int) -> dict[str, str]:
+    """Merge our upload of ``serial`` and apply the update; return digests of what came out."""
+    own, path = place / f"{serial}.safetensors", place / f"{serial}.update"
+    step, given = store_step(made), {}
+    start = made.stream.all_gather([rows.clone() for rows in step.epoch_start or []])
+    whole = [torch.cat(rows) for rows in zip(*start[: last + 1], strict=True)]
+    if RANK == 0:
+        if not path.exists():
+            write_update(path, made.schema, [0.7 * t for t in decoded(own, made.schema)])
+        after = [t - d for t, d in zip(whole, decoded(path, made.schema), strict=True)]
+        given = {
+            "path": path, "outer_step": serial, "base": Base.MERGED, "own_upload": own,
+            "weights": digest_of(after),
+        }  # fmt: skip
+    _updates_fail(made, given, last)
+    made.prepare_update(**given)
+    made.roll_back_outer_step()
+    made.prepare_update(**given)
+    made.commit_outer_step()
+    assert made.outer_step == serial
+    expected = [
+        (step.start, digest_of(each)) for each in (_gathered(made, step.epoch_start),) if RANK == 0
+    ]
+    assert all(a == b for a, b in expected)
+    residual, weights = _gathered(made, step.residual), _gathered(made, step.current())
+    rows = made.stream.all_gather([digest_of(step.current()), digest_of(step.residual or [])])
+    assert all(rows[rank] == rows[rank % (last + 1)] for rank in range(WORLD)), "copies differ"
+    if RANK != 0:
+        return {}
+    return {"start": step.start, "residual": digest_of(residual), "weights": digest_of(weights)}
+
+
+def _updates_fail(made: Trainer, given: dict[str, Any], last: int) -> None:
+    """All ranks vote against it then, and nothing has changed."""
+    before, step = whole_weights(made), store_step(made)
+    kept = step.state_dict()
+
+    def refused(**other: Any) -> None:
+        expect(AllReduceFault.LOCAL, lambda: made.prepare_update(**given | other))
+
+    refused(**{"weights": "0" * 64} if RANK == 0 else {})
+    refused(**{"path": Path(__file__)} if RANK == 0 else {})
+    for name in ("_next_start", "_encoding_lost"):
+        with memory_ends(step, name, when=last == RANK):
+            refused()
+    for item in step.epoch_start or []:  # of one rank alone, by one bit
+        if last == RANK and item.numel():
+            item.view(torch.int32).view(-1)[-1] ^= 1
+    refused()
+    for item in step.epoch_start or []:
+        if last == RANK and item.numel():
+            item.view(torch.int32).view(-1)[-1] ^= 1
+    made.roll_back_outer_step()
+    assert step.state_dict() == kept
+    same(before, whole_weights(made))
+
+
+def _gathered(made: Trainer, rows: list[torch.Tensor] | None) -> list[torch.Tensor]:
+    wholes = [torch.zeros(shape) for _, shape in made.schema]
+    for item, own, whole in zip(made.sharded.shards, rows or [], wholes, strict=True):
+        made.stream.gather(item.shape, own, whole if RANK == 0 else None)
+    return wholes
 
 
 def until_killed(folder: Path) -> None:

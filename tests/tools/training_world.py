@@ -52,6 +52,7 @@ def trainer(
     device: torch.device | str = "cpu",
     run_folder: Path | None = None,
     local_ranks: int = 0,
+    exchange: str = "hivemind",
     **changes: Any,
 ) -> Trainer:
     """Initial weights, epoch 0 begun."""
@@ -61,6 +62,7 @@ def trainer(
         device=torch.device(device),
         layout=Layout(rank, world_size, local_ranks),
         run_folder=run_folder,
+        exchange=exchange,
     )
     made.load_weights(None)
     made.begin_epoch(0)

@@ -30,7 +30,7 @@ from distributed_training.validator.merge import (
     norm_of,
     subtract,
 )
-from tests.tools.outer_steps import RUN_ID, SCHEMA, drawn, header, hotkey_of, sign, write_file
+from tests.tools.outer_steps import SCHEMA, drawn, header, hotkey_of, sign, write_file
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -64,14 +64,7 @@ def merge_steps(folder: Path, steps: int = 3, rule: Rule = RULE) -> list[OuterSt
 
 
 def open_update(folder: Path, outer_step: int) -> UpdateFile:
-    return UpdateFile.open(
-        folder / f"{outer_step}.update",
-        SCHEMA,
-        run_id=RUN_ID,
-        kind="update",
-        hotkey=header("update", 0).hotkey,
-        verify=None,
-    )
+    return UpdateFile.reopen(folder / f"{outer_step}.update", SCHEMA)
 
 
 def test_merge_is_that_of_plain_numpy(tmp_path: Path) -> None:
@@ -84,14 +77,7 @@ def test_merge_is_that_of_plain_numpy(tmp_path: Path) -> None:
         for outer_step, after in enumerate(states[1:]):
             total = np.zeros(shape, np.float32)
             for uid, factor in enumerate(FACTORS):
-                upload = UpdateFile.open(
-                    tmp_path / f"{outer_step}.{uid}",
-                    SCHEMA,
-                    run_id=RUN_ID,
-                    kind="upload",
-                    hotkey=hotkey_of(uid),
-                    verify=None,
-                )
+                upload = UpdateFile.reopen(tmp_path / f"{outer_step}.{uid}", SCHEMA)
                 total = total + upload.decode(name, shape).numpy() * np.float32(factor)
             mean = total / n
             momentum = momentum * mu + mean

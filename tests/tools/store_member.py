@@ -1,0 +1,70 @@
+"""A member of a store network without a store: its trainer, its files, and a validator's part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from distributed_training.protocol.update_file import (
+    UpdateFile,
+    UpdateLayout,
+    digest_rows,
+    digest_weights,
+    finish,
+    rows_and_columns,
+    write_rows,
+)
+from distributed_training.training.store_outer_step import StoreOuterStep
+from distributed_training.training.trainer import Trainer
+from tests.tools.outer_steps import header, sign
+
+Schema = Sequence[tuple[str, tuple[int, ...]]]
+
+
+def store_step(made: Trainer) -> StoreOuterStep:
+    assert isinstance(made.outer, StoreOuterStep)
+    return made.outer
+
+
+def digest_of(weights: Sequence[Tensor]) -> str:
+    """The digest of whole weights, as the validator has it."""
+    return digest_weights(
+        digest_rows(each.reshape(rows_and_columns(each.shape))) for each in weights
+    )
+
+
+def write_update(path: Path, schema: Schema, movement: Sequence[Tensor]) -> UpdateFile:
+    """Write the update that moves all weights by about ``-movement``."""
+    layout = UpdateLayout.of(list(schema), header("update", 0))
+    for index, rows in enumerate(movement):
+        write_rows(path, layout, index, 0, rows.reshape(rows_and_columns(rows.shape)))
+    finish(path, layout, sign)
+    return UpdateFile.reopen(path, list(schema))
+
+
+def decoded(path: Path, schema: Schema) -> list[Tensor]:
+    file = UpdateFile.reopen(path, list(schema))
+    return [file.decode(name, shape) for name, shape in schema]
+
+
+def move(made: Trainer, whole: Callable[[int, tuple[int, ...]], Tensor]) -> None:
+    """Take an inner step that moves each parameter by ``whole(index, shape)``."""
+    for index, shard in enumerate(made.sharded.shards):
+        shard.local.add_(whole(index, shard.shape)[shard.start : shard.stop])
+    made.inner_step += 1
+    made.total_inner_steps += 1
+    made.drop_step()
+
+
+def drawn(seed: int, scale: float = 1e-2) -> Callable[[int, tuple[int, ...]], Tensor]:
+    """Return movement of a seed, the same at each world size."""
+
+    def whole(index: int, shape: tuple[int, ...]) -> Tensor:
+        return scale * torch.randn(
+            shape, generator=torch.Generator().manual_seed(1000 * seed + index)
+        )
+
+    return whole
