@@ -23,10 +23,9 @@ from safetensors.torch import load_file
 from bench.kills import epoch_start, farthest
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.client import SignedClient
-from distributed_training.chain.identity import load_wallet
+from distributed_training.chain.identity import create_wallet
 from distributed_training.chain.registry import RegistryChain
 from distributed_training.common.ports import free_ports
-from distributed_training.config.settings import ChainSettings
 from distributed_training.protocol.types import RoundRequest
 from distributed_training.telemetry import read_events
 from distributed_training.telemetry.neuron_state import NeuronState
@@ -159,8 +158,7 @@ def come_uninvited(network: Founded) -> Program:
 def knock(network: Founded, url: str) -> None:
     """Ask registry and miners for what only members get, with the outsider's signature."""
     machine = network.machines["stranger"]
-    wallets = network.folder / "stranger" / ".bittensor" / "wallets"
-    wallet = load_wallet(ChainSettings(wallet_path=str(wallets)))
+    wallet = create_wallet(network.folder / "stranger" / "wallets", "default")
     with machine.inside(), closing(RegistryChain(url=url, wallet=wallet)) as chain:
         assert chain.wait_ready(timedelta(seconds=30))
         miners = [n for n in chain.neurons() if n.port is not None]

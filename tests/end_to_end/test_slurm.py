@@ -57,8 +57,8 @@ def _submit(cluster: Slurm, script: str, **more: str) -> str:
     before, _, after = line.partition("sbatch ")
     variables = dict(word.split("=", 1) for word in shlex.split(before))
     options, _, flags = after.partition(f"ops/slurm/{script}.sbatch")
-    own = FLAGS | {"network": network_file(cluster.folder / "network", RULES)}
-    arguments = [part for name, text in own.items() for part in (f"--{name}", text)]
+    network_file(cluster.folder, RULES)  # as the command names it
+    arguments = [part for name, text in FLAGS.items() for part in (f"--{name}", text)]
     environment = {
         "DT_PROGRAM": str(PROGRAM),
         "DT_PYTHON": sys.executable,
