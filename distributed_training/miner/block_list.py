@@ -19,7 +19,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from distributed_training.common.backoff import Repeats, Throttle
-from distributed_training.exchange.base import Update
 from distributed_training.protocol.types import Base, Progress, Revision
 
 from . import events as ev
@@ -277,8 +276,7 @@ class BlockList:
         """Close the upload of the outer step that was just left, by what became of it."""
         if (update := state.update) is None:
             return
-        kept = not isinstance(update, Update) or update.base is Base.KEPT
-        self._end_uploads(ok=not kept)
+        self._end_uploads(ok=update.base is not Base.KEPT)
 
     def _end_uploads(self, *, ok: bool) -> None:
         for outer_step, inner_step in tuple(self._published):

@@ -250,7 +250,7 @@ def open_global_bucket(
         folder=folder / "global",
         run=config.store.run,
     )
-    waiting = _Waiting("if this lasts: is chain.master_hotkey the subnet's?")
+    waiting = StartWait("if this lasts: is chain.master_hotkey the subnet's?")
     while True:
         try:
             bucket.follow()
@@ -269,7 +269,7 @@ def first_global_state(
     from, so a state that was refused will do, and while the store does not answer the newest one on
     the disk.
     """
-    waiting = _Waiting("if this lasts: check the network of this machine, or update the miner")
+    waiting = StartWait("if this lasts: check the network of this machine, or update the miner")
     target, failures, not_before = -1, 0, 0.0
     while True:
         try:
@@ -304,7 +304,7 @@ def first_global_state(
         pause_start(wanted)
 
 
-class _Waiting:
+class StartWait:
     """Log what a start waits for: when that changes, and every five minutes."""
 
     def __init__(self, advice: str) -> None:
@@ -336,6 +336,46 @@ _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=5), timedelta(minutes=1)  # betwe
 _LAST_REQUEST = 5.0  # seconds that one in flight gets at the end
 
 
+class NetworkWatch:
+    """Compare what the global bucket says of its network with the file by which we train.
+
+    ``versions``: of that file, to which this adds what the bucket has; None: there are none.
+    """
+
+    def __init__(
+        self,
+        bucket: GlobalBucket,
+        network: Network,
+        versions: Versions | None,
+        post: Callable[[ev.Event], None],
+    ) -> None:
+        self._bucket = bucket
+        self._network = network
+        self.versions = versions
+        self._post = post
+        self._other_version = ""
+
+    def look(self) -> None:
+        """Post what has changed. A bucket that is damaged, or away just now, changes nothing."""
+        try:
+            shown, rules, refused = self._bucket.network(), self._network, ""
+            if self.versions is not None and shown is not None:
+                if shown.version > self.versions.newest.head.version:
+                    refused = self._bucket.learn(self.versions)
+                rules = self.versions.newest
+        except GlobalUnavailableError:  # no reason to call ours old
+            return
+        problem = "" if shown is None else other_version(shown, rules)
+        if problem and refused:
+            problem = f"{problem}; {refused}"
+        if problem != self._other_version:
+            self._other_version = problem
+            self._post(ev.NetworkCompared(problem))
+        if shown is not None and shown.finished and not problem:
+            why = f"the network is finished: {shown.finished}"
+            self._post(ev.StopRequested(why, ExitStatus.FINISHED))
+
+
 class GlobalEpoch:
     """Compares and fetches in a thread of its own.
 
@@ -356,8 +396,9 @@ class GlobalEpoch:
         versions: Versions | None = None,
     ) -> None:
         self._network = network
-        self.versions = versions
-        self._other_version = ""
+        self._network_watch = (
+            None if network is None else NetworkWatch(bucket, network, versions, post)
+        )
         self._bucket = bucket
         self._post = post
         self._interval = interval.total_seconds()
@@ -446,23 +487,8 @@ class GlobalEpoch:
                         self._place = self._seen, self._bucket.inner_steps(self._seen)
                     if self._place[1]:
                         self._post(ev.PlaceSeen(*self._place))
-            if self._network is not None:
-                # Damaged, or away just now: no reason to call ours old.
-                with contextlib.suppress(GlobalUnavailableError):
-                    shown, rules, refused = self._bucket.network(), self._network, ""
-                    if self.versions is not None and shown is not None:
-                        if shown.version > self.versions.newest.head.version:
-                            refused = self._bucket.learn(self.versions)
-                        rules = self.versions.newest
-                    problem = "" if shown is None else other_version(shown, rules)
-                    if problem and refused:
-                        problem = f"{problem}; {refused}"
-                    if problem != self._other_version:
-                        self._other_version = problem
-                        self._post(ev.NetworkCompared(problem))
-                    if shown is not None and shown.finished and not problem:
-                        why = f"the network is finished: {shown.finished}"
-                        self._post(ev.StopRequested(why, ExitStatus.FINISHED))
+            if self._network_watch is not None:
+                self._network_watch.look()
         outer_step, self._compare_weights = self._compare_weights, None
         # Another outer step there is a load, and no weights of ours are in the bucket.
         if outer_step is None or self._seen not in (None, outer_step):

@@ -6,8 +6,9 @@ The incentive follows hours behind the cause. So the verdict looks first at caus
 the next score zero, and only then at the incentive: a miner may still earn from scores it has lost
 already.
 
-:class:`Income` subscribes to the event stream. It logs a line that begins with ``Income:`` when the
-verdict changes and once an hour, writes an ``income`` event, and gives the metrics their figures.
+:class:`Income` (hivemind) or :class:`StoreIncome` subscribes to the event stream. It logs a line
+that begins with ``Income:`` when the verdict changes and once an hour, writes an ``income`` event,
+and gives the metrics their figures.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from enum import StrEnum
 from distributed_training.chain.base import Chain, ChainUnavailable, Neuron, find
 from distributed_training.common.backoff import Throttle
 from distributed_training.protocol.lines import counted
+from distributed_training.protocol.types import Base
 from distributed_training.telemetry import unix_time
 
 from . import events as ev
@@ -44,6 +46,9 @@ class Verdict(StrEnum):
     RESET = "reset"
     BEHIND = "behind the network"
     NOT_CALLED = "not called"
+    JOINING = "joining"
+    REFUSED = "refused"
+    NOT_MERGED = "not merged"
     EARNING = "earning"
     NOT_YET = "not yet"
 
@@ -178,33 +183,20 @@ def _span(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-class Income:
-    """Follow the verdict of one miner.
-
-    ``limits``: measures of the uploads by metric (:func:`~.metrics.limits`). ``called_at``: moment
-    of a validator's last call, of ``clock``. ``round_period``: in seconds. ``patience``: see
-    :class:`Facts`.
-    """
+class _Income:
+    """Look at the verdict of one miner, log and record it, by the network's exchange."""
 
     def __init__(
         self,
         *,
         hotkey: str,
         chain: Chain,
-        limits: Mapping[str, Callable[[], float | None]],
-        called_at: Callable[[], float | None],
-        round_period: Callable[[], float],
-        patience: float,
         record: Callable[..., None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._other_version = ""
         self._hotkey = hotkey
         self._chain = chain
-        self._limits = limits
-        self._called_at = called_at
-        self._round_period = round_period
-        self._patience = patience
         self._record = record
         self._clock = clock
         self._began = clock()
@@ -230,33 +222,26 @@ class Income:
                 self._other_version = problem
         if not isinstance(event, ev.Tick) or not self._look():
             return
-        now, called_at = self._clock(), self._called_at()
         try:
             self._standing = standing(self._chain.neurons(), self._hotkey)
         except ChainUnavailable:  # it has not answered once
             return
-        facts = Facts(
-            standing=self._standing,
-            running=now - self._began,
-            upload_age=self._limits["publication_age_seconds"](),
-            age_limit=self._limits["publication_age_limit_seconds"]() or math.inf,
-            blocks_left=self._limits["block_list_blocks_left"](),
-            behind=None if self._behind_since is None else now - self._behind_since,
-            silent=now - (self._began if called_at is None else called_at),
-            patience=self._patience,
-            round_period=self._round_period(),
-            chain_silent=self._chain.age().total_seconds(),
-            other_version=self._other_version,
-        )
-        verdict, words, bad = judge_income(facts)
+        verdict, words, bad = self._judge(self._clock())
         changed = (verdict, bad) != (self._verdict, self._bad)
         self._verdict, self._bad = verdict, bad
         if self._log_again() or changed:
             level = logging.WARNING if bad else logging.INFO
             log.log(level, "Income: %s: %s", verdict, words)
         if self._record_again() or changed:
-            found = asdict(facts.standing) if facts.standing else {}
+            found = asdict(self._standing) if self._standing else {}
             self._record("income", verdict=verdict.value, words=words, bad=bad, **found)
+
+    def _judge(self, now: float) -> tuple[Verdict, str, bool]:
+        """Return the verdict, what to know or do in words, and whether an operator must act."""
+        raise NotImplementedError
+
+    def _behind(self, now: float) -> float | None:
+        return None if self._behind_since is None else now - self._behind_since
 
     def gauges(self) -> Mapping[str, Callable[[], float | None]]:
         """Return what measures each metric of this subject."""
@@ -269,6 +254,116 @@ class Income:
             "emission": of_standing("emission"),
             "incentive_rank": of_standing("rank"),
             "weights_block": of_standing("weights_block"),
-            "last_call_timestamp_seconds": lambda: unix_time(self._called_at()),
             "earning": lambda: _EARNS.get(self._verdict, False),
         }
+
+
+class Income(_Income):
+    """Follow the verdict of one miner of a network that averages over hivemind.
+
+    ``limits``: measures of the uploads by metric (:func:`~.metrics.limits`). ``called_at``: moment
+    of a validator's last call, of ``clock``. ``round_period``: in seconds. ``patience``: see
+    :class:`Facts`.
+    """
+
+    def __init__(
+        self,
+        *,
+        hotkey: str,
+        chain: Chain,
+        limits: Mapping[str, Callable[[], float | None]],
+        called_at: Callable[[], float | None],
+        round_period: Callable[[], float],
+        patience: float,
+        record: Callable[..., None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(hotkey=hotkey, chain=chain, record=record, clock=clock)
+        self._limits = limits
+        self._called_at = called_at
+        self._round_period = round_period
+        self._patience = patience
+
+    def _judge(self, now: float) -> tuple[Verdict, str, bool]:
+        called_at = self._called_at()
+        facts = Facts(
+            standing=self._standing,
+            running=now - self._began,
+            upload_age=self._limits["publication_age_seconds"](),
+            age_limit=self._limits["publication_age_limit_seconds"]() or math.inf,
+            blocks_left=self._limits["block_list_blocks_left"](),
+            behind=self._behind(now),
+            silent=now - (self._began if called_at is None else called_at),
+            patience=self._patience,
+            round_period=self._round_period(),
+            chain_silent=self._chain.age().total_seconds(),
+            other_version=self._other_version,
+        )
+        return judge_income(facts)
+
+    def gauges(self) -> Mapping[str, Callable[[], float | None]]:
+        """Return what measures each metric of this subject."""
+        called = {"last_call_timestamp_seconds": lambda: unix_time(self._called_at())}
+        return {**super().gauges(), **called}
+
+
+class StoreIncome(_Income):
+    """Follow the verdict of one miner of a store network: what the manifests say of its uploads.
+
+    ``round_period``: seconds from one close to the next.
+    """
+
+    def __init__(
+        self,
+        *,
+        hotkey: str,
+        chain: Chain,
+        round_period: float,
+        record: Callable[..., None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(hotkey=hotkey, chain=chain, record=record, clock=clock)
+        self._round_period = round_period
+        self._fate: Base | None = None  # of the upload of the last outer step that was applied
+        self._cause = ""
+        self._forked = ""
+
+    def on_event(self, event: ev.Event, state: MinerState) -> None:
+        match event:
+            case ev.OuterStepEnded(committed=True) if (update := state.update) is not None:
+                # One that sent nothing is still joining, or is no worse than before.
+                if update.base is not Base.KEPT or update.cause:
+                    why = f" ({update.cause})" if update.cause else ""
+                    self._fate, self._cause = update.base, f"outer step {state.outer_step}{why}"
+            case ev.ChainForked(cause=cause):
+                self._forked = cause
+        super().on_event(event, state)
+
+    def _judge(self, now: float) -> tuple[Verdict, str, bool]:
+        found, behind, fate = self._standing, self._behind(now), self._fate
+        if found is None:
+            return Verdict.UNKNOWN, "the chain does not show this hotkey now", False
+        paid = f". Still paid for earlier scores: {found.words}" if found.incentive > 0 else ""
+        # In this order: what stands first makes all that follows meaningless.
+        if self._other_version or self._forked:
+            return Verdict.OTHER_VERSION, (self._other_version or self._forked) + paid, True
+        if behind is not None and behind > self._round_period:
+            words = (
+                f"the network has been at a later outer step for {_span(behind)}; grep 'taken "
+                "over' in the log for why it is not applied"
+            )
+            return Verdict.BEHIND, words + paid, True
+        if fate is None:
+            running = now - self._began
+            late = running > 3 * self._round_period
+            words = f"no upload was judged in the {_span(running)} since the start"
+            remedy = "; grep -iE 'UPLOAD BLOCKED|upload failed' in the log for the cause"
+            return Verdict.JOINING, words + remedy * late + paid, late
+        if fate is Base.REFUSED:
+            return Verdict.REFUSED, f"the validator refused the upload of {self._cause}{paid}", True
+        if fate is Base.KEPT:
+            words = f"the upload was not merged in {self._cause}; what it held goes into the next"
+            return Verdict.NOT_MERGED, words + paid, True
+        if found.incentive > 0:
+            return Verdict.EARNING, found.words, False
+        return Verdict.NOT_YET, "uploads are merged; no weights give anything to it yet", False

@@ -18,6 +18,7 @@ from distributed_training import __version__
 from distributed_training.common.files import free_bytes
 from distributed_training.common.memory import host_bytes
 from distributed_training.health.gpus import NvmlSampler
+from distributed_training.protocol.types import Base
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.telemetry import MetricsFile, record_step, unix_time
 from distributed_training.telemetry.trackers import Tracker
@@ -200,11 +201,17 @@ class Metrics:
             case ev.Tick():  # also where no step ends, in a round or without data
                 self._file.write(self._gather_figures)
             case ev.RoundFailed() | ev.OuterStepEnded() if state.mode is Mode.AVERAGING:
-                ok = isinstance(event, ev.OuterStepEnded) and event.committed
-                registry.add("rounds_total")
-                registry.add("rounds_failed_total", not ok)
-                self._last_rounds.append((state.outer_step, ok))
-                self._set_participation()
+                self._count_round(
+                    state.outer_step, isinstance(event, ev.OuterStepEnded) and event.committed
+                )
+            case ev.OuterStepEnded(committed=ok, outer_step=reached) if state.update is not None:
+                # Whoever applied an update without a share in it took no part.
+                self._count_round(state.outer_step, ok and state.update.base is Base.MERGED)
+                registry.add("rounds_missed_total", max(0, reached - state.outer_step - 1))
+            case ev.UploadEnded(problem=problem, size=size):
+                registry.add("publications_total")
+                registry.add("publications_failed_total", bool(problem))
+                registry.add("uploaded_bytes_total", size)
             case ev.Loaded(outer_step=reached):
                 # Outer steps that others took; rounds that failed here are counted already.
                 before, known = state.outer_step, {step for step, _ in self._last_rounds}
@@ -228,6 +235,13 @@ class Metrics:
                 registry.set("global_outer_step", seen)
             case ev.Stopped():  # the last figures, which stay in the file
                 self._file.write(self._gather_figures, at_once=True)
+
+    def _count_round(self, outer_step: int, took_part: bool) -> None:
+        registry = self._file.registry
+        registry.add("rounds_total")
+        registry.add("rounds_failed_total", not took_part)
+        self._last_rounds.append((outer_step, took_part))
+        self._set_participation()
 
     def _set_participation(self) -> None:
         registry, worked = self._file.registry, [ok for _, ok in self._last_rounds]

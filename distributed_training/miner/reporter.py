@@ -1,4 +1,4 @@
-"""Turn events into log lines and ``events.jsonl``.
+"""Turn events into log lines and ``events.jsonl``, by the network's exchange.
 
 All log lines about the miner's loop come from here. People read the log, programs the event file
 (``telemetry.read_events``), monitoring the metrics (:mod:`.metrics`). An event's fields and the
@@ -14,8 +14,14 @@ from dataclasses import asdict
 from datetime import timedelta
 
 from distributed_training.common.backoff import Repeats
+from distributed_training.exchange.base import Update, Weights
 from distributed_training.protocol import lines
-from distributed_training.protocol.types import AllReduceFault, Progress, StepReport
+from distributed_training.protocol.types import (
+    AllReduceFault,
+    Base,
+    Progress,
+    StepReport,
+)
 from distributed_training.store.upload_schedule import UploadSchedule
 
 from . import events as ev
@@ -30,87 +36,42 @@ _SAY_AGAIN = 600.0  # seconds between two lines of snapshots that fail alike
 Record = Callable[..., None]  # (kind, **fields): writes an event
 
 
-class Reporter:
-    """Rank 0 only; subscribes to the event stream.
+class LoopReporter:
+    """Report what the loop of either exchange does.
 
-    ``warnings``: the step's, of diagnostics. ``global_uid``: whose bucket the global one is.
-    ``clock_fault``: what is wrong with this machine's clock, in words, or nothing.
+    ``warnings``: the step's, of diagnostics. ``global_uid``: whose global state it loads.
     """
 
     def __init__(
         self,
         *,
         record: Record,
-        schedule: UploadSchedule,
         warnings: Callable[[StepReport], list[str]],
-        bucket: str,
         global_uid: int | None,
-        reload_timeout: timedelta,
-        clock_fault: Callable[[], str] = str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._clock_fault = clock_fault
         self._record = record
-        self._schedule = schedule
         self._warnings = warnings
-        self._bucket = bucket
         self._global_uid = global_uid
-        self._reload_timeout = reload_timeout
         self._clock = clock
-        self._round_began: float | None = None
-        self.round_seconds: float | None = None  # of the last round
         self._no_snapshot = Repeats(_SAY_AGAIN, clock=clock)
-        self._global_outer_step = 0  # when the global bucket was last looked at
+        self._global_outer_step = 0  # when it was last looked at
 
     def on_event(self, event: ev.Event, state: MinerState) -> None:
         """Report an event; ``state`` is the state it found, before any decision on it."""
         match event:
             case ev.InnerStepDone(report=report):
                 log.info("%s", lines.step_line(report))
-                age = self._schedule.repo_age_line(self._clock())
-                if (outer := report.outer_step) < self._global_outer_step:
-                    # However young: what is published of an outer step that is over counts no more.
-                    age += f", of outer step {outer}, validators read {self._global_outer_step}"
-                log.info("%s | %s", lines.throughput_line(report), age)
+                log.info("%s%s", lines.throughput_line(report), self._note(report))
                 for line in self._warnings(report):
                     log.warning("%s", line)
                 tokens_per_second = report.tokens_per_second
                 self._record("step", **asdict(report), tokens_per_second=tokens_per_second)
-            case ev.AllReduceCalled() if ignores_calls(state):
-                log.warning("An AllReduce call is ignored: this miner is %s", state.mode.value)
-            case ev.PseudoGradientWritten(norm=norm):
-                self._round_began = self._clock()
-                log.info("%s", lines.PAUSING)
-                log.info("%s", lines.AVERAGING_START)
-                log.info("%s (pseudo-gradient norm %.4f)", lines.ALL_REDUCE_START, norm)
-            case ev.RoundFailed() | ev.OuterStepEnded() if state.mode is Mode.AVERAGING:
-                self._report_round(event, state)
-            case ev.SnapshotTaken(handle=handle, progress=progress):
-                log.info(lines.SAVING_STATE, progress.outer_step)
-                log.info("%s", lines.FULL_STATE)
-                held = handle.hold_seconds
-                log.info("%s: training was held for %.2f s", lines.EXTRACTED_STATE, held)
             case ev.SnapshotFailed(problem=problem, kind=kind):
                 # By the kind: the problem names bytes and paths that differ each time.
                 disk = kind in ("disk", "write")
                 if (again := self._no_snapshot(kind) if disk else "") is not None:
                     log.warning("%s%s", problem, again)
-            case ev.SnapshotPutOff():
-                log.info("%s", lines.STALE_LIST)
-            case ev.SnapshotSubmitted(revision=revision, preview=preview):
-                delta, seconds = preview.delta, preview.seconds
-                if delta is not None:
-                    self._record("preview", revision=revision.tag, delta=delta, seconds=seconds)
-                log.info("%s", lines.UPLOAD_MODEL_START)
-                log.info(lines.UPLOADING, self._bucket)
-            case ev.PublicationEnded(report=upload):
-                if upload.ok:
-                    pushed = lines.pushed(upload.revision, self._bucket)
-                    sent = upload.bytes_sent / 1e6
-                    log.info("%s (%.1f MB in %.1f s)", pushed, sent, upload.seconds)
-                else:
-                    log.warning(lines.UPLOAD_FAILED, upload.reason)
-                self._record("publication", **asdict(upload) | {"revision": upload.revision.tag})
             case ev.GlobalEpochSeen(outer_step=seen):
                 self._global_outer_step = seen
             case ev.GlobalFetchFailed(detail=detail):
@@ -138,6 +99,82 @@ class Reporter:
                     log.info("%s", lines.epochs_differ(state.outer_step, state.fetch_target))
             case ev.Stopped(exit_status=status):
                 self._record("stop", reason=state.stop_reason, exit_status=status)
+
+    def _note(self, report: StepReport) -> str:
+        """Return what stands behind the throughput of a step."""
+        del report
+        return ""
+
+
+class Reporter(LoopReporter):
+    """Rank 0 of a network that averages over hivemind; subscribes to the event stream.
+
+    ``clock_fault``: what is wrong with this machine's clock, in words, or nothing. For the rest see
+    :class:`LoopReporter`.
+    """
+
+    def __init__(
+        self,
+        *,
+        record: Record,
+        schedule: UploadSchedule,
+        warnings: Callable[[StepReport], list[str]],
+        bucket: str,
+        global_uid: int | None,
+        reload_timeout: timedelta,
+        clock_fault: Callable[[], str] = str,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(record=record, warnings=warnings, global_uid=global_uid, clock=clock)
+        self._clock_fault = clock_fault
+        self._schedule = schedule
+        self._bucket = bucket
+        self._reload_timeout = reload_timeout
+        self._round_began: float | None = None
+        self.round_seconds: float | None = None  # of the last round
+
+    def on_event(self, event: ev.Event, state: MinerState) -> None:
+        """Report an event; ``state`` is the state it found, before any decision on it."""
+        match event:
+            case ev.AllReduceCalled() if ignores_calls(state):
+                log.warning("An AllReduce call is ignored: this miner is %s", state.mode.value)
+            case ev.PseudoGradientWritten(norm=norm):
+                self._round_began = self._clock()
+                log.info("%s", lines.PAUSING)
+                log.info("%s", lines.AVERAGING_START)
+                log.info("%s (pseudo-gradient norm %.4f)", lines.ALL_REDUCE_START, norm)
+            case ev.RoundFailed() | ev.OuterStepEnded() if state.mode is Mode.AVERAGING:
+                self._report_round(event, state)
+            case ev.SnapshotTaken(handle=handle, progress=progress):
+                log.info(lines.SAVING_STATE, progress.outer_step)
+                log.info("%s", lines.FULL_STATE)
+                held = handle.hold_seconds
+                log.info("%s: training was held for %.2f s", lines.EXTRACTED_STATE, held)
+            case ev.SnapshotPutOff():
+                log.info("%s", lines.STALE_LIST)
+            case ev.SnapshotSubmitted(revision=revision, preview=preview):
+                delta, seconds = preview.delta, preview.seconds
+                if delta is not None:
+                    self._record("preview", revision=revision.tag, delta=delta, seconds=seconds)
+                log.info("%s", lines.UPLOAD_MODEL_START)
+                log.info(lines.UPLOADING, self._bucket)
+            case ev.PublicationEnded(report=upload):
+                if upload.ok:
+                    pushed = lines.pushed(upload.revision.tag, self._bucket)
+                    sent = upload.bytes_sent / 1e6
+                    log.info("%s (%.1f MB in %.1f s)", pushed, sent, upload.seconds)
+                else:
+                    log.warning(lines.UPLOAD_FAILED, upload.reason)
+                self._record("publication", **asdict(upload) | {"revision": upload.revision.tag})
+            case _:
+                super().on_event(event, state)
+
+    def _note(self, report: StepReport) -> str:
+        age = self._schedule.repo_age_line(self._clock())
+        if (outer := report.outer_step) < self._global_outer_step:
+            # However young: what is published of an outer step that is over counts no more.
+            age += f", of outer step {outer}, validators read {self._global_outer_step}"
+        return f" | {age}"
 
     def _report_round(self, event: ev.RoundFailed | ev.OuterStepEnded, state: MinerState) -> None:
         """Report the end of a round; training goes on."""
@@ -187,3 +224,103 @@ class Reporter:
                 "Parts of the average failed: the global state becomes the epoch-start weights "
                 "once the validator has published it; what is trained until then is kept"
             )
+
+
+class StoreReporter(LoopReporter):
+    """Rank 0 of a store network; subscribes to the event stream.
+
+    ``bucket``: of the network. For the rest see :class:`LoopReporter`.
+    """
+
+    def __init__(
+        self,
+        *,
+        record: Record,
+        warnings: Callable[[StepReport], list[str]],
+        bucket: str,
+        global_uid: int | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(record=record, warnings=warnings, global_uid=global_uid, clock=clock)
+        self._bucket = bucket
+        self._closed_at: float | None = None
+        self.round_seconds: float | None = None  # from the last close to the outer step
+
+    def on_event(self, event: ev.Event, state: MinerState) -> None:
+        """Report an event; ``state`` is the state it found, before any decision on it."""
+        match event:
+            case ev.CloseReached(close=close):
+                self._closed_at = self._clock()
+                self._record("close", outer_step=close.outer_step, serial=close.serial)
+            case ev.UploadTaken(close=close, handle=handle, progress=progress):
+                log.info(lines.SAVING_STATE, close.outer_step)
+                held = handle.hold_seconds
+                log.info("%s: training was held for %.2f s", lines.EXTRACTED_STATE, held)
+                self._record(
+                    "upload",
+                    outer_step=close.outer_step,
+                    serial=close.serial,
+                    inner_step=progress.inner_step,
+                    seconds=held,
+                )
+            case ev.UploadWritten():
+                log.info("%s", lines.UPLOAD_MODEL_START)
+                log.info(lines.UPLOADING, self._bucket)
+            case ev.UploadEnded(outer_step=outer, serial=serial, problem=problem):
+                tag, size, seconds = f"{outer}.{serial}", event.size, event.seconds
+                if problem:
+                    log.warning(lines.UPLOAD_FAILED, problem)
+                else:
+                    pushed = lines.pushed(tag, self._bucket)
+                    log.info("%s (%.1f MB in %.1f s)", pushed, size / 1e6, seconds)
+                self._record(
+                    "publication",
+                    revision=tag,
+                    ok=not problem,
+                    seconds=seconds,
+                    bytes_sent=size,
+                    reason=problem,
+                    finished_at=time.time(),
+                )
+            case ev.OuterStepEnded() if state.update is not None:
+                self._report_round(event, state, state.update)
+            case ev.ChainForked(cause=cause):
+                self._record("fork", cause=cause)
+            case _:
+                super().on_event(event, state)
+
+    def _report_round(
+        self, event: ev.OuterStepEnded, state: MinerState, update: Update | Weights
+    ) -> None:
+        """Report that the update was applied, or was not, and what became of our upload."""
+        began, reached = self._closed_at, event.outer_step
+        if isinstance(update, Weights):
+            log.info("Whole weights in place of updates: %s", update.reason)
+        if not event.committed:
+            log.warning("%s (%s)", lines.all_reduce_failed(3), event.detail)
+        else:
+            self._closed_at = None
+            self.round_seconds = None if began is None else self._clock() - began
+            merged = update.base is Base.MERGED
+            fate = "our upload was merged" if merged else update.cause or "no upload of ours"
+            log.log(
+                logging.WARNING if update.base is Base.REFUSED else logging.INFO,
+                "%s: outer step %d applied; training was held for %.2f s; %s",
+                lines.ALL_REDUCE_DONE,
+                reached,
+                event.seconds,
+                fate,
+            )
+            if event.dropped:
+                log.warning("%s", event.dropped)
+            self._record("outer_step", outer_step=reached)
+        self._record(
+            "round",
+            outer_step=state.outer_step,
+            ok=event.committed,
+            fault="" if event.committed else AllReduceFault.LOCAL.name,
+            detail=event.detail or update.cause,
+            base=update.base.value,
+            whole=isinstance(update, Weights),
+            seconds=event.seconds,
+        )

@@ -63,15 +63,16 @@ def first_sample(
     return data.sample(count)
 
 
-def goes_on(reached: int, outer_step: int, *, seen: bool) -> bool:
+def goes_on(reached: int, outer_step: int, *, seen: bool, store: bool = False) -> bool:
     """Return whether a start goes on from a checkpoint at ``reached``: see resume_training.
 
-    ``outer_step``: of the global state; ``seen``: in the bucket, else on the disk.
+    ``outer_step``: of the global state; ``seen``: in the bucket, else on the disk. ``store``: of a
+    store network, where updates lead from any outer step to the network's.
     """
-    return reached in (outer_step, outer_step + 1) or (reached > outer_step and not seen)
+    return store or reached in (outer_step, outer_step + 1) or (reached > outer_step and not seen)
 
 
-def first_outer_step(folder: Path, outer_step: int, *, seen: bool) -> int:
+def first_outer_step(folder: Path, outer_step: int, *, seen: bool, store: bool = False) -> int:
     """Return the outer step that a start goes on from, as the newest checkpoint's files say.
 
     ``folder``: of the checkpoints; for the rest see :func:`goes_on`.
@@ -80,7 +81,7 @@ def first_outer_step(folder: Path, outer_step: int, *, seen: bool) -> int:
     content = None if newest is None else read_json_object(newest)
     progress = (content or {}).get("progress")
     reached = progress.get("outer_step") if isinstance(progress, dict) else None
-    if isinstance(reached, int) and goes_on(reached, outer_step, seen=seen):
+    if isinstance(reached, int) and goes_on(reached, outer_step, seen=seen, store=store):
         return reached
     return outer_step
 
@@ -99,6 +100,7 @@ def resume_training(
     global_folder: Path | None,
     *,
     sample: Callable[[], torch.Tensor | None] = lambda: None,
+    store: bool = False,
 ) -> dict[str, Any]:
     """Load the checkpoint where it belongs to the global state, else the global state.
 
@@ -107,21 +109,24 @@ def resume_training(
 
     A checkpoint one outer step ahead is kept: this miner was ended between its outer step and the
     validator's upload; comparing outer steps later decides. So is any later one where the global
-    state is the newest on the disk, since the bucket did not answer. Raises NetworkFailure.
+    state is the newest on the disk, since the bucket did not answer. ``store``: of a store network,
+    where any is kept, and there is no outer momentum. Raises NetworkFailure.
     """
     restored, outer_step = checkpointer.restore(), info.global_outer_step
     steps = info.model_config.get("total_inner_steps") or 0
     if restored is not None:
         progress, kept = restored
         reached = progress.outer_step
-        if goes_on(reached, outer_step, seen=info.global_seen):
+        if goes_on(reached, outer_step, seen=info.global_seen, store=store):
             log.info("Resumed at outer step %d, inner step %d", reached, progress.inner_step)
             if info.follows:  # the checkpoint may be of before the place was known
                 trainer.follow_schedule(outer_step, steps)
             return kept
         log.info(lines.epochs_differ(reached, outer_step))
     try:
-        trainer.load_global(*state_files(global_folder), outer_step, sample())
+        weights, outer_optimizer = state_files(global_folder)
+        text = None if store else sample()
+        trainer.load_global(weights, None if store else outer_optimizer, outer_step, text)
     except ValueError as error:  # on all ranks alike; nothing has changed
         awful, back = None, restored is not None and restored[0].outer_step > outer_step
         if isinstance(error, WeightsWorseThanGuess):

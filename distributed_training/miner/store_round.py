@@ -292,7 +292,8 @@ class StoreRank:
         if command.action is Action.WRITE_UPLOAD:
             return self._write_upload(local, progress)
         assert command.action is Action.OUTER_STEP, command.action
-        return take_outer_step(trainer, self._ranks, lambda: self._prepare(local.update))
+        ended = take_outer_step(trainer, self._ranks, lambda: self._prepare(local.update))
+        return replace(ended, dropped=trainer.dropped if ended.committed else "")
 
     def give_up(self) -> None:
         """End the writing of an upload under way: its copies are needed."""
@@ -315,23 +316,13 @@ class StoreRank:
         return ev.UploadTaken(close, self._handle, progress)
 
     def _prepare(self, update: Update | Weights | None) -> None:
-        match update:
-            case Update():
-                self._trainer.prepare_update(
-                    update.path,
-                    outer_step=update.outer_step,
-                    base=update.base,
-                    own_upload=update.own_upload,
-                    weights=update.weights,
-                )
-            case Weights():
-                self._trainer.prepare_update(
-                    update.folder / keys.MODEL,
-                    outer_step=update.outer_step,
-                    base=update.base,
-                    own_upload=update.own_upload,
-                    weights=update.weights,
-                    whole=True,
-                )
-            case None:  # not rank 0
-                self._trainer.prepare_update()
+        if update is None:  # not rank 0
+            return self._trainer.prepare_update()
+        return self._trainer.prepare_update(
+            update.folder / keys.MODEL if isinstance(update, Weights) else update.path,
+            outer_step=update.outer_step,
+            base=update.base,
+            own_upload=update.own_upload,
+            weights=update.weights,
+            whole=isinstance(update, Weights),
+        )

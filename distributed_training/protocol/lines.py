@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distributed_training.protocol.types import Revision, StepReport
+from distributed_training.protocol.types import StepReport
 
 # With %s: log.info(SAVING_STATE, outer_step).
 SAVING_STATE = "💾 Saving model state locally for epoch %s"
@@ -136,8 +136,8 @@ def step_warnings(report: StepReport, *, expect_gpu: bool = False) -> list[str]:
     return lines
 
 
-def pushed(revision: Revision, bucket: str) -> str:
-    return f"Successfully pushed new model state with tag {revision.tag} to bucket: {bucket}"
+def pushed(tag: str, bucket: str) -> str:
+    return f"Successfully pushed new model state with tag {tag} to bucket: {bucket}"
 
 
 def preview(delta: float, how: str) -> str:

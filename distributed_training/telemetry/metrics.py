@@ -132,12 +132,12 @@ for _name, _about in {
     "weights_block": "block at which a validator set weights last, 0 before the first ones",
     "last_call_timestamp_seconds": "when a validator was last answered",
     # rounds
-    "rounds_total": "finished all-reduce rounds, successful or not",
-    "rounds_failed_total": "of them, without an outer step",
+    "rounds_total": "finished rounds, successful or not",
+    "rounds_failed_total": "of them, without an outer step, or without our upload in it",
     "rounds_failed_in_a_row": "failed or missed rounds since the last one that worked",
-    "rounds_missed_total": "outer steps of the subnet that were loaded instead of averaged",
-    "round_participation_ratio": "share of the last 20 rounds that ended with an outer step here",
-    "round_seconds": "pause of the last round",
+    "rounds_missed_total": "outer steps of the network that were loaded instead",
+    "round_participation_ratio": "share of the last 20 rounds that this miner had a share in",
+    "round_seconds": "length of the last round: a pause, or from a close to its update",
     "next_round_timestamp_seconds": "when the next round is expected; in the past when overdue",
     "dht_peers": "other peers that the DHT node knows",
     # chain and server

@@ -619,6 +619,11 @@ class Trainer:
         """The close that an upload of this outer step was written for; None: none was."""
         return self.outer.serial if isinstance(self.outer, StoreOuterStep) else None
 
+    @property
+    def dropped(self) -> str:
+        """The training that the last outer step dropped, in words; empty: none."""
+        return self.outer.dropped if isinstance(self.outer, StoreOuterStep) else ""
+
     def write_upload(
         self, path: Path | None = None, header: Header | None = None, *, sign: Sign | None = None
     ) -> UploadHandle:
@@ -761,7 +766,9 @@ class Trainer:
 
     @property
     def preview_micro_batches(self) -> int:
-        """Micro-batches that a preview runs on each rank."""
+        """Micro-batches that a preview runs on each rank; none where uploads are not checked."""
+        if isinstance(self.outer, StoreOuterStep):
+            return 0
         at_once = self.micro_batch_size * self.world_size
         return -(-self.settings.preview_sequences // at_once)
 

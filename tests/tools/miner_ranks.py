@@ -34,7 +34,7 @@ from distributed_training.common.processes import leave
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, build_tokenizer
 from distributed_training.exchange.hivemind.supervisor import SharedTensors
 from distributed_training.miner import events as ev
-from distributed_training.miner import start
+from distributed_training.miner import start, start_hivemind
 from distributed_training.miner.events import MinerState
 from distributed_training.miner.global_state import GlobalEpoch
 from distributed_training.miner.own_bucket import OwnBucket
@@ -102,13 +102,13 @@ class Network:
         bucket: Any = types.SimpleNamespace(run_seen=None)
         member = Member(nobody, self, info.uid)  # type: ignore[arg-type]
         own, uploader = OwnBucket("mine", ""), cast(Any, self.uploader)
-        self.connections = start.Connections(
+        self.connections = start_hivemind.Connections(
             member, "", own, bucket, nobody, nobody, uploader, clock
         )
 
     def play(self) -> None:
         """Replace what a rank opens later."""
-        product: Any = start
+        product: Any = start_hivemind
         product.open_hivemind = self._open_hivemind
         product.SignedServer = lambda **_: self.server
         product.GlobalEpoch = lambda **_: Mock(

@@ -28,7 +28,7 @@ STEPS = int(os.environ.get("NODE_STEPS", "0"))
 NETWORK: list[miner_ranks.Network] = []  # of rank 0
 
 
-def open_connections(config: Config, folder: Path, stack: Any, *, wanted: Any) -> Any:
+def open_connections(config: Config, folder: Path, *given: Any) -> Any:
     tokenizer, eos = fetch_tokenizer(config, folder)
     model = tiny(vocab=BYTE_VOCABULARY)
     info = StartupInfo(3, model, str(tokenizer), eos, hotkey="5Miner")
@@ -67,6 +67,6 @@ build_rank = start.build_rank
 
 
 def run_rank(config: Config) -> int:
-    start.open_connections = open_connections  # type: ignore[assignment]
+    start.open_connections = open_connections
     start.build_rank = Played  # type: ignore[assignment]
     return start.run_rank(config)

@@ -13,7 +13,7 @@ import pytest
 from distributed_training.chain.base import ChainUnavailable
 from distributed_training.chain.identity import AddressUnknown
 from distributed_training.config.settings import StoreSettings
-from distributed_training.miner import own_bucket, start
+from distributed_training.miner import own_bucket, start_hivemind
 from distributed_training.miner.own_bucket import OwnBucket, read_newest
 from distributed_training.node import identity
 from distributed_training.node.identity import Member
@@ -109,7 +109,7 @@ class Outage:
             raise AddressUnknown("the public address of this machine is unknown")
 
         monkeypatch.setattr(own_bucket.buckets, "open_own", away)
-        monkeypatch.setattr(start, "public_address", unknown)
+        monkeypatch.setattr(start_hivemind, "public_address", unknown)
         monkeypatch.setattr(own_bucket.buckets, "commitment_text", lambda _: "our read keys")
 
 
@@ -121,7 +121,7 @@ def outage(monkeypatch: pytest.MonkeyPatch) -> Outage:
 def test_a_start_in_an_outage_goes_by_what_the_chain_shows_of_this_miner(outage: Outage) -> None:
     outage.ledger.serve(MINER.ss58, "1.2.3.4", 8091)
     outage.ledger.commit(MINER.ss58, "our read keys")
-    assert start.find_address(outage.config, outage.member) == "1.2.3.4"
+    assert start_hivemind.find_address(outage.config, outage.member) == "1.2.3.4"
     found = own_bucket.open_own_bucket(outage.config, outage.member, "mine")
     assert found == OwnBucket("mine", "our read keys")
 
@@ -141,7 +141,7 @@ def test_keys_that_no_start_has_checked_are_not_gone_on_with(
     with pytest.raises(NetworkFailure, match="the store is away"):
         own_bucket.open_own_bucket(outage.config, outage.member, "mine")
     with pytest.raises(NetworkFailure, match="address"):
-        start.find_address(outage.config, outage.member)
+        start_hivemind.find_address(outage.config, outage.member)
 
 
 @pytest.mark.parametrize(
@@ -164,10 +164,10 @@ def test_the_swarm_announces_the_address_that_is_found_for_calls(
     config = config_of(*flags)
     monkeypatch.setattr(identity, "external_ip", lambda c, **_: c.external_ip or "8.8.4.4")
     opened: list[Any] = []
-    monkeypatch.setattr(start, "HivemindSwarm", lambda **given: opened.append(given))
+    monkeypatch.setattr(start_hivemind, "HivemindSwarm", lambda **given: opened.append(given))
     member: Any = None
     connections: Any = SimpleNamespace(
-        address=start.find_address(config, member), swarm_launch=None
+        address=start_hivemind.find_address(config, member), swarm_launch=None
     )
-    start.open_hivemind(config, tmp_path, connections, [])
+    start_hivemind.open_hivemind(config, tmp_path, connections, [])
     assert (connections.address, opened[0]["settings"].dht_ip) == (calls, swarm)

@@ -218,7 +218,7 @@ def test_a_publication(rig: Rig) -> None:
     assert rig.records == [], "that gradient could not be tried"
     assert rig.on_event(ev.SnapshotSubmitted(revision, preview)) == begun
     report = PublicationReport(revision, True, 3.0, 2_500_000, "", 1.7e9)
-    pushed = f"{lines.pushed(revision, 'mine')} (2.5 MB in 3.0 s)"
+    pushed = f"{lines.pushed(revision.tag, 'mine')} (2.5 MB in 3.0 s)"
     assert rig.on_event(ev.PublicationEnded(report)) == [pushed]
     failed = PublicationReport(revision, False, 3.0, 0, "403")
     assert rig.on_event(ev.PublicationEnded(failed)) == [f"! {lines.UPLOAD_FAILED % '403'}"]

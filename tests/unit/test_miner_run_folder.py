@@ -16,8 +16,9 @@ from distributed_training.miner import rank_group, run_folder
 from distributed_training.miner.launcher import stop_limit
 from distributed_training.miner.rank_group import rank_environment_defaults
 from distributed_training.miner.run_folder import INSTANCE, Heartbeat, Watchdog, forget_ranks
-from distributed_training.miner.start import COLLECTIVE_TIMEOUT, CONTROL_TIMEOUT
+from distributed_training.miner.start import CONTROL_TIMEOUT
 from distributed_training.protocol.types import ExitStatus
+from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
 from tests.tools.miner_parts import config_of
 
 

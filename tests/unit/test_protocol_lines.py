@@ -38,7 +38,7 @@ def test_throughput_line_names_only_what_was_measured() -> None:
 
 
 def test_lines_operators_search_for() -> None:
-    assert lines.pushed(Revision(5, 12, 60), "llama-4b-ws-4-227") == (
+    assert lines.pushed(Revision(5, 12, 60).tag, "llama-4b-ws-4-227") == (
         "Successfully pushed new model state with tag 5.12.60 to bucket: llama-4b-ws-4-227"
     )
     assert lines.upload_blocked(15, 50) == (

@@ -1,0 +1,187 @@
+"""Build what a rank of either exchange is made of: its surroundings, and what it trains with."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from distributed_training.common.memory import ModelShape
+from distributed_training.config import Config
+from distributed_training.config.versions import Versions
+from distributed_training.data.block_builder import WorkerSpec
+from distributed_training.data.own_text import require_one_sequence
+from distributed_training.data.pipeline import DataPipeline
+from distributed_training.network import Network
+from distributed_training.node.start import NetworkFailure, fetch_tokenizer
+from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.collectives import Layout
+from distributed_training.training.trainer import Trainer
+
+from . import events as ev
+from .block_list import BlockList
+from .controller import Controller
+from .device import utilization_of
+from .global_state import (
+    GlobalBucket,
+    GlobalUnavailableError,
+)
+from .ranks import Ranks
+from .resume import StartupInfo, first_sample, resume_training
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """The surroundings in which a rank is built.
+
+    Its settings, folder, device and fellow ranks, rank 0's queue of events, and the stack that
+    closes what was opened. ``tick``: of the controller.
+    """
+
+    config: Config
+    folder: Path
+    device: torch.device
+    ranks: Ranks
+    events: queue.SimpleQueue[ev.Event]
+    stack: ExitStack
+    tick: timedelta = timedelta(seconds=1)
+
+
+def describe_size(model: Mapping[str, Any], config: Config) -> str:
+    """Return the model's size for a log line; empty where no formula knows the model."""
+    count = config.network.head.parameters if config.network and config.network.model else None
+    try:
+        parameters = ModelShape.from_config(model, count).parameters
+    except ValueError:  # the trainer refuses such a model in words
+        return ""
+    unit, prefix = (1e9, "B") if parameters >= 1e9 else (1e6, "M")
+    return f": a model of {parameters / unit:.2f} {prefix} parameters"
+
+
+def prepare_text(config: Config, folder: Path) -> tuple[Path, int]:
+    """Return the tokenizer's path and its end of text, and check a member's own text.
+
+    Raises ConfigError, NetworkFailure.
+    """
+    tokenizer_path, eos_id = fetch_tokenizer(config, folder)
+    if config.data.own:
+        length = config.training.sequence_length
+        require_one_sequence(config.data, tokenizer_path, eos_id, length)
+    return tokenizer_path, eos_id
+
+
+def open_versions(
+    network: Network, folder: Path, bucket: GlobalBucket, outer_step: int
+) -> Versions:
+    """Return the versions of the network's file; in force is the one that holds at ``outer_step``.
+
+    Raises NetworkFailure where that is an older one than the file's, and nobody has it.
+    """
+    versions = Versions(network, folder)
+    try:
+        for problem in (versions.look_beside(network.place), bucket.learn(versions)):
+            if problem:
+                log.warning("%s", problem)
+    except GlobalUnavailableError as error:
+        log.warning("The global bucket was not asked for versions of the network's file: %s", error)
+    if not versions.knows(outer_step):
+        raise NetworkFailure(
+            f"{network.place} holds from outer step {network.head.from_outer_step} and the network "
+            f"is at {outer_step}, and the version before it is not in the global bucket, so the "
+            "rules are not known and nothing is trained: wait, or start with the older file"
+        )
+    versions.in_force = versions.at(outer_step)
+    if versions.in_force is not network:
+        log.info(
+            "Outer step %d is trained by version %d of the network's file",
+            outer_step,
+            versions.in_force.head.version,
+        )
+    return versions
+
+
+@dataclass(frozen=True)
+class Training:
+    """The objects that every rank trains with.
+
+    ``kept``: this rank's part of its checkpoint, empty after a fresh start; ``first_block``: the
+    block that a fresh start trains on first, else 0.
+    """
+
+    trainer: Trainer
+    checkpointer: Checkpointer
+    data: DataPipeline
+    kept: Mapping[str, Any]
+    first_block: int
+
+
+def build_training(
+    context: RankContext, info: StartupInfo, global_folder: Path | None, alive: Callable[[], None]
+) -> Training:
+    """Build model and data, and go on from the last checkpoint or the global state."""
+    config, ranks, folder = context.config, context.ranks, context.folder
+    trainer = Trainer(
+        settings=config.training,
+        model_config=info.model_config,
+        device=context.device,
+        layout=Layout(ranks.rank, ranks.world_size, ranks.local_world_size),
+        utilization=utilization_of(context.device),
+        run_folder=folder,
+        exchange=config.exchange,
+    )
+    checkpointer = Checkpointer(
+        trainer=trainer,
+        folder=folder / "checkpoints",
+        keep=config.miner.keep_checkpoints,
+    )
+    alive()
+    data = DataPipeline(
+        WorkerSpec(
+            settings=config.data,
+            uid=info.uid,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            sequence_length=config.training.sequence_length,
+            tokenizer_path=Path(info.tokenizer_path),
+            eos_id=info.eos_id,
+            folder=folder / "data",
+            vocabulary=int(info.model_config["vocab_size"]),
+            draw_pages=config.draw_pages,
+        ),
+        micro_batch_size=trainer.micro_batch_size,
+        device=context.device,
+    )
+    context.stack.callback(data.close)
+    kept = resume_training(
+        trainer,
+        checkpointer,
+        info,
+        global_folder,
+        sample=lambda: first_sample(data, info.first_block, trainer.measured_sequences, alive),
+        store=config.exchange == "store",
+    )
+    data.load_state_dict(kept.get("data", {}))
+    first_block = 0 if kept else info.first_block
+    if first_block:
+        data.request(first_block)  # prepared while the swarm comes
+    alive()
+    return Training(trainer, checkpointer, data, kept, first_block)
+
+
+class RankZero(Protocol):
+    """Rank 0's own part: what posts events, what decides, what subscribes."""
+
+    controller: Controller
+    blocks: BlockList
+
+    def go_live(self) -> None:
+        """Show this miner to others, and begin to follow them. Returns at once."""

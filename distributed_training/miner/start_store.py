@@ -1,0 +1,389 @@
+"""Build rank 0 of a store network, and each rank's part of a round.
+
+    open_connections   wallet, registry, the network's bucket, its newest weights
+    RankZero           rounds, controller, then telemetry
+
+Nobody connects to such a miner: it has no server, no swarm, no bucket of its own, and what it
+imports has nothing of hivemind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+from bittensor_core import verify
+
+from distributed_training import __version__
+from distributed_training.chain.kinds import how_to_register
+from distributed_training.chain.registration import (
+    INTERVAL,
+    MISSING_FOR,
+    Belief,
+    RegistrationEvent,
+    RegistrationWatcher,
+    WatcherCallbacks,
+)
+from distributed_training.common.memory import checkpoint_bytes
+from distributed_training.config import Config, ConfigError
+from distributed_training.config.versions import Versions, has_versions, under
+from distributed_training.exchange import chain_copy
+from distributed_training.exchange.base import Close
+from distributed_training.exchange.store_rounds import StoreRounds
+from distributed_training.network import FILE
+from distributed_training.node import buckets
+from distributed_training.node.identity import Member, keep_state
+from distributed_training.node.published import fetch_published
+from distributed_training.node.start import require_data
+from distributed_training.protocol import lines
+from distributed_training.protocol.types import ExitStatus
+from distributed_training.protocol.update_file import MOST_BLOCKS, Header, largest_file
+from distributed_training.store.base import ObjectStore
+from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.store.errors import StoreError
+from distributed_training.store.snapshot_folder import describe_full_disk
+from distributed_training.telemetry import EventLog, MetricsFile
+from distributed_training.telemetry.trackers import open_trackers
+from distributed_training.training.outer_step import read_model_config
+
+from . import events as ev
+from .assembly import RankContext, Training, describe_size, open_versions, prepare_text
+from .block_list import BlockList
+from .controller import Controller
+from .device import expects_gpu, report_device
+from .events import MinerState, Mode, Rules
+from .global_state import GlobalBucket, NetworkWatch, StartWait, pause_start
+from .income import StoreIncome, standing
+from .metrics import MachineGauges, Metrics
+from .registration import join_network
+from .reporter import Record, StoreReporter
+from .resume import StartupInfo, first_outer_step
+from .store_round import StoreRank, StoreTasks, UploadWatch, event_of
+
+log = logging.getLogger(__name__)
+
+_UPDATE_BITS = 4  # of the validator's update, whatever the uploads have
+_NO_DIGEST = "0" * 64
+
+
+@dataclass(frozen=True)
+class Connections:
+    """The connections that rank 0 opens before there is a model.
+
+    ``global_folder``: files of the weights that a fresh start begins with. ``versions``: of the
+    network's file, None where it has none.
+    """
+
+    member: Member
+    rounds: StoreRounds
+    global_folder: Path
+    versions: Versions | None = None
+
+
+def open_connections(
+    config: Config,
+    folder: Path,
+    stack: ExitStack,
+    wanted: Callable[[], bool],
+    post: Callable[[ev.Event], None],
+) -> tuple[Connections, StartupInfo]:
+    """Open rank 0's connections; return what they are, and what every rank needs of them.
+
+    ``post``: queues an event, from any thread. Raises ConfigError, NetworkFailure, StopBeforeStart
+    (``wanted`` turned False).
+    """
+    if not has_versions(config) or config.data.own:
+        require_data(config)
+    member = join_network(config, folder, stack, wanted)
+    found = standing(member.chain.neurons(), member.hotkey)
+    log.info(
+        "Miner %s: uid %d, hotkey %s, netuid %d%s",
+        __version__,
+        member.uid,
+        member.hotkey,
+        config.chain.netuid,
+        f", {found.words}" if found else "",
+    )
+    store = open_network_bucket(config, member)
+    stack.callback(store.close)
+    reader = BucketReader(store, large=config.round_period)
+    bucket = GlobalBucket(
+        open_bucket=lambda: reader, folder=folder / "global", run=config.store.run
+    )
+    watch = None if config.network is None else NetworkWatch(bucket, config.network, None, post)
+    rounds = StoreRounds(
+        store,
+        folder / "exchange",
+        lambda fact: post(event_of(fact)),
+        member=chain_copy.Member(
+            config.swarm.run_id, config.miner.master_ss58_address, member.uid, verify
+        ),
+        longest=config.round_period,
+        at_head=lambda: None if watch is None else watch.look(),
+    )
+    stack.callback(rounds.stop)
+    checkpoints = folder / "checkpoints"
+    resumes = any(checkpoints.glob("checkpoint-*"))
+    outer_step, global_folder, steps = first_weights(rounds, wanted, resumes=resumes)
+    model = read_model_config(global_folder)
+    log.info("Global state of outer step %d%s", outer_step, describe_size(model, config))
+    versions, rules = None, ""
+    if config.network is not None and has_versions(config):
+        first = first_outer_step(checkpoints, outer_step, seen=True, store=True)
+        versions = open_versions(config.network, folder, bucket, first)
+        if watch is not None:
+            watch.versions = versions
+        rules = versions.in_force.files[FILE]
+        # Before its data are asked for: those of the file given may be of the past.
+        config = under(config, versions.in_force)
+        fetch_published(config, lambda: reader)
+        require_data(config)
+    tokenizer_path, eos_id = prepare_text(config, folder)
+    info = StartupInfo(
+        uid=member.uid,
+        model_config={**model, "total_inner_steps": steps},
+        tokenizer_path=str(tokenizer_path),
+        eos_id=eos_id,
+        global_outer_step=outer_step,
+        global_uid=member.chain.uid(config.miner.master_ss58_address),
+        first_block=member.chain.block(),
+        hotkey=member.hotkey,
+        follows=True,
+        rules=rules,
+    )
+    return Connections(member, rounds, global_folder, versions), info
+
+
+def first_weights(
+    rounds: StoreRounds, wanted: Callable[[], bool], *, resumes: bool
+) -> tuple[int, Path, int]:
+    """Wait for whole weights; return their outer step, folder, and the inner steps before it.
+
+    ``resumes``: there is a checkpoint to train from, so those on the disk will do. Raises
+    StopBeforeStart.
+    """
+    waiting = StartWait("if this lasts: does the founder's validator run?")
+    while True:
+        if resumes and (held := rounds.held_weights()) is not None:
+            outer_step = int(held.name)
+            manifest = rounds.manifest(outer_step)
+            return outer_step, held, manifest.total_inner_steps if manifest else 0
+        try:
+            found = rounds.fetch_newest()
+            return found.outer_step, found.folder, found.inner_steps
+        except (StoreError, OSError) as error:
+            waiting.report(f"Waiting for the network's weights: {error}", expected=True)
+        pause_start(wanted)
+
+
+def open_network_bucket(config: Config, member: Member) -> ObjectStore:
+    """Open the network's bucket by the way that its file names. Raises ConfigError."""
+    if config.store.access == "own":
+        return buckets.open_own(config.store, config.store.global_model_name)
+    raise ConfigError("store.access is registry, which this version cannot ask yet")
+
+
+class RankZero:
+    """Rank 0's own part. Its attributes are built in the order in which they stand."""
+
+    def __init__(
+        self,
+        context: RankContext,
+        info: StartupInfo,
+        connections: Connections,
+        training: Training,
+    ) -> None:
+        self._context, self._info = context, info
+        self._connections, self._training = connections, training
+        config, trainer, chain = context.config, training.trainer, connections.member.chain
+        # --- who decides
+        self.blocks = BlockList(
+            chain_block=chain.block,
+            data=training.data,
+            ranks=context.ranks,
+            micro_batch_size=trainer.micro_batch_size,
+            uid=info.uid,
+            recent=lambda: config.miner.blocks_per_allreduce // 2,
+        )
+        self.blocks.load_state_dict(
+            training.kept.get("rank_zero", {}).get("blocks", {}),
+            training.kept.get("data", {}),
+            exact=training.checkpointer.exact,
+            first=training.first_block,
+        )
+        self.controller = Controller(
+            state=MinerState(mode=Mode.TRAINING, outer_step=trainer.outer_step),
+            rules=Rules(
+                reload_seconds=0.0,
+                checkpoint_steps=config.miner.checkpoint_steps,
+                checkpoint_seconds=config.miner.checkpoint_interval.total_seconds(),
+                tick_seconds=context.tick.total_seconds(),
+                exchange="store",
+            ),
+            events=context.events,
+            blocks=self.blocks,
+            start_task=StoreTasks(connections.rounds).start,
+            versions=connections.versions,
+            global_outer_step=info.global_outer_step,
+        )
+        self._subscribe()
+
+    def _subscribe(self) -> None:
+        """Build who is shown each event, in this order, after the block list."""
+        config, folder = self._context.config, self._context.folder
+        trainer, connections = self._training.trainer, self._connections
+        self.record: Record = EventLog.open(folder).write
+        income = StoreIncome(
+            hotkey=self._info.hotkey,
+            chain=connections.member.chain,
+            round_period=config.round_period.total_seconds(),
+            record=self.record,
+        )
+        reporter = StoreReporter(
+            record=self.record,
+            warnings=lambda report: lines.step_warnings(
+                report, expect_gpu=expects_gpu(config, self._context.device)
+            ),
+            bucket=config.store.global_model_name,
+            global_uid=self._info.global_uid,
+        )
+        shapes, moments = [shape for _, shape in trainer.schema], len(trainer.optimizer.state)
+        upload = largest_file(trainer.schema, config.miner.bits)
+        needed = upload + checkpoint_bytes(shapes, moments)
+        metrics = self._open_metrics(
+            {**income.gauges(), "round_seconds": lambda: reporter.round_seconds}, needed=needed
+        )
+        uploads = UploadWatch(
+            connections.rounds,
+            inner_step=lambda: trainer.inner_step,
+            minimum=config.store.minimum_valid_inner_step,
+            disk_problem=lambda: describe_full_disk(folder, needed),
+            keep=config.miner.keep_checkpoints,
+        )
+        # The reporter before the uploads: a step's line stands above what it led to.
+        for subscriber in (income, reporter, metrics, uploads):
+            self.controller.subscribe(subscriber.on_event)
+
+    def _open_metrics(
+        self, measured: Mapping[str, Callable[[], float | None]], *, needed: int
+    ) -> Metrics:
+        """Open the metrics file. ``measured``: gauges of income and the last round.
+
+        ``needed``: bytes of disk that the next upload and checkpoint take.
+        """
+        context, rounds, blocks = self._context, self._connections.rounds, self.blocks
+        config, chain = context.config, self._connections.member.chain
+        open_until_end = context.stack.enter_context
+        trackers = open_trackers(
+            config.telemetry,
+            context.folder,
+            name=f"{config.miner.name}-{self._info.uid}",
+            first_step=self._training.trainer.total_inner_steps + 1,
+        )
+        machine = MachineGauges(
+            context.folder,
+            needed=needed,
+            gpus=context.ranks.local_world_size if context.device.type == "cuda" else 0,
+        )
+
+        def next_close() -> float | None:
+            close = rounds.next_close
+            return None if close is None else close.closes_at
+
+        return Metrics(
+            trackers=[open_until_end(closing(tracker)) for tracker in trackers],
+            file=MetricsFile(context.folder / "metrics.prom"),
+            counts={"data": self._training.data.counters, "chain": chain.counters},
+            gauges={
+                "chain_age_seconds": lambda: chain.age().total_seconds(),
+                "chain_block": chain.block,
+                "block_list_newest_block": lambda: blocks.newest_trained,
+                "next_round_timestamp_seconds": next_close,
+                "clock_offset_seconds": rounds.clock_offset,
+                **measured,
+                **machine.single(),
+            },
+            by_rank=open_until_end(closing(machine)).by_rank,
+        )
+
+    def header(self, close: Close, block_list: Sequence[int]) -> Header:
+        """Return the header of the upload for ``close``; the trainer fills in the rest."""
+        return Header(
+            kind="upload",
+            run_id=self._context.config.swarm.run_id,
+            outer_step=close.outer_step,
+            serial=close.serial,
+            hotkey=self._info.hotkey,
+            start=_NO_DIGEST,
+            bits=self._context.config.miner.bits,
+            inner_steps=0,
+            tokens=0,
+            blocks=tuple(block_list)[-MOST_BLOCKS:],
+        )
+
+    def go_live(self) -> None:
+        """Begin to follow the network. Returns at once."""
+        trainer, context = self._training.trainer, self._context
+        config, member = context.config, self._connections.member
+        report_device(
+            config,
+            context.device,
+            micro_batch=trainer.micro_batch_size,
+            world_size=context.ranks.world_size,
+        )
+
+        def changed(event: RegistrationEvent) -> None:
+            context.events.put(ev.StopRequested(event.line, ExitStatus.FAULT))
+
+        local = config.preset == "local"  # where a minute is a long time
+        watcher = RegistrationWatcher(
+            chain=member.chain,
+            hotkey=member.hotkey,
+            uid=member.uid,
+            ours={},  # nobody has to find this miner
+            callbacks=WatcherCallbacks(
+                changed, on_read=lambda: keep_state(member.chain, config.chain, context.folder)
+            ),
+            belief=Belief(
+                config.miner.master_ss58_address,
+                timedelta(seconds=5) if local else MISSING_FOR,
+                how_to_register(config.chain),
+            ),
+            interval=timedelta(seconds=1) if local else INTERVAL,
+        )
+        context.stack.callback(watcher.close)
+        watcher.start()
+        largest = largest_file(trainer.schema, _UPDATE_BITS)
+        self._connections.rounds.start(trainer.outer_step, largest_update=largest)
+        self.record(
+            "start",
+            uid=self._info.uid,
+            hotkey=self._info.hotkey,
+            outer_step=trainer.outer_step,
+            inner_step=trainer.inner_step,
+            world_size=context.ranks.world_size,
+            resumed=bool(self._training.kept),
+        )
+
+
+def build_exchange(
+    context: RankContext, info: StartupInfo, connections: Connections | None, training: Training
+) -> tuple[RankZero | None, StoreRank]:
+    """Build rank 0's own part, and this rank's part of rounds.
+
+    ``connections``: rank 0's, else None. Raises ConfigError.
+    """
+    if connections is None:
+        return None, StoreRank(training.trainer, context.ranks)
+    rank_zero = RankZero(context, info, connections, training)
+    return rank_zero, StoreRank(
+        training.trainer,
+        context.ranks,
+        rounds=connections.rounds,
+        header=rank_zero.header,
+        sign=connections.member.wallet.hotkey.sign,
+    )
