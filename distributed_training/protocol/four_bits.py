@@ -14,10 +14,12 @@ from torch import Tensor
 from .quantization import (
     GROUP,
     SCALE_BYTES,
-    decode_groups,
-    encode_groups,
-    group_bytes,
+    dequantize,
+    pack,
+    packed_bytes,
+    quantize,
     refuse_scales,
+    unpack,
 )
 
 _BITS = 4
@@ -27,7 +29,7 @@ def bytes_of(count: int) -> int:
     """Return the length in bytes of ``count`` encoded values."""
     groups, rest = divmod(count, GROUP)
     scales = SCALE_BYTES * (groups + bool(rest))
-    return scales + group_bytes(GROUP, _BITS) * groups + group_bytes(rest, _BITS)
+    return scales + packed_bytes(GROUP, _BITS) * groups + packed_bytes(rest, _BITS)
 
 
 def encode(values: Tensor) -> Tensor:
@@ -38,10 +40,13 @@ def encode(values: Tensor) -> Tensor:
     scale would be subnormal becomes zeros. Values that are not finite, or above 2.9e38, give bytes
     that :func:`decode` refuses.
     """
-    groups, rest = _groups(values)
-    coded = [encode_groups(each, _BITS) for each in (groups, rest) if each.numel()]
-    scales = [scales.view(torch.uint8) for scales, _ in coded]
-    return torch.cat([*scales, *(pairs.view(-1) for _, pairs in coded)])
+    scales, pairs = [], []
+    for groups in _groups(values):
+        if groups.numel():
+            numbers = torch.empty(groups.shape, dtype=torch.uint8, device=groups.device)
+            scales.append(quantize(groups, numbers, _BITS).view(torch.uint8))
+            pairs.append(pack(numbers, _BITS).view(-1))
+    return torch.cat([*scales, *pairs])
 
 
 def _groups(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,4 +74,5 @@ def decode(data: Tensor, values: Tensor) -> None:
         (rest, scales[len(groups) :], pairs[split:]),
     ):
         if part.numel():
-            decode_groups(its_scales, both.view(len(part), -1), part, _BITS)
+            numbers = unpack(both.view(len(part), -1), part.shape[1], _BITS)
+            dequantize(its_scales, numbers, part, _BITS)

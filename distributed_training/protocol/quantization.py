@@ -19,11 +19,11 @@ GROUP = 256  # values of one scale, at most
 SCALE_BYTES = 4
 #: A value is scale * (step * number - offset), by bits.
 _NUMBERS = {4: (1, 8), 3: (2, 7), 2: (2, 3)}
-#: A group is filled up to a multiple of that many values, by bits: they take whole bytes.
+#: Numbers are filled up to a multiple of that many, by bits: they take whole bytes.
 _FILLED = {4: 2, 3: 8, 2: 4}
 _LARGEST = 7  # scales, with 4 bits
-#: Scale by root mean square, by bits: between the best of normal and of Laplace values.
-_SPREAD = {3: 0.33, 2: 0.52}
+#: Scale by root mean square, by bits: what loses least of real movements with error feedback.
+_SPREAD = {3: 0.31, 2: 0.52}
 _FLOAT32 = torch.finfo(torch.float32)
 #: Smaller ones would be subnormal, which some machines take for zero.
 _LEAST_SCALE = _FLOAT32.tiny
@@ -31,72 +31,55 @@ _LEAST_SCALE = _FLOAT32.tiny
 _MOST_SCALE = _FLOAT32.max / 8
 
 
-def group_bytes(count: int, bits: int) -> int:
-    """Return the bytes of the numbers of one group of ``count`` values."""
-    return -(-count // _FILLED[bits]) * _FILLED[bits] * bits // 8
+def quantize(groups: Tensor, numbers: Tensor, bits: int) -> Tensor:
+    """Write the numbers of ``groups``, return their scales.
 
-
-def encode_groups(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Return the scales and the numbers of some groups.
-
-    ``groups``: float32 ``(n, k)``, k at most 256. The scales are float32 ``(n,)``, the numbers
-    uint8 ``(n, group_bytes(k, bits))``. A group whose scale would be subnormal becomes zeros.
-    Values that are not finite, or too large, give a scale that :func:`refuse_scales` refuses.
+    ``groups``: float32 ``(..., k)``, k at most 256; ``numbers``: uint8, of the same shape. The
+    scales are float32 ``(...)``. A group whose scale would be subnormal becomes zeros. Values that
+    are not finite, or too large, give a scale that :func:`refuse_scales` refuses.
     """
-    if missing := -groups.shape[1] % _FILLED[bits]:
-        groups = pad(groups, (0, missing))
     step, offset = _NUMBERS[bits]
+    # Divided by tensors: a GPU multiplies by the reciprocal of a plain number.
     if bits == 4:
-        scales = torch.maximum(groups.amax(1), groups.amin(1).neg_()).div_(_LARGEST)
-        numbers = torch.empty_like(groups)
+        scales = torch.maximum(groups.amax(-1), groups.amin(-1).neg_())
+        scales.div_(scales.new_full((), _LARGEST))
+        work = torch.empty_like(groups)
     else:
-        numbers = groups.square()
-        scales = _added(numbers).div_(groups.shape[1] - missing).sqrt_().mul_(_SPREAD[bits])
+        work = groups.square()
+        scales = _added(work)
+        scales.div_(scales.new_full((), groups.shape[-1])).sqrt_().mul_(_SPREAD[bits])
     scales.mul_(scales >= _LEAST_SCALE)  # a NaN stays one
     factors = torch.where(scales > 0, scales.reciprocal(), 0).div_(step)
     # Two operations, each rounded: a fused one would round once, on some machines alone. Then the
     # conversion cuts off what is left of the half.
-    torch.mul(groups, factors.unsqueeze(1), out=numbers).add_(offset / step + 0.5)
+    torch.mul(groups, factors.unsqueeze(-1), out=work).add_(offset / step + 0.5)
     if bits != 4:
-        numbers.clamp_(0, 2**bits - 1)
-    # By way of int8: torch converts to uint8 seven times slower.
-    whole = numbers.to(torch.int8).view(torch.uint8)
-    if bits != 3:
-        return scales, _pack(whole, bits)
-    return scales, torch.cat([_pack(whole & 3, 2), _pack(whole >> 2, 1)], dim=1)
+        work.clamp_(0, 2**bits - 1)
+    numbers.view(torch.int8).copy_(work)  # torch converts to uint8 seven times slower
+    return scales
 
 
 def _added(values: Tensor) -> Tensor:
-    """Return the sum of each row; ``values`` are overwritten.
+    """Return the sums along the last dimension; ``values`` are overwritten.
 
     By halves: torch adds in an order that depends on the device.
     """
-    width = values.shape[1]
+    width = values.shape[-1]
     while width > 1:
         half = (width + 1) // 2
-        values[:, : width - half] += values[:, half:width]
+        values[..., : width - half] += values[..., half:width]
         width = half
-    return values[:, 0].clone()
+    return values[..., 0].clone()
 
 
-def _pack(numbers: Tensor, width: int) -> Tensor:
-    """Put a plane's numbers, uint8 of ``width`` bits each, into whole bytes, by halves of a row."""
-    shift = 4
-    while shift >= width:
-        lower, upper = numbers.chunk(2, dim=1)
-        numbers = (upper << shift).bitwise_or_(lower)
-        shift //= 2
-    return numbers
-
-
-def _unpack(plane: Tensor, width: int) -> Tensor:
-    """Return the numbers of a plane, uint8, one in a byte."""
-    shift = width
-    while shift <= 4:
-        mask = (2**width - 1) * sum(1 << place for place in range(0, 8, 2 * shift))
-        plane = torch.cat([plane & mask, (plane >> shift).bitwise_and_(mask)], dim=1)
-        shift *= 2
-    return plane
+def dequantize(scales: Tensor, numbers: Tensor, out: Tensor, bits: int) -> None:
+    """Write the values of ``numbers``, uint8 ``(..., k)``, into ``out``; ``numbers`` change."""
+    step, offset = _NUMBERS[bits]
+    whole = numbers.view(torch.int8)  # in a quarter of the memory that float32 takes
+    if step != 1:
+        whole *= step
+    whole -= offset
+    out.copy_(whole).mul_(scales.unsqueeze(-1))
 
 
 def refuse_scales(scales: Tensor) -> None:
@@ -106,16 +89,43 @@ def refuse_scales(scales: Tensor) -> None:
         raise ValueError("a scale that is negative, subnormal, too large or not finite")
 
 
-def decode_groups(scales: Tensor, data: Tensor, out: Tensor, bits: int) -> None:
-    """Decode what :func:`encode_groups` returned into ``out``, float32 ``(n, k)``."""
-    step, offset = _NUMBERS[bits]
-    if bits == 3:
-        lower, upper = data.tensor_split([data.shape[1] * 2 // 3], dim=1)
-        numbers = _unpack(lower, 2).add_(_unpack(upper, 1), alpha=4)
-    else:
-        numbers = _unpack(data, bits)
-    whole = numbers.view(torch.int8)  # in a quarter of the memory that float32 takes
-    if step != 1:
-        whole *= step
-    whole -= offset
-    out.copy_(whole[:, : out.shape[1]]).mul_(scales.unsqueeze(1))
+def packed_bytes(count: int, bits: int) -> int:
+    """Return the bytes that ``count`` numbers take."""
+    return -(-count // _FILLED[bits]) * _FILLED[bits] * bits // 8
+
+
+def pack(numbers: Tensor, bits: int) -> Tensor:
+    """Pack numbers, uint8 ``(..., count)``, into ``(..., packed_bytes(count, bits))``."""
+    if missing := -numbers.shape[-1] % _FILLED[bits]:
+        numbers = pad(numbers, (0, missing), value=2 ** (bits - 1))
+    if bits != 3:
+        return _halve(numbers, bits)
+    return torch.cat([_halve(numbers & 3, 2), _halve(numbers >> 2, 1)], dim=-1)
+
+
+def unpack(data: Tensor, count: int, bits: int) -> Tensor:
+    """Return the ``count`` numbers of each row that :func:`pack` packed."""
+    if bits != 3:
+        return _double(data, bits)[..., :count]
+    lower, upper = data.tensor_split([data.shape[-1] * 2 // 3], dim=-1)
+    return _double(lower, 2).add_(_double(upper, 1), alpha=4)[..., :count]
+
+
+def _halve(numbers: Tensor, width: int) -> Tensor:
+    """Put numbers of ``width`` bits each into whole bytes, those of both halves together."""
+    shift = 4
+    while shift >= width:
+        lower, upper = numbers.chunk(2, dim=-1)
+        numbers = (upper << shift).bitwise_or_(lower)
+        shift //= 2
+    return numbers
+
+
+def _double(data: Tensor, width: int) -> Tensor:
+    """Return the numbers that :func:`_halve` put together."""
+    shift = width
+    while shift <= 4:
+        mask = (2**width - 1) * sum(1 << place for place in range(0, 8, 2 * shift))
+        data = torch.cat([data & mask, (data >> shift).bitwise_and_(mask)], dim=-1)
+        shift *= 2
+    return data

@@ -19,11 +19,10 @@ import functools
 import hashlib
 import json
 import math
-import mmap
 import os
 import re
 import reprlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -35,10 +34,12 @@ from .gradients import Schema
 from .quantization import (
     GROUP,
     SCALE_BYTES,
-    decode_groups,
-    encode_groups,
-    group_bytes,
+    dequantize,
+    pack,
+    packed_bytes,
+    quantize,
     refuse_scales,
+    unpack,
 )
 from .types import Sign, Verify
 
@@ -96,12 +97,12 @@ def _matches(pattern: re.Pattern[str], value: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Part:
-    """One parameter in a file: its rows, and where their scales and numbers begin."""
+    """One parameter in a file: its rows, and where in the body its scales and codes begin."""
 
     name: str
     rows: int
     columns: int
-    scales: int  # bytes from the beginning of the file
+    scales: int
     codes: int
     groups: int  # of a row
     code_bytes: int  # of a row
@@ -109,37 +110,54 @@ class _Part:
 
 @dataclass(frozen=True)
 class UpdateLayout:
-    """The place of each parameter in a file, and the size of the file in bytes."""
+    """The place of each parameter in a file."""
 
+    schema: Schema
     header: Header
     parts: tuple[_Part, ...]
-    body: int  # bytes from the beginning of the file
-    size: int
-    schema: tuple[tuple[str, tuple[int, ...]], ...]
+    body_bytes: int
 
     @classmethod
     def of(cls, schema: Schema, header: Header) -> UpdateLayout:
-        plain = tuple((name, tuple(shape)) for name, shape in schema)
-        body = len(_head(plain, header, _NO_DIGEST, _NO_SIGNATURE))
-        shapes = [rows_and_columns(shape) for _, shape in plain]
-        scales, codes = (
-            body,
-            body + sum(SCALE_BYTES * rows * _groups(columns) for rows, columns in shapes),
-        )
+        shapes = [(name, *rows_and_columns(shape)) for name, shape in schema]
+        scales, codes = 0, sum(SCALE_BYTES * rows * _groups(columns) for _, rows, columns in shapes)
         parts = []
-        for (name, _), (rows, columns) in zip(plain, shapes, strict=True):
-            part = _Part(
-                name, rows, columns, scales, codes, _groups(columns),
-                _row_bytes(columns, header.bits),
-            )  # fmt: skip
-            parts.append(part)
-            scales += SCALE_BYTES * rows * part.groups
-            codes += rows * part.code_bytes
-        return cls(header, tuple(parts), body, codes, plain)
+        for name, rows, columns in shapes:
+            groups, code_bytes = _groups(columns), packed_bytes(columns, header.bits)
+            parts.append(_Part(name, rows, columns, scales, codes, groups, code_bytes))
+            scales += SCALE_BYTES * rows * groups
+            codes += rows * code_bytes
+        return cls(schema, header, tuple(parts), codes)
 
     def head(self, body: str, signature: str) -> bytes:
-        """Return what comes before the body, with that digest and signature."""
-        return _head(self.schema, self.header, body, signature)
+        """Return what comes before the body, with the body's digest and the signature in it."""
+        said = _canonical(asdict(self.header))
+        table: dict[str, Any] = {
+            "__metadata__": {"body": body, "header": said, "signature": signature}
+        }
+        for part in self.parts:
+            for ending, dtype, start, columns, size in (
+                ("scales", "F32", part.scales, part.groups, SCALE_BYTES),
+                ("codes", "U8", part.codes, part.code_bytes, 1),
+            ):
+                table[f"{part.name}.{ending}"] = {
+                    "data_offsets": [start, start + part.rows * columns * size],
+                    "dtype": dtype,
+                    "shape": [part.rows, columns],
+                }
+        text = _canonical(table).encode()
+        text += b" " * (-len(text) % 8)  # the scales are float32: at a multiple of their size
+        return len(text).to_bytes(_LENGTH_BYTES, "little") + text
+
+    @functools.cached_property
+    def body(self) -> int:
+        """The bytes before the body."""
+        return len(self.head(_NO_DIGEST, _NO_SIGNATURE))
+
+    @property
+    def size(self) -> int:
+        """Bytes of the whole file."""
+        return self.body + self.body_bytes
 
 
 def rows_and_columns(shape: Sequence[int]) -> tuple[int, int]:
@@ -151,54 +169,27 @@ def _groups(columns: int) -> int:
     return -(-columns // GROUP)
 
 
-def _row_bytes(columns: int, bits: int) -> int:
-    whole, rest = divmod(columns, GROUP)
-    return whole * group_bytes(GROUP, bits) + group_bytes(rest, bits)
-
-
-def _head(schema: Schema, header: Header, body: str, signature: str) -> bytes:
-    """Return the length and the canonical JSON of a file's safetensors header."""
-    metadata = {"body": body, "header": _canonical(asdict(header)), "signature": signature}
-    table: dict[str, Any] = {"__metadata__": metadata}
-    shapes = [(name, *rows_and_columns(shape)) for name, shape in schema]
-    position = 0
-    for name, rows, columns in shapes:
-        end = position + SCALE_BYTES * rows * _groups(columns)
-        table[f"{name}.scales"] = _entry("F32", rows, _groups(columns), position, end)
-        position = end
-    for name, rows, columns in shapes:
-        end = position + rows * _row_bytes(columns, header.bits)
-        table[f"{name}.codes"] = _entry("U8", rows, _row_bytes(columns, header.bits), position, end)
-        position = end
-    text = _canonical(table).encode()
-    text += b" " * (-len(text) % 8)  # the scales are float32: at a multiple of their size
-    return len(text).to_bytes(_LENGTH_BYTES, "little") + text
-
-
 def _canonical(content: Any) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
-def _entry(dtype: str, rows: int, columns: int, start: int, end: int) -> dict[str, Any]:
-    return {"data_offsets": [start, end], "dtype": dtype, "shape": [rows, columns]}
-
-
 def largest_file(schema: Schema, bits: int) -> int:
     """Return the most bytes of a file for a model with the parameters of ``schema``."""
-    return UpdateLayout.of(schema, _largest_header(bits)).size
+    return _largest(schema, bits).size
 
 
-@functools.lru_cache(maxsize=4)  # a validator opens many files of one model
-def _longest_head(schema: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
-    return UpdateLayout.of(schema, _largest_header(max(BITS))).body
-
-
-def _largest_header(bits: int) -> Header:
-    return Header(
+def _largest(schema: Schema, bits: int) -> UpdateLayout:
+    header = Header(
         kind="upload", run_id="x" * 64, outer_step=_MOST_NUMBER, serial=_MOST_NUMBER,
         hotkey="x" * 64, start=_NO_DIGEST, bits=bits, inner_steps=_MOST_NUMBER,
         tokens=_MOST_NUMBER, blocks=(_MOST_NUMBER,) * MOST_BLOCKS,
     )  # fmt: skip
+    return UpdateLayout.of(schema, header)
+
+
+@functools.lru_cache(maxsize=4)  # a validator opens many files of one model
+def _longest_head(schema: tuple[tuple[str, tuple[int, ...]], ...]) -> int:
+    return _largest(schema, max(BITS)).body
 
 
 # --- rows -----------------------------------------------------------------------------------------
@@ -212,12 +203,13 @@ def encode_rows(rows: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """
     count, columns = rows.shape
     scales = rows.new_empty((count, _groups(columns)))
-    codes = rows.new_empty((count, _row_bytes(columns, bits)), dtype=torch.uint8)
+    codes = rows.new_empty((count, packed_bytes(columns, bits)), dtype=torch.uint8)
     for slab in _slabs(rows):
-        for values, scale, code in _runs(rows[slab], scales[slab], codes[slab], bits):
-            found, numbers = encode_groups(values.reshape(-1, values.shape[-1]), bits)
-            scale.copy_(found.abs_().view(scale.shape))  # of a group of zeros it may be -0.0
-            code.copy_(numbers.view(code.shape))
+        numbers = torch.empty(rows[slab].shape, dtype=torch.uint8, device=rows.device)
+        for values, scale, number in _groups_of(rows[slab], scales[slab], numbers):
+            # Of a group of zeros it may be -0.0.
+            scale.copy_(quantize(values, number, bits).abs_())
+        codes[slab] = pack(numbers, bits)
     return scales, codes
 
 
@@ -228,14 +220,9 @@ def decode_rows(scales: Tensor, codes: Tensor, out: Tensor, bits: int) -> None:
     (:class:`UpdateFile` does).
     """
     for slab in _slabs(out):
-        for values, scale, code in _runs(out[slab], scales[slab], codes[slab], bits):
-            flat = (scale.reshape(-1), code.reshape(scale.numel(), -1))
-            if values.is_contiguous():
-                decode_groups(*flat, values.view(scale.numel(), -1), bits)
-            else:
-                found = torch.empty((scale.numel(), values.shape[-1]), device=values.device)
-                decode_groups(*flat, found, bits)
-                values.copy_(found.view(values.shape))
+        numbers = unpack(codes[slab], out.shape[1], bits)
+        for values, scale, number in _groups_of(out[slab], scales[slab], numbers):
+            dequantize(scale, number, values, bits)
 
 
 def _slabs(rows: Tensor) -> list[slice]:
@@ -244,24 +231,20 @@ def _slabs(rows: Tensor) -> list[slice]:
     return [slice(first, first + step) for first in range(0, count, step)] if columns else []
 
 
-def _runs(
-    rows: Tensor, scales: Tensor, codes: Tensor, bits: int
-) -> Iterable[tuple[Tensor, Tensor, Tensor]]:
-    """Yield values, scales and codes of the whole groups of ``rows``, then of the shorter ones.
+def _groups_of(
+    rows: Tensor, scales: Tensor, numbers: Tensor
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield values, scales and numbers of the whole groups, then of those at the rows' ends.
 
-    Values are ``(r, g, k)``, scales ``(r, g)`` and codes ``(r, g, bytes)``.
+    Values and numbers are ``(r, groups, values)``, scales ``(r, groups)``.
     """
     whole, rest = divmod(rows.shape[1], GROUP)
-    at, split = whole * GROUP, whole * group_bytes(GROUP, bits)
+    at = whole * GROUP
     if whole:
-        length = group_bytes(GROUP, bits)
-        yield (
-            rows[:, :at].unflatten(1, (whole, GROUP)),
-            scales[:, :whole],
-            codes[:, :split].unflatten(1, (whole, length)),
-        )
+        values, number = (each[:, :at].unflatten(1, (whole, GROUP)) for each in (rows, numbers))
+        yield values, scales[:, :whole], number
     if rest:
-        yield rows[:, at:].unsqueeze(1), scales[:, whole:], codes[:, split:].unsqueeze(1)
+        yield rows[:, at:].unsqueeze(1), scales[:, whole:], numbers[:, at:].unsqueeze(1)
 
 
 # --- writing --------------------------------------------------------------------------------------
@@ -283,8 +266,9 @@ def write_rows(path: Path, layout: UpdateLayout, index: int, first_row: int, row
         raise ValueError(f"{part.name}: values that are not finite, or too large") from None
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        _write_at(handle, scales, part.scales + SCALE_BYTES * first_row * part.groups)
-        _write_at(handle, codes, part.codes + first_row * part.code_bytes)
+        for tensor, place in ((scales, part.scales), (codes, part.codes)):
+            row = tensor.shape[1] * tensor.itemsize
+            _write_at(handle, tensor, layout.body + place + first_row * row)
     finally:
         os.close(handle)
 
@@ -340,8 +324,10 @@ def _message(layout: UpdateLayout, body: str) -> bytes:
 class UpdateFile:
     """A file that was checked, memory-mapped. It may be read by several threads."""
 
-    def __init__(self, path: Path, layout: UpdateLayout, data: Tensor) -> None:
-        self.path, self.layout, self._data = path, layout, data
+    def __init__(self, path: Path, layout: UpdateLayout) -> None:
+        self.path, self.layout = path, layout
+        # Without a descriptor that stays open: a close may have a thousand uploads.
+        self._data = torch.from_file(str(path), size=layout.size, dtype=torch.uint8)
         self._indices = {part.name: index for index, part in enumerate(layout.parts)}
 
     @property
@@ -393,7 +379,7 @@ class UpdateFile:
             file.seek(layout.body)
             if _digest_rest(file) != body:
                 raise ValueError("its values are not those that were signed")
-            opened = cls._map(file, layout)
+        opened = cls(path, layout)
         for part in layout.parts:
             try:
                 refuse_scales(opened._scales(part, 0, part.rows))
@@ -409,12 +395,7 @@ class UpdateFile:
         """
         with open(path, "rb") as file:
             layout, _, _ = _read_head(file, os.fstat(file.fileno()).st_size, schema)
-            return cls._map(file, layout)
-
-    @classmethod
-    def _map(cls, file: Any, layout: UpdateLayout) -> UpdateFile:
-        mapped = mmap.mmap(file.fileno(), layout.size, access=mmap.ACCESS_COPY)
-        return cls(Path(file.name), layout, torch.frombuffer(mapped, dtype=torch.uint8))
+        return cls(path, layout)
 
     def rows(self, index: int, first: int, stop: int) -> Tensor:
         """Return rows ``first`` to ``stop`` of parameter ``index``, float32 ``(rows, columns)``."""
@@ -422,8 +403,7 @@ class UpdateFile:
         if not 0 <= first <= stop <= part.rows:
             raise ValueError(f"{part.name} has {part.rows} rows, not {first} to {stop}")
         out = torch.empty((stop - first, part.columns))
-        begin, end = (part.codes + row * part.code_bytes for row in (first, stop))
-        codes = self._data[begin:end].view(stop - first, part.code_bytes)
+        codes = self._rows(part.codes, part.code_bytes, first, stop)
         decode_rows(self._scales(part, first, stop), codes, out, self.header.bits)
         return out
 
@@ -433,8 +413,13 @@ class UpdateFile:
         return self.rows(index, 0, self.layout.parts[index].rows).view(tuple(shape))
 
     def _scales(self, part: _Part, first: int, stop: int) -> Tensor:
-        begin, end = (part.scales + SCALE_BYTES * row * part.groups for row in (first, stop))
-        return self._data[begin:end].view(torch.float32).view(stop - first, part.groups)
+        raw = self._rows(part.scales, SCALE_BYTES * part.groups, first, stop)
+        return raw.view(torch.float32)
+
+    def _rows(self, place: int, length: int, first: int, stop: int) -> Tensor:
+        """Return the bytes of some rows, uint8 ``(rows, length)``, that begin at a ``place``."""
+        begin, end = (self.layout.body + place + row * length for row in (first, stop))
+        return self._data[begin:end].view(stop - first, length)
 
 
 def _read_head(file: Any, size: int, schema: Schema) -> tuple[UpdateLayout, str, str]:

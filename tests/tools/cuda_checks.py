@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from distributed_training.data.pipeline import DeviceBuffer
-from distributed_training.protocol import gradients
+from distributed_training.protocol import gradients, update_file
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.model import (
@@ -280,6 +280,18 @@ def the_gauge_and_the_report_see_the_device(device: torch.device, folder: Path) 
         assert sample is None or sample.memory_used_gb > 0
 
 
+def an_upload_is_encoded_and_decoded_to_the_cpus_bits(device: torch.device, folder: Path) -> None:
+    rows = torch.randn(40, 1000, generator=torch.Generator().manual_seed(0)).pow(3)
+    for bits in update_file.BITS:
+        scales, codes = update_file.encode_rows(rows, bits)
+        found = update_file.encode_rows(rows.to(device), bits)
+        assert torch.equal(found[0].cpu(), scales) and torch.equal(found[1].cpu(), codes)
+        expected, out = torch.empty_like(rows), torch.empty(rows.shape, device=device)
+        update_file.decode_rows(scales, codes, expected, bits)
+        update_file.decode_rows(*found, out, bits)
+        assert torch.equal(out.cpu(), expected)
+
+
 CHECKS: tuple[Check, ...] = (
     as_a_miner_does_it_gives_nearly_those,
     no_micro_batch_waits_for_the_device,
@@ -290,6 +302,7 @@ CHECKS: tuple[Check, ...] = (
     a_preview_changes_no_bit,
     an_offloaded_optimizer_gives_the_same_bits,
     the_codec_keeps_what_the_cpus_keeps,
+    an_upload_is_encoded_and_decoded_to_the_cpus_bits,
     the_compiled_loss_is_the_eager_one,
     batches_reach_the_device_as_they_were,
     attention_is_a_fast_kernel,

@@ -30,9 +30,9 @@ def canonical(content: Any) -> str:
     return json.dumps(content, sort_keys=True, separators=(",", ":"))
 
 
-def group(codes: np.ndarray, scale: np.ndarray, count: int, bits: int) -> np.ndarray:
-    """Decode one group of each row: codes (rows, bytes), scale (rows,) -> (rows, count)."""
-    filled = -(-count // FILLED[bits]) * FILLED[bits]
+def parameter(scales: np.ndarray, codes: np.ndarray, columns: int, bits: int) -> np.ndarray:
+    """Decode codes (rows, bytes) and scales (rows, groups) into (rows, columns)."""
+    filled = -(-columns // FILLED[bits]) * FILLED[bits]
     numbers = np.zeros((len(codes), filled), np.int32)
     shift = begin = 0
     for width in PLANES[bits]:
@@ -45,20 +45,8 @@ def group(codes: np.ndarray, scale: np.ndarray, count: int, bits: int) -> np.nda
         begin, shift = begin + length, shift + width
     assert begin == codes.shape[1]
     whole = {4: numbers - 8, 3: 2 * numbers - 7, 2: 2 * numbers - 3}[bits]
-    return whole[:, :count].astype(np.float32) * scale[:, None]
-
-
-def parameter(scales: np.ndarray, codes: np.ndarray, columns: int, bits: int) -> np.ndarray:
-    out = np.zeros((len(codes), columns), np.float32)
-    begin = 0
-    for index, first in enumerate(range(0, columns, 256)):
-        count = min(256, columns - first)
-        length = -(-count // FILLED[bits]) * FILLED[bits] * bits // 8
-        part = codes[:, begin : begin + length]
-        out[:, first : first + count] = group(part, scales[:, index], count, bits)
-        begin += length
-    assert begin == codes.shape[1]
-    return out
+    each = np.repeat(scales, 256, axis=1)[:, :columns]
+    return whole[:, :columns].astype(np.float32) * each
 
 
 def decode(data: bytes, columns: dict[str, int]) -> Decoded:

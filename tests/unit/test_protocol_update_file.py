@@ -249,6 +249,13 @@ def test_safetensors_opens_the_file(sound: Path) -> None:
         assert file.get_tensor("a.codes").dtype == torch.uint8
 
 
+def test_an_open_file_holds_no_descriptor(sound: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    files = [opened(sound), UpdateFile.reopen(sound, SCHEMA)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert files[0].digest == files[1].digest
+
+
 def test_a_file_takes_the_bytes_that_its_bits_promise() -> None:
     schema = [("w", (4096, 2048))]
     values = 4096 * 2048
@@ -510,7 +517,7 @@ def test_a_crafted_scale_is_refused(tmp_path: Path, bits: int, scale: float) -> 
     layout, path = UpdateLayout.of(SCHEMA, header(bits=bits)), tmp_path / "x"
     write(path, SCHEMA, header(bits=bits), {name: drawn(shape) for name, shape in SCHEMA})
     with path.open("r+b") as file:
-        file.seek(layout.parts[1].scales + 4)
+        file.seek(layout.body + layout.parts[1].scales + 4)
         file.write(torch.tensor([scale]).numpy().tobytes())
     finish(path, layout, ALICE.sign)  # by its owner: the signature is good
     with pytest.raises(ValueError, match=r"b\.weight: a scale that is negative"):
