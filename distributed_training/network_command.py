@@ -98,9 +98,8 @@ def build_parser() -> Parser:
     add(
         "--exchange",
         choices=("store", "hivemind"),
-        default=_EXCHANGE,
         help="how pseudo-gradients are exchanged: through the store, for which no member needs a "
-        f"port, or among peers over hivemind ({_EXCHANGE})",
+        f"port, or among peers over hivemind (of init {_EXCHANGE}, of succeed as before)",
     )
     add(
         "--slowest-link",
@@ -231,6 +230,7 @@ def _init(options: argparse.Namespace) -> None:
         options.model = options.weights / CONFIG
         options.tokenizer = options.tokenizer or name_of_folder(options.weights)
     options.tokenizer = options.tokenizer or "bytes"
+    options.exchange = options.exchange or _EXCHANGE
     _refuse_options(options)
     rules = _rules(options)
     # Before the folder is made: the source of the data may be away.
@@ -315,6 +315,7 @@ def _succeed(options: argparse.Namespace) -> None:
     from distributed_training.scoring import export
 
     old = flatten(tree_of(read_text(options.of)))
+    options.exchange = options.exchange or old.get("exchange", "hivemind")
     own = {"data.source", "data.files", "tokenizer.files"}  # pinned again, as its members read them
     needless = OF_EXCHANGE["hivemind" if options.exchange == "store" else "store"]
     carried = [

@@ -350,6 +350,7 @@ class LocalSubnet:
             miners=[m.state for m in self.miners],
             world_sizes=[m.plan.world_size for m in self.miners],
             problems=[*problems, *self.problems],
+            exchange=self.options.exchange,
         )
 
     # --- inside ---------------------------------------------------------------------------------

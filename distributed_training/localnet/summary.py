@@ -17,8 +17,8 @@ from rich.text import Text
 
 from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import write_bytes, write_json
+from distributed_training.config.settings import Exchange
 from distributed_training.protocol.lines import counted, judged_upload
-from distributed_training.protocol.types import Revision
 from distributed_training.telemetry.neuron_state import Judged, NeuronState
 
 
@@ -48,6 +48,8 @@ def event_line(event: Mapping[str, Any], *, of_validator: bool) -> str:
             return "" if superseded else f"publication of {tag} failed: {reason}"
         case {"kind": "round", "ok": False, "fault": fault}:
             return f"ROUND FAILED: {fault} {event.get('detail') or ''}".rstrip()
+        case {"kind": "round", "peers": [], "participants": uids, "seconds": seconds} if uids:
+            return f"{counted(len(uids), 'upload')} merged, {seconds:.1f} s after the close"
         case {"kind": "round", "peers": peers, "seconds": seconds} if of_validator:
             return f"round worked, {len(peers)} peers, {seconds:.1f} s"
         case {"kind": "outer_step", "outer_step": reached} if of_validator:
@@ -123,6 +125,13 @@ _LEGEND = (
 )
 
 
+_STORE_LEGEND = (
+    "scored: uploads the validator judged and merged, of those it judged.\n"
+    "random: rating of the uploads on text that all miners share. assigned: how often the miner's\n"
+    "own pages improved more. total: the share of the reward these come to."
+)
+
+
 @dataclass(frozen=True)
 class OuterStepResult:
     """One outer step of the subnet. ``participants``: the neurons that applied it, by name."""
@@ -170,6 +179,7 @@ class Summary:
     outer_steps: tuple[OuterStepResult, ...]
     miners: tuple[MinerResult, ...]
     problems: tuple[str, ...]
+    exchange: Exchange = "hivemind"
 
     @property
     def ok(self) -> bool:
@@ -182,11 +192,11 @@ class Summary:
             return "not all of it worked: see the problems above"
         scored = sum(m.uploads_scored for m in self.miners)
         judged = sum(m.uploads_judged for m in self.miners)
+        done = f"all rounds worked, {scored} of {judged} judged uploads were scored"
+        if self.exchange == "store":  # and what is scored is what is merged
+            return done
         searched = sum(m.uploads_searched for m in self.miners)
-        return (
-            f"all rounds worked, {scored} of {judged} judged uploads were scored, "
-            f"{searched} of these had been searched"
-        )
+        return f"{done}, {searched} of these had been searched"
 
     def text(self) -> str:
         """Return the summary for a terminal and for ``summary.txt``."""
@@ -227,7 +237,7 @@ class Summary:
             _table(("outer step", "at", "round", "held-out loss", "took part"), outer_steps),
             _table(("miner", *figures, *kinds), miners),
             "\n".join(notes),
-            _LEGEND,
+            _STORE_LEGEND if self.exchange == "store" else _LEGEND,
             "\n".join(f"PROBLEM: {problem}" for problem in self.problems),
         ]
         return "\n" + "\n\n".join(part for part in parts if part) + "\n"
@@ -258,6 +268,7 @@ def summarize(
     miners: Sequence[NeuronState],
     world_sizes: Sequence[int],
     problems: Sequence[str] = (),
+    exchange: Exchange = "hivemind",
 ) -> Summary:
     """Put the neurons' events together and judge them.
 
@@ -303,6 +314,7 @@ def summarize(
         outer_steps=tuple(steps),
         miners=tuple(results),
         problems=tuple(found),
+        exchange=exchange,
     )
 
 
@@ -339,8 +351,9 @@ def _miner(miner: NeuronState, world_size: int, validator: NeuronState) -> Miner
             there = {
                 str(upload["revision"]): bool(upload.get("checked"))
                 for upload in miner.tables["publication"]
+                # RUN.OUTER_STEP.INNER_STEP, or OUTER_STEP.SERIAL of a store network.
                 if upload["ok"]
-                and Revision.parse(str(upload["revision"])).outer_step == scored.get("outer_step")
+                and str(upload["revision"]).split(".")[-2:-1] == [str(scored.get("outer_step"))]
             }
             # The tag is that of the newest upload, which may be of the next outer step.
             newest = next(reversed(there.values()), False)

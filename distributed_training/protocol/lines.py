@@ -74,10 +74,11 @@ def worse_weights_back(outer_step: int, ours: int, why: object) -> str:
 def judged_upload(tag: str, outer_step: int) -> str:
     """Name the upload that a validator judged.
 
-    ``tag``: ``run.outer.inner`` of the root metadata, empty if there is none; it may be of another
-    outer step than is judged (:func:`~.scoring.scored_epoch`).
+    ``tag``: ``run.outer.inner`` of the root metadata, or ``outer.serial`` of a store network; empty
+    if there is none. The former may be of another outer step than is judged
+    (:func:`~.scoring.scored_epoch`).
     """
-    if not tag or tag.split(".")[1:2] == [str(outer_step)]:
+    if not tag or tag.split(".")[-2:-1] == [str(outer_step)]:
         return tag or "?"
     return f"{tag} (judged for outer step {outer_step})"
 

@@ -65,6 +65,7 @@ def test_from_nothing_to_a_member_that_uploads(tmp_path: Path) -> None:
     dht, registry, store, axon, member_dht = map(str, free_ports(5))
     words = ("--host", "127.0.0.1", "--registry", f"http://127.0.0.1:{registry}", "--dht-port", dht)
     more = ("--miners", "1", "--data-source", "stdlib", "--store", "embedded", *RULES)
+    more += ("--exchange", "hivemind")
     where = ("--set", f"store.endpoint=http://127.0.0.1:{store}")
     printed = call(founder, "dt-network", "init", "lab", "--name", "lab", *words, *more, *where)
     (line,) = re.findall(r"^  dt-network (run lab)$", printed, re.M)

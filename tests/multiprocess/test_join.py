@@ -69,7 +69,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     url = f"http://127.0.0.1:{port}"
     with ObjectStoreServer(folder=folder / "store") as store:
         words = ("--name", "lab", "--host", "127.0.0.1", "--registry", url)
-        more = ("--data-source", "stdlib", "--store", store.endpoint)
+        more = ("--data-source", "stdlib", "--store", store.endpoint, "--exchange", "hivemind")
         assert network_command.main(["init", str(folder / "lab"), *words, *more]) == 0
         made = Lab(folder, url, {k: v for k, v in store.keys.items() if k != "R2_ENDPOINT_URL"})
         made.serve()

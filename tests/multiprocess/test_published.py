@@ -49,6 +49,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = folder / "config.json"
     model.write_text(json.dumps(local_llama_config(sequence_length=1024)))
     argv = ["init", str(folder / "lab"), *words, *more, "--model", str(model)]
+    argv += ["--exchange", "hivemind"]
     assert network_command.main(argv) == 0
     for name in ("text", "words"):
         shutil.rmtree(folder / name)

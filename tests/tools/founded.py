@@ -176,6 +176,7 @@ class Founded:
         self.write_keys("founder")
         words = ["init", "lab", "--name", "lab", "--host", host, "--registry", url, *RULES]
         words += ["--data-source", "stdlib", "--store", self.keys["R2_ENDPOINT_URL"], *more]
+        words += ["--exchange", "hivemind"]
         out = self.call("dt-network", *words)
         lines = [line.strip() for line in out.splitlines() if line.startswith("  dt-")]
         run, join, self.mine_line = lines

@@ -76,7 +76,7 @@ def init(folder: Path, config: dict[str, Any]) -> tuple[int, str]:
              "--data-source", "stdlib", "--model", str(model))  # fmt: skip
     told = io.StringIO()
     with contextlib.redirect_stderr(told), contextlib.redirect_stdout(io.StringIO()):
-        status = main(["init", str(folder / "lab"), *words])
+        status = main(["init", str(folder / "lab"), "--exchange", "hivemind", *words])
     return status, told.getvalue()
 
 

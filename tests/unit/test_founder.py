@@ -29,6 +29,7 @@ from distributed_training.registry.__main__ import parser as registry_parser
 from tests.tools.pm2 import needs_node
 
 pytestmark = pytest.mark.timeout(120)
+HIVEMIND = ("--exchange", "hivemind")
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,7 +41,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[int]]
     words = ("--name", "lab", "--host", "127.0.0.1", "--dht-port", str(ports[0]), "--miners", "1",
              "--registry", f"http://127.0.0.1:{ports[1]}", "--data-source", "stdlib")  # fmt: skip
     store = ("--store", "embedded", "--set", f"store.endpoint=http://127.0.0.1:{ports[2]}")
-    assert main(["init", str(place / "lab"), *words, *store]) == 0
+    assert main(["init", str(place / "lab"), *HIVEMIND, *words, *store]) == 0
     with (place / "lab" / "run.toml").open("a") as file:
         file.write('preset = "local"\n')
     return place / "lab", ports
@@ -79,7 +80,7 @@ def test_every_program_takes_the_words_that_it_is_started_with(lab: Path, capsys
 )  # fmt: skip
 def test_a_registry_listens_where_its_members_ask_it(url: str, serve: str, tmp_path: Path) -> None:
     words = ("--name", "lab", "--host", "10.0.0.5", "--data-source", "stdlib", "--registry", url)
-    assert main(["init", str(tmp_path / "lab"), *words]) == 0
+    assert main(["init", str(tmp_path / "lab"), *HIVEMIND, *words]) == 0
     words = founder.Plan.of(tmp_path / "lab").words["registry"]
     assert shlex.join(words).endswith(f"{tmp_path / 'lab' / 'registry'} {serve}")
 
@@ -200,12 +201,12 @@ def test_an_embedded_store_is_for_private_networks(
     words: tuple[str, ...], said: str, tmp_path: Path, capsys
 ) -> None:
     more = ("--name", "lab", "--data-source", "stdlib", "--store", "embedded")
-    assert main(["init", str(tmp_path / "lab"), *more, *words]) == (2 if said else 0)
+    assert main(["init", str(tmp_path / "lab"), *HIVEMIND, *more, *words]) == (2 if said else 0)
     captured = capsys.readouterr()
     assert said in captured.err and (tmp_path / "lab").exists() == (not said)
     if said.startswith("speaks"):
         behind = ("--set", "store.endpoint=https://store.example.org")
-        assert main(["init", str(tmp_path / "lab"), *more, *words, *behind]) == 0
+        assert main(["init", str(tmp_path / "lab"), *HIVEMIND, *more, *words, *behind]) == 0
         plan = founder.Plan.of(tmp_path / "lab")
         assert plan.places["store"] == ("127.0.0.1", 9000)
 
@@ -213,7 +214,7 @@ def test_an_embedded_store_is_for_private_networks(
 def test_members_of_an_embedded_store_have_a_bucket_each(tmp_path: Path, capsys) -> None:
     more = ("--name", "lab", "--data-source", "stdlib", "--store", "embedded", "--host", "10.0.0.5")
     where = ("--registry", "http://10.0.0.5:8100", "--bucket", "shared/lab")
-    assert main(["init", str(tmp_path / "lab"), *more, *where]) == 2
+    assert main(["init", str(tmp_path / "lab"), *HIVEMIND, *more, *where]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "no network was founded" in line and not (tmp_path / "lab").exists()
 
@@ -221,7 +222,12 @@ def test_members_of_an_embedded_store_have_a_bucket_each(tmp_path: Path, capsys)
 def test_no_embedded_store_without_its_program(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(founder, "find_spec", lambda name: None)
     more = ("--name", "lab", "--data-source", "stdlib", "--store", "embedded", "--host", "10.0.0.5")
-    assert main(["init", str(tmp_path / "lab"), *more, "--registry", "http://10.0.0.5:8100"]) == 2
+    assert (
+        main(
+            ["init", str(tmp_path / "lab"), *HIVEMIND, *more, "--registry", "http://10.0.0.5:8100"]
+        )
+        == 2
+    )
     assert "distributed-training-miner[local]" in capsys.readouterr().err
     assert not (tmp_path / "lab").exists()
 
@@ -231,7 +237,7 @@ def test_documents_and_services_show_the_command_that_init_prints(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     words = ("--name", "lab", "--host", "203.0.113.7", "--registry", "https://registry.example.org")
-    assert main(["init", "lab", *words, "--data-source", "stdlib"]) == 0
+    assert main(["init", "lab", *HIVEMIND, *words, "--data-source", "stdlib"]) == 0
     (command,) = re.findall(r"^  (dt-network run .*)$", capsys.readouterr().out, re.M)
     program, *words = command.split()
     (page,) = [p for p in (ROOT / "docs").glob("*.md") if p.stem == "found-a-network"]

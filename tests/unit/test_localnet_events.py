@@ -338,3 +338,20 @@ class TestSummary:
         (flag,) = re.findall(r'ARGS="(--[\w-]+) 3"', problem_of(Cause.OLD_BLOCKS))
         assert flag in build_parser().format_help()
         assert "ARGS" not in problem_of(Cause.BAD_GRADIENT)
+
+    def test_of_a_store_network_the_uploads_that_were_merged_are_shown(self) -> None:
+        validator, miner = a_validator(1, 2, judged=(scored(0) | {"revision": "1.2"},)), a_miner(0)
+        miner.tables["publication"][0]["revision"] = "1.2"
+        summary = summarize(
+            wanted_outer_steps=2,
+            started_at=T0,
+            seconds=90,
+            validator=validator,
+            miners=[miner],
+            world_sizes=[1],
+            exchange="store",
+        )
+        assert summary.verdict == "all rounds worked, 1 of 1 judged uploads were scored"
+        assert "merged" in summary.text() and "half a period" not in summary.text()
+        took = {"kind": "round", "ok": True, "peers": [], "participants": [0, 11], "seconds": 9.25}
+        assert event_line(took, of_validator=True) == "2 uploads merged, 9.2 s after the close"

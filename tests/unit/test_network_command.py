@@ -36,11 +36,12 @@ from tests.tools.r2_keys import KEYS
 from tests.tools.support_data import DATASET, Fault, RowsServer
 
 pytestmark = pytest.mark.timeout(60)
+HIVEMIND = ("--exchange", "hivemind")
 
 
 def found(folder: Path, *more: str) -> int:
-    words = ("--name", "lab", "--host", "192.0.2.7", "--registry", "https://registry.example.org",
-             "--data-source", "stdlib")  # fmt: skip
+    words = ("--exchange", "hivemind", "--name", "lab", "--host", "192.0.2.7", "--data-source",
+             "stdlib", "--registry", "https://registry.example.org")  # fmt: skip
     return main(["init", str(folder), *words, *more])
 
 
@@ -551,7 +552,7 @@ def test_keys_of_any_store_are_right_where_the_file_names_it(tmp_path: Path, cap
         load_config("miner", argv, environ=AWS | {"R2_READ_ACCESS_KEY_ID": ""}, dotenv=None)
 
     words = ("--name", "lab", "--host", "192.0.2.7", "--netuid", "7", "--data-source", "stdlib")
-    assert main(["init", str(tmp_path / "sub"), *words, *store[:2]]) == 0
+    assert main(["init", str(tmp_path / "sub"), *HIVEMIND, *words, *store[:2]]) == 0
     assert "of R2's lengths (account 32" in capsys.readouterr().out
     argv = ["--network", str(tmp_path / "sub" / "network.toml")]
     with pytest.raises(ConfigError, match=r"READ_ACCESS_KEY_ID has 20.*instead of 32.*public"):

@@ -52,6 +52,7 @@ MODEL = {
 }
 WORDS = ("--name", "lab", "--host", "192.0.2.7", "--registry", "https://registry.example.org")
 WORDS += ("--data-source", "stdlib", "--set", "training.sequence_length=64")
+WORDS += ("--exchange", "hivemind")
 
 
 def saved(folder: Path, *, tied: bool, sharded: bool, dtype: torch.dtype, words: int = 264) -> Path:
