@@ -1,7 +1,7 @@
 """Names of buckets, of their objects and of peers (protocol page, sections 1 and 3).
 
 A bucket holds ``metadata.json`` at its root and one folder ``epoch-N/`` for each outer step, N
-being the writer's own outer step. The global bucket of a store network (section 11) holds
+being the writer's own outer step. The global bucket of a store network (section 12) holds
 ``state.json``, a folder ``outer/N/`` for each outer step, and the members' ``uploads/``.
 """
 

@@ -1,4 +1,4 @@
-"""The chain of a store network: its state and the manifests of its outer steps (section 11).
+"""The chain of a store network: its state and the manifests of its outer steps (section 12).
 
 ``state.json`` says which outer step all train from, when its uploads are taken, and which manifest
 is the head. ``outer/N/manifest.json`` says how the epoch-start weights of outer step N came about,
@@ -170,7 +170,7 @@ class Merged:
     uid: Uid
     hotkey: Hotkey
     digest: Digest
-    norm: Figure
+    norm: Annotated[float, Field(gt=0.0, le=1e18)]
     factor: Annotated[float, Field(gt=0.0, le=1.0)]  # a float32, by which it was multiplied
     improvement: Number  # nats a token by which it lowers the loss on text
     inner_steps: Whole

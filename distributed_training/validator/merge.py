@@ -1,4 +1,4 @@
-"""Merge the uploads of a close into the update of an outer step (protocol page, section 11).
+"""Merge the uploads of a close into the update of an outer step (protocol page, section 12).
 
 The accepted uploads are clipped and averaged, each with weight 1. The outer rule makes an update of
 the mean. What quantization took from the update before, the *residual*, is added. The sum is

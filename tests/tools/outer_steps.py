@@ -1,12 +1,16 @@
-"""Uploads and updates of a small schema, drawn, without a model."""
+"""Uploads, updates and whole chains of a small schema, drawn, without a model."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Manifest, Merged, State
 from distributed_training.protocol.update_file import (
     Header,
     UpdateFile,
@@ -15,6 +19,17 @@ from distributed_training.protocol.update_file import (
     rows_and_columns,
     write_rows,
 )
+from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.store.folder import FolderStore
+from distributed_training.validator.merge import (
+    OuterState,
+    Rule,
+    clip_factors,
+    merge,
+    merged_norms,
+    norm_of,
+)
+from distributed_training.validator.replay import Chain, write_set
 
 RUN_ID = "0123456789ab"
 MASTER = "5GrwvaEF5zXb26Fz9rcQpDWS57CtERHpNehXCPcNoHGKutQY"
@@ -70,3 +85,107 @@ def write_file(path: Path, tensors: list[Tensor], head: Header) -> UpdateFile:
     return UpdateFile.open(
         path, SCHEMA, run_id=RUN_ID, kind=head.kind, hotkey=head.hotkey, verify=verify
     )
+
+
+def publish_chain(
+    bucket: Path,
+    steps: int,
+    *,
+    weights_every: int = 4,
+    keep_uploads: int = 100,
+    uids: tuple[int, ...] = (2, 5, 10),
+) -> list[OuterState]:
+    """Write a bucket as a validator has published it; return the state of each outer step."""
+    states = [OuterState(drawn(1000))]
+    chain: list[Manifest] = []
+    at: list[int] = []
+    for step in range(steps + 1):
+        folder, merged, update = bucket / "outer" / str(step), [], ""
+        files = []
+        head = header("update", step - 1, start=chain[-1].weights) if step else None
+        if head is not None:
+            for uid in uids:
+                upload = header("upload", step - 1, hotkey=hotkey_of(uid), start=head.start)
+                size = 1e-3 * (8 if uid == 10 and step == 2 else 1)
+                path = folder / f"uploads/{uid}.safetensors"
+                files.append(write_file(path, drawn(100 * step + uid, size), upload))
+            norms = [norm_of(file) for file in files]
+            factors = clip_factors(norms, merged_norms(chain))
+            update, after = merge(
+                files,
+                factors,
+                states[-1],
+                Rule("nesterov", 0.7, 0.9),
+                path=folder / keys.UPDATE,
+                layout=UpdateLayout.of(SCHEMA, head),
+                sign=sign,
+            )
+            states.append(after)
+            merged = [
+                Merged(uid, hotkey_of(uid), file.digest, norm, factor, 0.1, 30, 61440)
+                for uid, file, norm, factor in zip(uids, files, norms, factors, strict=True)
+            ]
+        whole = step % weights_every == 0
+        folder.mkdir(parents=True, exist_ok=True)
+        at += [step] if whole else []
+        weights, momentum, residual = states[-1].digests
+        manifest = Manifest(
+            run_id=RUN_ID,
+            rules_id="rules",
+            outer_step=step,
+            previous=chain[-1].digest if chain else "",
+            update=update,
+            weights=weights,
+            momentum=momentum,
+            residual=residual,
+            learning_rate=0.7,
+            mu=0.9,
+            rule="nesterov",
+            merged=tuple(merged),
+            refused=(),
+            losses_before={"held-out": 5.0},
+            losses_after={"held-out": 4.9},
+            scores=dict.fromkeys(uids, 1.0),
+            closed_at=1000.0 * step,
+            serial=0,
+            total_inner_steps=30 * step,
+            total_tokens=0,
+            made_at=1000.0 * step + 10,
+            files=write_set(folder, SCHEMA, states[-1], b"{}") if whole else {},
+        )
+        (folder / keys.MANIFEST).write_bytes(manifest.to_bytes(sign))
+        chain.append(manifest)
+    # As a validator deletes: two sets stay, the updates since the older, the last uploads.
+    for step in range(steps + 1):
+        folder = bucket / "outer" / str(step)
+        old = step < at[-2] if len(at) > 1 else False
+        for name in (keys.MODEL, keys.OUTER_STATE, keys.CONFIG) if old else ():
+            (folder / name).unlink(missing_ok=True)
+        if old or step == at[-2 if len(at) > 1 else 0]:
+            (folder / keys.UPDATE).unlink(missing_ok=True)
+        if step <= steps - keep_uploads:
+            shutil.rmtree(folder / "uploads", ignore_errors=True)
+    (bucket / keys.STATE).write_bytes(state_of(chain, at[-2:]).to_bytes(sign))
+    return states
+
+
+def state_of(chain: list[Manifest], at: list[int], **changes: Any) -> State:
+    """Return the state whose head is the last manifest."""
+    values: dict[str, Any] = {
+        "run_id": RUN_ID,
+        "outer_step": chain[-1].outer_step,
+        "serial": chain[-1].outer_step,
+        "closes_at": 1000.0 * len(chain),
+        "grace": 100.0,
+        "head": chain[-1].digest,
+        "weights_at": tuple(at),
+        "written_at": 1000.0 * len(chain) - 500,
+        "expires": 1000.0 * len(chain) + 1500,
+    }
+    return State(**values | changes)
+
+
+def open_chain(bucket: Path, folder: Path) -> Chain:
+    """Open the chain in ``bucket``, with ``folder`` for downloads."""
+    reader = BucketReader(FolderStore(bucket))
+    return Chain(reader, SCHEMA, folder, run_id=RUN_ID, master=MASTER, verify=verify)

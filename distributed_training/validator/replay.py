@@ -1,0 +1,425 @@
+"""Read the chain of a store network, check it, and compute its outer steps once more.
+
+The bucket has everything that made the weights of today: a signed manifest for each outer step, the
+updates since the older set of weights, and the uploads that the last outer steps have merged. With
+updates alone the weights of an outer step follow from those of an earlier one. With the uploads the
+updates themselves, the outer momentum and the residual follow too, to the bit. So a validator whose
+disk is empty goes on from the bucket, and anybody may check what it has published.
+
+The bucket is believed in nothing: each object has a digest in a manifest, each manifest is signed
+and names the one before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from safetensors.torch import save_file
+
+from distributed_training.common.files import atomic_file, sha256_of, write_bytes
+from distributed_training.protocol import keys
+from distributed_training.protocol.gradients import Schema
+from distributed_training.protocol.manifest import Manifest, Merged, State
+from distributed_training.protocol.metadata import MAX_CONFIG_BYTES
+from distributed_training.protocol.types import Verify
+from distributed_training.protocol.update_file import BITS, UpdateFile, UpdateLayout, largest_file
+from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.store.errors import IntegrityError, ObjectMissingError
+from distributed_training.training.outer_step import load_weights, model_bytes
+from distributed_training.validator.merge import (
+    OuterState,
+    Rule,
+    clip_factors,
+    digest_of,
+    merge,
+    merged_norms,
+    norm_of,
+    subtract,
+)
+
+_MOMENTUM, _RESIDUAL = "momentum/", "residual/"  # before a parameter's name, in state.safetensors
+_LIKE = 1e-5  # by which norms and factors, computed elsewhere, may differ
+_UNSIGNED = bytes(64)
+_File = TypeVar("_File", State, Manifest)
+_Found = TypeVar("_Found")
+
+
+class ChainBroken(ValueError):
+    """An object of the bucket that is missing, or is not what the chain says. ``key``: which."""
+
+    def __init__(self, key: str, why: object, *, missing: bool = False) -> None:
+        super().__init__(f"{key} {why}")
+        self.key = key
+        self.missing = missing
+
+
+def write_set(folder: Path, schema: Schema, state: OuterState, config: bytes) -> dict[str, str]:
+    """Write weights, momentum and residual as the bucket has them; return the manifest's ``files``.
+
+    ``config``: ``config.json`` of the model. Raises OSError.
+    """
+    names = [name for name, _ in schema]
+    files = {keys.MODEL: dict(zip(names, state.weights, strict=True))}
+    if state.momentum is not None and state.residual is not None:
+        files[keys.OUTER_STATE] = {
+            prefix + name: tensor
+            for prefix, some in ((_MOMENTUM, state.momentum), (_RESIDUAL, state.residual))
+            for name, tensor in zip(names, some, strict=True)
+        }
+    for file, tensors in files.items():
+        with atomic_file(folder / file) as handle:
+            # By name: save_file opens the file itself. The handle is for the sync and the rename.
+            save_file(tensors, handle.name, metadata=keys.SAFETENSORS_METADATA)
+    write_bytes(folder / keys.CONFIG, config)
+    return {name: sha256_of(folder / name) for name in (*files, keys.CONFIG)}
+
+
+@dataclass
+class Audit:
+    """The result of an audit.
+
+    ``weights_from``: from that outer step to the newest each update gives the weights of its
+    manifest. ``replayed_from``: and is the merge of its uploads. None: not even the newest.
+    """
+
+    outer_step: int | None = None
+    head: str = ""
+    problems: list[str] = field(default_factory=list)
+    weights_from: int | None = None
+    replayed_from: int | None = None
+
+    def get(self, find: Callable[[], _Found], *, needed: bool = True) -> _Found | None:
+        """Return what ``find`` does; None, and a problem more, for what does not fit.
+
+        What is missing is a problem where it is ``needed``.
+        """
+        try:
+            return find()
+        except ChainBroken as broken:
+            if needed or not broken.missing:
+                self.problems.append(str(broken))
+            return None
+
+    def count(self, step: int, known: bool, whole: bool) -> None:
+        """Take in what is known of an outer step, one after the other."""
+        first, all_from = self.weights_from, self.replayed_from
+        self.weights_from = (step if first is None else first) if known else None
+        self.replayed_from = (step if all_from is None else all_from) if whole else None
+
+
+class Chain:
+    """The chain of one network in its bucket.
+
+    ``folder``: for downloads, which are removed once they are read. Methods raise ChainBroken for
+    what does not fit, StoreError where the bucket does not answer, and OSError.
+    """
+
+    def __init__(
+        self,
+        bucket: BucketReader,
+        schema: Schema,
+        folder: Path,
+        *,
+        run_id: str,
+        master: str,
+        verify: Verify,
+    ) -> None:
+        self._bucket = bucket
+        self._schema = schema
+        self._largest = largest_file(schema, BITS[0])
+        self._folder = folder
+        self._run_id, self._master, self._verify = run_id, master, verify
+
+    # objects
+
+    def state(self) -> State:
+        return self._signed(State, keys.STATE)
+
+    def manifest(self, outer_step: int) -> Manifest:
+        """Return one manifest; its link to the one before is not checked."""
+        key = keys.outer_key(outer_step, keys.MANIFEST)
+        manifest = self._signed(Manifest, key)
+        if manifest.outer_step != outer_step:
+            raise ChainBroken(key, f"is that of outer step {manifest.outer_step}")
+        return manifest
+
+    def _signed(self, kind: type[_File], key: str) -> _File:
+        try:
+            data = self._bucket.get(key, limit=kind.most_bytes)
+            if data is None:
+                raise ChainBroken(key, "is missing", missing=True)
+            return kind.parse(data, run_id=self._run_id, master=self._master, verify=self._verify)
+        except IntegrityError as error:
+            raise ChainBroken(key, f"is too large: {error}") from None
+        except ValueError as error:
+            if isinstance(error, ChainBroken):
+                raise
+            raise ChainBroken(key, f"is refused: {error}") from None
+
+    def _fetch(self, key: str, digest: str, limit: int) -> Path:
+        """Download an object of that SHA-256."""
+        path = self._folder / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self._bucket.download(key, path, limit=limit)
+        except ObjectMissingError:
+            raise ChainBroken(key, "is missing", missing=True) from None
+        except IntegrityError as error:
+            raise ChainBroken(key, f"cannot be read: {error}") from None
+        if (found := sha256_of(path)) != digest:
+            path.unlink()
+            raise ChainBroken(key, f"has the digest {found}, and the manifest names {digest}")
+        return path
+
+    def set_of(self, manifest: Manifest) -> OuterState:
+        """Return the set of weights, momentum and residual that lies beside a manifest."""
+        step, limit = manifest.outer_step, model_bytes(self._schema)
+        key = keys.outer_key(step, keys.MODEL)
+        limits = {keys.MODEL: limit, keys.OUTER_STATE: 2 * limit, keys.CONFIG: MAX_CONFIG_BYTES}
+        paths = {
+            name: self._fetch(keys.outer_key(step, name), digest, limits[name])
+            for name, digest in manifest.files.items()
+            if name in limits
+        }
+        try:
+            if keys.MODEL not in paths:
+                raise ChainBroken(key, "has no digest in its manifest", missing=True)
+            weights = load_weights(paths[keys.MODEL], self._schema)
+            parts = {"momentum": manifest.momentum, "residual": manifest.residual}
+            if keys.OUTER_STATE not in paths and any(parts.values()):
+                state = keys.outer_key(step, keys.OUTER_STATE)
+                raise ChainBroken(state, "has no digest in its manifest", missing=True)
+            some = [
+                load_weights(
+                    paths[keys.OUTER_STATE], [(f"{part}/{n}", shape) for n, shape in self._schema]
+                )
+                if digest
+                else None
+                for part, digest in parts.items()
+            ]
+            found = OuterState(weights, *some)
+        except ValueError as error:
+            if isinstance(error, ChainBroken):
+                raise
+            raise ChainBroken(key, f"is refused: {error}") from None
+        finally:
+            # Tensors that were read are mapped, and stay.
+            for path in paths.values():
+                path.unlink()
+        self._compare(key, found, manifest)
+        return found
+
+    def _compare(self, key: str, found: OuterState, manifest: Manifest) -> None:
+        wanted = (manifest.weights, manifest.momentum, manifest.residual)
+        for what, one, two in zip(
+            ("weights", "momentum", "residual"), found.digests, wanted, strict=True
+        ):
+            if one != two:
+                step = manifest.outer_step
+                raise ChainBroken(
+                    key, f"gives {what} of outer step {step} that its manifest does not name"
+                )
+
+    def update(self, manifest: Manifest, before: Manifest) -> UpdateFile:
+        """Return the update that led to a manifest's weights."""
+        key = keys.outer_key(manifest.outer_step, keys.UPDATE)
+        return self._open(key, manifest.update, "update", self._master, before)
+
+    def upload(self, manifest: Manifest, each: Merged, before: Manifest) -> UpdateFile:
+        """Return one of the uploads that a manifest has merged."""
+        key = keys.merged_key(manifest.outer_step, each.uid)
+        upload = self._open(key, each.digest, "upload", each.hotkey, before)
+        header = upload.header
+        wanted = (manifest.serial, each.inner_steps, each.tokens)
+        if (header.serial, header.inner_steps, header.tokens) != wanted:
+            raise ChainBroken(key, "has another serial or count than its manifest names")
+        return upload
+
+    def _open(
+        self,
+        key: str,
+        digest: str,
+        kind: Literal["upload", "update"],
+        hotkey: str,
+        before: Manifest,
+    ) -> UpdateFile:
+        path = self._fetch(key, digest, self._largest)
+        try:
+            file = UpdateFile.open(
+                path,
+                self._schema,
+                run_id=self._run_id,
+                kind=kind,
+                hotkey=hotkey,
+                verify=self._verify,
+            )
+        except ValueError as error:
+            raise ChainBroken(key, f"is refused: {error}") from None
+        finally:
+            path.unlink()  # what was opened is mapped, and stays
+        place = (before.outer_step, before.weights)
+        if (file.header.outer_step, file.header.start) != place:
+            raise ChainBroken(key, f"counts from other weights than outer step {place[0]}'s")
+        return file
+
+    # outer steps
+
+    def take_step(
+        self,
+        state: OuterState,
+        manifest: Manifest,
+        *,
+        update: UpdateFile,
+        uploads: Sequence[UpdateFile],
+    ) -> OuterState:
+        """Return the state after an outer step, computed from its uploads and compared."""
+        path = self._folder / "replayed.safetensors"
+        path.unlink(missing_ok=True)
+        _, after = merge(
+            uploads,
+            [each.factor for each in manifest.merged],
+            state,
+            Rule(manifest.rule, manifest.learning_rate, manifest.mu),
+            path=path,
+            layout=UpdateLayout.of(self._schema, update.header),
+            sign=lambda message: _UNSIGNED,
+        )
+        path.unlink()
+        self._compare(keys.outer_key(manifest.outer_step, keys.UPDATE), after, manifest)
+        return after
+
+    def replay(self, state: State, to: int | None = None, *, whole: bool = True) -> OuterState:
+        """Return weights, momentum and residual of outer step ``to`` (None: the newest).
+
+        They follow from the last set before it and the uploads since. Not ``whole``: the weights
+        alone, by the updates since.
+        """
+        to = state.outer_step if to is None else to
+        base = max((step for step in state.weights_at if step <= to), default=None)
+        if base is None:
+            raise ChainBroken(keys.STATE, f"names no set of weights up to outer step {to}")
+        before = self.manifest(base)
+        found = self.set_of(before)
+        for step in range(base + 1, to + 1):
+            manifest = self.manifest(step)
+            self._check_link(manifest, before)
+            if not manifest.update:  # a rewind, beside which they lie whole
+                found, before = self.set_of(manifest), manifest
+                continue
+            update = self.update(manifest, before)
+            if whole:
+                uploads = [self.upload(manifest, each, before) for each in manifest.merged]
+                found = self.take_step(found, manifest, update=update, uploads=uploads)
+            else:
+                found = self._subtract(found, manifest, update)
+            before = manifest
+        if to == state.outer_step and before.digest != state.head:
+            raise ChainBroken(keys.STATE, "names another head than the last manifest")
+        return found
+
+    def _subtract(self, state: OuterState, manifest: Manifest, update: UpdateFile) -> OuterState:
+        """Return the weights after an update, compared."""
+        weights = subtract(state.weights, update)
+        if digest_of(weights) != manifest.weights:
+            key = keys.outer_key(manifest.outer_step, keys.UPDATE)
+            raise ChainBroken(key, "does not give the weights that its manifest names")
+        return OuterState(weights)
+
+    def _check_link(self, manifest: Manifest, before: Manifest) -> None:
+        try:
+            manifest.check_after(before)
+        except ValueError as error:
+            key = keys.outer_key(manifest.outer_step, keys.MANIFEST)
+            raise ChainBroken(key, f"is refused: {error}") from None
+
+    # audit
+
+    def manifests(self, state: State) -> list[Manifest]:
+        """Return all manifests, each linked to the one before, up to the head."""
+        chain: list[Manifest] = []
+        for step in range(state.outer_step + 1):
+            manifest = self.manifest(step)
+            if chain:
+                self._check_link(manifest, chain[-1])
+            _check_history(manifest, chain)
+            chain.append(manifest)
+        if chain[-1].digest != state.head:
+            raise ChainBroken(keys.STATE, "names another head than the last manifest")
+        return chain
+
+    def audit(self) -> Audit:
+        """Check every object, and compute each outer step once more, as far back as files are kept.
+
+        A manifest that does not fit ends it: nothing after it can be believed.
+        """
+        found = Audit()
+        try:
+            state = self.state()
+            found.outer_step = state.outer_step
+            chain = self.manifests(state)
+        except ChainBroken as broken:
+            found.problems.append(str(broken))
+            return found
+        found.head = state.head
+        known: OuterState | None = None
+        whole = False  # momentum and residual are known too
+        first = min(state.weights_at, default=state.outer_step)
+        for step, manifest in enumerate(chain):
+            if step:
+                before, needed = chain[step - 1], step > first
+                known, whole = self._audit_step(known, whole, before, manifest, needed, found)
+            if step in state.weights_at and (held := found.get(partial(self.set_of, manifest))):
+                known, whole = held, True
+            found.count(step, known is not None, whole)
+        return found
+
+    def _audit_step(
+        self,
+        known: OuterState | None,
+        whole: bool,
+        before: Manifest,
+        manifest: Manifest,
+        needed: bool,
+        found: Audit,
+    ) -> tuple[OuterState | None, bool]:
+        """Check the files of an outer step; return what is known after it, and whether all is."""
+        if not manifest.update:
+            return None, False
+        update = found.get(partial(self.update, manifest, before), needed=needed)
+        uploads = []
+        for each in manifest.merged:
+            file = found.get(partial(self.upload, manifest, each, before), needed=False)
+            if file is None:
+                whole = False
+                continue
+            uploads.append(file)
+            if not math.isclose(norm_of(file), each.norm, rel_tol=_LIKE):
+                key = keys.outer_key(manifest.outer_step, keys.MANIFEST)
+                found.problems.append(f"{key} names another norm than that of uid {each.uid}")
+        if known is None or update is None:
+            return None, False
+        step = partial(self._subtract, known, manifest, update)
+        if whole:
+            step = partial(self.take_step, known, manifest, update=update, uploads=uploads)
+        after = found.get(step)
+        return after, whole and after is not None
+
+
+def _check_history(manifest: Manifest, chain: Sequence[Manifest]) -> None:
+    """Check what a manifest says of those before it. Raises ChainBroken."""
+    key = keys.outer_key(manifest.outer_step, keys.MANIFEST)
+    if manifest.rewound_to is not None:
+        to = chain[manifest.rewound_to]
+        pairs = ((manifest.momentum, to.momentum), (manifest.residual, to.residual))
+        if manifest.weights != to.weights or any(one not in ("", two) for one, two in pairs):
+            raise ChainBroken(key, f"goes back to other weights than outer step {to.outer_step}'s")
+    norms = [each.norm for each in manifest.merged]
+    wanted = clip_factors(norms, merged_norms(chain)) if norms else []
+    for each, factor in zip(manifest.merged, wanted, strict=True):
+        if not math.isclose(each.factor, factor, rel_tol=_LIKE):
+            raise ChainBroken(key, f"multiplies uid {each.uid} by {each.factor}, not by {factor}")

@@ -1,0 +1,273 @@
+"""The chain in a bucket: what is computed again from it, and what is found not to fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Manifest
+from distributed_training.validator.merge import OuterState
+from distributed_training.validator.replay import ChainBroken
+from tests.tools.outer_steps import (
+    MASTER,
+    RUN_ID,
+    SCHEMA,
+    header,
+    hotkey_of,
+    open_chain,
+    publish_chain,
+    sign,
+    state_of,
+    verify,
+    write_file,
+)
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 10  # sets at 4 and 8
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[OuterState]]:
+    bucket = tmp_path_factory.mktemp("bucket")
+    return bucket, publish_chain(bucket, STEPS, keep_uploads=8)
+
+
+@pytest.fixture
+def bucket(published: tuple[Path, list[OuterState]], tmp_path: Path) -> Path:
+    """Return a copy, to be damaged."""
+    return shutil.copytree(published[0], tmp_path / "bucket")
+
+
+def assert_same(one: OuterState, two: OuterState) -> None:
+    for name in ("weights", "momentum", "residual"):
+        for ours, theirs in zip(getattr(one, name), getattr(two, name), strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize("to", [*range(4, STEPS + 1), None])
+def test_an_empty_disk_goes_on_to_the_bit(
+    published: tuple[Path, list[OuterState]], tmp_path: Path, to: int | None
+) -> None:
+    bucket, states = published
+    chain = open_chain(bucket, tmp_path)
+    found = chain.replay(chain.state(), to)
+    assert_same(found, states[STEPS if to is None else to])
+    # Nothing that was downloaded stays.
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_weights_need_no_uploads(published: tuple[Path, list[OuterState]], tmp_path: Path) -> None:
+    bucket, states = published
+    chain = open_chain(bucket, tmp_path)
+    found = chain.replay(chain.state(), 7, whole=False)
+    for ours, theirs in zip(found.weights, states[7].weights, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("to", [0, 3])
+def test_what_is_not_kept_any_more_cannot_be_replayed(
+    published: tuple[Path, list[OuterState]], tmp_path: Path, to: int
+) -> None:
+    chain = open_chain(published[0], tmp_path)
+    with pytest.raises(ChainBroken, match=r"state.json names no set of weights up to outer step"):
+        chain.replay(chain.state(), to)
+
+
+def test_a_missing_upload_ends_a_replay_and_is_named(bucket: Path, tmp_path: Path) -> None:
+    (bucket / keys.merged_key(9, 5)).unlink()
+    chain = open_chain(bucket, tmp_path)
+    with pytest.raises(ChainBroken, match=r"^outer/9/uploads/5.safetensors is missing$"):
+        chain.replay(chain.state())
+
+
+def test_an_audit_of_what_was_published(
+    published: tuple[Path, list[OuterState]], tmp_path: Path
+) -> None:
+    found = open_chain(published[0], tmp_path).audit()
+    assert found.problems == []
+    assert (found.outer_step, found.weights_from, found.replayed_from) == (STEPS, 4, 4)
+    assert found.head == open_chain(published[0], tmp_path).state().head
+
+
+def test_fewer_uploads_replay_less_and_are_no_problem(tmp_path: Path) -> None:
+    publish_chain(tmp_path / "bucket", STEPS, keep_uploads=4)
+    found = open_chain(tmp_path / "bucket", tmp_path).audit()
+    # Of 5 and 6 there are updates alone; 8 has a set.
+    assert found.problems == [] and (found.weights_from, found.replayed_from) == (4, 8)
+
+
+def objects(bucket: Path) -> list[str]:
+    return sorted(str(p.relative_to(bucket)) for p in bucket.rglob("*") if p.is_file())
+
+
+def flip(path: Path, place: int, bit: int = 0) -> None:
+    data = bytearray(path.read_bytes())
+    data[place % len(data)] ^= 1 << bit
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("place", [0, 8, -1, "drawn"])
+def test_a_flipped_byte_of_each_object_is_found_and_named(
+    bucket: Path, tmp_path: Path, place: int | str
+) -> None:
+    """In all files of the outer steps at once: each is named."""
+    drawn = random.Random(45)
+    flipped = [key for key in objects(bucket) if not key.endswith(".json")] + [
+        keys.outer_key(step, keys.CONFIG) for step in (4, 8)
+    ]
+    for key in flipped:
+        size = (bucket / key).stat().st_size
+        flip(bucket / key, drawn.randrange(size) if isinstance(place, str) else place)
+    found = open_chain(bucket, tmp_path / "downloads").audit()
+    # Of a set the first file that does not fit.
+    sets = {key for key in flipped if key.startswith(("outer/4/", "outer/8/")) and "up" not in key}
+    named = [problem.split(" ")[0] for problem in found.problems]
+    assert len(named) == len({*named}) and {*flipped} - sets <= {*named} <= {*flipped}
+    assert [len([key for key in named if key in sets and key[6] == n]) for n in "48"] == [1, 1]
+    assert all("\n" not in problem for problem in found.problems)
+    assert (found.weights_from, found.replayed_from) == (None, None)
+
+
+def test_a_flipped_byte_of_each_manifest_is_found_and_named(bucket: Path, tmp_path: Path) -> None:
+    chain, drawn = open_chain(bucket, tmp_path / "downloads"), random.Random(45)
+    for key in (keys.STATE, *(keys.outer_key(n, keys.MANIFEST) for n in range(STEPS + 1))):
+        before = (bucket / key).read_bytes()
+        for place in (0, -1, *(drawn.randrange(len(before)) for _ in range(10))):
+            flip(bucket / key, place, drawn.randrange(8))
+            with pytest.raises(ChainBroken, match=f"^{key} is refused: [^\n]*$"):
+                chain.manifests(chain.state())
+            (bucket / key).write_bytes(before)
+    assert chain.manifests(chain.state())[-1].digest == chain.state().head
+
+
+NEEDED = [
+    keys.STATE,
+    *(keys.outer_key(step, keys.MANIFEST) for step in (0, 3, 10)),
+    *(keys.outer_key(step, keys.UPDATE) for step in (5, 10)),
+    *(keys.outer_key(8, name) for name in (keys.MODEL, keys.OUTER_STATE, keys.CONFIG)),
+]
+
+
+@pytest.mark.parametrize("key", NEEDED)
+def test_a_missing_object_is_named(bucket: Path, tmp_path: Path, key: str) -> None:
+    (bucket / key).unlink()
+    found = open_chain(bucket, tmp_path).audit()
+    assert found.problems[0] == f"{key} is missing"
+
+
+@pytest.mark.parametrize(
+    "key, weights_from, replayed_from",
+    [
+        (keys.outer_key(5, keys.UPDATE), 8, 8),
+        (keys.merged_key(6, 2), 4, 8),
+        (keys.merged_key(10, 2), 4, None),
+        (keys.outer_key(4, keys.MODEL), 8, 8),
+        (keys.outer_key(8, keys.MODEL), 4, 4),
+        (keys.outer_key(10, keys.UPDATE), None, None),
+    ],
+)
+def test_an_audit_says_from_where_it_can_replay(
+    bucket: Path, tmp_path: Path, key: str, weights_from: int | None, replayed_from: int | None
+) -> None:
+    flip(bucket / key, -1)
+    found = open_chain(bucket, tmp_path).audit()
+    assert len(found.problems) == 1
+    assert (found.weights_from, found.replayed_from) == (weights_from, replayed_from)
+
+
+def resign(bucket: Path, step: int, change: Callable[[Manifest], dict[str, Any]]) -> None:
+    """Write a manifest, and all after it, as a master who wants to deceive would."""
+    chain = [
+        Manifest.parse(
+            (bucket / keys.outer_key(n, keys.MANIFEST)).read_bytes(),
+            run_id=RUN_ID,
+            master=MASTER,
+            verify=verify,
+        )
+        for n in range(STEPS + 1)
+    ]
+    for n in range(step, STEPS + 1):
+        changes = change(chain[n]) if n == step else {}
+        if n:
+            changes["previous"] = chain[n - 1].digest
+        chain[n] = dataclasses.replace(chain[n], **changes)
+        (bucket / keys.outer_key(n, keys.MANIFEST)).write_bytes(chain[n].to_bytes(sign))
+    (bucket / keys.STATE).write_bytes(state_of(chain, [4, 8]).to_bytes(sign))
+
+
+def other_upload(bucket: Path, manifest: Manifest) -> dict[str, Any]:
+    """Return what names another upload than the merged one, of the right form."""
+    path = bucket / keys.merged_key(manifest.outer_step, 5)
+    path.unlink()
+    start = Manifest.parse(
+        (bucket / keys.outer_key(manifest.outer_step - 1, keys.MANIFEST)).read_bytes(),
+        run_id=RUN_ID,
+        master=MASTER,
+        verify=verify,
+    ).weights
+    head = header("upload", manifest.outer_step - 1, hotkey=hotkey_of(5), start=start)
+    tensors = [torch.full(shape, 1e-3) for _, shape in SCHEMA]
+    file = write_file(path, tensors, head)
+    return {
+        "merged": tuple(
+            dataclasses.replace(each, digest=file.digest) if each.uid == 5 else each
+            for each in manifest.merged
+        )
+    }
+
+
+DECEITS: list[tuple[str, int, Any, str]] = [
+    ("factor", 9, lambda b, m: {"merged": with_first(m, factor=0.5)}, "outer/9/manifest.json mult"),
+    ("norm", 9, lambda b, m: {"merged": with_first(m, norm=1.01 * m.merged[0].norm)}, "other norm"),
+    ("rate", 9, lambda b, m: {"learning_rate": 0.8}, "outer/9/update.safetensors gives weights"),
+    ("mu", 9, lambda b, m: {"mu": 0.95}, "outer/9/update.safetensors gives weights"),
+    ("momentum", 10, lambda b, m: {"momentum": "a" * 64}, "outer/10/update.safetensors gives mom"),
+    ("residual", 10, lambda b, m: {"residual": "a" * 64}, "outer/10/update.safetensors gives res"),
+    ("upload", 9, other_upload, "outer/9/"),
+    ("tokens", 9, lambda b, m: {"merged": with_first(m, tokens=1)}, "outer/9/uploads/2."),
+    ("rewind", 9, lambda b, m: {"rewound_to": 3, "update": "", "merged": ()}, "goes back to other"),
+]  # fmt: skip
+
+
+def with_first(manifest: Manifest, **changes: Any) -> tuple[Any, ...]:
+    return (dataclasses.replace(manifest.merged[0], **changes), *manifest.merged[1:])
+
+
+@pytest.mark.parametrize("name, step, change, why", DECEITS, ids=[deceit[0] for deceit in DECEITS])
+def test_what_the_master_has_signed_is_computed_again(
+    bucket: Path, tmp_path: Path, name: str, step: int, change: Any, why: str
+) -> None:
+    resign(bucket, step, lambda manifest: change(bucket, manifest))
+    found = open_chain(bucket, tmp_path).audit()
+    assert found.problems
+    assert why in found.problems[0]
+
+
+def test_another_history_is_named(bucket: Path, tmp_path: Path) -> None:
+    """One manifest of a second history, signed by the same master."""
+    path = bucket / keys.outer_key(5, keys.MANIFEST)
+    manifest = Manifest.parse(path.read_bytes(), run_id=RUN_ID, master=MASTER, verify=verify)
+    path.write_bytes(dataclasses.replace(manifest, made_at=1.0).to_bytes(sign))
+    found = open_chain(bucket, tmp_path).audit()
+    assert found.problems == [
+        f"outer/6/manifest.json is refused: manifest.json of outer step 6 follows "
+        f"{manifest.digest}, and the one of outer step 5 is "
+        f"{dataclasses.replace(manifest, made_at=1.0).digest}: another history"
+    ]
+    assert found.replayed_from is None
+
+
+def test_an_empty_bucket_is_one_line(tmp_path: Path) -> None:
+    os.mkdir(tmp_path / "bucket")
+    found = open_chain(tmp_path / "bucket", tmp_path).audit()
+    assert found.problems == ["state.json is missing"]
