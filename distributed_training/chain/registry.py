@@ -113,7 +113,7 @@ _KeyName = Literal[
     "R2_WRITE_ACCESS_KEY_ID", "R2_WRITE_SECRET_ACCESS_KEY",
 ]  # fmt: skip
 _STORE_KEYS: TypeAdapter[Any] = TypeAdapter(dict[_KeyName, _Key] | None)
-_NO_SUCH_PATH = 404
+_NO_SUCH_PATH, _TOO_MANY = 404, 429
 
 
 class Answer(NamedTuple):
@@ -133,6 +133,10 @@ class RefusedWrite(ChainError):
 
 class _NoSuchPath(RefusedWrite):
     """The registry is of a version without this write."""
+
+
+class Busy(RefusedWrite):
+    """The registry was asked too often; a little later it answers."""
 
 
 class Unusable(ValueError):
@@ -229,6 +233,15 @@ class RegistryChain(Chain):
         except ValidationError:
             raise ChainError("store_keys: the answer has no keys of a store") from None
 
+    def access(self, request: Mapping[str, Any]) -> Any:
+        """Ask for URLs of the global bucket, as :mod:`..registry.access` grants them.
+
+        They are secrets. Raises RefusedWrite (Busy: too often) and, if it may help to ask again,
+        ChainError.
+        """
+        self._refuse_plain("access")
+        return self._write("access", dict(request), changes=False)
+
     def deregister(self) -> None:
         """Give our uid back."""
         self._write("deregister", {})
@@ -282,8 +295,11 @@ class RegistryChain(Chain):
         """Report the network's state for the registry's page. For the founder only."""
         self._write("report", {"report": asdict(report)})
 
-    def _write(self, kind: str, fields: dict[str, Any]) -> Any:
-        """Write to the registry; return its result. The state after the write is known then."""
+    def _write(self, kind: str, fields: dict[str, Any], *, changes: bool = True) -> Any:
+        """Write to the registry; return its result.
+
+        The state after the write is known then, unless it ``changes`` nothing there.
+        """
         with self._writing(), self._lock:
             if self._stop.is_set():
                 raise ChainError(f"{kind}: the chain was closed")
@@ -291,7 +307,8 @@ class RegistryChain(Chain):
                 if self._seen is None:
                     self._read_state()  # whom to sign for
                 result = self._post(kind, fields)
-                self._read_state()
+                if changes:
+                    self._read_state()
                 return result
             except ChainError:
                 raise
@@ -310,7 +327,8 @@ class RegistryChain(Chain):
         url = urlsplit(self._url)
         inside = self._private or url.hostname in ("127.0.0.1", "localhost", "::1")
         if url.scheme != "https" and not inside:
-            what = "an invitation is" if kind == "register" else "keys are"
+            whats = {"register": "an invitation is", "access": "a signed URL is"}
+            what = whats.get(kind, "keys are")
             raise RefusedWrite(
                 f"{kind}: {what} a secret, and {self._url} is not https, so it was not sent: its "
                 "founder gives an https:// URL as chain.url of the network's file, or private = "
@@ -340,6 +358,7 @@ class RegistryChain(Chain):
                 )
             # A proxy's own error may come after the registry did it.
             refused = RefusedWrite if answer.status < 500 else ChainError
+            refused = Busy if answer.status == _TOO_MANY else refused
             raise refused(f"{kind}: {message}")
         if kind in ("commit", "serve"):
             self._written[kind] = fields

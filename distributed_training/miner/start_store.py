@@ -29,7 +29,7 @@ from distributed_training.chain.registration import (
     WatcherCallbacks,
 )
 from distributed_training.common.memory import checkpoint_bytes
-from distributed_training.config import Config, ConfigError
+from distributed_training.config import Config
 from distributed_training.config.versions import Versions, has_versions, under
 from distributed_training.exchange import chain_copy
 from distributed_training.exchange.base import Close
@@ -184,7 +184,7 @@ def open_network_bucket(config: Config, member: Member) -> ObjectStore:
     """Open the network's bucket by the way that its file names. Raises ConfigError."""
     if config.store.access == "own":
         return buckets.open_own(config.store, config.store.global_model_name)
-    raise ConfigError("store.access is registry, which this version cannot ask yet")
+    return buckets.open_by_registry(config.store, member.chain, private=config.chain.private)
 
 
 class RankZero:

@@ -8,13 +8,15 @@ credentials that their owners committed (``store.bucket_reader``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from datetime import timedelta
+from typing import Any
 
 from pydantic import SecretStr
 
-from distributed_training.chain.base import Chain, Neuron
+from distributed_training.chain.base import Chain, ChainError, Neuron
+from distributed_training.chain.registry import Busy, RefusedWrite, RegistryChain
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import StoreSettings
 from distributed_training.node.start import NetworkFailure
@@ -33,8 +35,10 @@ from distributed_training.store.errors import (
     DeadlineError,
     RefusedError,
     StoreError,
+    TransientError,
 )
 from distributed_training.store.opening import open_store
+from distributed_training.store.presigned import AccessStore
 from distributed_training.store.transfer import Retry
 
 BUCKET_CHECK = timedelta(seconds=30)  # the first answer of the store, with its retries
@@ -112,6 +116,33 @@ def _errors_of_a_start(bucket: str) -> Iterator[None]:
 
 def _text(value: SecretStr | None) -> str:
     return value.get_secret_value() if value is not None else ""
+
+
+def open_by_registry(settings: StoreSettings, chain: Chain, *, private: bool) -> AccessStore:
+    """Open the global bucket as a member, by URLs that the registry hands out.
+
+    ``private``: chain.private, all machines are in one private network. Raises ConfigError.
+    """
+    if not isinstance(chain, RegistryChain):
+        raise ConfigError(
+            "store.access = 'registry' in a network whose chain is no registry, so nobody would "
+            "hand out URLs of the store: set store.access = 'own' there"
+        )
+
+    def ask(request: Mapping[str, Any]) -> Any:
+        try:
+            return chain.access(request)
+        except Busy as error:
+            raise TransientError(str(error)) from None
+        except RefusedWrite as error:
+            raise RefusedError(str(error)) from None
+        except ChainError as error:
+            raise TransientError(str(error)) from None
+
+    try:
+        return AccessStore(ask, bucket=settings.global_model_name, settings=settings, plain=private)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 # With 256 miners to look at, one whose bucket does not answer must not hold up the others.

@@ -25,7 +25,10 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +50,8 @@ from distributed_training.telemetry.logs import LineFormatter
 
 if TYPE_CHECKING:
     from distributed_training.chain.registry import RegistryChain
+    from distributed_training.config.model import Config
+    from distributed_training.registry.access import Access
     from distributed_training.registry.store import Registry
 
 _OTHER_FILES = 64  # that the service opens beside its connections
@@ -181,7 +186,11 @@ def serve(given: argparse.Namespace) -> None:
             host_names=(host, *given.host_name),
             private=given.private,
         )
-        with closing(Service(registry, sock, limits)) as service:
+        access = given.access and closing(given.access(registry.charter.master))
+        with (
+            access or nullcontext() as granting,
+            closing(Service(registry, sock, limits, access=granting)) as service,
+        ):
             service.start()
             port, charter = sock.getsockname()[1], registry.charter
             print(f"registry {charter.name} at http://{host}:{port}, block {registry.height}")
@@ -199,6 +208,7 @@ def _registry(given: argparse.Namespace) -> Registry:
 
     # Read again at every start: what it says now is compared with the founding.
     in_file, given.global_bucket, given.files, given.private = [], "", {}, False
+    given.access = None
     if given.store is not None and given.network is None:
         raise ConfigError(
             "--store without --network, so the buckets of the members would have no name and "
@@ -216,6 +226,8 @@ def _registry(given: argparse.Namespace) -> Registry:
         given.global_bucket = config.store.global_model_name
         assert network is not None  # it was named
         given.files, given.private = network.files, config.chain.private
+        if not config.has_bucket:
+            given.access = partial(_open_access, config, given.store)
         in_network = {**network.values, "name": network.head.name}
         in_file = [field for field in FIXED if getattr(given, field) is None]
         for field in in_file:
@@ -260,6 +272,45 @@ def _registry(given: argparse.Namespace) -> Registry:
         admission=given.admission or "invited",
     )
     return store.Registry.at(given.folder, charter)
+
+
+def _open_access(config: Config, folder: Path | None, master: str) -> Access:
+    """Open the global bucket, of which the registry grants URLs to members.
+
+    By the keys of the object store in ``folder``, or R2_WRITE_... of .env. Raises ConfigError.
+    """
+    from distributed_training.chain.auth import verify_signature
+    from distributed_training.registry.access import Access
+    from distributed_training.store.s3 import S3ObjectStore
+    from distributed_training.store.server import store_keys
+
+    # Whoever waited longer would ask again, while the first request still holds a thread.
+    settings = replace(
+        config.store,
+        connect_timeout=timedelta(seconds=5),
+        read_timeout=timedelta(seconds=10),
+    )
+    if folder is not None:
+        own = store_keys(folder)
+        key, secret = (own[f"R2_WRITE_{name}"] for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"))
+        settings = replace(
+            settings,
+            write_access_key_id=SecretStr(key),
+            write_secret_access_key=SecretStr(secret),
+        )
+    try:
+        bucket = S3ObjectStore.from_settings(
+            settings, bucket=settings.global_model_name, write=True
+        )
+    except ValueError as error:
+        raise ConfigError(f"{error}; or set store.access = 'own' in the network's file") from None
+    return Access(
+        bucket,
+        run_id=config.swarm.run_id,
+        master=master,
+        bits=config.validator.bits,
+        verify=verify_signature,
+    )
 
 
 #: What a registry is founded with for good, and the key of a network's file that says it.

@@ -5,9 +5,9 @@ and the block alone. Writes are checked cheapest first: path, size, rates, recei
 signature; then a thread stores them, one after the other, while reads go on.
 
 ``GET /state``, ``/health``, ``/metrics``, ``/network.toml`` and ``/``, the page.
-``POST /register``, ``/store_keys``, ``/deregister``, ``/commit``, ``/serve``, ``/weights``; for the
-founder also ``/enroll``, ``/expel``, ``/invite``, ``/invitations``, ``/revoke``, ``/allow``,
-``/report``.
+``POST /register``, ``/store_keys``, ``/access``, ``/deregister``, ``/commit``, ``/serve``,
+``/weights``; for the founder also ``/enroll``, ``/expel``, ``/invite``, ``/invitations``,
+``/revoke``, ``/allow``, ``/report``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pydantic import ValidationError, validate_call
 
 from distributed_training.chain import auth
 from distributed_training.chain.auth import Refusal, Refused
-from distributed_training.chain.base import ChainError
+from distributed_training.chain.base import ChainError, find
 from distributed_training.chain.http_server import (
     Admission,
     BoundedServer,
@@ -43,6 +43,7 @@ from distributed_training.chain.http_server import (
 from distributed_training.common.addresses import Reach, reach
 from distributed_training.common.backoff import Throttle
 
+from .access import Access, StoreAway
 from .ledger import Address, Port
 from .page import draw_page, figures
 from .store import CLOCK_SKEW, Registry, Replayed
@@ -51,6 +52,8 @@ log = logging.getLogger(__name__)
 
 MAX_BODY = 256 * 1024  # bytes; weights of 4096 uids have 120 thousand
 _REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0  # of one address
+_GRANTS_PER_SECOND, _GRANTS_BURST = 1.0, 64.0  # of one hotkey; each may ask the store
+_MOST_GRANTS = 256  # that wait for a thread
 _PAGE_KEPT = 1.0  # seconds; one of 4096 uids takes 50 ms
 _FOUNDERS = frozenset(
     {"/enroll", "/expel", "/invite", "/invitations", "/revoke", "/allow", "/report"}
@@ -90,12 +93,19 @@ class Limits:
 class Service(BoundedServer):
     """Serve ``registry`` on ``sock``, a listener, from :meth:`start` until :meth:`close`.
 
-    The registry stays open.
+    The registry stays open. ``access``: of members to the global bucket; None: by other ways.
     """
 
     NO_STRIKE = frozenset({Refusal.RATE, Refusal.NO_PERMIT})
 
-    def __init__(self, registry: Registry, sock: socket.socket, limits: Limits) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        sock: socket.socket,
+        limits: Limits,
+        *,
+        access: Access | None = None,
+    ) -> None:
         self.registry = registry
         self._names = {"127.0.0.1", "localhost", "[::1]", *map(str.lower, limits.host_names)}
         self._private = limits.private
@@ -122,7 +132,19 @@ class Service(BoundedServer):
             "/allow": registry.allow,
             "/report": registry.report,
         }
+        if access is not None:
+            writes["/access"] = access.grant
         self._writes = {path: validate_call(write) for path, write in writes.items()}
+        self._grants = Buckets(rate=_GRANTS_PER_SECOND, burst=_GRANTS_BURST, capacity=16384)
+        self._granting = 0
+        # In memory alone, so that no grant writes to the disk. What a call of the moment before a
+        # restart granted it would grant again, to whoever could read that grant.
+        self._granted = auth.NonceMemory(
+            window=timedelta(seconds=auth.BTAUTH_MAX_AGE + CLOCK_SKEW),
+            skew=timedelta(seconds=CLOCK_SKEW),
+            kept=auth.Kept(-1, clean=True),
+        )
+        self._granter = ThreadPoolExecutor(8, thread_name_prefix="registry-access")
         self._reads: dict[str, Callable[[Head], bytes]] = {
             "/state": self._state,
             "/health": lambda _: _json(
@@ -171,6 +193,7 @@ class Service(BoundedServer):
         # In this order: no new calls, then what was accepted is stored.
         super().close()
         self._writer.shutdown()
+        self._granter.shutdown()
 
     def write_files(self) -> None:
         self.registry.reserve_blocks()
@@ -274,32 +297,60 @@ class Service(BoundedServer):
         if head.path == "/register" and not self._registrations.draw(self._caller(head)):
             raise Refused(Refusal.RATE)
         fields = parse_fields(body)
+        if head.path == "/access":
+            return self._grant(claim, fields)
         # A neuron writes for itself, the founder for whom the fields name.
         own: tuple[Any, ...] = () if head.path in _FOUNDERS else (claim.hotkey,)
         if head.path == "/serve":
             found = narrowest(self._listens_at, self._caller(head))
             own = claim.hotkey, max(found, Reach.NETWORK) if self._private else found
         action = partial(self._writes[head.path], *own, **fields)
+        write = partial(registry.write, claim.hotkey, claim.nonce, action)
         loop = asyncio.get_running_loop()
+        return loop.run_in_executor(self._writer, self._answer, head.path, write)
 
-        def store() -> bytes:
-            try:
-                done = registry.write(claim.hotkey, claim.nonce, action)
-            except Replayed as error:
-                self._counts["refused.replay"] += 1
-                return _json(401, {"message": str(error)})
-            except (ChainError, ValueError, TypeError) as error:
-                self._counts[f"refused{head.path}"] += 1
-                reason = str(error) if isinstance(error, ChainError) else "malformed request"
-                if isinstance(error, ValidationError):
-                    # Nothing of the input, which may hold a secret.
-                    first = error.errors(include_url=False, include_input=False)[0]
-                    reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
-                return _json(400, {"message": reason})
-            self._counts[f"written{head.path}"] += 1
-            return _json(200, {"result": done})
+    async def _grant(self, claim: auth.Claim, fields: dict[str, Any]) -> bytes:
+        """Answer what a member asks of the store, beside the writes. Raises Refused."""
+        # The store may be slow, and members many.
+        if not self._grants.draw(claim.hotkey) or self._granting >= _MOST_GRANTS:
+            raise Refused(Refusal.RATE)
+        if not self._granted.use(claim.hotkey, claim.nonce):
+            raise Refused(Refusal.REPLAY)
 
-        return loop.run_in_executor(self._writer, store)
+        def grant() -> Any:
+            view = self.registry.view
+            if (member := find(view.neurons, claim.hotkey)) is None:
+                expelled = " was expelled" if claim.hotkey in view.expelled else " has no uid"
+                raise ChainError(f"access: hotkey {claim.hotkey}{expelled}, so nothing is granted")
+            return self._writes["/access"](member.uid, **fields)
+
+        self._granting += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._granter, self._answer, "/access", grant)
+        finally:
+            self._granting -= 1
+
+    def _answer(self, path: str, action: Callable[[], Any]) -> bytes:
+        """Do what was asked, on a thread; return the answer, or that it is refused and why."""
+        try:
+            done = action()
+        except Replayed as error:
+            self._counts["refused.replay"] += 1
+            return _json(401, {"message": str(error)})
+        except StoreAway as error:
+            self._counts[f"refused{path}"] += 1
+            return _json(503, {"message": str(error)})
+        except (ChainError, ValueError, TypeError) as error:
+            self._counts[f"refused{path}"] += 1
+            reason = str(error) if isinstance(error, ChainError) else "malformed request"
+            if isinstance(error, ValidationError):
+                # Nothing of the input, which may hold a secret.
+                first = error.errors(include_url=False, include_input=False)[0]
+                reason = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+            return _json(400, {"message": reason})
+        self._counts[f"written{path}"] += 1
+        return _json(200, {"result": done})
 
     def _write_endpoint(self, hotkey: str, allowed: Reach, ip: Address, port: Port) -> None:
         """Write an endpoint whose reach is ``allowed`` or wider.

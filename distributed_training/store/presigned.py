@@ -52,14 +52,13 @@ class Grant:
     """An answer of the registry to one request.
 
     ``urls``: by operation (``get_object``, ``head_object``, ``put_object``) or by number of a part,
-    good for ``seconds``. ``upload_id`` and ``held``: of an upload in parts, and the etags of those
-    that are there. ``info``: of one's own upload. ``etag``: of one that was completed.
+    good for ``seconds``; parts that are there have none. ``upload_id``: of an upload in parts.
+    ``info``: of one's own upload, None: it is not there. ``etag``: of one that was completed.
     """
 
     urls: dict[str, _Url] = field(default_factory=dict)
     seconds: float = 0.0
     upload_id: str = ""
-    held: dict[int, str] = field(default_factory=dict)
     info: ObjectInfo | None = None
     etag: str = ""
 
@@ -108,7 +107,12 @@ class AccessStore(S3ObjectStore):
         if operation in _READS.values() and time.monotonic() > until:
             grant = self._granted("read", key)
             self._remember(key, grant)
-            url = grant.urls[operation]
+            url = grant.urls.get(operation, "")
+        if not url:
+            raise StoreError(
+                f"{self._bucket}/{key}: the registry granted no URL for {operation}, so nothing "
+                "was sent: ask the founder"
+            )
         context["url"] = url
 
     def _granted(self, do: Do, key: str, **more: Any) -> Grant:
@@ -135,15 +139,17 @@ class AccessStore(S3ObjectStore):
         """Raise RefusedError unless requests may go where ``url`` leads."""
         try:
             host, parts = _host_of(url), urlsplit(url)
+            inside = self._plain or parts.hostname in ("127.0.0.1", "localhost", "::1")
+            plain = parts.scheme == "http" and inside
+            if host in self._hosts and (parts.scheme == "https" or plain):
+                return
+            place = f"{parts.scheme:.8}://{host:.100}"
         except ValueError:
-            host = ""
-        inside = self._plain or parts.hostname in ("127.0.0.1", "localhost", "::1")
-        if host in self._hosts and (parts.scheme == "https" or (parts.scheme == "http" and inside)):
-            return
+            place = "no place at all"
         raise RefusedError(
-            f"{self._bucket}/{key}: the registry hands out a URL at {parts.scheme[:8]}://{host:.100},"
-            f" and the network's file names {', '.join(sorted(self._hosts))}, so nothing was sent: "
-            "ask the founder (store.hosts)"
+            f"{self._bucket}/{key}: the registry hands out a URL at {place}, and the network's "
+            f"file names https at {', '.join(sorted(self._hosts))}, so nothing was sent: ask the "
+            "founder (store.hosts)"
         )
 
     def _refused(self, verb: str, key: str, response: Any) -> StoreError:
@@ -219,7 +225,7 @@ class AccessStore(S3ObjectStore):
                 )
 
         with ThreadPoolExecutor(self._concurrency, thread_name_prefix="upload") as pool:
-            run_all(pool, send, [int(number) for number in grant.urls])
+            run_all(pool, send, [n for n in range(1, len(parts) + 1) if str(n) in grant.urls])
         size = sum(map(len, parts))
         return self._granted("complete", key, size=size, md5=list(digests)).etag
 

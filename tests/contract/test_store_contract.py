@@ -56,6 +56,8 @@ from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.transfer import multipart_etag
 from distributed_training.store.uplink import Section
 from distributed_training.store.uploader_process import Publication
+from tests.tools.access_world import AccessWorld
+from tests.tools.chain_world import PEER
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.seaweedfs import SeaweedFS, aws_like_keys
 from tests.tools.support_store import (
@@ -133,7 +135,24 @@ def prefixed(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
 OURS = ("a/b", "a/c", "d", "big", "epoch-1/metadata.json", "epoch-1/model.safetensors")
 
 
+def read_as_member(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
+    """The store as a member reads it by a registry's URLs; what it may not do its owner does."""
+    world = AccessWorld(
+        request.getfixturevalue("server"),
+        request.getfixturevalue("tmp_path"),
+        prefix=kind.partition(" ")[2] and "lab",
+    )
+    request.addfinalizer(lambda: world.__exit__())
+    world.__enter__()
+    store: Any = world.member(PEER)
+    for name in ("put", "put_new", "delete", "list_objects"):
+        setattr(store, name, getattr(world.owner, name))
+    return store
+
+
 def made(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
+    if kind.startswith("access"):
+        return read_as_member(kind, request)
     if kind.endswith(" prefix"):
         return prefixed(kind.removesuffix(" prefix"), request)
     if kind == "twin":
@@ -150,7 +169,10 @@ def made(kind: str, request: pytest.FixtureRequest) -> ObjectStore:
 PREFIXED = ["s3 prefix", "seaweedfs prefix"]
 
 
-@pytest.fixture(params=["s3", "seaweedfs", "twin", "folder", "memory", "folder prefix", *PREFIXED])
+KINDS = ["s3", "seaweedfs", "twin", "folder", "memory", "folder prefix", "access", "access prefix"]
+
+
+@pytest.fixture(params=[*KINDS, *PREFIXED])
 def store(request: pytest.FixtureRequest) -> Iterator[ObjectStore]:
     yield made(request.param, request)
     toys.BUCKETS.clear()
@@ -164,7 +186,7 @@ def in_parts(request: pytest.FixtureRequest) -> MultipartStore:
 
 
 def test_objects(store: ObjectStore) -> None:
-    if isinstance(store, S3ObjectStore):
+    if type(store) is S3ObjectStore:
         store.create_bucket()  # again: fine
     assert store.head("a/b") is None
     assert store.get("a/b", limit=10) is None

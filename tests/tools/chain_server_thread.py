@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 from distributed_training.common.ports import free_ports, listen
+from distributed_training.registry.access import Access
 from distributed_training.registry.service import Limits, Service
 from distributed_training.registry.store import Admission, Charter, Registry
 from tests.tools.chain_world import VALIDATOR
@@ -26,10 +28,12 @@ class RegistryServer:
         admission: Admission = "open",
         name: str = "test",
         limits: Limits = FAST,
+        access: Callable[[], Access] | None = None,
     ) -> None:
         self._temporary = tempfile.TemporaryDirectory() if folder is None else None
         self.folder = folder or Path(self._temporary.name)
         self.limits = limits
+        self._access = access
         self.charter = Charter(
             name=name,
             master=master,
@@ -49,13 +53,16 @@ class RegistryServer:
         sock = listen("127.0.0.1", self.port)
         self.registry = Registry.at(self.folder, self.charter)
         self.charter = self.registry.charter
-        self._service = Service(self.registry, sock, self.limits)
+        self.access = self._access() if self._access is not None else None
+        self._service = Service(self.registry, sock, self.limits, access=self.access)
         self._service.start()
         return self
 
     def stop(self) -> None:
         if self._service is not None and self.registry is not None:
             self._service.close()
+            if self.access is not None:
+                self.access.close()
             self.registry.close()
         self._service = None
 

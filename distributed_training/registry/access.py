@@ -1,0 +1,228 @@
+"""Decide which member may do what with which object of the global bucket, and sign a URL for it.
+
+The store's own key never leaves this machine. A member gets URLs instead, each for one operation on
+one object (:mod:`..store.presigned`): to read anything but ``uploads/``, for an hour, and to write
+its next upload, from the moment at which the network's state names that close until it is over. The
+length and the MD5 of what it writes are signed with it, so nothing else fits.
+
+The state is the master's, read from the bucket and verified. An upload in parts is begun, completed
+and at the next close aborted here, so a member cannot leave any behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from distributed_training.chain.base import ChainError
+from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import State
+from distributed_training.protocol.types import Verify
+from distributed_training.store import presigned
+from distributed_training.store.base import is_md5, same_etag
+from distributed_training.store.errors import StoreError, UploadMissingError
+from distributed_training.store.presigned import MOST_PARTS, UPLOADS, Do, Grant
+from distributed_training.store.s3 import S3ObjectStore, base64_md5
+
+log = logging.getLogger(__name__)
+
+READ_SECONDS = 3600.0
+AFTER_SECONDS = 600.0  # beyond close and grace: a slow link may end what it began
+_LONGEST_SECONDS = 7 * 86400.0  # that S3 signs for
+_STATE_KEPT = 2.0  # seconds
+_HEADER_BYTES = 2**20  # of an upload, at the most
+_NAME = "[A-Za-z0-9_][A-Za-z0-9._-]*"
+# No empty name, dots or escape: what is signed is what the store looks up.
+Key = Annotated[str, Field(pattern=f"^{_NAME}(/{_NAME})*$", max_length=300)]
+Size = Annotated[int, Field(ge=1, le=MOST_PARTS * presigned.PART)]
+Md5 = Annotated[str, Field(pattern="^[0-9a-f]{32}$")]
+
+
+class StoreAway(ChainError):
+    """The store did not answer, or has no state yet: later it may be otherwise."""
+
+
+class Access:
+    """Grants by the store's own key. Thread-safe. Close it.
+
+    ``store``: the global bucket, opened to write. ``bits``: of each value of an upload, which
+    bounds its size. ``clock``: Unix seconds.
+    """
+
+    def __init__(
+        self,
+        store: S3ObjectStore,
+        *,
+        run_id: str,
+        master: str,
+        bits: int,
+        verify: Verify,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._run_id, self._master, self._verify = run_id, master, verify
+        self._bits = bits
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._state: tuple[float, State] | None = None  # and when it was read
+        self._largest: tuple[int, int] | None = None  # by the weights of an outer step, bytes
+        self._swept: tuple[int, int] | None = None  # the close before which nothing is left
+
+    def close(self) -> None:
+        self._store.close()
+
+    def grant(
+        self,
+        uid: int,
+        do: Do,
+        key: Key,
+        size: Size = 1,
+        md5: Annotated[tuple[Md5, ...], Field(max_length=MOST_PARTS)] = (),
+    ) -> dict[str, Any]:
+        """Return a :class:`~..store.presigned.Grant` for the member with ``uid``.
+
+        ``do``: "read"; "look", at one's own upload; "write" and "complete" it, of ``size`` bytes
+        with the MD5 of each part. Raises ChainError with the reason, StoreAway.
+        """
+        try:
+            return asdict(self._grant(uid, do, key, size, md5))
+        except StoreError as error:
+            raise StoreAway(f"access: {error}") from None
+
+    def _grant(self, uid: int, do: Do, key: str, size: int, md5: tuple[str, ...]) -> Grant:
+        if do == "read":
+            if key.startswith(UPLOADS):
+                raise ChainError(
+                    f"access: {key} is read by the validator alone; what it merged lies in outer/"
+                )
+            reads = ("get_object", "head_object")
+            urls = {name: self._store.presign(name, key, READ_SECONDS) for name in reads}
+            return Grant(urls, READ_SECONDS)
+        place = keys.parse_upload_key(key)
+        if place is None or place[0] != uid:
+            raise ChainError(
+                f"access: {key} is no upload of uid {uid}, and a member writes nothing else"
+            )
+        if do == "look":
+            return Grant(info=self._store.head(key))
+        state = self._read_state()
+        close = state.outer_step, state.serial
+        if place[1:] != close:
+            raise ChainError(
+                f"access: {key} is for another close than the next one (outer step {close[0]}, "
+                f"serial {close[1]}), so it would not be merged"
+            )
+        left = state.closes_at + state.grace + AFTER_SECONDS - self._clock()
+        if left <= 0 or state.finished is not None:
+            raise ChainError(
+                f"access: the close of outer step {close[0]} is over, so {key} would not be merged"
+            )
+        largest = self._largest_upload(state)
+        if size > largest:
+            raise ChainError(
+                f"access: an upload of {size} bytes is larger than any of this model ({largest}), "
+                "so nothing may be written"
+            )
+        if len(md5) != -(-size // presigned.PART):
+            raise ChainError(f"access: {size} bytes have another number of parts than {len(md5)}")
+        if do == "write" and self._store.head(key) is not None:
+            raise ChainError(f"access: {key} is there, and nobody may replace it")
+        left = min(left, _LONGEST_SECONDS)
+        if len(md5) == 1:
+            signed = {"ContentLength": size, "ContentMD5": base64_md5(md5[0])}
+            url = self._store.presign("put_object", key, left, **signed)
+            return Grant({"put_object": url}, left)
+        return self._in_parts(key, size, md5, left, complete=do == "complete")
+
+    def _in_parts(
+        self, key: str, size: int, md5: tuple[str, ...], left: float, *, complete: bool
+    ) -> Grant:
+        """Grant the parts that are missing, or put them together."""
+        store = self._store
+        self._abort_earlier(key)
+        began = [found for found in store.list_multiparts(key) if found.key == key]
+        if not began and complete:
+            raise ChainError(f"access: the parts of {key} were aborted, or never begun")
+        upload_id = began[-1].upload_id if began else store.create_multipart(key)
+        parts = store.list_parts(key, upload_id) if began else []
+        sizes = [min(presigned.PART, size - at) for at in range(0, size, presigned.PART)]
+        wanted = dict(enumerate(zip(sizes, md5, strict=True), 1))
+        held = {
+            part.number: part
+            for part in parts
+            # An etag that is no MD5 tells nothing; the store compared that MD5 when the part came.
+            if (length_and_md5 := wanted.get(part.number)) is not None
+            and part.size == length_and_md5[0]
+            and (not is_md5(part.etag) or same_etag(part.etag, length_and_md5[1]))
+        }
+        if complete:
+            if len(held) != len(wanted):
+                raise ChainError(
+                    f"access: {key} lacks {len(wanted) - len(held)} of {len(wanted)} parts"
+                )
+            return Grant(etag=store.complete_multipart(key, upload_id, [held[n] for n in wanted]))
+        urls = {}
+        for number, (length, digest) in wanted.items():
+            if number not in held:
+                urls[str(number)] = store.presign(
+                    "upload_part",
+                    key,
+                    left,
+                    UploadId=upload_id,
+                    PartNumber=number,
+                    ContentLength=length,
+                    ContentMD5=base64_md5(digest),
+                )
+        return Grant(urls, left, upload_id)
+
+    def _read_state(self) -> State:
+        """Return the network's state, at most some seconds old. Raises StoreError, StoreAway."""
+        with self._lock:
+            known = self._state
+            if known is not None and time.monotonic() - known[0] < _STATE_KEPT:
+                return known[1]
+            data = self._store.get(keys.STATE, limit=State.most_bytes)
+            if data is None:
+                raise StoreAway("access: the network has no state yet: its validator never ran")
+            try:
+                state = State.parse(
+                    data, run_id=self._run_id, master=self._master, verify=self._verify
+                )
+            except ValueError as error:
+                log.warning("The state in the bucket is refused (%s), so nobody may upload", error)
+                raise StoreAway(f"access: {error}") from None
+            self._state = time.monotonic(), state
+            return state
+
+    def _largest_upload(self, state: State) -> int:
+        """Return the most bytes of an upload, by the size of the weights that it changes."""
+        known = self._largest
+        if known is not None and known[0] in state.weights_at:
+            return known[1]
+        for outer_step in reversed(state.weights_at):
+            info = self._store.head(keys.outer_key(outer_step, keys.MODEL))
+            if info is not None:
+                # Of weights with 16 bits at least twice as many as any upload has.
+                self._largest = outer_step, info.size * self._bits // 8 + _HEADER_BYTES
+                return self._largest[1]
+        raise StoreAway("access: the weights that the network's state names are not in the bucket")
+
+    def _abort_earlier(self, key: str) -> None:
+        """Abort what members began in parts for closes before that of ``key``; once for each."""
+        close = keys.parse_upload_key(key)
+        assert close is not None
+        if self._swept == close[1:]:
+            return
+        for found in self._store.list_multiparts(UPLOADS):
+            began = keys.parse_upload_key(found.key)
+            if began is not None and began[1:] != close[1:]:
+                with contextlib.suppress(UploadMissingError):
+                    self._store.abort_multipart(found.key, found.upload_id)
+        self._swept = close[1:]

@@ -1,0 +1,577 @@
+"""Members at a real store without a key of it: what a registry grants them, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from bittensor import http_auth
+
+from distributed_training.chain.registry import Busy, RefusedWrite
+from distributed_training.common.ports import listen
+from distributed_training.config.settings import StoreSettings
+from distributed_training.protocol import keys
+from distributed_training.registry import access, service
+from distributed_training.store import presigned
+from distributed_training.store.base import md5_of, put_once
+from distributed_training.store.errors import (
+    AccessDeniedError,
+    RefusedError,
+    StoppedError,
+    StoreError,
+    TakenError,
+    TransientError,
+)
+from distributed_training.store.presigned import AccessStore
+from distributed_training.store.s3 import base64_md5
+from distributed_training.store.transfer import Retry
+from distributed_training.store.uplink import Section, Uplink
+from distributed_training.telemetry.events import EventLog
+from distributed_training.telemetry.logs import LineFormatter
+from tests.tools.access_world import KEYLESS, AccessWorld
+from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR
+from tests.tools.support_store import server
+from tests.tools.waiting import wait_for
+
+__all__ = ["server"]
+pytestmark = pytest.mark.timeout(240)
+MIB = 1024 * 1024
+OURS = keys.upload_key(1, 3, 7)
+
+
+@pytest.fixture(autouse=True)
+def no_state_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "_STATE_KEPT", 0.0)
+
+
+@pytest.fixture
+def world(server: Any, tmp_path: Path) -> Iterator[AccessWorld]:
+    with AccessWorld(server, tmp_path / "registry") as made:
+        yield made
+
+
+@pytest.fixture
+def store(world: AccessWorld) -> AccessStore:
+    """Of uid 1, in a network whose next close is of outer step 3, serial 7."""
+    world.publish()
+    return world.member(PEER)
+
+
+def write_request(data: bytes, key: str = OURS) -> dict[str, Any]:
+    return {"do": "write", "key": key, "size": len(data), "md5": [md5_of(data)]}
+
+
+def test_a_member_writes_its_next_upload_once_and_nothing_else(
+    world: AccessWorld, store: AccessStore
+) -> None:
+    assert store.head(OURS) is None
+    etag = put_once(store, OURS, b"ours")
+    assert world.owner.get(OURS, limit=9) == b"ours"
+    assert put_once(store, OURS, b"ours") == store.put(OURS, b"ours") == etag
+    info = store.head(OURS)
+    assert info is not None and (info.size, info.etag) == (4, etag)
+    with pytest.raises(TakenError, match="the first counts"):
+        put_once(store, OURS, b"another")
+    theirs = keys.upload_key(2, 3, 7)
+    for key in (theirs, "outer/3/manifest.json", "state.json", "uploads/1/x", "uploads/1/3.7"):
+        with pytest.raises((RefusedError, StoreError)):
+            store.put(key, b"x")
+        assert world.owner.get(key, limit=1000) in (None, world.owner.get("state.json", limit=1000))
+    for refused in (
+        lambda: store.delete(OURS),
+        lambda: store.list_objects("uploads/"),
+        lambda: store.list_objects(),
+    ):
+        with pytest.raises(AccessDeniedError):
+            refused()
+    assert [o.key for o in world.owner.list_objects("uploads/")] == [OURS]
+
+
+def test_uploads_are_read_by_nobody_but_the_owner_of_the_key(
+    world: AccessWorld, store: AccessStore
+) -> None:
+    other = world.member(MINER)
+    store.put(OURS, b"ours")
+    for member in (store, other):
+        with pytest.raises(RefusedError, match="validator alone"):
+            member.get(OURS, limit=9)
+        with pytest.raises(RefusedError):
+            member.get_range(OURS, 0, 1)
+    with pytest.raises(RefusedError, match="no upload of uid 2"):
+        other.head(OURS)
+    world.owner.put(keys.merged_key(4, 1), b"merged")
+    assert other.get(keys.merged_key(4, 1), limit=9) == b"merged"
+
+
+def test_a_url_is_good_for_what_it_was_signed_for(
+    world: AccessWorld, store: AccessStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not for others' objects, another length, other bytes, another method, or a later time."""
+    chain = world.chain(PEER)
+    data = b"0123456789"
+    url = chain.access(write_request(data))["urls"]["put_object"]
+    theirs = url.replace("uploads/1/", "uploads/2/")
+    state = url.replace(OURS, keys.STATE)
+    good = {"content-md5": base64_md5(md5_of(data))}
+    before = world.owner.get(keys.STATE, limit=10**6)
+    with httpx.Client(trust_env=False, timeout=60) as client:
+        for method, place, body, headers in (
+            ("PUT", theirs, data, good),
+            ("PUT", state, data, good),
+            ("PUT", url, data + b"x", good),
+            ("PUT", url, data[:-1], good),
+            ("PUT", url, data + b"x", {"content-md5": base64_md5(md5_of(data + b"x"))}),
+            ("PUT", url, data[::-1], good),
+            ("PUT", url, data[::-1], {"content-md5": base64_md5(md5_of(data[::-1]))}),
+            ("PUT", url, data, {}),
+            ("PUT", url.partition("?")[0], data, good),
+            ("GET", url, b"", {}),
+            ("DELETE", url, b"", {}),
+            ("POST", url + "&uploads", b"", {}),
+        ):
+            answer = client.request(method, place, content=body, headers=headers)
+            assert 400 <= answer.status_code < 500, (method, body, headers, answer.text)
+        assert [o.key for o in world.owner.list_objects("uploads/")] == []
+        assert world.owner.get(keys.STATE, limit=10**6) == before
+        assert client.put(url, content=data, headers=good).status_code == 200
+        assert world.owner.get(OURS, limit=99) == data
+        monkeypatch.setattr(access, "READ_SECONDS", 2.0)
+        read = chain.access({"do": "read", "key": keys.STATE})["urls"]
+        assert client.get(read["get_object"]).content == before
+        assert client.get(read["head_object"]).status_code == 403
+        assert client.put(read["get_object"], content=b"x").status_code == 403
+        assert client.delete(read["get_object"]).status_code == 403
+        other = read["get_object"].replace(keys.STATE, OURS)
+        assert client.get(other).status_code == 403
+        wait_for(lambda: client.get(read["get_object"]).status_code == 403, what="the URL to end")
+
+
+def test_only_the_next_close_is_written_for(world: AccessWorld) -> None:
+    store = world.member(PEER)
+    with pytest.raises(TransientError, match="has no state yet"):
+        store.put(OURS, b"x")
+    world.publish(wallet=MINER)
+    with pytest.raises(TransientError, match="not signed by the network's master"):
+        store.put(OURS, b"x")
+    world.publish()
+    for outer_step, serial in ((2, 7), (4, 7), (3, 6), (3, 8)):
+        with pytest.raises(RefusedError, match="another close"):
+            store.put(keys.upload_key(1, outer_step, serial), b"x")
+    with pytest.raises(RefusedError, match="larger than any of this model"):
+        store.put(OURS, bytes(2 * MIB))
+    world.late = 600 + 30 + access.AFTER_SECONDS + 1
+    with pytest.raises(RefusedError, match="is over"):
+        store.put(OURS, b"x")
+    world.late -= 20
+    store.put(OURS, b"x")
+    world.publish(serial=8, finished="enough tokens")
+    with pytest.raises(RefusedError, match="is over"):
+        store.put(keys.upload_key(1, 3, 8), b"x")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"key": "../state.json"},
+        {"key": "outer/../uploads/1/3.7.safetensors"},
+        {"key": "outer//x"},
+        {"key": "/state.json"},
+        {"key": "outer/"},
+        {"key": "outer/%2e%2e/x"},
+        {"key": "state.json?versions"},
+        {"key": "a\nb"},
+        {"key": ""},
+        {"key": "x" * 301},
+        {"do": "delete"},
+        {"do": "write", "key": OURS, "size": 0},
+        {"do": "write", "key": OURS, "size": -1},
+        {"do": "write", "key": OURS, "size": 10**15, "md5": []},
+        {"do": "write", "key": OURS, "size": 5, "md5": []},
+        {"do": "write", "key": OURS, "size": 5, "md5": ["0" * 32] * 2},
+        {"do": "write", "key": OURS, "size": 5, "md5": ["0" * 31]},
+        {"do": "write", "key": OURS, "size": 5, "md5": "0" * 32},
+        {"do": "complete", "key": OURS, "size": 5, "md5": ["0" * 32] * 4097},
+        {"uid": 2},
+        {"url": "http://x"},
+        {"key": None},
+    ],
+)
+def test_nonsense_is_refused(world: AccessWorld, fields: dict[str, Any]) -> None:
+    world.publish()
+    chain = world.chain(PEER)
+    with pytest.raises(RefusedWrite):
+        chain.access({"do": "read", "key": keys.STATE, **fields})
+
+
+def test_who_is_no_member_gets_nothing(world: AccessWorld, store: AccessStore) -> None:
+    founder, stranger = world.chain(VALIDATOR), world.chain(STRANGER, register=False)
+    with pytest.raises(RefusedWrite, match="has no uid"):
+        stranger.access({"do": "read", "key": keys.STATE})
+    chain = world.chain(PEER)
+    founder.expel(PEER.ss58)
+    for request in ({"do": "read", "key": keys.STATE}, write_request(b"x")):
+        with pytest.raises(RefusedWrite, match="was expelled"):
+            chain.access(request)
+    with pytest.raises(RefusedError, match="was expelled"):
+        store.get("network.json", limit=9)
+
+
+def test_who_asks_too_often_waits_and_nobody_else_does(
+    world: AccessWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_GRANTS_PER_SECOND", 1e-3)
+    monkeypatch.setattr(service, "_GRANTS_BURST", 4.0)
+    world.server.stop()
+    world.server.start()
+    world.publish()
+    one, other = world.chain(PEER), world.chain(MINER)
+    read = {"do": "read", "key": keys.STATE}
+    for _ in range(4):
+        one.access(read)
+    with pytest.raises(Busy, match="too many requests"):
+        one.access(read)
+    with pytest.raises(TransientError, match="too many requests"):
+        world.member(PEER).get(keys.STATE, limit=10**6)
+    other.access(read)
+
+
+def test_a_request_is_granted_once_and_to_its_signer(world: AccessWorld) -> None:
+    world.publish()
+    world.chain(PEER)
+    body = json.dumps({"do": "read", "key": keys.STATE}).encode()
+
+    def signed(wallet: Any) -> dict[str, str]:
+        receiver = world.server.charter.identity
+        return http_auth.sign(
+            wallet.hotkey, method="POST", path="/access", body=body, receiver_ss58=receiver
+        )
+
+    def post(headers: dict[str, str], content: bytes = body) -> int:
+        url = f"{world.server.url}/access"
+        return httpx.post(url, content=content, headers=headers, trust_env=False).status_code
+
+    headers = signed(PEER)
+    assert post(headers, body.replace(b"state", b"other")) == 401
+    assert post(headers) == 200
+    assert post(headers) == 401, "replayed"
+    forged = signed(STRANGER) | {"X-Bittensor-Hotkey": PEER.ss58}
+    assert post(forged) == 401
+    assert post({}) == 401
+
+
+class TestParts:
+    @pytest.fixture(autouse=True)
+    def smaller(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(presigned, "PART", 5 * MIB)
+
+    @pytest.fixture
+    def file(self, tmp_path: Path) -> Path:
+        path = tmp_path / "upload"
+        path.write_bytes(os.urandom(12 * MIB))
+        return path
+
+    def test_an_upload_goes_on_where_it_was_interrupted(
+        self, world: AccessWorld, file: Path
+    ) -> None:
+        world.publish(model=64 * MIB)
+        store = world.member(PEER)
+        uplink, asked = Uplink(), []
+        with file.open("rb") as handle:
+            body = Section(handle.fileno(), 0, 12 * MIB, uplink)
+            real = store._client.upload_part
+
+            def send(**arguments: Any) -> Any:
+                asked.append(arguments["PartNumber"])
+                if len(asked) == 2:
+                    uplink.stop()
+                return real(**arguments)
+
+            store._client.upload_part = send
+            store._concurrency = 1
+            with pytest.raises((StoppedError, TransientError)):
+                store.put(OURS, body)
+            assert asked[:2] == [1, 2] and world.owner.head(OURS) is None
+            asked.clear()
+            again = world.member(PEER)  # by another process
+            real = again._client.upload_part
+            again._client.upload_part = send = lambda **a: (
+                asked.append(a["PartNumber"]),
+                real(**a),
+            )[1]
+            body = Section(handle.fileno(), 0, 12 * MIB)
+            etag = Retry(each=timedelta(seconds=60))(again.put, OURS, body)
+            assert sorted(asked) == [2, 3], "the first part is there"
+            assert world.owner.get(OURS, limit=99 * MIB) == file.read_bytes()
+            assert again.put(OURS, body) == etag
+        with pytest.raises(TakenError):
+            again.put(OURS, bytes(12 * MIB))
+        assert world.owner.list_multiparts() == []
+
+    def test_what_was_begun_for_a_close_is_aborted_at_the_next(self, world: AccessWorld) -> None:
+        world.publish(model=64 * MIB)
+        one, other = world.chain(PEER), world.chain(MINER)
+        md5 = ["0" * 32] * 2
+        for uid, chain in ((1, one), (2, other)):
+            key = keys.upload_key(uid, 3, 7)
+            chain.access({"do": "write", "key": key, "size": 9 * MIB, "md5": md5})
+            with pytest.raises(RefusedWrite, match="lacks 2 of 2 parts"):
+                chain.access({"do": "complete", "key": key, "size": 9 * MIB, "md5": md5})
+        assert len(world.owner.list_multiparts("uploads/")) == 2
+        world.publish(serial=8, model=64 * MIB)
+        key = keys.upload_key(1, 3, 8)
+        with pytest.raises(RefusedWrite, match="another close"):
+            one.access({"do": "complete", "key": OURS, "size": 9 * MIB, "md5": md5})
+        one.access({"do": "write", "key": key, "size": 9 * MIB, "md5": md5})
+        assert [u.key for u in world.owner.list_multiparts("uploads/")] == [key]
+
+    def test_a_part_is_taken_with_its_own_length_and_bytes(self, world: AccessWorld) -> None:
+        world.publish(model=64 * MIB)
+        chain = world.chain(PEER)
+        data = os.urandom(5 * MIB)
+        request = {"key": OURS, "size": 6 * MIB, "md5": [md5_of(data), md5_of(data[:MIB])]}
+        urls = chain.access({"do": "write", **request})["urls"]
+        assert sorted(urls) == ["1", "2"]
+        with httpx.Client(trust_env=False, timeout=60) as client:
+            for number, body in (("1", data[1:]), ("2", data), ("2", data[1 : MIB + 1])):
+                headers = {"content-md5": base64_md5(md5_of(body))}
+                assert client.put(urls[number], content=body, headers=headers).status_code >= 400
+        with pytest.raises(RefusedWrite, match="lacks 2 of 2"):
+            chain.access({"do": "complete", **request})
+
+
+class _Elsewhere:
+    """A server that answers everything as ``status`` says, and counts what it was asked."""
+
+    def __init__(self, status: int = 200, location: str = "", body: bytes = b"") -> None:
+        self.asked: list[str] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def answer(self) -> None:
+                outer.asked.append(self.path)
+                self.rfile.read(int(self.headers.get("content-length", 0)))
+                self.send_response(status)
+                if location:
+                    self.send_header("location", location)
+                self.send_header("content-length", str(len(body)))
+                self.send_header("etag", '"x"')
+                self.send_header("last-modified", "Thu, 01 Jan 2026 00:00:00 GMT")
+                self.end_headers()
+                if self.command != "HEAD":
+                    self.wfile.write(body)
+
+            do_GET = do_PUT = do_HEAD = do_POST = answer
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+
+    def __enter__(self) -> _Elsewhere:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def asked_of(url: str, answers: list[dict[str, Any]]) -> tuple[AccessStore, list[Any]]:
+    """A member of a store at ``url`` whose registry gives ``answers``."""
+    seen: list[Any] = []
+
+    def ask(request: Any) -> Any:
+        seen.append(request)
+        return answers[min(len(seen), len(answers)) - 1]
+
+    settings = StoreSettings(endpoint_url=url, region="us-east-1")
+    return AccessStore(ask, bucket="bucket", settings=settings), seen
+
+
+SIGNED = "X-Amz-Credential=planted-id&X-Amz-Signature=planted-secret"
+
+
+def granted(url: str) -> dict[str, Any]:
+    names = ("get_object", "head_object", "put_object", "1", "2")
+    return {"urls": dict.fromkeys(names, f"{url}?{SIGNED}"), "seconds": 600.0}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "{elsewhere}/bucket/state.json",
+        "http://127.0.0.1.example.org/bucket/state.json",
+        "http://user@{host}/state.json",
+        "http://127.0.0.1:1/bucket/state.json",
+        "ftp://{host}/bucket/state.json",
+        "file:///etc/passwd",
+        "http:///state.json",
+        "http://[::1/state.json",
+        "http://{host}:99999/x",
+        "",
+    ],
+)
+def test_a_registry_that_leads_elsewhere_is_not_followed(place: str) -> None:
+    with _Elsewhere() as elsewhere, _Elsewhere() as right:
+        host = urlsplit(right.url).netloc
+        url = place.format(elsewhere=elsewhere.url, host=host)
+        store, _ = asked_of(right.url, [granted(url)])
+        for refused in (
+            lambda: store.get("state.json", limit=9),
+            lambda: store.head("state.json"),
+            lambda: store._remember("x", presigned.Grant({"put_object": url}, 9.0)),
+        ):
+            with pytest.raises(RefusedError, match=r"nothing was sent.*store\.hosts") as caught:
+                refused()
+            assert "planted" not in str(caught.value)
+        assert elsewhere.asked == [] and right.asked == []
+
+
+def test_plain_http_is_spoken_in_a_private_network_alone() -> None:
+    url = "http://10.1.2.3:9000"
+    settings = StoreSettings(endpoint_url=url, region="us-east-1")
+    grant = presigned.Grant({"get_object": f"{url}/bucket/a"}, 9.0)
+    secure = presigned.Grant({"get_object": "https://bucket.example.org/a"}, 9.0)
+    store = AccessStore(lambda _: None, bucket="bucket", settings=settings)
+    with pytest.raises(RefusedError):
+        store._remember("a", grant)
+    AccessStore(lambda _: None, bucket="bucket", settings=settings, plain=True)._remember(
+        "a", grant
+    )
+    settings = StoreSettings(endpoint_url="https://example.org", addressing="virtual")
+    AccessStore(lambda _: None, bucket="bucket", settings=settings)._remember("a", secure)
+    settings = StoreSettings(endpoint_url="https://other.org", hosts=("Bucket.example.org",))
+    AccessStore(lambda _: None, bucket="bucket", settings=settings)._remember("a", secure)
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+def test_redirects_are_not_followed(status: int) -> None:
+    with _Elsewhere() as elsewhere, _Elsewhere(status, elsewhere.url + "/bucket/a") as right:
+        store, _ = asked_of(right.url, [granted(f"{right.url}/bucket/a")])
+        for asks in (
+            lambda: store.get("a", limit=9),
+            lambda: store.head("a"),
+            lambda: store.get_range("a", 0, 1),
+        ):
+            with pytest.raises(RefusedError, match="is not followed"):
+                asks()
+        answers = [{"info": None}, granted(f"{right.url}/bucket/a")]
+        store, _ = asked_of(right.url, answers)
+        with pytest.raises(RefusedError, match="is not followed"):
+            store.put(OURS, b"x")
+        assert elsewhere.asked == []
+        assert len(right.asked) <= 8, "nor asked where the bucket is"
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        [],
+        {"urls": 5},
+        {"urls": {"get_object": 7}, "seconds": 5},
+        {"urls": {"get_object": "x" * 9000}, "seconds": 5},
+        {"urls": {}, "seconds": "soon"},
+        {"urls": {}, "seconds": 600},
+    ],
+)
+def test_an_answer_that_grants_nothing_is_refused_in_one_line(answer: Any) -> None:
+    with _Elsewhere() as right:
+        store, _ = asked_of(right.url, [answer])
+        with pytest.raises(StoreError) as caught:
+            store.get("state.json", limit=9)
+        assert "\n" not in str(caught.value)
+        assert right.asked == []
+
+
+def test_a_url_is_asked_for_once_while_it_is_good() -> None:
+    with _Elsewhere(200, body=b"text") as right:
+        store, seen = asked_of(right.url, [granted(f"{right.url}/bucket/a")])
+        for _ in range(3):
+            assert store.get("a", limit=9) == b"text"
+            assert store.head("a") is not None
+        assert len(seen) == 1
+    with _Elsewhere(403) as right:
+        store, seen = asked_of(right.url, [granted(f"{right.url}/bucket/a")])
+        for _ in range(2):
+            with pytest.raises(AccessDeniedError, match="refused the URL"):
+                store.get("a", limit=9)
+        assert len(seen) == 2, "one that is refused is not kept"
+
+
+def test_what_is_public_is_read_without_the_registry() -> None:
+    with _Elsewhere(200, body=b"text") as public:
+        settings = StoreSettings(
+            endpoint_url="http://127.0.0.1:1", region="us-east-1", public_url=f"{public.url}/net"
+        )
+
+        def ask(request: Any) -> Any:
+            assert request["do"] == "look"
+            return {"info": None}
+
+        store = AccessStore(ask, bucket="bucket/lab", settings=settings)
+        assert store.get("outer/3/update.safetensors", limit=9) == b"text"
+        assert store.head("state.json") is not None
+        assert public.asked == ["/net/outer/3/update.safetensors", "/net/state.json"]
+        assert store.head(OURS) is None
+
+
+@pytest.mark.parametrize("fault", [200, 302, 400, 403, 404, 416, 429, 500, 503, None])
+def test_a_signed_query_is_in_no_log_exception_or_event(
+    fault: int | None, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the store answers, with every library's debug lines; None: it is away."""
+    caplog.set_level(logging.DEBUG)
+    for name in ("botocore", "urllib3", "distributed_training"):
+        caplog.set_level(logging.DEBUG, name)
+    events = EventLog.open(tmp_path)
+    with _Elsewhere(fault or 200, body=b"<Error><Code>Odd</Code></Error>") as right:
+        url = right.url
+        if fault is None:
+            sock = listen("127.0.0.1", 0)
+            url = f"http://127.0.0.1:{sock.getsockname()[1]}"
+            sock.close()
+        grant = granted(f"{url}/bucket/a")
+        told = []
+        for asks in (
+            lambda s: s.get("a", limit=9),
+            lambda s: s.head("a"),
+            lambda s: s.get_range("a", 0, 3, etag="e"),
+            lambda s: s._put_parts("a", [b"1", b"2"], ["0" * 32] * 2, presigned.Grant(**grant)),
+            lambda s: s._put("a", b"1"),
+        ):
+            store, _ = asked_of(url, [grant])
+            store._remember("a", presigned.Grant(**grant))
+            try:
+                asks(store)
+            except StoreError as error:
+                told.append(error)
+                logging.getLogger("distributed_training.x").warning("%s", error, exc_info=error)
+                events.write("failed", error=str(error))
+    logging.getLogger("urllib3").warning("Failed to parse headers (url=%s?%s)", url, SIGNED)
+    events.write("odd", url=f"{url}/a?{SIGNED}")
+    formatter = LineFormatter(rank=0)
+    lines = [formatter.format(record) for record in caplog.records]
+    texts = ["".join(traceback.format_exception(error)) for error in told]
+    for text in [*lines, *texts, (tmp_path / "events.jsonl").read_text()]:
+        assert "planted" not in text, text
+    assert told or fault == 200
+    for handler in list(logging.getLogger().handlers):
+        if type(handler).__name__ == "_Problems":
+            logging.getLogger().removeHandler(handler)
+
+
+def test_a_store_opens_without_any_key() -> None:
+    settings = StoreSettings(endpoint_url="https://example.org", **KEYLESS)
+    AccessStore(lambda _: None, bucket="bucket", settings=settings).close()

@@ -1,0 +1,124 @@
+"""A bucket at a real store, a registry that grants its members URLs of it, and such members."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from distributed_training.chain.auth import verify_signature
+from distributed_training.chain.identity import Wallet
+from distributed_training.chain.registry import RegistryChain
+from distributed_training.config.settings import StoreSettings
+from distributed_training.localnet.services import ObjectStoreServer
+from distributed_training.node.buckets import open_by_registry
+from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import State
+from distributed_training.registry.access import Access
+from distributed_training.registry.service import Limits
+from distributed_training.store.presigned import AccessStore
+from distributed_training.store.s3 import S3ObjectStore
+from tests.tools.chain_server_thread import FAST, RegistryServer
+from tests.tools.chain_world import VALIDATOR
+from tests.tools.support_store import new_bucket, settings_for
+
+RUN_ID = "v1"
+KEYLESS: dict[str, Any] = {
+    f"{kind}_{name}": None
+    for kind in ("read", "write")
+    for name in ("access_key_id", "secret_access_key")
+}
+
+
+class AccessWorld:
+    """``owner``: the bucket with the store's own key. ``late``: seconds by which the registry's
+    clock is ahead."""
+
+    def __init__(
+        self,
+        server: ObjectStoreServer,
+        folder: Path,
+        *,
+        prefix: str = "",
+        limits: Limits = FAST,
+        **settings: Any,
+    ) -> None:
+        # On a busy machine an answer may take that long.
+        keyed = self._keyed = settings_for(server, read_timeout=timedelta(seconds=60))
+        self.owner = new_bucket(server, keyed)
+        if prefix:
+            name = f"{self.owner.bucket}/{prefix}"
+            self.owner = S3ObjectStore.from_settings(keyed, bucket=name, write=True)
+        self.settings: StoreSettings = replace(
+            keyed, global_model_name=self.owner.bucket, **{**KEYLESS, **settings}
+        )
+        self.late = 0.0
+        self.server = RegistryServer(folder, access=self._open, limits=limits)
+        self._stack = ExitStack()
+
+    def _open(self) -> Access:
+        bucket = S3ObjectStore.from_settings(self._keyed, bucket=self.owner.bucket, write=True)
+        return Access(
+            bucket,
+            run_id=RUN_ID,
+            master=VALIDATOR.ss58,
+            bits=4,
+            verify=verify_signature,
+            clock=lambda: time.time() + self.late,
+        )
+
+    def __enter__(self) -> AccessWorld:
+        self._stack.enter_context(self.server)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._stack.close()
+
+    def publish(
+        self,
+        outer_step: int = 3,
+        serial: int = 7,
+        *,
+        closes_in: float = 600.0,
+        wallet: Wallet = VALIDATOR,
+        model: int = 10**6,
+        finished: str | None = None,
+    ) -> None:
+        """Write the state, and ``model`` bytes as the weights of outer step 0."""
+        now = time.time()
+        state = State(
+            RUN_ID,
+            outer_step,
+            serial,
+            now + closes_in,
+            30.0,
+            "a" * 64,
+            (0,),
+            now,
+            now + 2000.0,
+            finished,
+        )
+        self.owner.put(keys.outer_key(0, keys.MODEL), bytes(model))
+        self.owner.put(keys.STATE, state.to_bytes(wallet.hotkey.sign))
+
+    def chain(self, wallet: Wallet, *, register: bool = True) -> RegistryChain:
+        chain = self._stack.enter_context(
+            closing(
+                RegistryChain(
+                    url=self.server.url,
+                    wallet=wallet,
+                    poll_interval=timedelta(milliseconds=50),
+                    timeout=timedelta(seconds=60),
+                )
+            )
+        )
+        assert chain.wait_ready(timedelta(seconds=60))
+        if register:
+            chain.register()
+        return chain
+
+    def member(self, wallet: Wallet) -> AccessStore:
+        return open_by_registry(self.settings, self.chain(wallet), private=False)
