@@ -22,6 +22,7 @@ from distributed_training.protocol.manifest import Manifest, State
 from distributed_training.protocol.types import Verify
 from distributed_training.store.base import ObjectInfo, is_md5, same_etag
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
+from distributed_training.store.errors import StoreError
 
 _Kind = TypeVar("_Kind", State, Manifest)
 
@@ -43,19 +44,22 @@ class ForkError(StateUnavailable):
 
 
 class ChainCopy:
-    """The chain as far as this member has seen it, in ``folder``. Its methods raise StoreError."""
+    """The chain as far as this member has seen it, in ``folder``. Its methods raise StoreError.
+
+    ``forked``: the line about two valid manifests of one outer step; empty: there never were.
+    """
 
     def __init__(self, reader: BucketReader, folder: Path, member: Member) -> None:
         self._reader = reader
         self._folder = folder
         self._member = member
+        self.forked = self._describe_fork()
         self._etag = ""  # of the object that the newest state is
         # Ever seen, also by a process before.
         self._newest = self._read("state", State, "an older state would not be noticed")
 
-    @property
-    def forked(self) -> str:
-        """The line about two valid manifests that were seen; empty: there never were."""
+    def _describe_fork(self) -> str:
+        """Return the line about two valid manifests that were seen; empty: there never were."""
         for path in sorted(self._folder.glob("*.other.json")):
             name = path.name.partition(".")[0]
             return (
@@ -160,15 +164,16 @@ class ChainCopy:
 
     def _look_for_another(self, outer_step: int) -> None:
         """Raise ForkError if the store has a valid manifest that is not the one we know."""
-        data = self._fetch(outer_step)
         try:
+            data = self._fetch(outer_step)
             theirs = self._parse(Manifest, data)
-        except ValueError:
+        except (StoreError, ValueError):
             return
         ours = self.copy(outer_step)
         if ours is None or theirs.outer_step != outer_step or theirs.digest == ours.digest:
             return
         write_bytes(self._path(f"{outer_step}.other"), data)
+        self.forked = self._describe_fork()
         raise ForkError(self.forked)
 
     def _parse(self, kind: type[_Kind], data: bytes) -> _Kind:

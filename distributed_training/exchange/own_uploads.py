@@ -8,6 +8,7 @@ again needs the upload that it has merged.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
 import time
@@ -23,7 +24,7 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest
 from distributed_training.protocol.types import Base
 from distributed_training.store.base import ObjectStore, put_once
-from distributed_training.store.errors import StoppedError, StoreError, TakenError
+from distributed_training.store.errors import DeadlineError, StoppedError, StoreError, TakenError
 from distributed_training.store.journal import JOURNAL, Journal
 from distributed_training.store.transfer import Retry, Sender
 from distributed_training.store.uplink import Section, Uplink
@@ -98,6 +99,8 @@ class OwnUploads:
                     return UploadSent(*place, path.stat().st_size, 0.0)
                 if note.ended:
                     return UploadFailed(*place, note.ended)
+                if uplink.clock() > until:
+                    raise DeadlineError("late: it was written after the grace had ended")
                 self._transfer(path, close, until, uplink)
                 self._write_note(close, replace(note, ended=_SENT))
                 return UploadSent(*place, path.stat().st_size, time.monotonic() - began)
@@ -112,7 +115,9 @@ class OwnUploads:
             if waits.failures == 1:
                 # A key, a quota or a registry may be put right within the grace.
                 log.warning(
-                    "The upload for outer step %d was not sent: %s; again soon", *place[:1], cause
+                    "The upload for outer step %d was not sent: %s; again soon",
+                    close.outer_step,
+                    cause,
                 )
             uplink.sleep(wait)
         # A file that is refused here for being another one has no note of its own.
@@ -146,8 +151,9 @@ class OwnUploads:
         """Delete files and notes of the outer steps before ``before``."""
         for path in self._folder.glob("*.*.*"):
             outer_step = path.name.partition(".")[0]
-            if outer_step.isdigit() and int(outer_step) < before:
-                path.unlink(missing_ok=True)
+            if outer_step.isdigit() and int(outer_step) < before and path.is_file():
+                with contextlib.suppress(OSError):  # at the next call
+                    path.unlink()
 
     def _claim(self, path: Path, close: Close) -> _Note:
         """Return the note of ``path``, made before anything is sent. Raises StoreError, OSError."""

@@ -14,11 +14,13 @@ Times are the store's: a machine whose clock is wrong takes part all the same, a
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import shutil
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
@@ -101,12 +103,14 @@ class StoreRounds:
         self._next_look = -math.inf
         self._posted: Close | None = None
         self._sent: Close | None = None  # of the last sending that was begun
-        self._awaits_loop = False  # an update or weights that were posted and not applied
+        # How often the loop has said what it holds, and which of these was answered by a step to
+        # take: what was fetched for an earlier one is of no use.
+        self._said, self._answered = 1, 0
         self._wants_weights = False
         self._waits = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
         self._not_before = -math.inf  # the next fetch
         self._reported: dict[str, str] = {}
-        self._to_send: Close | None = None
+        self._to_send: deque[Close] = deque(maxlen=1)
         self._sending: tuple[Close, Uplink, threading.Thread] | None = None
         self._wake = threading.Event()
         self._closed = threading.Event()
@@ -149,7 +153,7 @@ class StoreRounds:
         Call it when a checkpoint that knows of it is complete. A second call for one close sends
         the same file again or none.
         """
-        self._to_send = close
+        self._to_send.append(close)
         self._wake.set()
 
     def applied(self, outer_step: int) -> None:
@@ -157,12 +161,14 @@ class StoreRounds:
 
         Also after an update that was not applied, to have it posted again, and after a roll-back.
         """
-        self._held, self._awaits_loop = outer_step, False
+        self._held, self._wants_weights = outer_step, False
+        self._said += 1
         self._wake.set()
 
     def fetch_weights(self) -> None:
         """Have the newest whole weights fetched, even older ones than ours; Weights answers."""
-        self._wants_weights, self._awaits_loop = True, False
+        self._wants_weights = True
+        self._said += 1
         self._wake.set()
 
     def forget(self, before: int) -> None:
@@ -170,7 +176,8 @@ class StoreRounds:
         self._uploads.forget(before)
         for path in (self._folder / "updates").glob("*.safetensors"):
             if path.stem.isdigit() and int(path.stem) <= before:
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # at the next call
+                    path.unlink()
 
     @property
     def next_close(self) -> Close | None:
@@ -221,7 +228,7 @@ class StoreRounds:
     def turn(self) -> float:
         """Do what is due. Returns the seconds until something may be, if nothing happens before."""
         steady = self._clocks.steady
-        if steady() >= self._next_look:
+        if steady() >= self._next_look and not self._chain.forked:
             self._look()
         if not self._chain.forked:
             self._keep_sending()
@@ -229,8 +236,8 @@ class StoreRounds:
             self._fetch_next()
         if forked := self._chain.forked:
             if "fork" not in self._reported:
+                self._report("fork", forked)
                 self._post(ChainForked(forked))
-            self._report("fork", forked)
             if self._sending is not None:
                 self._sending[1].stop()
             return _INTERVAL
@@ -306,7 +313,7 @@ class StoreRounds:
             if thread.is_alive():
                 return
             self._sending = None
-        wanted, self._to_send = self._to_send, None
+        wanted = self._to_send.pop() if self._to_send else None
         if wanted is None and not _same(self._sent, close) and self._uploads.unfinished(close):
             wanted = close
         if wanted is None:
@@ -351,7 +358,8 @@ class StoreRounds:
     def _fetch_next(self) -> None:
         """Fetch what leads from our outer step to the head, and post it."""
         state, steady = self._state, self._clocks.steady
-        if state is None or self._awaits_loop or steady() < self._not_before:
+        said = self._said
+        if state is None or self._answered == said or steady() < self._not_before:
             return
         if state.outer_step == self._held and not self._wants_weights:
             return
@@ -369,8 +377,9 @@ class StoreRounds:
             return
         self._waits.succeeded()
         self._settle("fetch", "Outer steps are taken over again")
-        self._awaits_loop, self._wants_weights = True, False
-        self._post(fact)
+        if self._said == said:  # else the next turn fetches what follows now
+            self._answered = said
+            self._post(fact)
 
     def _next(self, state: State) -> Update | Weights:
         """Return what the loop applies next. Raises StoreError, OSError."""

@@ -188,7 +188,7 @@ def test_a_fetch_that_is_killed_anywhere_goes_on(tmp_path: Path, life: Life, who
         store = MemoryObjectStore(clock=time.store)
         leader = Leader(store, time)
         for outer_step in range(1, 3):
-            leader.take_outer_step(weights=outer_step == 2)
+            leader.take_outer_step(whole=outer_step == 2)
         if whole:
             store.delete(keys.outer_key(1, keys.UPDATE))
         mortal = MortalStore(store, life)

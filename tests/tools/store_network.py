@@ -18,10 +18,11 @@ from distributed_training.exchange.store_rounds import Clocks, StoreRounds
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Merged, Refused, State
 from distributed_training.store.base import ObjectInfo
+from tests.tools.outer_steps import RUN_ID
 
 MASTER = Keypair.create_from_uri("//Alice")
 MEMBER = Keypair.create_from_uri("//Bob").ss58_address
-RUN, UID = "lab", 7
+UID = 7
 PERIOD, GRACE = 600.0, 60.0
 UPDATE_BYTES = 1000
 
@@ -95,7 +96,7 @@ class Leader:
     def put_state(self, **changes: Any) -> bytes:
         now, head = self.time.store(), self.chain[-1]
         state = State(
-            run_id=RUN,
+            run_id=RUN_ID,
             outer_step=head.outer_step,
             serial=self.serial,
             closes_at=self.closes_at,
@@ -114,21 +115,21 @@ class Leader:
         self.closes_at = self.time.store() + PERIOD
         self.put_state()
 
-    def build_manifest(self, update: bytes, files: dict[str, bytes], **changes: Any) -> Manifest:
+    def build_manifest(self, data: bytes, files: dict[str, bytes], **changes: Any) -> Manifest:
         outer_step = len(self.chain)
         values: dict[str, Any] = {
-            "run_id": RUN,
+            "run_id": RUN_ID,
             "rules_id": "rules",
             "outer_step": outer_step,
             "previous": self.chain[-1].digest if self.chain else "",
-            "update": sha256(update) if update else "",
+            "update": sha256(data) if data else "",
             "weights": sha256(b"weights %d" % outer_step),
             "momentum": "",
             "residual": "",
             "learning_rate": 0.7,
             "mu": 0.9,
             "rule": "nesterov",
-            "merged": (merged(0, "f" * 64),) if update else (),
+            "merged": (merged(0, "f" * 64),) if data else (),
             "refused": (),
             "losses_before": {},
             "losses_after": {},
@@ -142,17 +143,17 @@ class Leader:
         }
         return Manifest(**values | changes)
 
-    def publish_manifest(self, *, weights: bool = False, **changes: Any) -> Manifest:
-        """Take an outer step, but for the state."""
+    def publish_manifest(self, *, whole: bool = False, **changes: Any) -> Manifest:
+        """Take an outer step, but for the state. ``whole``: publish the weights too."""
         outer_step = len(self.chain)
         update = b"update %06d " % outer_step * (UPDATE_BYTES // 14) if outer_step else b""
         files: dict[str, bytes] = {}
-        if weights or not outer_step:
+        if whole or not outer_step:
             model = b"model %06d " % outer_step * (8 * UPDATE_BYTES // 13)
             files = {keys.CONFIG: b'{"outer_step": %d}' % outer_step, keys.MODEL: model}
             self.weights_at = (*self.weights_at, outer_step) if outer_step else (0,)
         manifest = self.build_manifest(update, files, **changes)
-        if update:
+        if update and "update" not in changes:
             self.store.put(keys.outer_key(outer_step, keys.UPDATE), update)
         for name, data in files.items():
             self.store.put(keys.outer_key(outer_step, name), data)
@@ -161,9 +162,9 @@ class Leader:
         self.chain.append(manifest)
         return manifest
 
-    def take_outer_step(self, *, weights: bool = False, **changes: Any) -> Manifest:
+    def take_outer_step(self, *, whole: bool = False, **changes: Any) -> Manifest:
         """Merge, publish, and open the next close."""
-        manifest = self.publish_manifest(weights=weights, **changes)
+        manifest = self.publish_manifest(whole=whole, **changes)
         self.move_close()
         return manifest
 
@@ -190,7 +191,7 @@ class Miner:
             store,
             folder,
             self.facts.append,
-            member=Member(RUN, MASTER.ss58_address, UID, verify),
+            member=Member(RUN_ID, MASTER.ss58_address, UID, verify),
             clocks=Clocks(time.steady, time.unix),
         )
         # As start() does, but for the thread: the turns are the test's.

@@ -24,9 +24,15 @@ from distributed_training.exchange.base import (
 )
 from distributed_training.protocol import keys
 from distributed_training.protocol.types import Base
+from distributed_training.protocol.update_file import UpdateFile, UpdateLayout, largest_file
 from distributed_training.store import errors
 from distributed_training.store.opening import open_store
+from distributed_training.store.uplink import Uplink
+from distributed_training.validator.merge import OuterState, Rule, digest_of, merge, subtract
 from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.outer_steps import RUN_ID, SCHEMA, drawn, header, hotkey_of, write_file
+from tests.tools.outer_steps import sign as sign_files
+from tests.tools.outer_steps import verify as verify_files
 from tests.tools.store_network import (
     GRACE,
     PERIOD,
@@ -37,6 +43,7 @@ from tests.tools.store_network import (
     Time,
     merged,
     refused,
+    sha256,
 )
 from tests.tools.support_store import new_bucket, server, settings_for
 
@@ -111,6 +118,67 @@ def test_rounds_follow_each_other(any_store: FaultyStore, time: Time, tmp_path: 
         assert miner.pass_time(leader.closes_at - time.store() - 1) == []
 
 
+def test_a_round_of_real_files_leads_to_the_weights_of_its_manifest(
+    leader: Leader, miner: Miner, tmp_path: Path
+) -> None:
+    """Written by a member, merged by the validator's code, and taken off by the member again."""
+    close = leader.close
+    assert miner.pass_time(PERIOD) == [close]
+    head = header("upload", 0, run_id=RUN_ID, hotkey=hotkey_of(UID), serial=close.serial)
+    upload = write_file(miner.rounds.upload_path(close), drawn(1, 1e-3), head)
+    miner.rounds.send(close)
+    miner.turn()
+
+    place = tmp_path / "validator"
+    place.mkdir()
+    data = leader.store.get(keys.upload_key(UID, 0, close.serial), limit=10**6)
+    (place / "upload").write_bytes(data)
+    uploads = [
+        UpdateFile.open(
+            place / "upload",
+            SCHEMA,
+            run_id=RUN_ID,
+            kind="upload",
+            hotkey=hotkey_of(UID),
+            verify=verify_files,
+        )
+    ]
+    before = OuterState(drawn(99))
+    layout = UpdateLayout.of(SCHEMA, header("update", 0, run_id=RUN_ID))
+    digest, after = merge(
+        uploads,
+        [1.0],
+        before,
+        Rule("nesterov", 0.7, 0.9),
+        path=place / "update",
+        layout=layout,
+        sign=sign_files,
+    )
+    weights, momentum, residual = after.digests
+    leader.store.put(keys.outer_key(1, keys.UPDATE), (place / "update").read_bytes())
+    leader.take_outer_step(
+        update=digest,
+        weights=weights,
+        momentum=momentum,
+        residual=residual,
+        merged=(merged(UID, upload.digest),),
+    )
+    miner.rounds._largest_update = largest_file(SCHEMA, 4)
+    update = miner.pass_time(10)[-1]
+    assert isinstance(update, Update) and update.base is Base.MERGED
+    found = UpdateFile.open(
+        update.path,
+        SCHEMA,
+        run_id=RUN_ID,
+        kind="update",
+        hotkey=layout.header.hotkey,
+        verify=verify_files,
+    )
+    assert digest_of(subtract(before.weights, found)) == update.weights
+    assert update.own_upload is not None
+    assert sha256(update.own_upload.read_bytes()) == upload.digest
+
+
 def test_missed_updates_are_applied_one_after_the_other(leader: Leader, miner: Miner) -> None:
     for _ in range(3):
         leader.take_outer_step()
@@ -135,12 +203,29 @@ def test_an_update_that_could_not_be_applied_is_posted_again(leader: Leader, min
     assert miner.take_facts() == [first]
 
 
+def test_what_was_fetched_for_weights_that_are_held_no_more_is_not_posted(
+    store: FaultyStore, leader: Leader, miner: Miner
+) -> None:
+    """The loop rolls back, or takes other weights, while an update is on its way."""
+    for _ in range(3):
+        leader.take_outer_step()
+
+    def meanwhile(data: bytes) -> bytes:
+        store.faults.clear()
+        miner.rounds.applied(2)
+        return data
+
+    store.faults["get_range", keys.outer_key(1, keys.UPDATE)] = meanwhile
+    [_, update] = miner.pass_time(60)
+    assert isinstance(update, Update) and update.outer_step == 3
+
+
 def test_who_is_far_behind_gets_weights_and_then_the_updates(
     store: FaultyStore, leader: Leader, miner: Miner
 ) -> None:
     # As many bytes as 8 updates: from nine on they are fewer.
     for outer_step in range(1, 11):
-        leader.take_outer_step(weights=outer_step == 9)
+        leader.take_outer_step(whole=outer_step == 9)
     [_, weights] = miner.pass_time(60)
     assert isinstance(weights, Weights) and weights.outer_step == 9
     assert (weights.folder / keys.MODEL).read_bytes().startswith(b"model 000009")
@@ -156,7 +241,7 @@ def test_weights_are_fetched_where_updates_are_gone_or_are_more_bytes(
     store: FaultyStore, leader: Leader, miner: Miner
 ) -> None:
     for outer_step in range(1, 4):
-        leader.take_outer_step(weights=outer_step == 2)
+        leader.take_outer_step(whole=outer_step == 2)
     [_, update] = miner.pass_time(60)
     assert isinstance(update, Update)
     store.delete(keys.outer_key(1, keys.UPDATE))
@@ -187,7 +272,7 @@ def test_a_newcomer_gets_the_newest_weights_and_uploads_at_the_first_close_it_ca
     store: FaultyStore, leader: Leader, time: Time, tmp_path: Path
 ) -> None:
     for outer_step in range(1, 4):
-        leader.take_outer_step(weights=outer_step == 2)
+        leader.take_outer_step(whole=outer_step == 2)
     miner = Miner(store, tmp_path / "rounds", time)
     weights = miner.rounds.fetch_newest()
     assert weights.outer_step == 2
@@ -237,7 +322,7 @@ def test_weights_that_pass_over_our_upload_tell_what_became_of_it(
     miner.turn()
     for outer_step in range(1, 11):
         ours = (merged(UID, digest),) if outer_step == 1 else (merged(0, "f" * 64),)
-        leader.take_outer_step(weights=outer_step == 10, merged=ours)
+        leader.take_outer_step(whole=outer_step == 10, merged=ours)
     weights = miner.pass_time(60)[-1]
     assert isinstance(weights, Weights) and weights.outer_step == 10
     assert (weights.base, weights.own_upload) == (Base.MERGED, miner.rounds.upload_path(close))
@@ -403,6 +488,81 @@ def test_a_store_that_is_away_costs_one_line(
 
 def stop_retrying(uplink: object, seconds: float) -> None:
     raise errors.DeadlineError("503 SlowDown: no success in the time allowed")
+
+
+def test_an_upload_that_was_written_too_late_is_not_sent(
+    store: FaultyStore, leader: Leader, miner: Miner, time: Time
+) -> None:
+    close = leader.close
+    miner.pass_time(PERIOD + GRACE + 1)
+    miner.write_upload(close)
+    miner.rounds.send(close)
+    miner.turn()
+    [fact] = miner.take_facts()
+    assert isinstance(fact, UploadFailed) and fact.cause.startswith("late")
+    assert store.get(keys.upload_key(UID, 0, close.serial), limit=99) is None
+
+
+def test_what_no_checkpoint_needs_is_deleted(leader: Leader, miner: Miner, tmp_path: Path) -> None:
+    close = leader.close
+    miner.pass_time(PERIOD)
+    digest = miner.write_upload(close)
+    (tmp_path / "rounds" / "uploads" / "0.1.parts").mkdir()  # what ranks write, killed
+    miner.rounds.send(close)
+    miner.turn()
+    leader.take_outer_step(merged=(merged(UID, digest),))
+    [*_, first] = miner.pass_time(10)
+    assert isinstance(first, Update) and first.own_upload is not None
+    miner.rounds.forget(0)
+    assert first.path.exists() and first.own_upload.exists()
+    # A checkpoint of outer step 0 would apply it once more.
+    miner.rounds.applied(0)
+    miner.turn()
+    assert miner.take_facts() == [first]
+    miner.rounds.forget(1)
+    assert not first.path.exists() and not first.own_upload.exists()
+
+
+@pytest.mark.parametrize("kind", [errors.AccessDeniedError, errors.RefusedError])
+@pytest.mark.parametrize("returns", [True, False])
+def test_an_upload_that_is_refused_is_sent_until_the_grace_ends(
+    store: FaultyStore,
+    leader: Leader,
+    miner: Miner,
+    time: Time,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[errors.StoreError],
+    returns: bool,
+) -> None:
+    waits: list[float] = []
+
+    def wait(uplink: Uplink, seconds: float) -> None:
+        waits.append(seconds)
+        if returns and len(waits) == 3:
+            store.faults.clear()
+
+    monkeypatch.setattr(Uplink, "sleep", wait)
+    monkeypatch.setattr(Uplink, "clock", lambda uplink: sum(waits))
+    close = leader.close
+    miner.pass_time(PERIOD)
+    digest = miner.write_upload(close)
+    key = keys.upload_key(UID, 0, close.serial)
+    store.faults["head", key] = store.faults["put", key] = away(kind)
+    miner.rounds.send(close)
+    miner.turn()
+    [fact] = miner.take_facts()
+    assert isinstance(fact, UploadSent if returns else UploadFailed)
+    assert returns or sum(waits) <= GRACE
+    [line] = warnings(caplog)
+    assert "503 SlowDown; again soon" in line
+    assert (store.get(key, limit=99) is not None) == returns
+    # Its movement is in the next one then: nothing is lost.
+    leader.take_outer_step(merged=(merged(UID, digest if returns else "e" * 64),))
+    update = miner.pass_time(10)[-1]
+    assert isinstance(update, Update)
+    assert update.base is (Base.MERGED if returns else Base.KEPT)
+    assert returns or update.cause == "not sent: 503 SlowDown"
 
 
 def test_old_bytes_behind_a_new_etag_are_asked_for_again(
