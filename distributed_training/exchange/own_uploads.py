@@ -130,7 +130,8 @@ class OwnUploads:
         cause = ""
         for serial, note in self._notes(manifest.outer_step - 1):
             found = self.path(manifest.outer_step - 1, serial)
-            path = found if found.exists() else None
+            # A miner that went back behind its upload has written another one for the same close.
+            path = found if found.exists() and sha256_of(found) == note.digest else None
             if any(each.digest == note.digest for each in manifest.merged):
                 return Fate(Base.MERGED, path)
             for each in manifest.refused:

@@ -19,7 +19,6 @@ import contextlib
 import math
 import os
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -165,7 +164,7 @@ class StoreOuterStep(OuterStep):
         self, header: Header | None, path: Path | None, sign: Sign | None, copies: BoundaryCopies
     ) -> UploadHandle:
         """Write epoch start - weights of ``copies`` + residual. See ``Trainer.write_upload``."""
-        began, problem = time.perf_counter(), None
+        problem = None
         header, path = self._stream.from_rank_0((header, path))
         assert header is not None and path is not None
         header = replace(header, start=self.start)
@@ -185,7 +184,6 @@ class StoreOuterStep(OuterStep):
         self._written_steps = header.inner_steps
         handle = UploadHandle(path, header)
         state = _UploadState(self._stream.layout, self._shards, moved, wholes, copies, file, sign)
-        handle.hold_seconds = time.perf_counter() - began
         handle.start(partial(_write_upload, state))
         return handle
 

@@ -635,13 +635,16 @@ class Trainer:
         RankFailedError when a rank has no memory; later failures are in the handle.
         """
         assert isinstance(self.outer, StoreOuterStep)
+        started = time.perf_counter()
         if header is not None:
             tokens = self.inner_step * self.batch_plan.effective * self.settings.sequence_length
             header = replace(
                 header, outer_step=self.outer_step, inner_steps=self.inner_step, tokens=tokens
             )
         copies = self.boundary_copies(())
-        return self.outer.write_upload(header, path, sign, copies)
+        handle = self.outer.write_upload(header, path, sign, copies)
+        handle.hold_seconds = time.perf_counter() - started
+        return handle
 
     def prepare_update(
         self,

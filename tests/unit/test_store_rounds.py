@@ -328,6 +328,23 @@ def test_weights_that_pass_over_our_upload_tell_what_became_of_it(
     assert (weights.base, weights.own_upload) == (Base.MERGED, miner.rounds.upload_path(close))
 
 
+def test_another_file_for_a_close_is_not_taken_for_the_upload_that_was_merged(
+    leader: Leader, miner: Miner
+) -> None:
+    """A miner that lost its newest checkpoint goes on from one that knows no upload."""
+    close = leader.close
+    miner.pass_time(PERIOD)
+    digest = miner.write_upload(close)
+    miner.rounds.send(close)
+    miner.turn()
+    path = miner.rounds.upload_path(close)
+    path.write_bytes(path.read_bytes() + b"another")
+    leader.take_outer_step(merged=(merged(UID, digest),))
+    update = miner.pass_time(10)[-1]
+    assert isinstance(update, Update)
+    assert (update.base, update.own_upload) == (Base.MERGED, None)
+
+
 @pytest.mark.parametrize(
     "verdict, base, cause",
     [

@@ -1,0 +1,320 @@
+"""The outer step of a store network: where the movement of a miner goes, whatever happens."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from distributed_training.common.files import sha256_of
+from distributed_training.protocol.types import AllReduceError, Base, Progress
+from distributed_training.training import store_outer_step
+from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.trainer import Trainer
+from tests.tools.outer_steps import header, sign
+from tests.tools.store_member import decoded, digest_of, drawn, move, store_step, write_update
+from tests.tools.training_world import finished, save_checkpoint, tiny, trainer
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("process_group")]
+
+
+def flat(tensors: Sequence[Tensor] | None) -> Tensor:
+    """All values in one vector, in float64; 0 where there are none."""
+    if not tensors:
+        return torch.zeros(1, dtype=torch.float64)
+    return torch.cat([each.detach().reshape(-1).double() for each in tensors])
+
+
+@functools.cache
+def two_trainers() -> tuple[Trainer, Trainer]:
+    """Two processes of one miner, which live one after the other."""
+    model = tiny(hidden=16, layers=1, intermediate=24, vocab=17, heads=2)
+    first, second = (trainer(model=model, exchange="store", seed=seed) for seed in (0, 7))
+    return first, second
+
+
+@dataclass
+class Ledger:
+    """Sums, to which a checkpoint goes back, of the miner's movement, as gradients."""
+
+    trained: Tensor
+    merged: Tensor
+    dropped: Tensor
+    sent: Tensor | None = None  # what the last upload was written from
+    sent_steps: int = 0
+
+    @property
+    def left(self) -> Tensor:
+        return self.trained - self.merged - self.dropped
+
+
+@dataclass
+class Network:
+    """The validator's part, and the store with what was sent to it."""
+
+    weights: list[list[Tensor]]
+    serial: int = 1
+    sent: dict[tuple[int, int], str] = field(default_factory=dict)  # close: digest of the file
+    #: By outer step: the fate of our upload for the one before, and what it was.
+    fates: dict[int, tuple[Base, str]] = field(default_factory=dict)
+    files: dict[str, list[Tensor]] = field(default_factory=dict)  # by digest
+
+    @property
+    def outer_step(self) -> int:
+        return len(self.weights) - 1
+
+
+class World:
+    """One miner and its network, in ``folder``."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.made, self.other = two_trainers()
+        self.made.load_weights(None)
+        self.made.begin_epoch(0)
+        self.made.total_inner_steps = 0
+        step = store_step(self.made)
+        nothing = torch.zeros_like(flat(step.epoch_start))
+        self.ledger = Ledger(nothing, nothing, nothing)
+        self.saved: list[Ledger] = []
+        self.network = Network([[t.clone() for t in step.epoch_start or []]])
+        self.serials: dict[int, int] = {}  # of each outer step's last close
+        self.begun = 0  # (drawn) movements
+        self.damaged = False  # a checkpoint was lost
+        self.checkpoint()
+
+    # --- what the miner does
+
+    def train(self) -> None:
+        self.begun += 1
+        before = flat(self.made.outer.current())
+        move(self.made, drawn(self.begun))
+        self.ledger.trained = self.ledger.trained + before - flat(self.made.outer.current())
+
+    def checkpoint(self) -> None:
+        keeper = Checkpointer(trainer=self.made, folder=self.folder / "checkpoints")
+        self.saved.append(copy.copy(self.ledger))
+        progress = Progress(self.made.outer_step, self.made.inner_step)
+        save_checkpoint(keeper, progress, {"ledger": len(self.saved) - 1})
+        assert keeper.last_error is None
+
+    def restart(self) -> None:
+        self.made, self.other = self.other, self.made
+        # What is not in the checkpoint is as nobody left it.
+        move(self.made, drawn(0, scale=1.0))
+        self.made.begin_epoch(99)
+        restored = Checkpointer(trainer=self.made, folder=self.folder / "checkpoints").restore()
+        assert restored is not None
+        self.ledger = copy.copy(self.saved[restored[1]["ledger"]])
+
+    def damage(self) -> None:
+        names = sorted((self.folder / "checkpoints").glob("checkpoint-*"))
+        if len(names) > 1:
+            shutil.rmtree(names[-1])
+            self.damaged = True
+            self.restart()
+
+    def path(self) -> Path:
+        return self.folder / f"{self.made.outer_step}.{self.network.serial}.safetensors"
+
+    def upload(self, *, killed: str = "", fails: bool = False) -> None:
+        """Write, save, send; a kill may come between."""
+        made, network = self.made, self.network
+        if made.outer_step != network.outer_step or made.upload_serial == network.serial:
+            return
+        made.inner_step = max(made.inner_step, 1)
+        self.ledger.sent, self.ledger.sent_steps = self.ledger.left, made.inner_step
+        failing = mock.Mock(side_effect=lambda *_: int("no number"))
+        with mock.patch.object(
+            store_outer_step, "write_rows", failing if fails else store_outer_step.write_rows
+        ):
+            head = header("upload", 0, serial=network.serial)
+            handle = made.write_upload(self.path(), head, sign=sign)
+            self.train()  # meanwhile
+            handle.join()
+        assert (handle.error is not None) == fails
+        assert not list(self.folder.glob("*.parts"))
+        if killed == "written":
+            return self.restart()
+        self.checkpoint()
+        if killed == "saved":
+            self.restart()
+        self.send()
+
+    def send(self) -> None:
+        """Send what the checkpoint knows, once for each close."""
+        if self.made.upload_serial == self.network.serial and self.path().exists():
+            place = self.made.outer_step, self.network.serial
+            digest = sha256_of(self.path())
+            self.network.files[digest] = decoded(self.path(), self.made.schema)
+            self.network.sent.setdefault(place, digest)  # another file is not taken
+
+    def apply(self, *, whole: bool = False, refused_first: bool = False) -> None:
+        made, network, ledger = self.made, self.network, self.ledger
+        before = made.outer_step
+        if before == network.outer_step:
+            return
+        base, digest = network.fates[before + 1]
+        serial = self.serials[before]
+        target = network.outer_step if whole else before + 1
+        path = self.folder / f"{target}.{'model' if whole else 'update'}"
+        own: Path | None = self.folder / f"{before}.{serial}.safetensors"
+        if base is Base.KEPT or not own.exists() or sha256_of(own) != digest:
+            own = None
+        known = own is not None and made.upload_serial == serial
+        weights = digest_of(network.weights[target])
+        given: dict[str, Any] = {
+            "outer_step": target, "base": base, "own_upload": own, "whole": whole,
+        }  # fmt: skip
+        if refused_first:
+            now, kept = flat(made.outer.current()), made.outer.state_dict()
+            with pytest.raises(AllReduceError, match="so it is not applied"):
+                made.prepare_update(path, weights="0" * 64, **given)
+            made.roll_back_outer_step()
+            assert torch.equal(flat(made.outer.current()), now)
+            assert made.outer.state_dict() == kept
+        steps = made.inner_step
+        made.prepare_update(path, weights=weights, **given)
+        made.commit_outer_step()
+        assert made.outer_step == target and made.upload_serial is None
+        if base is Base.MERGED:
+            ledger.merged = ledger.merged + flat(network.files[digest])
+        taken, dropped = 0, base is Base.REFUSED
+        if base is not Base.KEPT and known:
+            taken = ledger.sent_steps
+        elif base is not Base.KEPT:
+            assert self.damaged, "a checkpoint knows each upload that was sent"
+            taken, dropped = steps, True
+            ledger.sent = ledger.trained - ledger.merged - ledger.dropped
+        if dropped:
+            assert ledger.sent is not None
+            ledger.dropped = ledger.dropped + ledger.sent
+        assert made.inner_step == steps - taken
+        assert bool(store_step(made).dropped) == dropped
+
+    # --- what the network does
+
+    def move_close(self) -> None:
+        self.network.serial += 1
+
+    def publish(self, fate: Base) -> None:
+        network, serial = self.network, self.network.serial
+        outer_step = network.outer_step
+        self.serials[outer_step] = serial
+        digest = network.sent.get((outer_step, serial), "")
+        fate = fate if digest else Base.KEPT
+        movement = [
+            1e-3 * drawn(900 + outer_step)(i, s) for i, (_, s) in enumerate(self.made.schema)
+        ]
+        if fate is Base.MERGED:
+            movement = [m + 0.7 * d for m, d in zip(movement, network.files[digest], strict=True)]
+        path = self.folder / f"{outer_step + 1}.update"
+        update = write_update(path, self.made.schema, movement)
+        after = [
+            now - update.decode(name, shape)
+            for now, (name, shape) in zip(network.weights[-1], self.made.schema, strict=True)
+        ]
+        network.weights.append(after)
+        network.fates[outer_step + 1] = fate, digest
+        names = [name for name, _ in self.made.schema]
+        save_file(dict(zip(names, after, strict=True)), path.with_suffix(".model"))
+        network.serial += 1
+
+    # --- what must hold at any time
+
+    def check(self) -> None:
+        made, step = self.made, store_step(self.made)
+        assert step.start == digest_of(self.network.weights[made.outer_step])
+        live = flat(step.epoch_start) - flat(made.outer.current()) + flat(step.residual)
+        torch.testing.assert_close(live, self.ledger.left, rtol=0, atol=2e-5)
+        if made.outer_step == self.network.outer_step:
+            merged = [d for base, d in self.network.fates.values() if base is Base.MERGED]
+            total = sum((flat(self.network.files[d]) for d in merged), torch.zeros_like(live))
+            torch.testing.assert_close(self.ledger.merged, total, rtol=0, atol=1e-9)
+
+
+OPERATIONS = {
+    "train": World.train,
+    "checkpoint": World.checkpoint,
+    "restart": World.restart,
+    "damage": World.damage,
+    "upload": World.upload,
+    "upload killed before its checkpoint": lambda w: w.upload(killed="written"),
+    "upload killed before it was sent": lambda w: w.upload(killed="saved"),
+    "upload failed": lambda w: w.upload(fails=True),
+    "send": World.send,
+    "move": World.move_close,
+    "merge": lambda w: w.publish(Base.MERGED),
+    "keep": lambda w: w.publish(Base.KEPT),
+    "refuse": lambda w: w.publish(Base.REFUSED),
+    "apply": World.apply,
+    "apply after a failure": lambda w: w.apply(refused_first=True),
+    "load": lambda w: w.apply(whole=True),
+}
+OFTEN = ("train", "upload", "merge", "apply", "apply", "restart")
+
+
+@given(st.lists(st.sampled_from([*OPERATIONS, *OFTEN]), min_size=4, max_size=24))
+@example(["train", "upload", "train", "merge", "restart", "apply", "restart", "apply"])
+@example(
+    ["train", "upload", "move", "upload", "keep", "train", "upload", "refuse", "apply", "apply"]
+)
+@example(["train", "upload", "damage", "train", "merge", "apply"])
+@example(
+    ["train", "upload", "damage", "upload", "merge", "apply", "train", "upload", "merge", "load"]
+)
+@example(["train", "upload", "merge", "merge", "keep", "restart", "load", "train", "restart"])
+@settings(max_examples=25)
+def test_all_movement_is_merged_once_or_carried_or_named_as_dropped(names: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(Path(folder))
+        for name in names:
+            OPERATIONS[name](world)
+            world.check()
+
+
+def test_time_of_an_outer_step_at_ten_million_parameters(tmp_path: Path) -> None:
+    """Print how long training stands still, as ``-s`` shows it."""
+    made = trainer(
+        model=tiny(hidden=320, layers=8, heads=5, kv_heads=5, intermediate=864, vocab=264),
+        exchange="store",
+    )
+    count = sum(shard.local.numel() for shard in made.sharded.shards)
+    move(made, drawn(1))
+    handle = made.write_upload(tmp_path / "own", header("upload", 0, serial=1), sign=sign)
+    began = time.perf_counter()
+    finished(handle)
+    writing = time.perf_counter() - began
+    own = decoded(tmp_path / "own", made.schema)
+    write_update(tmp_path / "update", made.schema, own)
+    after = [a - b for a, b in zip(made.outer.epoch_start or [], own, strict=True)]
+    weights, times = digest_of(after), []
+    for _ in range(3):
+        began = time.perf_counter()
+        made.prepare_update(
+            tmp_path / "update", outer_step=1, base=Base.MERGED, own_upload=tmp_path / "own",
+            weights=weights,
+        )  # fmt: skip
+        times.append(time.perf_counter() - began)
+    began = time.perf_counter()
+    made.commit_outer_step()
+    print(
+        f"{count / 1e6:.1f} M parameters: the upload holds training {handle.hold_seconds:.3f} s, "
+        f"{writing:.2f} s more beside it; prepare {min(times):.3f} s, commit "
+        f"{time.perf_counter() - began:.3f} s"
+    )
+    assert store_step(made).start == weights and made.inner_step == 0
