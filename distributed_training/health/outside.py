@@ -7,6 +7,7 @@ import dataclasses
 import secrets
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +29,13 @@ from distributed_training.health.clock import (
     store_offset,
 )
 from distributed_training.health.machine import Entry, Examination, count_moments, listed
-from distributed_training.node.buckets import check_own, commitment_text, open_own, own_commitment
+from distributed_training.node.buckets import (
+    check_own,
+    commitment_text,
+    open_by_registry,
+    open_own,
+    own_commitment,
+)
 from distributed_training.node.identity import (
     check_global_state,
     check_network,
@@ -36,6 +43,8 @@ from distributed_training.node.identity import (
     public_address,
 )
 from distributed_training.node.start import NetworkFailure
+from distributed_training.protocol import keys
+from distributed_training.protocol.growth import file_bytes
 from distributed_training.protocol.keys import miner_bucket
 from distributed_training.protocol.types import Check
 from distributed_training.store.errors import StoreError
@@ -107,7 +116,11 @@ def check_chain(examination: Examination) -> list[Check]:
     clock.
     """
     config = examination.config
-    shared, own = ("network", "global state"), ("commitment", "endpoint")
+    shared, own = ["network"], []
+    if config.has_bucket:  # and its read key is on the chain, as the master's is
+        shared, own = ["network", "global state"], ["commitment"]
+    if config.exchange == "hivemind":  # whose members are called
+        own.append("endpoint")
     wallet, refused = None, None
     try:
         wallet = load_wallet(config.chain)
@@ -128,10 +141,12 @@ def check_chain(examination: Examination) -> list[Check]:
                 netuid=config.chain.netuid,
                 master=config.miner.master_ss58_address,
             )
-            alive = Check("global state", "skip", "not looked at: network failed")
-            if network.status == "ok":
-                alive = check_global_state(config, chain)
-            found = [network, alive]
+            found = [network]
+            if "global state" in shared:
+                alive = Check("global state", "skip", "not looked at: network failed")
+                if network.status == "ok":
+                    alive = check_global_state(config, chain)
+                found.append(alive)
             if wallet is None or refused is not None:
                 return [*found, *filter(None, [refused]), *_skipped(own, "hotkey failed")]
             uid = chain.uid(wallet.ss58)
@@ -143,20 +158,21 @@ def check_chain(examination: Examination) -> list[Check]:
                     remedy = "do not register it there: see network"
                 unregistered = Check("hotkey", "fail", finding, remedy)
                 return [*found, unregistered, *_skipped(own, "hotkey failed")]
-            registered = Check("hotkey", "ok", f"{wallet.ss58} has uid {uid}")
-            commitment = _check_commitment(config, chain, wallet.ss58)
-            endpoint = _check_endpoint(config, chain, wallet.ss58)
+            found.append(Check("hotkey", "ok", f"{wallet.ss58} has uid {uid}"))
+            for name, check in (("commitment", _check_commitment), ("endpoint", _check_endpoint)):
+                if name in own:
+                    found.append(check(config, chain, wallet.ss58))
             if examination.uid is None:
                 examination.uid = uid
-            return [*found, registered, commitment, endpoint]
+            return found
         except (NetworkFailure, ChainError) as error:
             finding = f"the chain does not answer ({str(error).partition(',')[0]})"
             remedy = "check the network, or name another node with --subtensor.chain_endpoint"
             silent = refused or Check("hotkey", "fail", finding, remedy)
-            return [silent, *_skipped((*shared, *own), "the chain does not answer")]
+            return [silent, *_skipped([*shared, *own], "the chain does not answer")]
 
 
-def _skipped(names: tuple[str, ...], why: str) -> list[Check]:
+def _skipped(names: Sequence[str], why: str) -> list[Check]:
     return [Check(name, "skip", f"not looked at: {why}") for name in names]
 
 
@@ -242,6 +258,8 @@ def check_bucket(examination: Examination) -> list[Check]:
     Then, how long an upload takes on this network link.
     """
     config, uid = examination.config, examination.uid
+    if not config.has_bucket:
+        return []
     if uid is None:
         reason = "its name ends in the uid, which is not known: give --uid N"
         return [Check(name, "skip", reason) for name in ("bucket", "line")]
@@ -267,6 +285,42 @@ def check_bucket(examination: Examination) -> list[Check]:
         return [failed, Check("line", "skip", "not measured: bucket failed")]
     found = Check("bucket", "ok", f"{bucket}: R2_WRITE writes, R2_READ only reads")
     return [found, *check_versions(config, bucket), check_line(config, bucket, examination.shape)]
+
+
+@listed(
+    CHECKS, exchange="store", note="asking the registry for access, and the store for its state"
+)
+def check_access(examination: Examination) -> list[Check]:
+    """Check that the registry gives access to the bucket, and what our link must send."""
+    config, name = examination.config, "access"
+    if config.has_bucket:
+        return []
+    if refused := examination.failed("hotkey"):
+        return [Check(name, "skip", f"not asked: {refused} failed")]
+    with ExitStack() as stack:
+        try:
+            chain = follow_chain(config.chain, stack, load_wallet(config.chain))
+            bucket = open_by_registry(config.store, chain, private=config.chain.private)
+            stack.callback(bucket.close)
+            state = Retry(each=_STORE_TIMEOUT)(bucket.head, keys.STATE)
+        except _WRONG as error:
+            remedy = "check the network, or ask the founder whether registry and store run"
+            return [_failure(name, error, remedy)]
+    finding = f"the registry hands out URLs of {config.store.global_model_name}"
+    if state is None:
+        remedy = "wait until its validator runs; ask who runs the network"
+        return [Check(name, "warn", f"{finding}, which has no state yet", remedy)]
+    age = timedelta(seconds=state.age_seconds or 0.0)
+    found = [Check(name, "ok", f"{finding}; its state is {age.total_seconds():.0f} s old")]
+    if age > 2 * config.round_period:
+        remedy = "ask the founder whether the validator runs"
+        found = [Check(name, "warn", f"{finding}, and nobody has led it for {age}", remedy)]
+    if (shape := examination.shape) is not None:
+        size, grace = file_bytes(shape.parameters, config.miner.bits), config.miner.grace
+        speed = 8 * size / grace.total_seconds() / 1e6
+        finding = f"an upload of {size / 1e6:.1f} MB has {grace.total_seconds():.0f} s, so this "
+        found += [Check("line", "ok", f"{finding}machine must send {speed:.2f} Mbit/s")]
+    return found
 
 
 def check_versions(config: Config, bucket: str) -> list[Check]:

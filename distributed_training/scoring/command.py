@@ -20,6 +20,9 @@
     --background         at the lowest priority, one thread, no GPU, 32 sequences a block
     --cache FOLDER       keeps the global weights (default ~/.cache/distributed-training/score)
 
+In a network that exchanges through the store the verdicts are those that its validator has signed,
+of the newest outer step, and nothing is judged again: --uid, --all, --watch and --json apply.
+
 A GPU that another process uses is left alone: without a free one this runs as with --background.
 ``--neuron.device cuda`` takes the first GPU all the same.
 Takes every flag of neurons/validator.py, .env and the environment. Reads only what is public.
@@ -77,6 +80,10 @@ def main(argv: Sequence[str]) -> int:
         if options.background:
             given += ["--neuron.device", "cpu"]
         config = load_config("validator", given, file=OPERATORS_FILE, check=False)
+        if config.exchange == "store":  # whose validator has signed the verdicts
+            from distributed_training.scoring import verdicts
+
+            return verdicts.show(config, options)
         # Only --neuron.device takes a GPU that is in use: it would be a training miner's, which
         # runs out of memory then and goes on with a smaller micro-batch.
         if config.miner.device == "auto":
@@ -136,6 +143,8 @@ def subnet_flags(folder: Path | None) -> list[str]:
     return [
         *("--preset", "local", "--network", str(folder / "network.toml")),
         *("--neuron.run_folder", str(folder)),
+        # Of a network that exchanges through the store its members alone read.
+        *("--wallet.path", str(folder / "wallets"), "--wallet.name", "validator"),
     ]
 
 

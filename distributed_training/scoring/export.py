@@ -114,6 +114,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with ExitStack() as stack:
             if options.source is not None:
                 reader, newest = open_folder(options.source)
+            elif config.exchange == "store":
+                place = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder.parent)))
+                reader, newest = _whole_weights(config, place, options.outer_step)
             else:
                 reader, newest = _global_bucket(config, options, stack), None
             step = options.outer_step if options.outer_step is not None else newest
@@ -171,6 +174,24 @@ def _global_bucket(config: Config, options: argparse.Namespace, stack: ExitStack
         folder.mkdir(parents=True, exist_ok=True)
         keep_state(chain, config.chain, folder)
     return bucket
+
+
+def _whole_weights(
+    config: Config, folder: Path, outer_step: int | None
+) -> tuple[BucketReader, int | None]:
+    """Fetch the weights of a store network that are whole in its bucket into ``folder``.
+
+    Raises ConfigError, ChainError, StoreError.
+    """
+    from distributed_training.scoring.verdicts import SignedChain, open_bucket
+    from distributed_training.store.bucket_reader import BucketReader
+
+    with ExitStack() as stack:
+        chain = SignedChain(config, BucketReader(open_bucket(config, stack)), folder)
+        found = chain.fetch_weights(folder, outer_step)
+    if chain.state.outer_step > found:
+        print(f"the network is at outer step {chain.state.outer_step}; whole weights: {found}")
+    return open_folder(folder)
 
 
 def open_folder(folder: Path) -> tuple[BucketReader, int | None]:

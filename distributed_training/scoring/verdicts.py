@@ -1,0 +1,183 @@
+"""Read what the validator of a store network has signed: verdicts on uploads, and whole weights.
+
+A manifest says of each upload of its close whether it was merged, and why not. So nobody needs to
+judge one again: ``dt-score`` shows the verdict that counts, and ``dt-export`` the newest weights
+that are whole. The bucket is believed in nothing else than these signatures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from distributed_training.chain.auth import verify_signature
+from distributed_training.chain.base import ChainError
+from distributed_training.chain.identity import load_wallet
+from distributed_training.chain.registry import RegistryChain, answering
+from distributed_training.common.files import sha256_of
+from distributed_training.config import Config, ConfigError
+from distributed_training.exchange.chain_copy import ChainCopy, Member
+from distributed_training.node.buckets import open_by_registry, open_own
+from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Manifest, State
+from distributed_training.store.base import ObjectStore
+from distributed_training.store.bucket_reader import MOST_BYTES, BucketReader, StateUnavailable
+from distributed_training.store.errors import StoreError
+
+_NOBODY = 0  # uid of a reader, who uploads nothing
+
+
+def open_bucket(config: Config, stack: ExitStack) -> ObjectStore:
+    """Open the network's bucket: with the founder's keys, else by the registry, as a member.
+
+    Raises ConfigError, ChainError.
+    """
+    name = config.store.global_model_name
+    if config.store.write_access_key_id is not None:
+        store: ObjectStore = open_own(config.store, name)
+    else:
+        chain = stack.enter_context(
+            answering(
+                url=str(config.chain.registry_url),
+                wallet=load_wallet(config.chain),
+                master=config.miner.master_ss58_address,
+                private=config.chain.private,
+            )
+        )
+        assert isinstance(chain, RegistryChain)
+        store = open_by_registry(config.store, chain, private=config.chain.private)
+    stack.callback(store.close)
+    return store
+
+
+class SignedChain:
+    """The newest outer step of a network as its bucket shows it; ``folder``: of our copies.
+
+    Raises StoreError.
+    """
+
+    def __init__(self, config: Config, reader: BucketReader, folder: Path) -> None:
+        master = config.miner.master_ss58_address
+        member = Member(config.swarm.run_id, master, _NOBODY, verify_signature)
+        self._reader = reader
+        self._copy = ChainCopy(reader, folder / "chain", member)
+        # One that nobody leads any more is read too: its time is not asked.
+        self.state: State = self._copy.state(reader.head(keys.STATE), 0.0)
+
+    def head(self) -> Manifest:
+        """Return the manifest of the newest outer step."""
+        self._copy.link(self.state.outer_step, self.state)
+        return self._copy.manifest(self.state.outer_step)
+
+    def fetch_weights(self, folder: Path, outer_step: int | None) -> int:
+        """Fetch whole weights of ``outer_step``, None: the newest, as a run folder has them.
+
+        Returns their outer step. Raises OSError too.
+        """
+        there = self.state.weights_at
+        found = max(there, default=0) if outer_step is None else outer_step
+        if found not in there:
+            raise StateUnavailable(
+                f"the bucket has whole weights of outer steps {', '.join(map(str, there))}, and "
+                f"none of {found}"
+            )
+        self._copy.link(found, self.state)
+        manifest = self._copy.manifest(found)
+        for name in (keys.CONFIG, keys.MODEL):
+            path = folder / "global" / keys.epoch_key(found, name)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            key = keys.outer_key(found, name)
+            self._reader.download(key, path, limit=MOST_BYTES)
+            if sha256_of(path) != manifest.files.get(name):
+                raise StateUnavailable(f"{key} is not the file that the signed manifest names")
+        return found
+
+
+# --- dt-score -------------------------------------------------------------------------------------
+
+
+def show(config: Config, options: argparse.Namespace) -> int:
+    """Print the newest verdicts, once or again and again; return the exit status.
+
+    Raises ConfigError.
+    """
+    for name in ("folder", "bucket", "random_block"):
+        if getattr(options, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is of networks that exchange over hivemind, so "
+                "nothing was shown: leave it out; the verdicts of this one are in its manifests"
+            )
+    every = options.all or options.uid or options.subnet
+    hotkey = None if every else load_wallet(config.chain).ss58
+    with ExitStack() as stack, TemporaryDirectory() as folder:
+        while True:
+            try:
+                reader = BucketReader(open_bucket(config, stack))
+                chain = SignedChain(config, reader, Path(folder))
+                rows = list(verdicts(chain.head(), uids=options.uid, hotkey=hotkey))
+                shown = (
+                    json.dumps(to_json(chain, rows))
+                    if options.json
+                    else "\n".join(lines_of(chain, rows))
+                )
+                print(shown, flush=True)
+            except (ChainError, StoreError, OSError) as error:
+                print(f"error: {error}", file=sys.stderr, flush=True)
+                if options.watch is None:
+                    return 1
+            if options.watch is None:
+                return 0
+            time.sleep(options.watch)
+
+
+def verdicts(
+    manifest: Manifest, *, uids: Sequence[int] | None = None, hotkey: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield what a manifest says of each upload: of these uids, of this hotkey, or of all."""
+    found = [
+        *({"verdict": "merged", **asdict(one)} for one in manifest.merged),
+        *({"verdict": "refused", **asdict(one)} for one in manifest.refused),
+    ]
+    for row in sorted(found, key=lambda row: row["uid"]):
+        if hotkey in (None, row["hotkey"]) and (not uids or row["uid"] in uids):
+            yield row | {"score": manifest.scores.get(row["uid"])}
+
+
+def lines_of(chain: SignedChain, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for the outer step, and one for each upload."""
+    manifest = chain.head()
+    closes = datetime.fromtimestamp(chain.state.closes_at, UTC)
+    yield (
+        f"outer step {manifest.outer_step}: {len(manifest.merged)} uploads merged, "
+        f"{len(manifest.refused)} refused; the next close is at {closes:%Y-%m-%d %H:%M:%S} UTC"
+    )
+    for row in rows:
+        if row["verdict"] == "merged":
+            clipped = "" if row["factor"] == 1.0 else f", clipped to {row['factor']:.2f} of it"
+            score = "" if row["score"] is None else f", score {row['score']:.3f}"
+            found = f"merged: {row['improvement']:+.4f} nats a token{clipped}{score}"
+        else:
+            found = f"refused ({row['cause']}): {row['reason']}"
+        yield f"uid {row['uid']:03d}: {found}"
+    if not rows:
+        yield "no upload of whoever was asked for came to that close"
+
+
+def to_json(chain: SignedChain, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    manifest = chain.head()
+    return {
+        "outer_step": manifest.outer_step,
+        "closes_at": chain.state.closes_at,
+        "losses_before": dict(manifest.losses_before),
+        "losses_after": dict(manifest.losses_after),
+        "uploads": list(rows),
+    }

@@ -1,0 +1,95 @@
+"""Found a store network by two commands and join it by two: no port, no key, no account."""
+
+from __future__ import annotations
+
+import re
+import signal
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+
+from distributed_training.common.ports import free_ports
+from distributed_training.common.processes import Mark
+from distributed_training.founder import MARK
+from distributed_training.network import built_in_rules, flatten, of_exchange, toml_value
+from distributed_training.telemetry import read_events
+from tests.end_to_end.test_founder_run import PATIENCE, call, start
+from tests.tools.waiting import wait_for
+
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1500)]
+RULES = [
+    word
+    for key, value in flatten(of_exchange(built_in_rules("local"), "store")).items()
+    if key.partition(".")[0] in ("training", "round") or "per_" in key
+    for word in ("--set", f"{key}={toml_value(value)}")
+]
+
+
+def test_from_nothing_to_an_upload_that_is_merged(tmp_path: Path) -> None:
+    founder, member = tmp_path / "founder", tmp_path / "member"
+    founder.mkdir()
+    member.mkdir()
+    registry, store = map(str, free_ports(2))
+    words = ("--name", "lab", "--exchange", "store", "--registry", f"http://127.0.0.1:{registry}")
+    more = ("--miners", "1", "--data-source", "stdlib", "--store", "embedded", *RULES)
+    where = ("--set", f"store.endpoint=http://127.0.0.1:{store}")
+    printed = call(founder, "dt-network", "init", "lab", *words, *more, *where)
+    (line,) = re.findall(r"^  dt-network (run lab)$", printed, re.M)
+    with (founder / "lab" / "run.toml").open("a") as file:
+        file.write('preset = "local"\n')
+    mark = Mark(MARK, str((founder / "lab").resolve()))
+    running, log = start(founder, "dt-network", *line.split())
+    miner = None
+
+    def ready() -> bool:
+        assert running.poll() is None, log.read_text()[-3000:]
+        return "Global state" in log.read_text()
+
+    try:
+        wait_for(ready, "a model", PATIENCE)
+        invitation = founder / "lab" / "invitation.txt"
+        token = re.search(r"^dt-join (\S+)$", invitation.read_text(), re.M)
+        assert token is not None
+        call(member, "dt-join", token[1], "--preset", "local", status=(0, 1))
+        assert "R2_" not in (member / ".env").read_text()
+        assert "port" not in (member / "miner.toml").read_text()
+        miner, miners_log = start(member, "dt-miner")
+        listening = set()
+
+        def merged() -> bool:
+            assert running.poll() is None, log.read_text()[-3000:]
+            assert miner.poll() is None, miners_log.read_text()[-3000:]
+            for process in [psutil.Process(miner.pid), *psutil.Process(miner.pid).children(True)]:
+                try:
+                    found = process.net_connections("tcp")
+                except psutil.Error:
+                    continue
+                listening.update(c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN)
+            events = read_events(founder / "lab" / "validator" / "events.jsonl")
+            return any(e["kind"] == "outer_step" and e["participants"] == [1] for e in events)
+
+        wait_for(merged, "an outer step with the member's upload", PATIENCE, every=1.0)
+        assert listening <= {"127.0.0.1", "::1"}, "nobody else can reach this machine"
+        took = member / "runs" / "miner-default" / "events.jsonl"
+        wait_for(
+            lambda: any(e["kind"] == "outer_step" for e in read_events(took)),
+            "the member's outer step",
+            PATIENCE,
+            every=1.0,
+        )
+        miner.send_signal(signal.SIGTERM)
+        assert miner.wait(120) == 0
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(120) == 0, log.read_text()[-3000:]
+        assert not mark.processes()
+    except BaseException:
+        for path in tmp_path.glob("*/*.log"):
+            print(f"===== {path}\n{path.read_text()[-4000:]}")
+        raise
+    finally:
+        for process in (miner, running):
+            if process is not None and process.poll() is None:
+                process.kill()
+        mark.end(settle=timedelta(seconds=10), grace=timedelta(seconds=5))

@@ -1,0 +1,177 @@
+"""A whole subnet that exchanges through the store: real programs, then what they left.
+
+One subnet runs for all tests of this file; each test looks at one property of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from bittensor_core import verify
+
+from distributed_training.config import load_config
+from distributed_training.localnet.services import SubnetOptions
+from distributed_training.localnet.subnet import LocalSubnet
+from distributed_training.localnet.summary import Summary
+from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Manifest, State
+from distributed_training.scoring import command, export
+from distributed_training.telemetry import read_events
+from distributed_training.training.model import parameter_schema
+from distributed_training.training.outer_step import load_weights
+from tests.end_to_end.test_doctor import doctor
+from tests.tools.subnet_tools import paced, steps_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+WAIT = timedelta(seconds=400)
+OUTER_STEPS = 2
+
+
+@dataclass
+class Run:
+    subnet: LocalSubnet
+    chain: list[Manifest]
+    state: State
+    objects: set[str]  # keys in the bucket
+    programs: list[str]  # command lines of the miners' processes
+    secrets: set[str]  # names of variables of the miners' processes that hold keys
+    checks: tuple[int, dict[str, dict[str, Any]]]  # the doctor's of the last miner
+    verdicts: dict[str, Any]  # of dt-score
+    summary: Summary
+
+    @property
+    def uids(self) -> set[int]:
+        return {miner.plan.uid for miner in self.subnet.miners}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    folder = tmp_path_factory.mktemp("subnet")
+    options = SubnetOptions(
+        folder=folder,
+        exchange="store",
+        ranks=(2, 1),
+        outer_steps=OUTER_STEPS,
+        blocks_per_allreduce=90,  # other tests share the cores with it
+        rules={"round.grace": "30s"},
+        miner_flags=("--neuron.stop_timeout", "60"),
+    )
+    subnet = LocalSubnet(options=paced(options, samples=4), stop_grace=timedelta(seconds=90))
+    with steps_of(2.5), subnet:
+        subnet.wait_for_outer_steps(OUTER_STEPS, WAIT)
+        subnet.wait_for_figures(timedelta(seconds=30))
+        processes = [
+            process
+            for miner in subnet.miners
+            for process in psutil.Process(miner.child.pid).children(recursive=True)
+        ]
+        programs = [" ".join(process.cmdline()) for process in processes]
+        secrets = {name for p in processes for name in p.environ() if name.startswith("R2_")}
+        services = subnet.services
+        assert services is not None
+        plan = subnet.miners[-1].plan
+        status, checks, _ = doctor(
+            *services.flags(plan),
+            "--diagnostics.measure=0",
+            folder=tmp_path_factory.mktemp("doctor"),
+            environ=services.environment(plan),
+        )
+        verdicts = dt_score(folder)
+        assert export.main([str(folder / "exported"), "--subnet", str(folder)]) == 0
+        with contextlib.closing(services.open_bucket(subnet.validator.plan)) as bucket:
+            objects = {found.key for found in bucket.list_objects("")}
+            config = load_config(
+                "validator", ["--network", str(services.network)], check=False, dotenv=None
+            )
+            signed = {
+                "run_id": config.swarm.run_id,
+                "master": config.miner.master_ss58_address,
+                "verify": verify,
+            }
+
+            def read(kind: Any, key: str) -> Any:
+                data = bucket.get(key, limit=kind.most_bytes)
+                assert data is not None, key
+                return kind.parse(data, **signed)
+
+            state: State = read(State, keys.STATE)
+            steps = range(state.outer_step + 1)
+            chain = [read(Manifest, keys.outer_key(step, keys.MANIFEST)) for step in steps]
+    yield Run(
+        subnet,
+        chain,
+        state,
+        objects,
+        programs,
+        secrets,
+        (status, checks),
+        verdicts,
+        subnet.summary(),
+    )
+
+
+def dt_score(folder: Path) -> dict[str, Any]:
+    told = folder / "score.json"
+    with told.open("w") as file, contextlib.redirect_stdout(file):
+        assert command.main(["--subnet", str(folder), "--json"]) == 0
+    return dict(json.loads(told.read_text()))
+
+
+def test_every_outer_step_has_the_uploads_of_all(run: Run) -> None:
+    assert run.summary.ok, run.summary.text()
+    assert len(run.chain) > OUTER_STEPS and run.state.head == run.chain[-1].digest
+    for before, manifest in zip(run.chain, run.chain[1:], strict=False):
+        manifest.check_after(before)
+        assert {one.uid for one in manifest.merged} == run.uids, manifest
+        assert not manifest.refused
+        assert keys.outer_key(manifest.outer_step, keys.UPDATE) in run.objects
+        for uid in run.uids:
+            assert keys.merged_key(manifest.outer_step, uid) in run.objects
+    first, last = run.chain[1], run.chain[OUTER_STEPS]
+    assert sum(last.losses_after.values()) < sum(first.losses_before.values())
+
+
+def test_the_uploads_that_were_merged_are_scored(run: Run) -> None:
+    assert [miner.uploads_scored > 0 for miner in run.summary.miners] == [True, True]
+    assert set(run.chain[-1].scores) == run.uids
+
+
+def test_all_begin_each_outer_step_with_the_same_weights(run: Run) -> None:
+    """A rank compares the digest of its own before it votes for an outer step."""
+    for miner in run.subnet.miners:
+        taken = {
+            event["outer_step"]
+            for event in read_events(miner.plan.folder / "events.jsonl")
+            if event["kind"] == "outer_step"
+        }
+        assert set(range(1, OUTER_STEPS + 1)) <= taken
+    assert len({manifest.weights for manifest in run.chain}) == len(run.chain)
+
+
+def test_a_miner_has_no_swarm_and_no_key(run: Run) -> None:
+    assert run.programs and not [line for line in run.programs if "p2pd" in line]
+    assert run.secrets == set()
+    assert not [key for key in run.objects if key.startswith("epoch-")]
+
+
+def test_the_doctor_of_a_member_finds_nothing_wrong(run: Run) -> None:
+    status, checks = run.checks
+    assert status == 0, checks
+    assert checks["access"]["status"] == "ok"
+    assert not checks.keys() & {"port axon.port", "port dht.port", "address", "bootstrap", "bucket"}
+
+
+def test_score_and_export_read_what_was_signed(run: Run) -> None:
+    assert run.verdicts["outer_step"] >= OUTER_STEPS
+    assert {row["uid"] for row in run.verdicts["uploads"]} == run.uids
+    exported = run.subnet.folder / "exported"
+    schema = parameter_schema(json.loads((exported / keys.CONFIG).read_text()))
+    assert len(load_weights(exported / keys.MODEL, schema)) == len(schema)

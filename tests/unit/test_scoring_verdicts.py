@@ -1,0 +1,113 @@
+"""The verdicts and whole weights of a store network, as anybody may read them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from distributed_training.config import Config
+from distributed_training.protocol import keys
+from distributed_training.scoring import command, export, verdicts
+from distributed_training.scoring.verdicts import SignedChain
+from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
+from distributed_training.store.opening import open_store
+from tests.tools import store_network
+from tests.tools.network import ALICE, network_file
+from tests.tools.settings import load_config
+from tests.tools.store_network import MEMBER, UID, Leader, Time, merged, refused
+
+pytestmark = pytest.mark.timeout(60)
+KEYS = {"R2_WRITE_ACCESS_KEY_ID": "k", "R2_WRITE_SECRET_ACCESS_KEY": "s"}
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    """The network's; its bucket is a folder."""
+    (tmp_path / "local").mkdir()
+    rules = {"exchange": "store", "store.endpoint": f"folder://{tmp_path}"}
+    return network_file(tmp_path / "network", rules, signer=ALICE)
+
+
+@pytest.fixture
+def config(file: str, monkeypatch: pytest.MonkeyPatch) -> Config:
+    for name, value in KEYS.items():
+        monkeypatch.setenv(name, value)
+    return load_config("validator", ["--network", file], check=False)
+
+
+@pytest.fixture
+def leader(config: Config, monkeypatch: pytest.MonkeyPatch) -> Leader:
+    monkeypatch.setattr(store_network, "RUN", config.swarm.run_id)
+    store = open_store(config.store, "local", write=True)
+    leader = Leader(store, Time(), ALICE)
+    leader.take_outer_step(weights=True, merged=(merged(3, "a" * 64),), scores={3: 0.5})
+    leader.take_outer_step(
+        merged=(merged(3, "b" * 64),), refused=(refused("worse", "c" * 64),), scores={3: 0.25}
+    )
+    return leader
+
+
+def test_the_verdicts_that_were_signed_are_shown(
+    file: str, leader: Leader, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["--network", file, "--all"]) == 0
+    first, *rows = capsys.readouterr().out.splitlines()
+    assert first.startswith("outer step 2: 1 uploads merged, 1 refused; the next close is at 2027")
+    assert rows == [
+        "uid 003: merged: +0.0100 nats a token, score 0.250",
+        "uid 007: refused (worse): a reason",
+    ]
+    assert command.main(["--network", file, "--uid", "7", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    (row,) = shown["uploads"]
+    assert (row["uid"], row["hotkey"], row["verdict"]) == (UID, MEMBER, "refused")
+    assert command.main(["--network", file, "--uid", "5"]) == 0
+    assert "no upload of whoever" in capsys.readouterr().out
+    assert command.main(["--network", file, "--all", "--random-block", "4"]) == 2
+    assert "--random-block is of networks that exchange over hivemind" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [
+        (keys.STATE, b'"serial":3', b'"serial":4'),
+        (keys.outer_key(2, keys.MANIFEST), b'"factor":1.0', b'"factor":0.5'),
+    ],
+)
+def test_nothing_is_shown_that_was_altered(
+    file: str,
+    leader: Leader,
+    key: str,
+    old: bytes,
+    new: bytes,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = leader.store.get(key, limit=10**6)
+    assert old in data
+    leader.store.put(key, data.replace(old, new))
+    assert command.main(["--network", file, "--all"]) == 1
+    captured = capsys.readouterr()
+    assert not captured.out and captured.err.count("\n") == 1
+
+
+def test_the_newest_whole_weights_are_fetched_and_compared(
+    config: Config, leader: Leader, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "made").mkdir()
+    reader, newest = export._whole_weights(config, tmp_path / "made", None)
+    assert newest == 1 and reader.get(keys.epoch_key(1, keys.MODEL), limit=10**6)
+    assert "the network is at outer step 2; whole weights: 1" in capsys.readouterr().out
+    bucket = BucketReader(open_store(config.store, "local", write=True))
+    with pytest.raises(StateUnavailable, match="whole weights of outer steps 0, 1, and none of 2"):
+        SignedChain(config, bucket, tmp_path / "a").fetch_weights(tmp_path, 2)
+    leader.store.put(keys.outer_key(1, keys.MODEL), b"other weights")
+    with pytest.raises(StateUnavailable, match="not the file that the signed manifest names"):
+        SignedChain(config, bucket, tmp_path / "b").fetch_weights(tmp_path, None)
+
+
+def test_each_verdict_is_shown_once(leader: Leader) -> None:
+    found = list(verdicts.verdicts(leader.chain[-1]))
+    assert [row["uid"] for row in found] == [3, 7]
+    assert [row["uid"] for row in verdicts.verdicts(leader.chain[-1], hotkey="5F")] == []
