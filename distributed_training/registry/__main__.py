@@ -166,7 +166,8 @@ def serve(given: argparse.Namespace) -> None:
         signal.signal(number, lambda *_: stop.set())
     with closing(_registry(given)) as registry:
         registry.files = given.files
-        if given.store is not None:
+        # Else whoever has a key of the store would read the others' uploads before they are merged.
+        if given.store is not None and given.access is None:
             registry.object_store = given.store, given.global_bucket
             registry.let_into_store()
         host = f"[{given.host}]" if ":" in given.host else given.host

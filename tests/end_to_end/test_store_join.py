@@ -7,6 +7,7 @@ import signal
 from datetime import timedelta
 from pathlib import Path
 
+import httpx
 import psutil
 import pytest
 
@@ -54,9 +55,11 @@ def test_from_nothing_to_an_upload_that_is_merged(tmp_path: Path) -> None:
         assert token is not None
         call(member, "dt-join", token[1], "--preset", "local", status=(0, 1))
         assert "R2_" not in (member / ".env").read_text()
+        health = httpx.get(f"http://127.0.0.1:{registry}/health").json()
+        assert health["store_keys"] is False, "nobody gets a key of the store"
         assert "port" not in (member / "miner.toml").read_text()
         miner, miners_log = start(member, "dt-miner")
-        listening = set()
+        listening: set[str] = set()
 
         def merged() -> bool:
             assert running.poll() is None, log.read_text()[-3000:]
