@@ -22,6 +22,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from distributed_training.chain.base import ChainError
+from distributed_training.common.backoff import Throttle
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import State
 from distributed_training.protocol.types import Verify
@@ -70,6 +71,7 @@ class Access:
         self._run_id, self._master, self._verify = run_id, master, verify
         self._bits = bits
         self._clock = clock
+        self._may_warn = Throttle(60.0)
         self._lock = threading.Lock()
         self._state: tuple[float, State] | None = None  # and when it was read
         self._largest: tuple[int, int] | None = None  # by the weights of an outer step, bytes
@@ -132,7 +134,7 @@ class Access:
             )
         if len(md5) != -(-size // presigned.PART):
             raise ChainError(f"access: {size} bytes have another number of parts than {len(md5)}")
-        if do == "write" and self._store.head(key) is not None:
+        if self._store.head(key) is not None:
             raise ChainError(f"access: {key} is there, and nobody may replace it")
         left = min(left, _LONGEST_SECONDS)
         if len(md5) == 1:
@@ -196,7 +198,12 @@ class Access:
                     data, run_id=self._run_id, master=self._master, verify=self._verify
                 )
             except ValueError as error:
-                log.warning("The state in the bucket is refused (%s), so nobody may upload", error)
+                if self._may_warn("state"):  # or whoever asks would fill the log
+                    log.warning(
+                        "The state in the bucket is refused (%s), so nobody may upload: see what "
+                        "the validator says, and change the store's key if it wrote another",
+                        error,
+                    )
                 raise StoreAway(f"access: {error}") from None
             self._state = time.monotonic(), state
             return state

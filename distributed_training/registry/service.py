@@ -52,7 +52,7 @@ log = logging.getLogger(__name__)
 
 MAX_BODY = 256 * 1024  # bytes; weights of 4096 uids have 120 thousand
 _REGISTRATIONS_PER_SECOND, _REGISTRATIONS_BURST = 1 / 60, 32.0  # of one address
-_GRANTS_PER_SECOND, _GRANTS_BURST = 1.0, 64.0  # of one hotkey; each may ask the store
+_GRANTS_PER_SECOND, _GRANTS_BURST = 1.0, 64.0  # of one hotkey, of those that ask the store
 _MOST_GRANTS = 256  # that wait for a thread
 _PAGE_KEPT = 1.0  # seconds; one of 4096 uids takes 50 ms
 _FOUNDERS = frozenset(
@@ -311,8 +311,9 @@ class Service(BoundedServer):
 
     async def _grant(self, claim: auth.Claim, fields: dict[str, Any]) -> bytes:
         """Answer what a member asks of the store, beside the writes. Raises Refused."""
+        asks_store = fields.get("do") != "read"
         # The store may be slow, and members many.
-        if not self._grants.draw(claim.hotkey) or self._granting >= _MOST_GRANTS:
+        if self._granting >= _MOST_GRANTS or (asks_store and not self._grants.draw(claim.hotkey)):
             raise Refused(Refusal.RATE)
         if not self._granted.use(claim.hotkey, claim.nonce):
             raise Refused(Refusal.REPLAY)

@@ -8,6 +8,7 @@ import os
 import threading
 import traceback
 from collections.abc import Iterator
+from contextlib import closing
 from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,10 +19,12 @@ import httpx
 import pytest
 from bittensor import http_auth
 
-from distributed_training.chain.registry import Busy, RefusedWrite
+from distributed_training.chain.registry import Busy, RefusedWrite, RegistryChain
 from distributed_training.common.ports import listen
 from distributed_training.config.settings import StoreSettings
+from distributed_training.config.types import ConfigError
 from distributed_training.protocol import keys
+from distributed_training.registry import __main__ as program
 from distributed_training.registry import access, service
 from distributed_training.store import presigned
 from distributed_training.store.base import md5_of, put_once
@@ -40,7 +43,9 @@ from distributed_training.store.uplink import Section, Uplink
 from distributed_training.telemetry.events import EventLog
 from distributed_training.telemetry.logs import LineFormatter
 from tests.tools.access_world import KEYLESS, AccessWorld
+from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR
+from tests.tools.network import network_file
 from tests.tools.support_store import server
 from tests.tools.waiting import wait_for
 
@@ -236,14 +241,14 @@ def test_who_asks_too_often_waits_and_nobody_else_does(
     world.server.start()
     world.publish()
     one, other = world.chain(PEER), world.chain(MINER)
-    read = {"do": "read", "key": keys.STATE}
     for _ in range(4):
-        one.access(read)
+        one.access({"do": "look", "key": OURS})
     with pytest.raises(Busy, match="too many requests"):
-        one.access(read)
+        one.access({"do": "look", "key": OURS})
     with pytest.raises(TransientError, match="too many requests"):
-        world.member(PEER).get(keys.STATE, limit=10**6)
-    other.access(read)
+        world.member(PEER).put(OURS, b"x")
+    other.access({"do": "look", "key": keys.upload_key(2, 3, 7)})
+    one.access({"do": "read", "key": keys.STATE})  # the store is not asked
 
 
 def test_a_request_is_granted_once_and_to_its_signer(world: AccessWorld) -> None:
@@ -575,3 +580,57 @@ def test_a_signed_query_is_in_no_log_exception_or_event(
 def test_a_store_opens_without_any_key() -> None:
     settings = StoreSettings(endpoint_url="https://example.org", **KEYLESS)
     AccessStore(lambda _: None, bucket="bucket", settings=settings).close()
+
+
+@pytest.mark.parametrize("where", ["folder", "environment", "nowhere"])
+def test_the_program_has_the_stores_own_key(
+    world: AccessWorld, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """Of the folder of the store beside it, or of its environment; without one it says so."""
+    monkeypatch.chdir(tmp_path)  # no .env of another
+    world.publish()
+    store = world.settings
+    rules = {
+        "exchange": "store",
+        "store.endpoint": store.endpoint_url,
+        "store.region": store.region,
+        "store.global_bucket": world.owner.bucket,
+        "chain.url": "http://127.0.0.1:1",
+    }
+    words = ["serve", "--network", network_file(tmp_path / "network", rules)]
+    words += ["--folder", str(tmp_path / "served")]
+    keys_of_store = {n: v for n, v in world.keys.items() if n.startswith("R2_WRITE")}
+    for name, value in keys_of_store.items():
+        if where == "environment":
+            monkeypatch.setenv(name, value)
+        else:
+            monkeypatch.delenv(name, raising=False)
+    if where == "folder":
+        words += ["--store", str(world.folder)]
+    assert not any(value in words for value in keys_of_store.values())
+    given = program.parser().parse_args(words)
+    with closing(program._registry(given)):
+        if where == "nowhere":
+            with pytest.raises(ConfigError, match="R2_WRITE_ACCESS_KEY_ID is not set"):
+                given.access(VALIDATOR.ss58)
+            return
+        with closing(given.access(VALIDATOR.ss58)) as made:
+            url = made.grant(1, "read", keys.STATE)["urls"]["get_object"]
+            answer = httpx.get(url, trust_env=False)
+            assert answer.content == world.owner.get(keys.STATE, limit=10**6)
+
+
+def test_a_network_of_the_other_kind_grants_nothing(tmp_path: Path) -> None:
+    rules = {"chain.url": "http://127.0.0.1:1"}
+    words = ["--network", network_file(tmp_path / "network", rules)]
+    given = program.parser().parse_args(["serve", *words, "--folder", str(tmp_path / "served")])
+    with closing(program._registry(given)):
+        assert given.access is None
+    with (
+        RegistryServer(tmp_path / "other") as server,
+        closing(RegistryChain(url=server.url, wallet=PEER, timeout=timedelta(seconds=60))) as chain,
+    ):
+        assert chain.wait_ready(timedelta(seconds=60))
+        chain.register()
+        with pytest.raises(RefusedWrite, match="does not know it"):
+            chain.access({"do": "read", "key": keys.STATE})

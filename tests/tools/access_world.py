@@ -56,6 +56,7 @@ class AccessWorld:
             keyed, global_model_name=self.owner.bucket, **{**KEYLESS, **settings}
         )
         self.late = 0.0
+        self.folder, self.keys = server.folder, server.keys  # of the store
         self.server = RegistryServer(folder, access=self._open, limits=limits)
         self._stack = ExitStack()
 
