@@ -243,11 +243,13 @@ class Stopped(Event):
 class CheckpointBegun(Event):
     """A checkpoint of this boundary is being written.
 
-    ``saved`` tells whether it is complete on all ranks; None: not known yet.
+    ``saved`` tells whether it is complete on all ranks; None: not known yet. ``seconds``: that
+    training was held.
     """
 
     outer_step: int
     saved: Callable[[], bool | None]
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True)

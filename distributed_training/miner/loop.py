@@ -132,7 +132,8 @@ class MinerLoop:
                     event = self._load_global(command)
                 case Action.CHECKPOINT:
                     self._save_checkpoint(command.local)
-                    event = ev.CheckpointBegun(self._trainer.outer_step, self._checkpointer.saved)
+                    saved, held = self._checkpointer.saved, self._checkpointer.hold_seconds
+                    event = ev.CheckpointBegun(self._trainer.outer_step, saved, held)
                 case Action.ROLL_BACK:
                     event = ev.RolledBack(*(self._checkpointer.roll_back() or (None,)))
                 case Action.STOP:

@@ -263,6 +263,8 @@ class StoreReporter(LoopReporter):
                     inner_step=progress.inner_step,
                     seconds=held,
                 )
+            case ev.CheckpointBegun(outer_step=outer, seconds=held):
+                self._record("checkpoint", outer_step=outer, seconds=held)
             case ev.UploadWritten():
                 log.info("%s", lines.UPLOAD_MODEL_START)
                 log.info(lines.UPLOADING, self._bucket)

@@ -211,6 +211,7 @@ class UploadWatch:
         self._inner_step = inner_step
         self._minimum = minimum
         self._disk_problem = disk_problem
+        self._close: Close | None = None  # until it was answered
         self._taken: ev.UploadTaken | None = None  # until it may be sent
         self._after: ev.CheckpointBegun | None = None  # the checkpoint of its boundary
         self._begun: ev.CheckpointBegun | None = None  # the last one, until it is complete
@@ -222,10 +223,8 @@ class UploadWatch:
             case ev.CloseReached(close=close) if uploads_for(state, close):
                 if (steps := self._inner_step()) < self._minimum:
                     log.warning("%s", lines.upload_blocked(steps, self._minimum))
-                elif (problem := self._disk_problem()) is not None:
-                    return [ev.SnapshotFailed(problem, kind="disk")]
-                else:
-                    return [ev.UploadWanted(close)]
+                self._close = close
+                return self._answer_close(state)
             case ev.UploadTaken():
                 self._taken, self._after = event, None
             case ev.CheckpointBegun():
@@ -236,8 +235,21 @@ class UploadWatch:
                 self._taken = None  # it would hold what is in no checkpoint, or comes too late
             case ev.Tick() | ev.InnerStepDone():
                 self._forget_old()
-                return self._await_files()
+                return [*self._await_files(), *self._answer_close(state)]
         return []
+
+    def _answer_close(self, state: MinerState) -> list[ev.Event]:
+        """Ask for an upload at the first inner step that counts, until the grace is over."""
+        if (close := self._close) is None:
+            return []
+        if self._rounds.now() >= close.ends_at or not uploads_for(state, close):
+            self._close = None
+        if self._close is None or self._inner_step() < self._minimum:
+            return []
+        self._close = None
+        if (problem := self._disk_problem()) is not None:
+            return [ev.SnapshotFailed(problem, kind="disk")]
+        return [ev.UploadWanted(close)]
 
     def _await_files(self) -> list[ev.Event]:
         """Report once that the upload and its checkpoint are there, or that they never will be."""

@@ -43,6 +43,11 @@ TRAINING = MinerState(mode=Mode.TRAINING, outer_step=12)
 UPLOAD = Upload(CLOSE)
 
 
+def clock_at(seconds: float) -> Any:
+    """The thread that follows the store, at that time by the store's clock."""
+    return Mock(now=Mock(return_value=seconds))
+
+
 def update(outer_step: int = 13, base: Base = Base.MERGED) -> Update:
     return Update(outer_step, Path("u"), base, None, "ab", 500)
 
@@ -181,7 +186,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.watch = UploadWatch(
-            Mock(), inner_step=lambda: 5, minimum=5, disk_problem=lambda: None, keep=2
+            clock_at(0.0), inner_step=lambda: 5, minimum=5, disk_problem=lambda: None, keep=2
         )
 
     def handle_event(self, event: ev.Event) -> None:
@@ -320,21 +325,28 @@ def test_an_upload_whose_file_or_checkpoint_failed_is_not_sent(lost: str) -> Non
     assert not world.sent and world.state.upload == Upload(CLOSE, Stage.ENDED)
 
 
-def test_before_the_least_number_of_inner_steps_there_is_no_upload(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize(("at", "wanted"), [(1059.0, 1), (1060.0, 0)])
+def test_the_first_inner_step_that_counts_is_uploaded_until_the_grace_is_over(
+    at: float, wanted: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    world = World()
-    world.watch = UploadWatch(
-        Mock(), inner_step=lambda: 4, minimum=5, disk_problem=lambda: None, keep=2
-    )
-    world.handle_event(ev.CloseReached(CLOSE))
-    assert not world.pending
-    assert "UPLOAD BLOCKED: inner_step (4) < minimum (5)" in caplog.text
+    """Also by a miner that starts within the grace, at its first inner step."""
+    rounds, inner_step = clock_at(1000.0), Mock(return_value=4)
+    watch = UploadWatch(rounds, inner_step=inner_step, minimum=5, disk_problem=lambda: None, keep=2)
+    assert watch.on_event(ev.CloseReached(CLOSE), TRAINING) == []
+    assert caplog.text.count("UPLOAD BLOCKED: inner_step (4) < minimum (5)") == 1
+    assert watch.on_event(step(4), TRAINING) == []
+    inner_step.return_value, rounds.now.return_value = 5, at
+    assert watch.on_event(step(5), TRAINING) == [ev.UploadWanted(CLOSE)][:wanted]
+    assert watch.on_event(step(6), TRAINING) == [], "once"
 
 
 def test_a_full_disk_is_named_and_nothing_is_written() -> None:
     watch = UploadWatch(
-        Mock(), inner_step=lambda: 9, minimum=5, disk_problem=lambda: "it is full", keep=2
+        clock_at(1000.0),
+        inner_step=lambda: 9,
+        minimum=5,
+        disk_problem=lambda: "it is full",
+        keep=2,
     )
     assert watch.on_event(ev.CloseReached(CLOSE), TRAINING) == [
         ev.SnapshotFailed("it is full", kind="disk")

@@ -1,0 +1,174 @@
+"""A member of a store network over real ranks: kills and stops at each moment of a round."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distributed_training.common.ports import free_ports
+from distributed_training.data.tokenizer import BYTE_VOCABULARY
+from distributed_training.miner.rank_group import rank_variables
+from distributed_training.telemetry import read_events
+from tests.tools.forked import Program
+from tests.tools.store_leader import Leader
+from tests.tools.store_ranks import MINER, UID, store_config
+from tests.tools.training_world import tiny
+from tests.tools.waiting import wait_for
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+SCRIPT = Path(__file__).parents[1] / "tools" / "store_ranks.py"
+SECONDS = 120.0
+#: At which all ranks are killed, of the outer step of that number.
+KILLS = ("taken", "written", "sent", "prepared", "committed")
+
+
+class World:
+    """A miner of ``ranks`` ranks, its folder, and the network's bucket with its leader."""
+
+    def __init__(self, folder: Path, ranks: int = 2) -> None:
+        self.folder, self.bucket, self.ranks = folder / "miner", folder / "bucket", ranks
+        self.folder.mkdir()
+        model = tiny(vocab=BYTE_VOCABULARY)
+        run_id = store_config().swarm.run_id
+        self.leader = Leader(self.bucket, model, run_id=run_id, members={UID: MINER.ss58_address})
+        self.starts = 0
+
+    def start(self, moment: str, until: int) -> list[Program]:
+        (port,) = free_ports(1)
+        self.starts += 1
+        return [
+            Program(
+                *(SCRIPT, moment, str(until), str(self.folder), str(self.bucket)),
+                environ=rank_variables(rank, world_size=self.ranks, port=port),
+                log=self.folder / f"log-{self.starts}-{rank}.txt",
+            )
+            for rank in range(self.ranks)
+        ]
+
+    def log(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("log-*")))
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        return list(read_events(self.folder / "events.jsonl", kind))
+
+    def steps(self, outer_step: int) -> int:
+        return sum(e["outer_step"] == outer_step for e in self.events("step"))
+
+    def wait_for_steps(self, more: int) -> None:
+        """Inner steps go on, whatever the round waits for."""
+        before = len(self.events("step"))
+        wait_for(lambda: len(self.events("step")) >= before + more, f"inner steps\n{self.log()}")
+
+    def end(self, programs: list[Program], *, killed: bool = False) -> None:
+        try:
+            if killed:
+                programs[0].wait(SECONDS)
+                for program in programs[1:]:
+                    program.kill()  # as the launcher does when a rank is gone
+            statuses = [program.wait(SECONDS) for program in programs]
+        finally:
+            for program in programs:
+                program.kill()
+        assert (statuses[0] == -9) if killed else set(statuses) == {0}, f"{statuses}\n{self.log()}"
+
+    def assert_equal_to_the_leader(self) -> None:
+        """To the bit."""
+        held = torch.load(self.folder / "epoch-start.pt", weights_only=True)
+        pairs = zip(held, self.leader.state.weights, strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path)
+
+
+@pytest.mark.timeout(600)
+def test_a_kill_at_any_moment_of_a_round_leaves_each_epoch_start_equal_to_the_bit(
+    world: World,
+) -> None:
+    leader = world.leader
+    for moment in KILLS:
+        outer = leader.outer_step
+        programs = world.start(moment, 10**6)
+        wait_for(lambda outer=outer: world.steps(outer) >= 2, f"{moment}\n{world.log()}")
+        leader.open_close()
+        if moment in ("prepared", "committed"):
+            leader.take_outer_step(UID)
+        world.end(programs, killed=True)
+        # The next process sends what this one has begun, or writes it anew; and it applies once
+        # more what this one had applied.
+        programs = world.start("none", outer + 1)
+        if leader.outer_step == outer:
+            leader.take_outer_step(UID)
+        world.end(programs)
+        world.assert_equal_to_the_leader()
+    programs = world.start("none", leader.outer_step + 1)
+    reached = leader.outer_step
+    wait_for(lambda: world.steps(reached) >= 2, world.log())
+    uploads = len(world.events("publication"))
+    leader.open_close()
+    wait_for(lambda: len(world.events("publication")) > uploads, f"an upload\n{world.log()}")
+    world.wait_for_steps(2)
+    leader.take_outer_step(UID)
+    world.end(programs)
+    world.assert_equal_to_the_leader()
+    assert leader.outer_step == len(KILLS) + 1
+    fates = {(e["ok"], e["base"]) for e in world.events("round")}
+    assert fates == {(True, "merged")}, world.log()
+
+
+def test_a_stop_in_a_round_and_a_close_that_moves_cost_nothing(world: World) -> None:
+    leader = world.leader
+    programs = world.start("stopped", 10**6)
+    wait_for(lambda: world.steps(0) >= 2, world.log())
+    leader.open_close()
+    world.end(programs)
+    leader.open_close()
+    programs = world.start("none", 1)
+    leader.take_outer_step(UID)
+    world.end(programs)
+    world.assert_equal_to_the_leader()
+    uploads = [e["revision"] for e in world.events("publication") if e["ok"]]
+    assert uploads == ["0.3", "0.4"], world.log()
+    assert [e["base"] for e in world.events("round")] == ["merged"]
+
+
+def test_a_member_has_nothing_of_hivemind_in_its_memory_and_nobody_can_connect_to_it(
+    tmp_path: Path,
+) -> None:
+    """And the files that it runs through are in the architecture's page."""
+    world = World(tmp_path, ranks=1)
+    environ = {**os.environ, **rank_variables(0, world_size=1, port=0)}
+    # Not a fork, whose server has imported all that tests need.
+    log = (world.folder / "log-1-0.txt").open("w")
+    places = str(world.folder), str(world.bucket)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.tools.store_ranks", "traced", "1", *places],
+        cwd=SCRIPT.parents[2],
+        env=environ,
+        stdout=log,
+        stderr=log,
+    )
+    try:
+        wait_for(lambda: world.steps(0) >= 2 or process.poll(), world.log())
+        world.leader.open_close()
+        world.leader.take_outer_step(UID)
+        assert process.wait(SECONDS) == 0, world.log()
+    finally:
+        process.kill()
+        log.close()
+    seen = json.loads((world.folder / "seen.json").read_text())
+    # Those of the registry are the played chain's.
+    files = [name for name in seen.pop("files") if not name.startswith("registry/")]
+    assert seen == {"modules": [], "listens": [], "outer_step": 1}
+    page = (SCRIPT.parents[2] / "docs" / "architecture.md").read_text()
+    assert len(files) > 20 and {name for name in files if name not in page} == set()

@@ -1,0 +1,170 @@
+"""In the validator's place of a store network: it merges what comes, and publishes it.
+
+The merge is the product's (``validator/merge.py``). Closes come when a test says so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from bittensor_core import verify
+from safetensors.torch import save_file
+
+from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Manifest, Merged, State
+from distributed_training.protocol.update_file import Header, UpdateFile, UpdateLayout
+from distributed_training.training.model import parameter_schema
+from distributed_training.validator.merge import (
+    OuterState,
+    Rule,
+    clip_factors,
+    merge,
+    merged_norms,
+    norm_of,
+)
+from tests.tools.network import ALICE
+from tests.tools.waiting import wait_for
+
+RULE = Rule("nesterov", 0.7, 0.9)
+_FAR = 1e6  # seconds until a close that no test has opened
+
+
+class Leader:
+    """``bucket``: the folder of the global bucket. ``model``: content of its ``config.json``.
+    ``members``: hotkeys by uid.
+    """
+
+    def __init__(
+        self, bucket: Path, model: dict[str, Any], *, run_id: str, members: dict[int, str]
+    ) -> None:
+        self.bucket, self.model, self.run_id, self.members = bucket, model, run_id, members
+        self.schema = parameter_schema(model)
+        generator = torch.Generator().manual_seed(1)
+        weights = [0.05 * torch.randn(shape, generator=generator) for _, shape in self.schema]
+        self.state, self.chain, self.serial = OuterState(weights), list[Manifest](), 1
+        self._publish(update="", merged=(), whole=True)
+
+    @property
+    def outer_step(self) -> int:
+        return len(self.chain) - 1
+
+    def open_close(self) -> None:
+        """Move the close to now: uploads are taken, and those of an earlier close are void."""
+        self.serial += 1
+        self._write_state(time.time())
+
+    def take_outer_step(self, *uids: int) -> None:
+        """Merge what these have uploaded for the close, once it is there; publish."""
+        outer, serial = self.outer_step, self.serial
+        paths = [self.bucket / keys.upload_key(uid, outer, serial) for uid in uids]
+        wait_for(lambda: all(path.exists() for path in paths), f"uploads of {outer}.{serial}", 60)
+        files = [
+            UpdateFile.open(
+                path,
+                self.schema,
+                run_id=self.run_id,
+                kind="upload",
+                hotkey=self.members[uid],
+                verify=verify,
+            )
+            for uid, path in zip(uids, paths, strict=True)
+        ]
+        norms = [norm_of(file) for file in files]
+        factors = clip_factors(norms, merged_norms(self.chain))
+        head = Header(
+            kind="update",
+            run_id=self.run_id,
+            outer_step=outer,
+            serial=0,
+            hotkey=ALICE.ss58_address,
+            start=self.chain[-1].weights,
+            bits=4,
+            inner_steps=1,
+            tokens=1,
+        )
+        place = self.bucket / keys.outer_key(outer + 1, keys.UPDATE)
+        aside = self.bucket.parent / "update"
+        aside.unlink(missing_ok=True)
+        layout = UpdateLayout.of(self.schema, head)
+        digest, self.state = merge(
+            files, factors, self.state, RULE, path=aside, layout=layout, sign=ALICE.sign
+        )
+        place.parent.mkdir(parents=True)
+        shutil.move(aside, place)
+        merged = tuple(
+            Merged(uid, file.header.hotkey, file.digest, norm, factor, 0.1, 1, 1)
+            for uid, file, norm, factor in zip(uids, files, norms, factors, strict=True)
+        )
+        self._publish(update=digest, merged=merged)
+
+    def _publish(self, *, update: str, merged: tuple[Merged, ...], whole: bool = False) -> None:
+        outer = len(self.chain)
+        folder = self.bucket / "outer" / str(outer)
+        folder.mkdir(parents=True, exist_ok=True)
+        if whole:
+            (folder / keys.CONFIG).write_text(json.dumps(self.model))
+            names = (name for name, _ in self.schema)
+            tensors = dict(zip(names, self.state.weights, strict=True))
+            save_file(tensors, folder / keys.MODEL, metadata={"format": "pt"})
+        files = {name: sha256(folder / name) for name in (keys.CONFIG, keys.MODEL) if whole}
+        weights, momentum, residual = self.state.digests
+        now = time.time()
+        manifest = Manifest(
+            run_id=self.run_id,
+            rules_id="rules",
+            outer_step=outer,
+            previous=self.chain[-1].digest if self.chain else "",
+            update=update,
+            weights=weights,
+            momentum=momentum,
+            residual=residual,
+            learning_rate=RULE.learning_rate,
+            mu=RULE.mu,
+            rule=RULE.name,
+            merged=merged,
+            refused=(),
+            losses_before={},
+            losses_after={},
+            scores={},
+            closed_at=now,
+            serial=self.serial,
+            total_inner_steps=3 * outer,
+            total_tokens=0,
+            made_at=now,
+            files=files,
+        )
+        write(folder / keys.MANIFEST, manifest.to_bytes(ALICE.sign))
+        self.chain.append(manifest)
+        self.serial += 1
+        self._write_state(now + _FAR)
+
+    def _write_state(self, closes_at: float) -> None:
+        now = time.time()
+        state = State(
+            run_id=self.run_id,
+            outer_step=self.outer_step,
+            serial=self.serial,
+            closes_at=closes_at,
+            grace=600.0,
+            head=self.chain[-1].digest,
+            weights_at=(0,),
+            written_at=now,
+            expires=now + _FAR,
+        )
+        write(self.bucket / keys.STATE, state.to_bytes(ALICE.sign))
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def write(path: Path, data: bytes) -> None:
+    aside = path.with_name(f".{path.name}")
+    aside.write_bytes(data)
+    aside.rename(path)

@@ -1,0 +1,182 @@
+"""One rank of a miner of a store network: ``store_ranks.py MOMENT OUTER_STEP FOLDER BUCKET``.
+
+The rank is the product's, with the thread that follows the store; BUCKET is a folder, in which
+:class:`~tests.tools.store_leader.Leader` has the validator's place. The chain alone is played. At
+MOMENT of its upload for an outer step, or of the update that follows, all ranks are killed; with
+``none`` the miner stops at OUTER_STEP, with ``traced`` too, and it lists the files it ran through.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+import threading
+from contextlib import ExitStack
+from datetime import timedelta
+from pathlib import Path
+from queue import SimpleQueue
+from types import FrameType
+from typing import Any
+
+import psutil
+import torch
+from bittensor.sp_core import Keypair
+from bittensor_core import verify
+
+from distributed_training.chain.identity import Wallet
+from distributed_training.common.processes import leave
+from distributed_training.config import Config, loader
+from distributed_training.data.tokenizer import build_tokenizer
+from distributed_training.exchange import chain_copy, store_rounds
+from distributed_training.exchange.store_rounds import StoreRounds
+from distributed_training.miner import assembly, start, start_store
+from distributed_training.miner import events as ev
+from distributed_training.miner.events import MinerState
+from distributed_training.miner.ranks import join_ranks
+from distributed_training.miner.resume import StartupInfo
+from distributed_training.miner.store_round import event_of
+from distributed_training.node.identity import Member
+from distributed_training.store.folder import FolderStore
+from distributed_training.training.outer_step import read_model_config
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
+from tests.tools.miner_parts import config_of
+from tests.tools.network import ALICE
+from tests.tools.small_miner import FLAGS, RULES
+
+RANK = int(os.environ.get("RANK", "0"))
+UID, MINER = 7, Keypair.create_from_uri("//Bob")
+STORE_RULES = RULES | {
+    "exchange": "store",
+    "store.access": "own",
+    "round.blocks_per_allreduce": 1000,
+    "round.minimum_valid_inner_step": 1,
+}
+
+
+class Chain(MemoryChain):
+    """Its next block is there when somebody asks for it."""
+
+    requested = 0
+
+    def __init__(self) -> None:
+        ledger = MemoryLedger()
+        ledger.register(ALICE.ss58_address, uid=0, stake=1e6, validator_permit=True)
+        ledger.register(MINER.ss58_address, uid=UID)
+        super().__init__(hotkey=MINER.ss58_address, ledger=ledger)
+
+    def block(self) -> int:
+        return max(100, self.requested) + 1
+
+
+def store_config() -> Config:
+    loader.STORE_IS_READY = True
+    return config_of(*(f"--{k}={v}" for k, v in FLAGS.items()), rules=STORE_RULES)
+
+
+def kill() -> None:
+    os.kill(0, 9)  # the whole process group
+
+
+def killed_at(moment: str, event: ev.Event) -> bool:
+    match event:
+        case ev.UploadTaken():
+            return moment == "taken"
+        case ev.UploadWritten():
+            return moment == "written"
+        case ev.UploadEnded():
+            return moment == "sent"
+        case ev.OuterStepEnded(committed=True):
+            return moment == "committed"
+    return False
+
+
+def run(moment: str, until: int, folder: Path, bucket: Path) -> None:
+    store_rounds._INTERVAL, store_rounds._SOON = 0.2, 0.1
+    config = store_config()
+    ranks = join_ranks(environ=os.environ, timeout=timedelta(seconds=60), backend="gloo")
+    events: SimpleQueue[ev.Event] = SimpleQueue()
+    connections, chain, store = None, Chain(), FolderStore(bucket, writes=True)
+    tokenizer, eos = build_tokenizer("bytes", folder / f"tokenizer-{RANK}")
+    info = StartupInfo(UID, {}, str(tokenizer), eos, hotkey=MINER.ss58_address, follows=True)
+    if RANK == 0:
+        rounds = StoreRounds(
+            store,
+            folder / "exchange",
+            lambda fact: events.put(event_of(fact)),
+            member=chain_copy.Member(config.swarm.run_id, ALICE.ss58_address, UID, verify),
+        )
+        resumes = any((folder / "checkpoints").glob("checkpoint-*"))
+        outer_step, place, steps = start_store.first_weights(rounds, lambda: True, resumes=resumes)
+        model = {**read_model_config(place), "total_inner_steps": steps}
+        shared: dict[str, Any] = {"model_config": model, "global_outer_step": outer_step}
+        ranks.share("info", shared)
+        member: Any = Member(Wallet(MINER, None), chain, UID)
+        connections = start_store.Connections(member, rounds, place)
+    else:
+        shared = ranks.share("info", None)
+    info = StartupInfo(**{**vars(info), **shared})
+    files = set[str]()
+
+    def profile(frame: FrameType, event: str, argument: object) -> None:
+        files.add(frame.f_code.co_filename)
+
+    with ExitStack() as stack:
+        if connections is not None:
+            stack.callback(connections.rounds.stop)
+        context = assembly.RankContext(
+            config, folder, torch.device("cpu"), ranks, events, stack, timedelta(milliseconds=1)
+        )
+        rank = start.build_rank(context, info, connections)
+        trainer, rank_zero = rank.training.trainer, rank.rank_zero
+        if moment == "prepared":
+            trainer.commit_outer_step = kill  # type: ignore[method-assign]
+        if rank_zero is not None:
+            rank_zero.controller.subscribe(lambda event, state: follow(event, state))
+
+        def follow(event: ev.Event, state: MinerState) -> None:
+            assert rank_zero is not None
+            chain.requested = rank_zero.blocks._last_requested
+            if moment == "traced" and isinstance(event, ev.InnerStepDone):
+                sys.setprofile(profile)
+            if killed_at(moment, event):
+                kill()
+            if isinstance(event, ev.InnerStepDone) and trainer.outer_step >= until:
+                events.put(ev.StopRequested("the test is over"))
+            if moment == "stopped" and isinstance(event, ev.UploadEnded):
+                events.put(ev.StopRequested("the test is over"))
+
+        if moment == "traced":
+            threading.setprofile(profile)
+        ended = rank.run()
+        sys.setprofile(None)
+        assert ended == (0, "the test is over" if RANK == 0 else "")
+        starts = trainer.outer.epoch_start or []
+        whole = [torch.zeros(shape) if RANK == 0 else None for _, shape in trainer.schema]
+        for shard, rows, out in zip(trainer.sharded.shards, starts, whole, strict=True):
+            trainer.stream.gather(shard.shape, rows, out)
+        if RANK == 0:
+            torch.save(whole, folder / "epoch-start.pt")
+            me = psutil.Process()
+            listens = [
+                f"{each.name()}: {found.laddr}"
+                for each in (me, *me.children(recursive=True))
+                for found in each.net_connections("inet")
+                # gloo, which ranks meet by, listens on the loopback interface.
+                if found.status == psutil.CONN_LISTEN and not found.laddr.ip.startswith("127.")
+            ]
+            product = str(Path(start.__file__).parents[1]) + os.sep
+            seen = {
+                "modules": [n for n in sys.modules if "hivemind" in n],
+                "listens": listens,
+                "files": sorted(n.removeprefix(product) for n in files if n.startswith(product)),
+            }
+            (folder / "seen.json").write_text(json.dumps(seen | {"outer_step": trainer.outer_step}))
+    ranks.close()
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, force=True)
+    run(sys.argv[1], int(sys.argv[2]), Path(sys.argv[3]), Path(sys.argv[4]))
+    leave(0)
