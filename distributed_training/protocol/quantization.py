@@ -98,34 +98,35 @@ def pack(numbers: Tensor, bits: int) -> Tensor:
     """Pack numbers, uint8 ``(..., count)``, into ``(..., packed_bytes(count, bits))``."""
     if missing := -numbers.shape[-1] % _FILLED[bits]:
         numbers = pad(numbers, (0, missing), value=2 ** (bits - 1))
-    if bits != 3:
-        return _halve(numbers, bits)
-    return torch.cat([_halve(numbers & 3, 2), _halve(numbers >> 2, 1)], dim=-1)
+    pairs = _halve(numbers, 4)
+    if bits == 4:
+        return pairs
+    if bits == 2:
+        return _halve(pairs, 2)
+    return torch.cat([_halve(pairs & 0x33, 2), _halve((pairs >> 2) & 0x11, 2, 1)], dim=-1)
 
 
 def unpack(data: Tensor, count: int, bits: int) -> Tensor:
     """Return the ``count`` numbers of each row that :func:`pack` packed."""
-    if bits != 3:
-        return _double(data, bits)[..., :count]
-    lower, upper = data.tensor_split([data.shape[-1] * 2 // 3], dim=-1)
-    return _double(lower, 2).add_(_double(upper, 1), alpha=4)[..., :count]
+    if bits == 2:
+        data = _double(data, 2, 2)
+    elif bits == 3:
+        lower, upper = data.tensor_split([data.shape[-1] * 2 // 3], dim=-1)
+        data = _double(lower, 2, 2).add_(_double(upper, 1, 1, 2), alpha=4)
+    return _double(data, bits, 4)[..., :count]
 
 
-def _halve(numbers: Tensor, width: int) -> Tensor:
-    """Put numbers of ``width`` bits each into whole bytes, those of both halves together."""
-    shift = 4
-    while shift >= width:
+def _halve(numbers: Tensor, *shifts: int) -> Tensor:
+    """Put the second half into the bits above the first half, once for each of ``shifts``."""
+    for shift in shifts:
         lower, upper = numbers.chunk(2, dim=-1)
         numbers = (upper << shift).bitwise_or_(lower)
-        shift //= 2
     return numbers
 
 
-def _double(data: Tensor, width: int) -> Tensor:
-    """Return the numbers that :func:`_halve` put together."""
-    shift = width
-    while shift <= 4:
+def _double(data: Tensor, width: int, *shifts: int) -> Tensor:
+    """Undo :func:`_halve` for numbers of ``width`` bits; the shifts are in reverse order."""
+    for shift in shifts:
         mask = (2**width - 1) * sum(1 << place for place in range(0, 8, 2 * shift))
         data = torch.cat([data & mask, (data >> shift).bitwise_and_(mask)], dim=-1)
-        shift *= 2
     return data

@@ -53,6 +53,14 @@ from distributed_training.network import Shown
 from distributed_training.protocol.gradients import GradientMetadata, encode, load_payload
 from distributed_training.protocol.metadata import Metadata, parse_commitment
 from distributed_training.protocol.synapses import parse_all_reduce, parse_is_alive_reply
+from distributed_training.protocol.update_file import (
+    Header,
+    UpdateFile,
+    UpdateLayout,
+    finish,
+    rows_and_columns,
+    write_rows,
+)
 from distributed_training.store.bucket_reader import check_file
 from distributed_training.store.cleanup import OWNER_KEY, check_claim, instance_of
 from distributed_training.store.snapshot_folder import read_config, wait_complete
@@ -211,6 +219,28 @@ def honest_safetensors() -> bytes:
     return save({name: torch.ones(shape) for name, shape in SCHEMA}, metadata={"format": "pt"})
 
 
+_UPDATE_HEADER = Header(
+    kind="upload", run_id="run", outer_step=3, serial=1, hotkey="5F", start="0" * 64, bits=4,
+    inner_steps=9, tokens=900, blocks=(5, 6),
+)  # fmt: skip
+
+
+def _update(path: Path) -> Any:
+    """Return all that is in a member's upload; whoever wrote it signed it."""
+    who: Any = {"run_id": "run", "kind": "upload", "hotkey": "5F", "verify": lambda *_: True}
+    file = UpdateFile.open(path, SCHEMA, **who)
+    return [file.decode(name, shape) for name, shape in SCHEMA]
+
+
+def honest_update() -> bytes:
+    with tempfile.TemporaryDirectory() as folder:
+        path, layout = Path(folder, "a"), UpdateLayout.of(SCHEMA, _UPDATE_HEADER)
+        for index, (_, shape) in enumerate(SCHEMA):
+            write_rows(path, layout, index, 0, torch.ones(rows_and_columns(shape)))
+        finish(path, layout, lambda message: bytes(64))
+        return path.read_bytes()
+
+
 def torch_bytes(content: Any) -> bytes:
     buffer = io.BytesIO()
     torch.save(content, buffer)
@@ -310,6 +340,7 @@ READERS: dict[str, Reader] = {
         honest_outer,
         ("ValueError",),
     ),
+    "update": Reader("a.safetensors", _update, honest_update, ("ValueError",)),
     "config": Reader("config.json", read_config, _json(_CONFIG), ("IntegrityError",)),
     "metadata": Reader(
         "metadata.json",

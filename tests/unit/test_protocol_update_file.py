@@ -517,7 +517,7 @@ def test_a_crafted_scale_is_refused(tmp_path: Path, bits: int, scale: float) -> 
     layout, path = UpdateLayout.of(SCHEMA, header(bits=bits)), tmp_path / "x"
     write(path, SCHEMA, header(bits=bits), {name: drawn(shape) for name, shape in SCHEMA})
     with path.open("r+b") as file:
-        file.seek(layout.body + layout.parts[1].scales + 4)
+        file.seek(layout.body + layout.parts[1].scales + 12)  # the last of two rows
         file.write(torch.tensor([scale]).numpy().tobytes())
     finish(path, layout, ALICE.sign)  # by its owner: the signature is good
     with pytest.raises(ValueError, match=r"b\.weight: a scale that is negative"):
