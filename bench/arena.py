@@ -55,7 +55,7 @@ from distributed_training.data.page_source import StdlibSource
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
 from distributed_training.protocol import keys
 from distributed_training.protocol.compression import Code
-from distributed_training.protocol.gradients import GradientMetadata, TopK
+from distributed_training.protocol.gradients import GradientMetadata, GradientPayload, TopK
 from distributed_training.protocol.metadata import ConfigExtras, Metadata
 from distributed_training.protocol.scoring import (
     SECONDS_PER_BLOCK,
@@ -499,6 +499,7 @@ class Arena:
         judgement = self._evaluator.judge(upload, state, random_blocks=(random_block,))
         if judgement.random is None or judgement.assigned is None:
             return Look(repository.valid, why=judgement.reason)
+        assert isinstance(upload.payload, GradientPayload)
         return Look(
             repository.valid,
             judgement.random.losses,

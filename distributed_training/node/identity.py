@@ -220,16 +220,16 @@ def _uid(chain: Chain, hotkey: str, settings: ChainSettings, master: str) -> int
 VALIDATOR_STAKE = 40960.0
 
 
-def miners_of(neurons: Sequence[Neuron], *, max_uids: int) -> list[Neuron]:
+def miners_of(neurons: Sequence[Neuron], *, max_uids: int, served: bool = True) -> list[Neuron]:
     """List the miners that validators call and score.
 
-    They have an endpoint, a uid below ``max_uids``, and are no validators, which have a permit and
-    more than ``VALIDATOR_STAKE``.
+    They have an endpoint where they are called (``served``), a uid below ``max_uids``, and are no
+    validators, which have a permit and more than ``VALIDATOR_STAKE``.
     """
     return [
         n
         for n in neurons
-        if n.port is not None
+        if (n.port is not None or not served)
         and n.uid < max_uids
         and not (n.validator_permit and n.stake > VALIDATOR_STAKE)
     ]

@@ -41,10 +41,12 @@ MOST_CAUSES = 256  # members whose cause is told; more would be longer than a re
 LONGEST_CAUSE = 120  # characters
 LONGEST_TEXT = 300
 WORSE = "WORSE"  # fault of a round whose average made the model worse than tolerated
+TOO_FEW = "TOO_FEW"  # in a store network: of a close with too few accepted uploads
 _NAMED = 5  # members, in one sentence
 _FAULTS = {
     **{fault.name: fault.value for fault in AllReduceFault},
     WORSE: "the average made the held-out loss worse than the file allows",
+    TOO_FEW: "too few uploads could be merged, so the close has moved",
     "publication": "the new global state could not be uploaded",
 }
 

@@ -187,6 +187,16 @@ class Comparison:
         return math.sqrt(sum((g - mean) ** 2 for g in gains) / (n - 1) / n)
 
     @property
+    def worse(self) -> bool:
+        """True if the loss is worse afterwards beyond chance, which is three standard errors.
+
+        Of few micro-batches the error is known badly. So these are as many as a deviation by three
+        of a normal distribution is rare.
+        """
+        certain = NormalDist().cdf(3)
+        return self.absolute < -t_quantile(len(self.before) - 1, certain) * self.error
+
+    @property
     def interval(self) -> tuple[float, float]:
         """The 95 % confidence interval of ``relative``.
 
@@ -204,16 +214,18 @@ class Comparison:
         return total / sum(self.tokens)
 
 
-def t_quantile(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t with so many degrees of freedom.
+def t_quantile(freedom: int, chance: float = 0.975) -> float:
+    """Return the quantile ``chance`` of Student's t with so many degrees of freedom.
 
     Cornish-Fisher (Abramowitz and Stegun 26.7.5), and exact where that series is not: for 1 and 2.
     """
     if freedom < 1:
         return math.inf
-    if freedom < 3:
-        return (12.706, 4.303)[freedom - 1]
-    z = NormalDist().inv_cdf(0.975)
+    if freedom == 1:
+        return math.tan(math.pi * (chance - 0.5))
+    if freedom == 2:
+        return (2 * chance - 1) / math.sqrt(2 * chance * (1 - chance))
+    z = NormalDist().inv_cdf(chance)
     terms = (
         (z**3 + z) / 4,
         (5 * z**5 + 16 * z**3 + 3 * z) / 96,

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -40,7 +40,6 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.compression import Compression
 from distributed_training.protocol.gradients import (
     TOP_K,
-    GradientPayload,
     PayloadError,
     Schema,
     load_payload,
@@ -353,13 +352,21 @@ class InvalidUpload(ValueError):
         self.cause = cause
 
 
+class Payload(Protocol):
+    """The pseudo-gradient of an upload, of either exchange."""
+
+    def decode(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
+        """Return a parameter's values; None: it was not sent."""
+        ...
+
+
 @dataclass(frozen=True)
 class Upload:
     """One miner's upload, read and checked."""
 
     uid: int
     blocks: tuple[int, ...]  # as the miner lists them; never empty
-    payload: GradientPayload
+    payload: Payload
 
 
 def in_a_line(error: BaseException) -> str:

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import random
+import secrets
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from bittensor.sp_core import verify as verify_signature
 from torch import Tensor
 
 from distributed_training.chain.base import ChainError
@@ -55,7 +57,7 @@ from distributed_training.node.start import (
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata
-from distributed_training.protocol.types import ExitStatus
+from distributed_training.protocol.types import ExitStatus, Verify
 from distributed_training.scoring.evaluator import (
     EvaluationModel,
     Evaluator,
@@ -64,7 +66,7 @@ from distributed_training.scoring.evaluator import (
 )
 from distributed_training.scoring.upload import OpenBucket, pages_of
 from distributed_training.store.base import ObjectStore
-from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.store.bucket_reader import BucketReader, states
 from distributed_training.store.errors import StoreError
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.trackers import open_trackers
@@ -82,6 +84,9 @@ from distributed_training.validator.global_state import (
     small_llama,
 )
 from distributed_training.validator.hivemind import HivemindValidator
+from distributed_training.validator.judging import UploadJudge
+from distributed_training.validator.merge import Rule
+from distributed_training.validator.outer_steps import Master, OuterSteps
 from distributed_training.validator.recovery import (
     ask_member_for_state,
     read_own_copy,
@@ -90,6 +95,7 @@ from distributed_training.validator.recovery import (
 from distributed_training.validator.reporter import Reporter
 from distributed_training.validator.rounds import RoundCaller, Run
 from distributed_training.validator.scorer import Scorer, Standings
+from distributed_training.validator.store_rounds import LEDGER, RoundRules, StoreValidator
 from distributed_training.validator.validator import Ending, HeldOutText, Validator, ValidatorRules
 
 log = logging.getLogger(__name__)
@@ -114,6 +120,7 @@ class Parts:
     vocabulary: int
     eos_id: int
     clock_fault: Callable[[], str] = str
+    verify: Verify = verify_signature
     versions: Versions | None = None  # of the network's file
     show_finished: Callable[[str], None] = lambda reason: None  # to all miners; StoreError
 
@@ -315,9 +322,68 @@ def build(
     """
     if parts.versions is not None:
         config = under(config, parts.versions.in_force)
-    settings = config.validator
     record = EventLog.open(folder).write
     run = Run(folder, record, stop, config.store.run, parts.clock_fault)
+    if config.exchange == "store":
+        return build_of_store(config, parts, run=run, stack=stack)
+    return build_of_hivemind(config, parts, run=run, stack=stack)
+
+
+@dataclass(frozen=True)
+class Judges:
+    """The parts of any validator that judge: rules, evaluator, standings."""
+
+    rules: ValidatorRules
+    evaluator: Evaluator
+    standings: Standings
+
+    @classmethod
+    def open(
+        cls,
+        config: Config,
+        parts: Parts,
+        model_config: Mapping[str, Any],
+        run: Run,
+        *,
+        micro_batch: int = 2,
+    ) -> Judges:
+        """Load the standings and build the model that is evaluated. Raises GlobalStateError."""
+        model = EvaluationModel(
+            model_config=model_config,
+            device=evaluation_device(config.miner.device),
+            micro_batch=micro_batch,
+            stop=run.stop,
+        )
+
+        def losses(weights: Sequence[Tensor]) -> dict[str, float]:
+            model.load(weights)
+            return {name: model.loss(text) for name, text in parts.held_out.items()}
+
+        held_out = HeldOutText(config.held_out_name, config.domains, losses, config.loss_limit)
+        ledger = run.folder / LEDGER
+        try:
+            standings = Standings.load(ledger)
+        except ValueError as error:
+            raise GlobalStateError(
+                f"{ledger} is damaged ({error}), so the miners' scores are unknown: restore it, or "
+                "remove it to start with empty scores"
+            ) from None
+        standings.board.assigned_counts = not config.data.own
+        rules = ValidatorRules(
+            settings=config.validator,
+            outer_rule=outer_rule_of(config.training),
+            held_out=held_out,
+            ending=Ending(config.tokens_of_step, config.finished, parts.show_finished),
+            follow=follow_rules(config, parts),
+        )
+        return cls(rules, Evaluator(model, parts.pages, assigned=not config.data.own), standings)
+
+
+def build_of_hivemind(
+    config: Config, parts: Parts, *, run: Run, stack: ExitStack
+) -> tuple[Validator, GlobalState, bool]:
+    """Return as :func:`build`, for rounds over hivemind."""
+    settings, folder, stop = config.validator, run.folder, run.stop
     publisher = GlobalPublisher(
         store=parts.store,
         folder=folder / "global",
@@ -334,24 +400,8 @@ def build(
     state = found or first_state(config, parts, folder=folder, stop=stop)
     swarm = parts.swarm(state.schema)
     stack.callback(swarm.close)
-    model = EvaluationModel(
-        model_config=state.model_config, device=evaluation_device(config.miner.device), stop=stop
-    )
-
-    def losses(weights: Sequence[Tensor]) -> dict[str, float]:
-        model.load(weights)
-        return {name: model.loss(text) for name, text in parts.held_out.items()}
-
-    held_out = HeldOutText(config.held_out_name, config.domains, losses, config.loss_limit)
-    ledger = folder / "ledger.json"
-    try:
-        standings = Standings.load(ledger)
-    except ValueError as error:
-        raise GlobalStateError(
-            f"{ledger} is damaged ({error}), so the miners' scores are unknown: restore it, or "
-            "remove it to start with empty scores"
-        ) from None
-    standings.board.assigned_counts = not config.data.own
+    judges = Judges.open(config, parts, state.model_config, run)
+    held_out, standings = judges.rules.held_out, judges.standings
     rounds = RoundCaller(
         client=parts.client,
         swarm=swarm,
@@ -361,16 +411,10 @@ def build(
         caller=parts.member.hotkey,
         rules_id=config.rules_id,
         run=run,
-        loss=lambda weights: held_out.mean(losses(weights)),
+        loss=lambda weights: held_out.mean(held_out.losses(weights)),
     )
     validator = HivemindValidator(
-        rules=ValidatorRules(
-            settings=settings,
-            outer_rule=outer_rule_of(config.training),
-            held_out=held_out,
-            ending=Ending(config.tokens_of_step, config.finished, parts.show_finished),
-            follow=follow_rules(config, parts),
-        ),
+        rules=judges.rules,
         member=parts.member,
         rounds=rounds,
         publisher=publisher,
@@ -378,9 +422,9 @@ def build(
             settings=settings,
             open_bucket=parts.open_bucket,
             publisher=publisher,
-            evaluator=Evaluator(model, parts.pages, assigned=not config.data.own),
+            evaluator=judges.evaluator,
             standings=standings,
-            ledger=ledger,
+            ledger=folder / LEDGER,
             compression=compression_of(config.training),
             # One of its own: the public validator draws its random block from the generator that it
             # has just seeded with a uid, so that miners can compute it.
@@ -388,7 +432,7 @@ def build(
             record=run.record,
             stop=stop,
         ),
-        after_step=open_exports(config, folder, state, record, stack).after,
+        after_step=open_exports(config, folder, state, run.record, stack).after,
         run=run,
         reporter=Reporter(
             chain=parts.member.chain,
@@ -405,6 +449,74 @@ def build(
     check_peer_id(config, swarm)
     watch_address(config, swarm, failing=lambda: standings.failed_rounds > 0, stop=stop)
     return validator, state, found is not None
+
+
+def build_of_store(
+    config: Config, parts: Parts, *, run: Run, stack: ExitStack
+) -> tuple[Validator, GlobalState, bool]:
+    """Return as :func:`build`, for rounds through the store."""
+    settings, training, folder = config.validator, config.training, run.folder
+    wallet, master = parts.member.wallet, config.miner.master_ss58_address
+    if parts.member.hotkey != master:
+        raise ConfigError(
+            f"this network is led by its master {master} alone, and --wallet.hotkey is "
+            f"{parts.member.hotkey}, so nothing was started: give the master's wallet"
+        )
+    steps = OuterSteps(
+        parts.store,
+        folder / "global",
+        Master(config.swarm.run_id, master, wallet.hotkey.sign, parts.verify),
+        keep_uploads=settings.keep_uploads,
+    )
+    rates = Rule(training.outer_rule, training.outer_learning_rate, training.outer_momentum)
+    found = steps.load()
+    if found:
+        state = steps.read_state(rates)
+        # Of a process that was killed after the publication that they belong to.
+        with suppress(FileNotFoundError):
+            os.replace(steps.place(state.outer_step) / LEDGER, folder / LEDGER)
+    elif states(folder / "global") and settings.model_from != "none":
+        raise GlobalStateError(
+            f"the global bucket is empty and {folder / 'global'} has outer steps of it, so nothing "
+            "was published: restore the bucket, or give --validator.model_from none for outer step "
+            "0"
+        )
+    else:
+        state = initial_state(config, vocabulary=parts.vocabulary, eos_token=parts.eos_id)
+    # One sequence at a time: each is an observation of what an upload does.
+    judges = Judges.open(config, parts, state.model_config, run, micro_batch=1)
+    period, grace = config.round_period.total_seconds(), settings.grace.total_seconds()
+    return (
+        StoreValidator(
+            rules=judges.rules,
+            member=parts.member,
+            steps=steps,
+            judge=UploadJudge(
+                evaluator=judges.evaluator,
+                schema=state.schema,
+                run_id=config.swarm.run_id,
+                bits=settings.bits,
+                verify=parts.verify,
+                secret=secrets.randbits(62),
+            ),
+            round_rules=RoundRules(
+                config.rules_id, period, grace, settings.least, settings.weights_every, rates
+            ),
+            run=run,
+            reporter=Reporter(
+                chain=parts.member.chain,
+                standings=judges.standings,
+                record=run.record,
+                least=lambda members: settings.least,
+                seconds_per_block=config.chain.seconds_per_block,
+                round_seconds=grace + period / 2,
+                run_folder=folder,
+            ),
+            after_step=open_exports(config, folder, state, run.record, stack).after,
+        ),
+        state,
+        found,
+    )
 
 
 def first_state(

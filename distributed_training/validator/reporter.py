@@ -69,6 +69,7 @@ class Reporter:
     loss: float = 0.0
     losses: Mapping[str, float] = field(default_factory=dict)
     due_at: int | None = None  # block of the next round
+    closes_at: float | None = None  # in a store network: when it begins, in seconds since the epoch
     attendance: Attendance | None = None  # of the last sweep
 
     def __post_init__(self) -> None:
@@ -146,6 +147,8 @@ class Reporter:
         left, block = None, self._block()
         if self.due_at is not None and block is not None:
             left = max(0, self.due_at - block) * self.seconds_per_block
+        elif self.closes_at is not None:
+            left = max(0.0, self.closes_at - now)
         return NetworkReport(
             phase=self.phase,
             outer_step=self.outer_step,

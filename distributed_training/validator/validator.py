@@ -23,7 +23,7 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
     has the event too, and no ``outer_step`` event follows: for one outer_step the last counts.
 ``upload_seen``
     uid, revision (tag in the miner's root metadata), outer_step (folder looked at), age_seconds.
-    Once for each new revision.
+    Once for each new revision; in a store network for each upload, ``outer_step.serial``.
 ``upload_scored``
     uid, outer_step (folder that was judged), revision, ok; if it was reset, cause (name of a
     ``Cause`` of ``scoring``) and reason (the same in words, with its figures), else both empty;
@@ -43,7 +43,9 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
     left_out ({uid as text: why}: alive and not called), causes (likewise: called, and not in the
     average),
     top_uid (whose checkpoint gave the validator's pseudo-gradient, or null), seconds,
-    matchmaking_seconds, transfer_seconds.
+    matchmaking_seconds, transfer_seconds. In a store network ``called`` sent an upload for the
+    close, ``participants`` are merged, ``causes`` says why others are not, and fault may be
+    ``TOO_FEW``: the close moved. What is of a swarm is empty or null.
 ``outer_step``
     outer_step (reached; the new global state is published and complete), participants (uids),
     seconds (from the call to the end of the publication).

@@ -1,0 +1,349 @@
+"""Own the global bucket of a store network: its state, its chain of manifests, their files.
+
+An outer step is published by its manifest, which is written last and by one validator alone. Until
+then all that members read is the step before. So a kill at any byte leaves the old outer step or
+the new one; ``state.json``, which names the head, is corrected at the next start.
+
+The store is the truth. What this machine keeps of it saves a download at a start.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+from distributed_training.protocol import keys
+from distributed_training.protocol.gradients import Schema
+from distributed_training.protocol.manifest import Manifest, State
+from distributed_training.protocol.metadata import MAX_CONFIG_BYTES, ConfigExtras, parse_config
+from distributed_training.protocol.network_report import printable
+from distributed_training.protocol.types import Sign, Verify
+from distributed_training.store.base import ObjectInfo, ObjectStore, put_once
+from distributed_training.store.bucket_reader import BucketReader, remove_states
+from distributed_training.store.errors import StoreError, TakenError
+from distributed_training.store.journal import Journal
+from distributed_training.store.transfer import Retry, Sender, Sent, deadline_in
+from distributed_training.training.model import parameter_schema, without_extras
+from distributed_training.training.outer_step import GlobalState, load_weights
+from distributed_training.validator.global_state import GlobalStateError
+from distributed_training.validator.merge import HISTORY, OuterState, Rule
+from distributed_training.validator.replay import Chain, write_set
+
+log = logging.getLogger(__name__)
+
+_SMALL = timedelta(seconds=30)  # one small object with its retries
+_PUBLICATION = timedelta(minutes=30)  # one, with its retries
+_UPDATES = "updates-sent.json"  # the journal of uploads, in our folder
+
+
+@dataclass(frozen=True)
+class Master:
+    """The hotkey that signs the files of a network, whose run is ``run_id``."""
+
+    run_id: str
+    hotkey: str
+    sign: Sign
+    verify: Verify
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """An outer step that waits for its publication.
+
+    ``files``: by their names beside the manifest, which they have on the disk too; ``uploads``: the
+    merged ones, by uid. ``data``: the manifest as it is signed.
+    """
+
+    manifest: Manifest
+    data: bytes
+    files: Mapping[str, Path]
+    uploads: Mapping[int, Path] = field(default_factory=dict)
+
+
+class OuterSteps:
+    """Reads and writes the chain. All methods raise StoreError.
+
+    ``folder``: for the local copy. ``keep_uploads``: outer steps whose merged uploads stay.
+    """
+
+    def __init__(
+        self, store: ObjectStore, folder: Path, master: Master, *, keep_uploads: int
+    ) -> None:
+        self.master = master
+        self.reader = BucketReader(store)
+        self.state: State | None = None  # as it was written last
+        self.head: Manifest
+        self.values: OuterState  # after the head
+        self.history: list[Manifest] = []  # the last manifests, ascending
+        self._store = store
+        self._folder = folder
+        self._keep_uploads = keep_uploads
+        self._retry = Retry(each=_SMALL)
+        self._etag = ""  # of our state in the store
+        self._ours: list[bytes] = []  # the last two: an answer may have been lost
+
+    # --- reading ----------------------------------------------------------------------------------
+
+    def load(self) -> bool:
+        """Read state, head and history; whether a network has begun in this bucket.
+
+        Raises GlobalStateError.
+        """
+        master = self.master
+        data = self._retry(self._store.get, keys.STATE, limit=State.most_bytes)
+        try:
+            if data is not None:
+                self.state = State.parse(
+                    data, run_id=master.run_id, master=master.hotkey, verify=master.verify
+                )
+            named = 0 if self.state is None else self.state.outer_step
+            found = self.manifest(named)
+            if found is None and self.state is None:
+                return False
+            if found is None or (self.state is not None and found.digest != self.state.head):
+                raise ValueError(f"{keys.STATE} names a manifest that is not there")
+            self.head = found
+            # Published by a process that was killed before it could say so.
+            following = self.manifest(named + 1)
+            if following is not None and self.state is None:
+                raise ValueError(f"it has outer steps and no {keys.STATE}")
+            if following is not None:
+                following.check_after(found)
+                self.head = following
+            self.history = [
+                manifest
+                for n in range(max(0, self.head.outer_step - HISTORY + 1), self.head.outer_step)
+                if (manifest := self.manifest(n)) is not None
+            ]
+            self.history.append(self.head)
+        except ValueError as error:
+            raise GlobalStateError(
+                f"the chain in the global bucket is damaged ({error}), so it is not known where "
+                "training stands: restore its files"
+            ) from None
+        return True
+
+    def manifest(self, outer_step: int) -> Manifest | None:
+        """Return the manifest of an outer step, None if there is none. Raises ValueError."""
+        key = keys.outer_key(outer_step, keys.MANIFEST)
+        data = self._retry(self._store.get, key, limit=Manifest.most_bytes)
+        if data is None:
+            return None
+        master = self.master
+        return Manifest.parse(
+            data, run_id=master.run_id, master=master.hotkey, verify=master.verify
+        )
+
+    def now(self) -> float:
+        """Return the time by the store's clock, in seconds since 1970."""
+        key = keys.outer_key(self.head.outer_step, keys.MANIFEST)
+        info = self._retry(self._store.head, key)
+        return time.time() if info is None else info.modified + (info.age_seconds or 0.0)
+
+    def look(self) -> float:
+        """Return the time by the store's clock, in seconds since 1970.
+
+        Raises GlobalStateError where another validator of this network leads its rounds.
+        """
+        info = self._retry(self._store.head, keys.STATE)
+        if info is None and self.state is not None:
+            self.write(self.state)  # whoever deleted it: nobody would find the head
+        elif info is not None and info.etag != self._etag:
+            if self._retry(self._store.get, keys.STATE, limit=State.most_bytes) not in self._ours:
+                raise GlobalStateError(
+                    f"{keys.STATE} was written by another process with the master's hotkey, so "
+                    "this one stops: let one validator lead this network, and give the master "
+                    "another hotkey if you do not know the other"
+                )
+            self._etag = info.etag
+        return self.now() if info is None else info.modified + (info.age_seconds or 0.0)
+
+    def list_uploads(self) -> list[ObjectInfo]:
+        """Return what is known of all uploads of members."""
+        return self._retry(self._store.list_objects, "uploads/")
+
+    # --- the local copy ---------------------------------------------------------------------------
+
+    def place(self, outer_step: int) -> Path:
+        """Return the folder with the files of an outer step."""
+        return self._folder / keys.epoch_folder(outer_step)
+
+    def write_values(self, state: GlobalState, values: OuterState) -> dict[str, str]:
+        """Write a set of what an outer step leads to; return its files' digests. Raises OSError."""
+        folder = self.place(state.outer_step)
+        folder.mkdir(parents=True, exist_ok=True)
+        tokens = state.total_tokens or None
+        extras = ConfigExtras((), 0, None, state.total_inner_steps, tokens)
+        return write_set(folder, state.schema, values, extras.merge_into(state.model_config))
+
+    def read_state(self, rates: Rule) -> GlobalState:
+        """Return the state of the head, and keep its values. Raises GlobalStateError, OSError."""
+        head, folder = self.head, self.place(self.head.outer_step)
+        at = self.state.weights_at if self.state is not None else (0,)
+        try:
+            content = self.reader.get(keys.outer_key(at[-1], keys.CONFIG), limit=MAX_CONFIG_BYTES)
+            config = parse_config(content or b"")[0]
+            schema = parameter_schema(config)
+            found = _read_set(folder, schema, head)
+            if found is None:
+                log.info("Outer step %d is computed again from the store", head.outer_step)
+                master = self.master
+                chain = Chain(
+                    self.reader,
+                    schema,
+                    self._folder / "replay",
+                    run_id=master.run_id,
+                    master=master.hotkey,
+                    verify=master.verify,
+                )
+                state = self.state or next_state(None, head, now=0, period=0, grace=0)
+                found = chain.replay(state, head.outer_step)
+            self.values = found
+        except (ValueError, IndexError) as error:
+            raise GlobalStateError(
+                f"the global bucket does not lead to outer step {head.outer_step} ({error}), so it "
+                "is not known where training stands: restore its files"
+            ) from None
+        return GlobalState(
+            model_config=without_extras(config),
+            schema=schema,
+            outer_step=head.outer_step,
+            weights=[*found.weights],
+            momentum=None,  # the values have it
+            learning_rate=rates.learning_rate,
+            mu=rates.mu,
+            last_allreduce_block=0,
+            total_inner_steps=head.total_inner_steps,
+            total_tokens=head.total_tokens,
+        )
+
+    def went_on(self, manifest: Manifest, values: OuterState) -> None:
+        """Go by a manifest that is published from now on."""
+        self.head, self.values = manifest, values
+        self.history = [*self.history[1 - HISTORY :], manifest]
+        remove_states(self._folder, before=manifest.outer_step - 1)
+
+    # --- writing ----------------------------------------------------------------------------------
+
+    def write(self, state: State) -> None:
+        """Sign and write a state."""
+        data = state.to_bytes(self.master.sign)
+        self._ours = [*self._ours[-1:], data]
+        self._etag = self._retry(self._store.put, keys.STATE, data)
+        self.state = state
+
+    def publish(self, prepared: Prepared) -> int:
+        """Write the files of an outer step, its manifest last; return the bytes that were sent.
+
+        May be tried again. Raises GlobalStateError where another validator has published this step,
+        OSError.
+        """
+        n = prepared.manifest.outer_step
+        place = keys.outer_key(n, keys.MANIFEST)
+        self._refuse_other(place, prepared.data)
+        sent = Sent()
+        files = [(keys.outer_key(n, name), path) for name, path in prepared.files.items()]
+        files += [(keys.merged_key(n, uid), path) for uid, path in prepared.uploads.items()]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        journal = Journal(self._folder / _UPDATES)
+        deadline = deadline_in(_PUBLICATION)
+        with Sender(store=self._store, journal=journal, deadline=deadline, sent=sent) as sender:
+            sender.abandon_all_but(key for key, _ in files)
+            sender.upload_all(files)
+        try:
+            self._retry(put_once, self._store, place, prepared.data)
+        except TakenError:
+            self._refuse_other(place, prepared.data)
+        return sent.bytes
+
+    def _refuse_other(self, key: str, data: bytes) -> None:
+        """Raise GlobalStateError if the store holds another manifest under ``key``."""
+        found = self._retry(self._store.get, key, limit=Manifest.most_bytes)
+        if found not in (None, data):
+            raise GlobalStateError(
+                f"{key} was published by another process with the master's hotkey, so this one "
+                "stops: let one validator lead this network; starting again goes on from the store"
+            )
+
+    def delete_past(self) -> None:
+        """Delete what nobody needs any more. A failure is logged: the next time has it again."""
+        state = self.state
+        assert state is not None
+        n, oldest = state.outer_step, min(state.weights_at, default=0)
+        try:
+            for info in self._store.list_objects("outer/"):
+                step, name = keys.parse_outer_key(info.key) or (n, keys.MANIFEST)
+                whole = name in (keys.MODEL, keys.CONFIG, keys.OUTER_STATE)
+                if (
+                    (whole and step not in state.weights_at and step < n)
+                    or (name == keys.UPDATE and step <= oldest)
+                    or (name.startswith("uploads/") and step <= n - self._keep_uploads)
+                ):
+                    self._store.delete(info.key)
+            for info in self._store.list_objects("uploads/"):
+                _, *close = keys.parse_upload_key(info.key) or (0, n, state.serial)
+                if close < [n, state.serial]:
+                    self._store.delete(info.key)
+        except StoreError as error:
+            log.info("Files that are past were not deleted (%s): after the next round", error)
+
+
+def _read_set(folder: Path, schema: Schema, head: Manifest) -> OuterState | None:
+    """Return the local copy of what the head leads to, None where there is none."""
+    parts = {"momentum": head.momentum, "residual": head.residual}
+    try:
+        weights = load_weights(folder / keys.MODEL, schema)
+        momentum, residual = (
+            load_weights(folder / keys.OUTER_STATE, [(f"{part}/{n}", shape) for n, shape in schema])
+            if digest
+            else None
+            for part, digest in parts.items()
+        )
+    except (ValueError, OSError):
+        return None
+    found = OuterState(weights, momentum, residual)
+    return found if found.digests == (head.weights, head.momentum, head.residual) else None
+
+
+def next_state(
+    before: State | None,
+    manifest: Manifest,
+    *,
+    now: float,
+    period: float,
+    grace: float,
+    finished: str = "",
+) -> State:
+    """Return the state whose head is ``manifest``, or, if it is that already, a close that moved.
+
+    ``now``: by the store's clock.
+    """
+    at = () if before is None else before.weights_at
+    if keys.MODEL in manifest.files and manifest.outer_step not in at:
+        at = (*at, manifest.outer_step)[-2:]
+    moved = before is not None and before.outer_step == manifest.outer_step
+    # From close to close it is a period. After one that was late, members first need the update.
+    due = now + period if moved or before is None else before.closes_at + period
+    return State(
+        run_id=manifest.run_id,
+        outer_step=manifest.outer_step,
+        serial=1 if before is None else before.serial + 1,
+        closes_at=float(max(due, now + period / 2)),
+        grace=float(grace),
+        head=manifest.digest,
+        weights_at=at,
+        written_at=now,
+        expires=now + 2 * period,
+        finished=printable(finished, 200) or None,
+    )
+
+
+def renewed(state: State, *, now: float, period: float, finished: str = "") -> State:
+    """Return the same state, written ``now``."""
+    return replace(
+        state, written_at=now, expires=now + 2 * period, finished=printable(finished, 200) or None
+    )

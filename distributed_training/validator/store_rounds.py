@@ -1,0 +1,682 @@
+"""Lead the rounds of a store network: take the uploads of a close, judge, merge, publish.
+
+From a close on each upload is fetched as it comes and judged once (:mod:`.judging`). The round
+ends when all members that uploaded last time have, at the latest after the grace. The accepted
+uploads are merged (:mod:`.merge`). The outer step is published (:mod:`.outer_steps`) if the
+held-out loss allows it; if not, whoever spoils it is looked for by halves. Whatever fails on the
+way, a store, a disk or a kill, is begun again from what is in the store: a round may be late, and
+nothing of it is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from distributed_training.chain.base import Neuron
+from distributed_training.config import Config
+from distributed_training.node.identity import Member, miners_of
+from distributed_training.node.start import Stopped
+from distributed_training.protocol import keys, lines
+from distributed_training.protocol.manifest import Manifest, Merged, Refused, State
+from distributed_training.protocol.network_report import TOO_FEW, WORSE, printable
+from distributed_training.protocol.scoring import random_block_range
+from distributed_training.protocol.update_file import Header, UpdateLayout, largest_file
+from distributed_training.scoring.evaluator import Judgement, judgement_fields
+from distributed_training.scoring.upload import (
+    DataUnavailable,
+    Judged,
+    in_a_line,
+    of_this_machine,
+)
+from distributed_training.store.base import ObjectInfo
+from distributed_training.store.errors import IntegrityError, ObjectMissingError, StoreError
+from distributed_training.training.outer_step import GlobalState
+from distributed_training.validator.hivemind import MOST_STEPS_OF_A_BLOCK
+from distributed_training.validator.judging import (
+    CAUSES,
+    Accepted,
+    RefusedError,
+    UploadJudge,
+    digest_file,
+    find_copies,
+    refusal,
+)
+from distributed_training.validator.merge import (
+    OuterState,
+    Rule,
+    clip_factors,
+    find_spoilers,
+    merge,
+    merged_norms,
+)
+from distributed_training.validator.outer_steps import OuterSteps, Prepared, next_state, renewed
+from distributed_training.validator.reporter import Reporter
+from distributed_training.validator.rounds import Attendance, Run, each
+from distributed_training.validator.scorer import PastRound
+from distributed_training.validator.validator import Validator, ValidatorRules
+
+log = logging.getLogger(__name__)
+
+LEDGER = "ledger.json"  # beside an outer step's files: the scores that hold once it is published
+_LOOK = 2.0  # seconds between two looks at the store
+_PATIENT = 3  # closes in a row that the held-out loss refuses, before the founder is asked
+_UPDATE_BITS = 4
+
+
+@dataclass(frozen=True)
+class RoundRules:
+    """The keys of the network's file that a round through the store goes by; times in seconds."""
+
+    rules_id: str
+    period: float
+    grace: float
+    least: int
+    weights_every: int
+    rule: Rule
+
+
+@dataclass
+class _Close:
+    """All that has come of a close, which ``state`` names. A restart finds it in the store."""
+
+    state: State
+    random_block: int  # of the text that all its uploads are judged on
+    began: float  # by time.monotonic()
+    came: dict[int, float] = field(default_factory=dict)  # by uid: when, by the store's clock
+    accepted: dict[int, Accepted] = field(default_factory=dict)
+    refused: dict[int, Refused] = field(default_factory=dict)
+    waiting: dict[int, str] = field(default_factory=dict)  # why one could not be judged yet
+
+
+@dataclass(frozen=True)
+class _MergedSome:
+    """The result of merging the uploads of ``uids``. ``update``: digest of its file."""
+
+    uids: list[int]
+    update: str
+    values: OuterState
+    factors: list[float]
+    losses: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Reached:
+    """An outer step that is merged, and published as soon as the store takes it."""
+
+    prepared: Prepared
+    values: OuterState
+    state: GlobalState
+    losses: dict[str, float]
+    began: float
+    samples: Mapping[int, Tensor]  # of the merged uploads
+
+
+class StoreValidator(Validator):
+    """Leads rounds through the store, of which ``steps`` is the one owner."""
+
+    def __init__(
+        self,
+        *,
+        rules: ValidatorRules,
+        member: Member,
+        steps: OuterSteps,
+        judge: UploadJudge,
+        round_rules: RoundRules,
+        run: Run,
+        reporter: Reporter,
+        after_step: Callable[[GlobalState], None],
+    ) -> None:
+        super().__init__(
+            rules=rules,
+            member=member,
+            standings=reporter.standings,
+            run=run,
+            reporter=reporter,
+            after_step=after_step,
+        )
+        self._steps = steps
+        self._judge = judge
+        self._round_rules = round_rules
+        self._uploads = run.folder / "uploads"  # of the present close
+        self._rng = random.Random(self._rules.settings.seed or None)
+        self._close: _Close | None = None
+        self._reached_step: _Reached | None = None
+        self._samples: Mapping[int, Tensor] = {}  # of what was merged last
+        self._looked = 0.0
+        self._problem = ""
+        self._gates = 0  # closes in a row that the held-out loss refused
+
+    # --- what the validator's loop asks for -------------------------------------------------------
+
+    def _begin(self, state: GlobalState, *, found: bool) -> GlobalState:
+        rules, steps = self._round_rules, self._steps
+        if not found:
+            values = OuterState(state.weights)
+            files = steps.write_values(state, values)
+            weights, *_ = values.digests
+            manifest = Manifest(
+                run_id=self._judge.run_id,
+                rules_id=rules.rules_id,
+                outer_step=0,
+                previous="",
+                update="",
+                weights=weights,
+                momentum="",
+                residual="",
+                learning_rate=rules.rule.learning_rate,
+                mu=rules.rule.mu,
+                rule=rules.rule.name,
+                merged=(),
+                refused=(),
+                losses_before={},
+                losses_after={},
+                scores={},
+                closed_at=0.0,
+                serial=0,
+                total_inner_steps=0,
+                total_tokens=0,
+                made_at=time.time(),
+                files=files,
+            )
+            steps.publish(self._signed(manifest))
+            steps.went_on(manifest, values)
+        self._miners()
+        if not self.standings.successful_rounds:  # on an empty disk: the chain has the scores
+            for uid, score in steps.head.scores.items():
+                if uid in self.standings.entries:
+                    self.standings.entries[uid].published = score
+        now = steps.now()
+        if steps.state is None or steps.state.head != steps.head.digest:
+            self._show(now)
+        else:
+            steps.write(renewed(steps.state, now=now, period=rules.period, finished=self.finished))
+        return state
+
+    def _lead(self, block: int) -> bool:
+        if time.monotonic() - self._looked < _LOOK:
+            return False
+        try:
+            done = self._advance(block)
+            self._problem = ""
+        except (StoreError, OSError) as error:
+            self._looked = time.monotonic()
+            if str(error) != self._problem:
+                log.warning("The round waits: %s; it goes on as soon as it can", error)
+            self._problem = str(error)
+            return False
+        self._looked = time.monotonic()
+        return done
+
+    def _show_next_round(self) -> None:
+        state = self._steps.state
+        self._reporter.closes_at = None if self.finished or state is None else state.closes_at
+
+    def _went_on(self, config: Config) -> None:
+        self._round_rules = replace(self._round_rules, rules_id=config.rules_id)
+
+    def _save(self) -> None:
+        if self._reached_step is None:  # or scores of an outer step that nobody saw would count
+            super()._save()
+
+    # --- a round ----------------------------------------------------------------------------------
+
+    def _advance(self, block: int) -> bool:
+        """Do what can be done for the present close; whether its round has ended.
+
+        Raises StoreError, OSError, Stopped.
+        """
+        if self._reached_step is not None:
+            return self._publish(self._reached_step)
+        steps, rules = self._steps, self._round_rules
+        assert steps.state is not None
+        now = steps.look()
+        if (
+            steps.state.head != steps.head.digest
+        ):  # published, and the store failed before it said so
+            self._show(now)
+        state = steps.state
+        if (state.finished or "") != self.finished or now > state.written_at + rules.period / 2:
+            renewal = renewed(state, now=now, period=rules.period, finished=self.finished)
+            steps.write(renewal)
+        if self.finished or now < state.closes_at:
+            return False
+        if self._close is None or self._close.state.serial != state.serial:
+            self._close = _Close(
+                state, self._rng.randrange(*random_block_range(block)), time.monotonic()
+            )
+            shutil.rmtree(self._uploads, ignore_errors=True)
+            log.info("Close %d of outer step %d", state.serial, state.outer_step)
+            self._report("round")
+        close, miners = self._close, self._miners()
+        self._take(close, miners, block, now)
+        if self._missing(close, miners, now):
+            self._reporter.report(at_once=False)
+            return False
+        # Who was expelled meanwhile is in no outer step any more.
+        present = {miner.uid: miner.hotkey for miner in miners}
+        close.accepted = {
+            u: one for u, one in close.accepted.items() if present.get(u) == one.hotkey
+        }
+        return self._end(close, block, now)
+
+    def _missing(self, close: _Close, miners: Sequence[Neuron], now: float) -> bool:
+        """Return whether there is somebody to wait for."""
+        rules, judged = self._round_rules, close.accepted.keys() | close.refused.keys()
+        end = close.state.closes_at + close.state.grace
+        if now < end:
+            head = self._steps.head
+            last = {one.uid for one in head.merged} | {one.uid for one in head.refused}
+            last &= {miner.uid for miner in miners}
+            return not last or bool(close.waiting) or not last <= judged
+        # Their text cannot be had: without it half of a period is waited for.
+        return bool(close.waiting) and now < end + rules.period / 2
+
+    def _take(self, close: _Close, miners: Sequence[Neuron], block: int, now: float) -> None:
+        """Fetch and judge the uploads that came since the last look."""
+        hotkeys = {miner.uid: miner.hotkey for miner in miners}
+        known = close.accepted.keys() | close.refused.keys()
+        new: dict[int, ObjectInfo] = {}
+        for info in self._steps.list_uploads():
+            uid, *place = keys.parse_upload_key(info.key) or (-1, -1, -1)
+            if place == [close.state.outer_step, close.state.serial] and uid in hotkeys:
+                close.came[uid] = info.modified
+                if uid not in known:
+                    new[uid] = info
+        self._attend(close, miners)
+        late = close.state.closes_at + close.state.grace
+        most = largest_file(self.state.schema, self._judge.bits)
+        for uid, info in new.items():
+            if info.modified > late:
+                reason = f"it came {info.modified - late:.0f} s after close and grace"
+                self._refuse(close, uid, hotkeys[uid], "", "late", reason)
+            elif info.size > most:
+                reason = f"it has {info.size} bytes, and no upload has more than {most}"
+                self._refuse(close, uid, hotkeys[uid], "", "damaged", reason)
+        wanted = [uid for uid in new if uid not in close.refused]
+        # Several at a time: each may be slow. Judged one after the other, on one device.
+        fetched = each(lambda uid: self._fetch(new[uid], uid, most), wanted, stop=self._stop)
+        for uid, (path, problem) in zip(wanted, fetched, strict=True):
+            if problem:
+                self._refuse(close, uid, hotkeys[uid], "", "damaged", problem)
+            else:
+                self._judge_one(close, uid, hotkeys[uid], path, block)
+            self._reporter.report(at_once=False)
+
+    def _fetch(self, info: ObjectInfo, uid: int, most: int) -> tuple[Path, str]:
+        """Return the file of an upload, or what its owner has done to it. Raises StoreError."""
+        path = self._uploads / f"{uid}.safetensors"
+        if not path.exists():  # else it waits for its text
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                self._steps.reader.download(info.key, path, limit=most)
+            except (IntegrityError, ObjectMissingError) as error:
+                return path, str(error)
+        return path, ""
+
+    def _judge_one(self, close: _Close, uid: int, hotkey: str, path: Path, block: int) -> None:
+        revision = f"{close.state.outer_step}.{close.state.serial}"
+        if uid not in close.waiting:
+            self._record(
+                "upload_seen",
+                uid=uid,
+                revision=revision,
+                outer_step=close.state.outer_step,
+                age_seconds=0.0,
+            )
+        judged = Judged(
+            block=block,
+            bpa=self._rules.settings.blocks_per_allreduce,
+            outer_step=close.state.outer_step,
+            schema=self.state.schema,
+            weights=self.state.weights,
+            learning_rate=self._round_rules.rule.learning_rate,
+        )
+        close.waiting.pop(uid, None)
+        try:
+            found = self._judge.judge(
+                uid,
+                hotkey,
+                path,
+                judged,
+                serial=close.state.serial,
+                start=self._steps.head.weights,
+                modified=close.came[uid],
+                random_block=close.random_block,
+            )
+        except RefusedError as error:
+            self._refuse(close, uid, hotkey, digest_file(path), error.cause, str(error))
+            return
+        except (Stopped, OSError, torch.AcceleratorError):
+            raise
+        except Exception as error:  # noqa: BLE001 - foreign bytes: they cost their owner alone
+            if not isinstance(error, DataUnavailable) and not of_this_machine(error):
+                why = in_a_line(error)
+                self._refuse(close, uid, hotkey, digest_file(path), "damaged", why)
+                return
+            if not close.waiting:
+                log.warning("The upload of uid %d is not judged now: %s", uid, error)
+            close.waiting[uid] = str(error)
+            return
+        close.accepted[uid] = found
+        self._record("upload_scored", **judgement_fields(found.judgement, revision))
+        log.info("uid %d: accepted, random text %+.4f nats", uid, -found.improvement)
+
+    def _refuse(
+        self, close: _Close, uid: int, hotkey: str, digest: str, cause: str, reason: str
+    ) -> None:
+        close.refused[uid] = refusal(uid, hotkey, digest, cause, reason)
+        reset = Judgement.reset(uid, close.state.outer_step, CAUSES[cause], reason)
+        self._record("upload_scored", **judgement_fields(reset, ""))
+        log.info("uid %d: refused (%s): %s", uid, cause, reason)
+
+    def _attend(self, close: _Close, miners: Sequence[Neuron]) -> None:
+        """Let reports say who has sent an upload."""
+        asked = tuple(miner.uid for miner in miners)
+        self._reporter.attendance = Attendance(asked, tuple(sorted(close.came.keys() & {*asked})))
+
+    # --- the merge --------------------------------------------------------------------------------
+
+    def _end(self, close: _Close, block: int, now: float) -> bool:
+        """End the round of a close: publish its outer step, or let the close move."""
+        for uid, why in close.waiting.items():
+            hotkey = self.standings.entries[uid].hotkey
+            self._refuse(close, uid, hotkey, "", "not-judged", why)
+        close.waiting.clear()
+        for uid, why in find_copies([*close.accepted.values()], self._samples).items():
+            self._blame(close, uid, "copy", why)
+        least = self._round_rules.least
+        if len(close.accepted) < least:
+            detail = f"{lines.counted(len(close.accepted), 'upload')} accepted of {len(close.came)}"
+            return self._move(close, TOO_FEW, f"{detail}, {least} are needed", block, now)
+        if len(close.accepted) < 3 and not any(m.merged for m in self._steps.history):
+            log.info(
+                "%s and none before them: nothing bounds a hostile one",
+                lines.counted(len(close.accepted), "upload"),
+            )
+        # The least trusted last: among them a spoiler is looked for first.
+        trusted = sorted(close.accepted, key=lambda u: -self.standings.entries[u].published)
+        before = self._rules.held_out.mean(self._losses)
+        limit = self._rules.held_out.limit(before)
+        merged = self._merge(close, trusted)
+
+        def passes(places: Sequence[int]) -> bool:
+            nonlocal merged
+            merged = self._merge(close, [trusted[i] for i in places])
+            return self._rules.held_out.mean(merged.losses) <= limit
+
+        # "Not below", for NaN.
+        if not (after := self._rules.held_out.mean(merged.losses)) <= limit:
+            detail = f"held-out loss {before:.4f} -> {after:.4f}, limit {limit:.4f}"
+            self._record_losses(close.state.outer_step + 1, merged.losses)
+            spoilers = find_spoilers(len(trusted), passes)
+            if spoilers is None or len(trusted) - len(spoilers) < least:
+                return self._move(close, WORSE, detail, block, now)
+            for place in spoilers:
+                self._blame(close, trusted[place], "spoiler", f"with it {detail}")
+        self._gates = 0
+        if merged.uids != sorted(close.accepted):  # the last that was tried was another one
+            merged = self._merge(close, [*close.accepted])
+        self._prepare(close, merged, block, now)
+        assert self._reached_step is not None
+        return self._publish(self._reached_step)
+
+    def _blame(self, close: _Close, uid: int, cause: str, reason: str) -> None:
+        one = close.accepted.pop(uid)
+        self._refuse(close, uid, one.hotkey, one.file.digest, cause, reason)
+
+    def _merge(self, close: _Close, uids: Sequence[int]) -> _MergedSome:
+        """Merge the uploads of some, into the one file that there is for the update."""
+        ordered = [close.accepted[uid] for uid in sorted(uids)]
+        factors = clip_factors([one.norm for one in ordered], merged_norms(self._steps.history))
+        path = self._steps.place(close.state.outer_step + 1) / keys.UPDATE
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        header = Header(
+            kind="update",
+            run_id=self._judge.run_id,
+            outer_step=close.state.outer_step,
+            serial=0,
+            hotkey=self._member.hotkey,
+            start=self._steps.head.weights,
+            bits=_UPDATE_BITS,
+            inner_steps=self._steps_of(ordered),
+            tokens=self._steps_of(ordered) * len(ordered) * self._rules.ending.tokens_of_step,
+        )
+        digest, values = merge(
+            [one.file for one in ordered],
+            factors,
+            self._steps.values,
+            self._round_rules.rule,
+            path=path,
+            layout=UpdateLayout.of(self.state.schema, header),
+            sign=self._steps.master.sign,
+        )
+        losses = self._rules.held_out.losses(values.weights)
+        return _MergedSome(sorted(uids), digest, values, factors, losses)
+
+    def _steps_of(self, chosen: Sequence[Accepted]) -> int:
+        """Return the median of the inner steps that the uploads name, as far as it is possible."""
+        most = MOST_STEPS_OF_A_BLOCK * self._rules.settings.blocks_per_allreduce
+        return min(statistics.median_low(one.file.header.inner_steps for one in chosen), most)
+
+    def _prepare(self, close: _Close, merged: _MergedSome, block: int, now: float) -> None:
+        """Make all that is published of the outer step that the merge leads to."""
+        chosen, values, losses = (
+            [close.accepted[u] for u in merged.uids],
+            merged.values,
+            merged.losses,
+        )
+        steps, head = self._steps_of(chosen), self._steps.head
+        tokens = steps * len(chosen) * self._rules.ending.tokens_of_step
+        state = replace(
+            self.state,
+            outer_step=self.state.outer_step + 1,
+            weights=[*values.weights],
+            total_inner_steps=self.state.total_inner_steps + steps,
+            total_tokens=self.state.total_tokens + tokens,
+        )
+        # First: what fails for a full disk is done again, and scores count once.
+        files = self._steps.write_values(state, values)
+        self._score(close, block)
+        self._remember_round(self._past(close, "", "", tokens))
+        self.standings.failed_rounds = 0
+        self.standings.successful_rounds += 1
+        weights, momentum, residual = values.digests
+        rules = self._round_rules
+        manifest = Manifest(
+            run_id=head.run_id,
+            rules_id=rules.rules_id,
+            outer_step=state.outer_step,
+            previous=head.digest,
+            update=merged.update,
+            weights=weights,
+            momentum=momentum,
+            residual=residual,
+            learning_rate=rules.rule.learning_rate,
+            mu=rules.rule.mu,
+            rule=rules.rule.name,
+            merged=tuple(
+                Merged(
+                    one.uid,
+                    one.hotkey,
+                    one.file.digest,
+                    one.norm,
+                    factor,
+                    one.improvement,
+                    one.file.header.inner_steps,
+                    one.file.header.tokens,
+                )
+                for one, factor in zip(chosen, merged.factors, strict=True)
+            ),
+            refused=tuple(close.refused[uid] for uid in sorted(close.refused)),
+            losses_before=_named(self._losses),
+            losses_after=_named(losses),
+            scores={uid: entry.published for uid, entry in self.standings.present().items()},
+            closed_at=close.state.closes_at,
+            serial=close.state.serial,
+            total_inner_steps=state.total_inner_steps,
+            total_tokens=state.total_tokens,
+            made_at=now,
+            files=files if state.outer_step % rules.weights_every == 0 else {},
+        )
+        # Beside the scores that count: which ones do is decided by the manifest in the store.
+        with suppress(OSError):
+            self.standings.save(self._steps.place(state.outer_step) / LEDGER)
+        uploads = {one.uid: one.file.path for one in chosen}
+        samples = {one.uid: one.sample for one in chosen}
+        self._reached_step = _Reached(
+            self._signed(manifest, uploads), values, state, losses, close.began, samples
+        )
+
+    def _signed(self, manifest: Manifest, uploads: Mapping[int, Path] | None = None) -> Prepared:
+        names = [*manifest.files, *([keys.UPDATE] if manifest.update else [])]
+        folder = self._steps.place(manifest.outer_step)
+        data = manifest.to_bytes(self._steps.master.sign)
+        return Prepared(manifest, data, {name: folder / name for name in names}, uploads or {})
+
+    def _publish(self, reached: _Reached) -> bool:
+        """Publish an outer step and go on from it. Raises StoreError: it is tried again."""
+        began = time.monotonic()
+        sent = self._steps.publish(reached.prepared)
+        manifest = reached.prepared.manifest
+        self._record(
+            "publication",
+            revision=f"{self._run_number}.{manifest.outer_step}.0",
+            ok=True,
+            seconds=round(time.monotonic() - began, 3),
+            bytes_sent=sent,
+            reason="",
+        )
+        self._steps.went_on(manifest, reached.values)
+        self._reached_step, self._close, self._samples = None, None, reached.samples
+        self._save()
+        (self._steps.place(manifest.outer_step) / LEDGER).unlink(missing_ok=True)
+        self._record_losses(manifest.outer_step, reached.losses)
+        uids = [one.uid for one in manifest.merged]
+        self._reached(reached.state, reached.losses, uids, reached.began, "Merged")
+        self._show(self._steps.look())
+        self._steps.delete_past()
+        self._report("waiting")
+        return True
+
+    def _show(self, now: float) -> None:
+        """Let the store name the head, or another time of the present close."""
+        rules = self._round_rules
+        self._steps.write(
+            next_state(
+                self._steps.state,
+                self._steps.head,
+                now=now,
+                period=rules.period,
+                grace=rules.grace,
+                finished=self.finished,
+            )
+        )
+
+    def _move(self, close: _Close, fault: str, detail: str, block: int, now: float) -> bool:
+        """Let the close be a period later: what was sent for it is void."""
+        self._show(now)
+        self._close = None
+        self.standings.failed_rounds += 1
+        self._remember_round(self._past(close, fault, detail, 0))
+        self._save()
+        log.warning(
+            "Close %d of outer step %d moves by %.0f s (%s): members send another upload",
+            close.state.serial,
+            close.state.outer_step,
+            self._round_rules.period,
+            detail,
+        )
+        self._gates = self._gates + 1 if fault == WORSE else 0
+        if self._gates == _PATIENT:
+            log.error(
+                "The held-out loss refused %d closes in a row and nobody is to blame, so training "
+                "stands still: lower training.outer_learning_rate or raise round.held_out_rise in "
+                "a new version of the network's file",
+                _PATIENT,
+            )
+        self._report("waiting")
+        return True
+
+    # --- what a round leaves behind ---------------------------------------------------------------
+
+    def _score(self, close: _Close, block: int) -> None:
+        """Let scores follow from what the round has found of each member."""
+        judgements = [one.judgement for one in close.accepted.values()]
+        judgements += [
+            Judgement.reset(uid, close.state.outer_step, CAUSES[one.cause], one.reason)
+            for uid, one in close.refused.items()
+        ]
+        entries = self.standings.present()
+        for uid, entry in entries.items():
+            entry.all_reduce = int(uid in close.accepted)
+            entry.uploaded = close.came.get(uid, entry.uploaded)
+            entry.fault = "" if uid in close.came else "it sent no upload for the last close"
+        # Merged and no better than nothing scores 0.
+        better = {u: u in close.accepted and close.accepted[u].improvement > 0 for u in entries}
+        known = [judgement for judgement in judgements if judgement.uid in entries]
+        scores = self.standings.judged(known, better, block=block)
+        self._record(
+            "scores",
+            outer_step=close.state.outer_step,
+            block=block,
+            scores={str(uid): figures for uid, figures in scores.items()},
+        )
+        self._reporter.count("uploads_judged", len(judgements))
+        self._reporter.count("uploads_reset", len(close.refused))
+
+    def _past(self, close: _Close, fault: str, detail: str, tokens: int) -> PastRound:
+        """Record a round that has ended; return it for the standings."""
+        seconds = time.monotonic() - close.began
+        uids = [] if fault else sorted(close.accepted)
+        self._record(
+            "round",
+            outer_step=close.state.outer_step,
+            ok=not fault,
+            fault=fault,
+            detail=detail,
+            peers=[],
+            failed_peers=[],
+            called=sorted(close.came),
+            participants=uids,
+            left_out={},
+            causes={str(u): f"{one.cause}: {one.reason}" for u, one in close.refused.items()},
+            top_uid=None,
+            seconds=round(seconds, 3),
+            matchmaking_seconds=None,
+            transfer_seconds=None,
+        )
+        return PastRound(
+            outer_step=close.state.outer_step,
+            ended=time.time(),
+            seconds=seconds,
+            participants=uids,
+            tokens=tokens,
+            fault=fault,
+            detail=detail,
+        )
+
+    def _miners(self) -> list[Neuron]:
+        """List the members that may upload: registered, not us and not a validator."""
+        found = miners_of(
+            self._chain.neurons(), max_uids=self._rules.settings.max_uids, served=False
+        )
+        miners = [n for n in found if n.hotkey != self._member.hotkey]
+        self.standings.sync(miners)
+        return miners
+
+
+def _named(losses: Mapping[str, float]) -> dict[str, float]:
+    """Return losses by names as a manifest may have them."""
+    return {printable(name, 100): loss for name, loss in losses.items()}

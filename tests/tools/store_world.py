@@ -1,0 +1,299 @@
+"""A store network in memory: the real validator, and miners that train in its process."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from bittensor.sp_core import Keypair, verify
+from torch import Tensor
+
+from distributed_training.chain.identity import Wallet
+from distributed_training.node.identity import Member
+from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Manifest, State
+from distributed_training.protocol.update_file import (
+    Header,
+    UpdateFile,
+    UpdateLayout,
+    finish,
+    rows_and_columns,
+    write_rows,
+)
+from distributed_training.scoring.evaluator import EvaluationModel
+from distributed_training.store.errors import StoreError
+from distributed_training.validator import store_rounds
+from distributed_training.validator.merge import digest_of
+from distributed_training.validator.program import Parts, build
+from distributed_training.validator.store_rounds import StoreValidator
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
+from tests.tools.memory_store import MemoryObjectStore
+from tests.tools.validator_world import (
+    LENGTH,
+    MODEL_CONFIG,
+    VOCABULARY,
+    Events,
+    config_of,
+    pages,
+    sequences,
+    settings,
+)
+
+PERIOD, GRACE = 600.0, 120.0  # seconds; the network's block takes PERIOD / 60
+
+
+@cache
+def keypair(name: str) -> Keypair:
+    return Keypair.create_from_seed(hashlib.sha256(name.encode()).digest())
+
+
+class Clock:
+    """The store's, which a test moves."""
+
+    def __init__(self) -> None:
+        self.ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.ahead
+
+
+class StoreBucket(MemoryObjectStore):
+    """The global bucket. ``before_put``: called with each key that is written; may raise."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        super().__init__("global", before=self._before_each, clock=clock)
+        self.before_put: Callable[[str], None] = lambda key: None
+        self.down = False
+
+    @property
+    def objects(self) -> dict[str, tuple[bytes, str, float]]:
+        return self._objects
+
+    def _before_each(self, operation: str, key: str) -> None:
+        if self.down:
+            raise StoreError("the bucket does not answer")
+        if operation == "put":
+            self.before_put(key)
+
+    def put_new(self, key: str, data: Any) -> str:
+        with self._lock:
+            if key in self._objects:
+                from distributed_training.store.errors import PreconditionError
+
+                raise PreconditionError(key)
+            return self.put(key, data)
+
+
+class StoreMiner:
+    """Trains the real model on its own pages; encodes and uploads as a member does."""
+
+    def __init__(self, world: StoreWorld, uid: int) -> None:
+        self.world, self.uid = world, uid
+        self.pair = keypair(f"miner-{uid}")
+        self.outer_step = 0
+        self.model = EvaluationModel(model_config=MODEL_CONFIG, device=torch.device("cpu"))
+        self.start = [w.clone() for w in world.validator.state.weights]
+        self.moved: list[Tensor] = []
+        self.blocks: list[int] = []
+
+    def train(self, steps: int = 4, learning_rate: float = 3e-3) -> None:
+        self.model.load(self.start)
+        parameters = self.model._parameters
+        block = self.world.chain.block() + self.outer_step
+        for p in parameters.values():
+            p.requires_grad_(True)
+        optimizer = torch.optim.AdamW(parameters.values(), lr=learning_rate)
+        for step in range(steps):
+            batch = torch.cat(
+                [pages(self.uid, block), sequences(self.uid * 7919 + 100 * self.outer_step + step)]
+            )
+            loss = self.model._loss(batch) / (batch.shape[0] * (LENGTH - 1))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        for p in parameters.values():
+            p.requires_grad_(False)
+        self.moved = [a - b for a, b in zip(self.start, self.model.state(), strict=True)]
+        self.blocks = [block]
+
+    def header(self, **changes: Any) -> Header:
+        state = self.world.state
+        header = Header(
+            kind="upload",
+            run_id=self.world.run_id,
+            outer_step=state.outer_step,
+            serial=state.serial,
+            hotkey=self.pair.ss58_address,
+            start=digest_of(self.start),
+            bits=4,
+            inner_steps=4,
+            tokens=4 * 16 * LENGTH,
+            blocks=tuple(self.blocks),
+        )
+        return replace(header, **changes)
+
+    def encode(
+        self, *, moved: Sequence[Tensor] | None = None, pair: Keypair | None = None, **changes: Any
+    ) -> bytes:
+        """An upload of what was trained (or of ``moved``), as bytes."""
+        layout = UpdateLayout.of(self.world.schema, self.header(**changes))
+        path = self.world.folder / f"of-miner-{self.uid}.safetensors"
+        path.unlink(missing_ok=True)
+        for index, tensor in enumerate(moved if moved is not None else self.moved):
+            rows = tensor.reshape(rows_and_columns(tensor.shape)).contiguous()
+            write_rows(path, layout, index, 0, rows)
+        finish(path, layout, (pair or self.pair).sign)
+        return path.read_bytes()
+
+    @property
+    def key(self) -> str:
+        state = self.world.state
+        return keys.upload_key(self.uid, state.outer_step, state.serial)
+
+    def upload(self, data: bytes | None = None, **changes: Any) -> None:
+        self.world.bucket.put(self.key, self.encode(**changes) if data is None else data)
+
+    def apply(self) -> None:
+        """Apply all updates up to the head, each checked as members do."""
+        world = self.world
+        while self.outer_step < world.state.outer_step:
+            n = self.outer_step + 1
+            path = world.folder / f"update-{self.uid}.safetensors"
+            path.write_bytes(world.bucket.objects[keys.outer_key(n, keys.UPDATE)][0])
+            update = UpdateFile.open(
+                path,
+                world.schema,
+                run_id=world.run_id,
+                kind="update",
+                hotkey=world.master.ss58_address,
+                verify=verify,
+            )
+            manifest = world.manifest(n)
+            assert update.digest == manifest.update
+            decoded = [update.decode(name, shape) for name, shape in world.schema]
+            self.start = [w - d for w, d in zip(self.start, decoded, strict=True)]
+            assert digest_of(self.start) == manifest.weights
+            self.outer_step = n
+
+
+class StoreWorld:
+    """Everything around one validator of a store network; ``restart`` makes a new one."""
+
+    def __init__(self, folder: Path, *, uids: Sequence[int] = (3, 5, 17), **changes: Any) -> None:
+        self.folder, self.uids = folder, tuple(uids)
+        base = config_of(folder, settings(**changes))
+        self.master = keypair("master")
+        rules = {"exchange": "store", "master_ss58_address": self.master.ss58_address}
+        self.config = replace(
+            base,
+            miner=replace(base.miner, **rules),
+            chain=replace(base.chain, seconds_per_block=PERIOD / base.miner.blocks_per_allreduce),
+        )
+        self.run_id = self.config.swarm.run_id
+        self.clock = Clock()
+        self.bucket = StoreBucket(self.clock)
+        self.ledger = MemoryLedger()
+        self.ledger.register(self.master.ss58_address, uid=200, stake=1e5, validator_permit=True)
+        self.chain = MemoryChain(hotkey=self.master.ss58_address, ledger=self.ledger)
+        for uid in self.uids:
+            self.ledger.register(keypair(f"miner-{uid}").ss58_address, uid=uid)
+        self.events = Events(folder / "validator" / "events.jsonl")
+        self.pages: Callable[[int, int], Tensor] = pages
+        self.closing = ExitStack()
+        self.restart()
+        self.validator.start(self.state_found, found=self.found)
+        self.schema = self.validator.state.schema
+        self.miners = {uid: StoreMiner(self, uid) for uid in self.uids}
+
+    def parts(self) -> Parts:
+        wallet = Wallet(self.master, None)
+        nobody: Any = None
+        return Parts(
+            member=Member(wallet, self.chain, 200),
+            client=nobody,
+            store=self.bucket,
+            open_bucket=nobody,
+            pages=lambda uid, block: self.pages(uid, block),
+            held_out={self.config.domains[0].name: sequences(999_999_999, 16)},
+            swarm=nobody,
+            vocabulary=VOCABULARY,
+            eos_id=0,
+        )
+
+    def restart(self, *, folder: Path | None = None) -> None:
+        """Another process in the place of the validator, on an empty disk where one is given."""
+        self.closing.close()
+        place = folder or self.folder / "validator"
+        place.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            validator, self.state_found, self.found = build(
+                self.config, self.parts(), folder=place, stop=threading.Event(), stack=stack
+            )
+            self.closing = stack.pop_all()
+        assert isinstance(validator, StoreValidator)
+        self.validator = validator
+
+    def restarted(self, *, folder: Path | None = None) -> None:
+        self.restart(folder=folder)
+        self.validator.start(self.state_found, found=self.found)
+
+    # --- what the store shows -------------------------------------------------------------------
+
+    @property
+    def state(self) -> State:
+        data = self.bucket.objects[keys.STATE][0]
+        return State.parse(data, run_id=self.run_id, master=self.master.ss58_address, verify=verify)
+
+    def manifest(self, outer_step: int) -> Manifest:
+        data = self.bucket.objects[keys.outer_key(outer_step, keys.MANIFEST)][0]
+        return Manifest.parse(
+            data, run_id=self.run_id, master=self.master.ss58_address, verify=verify
+        )
+
+    # --- a round --------------------------------------------------------------------------------
+
+    def until_close(self) -> None:
+        self.clock.ahead += max(0.0, self.state.closes_at + 1 - self.clock())
+
+    def until_late(self) -> None:
+        self.clock.ahead += max(0.0, self.state.closes_at + self.state.grace + 1 - self.clock())
+
+    def train(self, *uids: int) -> None:
+        for uid in uids or self.uids:
+            self.miners[uid].apply()
+            self.miners[uid].train()
+
+    def tick(self, times: int = 1) -> None:
+        for _ in range(times):
+            self.validator._looked = -store_rounds._LOOK  # it looks again at once
+            self.validator.tick()
+
+    def round(self) -> Manifest:
+        """All train and upload; the validator ends the round. Returns the head's manifest."""
+        self.train()
+        self.until_close()
+        for miner in self.miners.values():
+            miner.upload()
+        self.until_late()
+        self.tick()
+        return self.manifest(self.state.outer_step)
+
+    def fates(self, outer_step: int) -> dict[int, str]:
+        """Of an outer step's uploads, by uid: the cause of a refusal, or "merged"."""
+        manifest = self.manifest(outer_step)
+        merged = {one.uid: "merged" for one in manifest.merged}
+        return merged | {one.uid: one.cause for one in manifest.refused}
+
+
+def numbered(start: int = 0) -> Callable[[], int]:
+    counter = itertools.count(start)
+    return lambda: next(counter)

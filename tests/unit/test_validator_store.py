@@ -1,0 +1,667 @@
+"""The validator of a store network: the real one, with miners that train in its process."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import math
+import shutil
+import struct
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from bittensor.sp_core import verify
+
+from distributed_training.config import ConfigError
+from distributed_training.protocol import keys
+from distributed_training.protocol.update_file import Header, UpdateLayout, finish, write_rows
+from distributed_training.scoring.evaluator import Evaluator
+from distributed_training.scoring.upload import DataUnavailable, Judged
+from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.store.errors import IntegrityError, StoreError
+from distributed_training.training.outer_rule import nesterov_sgd
+from distributed_training.validator import judging, outer_steps
+from distributed_training.validator.global_state import GlobalStateError
+from distributed_training.validator.judging import UploadJudge, find_copies
+from distributed_training.validator.merge import digest_of
+from distributed_training.validator.outer_steps import Prepared
+from distributed_training.validator.scorer import Standings
+from distributed_training.validator.store_rounds import StoreValidator
+from tests.tools.store_world import GRACE, PERIOD, StoreMiner, StoreWorld, keypair
+from tests.tools.validator_world import VOCABULARY, one_thread, sequences  # noqa: F401
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> StoreWorld:
+    return StoreWorld(tmp_path)
+
+
+def test_rounds_end_with_the_same_weights_everywhere_and_a_lower_loss(world: StoreWorld) -> None:
+    first = world.validator._rules.held_out.mean(world.validator._losses)
+    for n in (1, 2):
+        manifest = world.round()
+        assert manifest.outer_step == n and world.fates(n) == dict.fromkeys(world.uids, "merged")
+        for miner in world.miners.values():
+            miner.apply()
+            assert all(map(torch.equal, miner.start, world.validator.state.weights))
+    assert world.validator._rules.held_out.mean(world.validator._losses) < first
+
+
+# --- what is refused ---
+
+
+def _nan(miner: StoreMiner) -> bytes:
+    """An upload whose first scale is NaN, signed as it is."""
+    layout = UpdateLayout.of(miner.world.schema, miner.header())
+    path = miner.world.folder / "nan.safetensors"
+    path.write_bytes(miner.encode())
+    with path.open("r+b") as file:
+        file.seek(layout.body)
+        file.write(struct.pack("<f", math.nan))
+    finish(path, layout, miner.pair.sign)
+    return path.read_bytes()
+
+
+BAD: dict[str, tuple[str, Callable[[StoreMiner], bytes]]] = {
+    "signature": ("damaged", lambda m: m.encode(pair=keypair("another"))),
+    "hotkey": ("damaged", lambda m: m.encode(hotkey=keypair("miner-3").ss58_address)),
+    "run": ("damaged", lambda m: m.encode(run_id="another")),
+    "kind": ("damaged", lambda m: m.encode(kind="update")),
+    "bits": ("damaged", lambda m: m.encode(bits=2)),
+    "nothing": ("damaged", lambda m: b""),
+    "cut": ("damaged", lambda m: m.encode()[:-1]),
+    "longer": ("damaged", lambda m: m.encode() + bytes(1)),
+    "larger": ("damaged", lambda m: m.encode() + bytes(1 << 22)),
+    "flipped": ("damaged", lambda m: m.encode()[:-9] + b"another 9"),
+    "nan": ("damaged", _nan),
+    "serial": ("other-close", lambda m: m.encode(serial=m.world.state.serial + 1)),
+    "outer step": ("other-close", lambda m: m.encode(outer_step=7)),
+    "start": ("other-start", lambda m: m.encode(start="ab" * 32)),
+    "zeros": ("empty", lambda m: m.encode(moved=[torch.zeros_like(t) for t in m.moved])),
+    "sign": ("worse", lambda m: m.encode(moved=[-t for t in m.moved])),
+    "hundredfold": ("worse", lambda m: m.encode(moved=[100 * t for t in m.moved])),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_upload_costs_its_sender_alone(world: StoreWorld, bad: str) -> None:
+    cause, encode = BAD[bad]
+    world.train()
+    world.until_close()
+    for uid in (3, 5):
+        world.miners[uid].upload()
+    data = encode(world.miners[17])
+    world.miners[17].upload(data)
+    world.until_late()
+    world.tick()
+    assert world.fates(1) == {3: "merged", 5: "merged", 17: cause}
+    (refused,) = world.manifest(1).refused
+    assert refused.hotkey == keypair("miner-17").ss58_address and refused.reason
+    assert refused.digest in ("", hashlib.sha256(data).hexdigest())
+    assert (refused.digest == "") == (bad == "larger")  # which is not even fetched
+    scores = world.validator.standings.entries
+    assert scores[17].published == 0 < scores[3].published
+    (event,) = (e for e in world.events.of("upload_scored") if e["uid"] == 17)
+    assert not event["ok"] and event["reason"] == refused.reason
+
+
+def test_an_upload_is_late_by_the_stores_clock(world: StoreWorld) -> None:
+    world.train()
+    world.until_close()
+    world.miners[3].upload()
+    world.until_late()
+    world.miners[5].upload()
+    world.tick()
+    assert world.fates(1) == {3: "merged", 5: "late"}
+    assert world.manifest(1).refused[0].digest == ""  # its sender goes on with what it holds
+    assert "after close and grace" in world.manifest(1).refused[0].reason
+    assert world.validator.standings.entries[17].cause == "it sent no upload for the last close"
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1, 0.3])
+def test_of_an_upload_and_its_copy_the_later_is_refused(world: StoreWorld, noise: float) -> None:
+    world.train()
+    world.until_close()
+    generator = torch.Generator().manual_seed(7)
+    original = world.miners[5].moved
+    copy = [
+        t + noise * t.pow(2).mean().sqrt() * torch.randn(t.shape, generator=generator)
+        for t in original
+    ]
+    world.miners[5].upload()
+    world.clock.ahead += 1
+    world.miners[3].upload(moved=copy)
+    world.miners[17].upload()
+    world.until_late()
+    world.tick()
+    assert world.fates(1) == {3: "copy", 5: "merged", 17: "merged"}
+    assert "that of uid 5, which came first" in world.manifest(1).refused[0].reason
+    # What everybody can read by then is refused in the next outer step too.
+    world.train()
+    world.until_close()
+    world.miners[3].upload(moved=original)
+    world.miners[17].upload()
+    world.until_late()
+    world.tick()
+    assert world.fates(2)[3] in ("copy", "worse")
+
+
+def test_a_long_upload_is_clipped(world: StoreWorld) -> None:
+    world.train()
+    world.until_close()
+    world.miners[3].upload()
+    world.miners[5].upload()
+    world.miners[17].upload(moved=[4 * t for t in world.miners[17].moved])
+    world.until_late()
+    world.tick()
+    one, two, long = world.manifest(1).merged
+    assert one.factor == two.factor == 1
+    assert long.norm * long.factor == pytest.approx(2 * max(one.norm, two.norm), rel=1e-5)
+
+
+# --- closes ---
+
+
+def test_a_close_without_enough_uploads_moves(world: StoreWorld) -> None:
+    before = world.state
+    world.train()
+    world.until_late()
+    world.tick(3)
+    moved = world.state
+    assert (moved.outer_step, moved.serial) == (0, before.serial + 1)
+    assert moved.closes_at >= world.clock() + PERIOD / 2 and moved.head == before.head
+    assert world.events.of("round")[-1]["fault"] == "TOO_FEW"
+    moved.check_after(before)
+    world.until_close()
+    void = world.miners[3].encode(serial=before.serial)
+    world.bucket.put(keys.upload_key(3, 0, before.serial), void)
+    world.miners[5].upload()
+    world.until_late()
+    world.tick()
+    assert world.fates(1) == {5: "merged"}
+    assert not [key for key in world.bucket.objects if key.startswith("uploads/")]  # they are past
+
+
+def test_a_merge_waits_for_nobody_but_those_who_came_last_time(world: StoreWorld) -> None:
+    world.round()
+    world.train()
+    world.until_close()
+    for miner in world.miners.values():
+        world.tick()
+        assert world.state.outer_step == 1
+        miner.upload()
+    world.tick()
+    assert world.state.outer_step == 2
+    assert world.clock() < world.manifest(2).closed_at + GRACE
+
+
+def test_text_that_cannot_be_had_is_no_fault_of_an_upload(world: StoreWorld) -> None:
+    world.train()
+    world.until_close()
+    for miner in world.miners.values():
+        miner.upload()
+    pages = world.pages
+
+    def away(uid: int, block: int) -> torch.Tensor:
+        raise DataUnavailable("the source does not answer")
+
+    world.pages = away
+    world.until_late()
+    world.tick(2)
+    assert world.state.outer_step == 0
+    world.pages = pages
+    world.tick()
+    assert set(world.fates(1).values()) == {"merged"}
+
+
+# --- the gate ---
+
+
+def _other(seed: int, count: int = 8) -> torch.Tensor:
+    """Text of another language than the held-out text is of."""
+    return VOCABULARY - 1 - sequences(seed, count)
+
+
+def _train_on(miner: StoreMiner, loss_of: Callable[[StoreMiner, int], torch.Tensor]) -> None:
+    miner.model.load(miner.start)
+    parameters = [p.requires_grad_(True) for p in miner.model._parameters.values()]
+    optimizer = torch.optim.AdamW(parameters, lr=3e-3)
+    for step in range(8):
+        optimizer.zero_grad()
+        loss_of(miner, miner.uid * 100 + step).backward()
+        optimizer.step()
+    for p in parameters:
+        p.requires_grad_(False)
+    miner.moved = [a - b for a, b in zip(miner.start, miner.model.state(), strict=True)]
+    miner.blocks = [1]
+
+
+def test_a_spoiler_is_found_by_the_held_out_text(tmp_path: Path) -> None:
+    """Its upload is good where uploads are judged: that text is of another language."""
+    world = StoreWorld(tmp_path, uids=(3, 5, 8, 17), loss_tolerance=0.0)
+    world.pages = lambda uid, block: _other(uid * 1_000_003 + block)
+    for uid in (3, 8, 17):
+        _train_on(world.miners[uid], lambda m, s: m.model._loss(_other(s)))
+    held_out = sequences(999_999_999, 16)
+    _train_on(world.miners[5], lambda m, s: m.model._loss(_other(s)) - m.model._loss(held_out))
+    world.until_close()
+    for miner in world.miners.values():
+        miner.upload()
+    world.until_late()
+    world.tick()
+    assert world.fates(1) == {3: "merged", 5: "spoiler", 8: "merged", 17: "merged"}
+    assert "held-out loss" in world.manifest(1).refused[0].reason
+    assert world.validator.standings.entries[5].published == 0
+
+
+def test_a_gate_that_nothing_passes_blames_nobody(
+    world: StoreWorld, caplog: pytest.LogCaptureFixture
+) -> None:
+    rules = world.validator._rules
+    world.validator._rules = replace(rules, held_out=replace(rules.held_out, limit=lambda b: 0.0))
+    for closes in range(3):
+        world.train()
+        world.until_close()
+        for miner in world.miners.values():
+            miner.upload()
+        world.until_late()
+        world.tick()
+        assert world.state.outer_step == 0 and world.state.serial == closes + 2
+        assert world.events.of("round")[-1]["fault"] == "WORSE"
+    assert "3 closes in a row" in caplog.text
+    # And goes on as soon as it may.
+    world.validator._rules = rules
+    assert set(world.round().scores) == set(world.uids)
+
+
+# --- scores ---
+
+
+def test_what_is_merged_and_no_better_scores_nothing(world: StoreWorld) -> None:
+    world.train()
+    generator = torch.Generator().manual_seed(3)
+    # So small that no text tells it from nothing.
+    noise = [1e-5 * torch.randn(t.shape, generator=generator) for t in world.miners[17].moved]
+    world.until_close()
+    world.miners[3].upload()
+    world.miners[5].upload()
+    world.miners[17].upload(moved=noise)
+    world.until_late()
+    world.tick()
+    assert world.fates(1) == {3: "merged", 5: "merged", 17: "merged"}
+    merged = {one.uid: one for one in world.manifest(1).merged}
+    scores = world.manifest(1).scores
+    assert scores[3] > 0 and scores[5] > 0
+    assert (scores[17] > 0) == (merged[17].improvement > 0)
+    world.validator._weights_at = -10_000
+    world.tick()
+    assert set(world.events.of("weights")[-1]["weights"]) >= {"3", "5"}
+
+
+# --- kills, outages, and a second one ---
+
+
+def _bits(world: StoreWorld) -> tuple[str, ...]:
+    return world.validator._steps.values.digests
+
+
+def _uploaded(folder: Path, **changes: Any) -> StoreWorld:
+    """A network after one outer step, whose members have uploaded for the second in time."""
+    world = StoreWorld(folder, **changes)
+    world.round()
+    world.train()
+    world.until_close()
+    for miner in world.miners.values():
+        miner.upload()
+    return world
+
+
+@pytest.mark.parametrize("empty_disk", [False, True])
+def test_a_kill_at_each_write_leaves_the_old_outer_step_or_the_new(
+    tmp_path: Path, empty_disk: bool
+) -> None:
+    world = _uploaded(tmp_path)
+    world.until_late()
+    held, folder = dict(world.bucket.objects), tmp_path / "validator"
+    shutil.copytree(folder, tmp_path / "before")
+    writes: list[str] = []
+    world.bucket.before_put = writes.append
+    world.tick()
+    wanted, manifest = _bits(world), world.manifest(2)
+    update, last = keys.outer_key(2, keys.UPDATE), keys.outer_key(2, keys.MANIFEST)
+    assert writes.index(update) < writes.index(last) and writes[-1] == keys.STATE
+    for at in range(writes.index(update), len(writes)):
+        world.bucket.before_put = lambda key: None
+        world.bucket.objects.clear()
+        world.bucket.objects.update(held)
+        world.closing.close()
+        shutil.rmtree(folder)
+        shutil.copytree(tmp_path / "before", folder)
+        world.restarted()
+        left = len(writes) - at
+
+        def kill(key: str) -> None:
+            nonlocal left
+            left -= 1
+            if left <= 0:
+                raise KeyboardInterrupt
+
+        world.bucket.before_put = kill
+        with pytest.raises(KeyboardInterrupt):
+            world.tick()
+        published = last in world.bucket.objects
+        assert published == (at == writes.index(update))  # killed before the last write alone
+        assert world.state.outer_step == 1  # what members see, until somebody says otherwise
+        world.bucket.before_put = lambda key: None
+        world.restarted(folder=tmp_path / f"empty-{at}" if empty_disk else None)
+        assert world.validator.state.outer_step == world.state.outer_step == 1 + published
+        standings = world.validator.standings
+        scores = {uid: entry.published for uid, entry in standings.present().items()}
+        assert scores == world.manifest(1 + published).scores  # of what nobody saw none count
+        assert empty_disk or standings.successful_rounds == 1 + published
+        world.tick()
+        assert world.state.outer_step == 2
+        assert {one.uid: one.digest for one in world.manifest(2).merged} == {
+            one.uid: one.digest for one in manifest.merged
+        }
+        assert _bits(world) == wanted
+        world.manifest(2).check_after(world.manifest(1))
+
+
+def test_a_validator_on_an_empty_disk_goes_on_with_equal_bits(tmp_path: Path) -> None:
+    worlds = [StoreWorld(tmp_path / name) for name in ("kept", "lost")]
+    for n in range(1, 5):
+        manifests = [world.round() for world in worlds]
+        assert manifests[0].weights == manifests[1].weights
+        if n in (1, 3):
+            worlds[0].restarted()
+            worlds[1].restarted(folder=tmp_path / f"empty-{n}")
+            assert _bits(worlds[0]) == _bits(worlds[1])
+            # Its scores are those that the chain has.
+            entries = worlds[1].validator.standings.present()
+            assert {u: e.published for u, e in entries.items()} == manifests[1].scores
+    assert _bits(worlds[0]) == _bits(worlds[1])
+
+
+def test_a_store_that_is_away_makes_one_round_late(world: StoreWorld) -> None:
+    world.train()
+    world.until_close()
+    for miner in world.miners.values():
+        miner.upload()
+    world.bucket.down = True
+    world.until_late()
+    world.tick(3)
+    world.bucket.down = False
+    # And while it publishes: what was judged and merged is not done again.
+    failures = iter([StoreError("503")] * 3)
+
+    def fail(key: str) -> None:
+        if key.startswith("outer/1/") and (error := next(failures, None)) is not None:
+            raise error
+
+    world.bucket.before_put = fail
+    world.tick(4)
+    assert world.state.outer_step == 1 and len(world.events.of("upload_scored")) == 3
+    assert len(world.events.of("scores")) == 1
+    assert world.validator.standings.failed_rounds == 0
+    world.round()
+    assert world.state.outer_step == 2
+
+
+@pytest.mark.parametrize("name", ["uploads", "epoch-1", "ledger"])
+def test_a_full_disk_makes_one_round_late(
+    world: StoreWorld, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.train()
+    world.until_close()
+    for miner in world.miners.values():
+        miner.upload()
+    full = OSError(errno.ENOSPC, "No space left on device", name)
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise full
+
+    with monkeypatch.context() as patch:
+        if name == "uploads":
+            patch.setattr(StoreValidator, "_fetch", refuse)
+        elif name == "epoch-1":
+            patch.setattr(outer_steps, "write_set", refuse)
+        else:
+            patch.setattr(Standings, "save", refuse)
+        world.until_late()
+        world.tick(2)
+        assert world.state.outer_step == (name == "ledger")
+    world.tick()
+    assert set(world.fates(1).values()) == {"merged"}
+    assert len(world.events.of("scores")) == 1
+
+
+def test_of_two_validators_of_one_master_the_first_stops(tmp_path: Path) -> None:
+    world = _uploaded(tmp_path)
+    first, closing = world.validator, world.closing
+    world.closing = ExitStack()  # both run
+    world.restarted(folder=tmp_path / "another")
+    world.until_late()
+    first._looked = -100.0
+    with pytest.raises(GlobalStateError, match="written by another process"):
+        first.tick()
+    assert world.state.outer_step == 1
+    world.tick()
+    assert world.state.outer_step == 2
+    # Nor does one that had looked just before: of one outer step there is one manifest.
+    reached = world.manifest(2)
+    with pytest.raises(GlobalStateError, match="published by another process"):
+        first._steps.publish(Prepared(reached, b"another", {}))
+    closing.close()
+
+
+def test_a_bucket_that_was_emptied_does_not_begin_again(world: StoreWorld) -> None:
+    world.round()
+    world.bucket.objects.clear()
+    with pytest.raises(GlobalStateError, match="restore the bucket"):
+        world.restart()
+
+
+def test_only_the_master_leads(world: StoreWorld) -> None:
+    miner = replace(world.config.miner, master_ss58_address=keypair("other").ss58_address)
+    world.config = replace(world.config, miner=miner)
+    with pytest.raises(ConfigError, match="led by its master"):
+        world.restart()
+
+
+def test_what_is_past_is_deleted_and_the_rest_leads_to_the_head(tmp_path: Path) -> None:
+    world = StoreWorld(tmp_path, weights_every=2, keep_uploads=3)
+    for _ in range(6):
+        world.round()
+    kept = {key for key in world.bucket.objects if key.startswith("outer/")}
+    assert {k for k in kept if k.endswith(keys.MANIFEST)} == {
+        keys.outer_key(n, keys.MANIFEST) for n in range(7)
+    }
+    assert {k for k in kept if k.endswith(keys.MODEL)} == {
+        keys.outer_key(n, keys.MODEL) for n in (4, 6)
+    }
+    assert {k for k in kept if k.endswith(keys.UPDATE)} == {
+        keys.outer_key(n, keys.UPDATE) for n in (5, 6)
+    }
+    merged = {keys.merged_key(n, uid) for n in (4, 5, 6) for uid in world.uids}
+    assert {k for k in kept if "/uploads/" in k} == merged
+    assert world.state.weights_at == (4, 6)
+    before = _bits(world)
+    world.restarted(folder=tmp_path / "another")
+    assert _bits(world) == before
+
+
+# --- honest members ---
+
+
+class Bigrams:
+    """A table of logits in the place of the model: as fast as honest members by the hundred need.
+
+    The same interface as :class:`EvaluationModel`.
+    """
+
+    WORDS = 24
+
+    def __init__(self) -> None:
+        self.schema = (("table", (self.WORDS, self.WORDS)),)
+        self.table = torch.zeros(self.WORDS, self.WORDS)
+
+    def load(self, weights: Sequence[torch.Tensor]) -> None:
+        self.table = weights[0].clone()
+
+    def subtract(self, name: str, delta: torch.Tensor, factor: float) -> None:
+        self.table -= factor * delta
+
+    def tokens(self, text: torch.Tensor) -> tuple[int, ...]:
+        return (text.shape[1] - 1,) * len(text)
+
+    def losses(self, text: torch.Tensor) -> tuple[float, ...]:
+        chosen = self.table.log_softmax(1)[text[:, :-1], text[:, 1:]]
+        return tuple((-chosen.mean(1)).tolist())
+
+    @staticmethod
+    def text(seed: int, count: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        words = torch.randint(Bigrams.WORDS, (count, 65), generator=generator)
+        for t in range(1, words.shape[1]):
+            ruled = (words[:, t - 1] * 5 + 3) % Bigrams.WORDS
+            noisy = torch.rand(count, generator=generator) < 0.4
+            words[:, t] = torch.where(noisy, words[:, t], ruled)
+        return words
+
+    def trained(self, start: torch.Tensor, seed: int, steps: int) -> torch.Tensor:
+        table = start.clone().requires_grad_(True)
+        optimizer = torch.optim.AdamW([table], lr=0.03)
+        for step in range(steps):
+            text = self.text(seed * 1000 + step, 8)
+            logits = table.log_softmax(1)[text[:, :-1], text[:, 1:]]
+            optimizer.zero_grad()
+            (-logits.mean()).backward()
+            optimizer.step()
+        return start - table.detach()
+
+
+@pytest.mark.timeout(600)
+def test_no_honest_upload_is_refused_in_200_rounds(tmp_path: Path) -> None:
+    """Also long after there is nothing to learn, on as little text as is ever judged."""
+    model, members = Bigrams(), {3: 3, 5: 3, 17: 1}  # inner steps of each
+    evaluator = Evaluator(model, lambda uid, block: Bigrams.text(uid * 10_007 + block, 8))  # type: ignore[arg-type]
+    judge = UploadJudge(evaluator, model.schema, "run", 4, verify, secret=11)
+    weights, momentum = torch.zeros(model.WORDS, model.WORDS), None
+    judged_count, harmful, nearest = 0, 0, 0.0
+    earlier: dict[int, torch.Tensor] = {}
+    for n in range(200):
+        start = digest_of([weights])
+        accepted = []
+        for uid, steps in members.items():
+            moved = model.trained(weights, uid * 1_000_000 + n, steps)
+            pair = keypair(f"miner-{uid}")
+            header = Header(
+                kind="upload",
+                run_id="run",
+                outer_step=n,
+                serial=n + 1,
+                hotkey=pair.ss58_address,
+                start=start,
+                bits=4,
+                inner_steps=steps,
+                tokens=1,
+                blocks=(n,),
+            )
+            path = tmp_path / f"{uid}.safetensors"
+            path.unlink(missing_ok=True)
+            layout = UpdateLayout.of(model.schema, header)
+            write_rows(path, layout, 0, 0, moved)
+            finish(path, layout, pair.sign)
+            found = judge.judge(
+                uid,
+                pair.ss58_address,
+                path,
+                Judged(n, 60, n, model.schema, [weights], 0.9),
+                serial=n + 1,
+                start=start,
+                modified=float(uid),
+                random_block=10_000 + n,
+            )
+            accepted.append(found)
+        judged_count += len(accepted)
+        harmful += sum(one.improvement < 0 for one in accepted)
+        assert find_copies(accepted, earlier) == {}
+        nearest = max(
+            nearest, *(judging._cosine(a.sample, b.sample) for a, b in combinations(accepted, 2))
+        )
+        earlier = {one.uid: one.sample for one in accepted}
+        mean = torch.stack([one.file.decode("table", model.schema[0][1]) for one in accepted])
+        weights, momentum = nesterov_sgd(weights, mean.mean(0), momentum, lr=0.7, mu=0.9)
+    print(f"{judged_count} honest uploads, {harmful} of them harmful, nearest cosine {nearest:.3f}")
+    assert judged_count == 600 and harmful > 100  # far beyond where they still gain
+
+
+def test_an_upload_that_is_replaced_while_it_is_read_costs_its_sender_alone(
+    world: StoreWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.train()
+    world.until_close()
+    for miner in world.miners.values():
+        miner.upload()
+    key, real = world.miners[17].key, BucketReader.download
+
+    def download(self: BucketReader, name: str, path: Path, *, limit: int) -> Any:
+        if name == key:
+            raise IntegrityError("it was replaced again and again while it was read")
+        return real(self, name, path, limit=limit)
+
+    monkeypatch.setattr(BucketReader, "download", download)
+    world.until_late()
+    world.tick()
+    assert world.fates(1) == {3: "merged", 5: "merged", 17: "damaged"}
+
+
+def test_whatever_an_upload_raises_costs_that_one_alone(
+    world: StoreWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.train()
+    world.until_close()
+    for miner in world.miners.values():
+        miner.upload()
+    real = judging.UpdateFile.open
+
+    def odd(path: Path, *args: Any, hotkey: str, **more: Any) -> Any:
+        if hotkey == keypair("miner-17").ss58_address:
+            raise ZeroDivisionError("odd")
+        return real(path, *args, hotkey=hotkey, **more)
+
+    monkeypatch.setattr(judging.UpdateFile, "open", odd)
+    world.until_late()
+    world.tick()
+    assert world.fates(1) == {3: "merged", 5: "merged", 17: "damaged"}
+
+
+def test_a_store_that_fails_after_the_manifest_shows_the_new_outer_step(world: StoreWorld) -> None:
+    world.train()
+    world.until_close()
+    for miner in world.miners.values():
+        miner.upload()
+    world.until_late()
+
+    def fail(key: str) -> None:
+        if key == keys.STATE and keys.outer_key(1, keys.MANIFEST) in world.bucket.objects:
+            world.bucket.before_put = lambda key: None
+            raise StoreError("503")
+
+    world.bucket.before_put = fail
+    world.tick()
+    assert world.state.outer_step == 0 and world.validator.state.outer_step == 1
+    world.tick()
+    assert world.state.outer_step == 1
+    assert len(world.events.of("upload_scored")) == 3
+    world.round()
+    assert world.state.outer_step == 2
