@@ -124,7 +124,9 @@ class StoreRounds:
         Raises StoreError with a line for the operator, OSError of the disk.
         """
         state = self._read_state()
-        newest = _newest_weights(state)
+        if not state.weights_at:
+            raise StateUnavailable(f"{keys.STATE} names no whole weights")
+        newest = state.weights_at[-1]
         self._chain.link(newest, state)
         return self._fetch_weights(newest, "a start")
 
@@ -361,7 +363,7 @@ class StoreRounds:
         said = self._said
         if state is None or self._answered == said or steady() < self._not_before:
             return
-        if state.outer_step == self._held and not self._wants_weights:
+        if state.outer_step == self._held and not (self._wants_weights and state.weights_at):
             return
         try:
             fact = self._next(state)
@@ -383,28 +385,29 @@ class StoreRounds:
 
     def _next(self, state: State) -> Update | Weights:
         """Return what the loop applies next. Raises StoreError, OSError."""
-        held = self._held
-        if self._wants_weights:
-            newest = _newest_weights(state)
-            self._chain.link(min(held, newest), state)
-            return self._fetch_weights(newest, "they were asked for")
-        if held > state.outer_step:
+        held, newest = self._held, max(state.weights_at, default=-1)
+        if self._wants_weights and newest >= 0:
+            first, reason = min(held, newest), "they were asked for"
+        elif held > state.outer_step:
             raise StateUnavailable(f"we hold outer step {held}, which {keys.STATE} does not know")
-        self._chain.link(held, state)
-        newest, reason = max(state.weights_at, default=0), ""
-        if newest > held:
+        else:
+            first, reason = held, ""
+        self._chain.link(first, state)
+        if newest > held and not reason:
             update = self._reader.head(keys.outer_key(held + 1, keys.UPDATE))
             model = self._reader.head(keys.outer_key(newest, keys.MODEL))
             if update is None:
                 reason = f"outer step {held + 1} has no update any more"
             elif model is not None and model.size < (newest - held) * update.size:
                 reason = f"they are fewer bytes than {newest - held} updates"
+        if reason and newest <= held:
+            return self._fetch_weights(newest, reason)
         # Whichever of the two leads on, this one tells what became of our upload.
         fate = self._uploads.find_fate(self._chain.manifest(held + 1))
-        if reason:
-            weights = self._fetch_weights(newest, reason)
-            return replace(weights, base=fate.base, own_upload=fate.path, cause=fate.cause)
-        return self._fetch_update(held + 1, fate)
+        if not reason:
+            return self._fetch_update(held + 1, fate)
+        weights = self._fetch_weights(newest, reason)
+        return replace(weights, base=fate.base, own_upload=fate.path, cause=fate.cause)
 
     def _fetch_update(self, outer_step: int, fate: Fate) -> Update:
         manifest = self._chain.manifest(outer_step)
@@ -463,12 +466,6 @@ class StoreRounds:
         """Log that ``what`` is right again, if a line said that it was not."""
         if self._reported.pop(what, None) is not None:
             log.info("%s", line)
-
-
-def _newest_weights(state: State) -> int:
-    if not state.weights_at:
-        raise StateUnavailable(f"{keys.STATE} names no whole weights")
-    return state.weights_at[-1]
 
 
 def _same(one: Close | None, other: Close) -> bool:

@@ -345,6 +345,27 @@ def test_another_file_for_a_close_is_not_taken_for_the_upload_that_was_merged(
     assert (update.base, update.own_upload) == (Base.MERGED, None)
 
 
+@pytest.mark.parametrize("newer", [True, False])
+def test_weights_that_were_asked_for_are_fetched(leader: Leader, miner: Miner, newer: bool) -> None:
+    """An update was not applied twice: our weights are not those of its outer step."""
+    close = leader.close
+    miner.pass_time(PERIOD)
+    digest = miner.write_upload(close)
+    miner.rounds.send(close)
+    miner.turn()
+    leader.take_outer_step(whole=newer, merged=(merged(UID, digest),))
+    assert isinstance(miner.pass_time(10)[-1], Update)
+    miner.rounds.fetch_weights()
+    miner.turn()
+    [weights] = miner.take_facts()
+    assert isinstance(weights, Weights) and weights.outer_step == int(newer)
+    assert weights.base is (Base.MERGED if newer else Base.KEPT)
+    # Once: what follows are updates again.
+    miner.rounds.applied(weights.outer_step)
+    miner.turn()
+    assert [type(fact) for fact in miner.take_facts()] == ([] if newer else [Update])
+
+
 @pytest.mark.parametrize(
     "verdict, base, cause",
     [
