@@ -91,7 +91,8 @@ def clip_factors(norms: Sequence[float], history: Sequence[float]) -> list[float
     """Return the factor of each upload, at most 1, by which it is multiplied.
 
     None is to be longer than twice what is usual: the lower median of this close, or the median of
-    ``history``, whichever is less. Factors are float32. ``norms`` are positive.
+    ``history``, whichever is less. Factors are float32. ``norms`` are positive, and of those that
+    are merged: without one of them the others' factors may be others.
     """
     usual = statistics.median_low(norms)
     if history:
@@ -122,20 +123,16 @@ def merge(
 
     Raises OSError, and ValueError for values that became too large to be written.
     """
-    after = OuterState(*([torch.empty_like(weight) for weight in before.weights] for _ in range(3)))
-    assert after.momentum is not None
-    assert after.residual is not None
+    momenta, residuals = ([torch.empty_like(w) for w in before.weights] for _ in range(2))
     for index, part in enumerate(layout.parts):
-        weight, momentum, residual, new_momentum, wanted = (
-            None if tensors is None else tensors[index].view(part.rows, part.columns)
-            for tensors in (
-                *(before.weights, before.momentum, before.residual),
-                *(after.momentum, after.residual),
-            )
+        shape = (part.rows, part.columns)
+        weight, new_momentum, wanted = (
+            tensors[index].view(shape) for tensors in (before.weights, momenta, residuals)
         )
-        assert weight is not None
-        assert new_momentum is not None
-        assert wanted is not None
+        momentum, residual = (
+            None if tensors is None else tensors[index].view(shape)
+            for tensors in (before.momentum, before.residual)
+        )
         for a, b in _chunks(layout, index):
             mean = uploads[0].rows(index, a, b).mul_(factors[0])
             for upload, factor in zip(uploads[1:], factors[1:], strict=True):
@@ -144,16 +141,15 @@ def merge(
             step, new_momentum[a:b] = _step(
                 rule, weight[a:b], mean, None if momentum is None else momentum[a:b]
             )
-            wanted[a:b] = step if residual is None else step.add_(residual[a:b])
-            write_rows(path, layout, index, a, wanted[a:b])
+            if residual is not None:
+                step.add_(residual[a:b])
+            wanted[a:b] = step
+            write_rows(path, layout, index, a, step)
     digest = finish(path, layout, sign)
     # From the file: it is what all others apply.
     update = UpdateFile.reopen(path, layout.schema)
-    for index, residual in enumerate(after.residual):
-        rows = residual.view(layout.parts[index].rows, -1)
-        for a, b in _chunks(layout, index):
-            rows[a:b].sub_(update.rows(index, a, b))
-    return digest, OuterState(subtract(before.weights, update), after.momentum, after.residual)
+    _subtract(residuals, update)  # until here all that was wanted
+    return digest, OuterState(subtract(before.weights, update), momenta, residuals)
 
 
 def _step(rule: Rule, weight: Tensor, mean: Tensor, momentum: Tensor | None) -> tuple[Tensor, ...]:
@@ -171,11 +167,15 @@ def _step(rule: Rule, weight: Tensor, mean: Tensor, momentum: Tensor | None) -> 
 def subtract(weights: Sequence[Tensor], update: UpdateFile) -> list[Tensor]:
     """Return the weights after an update, as each member computes them."""
     after = [weight.clone() for weight in weights]
-    for index, weight in enumerate(after):
-        rows = weight.view(update.layout.parts[index].rows, -1)
+    _subtract(after, update)
+    return after
+
+
+def _subtract(tensors: Sequence[Tensor], update: UpdateFile) -> None:
+    for index, (tensor, part) in enumerate(zip(tensors, update.layout.parts, strict=True)):
+        rows = tensor.view(part.rows, part.columns)
         for a, b in _chunks(update.layout, index):
             rows[a:b].sub_(update.rows(index, a, b))
-    return after
 
 
 def _chunks(layout: UpdateLayout, index: int) -> Iterator[tuple[int, int]]:
