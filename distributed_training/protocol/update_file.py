@@ -284,8 +284,8 @@ def _write_at(handle: int, tensor: Tensor, position: int) -> None:
 def finish(path: Path, layout: UpdateLayout, sign: Sign) -> str:
     """Sign the file whose rows are all written, durably; return its SHA-256 in hexadecimal digits.
 
-    For one process, after the others. Raises OSError, and ValueError where rows are missing at its
-    end.
+    For one process, after the others, and once: sr25519 signs with a random part, so another call
+    makes another file. Raises OSError, and ValueError where rows are missing at its end.
     """
     with open(path, "r+b") as file:
         size = file.seek(0, os.SEEK_END)
