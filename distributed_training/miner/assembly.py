@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from distributed_training.chain.base import Chain
 from distributed_training.common.memory import ModelShape
 from distributed_training.config import Config
 from distributed_training.config.versions import Versions
@@ -21,6 +22,8 @@ from distributed_training.data.own_text import require_one_sequence
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.network import Network
 from distributed_training.node.start import NetworkFailure, fetch_tokenizer
+from distributed_training.telemetry import MetricsFile
+from distributed_training.telemetry.trackers import open_trackers
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
 from distributed_training.training.trainer import Trainer
@@ -33,6 +36,7 @@ from .global_state import (
     GlobalBucket,
     GlobalUnavailableError,
 )
+from .metrics import MachineGauges, Metrics
 from .ranks import Ranks
 from .resume import StartupInfo, first_sample, resume_training
 
@@ -175,6 +179,69 @@ def build_training(
         data.request(first_block)  # prepared while the swarm comes
     alive()
     return Training(trainer, checkpointer, data, kept, first_block)
+
+
+def open_block_list(
+    context: RankContext,
+    training: Training,
+    chain: Chain,
+    *,
+    uid: int,
+    recent: Callable[[], int],
+) -> BlockList:
+    """Return the block list as the checkpoint left it. ``recent``: see :class:`BlockList`."""
+    blocks = BlockList(
+        chain_block=chain.block,
+        data=training.data,
+        ranks=context.ranks,
+        micro_batch_size=training.trainer.micro_batch_size,
+        uid=uid,
+        hold_back=training.trainer.preview_micro_batches,
+        recent=recent,
+    )
+    blocks.load_state_dict(
+        training.kept.get("rank_zero", {}).get("blocks", {}),
+        training.kept.get("data", {}),
+        exact=training.checkpointer.exact,
+        first=training.first_block,
+    )
+    return blocks
+
+
+def open_metrics(
+    context: RankContext,
+    training: Training,
+    *,
+    uid: int,
+    needed: int,
+    counts: Mapping[str, Callable[[], Mapping[str, float]]],
+    gauges: Mapping[str, Callable[[], float | None]],
+) -> Metrics:
+    """Open the metrics file and the trackers. ``counts`` and ``gauges`` are the exchange's own.
+
+    ``needed``: bytes of disk that the next upload and checkpoint take.
+    """
+    config, open_until_end = context.config, context.stack.enter_context
+    trackers = open_trackers(
+        config.telemetry,
+        context.folder,
+        name=f"{config.miner.name}-{uid}",
+        first_step=training.trainer.total_inner_steps + 1,
+    )
+    machine = MachineGauges(
+        context.folder,
+        needed=needed,
+        gpus=context.ranks.local_world_size if context.device.type == "cuda" else 0,
+    )
+    file = MetricsFile(context.folder / "metrics.prom")
+    file.registry.set("protocol_run", config.store.run)
+    return Metrics(
+        trackers=[open_until_end(closing(tracker)) for tracker in trackers],
+        file=file,
+        counts={"data": training.data.counters, **counts},
+        gauges={**gauges, **machine.single()},
+        by_rank=open_until_end(closing(machine)).by_rank,
+    )
 
 
 class RankZero(Protocol):

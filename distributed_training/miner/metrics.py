@@ -212,6 +212,8 @@ class Metrics:
                 registry.add("publications_total")
                 registry.add("publications_failed_total", bool(problem))
                 registry.add("uploaded_bytes_total", size)
+                if not problem:
+                    registry.set("last_publication_timestamp_seconds", time.time())
             case ev.Loaded(outer_step=reached):
                 # Outer steps that others took; rounds that failed here are counted already.
                 before, known = state.outer_step, {step for step, _ in self._last_rounds}

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -50,13 +50,19 @@ from distributed_training.protocol.keys import Parts
 from distributed_training.store.snapshot_folder import describe_full_disk
 from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.store.uploader import Uploader
-from distributed_training.telemetry import EventLog, MetricsFile, unix_time
-from distributed_training.telemetry.trackers import open_trackers
+from distributed_training.telemetry import EventLog, unix_time
 from distributed_training.training.outer_step import read_model_config
 
 from . import events as ev
-from .assembly import RankContext, Training, describe_size, open_versions, prepare_text
-from .block_list import BlockList
+from .assembly import (
+    RankContext,
+    Training,
+    describe_size,
+    open_block_list,
+    open_metrics,
+    open_versions,
+    prepare_text,
+)
 from .controller import Controller
 from .device import expects_gpu, report_device
 from .events import GlobalView, MinerState, Mode, Rules
@@ -67,7 +73,7 @@ from .global_state import (
     open_global_bucket,
 )
 from .income import Income, standing
-from .metrics import MachineGauges, Metrics, limits
+from .metrics import Metrics, limits
 from .missed_rounds import MissedRounds
 from .own_bucket import OwnBucket, open_own_bucket
 from .registration import join_network
@@ -231,20 +237,8 @@ class RankZero:
         )
         at_end(self.global_epoch.close)
         # --- who decides
-        self.blocks = BlockList(
-            chain_block=chain.block,
-            data=training.data,
-            ranks=context.ranks,
-            micro_batch_size=trainer.micro_batch_size,
-            uid=info.uid,
-            hold_back=trainer.preview_micro_batches,
-            recent=self.round_clock.half,
-        )
-        self.blocks.load_state_dict(
-            training.kept.get("rank_zero", {}).get("blocks", {}),
-            training.kept.get("data", {}),
-            exact=training.checkpointer.exact,
-            first=training.first_block,
+        self.blocks = open_block_list(
+            context, training, chain, uid=info.uid, recent=self.round_clock.half
         )
         self.blocks.newest_published = connections.own.newest_block
         reload = config.miner.round_reload_timeout.total_seconds()
@@ -410,31 +404,14 @@ class RankZero:
 
         ``needed``: bytes of disk that the next snapshot and checkpoint take.
         """
-        context, connections, blocks = self._context, self._connections, self.blocks
-        config, trainer = context.config, self._training.trainer
-        open_until_end = context.stack.enter_context
+        connections, blocks = self._connections, self.blocks
         chain, clock = connections.member.chain, self.round_clock
-        trackers = open_trackers(
-            config.telemetry,
-            context.folder,
-            name=f"{config.miner.name}-{self._info.uid}",
-            first_step=trainer.total_inner_steps + 1,
-        )
-        machine = MachineGauges(
-            context.folder,
+        return open_metrics(
+            self._context,
+            self._training,
+            uid=self._info.uid,
             needed=needed,
-            gpus=context.ranks.local_world_size if context.device.type == "cuda" else 0,
-        )
-        file = MetricsFile(context.folder / "metrics.prom")
-        file.registry.set("protocol_run", config.store.run)
-        return Metrics(
-            trackers=[open_until_end(closing(tracker)) for tracker in trackers],
-            file=file,
-            counts={
-                "data": self._training.data.counters,
-                "chain": chain.counters,
-                "server": self.server.counters,
-            },
+            counts={"chain": chain.counters, "server": self.server.counters},
             gauges={
                 "chain_age_seconds": lambda: chain.age().total_seconds(),
                 "chain_block": chain.block,
@@ -445,9 +422,7 @@ class RankZero:
                 "clock_offset_seconds": connections.clock.seconds,
                 "global_run": lambda: connections.global_bucket.run_seen,
                 **measured,
-                **machine.single(),
             },
-            by_rank=open_until_end(closing(machine)).by_rank,
         )
 
     def go_live(self) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -46,19 +46,25 @@ from distributed_training.store.base import ObjectStore
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoreError
 from distributed_training.store.snapshot_folder import describe_full_disk
-from distributed_training.telemetry import EventLog, MetricsFile
-from distributed_training.telemetry.trackers import open_trackers
+from distributed_training.telemetry import EventLog
 from distributed_training.training.outer_step import read_model_config
 
 from . import events as ev
-from .assembly import RankContext, Training, describe_size, open_versions, prepare_text
-from .block_list import BlockList
+from .assembly import (
+    RankContext,
+    Training,
+    describe_size,
+    open_block_list,
+    open_metrics,
+    open_versions,
+    prepare_text,
+)
 from .controller import Controller
 from .device import expects_gpu, report_device
 from .events import MinerState, Mode, Rules
 from .global_state import GlobalBucket, NetworkWatch, StartWait, pause_start
 from .income import StoreIncome, standing
-from .metrics import MachineGauges, Metrics
+from .metrics import Metrics
 from .registration import join_network
 from .reporter import Record, StoreReporter
 from .resume import StartupInfo, first_outer_step
@@ -201,19 +207,9 @@ class RankZero:
         self._connections, self._training = connections, training
         config, trainer, chain = context.config, training.trainer, connections.member.chain
         # --- who decides
-        self.blocks = BlockList(
-            chain_block=chain.block,
-            data=training.data,
-            ranks=context.ranks,
-            micro_batch_size=trainer.micro_batch_size,
-            uid=info.uid,
-            recent=lambda: config.miner.blocks_per_allreduce // 2,
-        )
-        self.blocks.load_state_dict(
-            training.kept.get("rank_zero", {}).get("blocks", {}),
-            training.kept.get("data", {}),
-            exact=training.checkpointer.exact,
-            first=training.first_block,
+        period = config.miner.blocks_per_allreduce
+        self.blocks = open_block_list(
+            context, training, chain, uid=info.uid, recent=lambda: period // 2
         )
         self.controller = Controller(
             state=MinerState(mode=Mode.TRAINING, outer_step=trainer.outer_step),
@@ -275,29 +271,19 @@ class RankZero:
 
         ``needed``: bytes of disk that the next upload and checkpoint take.
         """
-        context, rounds, blocks = self._context, self._connections.rounds, self.blocks
-        config, chain = context.config, self._connections.member.chain
-        open_until_end = context.stack.enter_context
-        trackers = open_trackers(
-            config.telemetry,
-            context.folder,
-            name=f"{config.miner.name}-{self._info.uid}",
-            first_step=self._training.trainer.total_inner_steps + 1,
-        )
-        machine = MachineGauges(
-            context.folder,
-            needed=needed,
-            gpus=context.ranks.local_world_size if context.device.type == "cuda" else 0,
-        )
+        rounds, blocks = self._connections.rounds, self.blocks
+        chain = self._connections.member.chain
 
         def next_close() -> float | None:
             close = rounds.next_close
             return None if close is None else close.closes_at
 
-        return Metrics(
-            trackers=[open_until_end(closing(tracker)) for tracker in trackers],
-            file=MetricsFile(context.folder / "metrics.prom"),
-            counts={"data": self._training.data.counters, "chain": chain.counters},
+        return open_metrics(
+            self._context,
+            self._training,
+            uid=self._info.uid,
+            needed=needed,
+            counts={"chain": chain.counters},
             gauges={
                 "chain_age_seconds": lambda: chain.age().total_seconds(),
                 "chain_block": chain.block,
@@ -305,9 +291,7 @@ class RankZero:
                 "next_round_timestamp_seconds": next_close,
                 "clock_offset_seconds": rounds.clock_offset,
                 **measured,
-                **machine.single(),
             },
-            by_rank=open_until_end(closing(machine)).by_rank,
         )
 
     def header(self, close: Close, block_list: Sequence[int]) -> Header:

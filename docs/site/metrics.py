@@ -12,7 +12,8 @@ Written by `python docs/site/metrics.py`; do not edit.
 
 The dashboard serves them at `/metrics`; `metrics.prom` in the run folder holds the latest. A
 counter only grows. A gauge that could not be measured is absent. Counts of bad data are in
-[data](data.md#bad-input), those of calls in [chain and calls](chain-and-calls.md#refusals).
+[data](data.md#bad-input), those of calls in [chain and calls](chain-and-calls.md#refusals). A
+member of a store network has no swarm, no server and no age limit of uploads, so theirs are absent.
 """
 
 

@@ -33,8 +33,8 @@ from distributed_training.chain.server import SignedServer
 from distributed_training.common.processes import leave
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, build_tokenizer
 from distributed_training.exchange.hivemind.supervisor import SharedTensors
+from distributed_training.miner import assembly, start, start_hivemind
 from distributed_training.miner import events as ev
-from distributed_training.miner import start, start_hivemind
 from distributed_training.miner.events import MinerState
 from distributed_training.miner.global_state import GlobalEpoch
 from distributed_training.miner.own_bucket import OwnBucket
@@ -115,7 +115,8 @@ class Network:
             GlobalEpoch, versions=None
         )  # the global bucket never changes
         product.UploadSchedule = lambda **_: upload_schedule(upload_steps=4, first=2)
-        product.MetricsFile = partial(MetricsFile, every=0.0)
+        assembled: Any = assembly
+        assembled.MetricsFile = partial(MetricsFile, every=0.0)
         product.describe_full_disk = lambda folder, needed: self.no_room
         product.identity = Mock()
 

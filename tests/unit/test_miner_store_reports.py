@@ -1,0 +1,197 @@
+"""A member of a store network reports its rounds: lines, events, metrics, its verdict."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from distributed_training.exchange.base import Close, Update, Weights
+from distributed_training.miner import events as ev
+from distributed_training.miner.block_list import BlockList
+from distributed_training.miner.events import MinerState, Mode
+from distributed_training.miner.income import StoreIncome
+from distributed_training.miner.metrics import Metrics
+from distributed_training.miner.reporter import StoreReporter
+from distributed_training.protocol.types import Base, Progress
+from distributed_training.telemetry import MetricsFile
+from tests.tools.chain_memory import MemoryChain, MemoryLedger
+from tests.tools.chain_world import MINER
+from tests.tools.miner_parts import step_report
+
+CLOSE = Close(12, 3, 1000.0, 60.0)
+TRAINING = MinerState(mode=Mode.TRAINING, outer_step=12)
+APPLIED = ev.OuterStepEnded(True, 13, "", 0.25)
+
+
+def state(base: Base, cause: str = "") -> MinerState:
+    update = Update(13, Path("u"), base, None, "ab", 500, cause)
+    return replace(TRAINING, update=update)
+
+
+class Told:
+    def __init__(self) -> None:
+        self.events: list[tuple[str, dict[str, Any]]] = []
+        self.reporter = StoreReporter(
+            record=lambda kind, **fields: self.events.append((kind, fields)),
+            warnings=lambda report: [],
+            bucket="lab",
+            global_uid=0,
+            clock=lambda: 5.0,
+        )
+
+    def fields(self, kind: str) -> dict[str, Any]:
+        (found,) = [fields for name, fields in self.events if name == kind]
+        return found
+
+
+def test_a_round_is_told_in_the_lines_that_operators_know(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    told, handle = Told(), Mock(hold_seconds=0.5)
+    for event in (
+        ev.CloseReached(CLOSE),
+        ev.UploadTaken(CLOSE, handle, Progress(12, 30)),
+        ev.CheckpointBegun(12, lambda: True, 0.125),
+        ev.UploadWritten(CLOSE),
+        ev.UploadEnded(12, 3, size=2_500_000, seconds=3.0),
+    ):
+        told.reporter.on_event(event, TRAINING)
+    told.reporter.on_event(APPLIED, state(Base.MERGED))
+    assert [record.getMessage() for record in caplog.records] == [
+        "💾 Saving model state locally for epoch 12",
+        "Extracted Optimizer & Model State Dict: training was held for 0.50 s",
+        "Upload Model Start",
+        "🔼 Uploading model and optimizer states to r2 bucket: lab",
+        "Successfully pushed new model state with tag 12.3 to bucket: lab (2.5 MB in 3.0 s)",
+        "AllReduce Operation Finished Succesfully: outer step 13 applied; training was held for "
+        "0.25 s; our upload was merged",
+    ]
+    assert told.fields("close") == {"outer_step": 12, "serial": 3}
+    assert (told.fields("upload")["seconds"], told.fields("checkpoint")["seconds"]) == (0.5, 0.125)
+    publication = told.fields("publication")
+    assert (publication["ok"], publication["bytes_sent"]) == (True, 2_500_000)
+    assert told.fields("outer_step") == {"outer_step": 13}
+    found = told.fields("round")
+    assert (found["ok"], found["outer_step"], found["base"]) == (True, 12, "merged")
+
+
+@pytest.mark.parametrize(
+    ("base", "cause", "level", "line"),
+    [
+        (Base.KEPT, "late: by 3 s", "INFO", "late: by 3 s"),
+        (Base.KEPT, "", "INFO", "no upload of ours"),
+        (Base.REFUSED, "copy: of uid 4", "WARNING", "copy: of uid 4"),
+    ],
+)
+def test_an_upload_that_was_not_merged_is_told_with_its_cause(
+    base: Base, cause: str, level: str, line: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    Told().reporter.on_event(APPLIED, state(base, cause))
+    (record,) = caplog.records
+    assert record.levelname.startswith(level[:4]) and record.getMessage().endswith(f"; {line}")
+
+
+def test_what_failed_or_is_dropped_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    told = Told()
+    told.reporter.on_event(ev.UploadEnded(12, 3, "the store is away"), TRAINING)
+    failed = ev.OuterStepEnded(False, 12, "another digest")
+    told.reporter.on_event(failed, state(Base.KEPT))
+    told.reporter.on_event(replace(APPLIED, dropped="the 30 inner steps"), state(Base.REFUSED))
+    told.reporter.on_event(ev.ChainForked("two manifests"), TRAINING)
+    for line in (
+        "Model state upload failed: the store is away",
+        "All Reduce Failed At Checkpoint 3 (another digest)",
+        "the 30 inner steps",
+    ):
+        assert line in caplog.text
+    assert told.fields("fork") == {"cause": "two manifests"}
+    assert [fields["ok"] for kind, fields in told.events if kind == "round"] == [False, True]
+
+
+class Judged:
+    def __init__(self) -> None:
+        self.now, ledger = 0.0, MemoryLedger()
+        ledger.register(MINER.ss58)
+        self.income = StoreIncome(
+            hotkey=MINER.ss58,
+            chain=MemoryChain(hotkey=MINER.ss58, ledger=ledger),
+            round_period=600.0,
+            record=lambda kind, **fields: self.found.append((fields["verdict"], fields["bad"])),
+            clock=lambda: self.now,
+        )
+        self.found: list[tuple[str, bool]] = []
+
+    def after(self, event: ev.Event, before: MinerState, seconds: float = 20.0) -> tuple[str, bool]:
+        self.income.on_event(event, before)
+        self.now += seconds
+        self.income.on_event(ev.Tick(self.now), before)
+        return self.found[-1]
+
+
+def test_the_verdict_follows_from_the_manifests() -> None:
+    judged = Judged()
+    assert judged.after(ev.CloseReached(CLOSE), TRAINING) == ("joining", False)
+    assert judged.after(APPLIED, state(Base.KEPT)) == ("joining", False), "none was sent"
+    assert judged.after(ev.CloseReached(CLOSE), TRAINING, 1800.0) == ("joining", True)
+    assert judged.after(APPLIED, state(Base.MERGED)) == ("not yet", False)
+    assert judged.after(APPLIED, state(Base.KEPT)) == ("not yet", False), "none was sent"
+    assert judged.after(APPLIED, state(Base.KEPT, "late: by 3 s")) == ("not merged", True)
+    assert judged.after(APPLIED, state(Base.REFUSED, "copy: of uid 4")) == ("refused", True)
+    assert judged.after(APPLIED, state(Base.MERGED)) == ("not yet", False)
+    behind = ev.GlobalEpochSeen(14, 0.0)
+    assert judged.after(behind, TRAINING) == ("not yet", False)
+    assert judged.after(ev.CloseReached(CLOSE), TRAINING, 600.0) == ("behind the network", True)
+    assert judged.after(ev.ChainForked("two"), TRAINING) == ("other version", True)
+
+
+def test_metrics_count_rounds_by_the_share_that_this_miner_had(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "metrics.prom")
+    metrics = Metrics(file=file, counts={}, gauges={})
+    metrics.on_event(APPLIED, state(Base.MERGED))
+    metrics.on_event(APPLIED, state(Base.KEPT, "late"))
+    whole = Weights(20, Path("w"), "cd", 900, "fewer bytes")
+    metrics.on_event(ev.OuterStepEnded(True, 20), replace(TRAINING, update=whole))
+    metrics.on_event(ev.UploadEnded(12, 3, size=7), TRAINING)
+    metrics.on_event(ev.UploadEnded(13, 4, "late"), TRAINING)
+    values = file.registry.values()
+    wanted = {
+        "rounds_total": 3,
+        "rounds_failed_total": 2,
+        "rounds_missed_total": 7,  # outer steps 13 to 19 of others, in those weights
+        "publications_total": 2,
+        "publications_failed_total": 1,
+        "uploaded_bytes_total": 7,
+    }
+    assert {name: values[name] for name in wanted} == wanted
+    assert values["last_publication_timestamp_seconds"] > 0
+
+
+@pytest.mark.parametrize(("base", "left"), [(Base.MERGED, [103]), (Base.KEPT, [101, 102, 103])])
+def test_blocks_of_an_upload_that_was_not_merged_are_in_the_next_one(
+    base: Base, left: list[int]
+) -> None:
+    ranks: Any = Mock(world_size=1)
+    blocks = BlockList(
+        chain_block=lambda: 200, data=Mock(), ranks=ranks, micro_batch_size=2, recent=lambda: 50
+    )
+
+    def train(block: int) -> None:
+        blocks._current = (block, 8)
+        blocks.on_event(ev.InnerStepDone(step_report()), TRAINING)
+
+    train(101)
+    for serial, block in ((3, 102), (4, 103)):
+        close = Close(12, serial, 0.0, 0.0)
+        blocks.on_event(ev.UploadWanted(close), TRAINING)
+        assert blocks.blocks() == list(range(101, block)), "the close moved: all of them again"
+        blocks.on_event(ev.UploadTaken(close, Mock(), Progress(12, block)), TRAINING)
+        train(block)
+        if serial == 3:
+            continue
+    blocks.on_event(APPLIED, state(base))
+    assert blocks.blocks() == left
