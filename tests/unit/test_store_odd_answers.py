@@ -265,7 +265,7 @@ def test_a_refusal_has_the_stores_own_sentence_on_one_line_and_no_secret() -> No
         (403, "AccountProblem", "payment overdue", "RefusedError", {}),
         (409, "ObjectLockedByBucketPolicy", "The object is locked", "RefusedError", {}),
         (409, "OperationAborted", "in progress", "TransientError", {}),
-        (501, "NotImplemented", "not here", "StoreError", {}),
+        (501, "NotImplemented", "not here", "UnsupportedError", {}),
         (507, "XMinioStorageFull", "full", "TransientError", {}),
         (
             *(400, "AuthorizationHeaderMalformed", "the region 'auto' is wrong; expecting 'eu-1'"),
