@@ -231,8 +231,11 @@ class UploadWatch:
                 self._begun = event
                 if self._taken is not None and self._after is None:
                     self._after = event
-            case ev.RolledBack() | ev.OuterStepEnded(committed=True):
-                self._taken = None  # it would hold what is in no checkpoint, or comes too late
+            case ev.RolledBack() if self._taken is not None:
+                # It holds what is in no checkpoint; nothing was sent, so there may be another.
+                self._close, self._taken = self._taken.close, None
+            case ev.OuterStepEnded(committed=True):
+                self._taken = None  # it comes too late
             case ev.Tick() | ev.InnerStepDone():
                 self._forget_old()
                 return [*self._await_files(), *self._answer_close(state)]

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +41,12 @@ class World:
         run_id = store_config().swarm.run_id
         self.leader = Leader(self.bucket, model, run_id=run_id, members={UID: MINER.ss58_address})
         self.starts = 0
+        self.programs: list[Program] = []
 
     def start(self, moment: str, until: int) -> list[Program]:
         (port,) = free_ports(1)
         self.starts += 1
-        return [
+        self.programs = [
             Program(
                 *(SCRIPT, moment, str(until), str(self.folder), str(self.bucket)),
                 environ=rank_variables(rank, world_size=self.ranks, port=port),
@@ -52,6 +54,7 @@ class World:
             )
             for rank in range(self.ranks)
         ]
+        return self.programs
 
     def log(self) -> str:
         return "\n".join(path.read_text() for path in sorted(self.folder.glob("log-*")))
@@ -87,8 +90,11 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> World:
-    return World(tmp_path)
+def world(tmp_path: Path) -> Iterator[World]:
+    world = World(tmp_path)
+    yield world
+    for program in world.programs:  # of a test that failed
+        program.kill()
 
 
 @pytest.mark.timeout(600)

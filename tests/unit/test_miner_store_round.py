@@ -308,6 +308,17 @@ def test_an_upload_is_sent_when_file_and_checkpoint_are_there_and_not_before() -
     assert world.sent == [(12, 3)] and trains_now(world.state)
 
 
+def test_an_upload_that_a_roll_back_overtakes_is_made_again_within_the_grace() -> None:
+    world = World()
+    world.handle_event(ev.CloseReached(CLOSE))
+    for _ in range(2):
+        world.boundary()
+    world.handle_event(DIVERGED)
+    world.boundary()
+    world.handle_event(ev.Tick(1.0))
+    assert world.pending == [Action.WRITE_UPLOAD, Action.CHECKPOINT] and not world.sent
+
+
 @pytest.mark.parametrize("lost", ["file", "checkpoint"])
 def test_an_upload_whose_file_or_checkpoint_failed_is_not_sent(lost: str) -> None:
     world, ended = World(), []
