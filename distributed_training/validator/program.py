@@ -56,6 +56,7 @@ from distributed_training.node.start import (
 )
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
+from distributed_training.protocol.manifest import State
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata
 from distributed_training.protocol.types import ExitStatus, Verify
 from distributed_training.scoring.evaluator import (
@@ -146,8 +147,10 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         claim_global_bucket(store, versions.newest, versions=versions)
     elif config.network is not None:
         claim_global_bucket(store, config.network)
-    # After the claim: a commitment sends everybody to this bucket.
-    commit(member, own_commitment(config.store, store.bucket))
+    # After the claim: a commitment sends everybody to this bucket. Where the registry hands out
+    # URLs it would show them what others have uploaded, before it is merged.
+    if config.exchange == "hivemind" or config.store.access == "own":
+        commit(member, own_commitment(config.store, store.bucket))
     if has_versions(config):
         fetch_published(config, lambda: BucketReader(store))
         publish(config, store, folder / "published.json")
@@ -200,11 +203,18 @@ def open_versions(config: Config, network: Network, folder: Path, store: ObjectS
     for problem in (versions.look_beside(network.place), versions.look(of_bucket)):
         if problem:
             log.warning("%s", problem)
-    try:
-        found = store.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES)
-        outer_step = 0 if found is None else Metadata.parse(found).outer_step
-    except ValueError:  # damaged: what is gone on from is found out later
-        outer_step = 0
+    outer_step = 0
+    with suppress(ValueError):  # damaged: what is gone on from is found out later
+        if config.exchange == "store":
+            if found := store.get(keys.STATE, limit=State.most_bytes):
+                outer_step = State.parse(
+                    found,
+                    run_id=config.swarm.run_id,
+                    master=config.miner.master_ss58_address,
+                    verify=verify_signature,
+                ).outer_step
+        elif found := store.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES):
+            outer_step = Metadata.parse(found).outer_step
     if not versions.knows(outer_step):
         raise NetworkFailure(
             f"{network.place} holds from outer step {network.head.from_outer_step} and the network "

@@ -401,7 +401,7 @@ class StoreValidator(Validator):
             return self._move(close, TOO_FEW, f"{detail}, {least} are needed", block, now)
         if len(close.accepted) < 3 and not any(m.merged for m in self._steps.history):
             log.info(
-                "%s and none before them: nothing bounds a hostile one",
+                "%s to merge, and none was merged before: nothing bounds a hostile one",
                 lines.counted(len(close.accepted), "upload"),
             )
         # The least trusted last: among them a spoiler is looked for first.
