@@ -13,6 +13,7 @@ restarts sends what is missing and nothing twice.
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -86,6 +87,7 @@ class AccessStore(S3ObjectStore):
         self._public = (settings.public_url or "").rstrip("/")
         self._plain = plain
         self._concurrency = settings.concurrency
+        self._changing = threading.Lock()
         self._urls: dict[tuple[str, str], tuple[str, float]] = {}  # and when each ends
         events = self._client.meta.events
         events.register("before-parameter-build.s3", self._choose_url)
@@ -131,9 +133,11 @@ class AccessStore(S3ObjectStore):
         for url in grant.urls.values():
             self._refuse_host(key, url)
         now = time.monotonic()
-        new = {(name, key): (url, now + 0.9 * grant.seconds) for name, url in grant.urls.items()}
-        # Another dict, not this one changed: other threads are going through it.
-        self._urls = {name: url for name, url in self._urls.items() if url[1] > now} | new
+        with self._changing:
+            for ended in [place for place, (_, until) in self._urls.items() if until <= now]:
+                del self._urls[ended]
+            for operation, url in grant.urls.items():
+                self._urls[operation, key] = url, now + 0.9 * grant.seconds
 
     def _refuse_host(self, key: str, url: str) -> None:
         """Raise RefusedError unless requests may go where ``url`` leads."""
@@ -154,10 +158,12 @@ class AccessStore(S3ObjectStore):
 
     def _refused(self, verb: str, key: str, response: Any) -> StoreError:
         status = int(response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
-        # Another is asked for next: this one has ended, as after a sleep of this machine.
-        self._urls = {name: url for name, url in self._urls.items() if name[1] != key}
         place = f"{verb} {self._bucket}/{key}"
         if status in (401, 403):
+            # Another is asked for next: this one has ended, as after a sleep of this machine.
+            with self._changing:
+                for operation in _READS.values():
+                    self._urls.pop((operation, key), None)
             code = self._sentence(str(response.get("Error", {}).get("Code", "")))
             return AccessDeniedError(
                 f"{place}: the store refused the URL that the registry handed out ({status} {code})"

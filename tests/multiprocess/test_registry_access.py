@@ -515,6 +515,35 @@ def test_a_url_is_asked_for_once_while_it_is_good() -> None:
         assert len(seen) == 2, "one that is refused is not kept"
 
 
+def test_of_urls_that_several_threads_get_none_is_lost() -> None:
+    store, _ = asked_of("http://127.0.0.1:9", [])
+    begin = threading.Barrier(8)
+
+    def remember(thread: int) -> None:
+        begin.wait(30)
+        for number in range(200):
+            grant = presigned.Grant({"put_object": "http://127.0.0.1:9/b"}, 600.0)
+            store._remember(f"{thread}/{number}", grant)
+
+    threads = [threading.Thread(target=remember, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(store._urls) == 8 * 200
+
+
+def test_parts_that_the_store_cannot_take_now_are_sent_again() -> None:
+    with _Elsewhere(503) as busy:
+        store, _ = asked_of(busy.url, [])
+        grant = granted(f"{busy.url}/bucket/a")
+        grant["urls"] = {str(n): grant["urls"]["1"] for n in range(1, 13)}
+        store._remember("a", presigned.Grant(**grant))
+        for _ in range(2):
+            with pytest.raises(TransientError):
+                store._put_parts("a", [b"1"] * 12, ["0" * 32] * 12, presigned.Grant(**grant))
+
+
 def test_what_is_public_is_read_without_the_registry() -> None:
     with _Elsewhere(200, body=b"text") as public:
         settings = StoreSettings(
