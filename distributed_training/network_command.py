@@ -6,12 +6,15 @@
     dt-network sign FILE [--at STEP] [--wallets FOLDER]
     dt-network decay FILE --steps N [--from STEP] [--at STEP] [--wallets FOLDER]
     dt-network show FILE|URL
+    dt-network audit FOLDER|FILE|URL [--from COPY]
+    dt-network rewind FOLDER --to STEP
 
 ``init`` makes the master's hotkey and, for a swarm, the validator's identity in it. It writes
 ``network.toml`` with the built-in network's rules and what the options change, signs it, and prints
 what to run; ``run`` (:mod:`.founder`) is all that the founder's machine needs. Every
 other rule is changed by ``--set KEY=VALUE`` with the keys of docs/network-file.md, or later in the
-file: then count ``version`` up and ``sign`` it again.
+file: then count ``version`` up and ``sign`` it again. ``audit`` and ``rewind``
+(:mod:`.chain_command`) are for networks with ``exchange = "store"``.
 """
 
 from __future__ import annotations
@@ -172,7 +175,13 @@ def build_parser() -> Parser:
         )
     show = commands.add_parser("show", help="verify a network's file and print its rules")
     show.add_argument("place", type=text)
-    for command in (init, succeed, run, sign, decay, show):
+    audit = commands.add_parser("audit", help="compute again what a network has published")
+    audit.add_argument("place", type=text, help="a founder's folder, or the network's file")
+    audit.add_argument("--from", type=path, dest="source", metavar="COPY", help="of the bucket")
+    rewind = commands.add_parser("rewind", help="go on from the weights of an earlier outer step")
+    rewind.add_argument("folder", type=path, help="that dt-network init made")
+    rewind.add_argument("--to", type=ranged(0, 10**9 - 1), required=True, metavar="STEP")
+    for command in (init, succeed, run, sign, decay, show, audit, rewind):
         command.add_argument(
             "--plugins", nargs="+", default=[], metavar="MODULE", help="modules of your own"
         )
@@ -201,6 +210,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         import_plugins(options.plugins)
         if options.command == "run":
             return _run(options)
+        if options.command in ("audit", "rewind"):
+            from distributed_training import chain_command  # torch, which the others need not
+
+            chain = {"audit": chain_command.audit, "rewind": chain_command.rewind}
+            return chain[options.command](options)
         commands = {"init": _init, "succeed": _succeed, "sign": _sign, "decay": _decay}
         {**commands, "show": _show}[options.command](options)
     except ConfigError as error:

@@ -96,7 +96,8 @@ class ChainCopy:
             md5 = hashlib.md5(data, usedforsecurity=False).hexdigest()
             # A cache may answer with older bytes than HEAD spoke of: then it is asked again.
             self._etag = "" if is_md5(info.etag) and not same_etag(info.etag, md5) else info.etag
-        if state.expires < now:
+        # Of a finished network there is no newer one.
+        if state.expires < now and not state.finished:
             raise StateUnavailable(
                 f"{keys.STATE} of outer step {state.outer_step} has expired at "
                 f"{datetime.fromtimestamp(state.expires, UTC):%Y-%m-%d %H:%M:%S} UTC: nobody leads "
@@ -121,11 +122,7 @@ class ChainCopy:
                 if data:
                     write_bytes(self._path(outer_step), data)
                 before = after
-            if before.digest != state.head:
-                raise ValueError(
-                    f"{keys.STATE} has another history: its head is {state.head}, and the manifest "
-                    f"of outer step {state.outer_step} is {before.digest}"
-                )
+            _check_head(state, before)
         except ValueError as error:
             self._look_for_another(before.outer_step)
             raise StateUnavailable(f"{error}: nothing is taken from it") from None
@@ -152,12 +149,8 @@ class ChainCopy:
     def _check_history(self, state: State, before: State) -> None:
         try:
             state.check_after(before)
-            ours = self.copy(state.outer_step)
-            if ours is not None and ours.digest != state.head:
-                raise ValueError(
-                    f"{keys.STATE} has another history: its head is {state.head}, and our manifest "
-                    f"of outer step {state.outer_step} is {ours.digest}"
-                )
+            if (ours := self.copy(state.outer_step)) is not None:
+                _check_head(state, ours)
         except ValueError:
             self._look_for_another(state.outer_step)
             raise
@@ -199,3 +192,12 @@ class ChainCopy:
         except ValueError as error:
             log.warning("%s is damaged (%s): %s", path, error, lost)
             return None
+
+
+def _check_head(state: State, manifest: Manifest) -> None:
+    """Raise ValueError unless ``manifest``, of the state's outer step, is the state's head."""
+    if manifest.digest != state.head:
+        raise ValueError(
+            f"{keys.STATE} has another history: its head is {state.head}, and the manifest of "
+            f"outer step {state.outer_step} is {manifest.digest}"
+        )

@@ -130,7 +130,7 @@ class Chain:
         verify: Verify,
     ) -> None:
         self._bucket = bucket
-        self._schema = schema
+        self.schema = schema
         self._largest = largest_file(schema, BITS[0])
         self._folder = folder
         self._run_id, self._master, self._verify = run_id, master, verify
@@ -178,7 +178,7 @@ class Chain:
 
     def set_of(self, manifest: Manifest) -> OuterState:
         """Return the set of weights, momentum and residual that lies beside a manifest."""
-        step, limit = manifest.outer_step, model_bytes(self._schema)
+        step, limit = manifest.outer_step, model_bytes(self.schema)
         key = keys.outer_key(step, keys.MODEL)
         limits = {keys.MODEL: limit, keys.OUTER_STATE: 2 * limit, keys.CONFIG: MAX_CONFIG_BYTES}
         paths = {
@@ -189,14 +189,14 @@ class Chain:
         try:
             if keys.MODEL not in paths:
                 raise ChainBroken(key, "has no digest in its manifest", missing=True)
-            weights = load_weights(paths[keys.MODEL], self._schema)
+            weights = load_weights(paths[keys.MODEL], self.schema)
             parts = {"momentum": manifest.momentum, "residual": manifest.residual}
             if keys.OUTER_STATE not in paths and any(parts.values()):
                 state = keys.outer_key(step, keys.OUTER_STATE)
                 raise ChainBroken(state, "has no digest in its manifest", missing=True)
             some = [
                 load_weights(
-                    paths[keys.OUTER_STATE], [(f"{part}/{n}", shape) for n, shape in self._schema]
+                    paths[keys.OUTER_STATE], [(f"{part}/{n}", shape) for n, shape in self.schema]
                 )
                 if digest
                 else None
@@ -252,7 +252,7 @@ class Chain:
         try:
             file = UpdateFile.open(
                 path,
-                self._schema,
+                self.schema,
                 run_id=self._run_id,
                 kind=kind,
                 hotkey=hotkey,
@@ -286,7 +286,7 @@ class Chain:
             state,
             Rule(manifest.rule, manifest.learning_rate, manifest.mu),
             path=path,
-            layout=UpdateLayout.of(self._schema, update.header),
+            layout=UpdateLayout.of(self.schema, update.header),
             sign=lambda message: _UNSIGNED,
         )
         path.unlink()

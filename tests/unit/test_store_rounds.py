@@ -746,8 +746,16 @@ def test_the_store_is_asked_at_a_bounded_rate(
 
 
 def test_a_finished_network_says_so_once_and_asks_for_no_upload(
-    leader: Leader, miner: Miner
+    store: FaultyStore,
+    leader: Leader,
+    miner: Miner,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     leader.serial += 1
-    leader.put_state(finished="12 outer steps", expires=leader.time.store() + 1e6)
-    assert miner.pass_time(2 * PERIOD) == [NetworkFinished("12 outer steps")]
+    leader.put_state(finished="12 outer steps")
+    assert miner.pass_time(5 * PERIOD) == [NetworkFinished("12 outer steps")]
+    assert warnings(caplog) == []
+    # Whoever starts later learns it too.
+    late = Miner(store, tmp_path / "late", miner.time)
+    assert late.pass_time(60) == [HeadSeen(0), NetworkFinished("12 outer steps")]

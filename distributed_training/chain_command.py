@@ -1,0 +1,207 @@
+"""Check the chain of a store network, or go back in it: ``dt-network audit`` and ``rewind``.
+
+Whoever audits needs the bucket alone: as its founder, by the keys of that machine; as a member, by
+the registry; or from a copy of its files. A rewind is one more outer step, signed by the master,
+whose weights are those of an earlier one. Nothing that was published is taken back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from bittensor_core import verify
+
+from distributed_training.chain.base import ChainError
+from distributed_training.chain.identity import load_wallet
+from distributed_training.config import OPERATORS_FILE, Config, ConfigError, load_config
+from distributed_training.founder import Plan
+from distributed_training.node.buckets import open_by_registry, open_own
+from distributed_training.node.identity import follow_chain
+from distributed_training.node.start import NetworkFailure, sole_user
+from distributed_training.protocol.manifest import Manifest
+from distributed_training.protocol.metadata import ConfigExtras
+from distributed_training.protocol.types import ExitStatus
+from distributed_training.store.base import ObjectStore
+from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.store.folder import FolderStore
+from distributed_training.training.model import parameter_schema
+from distributed_training.validator.global_state import GlobalStateError
+from distributed_training.validator.merge import OuterState
+from distributed_training.validator.outer_steps import Master, OuterSteps, Prepared, next_state
+from distributed_training.validator.replay import Chain, ChainBroken, write_set
+
+
+def audit(options: argparse.Namespace) -> int:
+    """Print what fits and what does not; return the exit status, 1 where something does not fit.
+
+    Raises ConfigError, ChainError, StoreError.
+    """
+    founded = Path(options.place).is_dir()
+    if founded:
+        config = _founders(Path(options.place))
+    else:
+        given = ["--network", options.place]
+        config = load_config("miner", given, file=OPERATORS_FILE, check=False)
+    with ExitStack() as stack:
+        store: ObjectStore
+        if options.source is not None:
+            store = FolderStore(options.source)
+        elif founded or config.store.access == "own":
+            store = open_own(config.store, config.store.global_model_name, write=False)
+        else:
+            try:
+                chain = follow_chain(config.chain, stack, load_wallet(config.chain))
+            except NetworkFailure as error:
+                raise ChainError(str(error)) from None
+            store = open_by_registry(config.store, chain, private=config.chain.private)
+        stack.enter_context(closing(store))
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dt-audit-"))
+        found = _open(config, store, Path(folder)).audit()
+    for problem in found.problems:
+        print(f"does not fit: {problem}")
+    if found.head:
+        print(f"outer step {found.outer_step}, whose manifest has the digest {found.head}")
+        print(f"updates give the weights {_since(found.weights_from)}")
+        print(f"merge, momentum and residual were computed again {_since(found.replayed_from)}")
+    return ExitStatus.FAULT if found.problems else ExitStatus.STOPPED
+
+
+def _since(step: int | None) -> str:
+    return "at no outer step" if step is None else f"from outer step {step} on"
+
+
+def rewind(options: argparse.Namespace) -> int:
+    """Publish the weights of an earlier outer step as the next one; return the exit status.
+
+    Raises ConfigError, StoreError.
+    """
+    config = _founders(options.folder)
+    master = config.miner.master_ss58_address
+    signer = load_wallet(config.chain).hotkey.sign
+    folder = config.run_folder / "global"
+    with ExitStack() as stack:
+        instead = "start it again afterwards"
+        stack.enter_context(
+            sole_user(config.run_folder, "validator.lock", "validator", instead=instead)
+        )
+        store = open_own(config.store, config.store.global_model_name)
+        stack.enter_context(closing(store))
+        steps = OuterSteps(
+            store,
+            folder,
+            Master(config.swarm.run_id, master, signer, verify),
+            keep_uploads=config.validator.keep_uploads,
+        )
+        chain = _open(config, store, folder / "replay")
+        try:
+            if not steps.load() or options.to >= steps.head.outer_step:
+                raise ConfigError(
+                    f"outer step {options.to} is not before the network's, so nothing was "
+                    "published: give --to with an earlier one"
+                )
+            manifest = go_back(
+                steps,
+                chain,
+                options.to,
+                config=network_model(config),
+                period=config.round_period.total_seconds(),
+                grace=config.validator.grace.total_seconds(),
+            )
+        except (ChainBroken, GlobalStateError) as error:
+            raise ConfigError(
+                f"{error}, so the network cannot go back to outer step {options.to}: give --to with"
+                " another, or restore that file"
+            ) from None
+    what = "weights, momentum and residual" if manifest.momentum else "weights"
+    print(
+        f"outer step {manifest.outer_step} has the {what} of outer step {options.to} again, and "
+        f"members load them. Go on with dt-network run {options.folder}"
+    )
+    return ExitStatus.STOPPED
+
+
+def go_back(
+    steps: OuterSteps,
+    chain: Chain,
+    to: int,
+    *,
+    config: Mapping[str, Any],
+    period: float,
+    grace: float,
+) -> Manifest:
+    """Publish what outer step ``to`` had as the next outer step; return its manifest.
+
+    ``config``: the model's. Where uploads are not kept any more, momentum and residual begin again.
+    Raises ChainBroken, GlobalStateError, StoreError.
+    """
+    head, before = steps.head, steps.state or chain.state()
+    try:
+        values = chain.replay(before, to)
+    except ChainBroken as broken:
+        if not broken.missing:
+            raise
+        values = OuterState(chain.replay(before, to, whole=False).weights)
+    target, step, now = chain.manifest(to), head.outer_step + 1, steps.now()
+    extras = ConfigExtras((), 0, None, target.total_inner_steps, target.total_tokens or None)
+    folder = steps.place(step)
+    folder.mkdir(parents=True, exist_ok=True)
+    files = write_set(folder, chain.schema, values, extras.merge_into(config))
+    weights, momentum, residual = values.digests
+    manifest = replace(
+        target,
+        rules_id=head.rules_id,
+        outer_step=step,
+        previous=head.digest,
+        update="",
+        weights=weights,
+        momentum=momentum,
+        residual=residual,
+        merged=(),
+        refused=(),
+        losses_before=head.losses_after,
+        scores=head.scores,
+        closed_at=now,
+        serial=before.serial,
+        made_at=now,
+        files=files,
+        rewound_to=to,
+    )
+    paths = {name: folder / name for name in files}
+    steps.publish(Prepared(manifest, manifest.to_bytes(steps.master.sign), paths))
+    steps.write(next_state(before, manifest, now=now, period=period, grace=grace))
+    return manifest
+
+
+def _founders(folder: Path) -> Config:
+    """Return the configuration of the validator of a founder's folder. Raises ConfigError."""
+    plan = Plan.of(folder)
+    return load_config("validator", plan.words["validator"], environ=plan.environ, check=False)
+
+
+def network_model(config: Config) -> Mapping[str, Any]:
+    """Return the model's configuration in a store network's file. Raises ConfigError."""
+    network = config.network
+    if network is None or network.model is None or network.head.exchange != "store":
+        raise ConfigError(
+            "this network's rounds do not go through its store, so it has no chain: give the file "
+            'of a network with exchange = "store"'
+        )
+    return network.model
+
+
+def _open(config: Config, store: ObjectStore, folder: Path) -> Chain:
+    """Return the chain in a global bucket. Raises ConfigError."""
+    return Chain(
+        BucketReader(store),
+        parameter_schema(network_model(config)),
+        folder,
+        run_id=config.swarm.run_id,
+        master=config.miner.master_ss58_address,
+        verify=verify,
+    )

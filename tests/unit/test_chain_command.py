@@ -1,0 +1,122 @@
+"""``dt-network audit`` and ``rewind``: what they print, and what going back publishes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from distributed_training import chain_command, network_command
+from distributed_training.chain_command import go_back
+from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Manifest
+from distributed_training.store.folder import FolderStore
+from distributed_training.validator.merge import OuterState
+from distributed_training.validator.outer_steps import Master, OuterSteps
+from distributed_training.validator.replay import Chain
+from tests.tools.outer_steps import MASTER, RUN_ID, open_chain, publish_chain, sign, verify
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 6  # sets at 0 and 4
+
+
+def opened(bucket: Path, folder: Path) -> tuple[OuterSteps, Chain]:
+    store = FolderStore(bucket, writes=True)
+    master = Master(RUN_ID, MASTER, sign, verify)
+    steps = OuterSteps(store, folder / "global", master, keep_uploads=8)
+    assert steps.load()
+    return steps, open_chain(bucket, folder / "replay")
+
+
+def back(bucket: Path, folder: Path, to: int) -> Manifest:
+    return go_back(*opened(bucket, folder), to, config={"a": 1}, period=1000.0, grace=100.0)
+
+
+def assert_same(one: OuterState, two: OuterState) -> None:
+    for name in ("weights", "momentum", "residual"):
+        for ours, theirs in zip(getattr(one, name), getattr(two, name), strict=True):
+            assert torch.equal(ours, theirs), name
+
+
+def test_going_back_is_one_more_outer_step(tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    states = publish_chain(bucket, STEPS)
+    before = open_chain(bucket, tmp_path).state()
+    manifest = back(bucket, tmp_path, 5)
+    assert (manifest.outer_step, manifest.rewound_to, manifest.update) == (STEPS + 1, 5, "")
+    chain = open_chain(bucket, tmp_path)
+    state = chain.state()
+    state.check_after(before)
+    assert state.outer_step == STEPS + 1 and state.serial == before.serial + 1
+    # From there a validator goes on, and everybody may check it.
+    assert_same(chain.replay(state), states[5])
+    found = chain.audit()
+    assert found.problems == [] and found.replayed_from == 4
+    content = json.loads((bucket / keys.outer_key(STEPS + 1, keys.CONFIG)).read_text())
+    assert (content["a"], content["total_inner_steps"]) == (1, 30 * 5)
+
+
+def test_where_uploads_are_gone_momentum_begins_again(tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    states = publish_chain(bucket, STEPS, keep_uploads=1)
+    manifest = back(bucket, tmp_path, 5)
+    assert (manifest.momentum, manifest.residual) == ("", "")
+    chain = open_chain(bucket, tmp_path)
+    for ours, theirs in zip(chain.replay(chain.state()).weights, states[5].weights, strict=True):
+        assert torch.equal(ours, theirs)
+    assert chain.audit().problems == []
+
+
+def test_a_kill_between_manifest_and_state_loses_nothing(tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    states = publish_chain(bucket, STEPS)
+    old = (bucket / keys.STATE).read_bytes()
+    back(bucket, tmp_path, 4)
+    (bucket / keys.STATE).write_bytes(old)
+    steps, chain = opened(bucket, tmp_path)
+    assert steps.head.rewound_to == 4 and steps.state is not None
+    assert_same(chain.replay(steps.state, steps.head.outer_step), states[4])
+
+
+def found(folder: Path) -> None:
+    words = ["init", str(folder), "--name", "lab", "--host", "127.0.0.1", "--registry"]
+    words += ["http://127.0.0.1:8100", "--unpinned", "--exchange", "store", "--set", "private=true"]
+    words += ["--store", "https://s3.example.org"]
+    words += ["--data-source", "stdlib"]
+    assert network_command.main(words) == 0
+
+
+def test_an_audit_of_a_copy_names_what_does_not_fit(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(tmp_path / "lab")
+    bucket = tmp_path / "copy"
+    publish_chain(bucket, 2)
+    monkeypatch.setattr(
+        chain_command, "_open", lambda config, store, folder: open_chain(bucket, folder)
+    )
+    file = str(tmp_path / "lab" / "network.toml")
+    words = ["audit", file, "--from", str(bucket)]
+    capsys.readouterr()
+    assert network_command.main(words) == 0
+    head = open_chain(bucket, tmp_path).state().head
+    assert capsys.readouterr().out.splitlines() == [
+        f"outer step 2, whose manifest has the digest {head}",
+        "updates give the weights from outer step 0 on",
+        "merge, momentum and residual were computed again from outer step 0 on",
+    ]
+    (bucket / keys.merged_key(2, 5)).write_bytes(b"x")
+    assert network_command.main(words) == 1
+    line, *_ = capsys.readouterr().out.splitlines()
+    assert line.startswith("does not fit: outer/2/uploads/5.safetensors has the digest ")
+
+
+def test_a_network_without_a_chain_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert network_command.main(["audit", "local", "--from", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: this network's rounds do not go through its store")
