@@ -85,6 +85,7 @@ def rewind(options: argparse.Namespace) -> int:
     master = config.miner.master_ss58_address
     signer = load_wallet(config.chain).hotkey.sign
     folder = config.run_folder / "global"
+    config.run_folder.mkdir(parents=True, exist_ok=True)  # it may be on an empty disk
     with ExitStack() as stack:
         instead = "start it again afterwards"
         stack.enter_context(

@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from bittensor.sp_core import verify as verify_sr25519
 
 from distributed_training import chain_command, network_command
 from distributed_training.chain_command import go_back
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest
+from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.folder import FolderStore
-from distributed_training.validator.merge import OuterState
+from distributed_training.validator.merge import OuterState, digest_of
 from distributed_training.validator.outer_steps import Master, OuterSteps
 from distributed_training.validator.replay import Chain
 from tests.tools.outer_steps import MASTER, RUN_ID, open_chain, publish_chain, sign, verify
+from tests.tools.store_world import StoreWorld
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -81,6 +85,49 @@ def test_a_kill_between_manifest_and_state_loses_nothing(tmp_path: Path) -> None
     assert_same(chain.replay(steps.state, steps.head.outer_step), states[4])
 
 
+def test_what_a_validator_publishes_stands_an_audit_and_it_goes_on_after_a_rewind(
+    tmp_path: Path,
+) -> None:
+    """The real validator: with a late and a hundredfold upload, then back, then on."""
+    world = StoreWorld(tmp_path / "world", weights_every=2, keep_uploads=3)
+    world.round()
+    world.train()
+    world.until_close()
+    world.miners[3].upload()
+    world.miners[5].upload(world.miners[5].encode(moved=[3 * t for t in world.miners[5].moved]))
+    world.until_late()
+    world.miners[17].upload()
+    world.tick()
+    world.round()
+    master = world.master.ss58_address
+
+    def chain_of(folder: Path) -> Chain:
+        reader = BucketReader(world.bucket)
+        return Chain(
+            reader, world.schema, folder, run_id=world.run_id, master=master, verify=verify_sr25519
+        )
+
+    n = world.state.outer_step
+    found = chain_of(tmp_path).audit()
+    assert found.problems == [] and n == 3 and found.replayed_from == 0
+    steps = OuterSteps(
+        world.bucket,
+        tmp_path / "founder",
+        Master(world.run_id, master, world.master.sign, verify_sr25519),
+        keep_uploads=3,
+    )
+    assert steps.load()
+    config = world.validator.state.model_config
+    go_back(steps, chain_of(tmp_path), 1, config=config, period=1000.0, grace=100.0)
+    world.restarted(folder=tmp_path / "empty")
+    assert digest_of(world.validator.state.weights) == world.manifest(1).weights
+    for miner in world.miners.values():
+        miner.start, miner.outer_step = [*world.validator.state.weights], n + 1
+    world.round()
+    found = chain_of(tmp_path).audit()
+    assert found.problems == [] and found.outer_step == n + 2
+
+
 def found(folder: Path) -> None:
     words = ["init", str(folder), "--name", "lab", "--host", "127.0.0.1", "--registry"]
     words += ["http://127.0.0.1:8100", "--unpinned", "--exchange", "store", "--set", "private=true"]
@@ -120,3 +167,18 @@ def test_a_network_without_a_chain_is_refused(
     assert network_command.main(["audit", "local", "--from", str(tmp_path)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: this network's rounds do not go through its store")
+
+
+def test_a_rewind_to_what_never_was_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found(tmp_path / "lab")
+    shutil.rmtree(tmp_path / "lab" / "validator", ignore_errors=True)
+    (tmp_path / "bucket").mkdir()
+    store = FolderStore(tmp_path / "bucket", writes=True)
+    monkeypatch.setattr(chain_command, "open_own", lambda settings, bucket: store)
+    capsys.readouterr()
+    assert network_command.main(["rewind", str(tmp_path / "lab"), "--to", "3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: outer step 3 is not before the network's, so nothing was pub")
+    assert not [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
