@@ -196,16 +196,24 @@ class StoreOuterStep(OuterStep):
         See ``Trainer.prepare_update``. ``update`` is rank 0's, ``inner_step`` that of now.
         """
         self.roll_back()
-        known = update is not None and self._knows(update.own_upload)
-        update, known = self._stream.from_rank_0((update, known))
+        header = None if update is None else self._header_of(update.own_upload)
+        update, header = self._stream.from_rank_0((update, header))
         assert update is not None and self.epoch_start is not None
-        keeps, merged = update.base is Base.KEPT, update.base is Base.MERGED and known
+        # Whether ``_written`` is what that upload was written from; a roll-back may have lost it.
+        of_ours = None if header is None else (header.start, header.serial)
+        known = self._written is not None and of_ours == (self.start, self.serial)
+        merged = update.base is Base.MERGED and header is not None
 
-        def read() -> tuple[list[Tensor], list[Tensor]]:
+        def read() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+            """Return the next epoch start, from where the rest counts, and the next residual."""
             weights = self._next_start(update)
-            return weights, self._encoding_lost(update.own_upload) if merged else []
+            if update.base is Base.KEPT:
+                return weights, self.epoch_start or [], []
+            # All that the upload does not hold goes into the residual, if that is not known.
+            written = self._written if known else self.current()
+            return weights, written or [], self._rest(written, update.own_upload) if merged else []
 
-        weights, residual = self._stream.run_on_all(read, _local)
+        weights, base, residual = self._stream.run_on_all(read, _local)
         for rows in (*weights, *residual):
             self._stream.replicate(rows)  # to the ranks on other machines, who have no files
         problem, digest = None, self._digest(weights)
@@ -215,31 +223,22 @@ class StoreOuterStep(OuterStep):
                 f"and {update.weights:.16} in its manifest, so it is not applied"
             )
         self._stream.raise_if_any(problem, _local)
-        base, dropped = self._written, ""
-        if keeps:
-            base, residual = self.epoch_start, self.residual or []
-        elif not known:
-            base = None
-            dropped = (
-                f"the {inner_step} inner steps since the last outer step, as no checkpoint knows "
-                f"what the {update.base.value} upload held"
-            )
-        elif not merged:
-            dropped = (
-                f"the {self._written_steps} inner steps of the refused upload, and its residual"
-            )
-
-        def on_top() -> list[Tensor]:
-            if base is None:
-                return weights
-            each = zip(self._shards, base, weights, strict=True)
-            return [(on_host(s.local) - before).add_(new) for s, before, new in each]
-
+        each = list(zip(self._shards, base, weights, strict=True))
         # It takes a new tensor for each parameter, so memory may run out on one rank alone.
-        present = self._stream.run_on_all(on_top, _local)
-        of_upload = self._written_steps if known else inner_step
+        present = self._stream.run_on_all(
+            lambda: [(on_host(s.local) - before).add_(new) for s, before, new in each], _local
+        )
+        uploaded, dropped = self._written_steps if known else inner_step, ""
+        if update.base is Base.KEPT:
+            uploaded, residual = 0, self.residual or []
+        elif not merged:
+            dropped = f"the {uploaded} inner steps of the {update.base.value} upload"
+            if not known:
+                dropped = (
+                    f"all {uploaded} inner steps, as what the upload held is not known any more"
+                )
         self._following = _Following(
-            update.outer_step, update.weights, residual or None, 0 if keeps else of_upload, dropped
+            update.outer_step, update.weights, residual or None, uploaded, dropped
         )
         self._prepared = Prepared(weights, None, present, self._new_epoch_id())
 
@@ -256,15 +255,12 @@ class StoreOuterStep(OuterStep):
         self._written = self.serial = self._following = None
         return following.outer_step, following.uploaded_steps
 
-    def _knows(self, own_upload: Path | None) -> bool:
-        """Return whether ``_written`` is what that upload was written from."""
-        if own_upload is None or self._written is None:
-            return False
+    def _header_of(self, own_upload: Path | None) -> Header | None:
+        """Return the header of our upload; None where there is no whole file of it."""
         try:
-            header = UpdateFile.reopen(own_upload, self._schema).header
+            return UpdateFile.reopen(own_upload, self._schema).header if own_upload else None
         except (ValueError, OSError):
-            return False
-        return (header.start, header.serial) == (self.start, self.serial)
+            return None
 
     def _next_start(self, update: NextStart) -> list[Tensor]:
         """Read this rank's rows of the weights that ``update`` leads to."""
@@ -280,12 +276,12 @@ class StoreOuterStep(OuterStep):
         each = enumerate(self.epoch_start or [])
         return [start - self._decode(opened, index) for index, start in each]
 
-    def _encoding_lost(self, own_upload: Path | None) -> list[Tensor]:
-        """Return this rank's rows of what was uploaded, less what its file holds."""
+    def _rest(self, written: Sequence[Tensor] | None, own_upload: Path | None) -> list[Tensor]:
+        """Return this rank's rows of what was to be uploaded, less what the file holds."""
         if own_upload is None or not self._stream.layout.on_node_0:
             return [shard.empty_rows() for shard in self._shards]
         opened = UpdateFile.reopen(own_upload, self._schema)
-        moved = _Movement(self.epoch_start or [], self._written or [], self.residual)
+        moved = _Movement(self.epoch_start or [], written or [], self.residual)
         indices = range(len(self._shards))
         return [moved.rows(index).sub_(self._decode(opened, index)) for index in indices]
 
@@ -322,7 +318,6 @@ def _parts(path: Path) -> Path:
 
 def _make_room(path: Path, size: int) -> None:
     """Begin the file of ``path`` with room for all its bytes. Raises OSError, as of a full disk."""
-    path.unlink(missing_ok=True)
     for left in path.parent.glob("*.parts"):  # of a process that was killed
         shutil.rmtree(left)
     parts = _parts(path)

@@ -630,7 +630,7 @@ class Trainer:
         """Write this step boundary's upload to rank 0's ``path``, in the background. Collective.
 
         Rank 0 alone gives arguments; the header's ``outer_step``, ``start``, ``inner_steps`` and
-        ``tokens`` are filled in here. A file at ``path`` is removed. Training is held for the copy
+        ``tokens`` are filled in here. A file at ``path`` is replaced. Training is held for the copy
         to host memory. Raises on all ranks alike OSError where there is no room for the file, and
         RankFailedError when a rank has no memory; later failures are in the handle.
         """

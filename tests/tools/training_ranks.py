@@ -568,7 +568,7 @@ def _updates_fail(made: Trainer, given: dict[str, Any], last: int) -> None:
 
     refused(**{"weights": "0" * 64} if RANK == 0 else {})
     refused(**{"path": Path(__file__)} if RANK == 0 else {})
-    for name in ("_next_start", "_encoding_lost"):
+    for name in ("_next_start", "_rest"):
         with memory_ends(step, name, when=last == RANK):
             refused()
     for item in step.epoch_start or []:  # of one rank alone, by one bit

@@ -193,12 +193,11 @@ class World:
         assert made.outer_step == target and made.upload_serial is None
         if base is Base.MERGED:
             ledger.merged = ledger.merged + flat(network.files[digest])
-        taken, dropped = 0, base is Base.REFUSED
-        if base is not Base.KEPT and known:
-            taken = ledger.sent_steps
-        elif base is not Base.KEPT:
-            assert self.damaged, "a checkpoint knows each upload that was sent"
-            taken, dropped = steps, True
+        assert base is Base.KEPT or known or self.damaged, "a checkpoint knows what was sent"
+        taken, dropped = 0, base is Base.REFUSED or (base is Base.MERGED and own is None)
+        if base is not Base.KEPT:
+            taken = ledger.sent_steps if known else steps
+        if dropped and not known:
             ledger.sent = ledger.trained - ledger.merged - ledger.dropped
         if dropped:
             assert ledger.sent is not None
@@ -270,14 +269,14 @@ OFTEN = ("train", "upload", "merge", "apply", "apply", "restart")
 
 @given(st.lists(st.sampled_from([*OPERATIONS, *OFTEN]), min_size=4, max_size=24))
 @example(["train", "upload", "train", "merge", "restart", "apply", "restart", "apply"])
-@example(
-    ["train", "upload", "move", "upload", "keep", "train", "upload", "refuse", "apply", "apply"]
-)
+@example(["upload", "move", "upload", "keep", "apply", "train", "upload", "refuse", "apply"])
+@example(["train", "upload", "merge", "apply", "keep", "apply", "upload", "merge", "apply"])
 @example(["train", "upload", "damage", "train", "merge", "apply"])
-@example(
-    ["train", "upload", "damage", "upload", "merge", "apply", "train", "upload", "merge", "load"]
-)
-@example(["train", "upload", "merge", "merge", "keep", "restart", "load", "train", "restart"])
+@example(["train", "upload", "damage", "train", "refuse", "apply"])
+@example(["train", "upload", "move", "train", "upload", "damage", "refuse", "apply"])
+@example(["train", "upload", "move", "train", "upload", "damage", "merge", "apply"])
+@example(["upload", "damage", "upload", "merge", "apply", "train", "upload", "merge", "load"])
+@example(["upload", "merge", "merge", "keep", "restart", "load", "train", "restart"])
 @settings(max_examples=25)
 def test_all_movement_is_merged_once_or_carried_or_named_as_dropped(names: list[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
