@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from bittensor.sp_core import Keypair
 from bittensor_core import verify
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Merged, Refused, State
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "chain.json").read_text())
 MASTER, RUN = VECTORS["master"], VECTORS["run_id"]
@@ -226,6 +226,7 @@ figures = st.floats(0, 1e18, allow_nan=False)
 counts = st.integers(0, 10**18)
 
 
+@settings(max_examples=40)
 @given(
     losses=st.dictionaries(names.filter(bool).map(lambda n: n[:100]), figures, max_size=16),
     scores=st.dictionaries(uids, figures),
@@ -235,7 +236,7 @@ counts = st.integers(0, 10**18)
     merged=st.lists(
         st.builds(
             Merged,
-            *(uids, st.just(HOTKEY), st.just(DIGEST), figures),
+            *(uids, st.just(HOTKEY), st.just(DIGEST), st.floats(1e-18, 1e18)),
             *(st.floats(2.0**-99, 1, width=32), st.floats(-1e18, 1e18), counts, counts),
         ),
         min_size=1,
