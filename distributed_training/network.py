@@ -48,6 +48,18 @@ if TYPE_CHECKING:
 #: Format 1 is that of the public network. In format 2 a file names its exchange, and may have the
 #: keys of :data:`LATER`.
 FORMATS = (1, 2)
+_OF_STORE = frozenset(
+    {
+        "round.grace",
+        "round.least",
+        "round.bits",
+        "publish.weights_every",
+        "store.keep_uploads",
+        "store.hosts",
+        "store.public_url",
+        "store.access",
+    }
+)
 #: Keys of format 2 alone. Each has a default; the digest has a key only where the file does.
 LATER = frozenset(
     {
@@ -73,14 +85,7 @@ LATER = frozenset(
         "stop.outer_steps",
         "stop.tokens",
         "upload.content",
-        "round.grace",
-        "round.least",
-        "round.bits",
-        "publish.weights_every",
-        "store.keep_uploads",
-        "store.hosts",
-        "store.public_url",
-        "store.access",
+        *_OF_STORE,
     }
 )
 #: Keys that have a place with one value of ``exchange`` alone.
@@ -109,18 +114,7 @@ OF_EXCHANGE = {
             "swarm.part_size",
         }
     ),
-    "store": frozenset(
-        {
-            "round.grace",
-            "round.least",
-            "round.bits",
-            "publish.weights_every",
-            "store.keep_uploads",
-            "store.hosts",
-            "store.public_url",
-            "store.access",
-        }
-    ),
+    "store": _OF_STORE,
 }
 PUBLIC = "sn38"
 #: The files that come with the program, by the names that ``--network`` knows them by.

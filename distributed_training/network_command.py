@@ -83,7 +83,7 @@ from distributed_training.store.server import store_keys
 
 _CARRIED = ("data", "training", "compression", "round", "upload", "limits", "stop")
 _EMBEDDED = "embedded"  # instead of a store's URL
-_EXCHANGE = "hivemind"  # of a network whose founder names none
+_EXCHANGE = "store"  # of a network whose founder names none
 _SLOWEST_LINK = 20.0  # Mbit/s up, of a member of a store network
 _SWARM_PORT = 8009
 _GB_MONTH = 0.015  # dollars: https://developers.cloudflare.com/r2/pricing/

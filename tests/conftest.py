@@ -36,8 +36,6 @@ def pytest_report_header() -> str:
 # Tests run beside each other: torch's threads, here and in what a test starts, would wait for each
 # other's cores. Read when torch is imported, which no test is before this.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Networks of exchange "store", which the loader refuses until all parts of them are in.
-os.environ.setdefault("DT_EXCHANGE_STORE", "1")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -52,8 +52,6 @@ from .schema import Given, Schema, Setting, canonical, schema
 from .settings import ChainSettings
 from .types import ConfigAway, ConfigError, NoNetworkNamed, hide_user, show
 
-#: Until all parts of it are in; the local subnet and tests set it.
-STORE_IS_READY = "DT_EXCHANGE_STORE" in os.environ
 _LONGEST_TEXT = 4096  # characters of one value
 
 
@@ -492,11 +490,6 @@ def _with_rules(
             f"{source}: {error}, so its rules are not known and nothing was started: check the "
             "network, or give a file"
         ) from None
-    if network.head.exchange == "store" and not STORE_IS_READY:
-        raise ConfigError(
-            f'{source} {place}: its exchange is "store", of which this version has parts alone, so '
-            'nothing was started: found a network with exchange = "hivemind"'
-        )
     rules = _given_by(network, known, place=f" in {place}")
     # Values are compared and not texts: 1m and 60s are the same rule.
     shared = _build(known, {**defaults, **rules})

@@ -528,11 +528,6 @@ MicroBatch = Annotated[int, Field(ge=1, le=65536)]
 class TrainingSettings:
     """One inner step is ``local_batch_size_train_effective`` sequences over all ranks."""
 
-    exchange: Exchange = rule("exchange", "hivemind")
-    """how pseudo-gradients are exchanged: 'hivemind', among peers, as the public network does, or
-    'store', through the store, where the validator merges what it has judged"""
-    bits: int = rule("round.bits", 4, ge=2, le=4)
-    """with exchange 'store': bits of each value of an upload"""
     local_batch_size_train: MicroBatch | Literal["auto"] = flag(
         "neuron.local_batch_size_train", "auto"
     )

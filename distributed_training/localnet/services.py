@@ -560,7 +560,6 @@ class Services:
         path = os.pathsep.join(filter(None, [str(PACKAGES), os.environ.get("PYTHONPATH")]))
         return inherited | {
             **self._mark.environment,
-            "DT_EXCHANGE_STORE": "1",
             # Neurons share this machine: a thread for each core would slow all of them.
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": path,

@@ -1,6 +1,7 @@
 """A whole subnet that exchanges through the store: real programs, then what they left.
 
-One subnet runs for all tests of this file; each test looks at one property of it.
+One subnet runs for all tests of this file; each test looks at one property of it. Each day it takes
+one outer step; with two it is long.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from tests.tools.subnet_tools import paced, steps_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 WAIT = timedelta(seconds=400)
-OUTER_STEPS = 2
 
 
 @dataclass
@@ -46,27 +46,35 @@ class Run:
     checks: tuple[int, dict[str, dict[str, Any]]]  # the doctor's of the last miner
     verdicts: dict[str, Any]  # of dt-score
     summary: Summary
+    outer_steps: int
 
     @property
     def uids(self) -> set[int]:
         return {miner.plan.uid for miner in self.subnet.miners}
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(1, id="one outer step"),
+        pytest.param(2, id="two outer steps", marks=pytest.mark.long),
+    ],
+)
+def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    outer_steps: int = request.param
     folder = tmp_path_factory.mktemp("subnet")
     options = SubnetOptions(
         folder=folder,
         exchange="store",
         ranks=(2, 1),
-        outer_steps=OUTER_STEPS,
+        outer_steps=outer_steps,
         blocks_per_allreduce=90,  # other tests share the cores with it
         rules={"round.grace": "30s"},
         miner_flags=("--neuron.stop_timeout", "60"),
     )
     subnet = LocalSubnet(options=paced(options, samples=4), stop_grace=timedelta(seconds=90))
     with steps_of(2.5), subnet:
-        subnet.wait_for_outer_steps(OUTER_STEPS, WAIT)
+        subnet.wait_for_outer_steps(outer_steps, WAIT)
         subnet.wait_for_figures(timedelta(seconds=30))
         processes = [
             process
@@ -115,6 +123,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
         (status, checks),
         verdicts,
         subnet.summary(),
+        outer_steps,
     )
 
 
@@ -127,7 +136,7 @@ def dt_score(folder: Path) -> dict[str, Any]:
 
 def test_every_outer_step_has_the_uploads_of_all(run: Run) -> None:
     assert run.summary.ok, run.summary.text()
-    assert len(run.chain) > OUTER_STEPS and run.state.head == run.chain[-1].digest
+    assert len(run.chain) > run.outer_steps and run.state.head == run.chain[-1].digest
     for before, manifest in zip(run.chain, run.chain[1:], strict=False):
         manifest.check_after(before)
         assert {one.uid for one in manifest.merged} == run.uids, manifest
@@ -135,7 +144,7 @@ def test_every_outer_step_has_the_uploads_of_all(run: Run) -> None:
         assert keys.outer_key(manifest.outer_step, keys.UPDATE) in run.objects
         for uid in run.uids:
             assert keys.merged_key(manifest.outer_step, uid) in run.objects
-    first, last = run.chain[1], run.chain[OUTER_STEPS]
+    first, last = run.chain[1], run.chain[run.outer_steps]
     assert sum(last.losses_after.values()) < sum(first.losses_before.values())
 
 
@@ -152,7 +161,7 @@ def test_all_begin_each_outer_step_with_the_same_weights(run: Run) -> None:
             for event in read_events(miner.plan.folder / "events.jsonl")
             if event["kind"] == "outer_step"
         }
-        assert set(range(1, OUTER_STEPS + 1)) <= taken
+        assert set(range(1, run.outer_steps + 1)) <= taken
     assert len({manifest.weights for manifest in run.chain}) == len(run.chain)
 
 
@@ -170,7 +179,7 @@ def test_the_doctor_of_a_member_finds_nothing_wrong(run: Run) -> None:
 
 
 def test_score_and_export_read_what_was_signed(run: Run) -> None:
-    assert run.verdicts["outer_step"] >= OUTER_STEPS
+    assert run.verdicts["outer_step"] >= run.outer_steps
     assert {row["uid"] for row in run.verdicts["uploads"]} == run.uids
     exported = run.subnet.folder / "exported"
     schema = parameter_schema(json.loads((exported / keys.CONFIG).read_text()))

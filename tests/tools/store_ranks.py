@@ -27,7 +27,7 @@ from bittensor_core import verify
 
 from distributed_training.chain.identity import Wallet
 from distributed_training.common.processes import leave
-from distributed_training.config import Config, loader
+from distributed_training.config import Config
 from distributed_training.data.tokenizer import build_tokenizer
 from distributed_training.exchange import chain_copy, store_rounds
 from distributed_training.exchange.store_rounds import StoreRounds
@@ -71,7 +71,6 @@ class Chain(MemoryChain):
 
 
 def store_config() -> Config:
-    loader.STORE_IS_READY = True
     return config_of(*(f"--{k}={v}" for k, v in FLAGS.items()), rules=STORE_RULES)
 
 

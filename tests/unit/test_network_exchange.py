@@ -61,8 +61,7 @@ def test_a_store_network_has_no_key_of_a_swarm(tmp_path: Path, kind: str) -> Non
     assert "swarm" not in rules and "compression" not in rules
     config = load(rules, tmp_path, kind)
     of_kind = config.miner if kind == "miner" else config.validator
-    assert config.exchange == config.training.exchange == of_kind.exchange == "store"
-    assert config.miner.bits == config.training.bits == 2
+    assert config.exchange == of_kind.exchange == "store" and of_kind.bits == 2
     assert config.round_period.total_seconds() == 400 * 12
     assert config.miner.grace.total_seconds() == 300
     assert config.store.hosts == ("cdn.example.org:8443",)
@@ -222,12 +221,11 @@ def test_a_member_is_asked_for_no_port_and_no_key(
     assert [check.status for check in found_by_doctor] == ["ok"]
 
 
-def test_the_loader_refuses_the_kind_until_it_is_ready(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(loader, "STORE_IS_READY", False)
-    with pytest.raises(ConfigError, match="its exchange is"):
-        load(store_rules(), tmp_path)
+def test_init_takes_the_store_where_its_founder_names_no_exchange(tmp_path: Path) -> None:
+    words = ("init", str(tmp_path / "lab"), "--name", "lab", "--data-source", "stdlib")
+    where = ("--registry", "https://registry.example.org", "--store", "https://s3.example.org")
+    assert main([*words, *where]) == 0
+    assert read(tmp_path / "lab").exchange == "store"
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4])

@@ -39,10 +39,10 @@ def config(file: str, monkeypatch: pytest.MonkeyPatch) -> Config:
 
 @pytest.fixture
 def leader(config: Config, monkeypatch: pytest.MonkeyPatch) -> Leader:
-    monkeypatch.setattr(store_network, "RUN", config.swarm.run_id)
+    monkeypatch.setattr(store_network, "RUN_ID", config.swarm.run_id)
     store = open_store(config.store, "local", write=True)
     leader = Leader(store, Time(), ALICE)
-    leader.take_outer_step(weights=True, merged=(merged(3, "a" * 64),), scores={3: 0.5})
+    leader.take_outer_step(whole=True, merged=(merged(3, "a" * 64),), scores={3: 0.5})
     leader.take_outer_step(
         merged=(merged(3, "b" * 64),), refused=(refused("worse", "c" * 64),), scores={3: 0.25}
     )
