@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import os
+import posixpath
+import subprocess
 import threading
 import traceback
 from collections.abc import Iterator
@@ -13,16 +15,20 @@ from datetime import timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 
 import httpx
 import pytest
 from bittensor import http_auth
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from distributed_training.chain.registry import Busy, RefusedWrite, RegistryChain
 from distributed_training.common.ports import listen
 from distributed_training.config.settings import StoreSettings
 from distributed_training.config.types import ConfigError
+from distributed_training.node.buckets import open_by_registry
 from distributed_training.protocol import keys
 from distributed_training.registry import __main__ as program
 from distributed_training.registry import access, service
@@ -43,6 +49,7 @@ from distributed_training.store.uplink import Section, Uplink
 from distributed_training.telemetry.events import EventLog
 from distributed_training.telemetry.logs import LineFormatter
 from tests.tools.access_world import KEYLESS, AccessWorld
+from tests.tools.chain_program import serve_command, url_of
 from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_world import MINER, PEER, STRANGER, VALIDATOR
 from tests.tools.network import network_file
@@ -400,8 +407,8 @@ def asked_of(url: str, answers: list[dict[str, Any]]) -> tuple[AccessStore, list
         seen.append(request)
         return answers[min(len(seen), len(answers)) - 1]
 
-    settings = StoreSettings(endpoint_url=url, region="us-east-1")
-    return AccessStore(ask, bucket="bucket", settings=settings), seen
+    of_store = StoreSettings(endpoint_url=url, region="us-east-1")
+    return AccessStore(ask, bucket="bucket", settings=of_store), seen
 
 
 SIGNED = "X-Amz-Credential=planted-id&X-Amz-Signature=planted-secret"
@@ -445,19 +452,19 @@ def test_a_registry_that_leads_elsewhere_is_not_followed(place: str) -> None:
 
 def test_plain_http_is_spoken_in_a_private_network_alone() -> None:
     url = "http://10.1.2.3:9000"
-    settings = StoreSettings(endpoint_url=url, region="us-east-1")
+    of_store = StoreSettings(endpoint_url=url, region="us-east-1")
     grant = presigned.Grant({"get_object": f"{url}/bucket/a"}, 9.0)
     secure = presigned.Grant({"get_object": "https://bucket.example.org/a"}, 9.0)
-    store = AccessStore(lambda _: None, bucket="bucket", settings=settings)
+    store = AccessStore(lambda _: None, bucket="bucket", settings=of_store)
     with pytest.raises(RefusedError):
         store._remember("a", grant)
-    AccessStore(lambda _: None, bucket="bucket", settings=settings, plain=True)._remember(
+    AccessStore(lambda _: None, bucket="bucket", settings=of_store, plain=True)._remember(
         "a", grant
     )
-    settings = StoreSettings(endpoint_url="https://example.org", addressing="virtual")
-    AccessStore(lambda _: None, bucket="bucket", settings=settings)._remember("a", secure)
-    settings = StoreSettings(endpoint_url="https://other.org", hosts=("Bucket.example.org",))
-    AccessStore(lambda _: None, bucket="bucket", settings=settings)._remember("a", secure)
+    of_store = StoreSettings(endpoint_url="https://example.org", addressing="virtual")
+    AccessStore(lambda _: None, bucket="bucket", settings=of_store)._remember("a", secure)
+    of_store = StoreSettings(endpoint_url="https://other.org", hosts=("Bucket.example.org",))
+    AccessStore(lambda _: None, bucket="bucket", settings=of_store)._remember("a", secure)
 
 
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
@@ -546,7 +553,7 @@ def test_parts_that_the_store_cannot_take_now_are_sent_again() -> None:
 
 def test_what_is_public_is_read_without_the_registry() -> None:
     with _Elsewhere(200, body=b"text") as public:
-        settings = StoreSettings(
+        of_store = StoreSettings(
             endpoint_url="http://127.0.0.1:1", region="us-east-1", public_url=f"{public.url}/net"
         )
 
@@ -554,7 +561,7 @@ def test_what_is_public_is_read_without_the_registry() -> None:
             assert request["do"] == "look"
             return {"info": None}
 
-        store = AccessStore(ask, bucket="bucket/lab", settings=settings)
+        store = AccessStore(ask, bucket="bucket/lab", settings=of_store)
         assert store.get("outer/3/update.safetensors", limit=9) == b"text"
         assert store.head("state.json") is not None
         assert public.asked == ["/net/outer/3/update.safetensors", "/net/state.json"]
@@ -607,8 +614,8 @@ def test_a_signed_query_is_in_no_log_exception_or_event(
 
 
 def test_a_store_opens_without_any_key() -> None:
-    settings = StoreSettings(endpoint_url="https://example.org", **KEYLESS)
-    AccessStore(lambda _: None, bucket="bucket", settings=settings).close()
+    of_store = StoreSettings(endpoint_url="https://example.org", **KEYLESS)
+    AccessStore(lambda _: None, bucket="bucket", settings=of_store).close()
 
 
 @pytest.mark.parametrize("where", ["folder", "environment", "nowhere"])
@@ -637,13 +644,13 @@ def test_the_program_has_the_stores_own_key(
     if where == "folder":
         words += ["--store", str(world.folder)]
     assert not any(value in words for value in keys_of_store.values())
-    given = program.parser().parse_args(words)
-    with closing(program._registry(given)):
+    options = program.parser().parse_args(words)
+    with closing(program._registry(options)):
         if where == "nowhere":
             with pytest.raises(ConfigError, match="R2_WRITE_ACCESS_KEY_ID is not set"):
-                given.access(VALIDATOR.ss58)
+                options.access(VALIDATOR.ss58)
             return
-        with closing(given.access(VALIDATOR.ss58)) as made:
+        with closing(options.access(VALIDATOR.ss58)) as made:
             url = made.grant(1, "read", keys.STATE)["urls"]["get_object"]
             answer = httpx.get(url, trust_env=False)
             assert answer.content == world.owner.get(keys.STATE, limit=10**6)
@@ -652,9 +659,9 @@ def test_the_program_has_the_stores_own_key(
 def test_a_network_of_the_other_kind_grants_nothing(tmp_path: Path) -> None:
     rules = {"chain.url": "http://127.0.0.1:1"}
     words = ["--network", network_file(tmp_path / "network", rules)]
-    given = program.parser().parse_args(["serve", *words, "--folder", str(tmp_path / "served")])
-    with closing(program._registry(given)):
-        assert given.access is None
+    options = program.parser().parse_args(["serve", *words, "--folder", str(tmp_path / "served")])
+    with closing(program._registry(options)):
+        assert options.access is None
     with (
         RegistryServer(tmp_path / "other") as server,
         closing(RegistryChain(url=server.url, wallet=PEER, timeout=timedelta(seconds=60))) as chain,
@@ -663,3 +670,45 @@ def test_a_network_of_the_other_kind_grants_nothing(tmp_path: Path) -> None:
         chain.register()
         with pytest.raises(RefusedWrite, match="does not know it"):
             chain.access({"do": "read", "key": keys.STATE})
+
+
+def test_the_program_grants_urls_and_hands_out_no_key(world: AccessWorld, tmp_path: Path) -> None:
+    """Nor is the store's key among its words, or in what it prints."""
+    world.publish()
+    rules = {
+        "exchange": "store",
+        "store.endpoint": world.settings.endpoint_url,
+        "store.region": world.settings.region,
+        "store.global_bucket": world.owner.bucket,
+        "chain.url": "http://127.0.0.1:1",
+    }
+    words = ["--network", network_file(tmp_path / "network", rules), "--store", str(world.folder)]
+    command = serve_command(tmp_path / "served", *words, "--admission", "open", "--port", "0")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    try:
+        minute = timedelta(seconds=60)
+        with closing(RegistryChain(url=url_of(process), wallet=PEER, timeout=minute)) as chain:
+            assert chain.wait_ready(minute)
+            chain.register()
+            assert chain.store_keys() is None and not chain.hands_out_keys()
+            member = open_by_registry(world.settings, chain, private=False)
+            assert member.get(keys.STATE, limit=10**6) == world.owner.get(keys.STATE, limit=10**6)
+            with pytest.raises(RefusedError, match="validator alone"):
+                member.get(OURS, limit=9)
+        process.terminate()
+        printed, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait(30)
+    for text in (*command, printed):
+        assert not any(v in text for n, v in world.keys.items() if "SECRET" in n)
+
+
+@given(st.text(alphabet="ab./%-_?#\\ \n", max_size=30))
+@settings(max_examples=300, deadline=None)
+def test_a_key_that_is_signed_is_the_one_that_the_store_looks_up(key: str) -> None:
+    try:
+        TypeAdapter(access.Key).validate_python(key)
+    except ValidationError:
+        return
+    assert posixpath.normpath(key) == key == quote(key) and not key.startswith(("/", "."))
