@@ -476,6 +476,23 @@ def test_a_state_that_is_refused_costs_one_line_and_nothing_is_taken_or_lost(
     assert warnings(caplog) == [line]
 
 
+def test_a_newcomer_takes_nothing_where_manifests_do_not_lead_to_the_head(
+    store: FaultyStore,
+    leader: Leader,
+    time: Time,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    leader.take_outer_step()
+    leader.put_state(serial=9, head="0" * 64)
+    miner = Miner(store, tmp_path / "rounds", time)
+    with pytest.raises(errors.StoreError, match="another history"):
+        miner.rounds.fetch_newest()
+    assert miner.pass_time(100) == [HeadSeen(1)]
+    [line] = warnings(caplog)
+    assert "another history" in line
+
+
 @pytest.mark.parametrize("spoil", [older_serial, forked_head])
 def test_a_refusal_outlives_the_process(
     store: FaultyStore,
