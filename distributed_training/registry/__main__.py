@@ -91,7 +91,7 @@ def parser() -> Parser:
         "--store",
         type=argument(File),
         metavar="FOLDER",
-        help="of the object store that dt-network run starts, whose keys members get",
+        help="of the object store that dt-network run starts, whose keys or URLs members get",
     )
     command.add_argument("--port", type=ranged(0, 65535), default=8100, help="[8100] 0: a free one")
     command.add_argument(
