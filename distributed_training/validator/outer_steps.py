@@ -35,6 +35,11 @@ from distributed_training.validator.replay import Chain, write_set
 
 log = logging.getLogger(__name__)
 
+
+class AnotherLeadsError(GlobalStateError):
+    """Another process leads this network by now. Started again, each would end the other's turn."""
+
+
 _SMALL = timedelta(seconds=30)  # one small object with its retries
 _PUBLICATION = timedelta(minutes=30)  # one, with its retries
 _UPDATES = "updates-sent.json"  # the journal of uploads, in our folder
@@ -147,14 +152,14 @@ class OuterSteps:
     def look(self) -> float:
         """Return the time by the store's clock, in seconds since 1970.
 
-        Raises GlobalStateError where another validator of this network leads its rounds.
+        Raises AnotherLeadsError where another validator of this network leads its rounds.
         """
         info = self._retry(self._store.head, keys.STATE)
         if info is None and self.state is not None:
             self.write(self.state)  # whoever deleted it: nobody would find the head
         elif info is not None and info.etag != self._etag:
             if self._retry(self._store.get, keys.STATE, limit=State.most_bytes) not in self._ours:
-                raise GlobalStateError(
+                raise AnotherLeadsError(
                     f"{keys.STATE} was written by another process with the master's hotkey, so "
                     "this one stops: let one validator lead this network, and give the master "
                     "another hotkey if you do not know the other"
@@ -239,8 +244,8 @@ class OuterSteps:
     def publish(self, prepared: Prepared) -> int:
         """Write the files of an outer step, its manifest last; return the bytes that were sent.
 
-        May be tried again. Raises GlobalStateError where another validator has published this step,
-        OSError.
+        May be tried again. Raises OSError, and AnotherLeadsError where another validator has
+        published this outer step.
         """
         n = prepared.manifest.outer_step
         place = keys.outer_key(n, keys.MANIFEST)
@@ -261,10 +266,10 @@ class OuterSteps:
         return sent.bytes
 
     def _refuse_other(self, key: str, data: bytes) -> None:
-        """Raise GlobalStateError if the store holds another manifest under ``key``."""
+        """Raise AnotherLeadsError if the store holds another manifest under ``key``."""
         found = self._retry(self._store.get, key, limit=Manifest.most_bytes)
         if found not in (None, data):
-            raise GlobalStateError(
+            raise AnotherLeadsError(
                 f"{key} was published by another process with the master's hotkey, so this one "
                 "stops: let one validator lead this network; starting again goes on from the store"
             )

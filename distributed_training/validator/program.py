@@ -87,7 +87,7 @@ from distributed_training.validator.global_state import (
 from distributed_training.validator.hivemind import HivemindValidator
 from distributed_training.validator.judging import UploadJudge
 from distributed_training.validator.merge import Rule
-from distributed_training.validator.outer_steps import Master, OuterSteps
+from distributed_training.validator.outer_steps import AnotherLeadsError, Master, OuterSteps
 from distributed_training.validator.recovery import (
     ask_member_for_state,
     read_own_copy,
@@ -317,7 +317,8 @@ def run_validator(
         OSError,
     ) as error:
         log.error("%s", error)
-        if isinstance(error, UnfitModelError):  # its own network's: no start helps
+        # The model is its own network's; of two validators the one started last goes on.
+        if isinstance(error, UnfitModelError | AnotherLeadsError):
             return ExitStatus.BAD_CONFIGURATION
         return exit_status_of(error)
     return ExitStatus.STOPPED
