@@ -666,3 +666,57 @@ def test_a_store_that_fails_after_the_manifest_shows_the_new_outer_step(world: S
     assert len(world.events.of("upload_scored")) == 3
     world.round()
     assert world.state.outer_step == 2
+
+
+# --- hostile members ---
+
+
+def _noise(miner: StoreMiner) -> bytes:
+    generator = torch.Generator().manual_seed(miner.uid)
+    noise = [torch.randn(t.shape, generator=generator) for t in miner.moved]
+    pairs = zip(noise, miner.moved, strict=True)
+    return miner.encode(moved=[n * (t.norm() / n.norm()) for n, t in pairs])
+
+
+#: By its name: what is sent, and the causes by which it may be refused.
+ATTACKS: dict[str, tuple[Callable[[StoreMiner], bytes], set[str]]] = {
+    "sign": (lambda m: m.encode(moved=[-t for t in m.moved]), {"worse"}),
+    "hundredfold": (lambda m: m.encode(moved=[100 * t for t in m.moved]), {"worse"}),
+    "noise": (_noise, {"worse", "merged"}),
+    "copy": (lambda m: m.encode(moved=m.world.miners[1].moved), {"copy"}),
+    "another outer step's": (lambda m: m.encode(outer_step=m.outer_step + 1), {"other-close"}),
+    "wrong pages": (lambda m: m.encode(blocks=(77_777,)), {"merged"}),
+    "empty": (lambda m: b"", {"damaged"}),
+    "nan": (_nan, {"damaged"}),
+    "poisoned tail": (lambda m: m.encode()[:-64] + bytes(64), {"damaged"}),
+}
+
+
+@pytest.mark.timeout(900)
+def test_two_hostile_members_of_seven_cost_no_outer_step(tmp_path: Path) -> None:
+    honest, hostile = (1, 3, 5, 8, 13), (21, 34)
+    alone = StoreWorld(tmp_path / "alone", uids=honest)
+    world = StoreWorld(tmp_path / "all", uids=(*honest, *hostile))
+    attacks = list(ATTACKS)
+    for n in range(1, 10):
+        alone.round()
+        world.train()
+        world.until_close()
+        for uid in honest:
+            world.miners[uid].upload()
+        world.clock.ahead += 1
+        sent = {uid: attacks[(n - 1 + 4 * i) % len(attacks)] for i, uid in enumerate(hostile)}
+        for uid, attack in sent.items():
+            world.miners[uid].upload(ATTACKS[attack][0](world.miners[uid]))
+        world.until_late()
+        world.tick()
+        fates = world.fates(n)
+        assert {uid: fates[uid] for uid in honest} == dict.fromkeys(honest, "merged")
+        for uid, attack in sent.items():
+            assert fates[uid] in ATTACKS[attack][1], (attack, fates)
+    one, other = (w.validator._rules.held_out.mean(w.validator._losses) for w in (alone, world))
+    print(f"held-out loss {one:.4f} of five honest alone, {other:.4f} with two hostile")
+    assert other < 1.01 * one
+    scores = world.validator.standings.present()
+    least = min(scores[uid].published for uid in honest)
+    assert max(scores[uid].published for uid in hostile) < least
