@@ -149,7 +149,7 @@ def connect(config: Config, folder: Path, stack: ExitStack) -> Parts:
         claim_global_bucket(store, config.network)
     # After the claim: a commitment sends everybody to this bucket. Where the registry hands out
     # URLs it would show them what others have uploaded, before it is merged.
-    if config.exchange == "hivemind" or config.store.access == "own":
+    if config.has_bucket:
         commit(member, own_commitment(config.store, store.bucket))
     if has_versions(config):
         fetch_published(config, lambda: BucketReader(store))
