@@ -173,6 +173,7 @@ def test_a_missing_object_is_named(bucket: Path, tmp_path: Path, key: str) -> No
         (keys.merged_key(10, 2), 4, None),
         (keys.outer_key(4, keys.MODEL), 8, 8),
         (keys.outer_key(8, keys.MODEL), 4, 4),
+        (keys.outer_key(8, keys.CONFIG), 4, 4),
         (keys.outer_key(10, keys.UPDATE), None, None),
     ],
 )
