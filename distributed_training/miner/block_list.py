@@ -105,6 +105,11 @@ class BlockList:
         """True while micro-batches are left of the block in training."""
         return self._remaining > 0
 
+    @property
+    def in_step(self) -> bool:
+        """True while an inner step is under way that has micro-batches."""
+        return bool(self._since_step)
+
     def on_boundary(self, *, may_begin: bool) -> DataPart:
         """Return the block to prefetch and, if ``may_begin``, the one to train on from here."""
         for block in tuple(self._requested):

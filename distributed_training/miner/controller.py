@@ -96,11 +96,11 @@ class Controller:
         if (network := self._other_rules()) is not None:
             local = LocalPart(rules=network.files[FILE])
             return Command(Action.FOLLOW_RULES, outer_step=network.head.version, local=local)
-        may_train = trains_now(self.state) and not self._pending
+        may_train = trains_now(self.state) and (not self._pending or self._ends_step_first())
         data = self._blocks.on_boundary(may_begin=may_train)
+        if may_train and (data.begin or self._blocks.available):
+            return Command(Action.TRAIN, data=data)
         if not self._pending:
-            if may_train and (data.begin or self._blocks.available):
-                return Command(Action.TRAIN, data=data)
             # With a request at hand there is no wait: ranks begin to fetch only with the command.
             if not data.request:
                 self._handle_next(_IDLE_WAIT)
@@ -142,6 +142,14 @@ class Controller:
                 status = state.exit_status if action is Action.STOP else 0
                 command = replace(command, exit_status=status, local=local)
         return replace(command, data=DataPart(data.request))
+
+    def _ends_step_first(self) -> bool:
+        """Return whether an update waits for the inner step under way, which it would drop.
+
+        It does not wait for data: without any the update is applied at once.
+        """
+        applies = self._pending[0] is Action.OUTER_STEP and self.state.update is not None
+        return applies and self._blocks.in_step
 
     def _other_rules(self) -> Network | None:
         """Return the version to follow from here on, where that is not the one in force.

@@ -13,6 +13,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from distributed_training.exchange.base import Update
 from distributed_training.miner import events as ev
 from distributed_training.miner.controller import Controller
 from distributed_training.miner.events import Action, Command, DataPart, MinerState, Mode, Rules
@@ -22,6 +23,7 @@ from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
     AllReduceResult,
+    Base,
     ExitStatus,
     Progress,
     RoundRequest,
@@ -31,6 +33,7 @@ from tests.tools.miner_parts import step_report
 
 pytestmark = pytest.mark.timeout(30)
 
+HIVEMIND = Rules(reload_seconds=60, checkpoint_steps=10)
 RESULT = AllReduceResult(("a", "b"), (), 0.1, 0.2, 0.3)
 
 
@@ -57,6 +60,7 @@ class Blocks:
         self.begin = (0, 0)
         self.request = 0
         self.available = True
+        self.in_step = False
 
     def on_event(self, event: ev.Event, state: MinerState) -> None: ...
 
@@ -79,7 +83,12 @@ class Blocks:
 
 class Rig:
     def __init__(
-        self, mode: Mode = Mode.TRAINING, *, unsaved_steps: int = 0, versions: Any = None
+        self,
+        mode: Mode = Mode.TRAINING,
+        *,
+        unsaved_steps: int = 0,
+        versions: Any = None,
+        rules: Rules = HIVEMIND,
     ) -> None:
         self.now = 1000.0
         self.swarm: Any = Swarm()
@@ -89,7 +98,7 @@ class Rig:
         events: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
         self.controller = Controller(
             state=MinerState(mode=mode, outer_step=4, unsaved_steps=unsaved_steps),
-            rules=Rules(reload_seconds=60, checkpoint_steps=10),
+            rules=rules,
             events=events,
             blocks=self.blocks,
             start_task=RoundTasks(Averaging(self.swarm, events.put), self.global_epoch).start,
@@ -150,6 +159,32 @@ def test_a_whole_round() -> None:
     assert rig.action(ev.OuterStepEnded(True, 5)) is Action.CHECKPOINT
     assert rig.action() is Action.TRAIN
     assert rig.controller.state.outer_step == 5
+
+
+@pytest.mark.parametrize(
+    ("in_step", "available", "begin", "first"),
+    [
+        (True, True, (0, 0), Action.TRAIN),
+        (True, False, (555, 64), Action.TRAIN),
+        (True, False, (0, 0), Action.OUTER_STEP),
+        (False, True, (0, 0), Action.OUTER_STEP),
+    ],
+    ids=["under way", "under way in the next block", "no data", "none under way"],
+)
+def test_an_update_waits_for_the_inner_step_under_way_and_for_nothing_else(
+    in_step: bool, available: bool, begin: tuple[int, int], first: Action
+) -> None:
+    """Applied between two micro-batches it dropped those before."""
+    rig = Rig(rules=replace(HIVEMIND, exchange="store"))
+    rig.blocks.in_step, rig.blocks.available, rig.blocks.begin = in_step, available, begin
+    update = Update(5, Path("u"), Base.KEPT, None, "ab", 500)
+    assert rig.action(ev.UpdateReady(update, 1000.0)) is first
+    rig.blocks.in_step = False
+    if first is Action.TRAIN:
+        command = rig.command(step(7))
+        assert (command.action, command.local.update) == (Action.OUTER_STEP, update)
+    rig.blocks.available = True
+    assert rig.action() is Action.TRAIN
 
 
 @pytest.mark.parametrize(
