@@ -94,7 +94,8 @@ class OwnUploads:
         while True:
             try:
                 path = self.path(*place)
-                note = self._claim(path, close)
+                # Once: a file of gigabytes would be read again before each attempt.
+                note = note or self._claim(path, close)
                 if note.ended == _SENT:
                     return UploadSent(*place, path.stat().st_size, 0.0)
                 if note.ended:
@@ -135,7 +136,9 @@ class OwnUploads:
             if any(each.digest == note.digest for each in manifest.merged):
                 return Fate(Base.MERGED, path)
             for each in manifest.refused:
-                if each.digest == note.digest:
+                # Of a file that was not read its uid alone is known.
+                unread = not each.digest and each.uid == self._uid and serial == manifest.serial
+                if unread or each.digest == note.digest:
                     cause = f"{each.cause}: {each.reason}"
                     if each.cause in FOR_CONTENT:
                         return Fate(Base.REFUSED, path, cause)
@@ -150,11 +153,7 @@ class OwnUploads:
 
     def forget(self, before: int) -> None:
         """Delete files and notes of the outer steps before ``before``."""
-        for path in self._folder.glob("*.*.*"):
-            outer_step = path.name.partition(".")[0]
-            if outer_step.isdigit() and int(outer_step) < before and path.is_file():
-                with contextlib.suppress(OSError):  # at the next call
-                    path.unlink()
+        forget_files(self._folder, before)
 
     def _claim(self, path: Path, close: Close) -> _Note:
         """Return the note of ``path``, made before anything is sent. Raises StoreError, OSError."""
@@ -191,10 +190,10 @@ class OwnUploads:
             sender.publish(sender.stage(key, path, until=until))
 
     def _notes(self, outer_step: int) -> Iterator[tuple[int, _Note]]:
-        for path in sorted(self._folder.glob(f"{outer_step}.*.json")):
-            found = _NAME.fullmatch(path.name)
-            if found and (note := self._note(outer_step, int(found[2]))) is not None:
-                yield int(found[2]), note
+        names = [_NAME.fullmatch(path.name) for path in self._folder.glob(f"{outer_step}.*.json")]
+        for serial in sorted(int(name[2]) for name in names if name):
+            if (note := self._note(outer_step, serial)) is not None:
+                yield serial, note
 
     def _note(self, outer_step: int, serial: int) -> _Note | None:
         return read_state(
@@ -210,3 +209,15 @@ class OwnUploads:
 
     def _note_path(self, outer_step: int, serial: int) -> Path:
         return self._folder / f"{outer_step}.{serial}.json"
+
+
+def forget_files(folder: Path, before: int) -> None:
+    """Delete the files whose names begin with the number of an outer step before ``before``.
+
+    Those of a download that was given up too: its names begin with a dot.
+    """
+    for path in folder.glob("*"):
+        number = path.name.removeprefix(".").partition(".")[0]
+        if number.isdigit() and int(number) < before and path.is_file():
+            with contextlib.suppress(OSError):  # at the next call
+                path.unlink()

@@ -14,7 +14,6 @@ Times are the store's: a machine whose clock is wrong takes part all the same, a
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import shutil
@@ -31,6 +30,8 @@ from distributed_training.common.backoff import Backoff
 from distributed_training.common.files import sha256_of, sync_folder
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, State
+from distributed_training.protocol.metadata import MAX_CONFIG_BYTES
+from distributed_training.protocol.types import Base
 from distributed_training.store.base import ObjectStore
 from distributed_training.store.bucket_reader import MOST_BYTES, BucketReader, StateUnavailable
 from distributed_training.store.errors import StoppedError, StoreError
@@ -47,7 +48,7 @@ from .base import (
     Weights,
 )
 from .chain_copy import ChainCopy, ForkError, Member
-from .own_uploads import Fate, OwnUploads
+from .own_uploads import Fate, OwnUploads, forget_files
 
 log = logging.getLogger(__name__)
 
@@ -97,6 +98,9 @@ class StoreRounds:
         self._uploads = OwnUploads(store, folder / "uploads", member.uid)
         self._state: State | None = None  # that was taken; None: none yet
         self._held = 0  # the outer step whose epoch-start weights are ours
+        # The outer step that was held before older weights were taken: uploads for those before it
+        # have been taken into account.
+        self._counted = 0
         self._largest_update = 0
         self._ahead: float | None = None  # the store's Unix time less the steady clock
         self._off: float | None = None  # our Unix time less the store's
@@ -176,10 +180,7 @@ class StoreRounds:
     def forget(self, before: int) -> None:
         """Delete what only a checkpoint of an outer step before ``before`` would need."""
         self._uploads.forget(before)
-        for path in (self._folder / "updates").glob("*.safetensors"):
-            if path.stem.isdigit() and int(path.stem) <= before:
-                with contextlib.suppress(OSError):  # at the next call
-                    path.unlink()
+        forget_files(self._folder / "updates", before + 1)
 
     @property
     def next_close(self) -> Close | None:
@@ -401,9 +402,13 @@ class StoreRounds:
             elif model is not None and model.size < (newest - held) * update.size:
                 reason = f"they are fewer bytes than {newest - held} updates"
         if reason and newest <= held:
-            return self._fetch_weights(newest, reason)
+            weights = self._fetch_weights(newest, reason)
+            self._counted = held
+            return weights
         # Whichever of the two leads on, this one tells what became of our upload.
-        fate = self._uploads.find_fate(self._chain.manifest(held + 1))
+        fate = Fate(Base.KEPT)
+        if held >= self._counted:
+            fate, self._counted = self._uploads.find_fate(self._chain.manifest(held + 1)), 0
         if not reason:
             return self._fetch_update(held + 1, fate)
         weights = self._fetch_weights(newest, reason)
@@ -434,7 +439,8 @@ class StoreRounds:
             if (digest := manifest.files.get(name)) is None:
                 raise StateUnavailable(f"the manifest of outer step {outer_step} has no {name}")
             key = keys.outer_key(outer_step, name)
-            self._download(key, whole / name, digest, limit=MOST_BYTES)
+            most = MAX_CONFIG_BYTES if name == keys.CONFIG else MOST_BYTES
+            self._download(key, whole / name, digest, limit=most)
         if whole is aside:
             aside.rename(folder)
             sync_folder(place)

@@ -366,6 +366,33 @@ def test_weights_that_were_asked_for_are_fetched(leader: Leader, miner: Miner, n
     assert [type(fact) for fact in miner.take_facts()] == ([] if newer else [Update])
 
 
+def test_an_upload_is_counted_once_where_older_weights_were_taken(
+    leader: Leader, miner: Miner
+) -> None:
+    """Else the next upload would take back what this one has brought."""
+    for outer_step in range(2):
+        close = leader.close
+        miner.pass_time(PERIOD)
+        digest = miner.write_upload(close, b"%d" % outer_step)
+        miner.rounds.send(close)
+        miner.turn()
+        leader.take_outer_step(merged=(merged(UID, digest),))
+        [*_, update] = miner.pass_time(10)
+        assert isinstance(update, Update) and update.base is Base.MERGED
+        if not outer_step:
+            miner.rounds.applied(1)
+    # The second update was not applied twice.
+    miner.rounds.fetch_weights()
+    miner.turn()
+    [weights] = miner.take_facts()
+    assert isinstance(weights, Weights) and (weights.outer_step, weights.base) == (0, Base.KEPT)
+    for held, base in ((0, Base.KEPT), (1, Base.MERGED)):
+        miner.rounds.applied(held)
+        miner.turn()
+        [update] = miner.take_facts()
+        assert isinstance(update, Update) and (update.outer_step, update.base) == (held + 1, base)
+
+
 @pytest.mark.parametrize(
     "verdict, base, cause",
     [
@@ -373,6 +400,7 @@ def test_weights_that_were_asked_for_are_fetched(leader: Leader, miner: Miner, n
         (("worse",), Base.REFUSED, "worse: a reason"),
         (("copy",), Base.REFUSED, "copy: a reason"),
         (("late",), Base.KEPT, "late: a reason"),
+        (("not-judged",), Base.KEPT, "not-judged: a reason"),
         (("damaged",), Base.KEPT, "damaged: a reason"),
     ],
 )
@@ -384,7 +412,10 @@ def test_the_manifest_tells_what_became_of_our_upload(
     digest = miner.write_upload(close)
     miner.rounds.send(close)
     miner.turn()
-    leader.take_outer_step(refused=tuple(refused(each, digest) for each in verdict))
+    if {"late", "not-judged"} & {*verdict}:
+        digest = ""  # nobody has read it
+    others = (refused("late", "", uid=UID + 1), *(refused(each, digest) for each in verdict))
+    leader.take_outer_step(refused=others)
     update = miner.pass_time(10)[-1]
     assert isinstance(update, Update)
     assert update.base is base and update.cause.startswith(cause)
@@ -563,6 +594,9 @@ def test_what_no_checkpoint_needs_is_deleted(leader: Leader, miner: Miner, tmp_p
     miner.pass_time(PERIOD)
     digest = miner.write_upload(close)
     (tmp_path / "rounds" / "uploads" / "0.1.parts").mkdir()  # what ranks write, killed
+    given_up = tmp_path / "rounds" / "updates" / ".1.safetensors.part"
+    given_up.parent.mkdir()
+    given_up.touch()
     miner.rounds.send(close)
     miner.turn()
     leader.take_outer_step(merged=(merged(UID, digest),))
@@ -575,7 +609,7 @@ def test_what_no_checkpoint_needs_is_deleted(leader: Leader, miner: Miner, tmp_p
     miner.turn()
     assert miner.take_facts() == [first]
     miner.rounds.forget(1)
-    assert not first.path.exists() and not first.own_upload.exists()
+    assert not first.path.exists() and not first.own_upload.exists() and not given_up.exists()
 
 
 @pytest.mark.parametrize("kind", [errors.AccessDeniedError, errors.RefusedError])
