@@ -243,6 +243,9 @@ class StoreRounds:
                 self._post(ChainForked(forked))
             if self._sending is not None:
                 self._sending[1].stop()
+            for close in self._to_send:  # for its end the loop puts checkpoints off
+                self._post(UploadFailed(close.outer_step, close.serial, forked))
+            self._to_send.clear()
             return _INTERVAL
         due = self._next_look
         if self._not_before > steady():

@@ -729,6 +729,10 @@ def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
     folder = tmp_path / "rounds" / "chain"
     both = {(folder / name).read_bytes() for name in ("1.json", "1.other.json")}
     assert len(both) == 2 and ours.to_bytes(leader.master.sign)[:60] in {b[:60] for b in both}
+    # What is written is not sent, and the loop, which waits for its end, learns of it.
+    miner.rounds.send(Close(1, 3, 0.0, 60.0))
+    miner.turn()
+    assert miner.take_facts() == [UploadFailed(1, 3, forked.cause)]
     # Also after a restart, until the operator has asked.
     again = Miner(store, tmp_path / "rounds", time)
     posted = again.pass_time(2 * PERIOD)
