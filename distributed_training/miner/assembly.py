@@ -9,19 +9,25 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 
+from distributed_training import __version__
 from distributed_training.chain.base import Chain
+from distributed_training.chain.kinds import how_to_register
+from distributed_training.chain.registration import INTERVAL, MISSING_FOR, Belief
 from distributed_training.common.memory import ModelShape
 from distributed_training.config import Config
-from distributed_training.config.versions import Versions
+from distributed_training.config.versions import Versions, has_versions, under
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.own_text import require_one_sequence
 from distributed_training.data.pipeline import DataPipeline
-from distributed_training.network import Network
-from distributed_training.node.start import NetworkFailure, fetch_tokenizer
+from distributed_training.node.identity import Member
+from distributed_training.node.published import fetch_published
+from distributed_training.node.start import NetworkFailure, fetch_tokenizer, require_data
+from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.telemetry import MetricsFile
 from distributed_training.telemetry.trackers import open_trackers
 from distributed_training.training.checkpoint import Checkpointer
@@ -36,8 +42,10 @@ from .global_state import (
     GlobalBucket,
     GlobalUnavailableError,
 )
+from .income import standing
 from .metrics import MachineGauges, Metrics
 from .ranks import Ranks
+from .reporter import Record
 from .resume import StartupInfo, first_sample, resume_training
 
 log = logging.getLogger(__name__)
@@ -83,13 +91,46 @@ def prepare_text(config: Config, folder: Path) -> tuple[Path, int]:
     return tokenizer_path, eos_id
 
 
-def open_versions(
-    network: Network, folder: Path, bucket: GlobalBucket, outer_step: int
-) -> Versions:
-    """Return the versions of the network's file; in force is the one that holds at ``outer_step``.
+def describe_member(config: Config, member: Member, bucket: str = "") -> None:
+    """Log who this miner is. ``bucket``: its own, empty where it has none."""
+    found = standing(member.chain.neurons(), member.hotkey)
+    log.info(
+        "Miner %s: uid %d, hotkey %s, netuid %d%s%s",
+        __version__,
+        member.uid,
+        member.hotkey,
+        config.chain.netuid,
+        f", bucket {bucket}" if bucket else "",
+        f", {found.words}" if found else "",
+    )
 
-    Raises NetworkFailure where that is an older one than the file's, and nobody has it.
+
+def registration_terms(config: Config) -> tuple[Belief, timedelta]:
+    """Return when a lost registration is believed, and the time between two looks at it."""
+    local = config.preset == "local"  # where a minute is a long time
+    belief = Belief(
+        config.miner.master_ss58_address,
+        timedelta(seconds=5) if local else MISSING_FOR,
+        how_to_register(config.chain),
+    )
+    return belief, timedelta(seconds=1) if local else INTERVAL
+
+
+def open_versions(
+    config: Config,
+    folder: Path,
+    bucket: GlobalBucket,
+    outer_step: int,
+    read: Callable[[], BucketReader],
+) -> tuple[Config, Versions | None]:
+    """Return the settings that hold at ``outer_step``, and the versions of the network's file.
+
+    None where it has no versions. ``read``: opens the network's bucket, which has its data. Raises
+    ConfigError, and NetworkFailure where an older version than the file's holds and nobody has it.
     """
+    network = config.network
+    if network is None or not has_versions(config):
+        return config, None
     versions = Versions(network, folder)
     try:
         for problem in (versions.look_beside(network.place), bucket.learn(versions)):
@@ -110,7 +151,11 @@ def open_versions(
             outer_step,
             versions.in_force.head.version,
         )
-    return versions
+    # Before its data are asked for: those of the file given may be of the past.
+    config = under(config, versions.in_force)
+    fetch_published(config, read)
+    require_data(config)
+    return config, versions
 
 
 @dataclass(frozen=True)
@@ -211,13 +256,15 @@ def open_block_list(
 def open_metrics(
     context: RankContext,
     training: Training,
+    blocks: BlockList,
+    chain: Chain,
     *,
     uid: int,
     needed: int,
-    counts: Mapping[str, Callable[[], Mapping[str, float]]],
     gauges: Mapping[str, Callable[[], float | None]],
+    counts: Mapping[str, Callable[[], Mapping[str, float]]] = MappingProxyType({}),
 ) -> Metrics:
-    """Open the metrics file and the trackers. ``counts`` and ``gauges`` are the exchange's own.
+    """Open the metrics file and the trackers. ``gauges`` and ``counts`` are the exchange's own.
 
     ``needed``: bytes of disk that the next upload and checkpoint take.
     """
@@ -238,9 +285,31 @@ def open_metrics(
     return Metrics(
         trackers=[open_until_end(closing(tracker)) for tracker in trackers],
         file=file,
-        counts={"data": training.data.counters, **counts},
-        gauges={**gauges, **machine.single()},
+        counts={"data": training.data.counters, "chain": chain.counters, **counts},
+        gauges={
+            "chain_age_seconds": lambda: chain.age().total_seconds(),
+            "chain_block": chain.block,
+            "block_list_newest_block": lambda: blocks.newest_trained,
+            **gauges,
+            **machine.single(),
+        },
         by_rank=open_until_end(closing(machine)).by_rank,
+    )
+
+
+def record_start(
+    record: Record, context: RankContext, info: StartupInfo, training: Training, **more: object
+) -> None:
+    """Write the event of a start. ``more``: fields of the exchange's own."""
+    record(
+        "start",
+        uid=info.uid,
+        hotkey=info.hotkey,
+        outer_step=training.trainer.outer_step,
+        inner_step=training.trainer.inner_step,
+        world_size=context.ranks.world_size,
+        resumed=bool(training.kept),
+        **more,
     )
 
 

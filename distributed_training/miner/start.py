@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any
 
 from distributed_training.common.kinds import import_plugins
 from distributed_training.common.processes import die_with_parent, write_stacks_on_signal
@@ -41,9 +41,8 @@ from distributed_training.protocol import lines
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
 
-from . import events as ev
 from .assembly import RankContext, RankZero, Training, build_training
-from .device import rank_device
+from .device import rank_device, report_device
 from .global_state import (
     StopBeforeStart,
 )
@@ -141,7 +140,7 @@ def train(
             try:
                 # A store that is away may take all the time of a stop for one answer.
                 with stop.interrupting():
-                    connections, info = open_connections(
+                    connections, info = builders_of(config).open_connections(
                         config, folder, stack, lambda: not stop.wanted, stop.events.put
                     )
             except (ConfigError, NetworkFailure, StopBeforeStart, Stopped) as error:
@@ -177,50 +176,22 @@ def train(
     return status, reason
 
 
-class Builders(NamedTuple):
-    """The functions that build what differs by the network's exchange.
+def builders_of(config: Config) -> ModuleType:
+    """Return the module that builds what differs by the network's exchange.
 
-    ``open_connections``: opens what rank 0 has outside, before there is a model; raises
-    ConfigError, NetworkFailure, StopBeforeStart. ``build_exchange``: builds rank 0's own part
-    (None on other ranks) and the rank's part of rounds; collective.
-    """
-
-    open_connections: Callable[
-        [Config, Path, ExitStack, Callable[[], bool], Callable[[ev.Event], None]],
-        tuple[Any, StartupInfo],
-    ]
-    build_exchange: Callable[
-        [RankContext, StartupInfo, Any, Training], tuple[RankZero | None, RankRound]
-    ]
-
-
-def builders_of(config: Config) -> Builders:
-    """Return the builders of the network's exchange.
-
-    They are imported here alone: a miner of a store network has nothing of hivemind in its memory.
+    It is imported here alone: a miner of a store network has nothing of hivemind in its memory. It
+    has two functions. ``open_connections(config, folder, stack, wanted, post)`` opens what rank 0
+    has outside, before there is a model; it returns that, and what every rank needs of it.
+    ``build_exchange(context, info, connections, training)`` builds rank 0's own part (None on
+    other ranks) and the rank's part of rounds; it is collective.
     """
     if config.exchange == "store":
         from . import start_store
 
-        return Builders(start_store.open_connections, start_store.build_exchange)
+        return start_store
     from . import start_hivemind
 
-    return Builders(start_hivemind.open_connections, start_hivemind.build_exchange)
-
-
-def open_connections(
-    config: Config,
-    folder: Path,
-    stack: ExitStack,
-    wanted: Callable[[], bool],
-    post: Callable[[ev.Event], None],
-) -> tuple[Any, StartupInfo]:
-    """Open rank 0's connections; return what they are, and what every rank needs of them.
-
-    ``post``: queues an event, from any thread. Raises ConfigError, NetworkFailure, StopBeforeStart
-    (``wanted`` turned False).
-    """
-    return builders_of(config).open_connections(config, folder, stack, wanted, post)
+    return start_hivemind
 
 
 @dataclass(frozen=True)
@@ -254,6 +225,8 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Any) -> Ran
     training = build_training(context, info, global_folder, alive)
     # After the model, whose shapes it needs.
     build_exchange = builders_of(context.config).build_exchange
+    rank_zero: RankZero | None
+    exchange: RankRound
     rank_zero, exchange = build_exchange(context, info, connections, training)
 
     def follow_rules(text: str) -> None:
@@ -277,4 +250,11 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Any) -> Ran
         alive=alive,
         follow_rules=follow_rules,
     )
+    if rank_zero is not None:
+        report_device(
+            context.config,
+            context.device,
+            micro_batch=training.trainer.micro_batch_size,
+            world_size=context.ranks.world_size,
+        )
     return Rank(training, rank_zero, loop)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -18,16 +18,12 @@ from pathlib import Path
 
 import psutil
 
-from distributed_training import __version__
 from distributed_training.chain.base import find
 from distributed_training.chain.identity import AddressUnknown
-from distributed_training.chain.kinds import how_to_register
-from distributed_training.chain.registration import INTERVAL as REGISTRATION_INTERVAL
-from distributed_training.chain.registration import MISSING_FOR, Belief
 from distributed_training.chain.server import MinerCallbacks, SignedServer
 from distributed_training.common.memory import ModelShape, checkpoint_bytes, snapshot_bytes
 from distributed_training.config import Config
-from distributed_training.config.versions import Versions, has_versions, under
+from distributed_training.config.versions import Versions, has_versions
 from distributed_training.exchange.hivemind.supervisor import HostLaunch, SwarmUnavailable
 from distributed_training.exchange.hivemind.swarm import HivemindSwarm
 from distributed_training.health.clock import ClockWatch, measure_offset
@@ -40,7 +36,6 @@ from distributed_training.node.identity import (
     keep_state,
     public_address,
 )
-from distributed_training.node.published import fetch_published
 from distributed_training.node.start import (
     NetworkFailure,
     require_data,
@@ -57,14 +52,17 @@ from . import events as ev
 from .assembly import (
     RankContext,
     Training,
+    describe_member,
     describe_size,
     open_block_list,
     open_metrics,
     open_versions,
     prepare_text,
+    record_start,
+    registration_terms,
 )
 from .controller import Controller
-from .device import expects_gpu, report_device
+from .device import expects_gpu
 from .events import GlobalView, MinerState, Mode, Rules
 from .global_state import (
     GlobalBucket,
@@ -72,8 +70,8 @@ from .global_state import (
     first_global_state,
     open_global_bucket,
 )
-from .income import Income, standing
-from .metrics import Metrics, limits
+from .income import Income
+from .metrics import limits
 from .missed_rounds import MissedRounds
 from .own_bucket import OwnBucket, open_own_bucket
 from .registration import join_network
@@ -130,16 +128,7 @@ def open_connections(
     if config.is_public and (state := check_global_state(config, member.chain)).status == "warn":
         log.warning("%s", state.line)
     bucket = keys.miner_bucket(config.store.global_model_name, member.uid)
-    found = standing(member.chain.neurons(), member.hotkey)
-    log.info(
-        "Miner %s: uid %d, hotkey %s, netuid %d, bucket %s%s",
-        __version__,
-        member.uid,
-        member.hotkey,
-        config.chain.netuid,
-        bucket,
-        f", {found.words}" if found else "",
-    )
+    describe_member(config, member, bucket)
     # addresses and buckets
     address = find_address(config, member)
     own = open_own_bucket(config, member, bucket)
@@ -150,15 +139,8 @@ def open_connections(
     outer_step, global_folder, seen = first_global_state(global_bucket, wanted, resumes=resumes)
     model = read_model_config(global_folder)
     log.info("Global state of outer step %d%s", outer_step, describe_size(model, config))
-    versions, rules = None, ""
-    if config.network is not None and has_versions(config):
-        first = first_outer_step(folder / "checkpoints", outer_step, seen=seen)
-        versions = open_versions(config.network, folder, global_bucket, first)
-        rules = versions.in_force.files[FILE]
-        # Before its data are asked for: those of the file given may be of the past.
-        config = under(config, versions.in_force)
-        fetch_published(config, global_bucket.follow)
-        require_data(config)
+    first = first_outer_step(folder / "checkpoints", outer_step, seen=seen)
+    config, versions = open_versions(config, folder, global_bucket, first, global_bucket.follow)
     tokenizer_path, eos_id = prepare_text(config, folder)
     snapshots = folder / "snapshots"
     uploader = Uploader(settings=config.store, bucket=bucket, folder=folder, snapshots=snapshots)
@@ -174,7 +156,7 @@ def open_connections(
         first_block=member.chain.block(),
         hotkey=member.hotkey,
         follows=versions is not None,
-        rules=rules,
+        rules=versions.in_force.files[FILE] if versions else "",
     )
     connections = Connections(
         member, address, own, global_bucket, global_folder, swarm_launch, uploader, clock, versions
@@ -364,16 +346,30 @@ class RankZero:
             reload_timeout=config.miner.round_reload_timeout,
             clock_fault=connections.clock.fault,
         )
-        round_seconds = {"round_seconds": lambda: reporter.round_seconds}
         shapes = [shape for _, shape in trainer.schema]
         moments = len(trainer.optimizer.state)
 
         def needed(parts: Parts) -> int:
             return snapshot_bytes(shapes, moments, parts)
 
-        metrics = self._open_metrics(
-            {**uploaded, **income.gauges(), **round_seconds},
+        metrics = open_metrics(
+            self._context,
+            self._training,
+            blocks,
+            chain,
+            uid=self._info.uid,
             needed=needed(config.store.content) + checkpoint_bytes(shapes, moments),
+            counts={"server": self.server.counters},
+            gauges={
+                "chain_seconds_per_block": lambda: clock.seconds(1),
+                "next_round_timestamp_seconds": lambda: unix_time(clock.expected_at()),
+                "dht_peers": self.exchange.known_peers,
+                "clock_offset_seconds": connections.clock.seconds,
+                "global_run": lambda: connections.global_bucket.run_seen,
+                "round_seconds": lambda: reporter.round_seconds,
+                **uploaded,
+                **income.gauges(),
+            },
         )
         missed = MissedRounds(
             outer_step=trainer.outer_step,
@@ -397,44 +393,10 @@ class RankZero:
             self.controller.subscribe(subscriber.on_event)
         self.controller.subscribe(end_rounds_of(self.server))
 
-    def _open_metrics(
-        self, measured: Mapping[str, Callable[[], float | None]], *, needed: int
-    ) -> Metrics:
-        """Open the metrics file. ``measured``: gauges of uploads, income and the last round.
-
-        ``needed``: bytes of disk that the next snapshot and checkpoint take.
-        """
-        connections, blocks = self._connections, self.blocks
-        chain, clock = connections.member.chain, self.round_clock
-        return open_metrics(
-            self._context,
-            self._training,
-            uid=self._info.uid,
-            needed=needed,
-            counts={"chain": chain.counters, "server": self.server.counters},
-            gauges={
-                "chain_age_seconds": lambda: chain.age().total_seconds(),
-                "chain_block": chain.block,
-                "chain_seconds_per_block": lambda: clock.seconds(1),
-                "block_list_newest_block": lambda: blocks.newest_trained,
-                "next_round_timestamp_seconds": lambda: unix_time(clock.expected_at()),
-                "dht_peers": self.exchange.known_peers,
-                "clock_offset_seconds": connections.clock.seconds,
-                "global_run": lambda: connections.global_bucket.run_seen,
-                **measured,
-            },
-        )
-
     def go_live(self) -> None:
         """Show this miner to others, and begin to follow them. Returns at once."""
         trainer, context, state = self._training.trainer, self._context, self.controller.state
         config, connections, member = context.config, self._connections, self._connections.member
-        report_device(
-            config,
-            context.device,
-            micro_batch=trainer.micro_batch_size,
-            world_size=context.ranks.world_size,
-        )
         # Validators read it in the root metadata, to name this peer in their calls.
         connections.uploader.publish_peer_id(self.exchange.peer_id)
         # Before the endpoint is announced: a validator that reads it may call at once.
@@ -455,19 +417,15 @@ class RankZero:
             except SwarmUnavailable as error:  # its keeper goes on trying, with the new address
                 log.warning("%s", error)
 
-        local = config.preset == "local"  # where a minute is a long time
+        belief, interval = registration_terms(config)
         watcher = identity.follow_registration(
             member,
             endpoint=endpoint,
             commitment=connections.own.commitment,
             stop=lambda why, status: context.events.put(ev.StopRequested(why, status)),
-            belief=Belief(
-                config.miner.master_ss58_address,
-                timedelta(seconds=5) if local else MISSING_FOR,
-                how_to_register(config.chain),
-            ),
+            belief=belief,
             on_read=lambda: keep_state(member.chain, config.chain, context.folder),
-            interval=timedelta(seconds=1) if local else REGISTRATION_INTERVAL,
+            interval=interval,
             public_ip=public_ip,
             moved=moved,
         )
@@ -478,16 +436,8 @@ class RankZero:
             self.global_epoch.compare_soon()
         if self._training.kept and state.mode is Mode.TRAINING:
             self.global_epoch.compare_weights(trainer.outer_step)  # of the last round, perhaps
-        self.record(
-            "start",
-            uid=self._info.uid,
-            hotkey=self._info.hotkey,
-            peer_id=self.exchange.peer_id,
-            outer_step=trainer.outer_step,
-            inner_step=trainer.inner_step,
-            world_size=context.ranks.world_size,
-            resumed=bool(self._training.kept),
-        )
+        peer_id = self.exchange.peer_id
+        record_start(self.record, context, self._info, self._training, peer_id=peer_id)
 
 
 def open_hivemind(

@@ -10,39 +10,31 @@ imports has nothing of hivemind.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 from bittensor_core import verify
 
-from distributed_training import __version__
-from distributed_training.chain.kinds import how_to_register
 from distributed_training.chain.registration import (
-    INTERVAL,
-    MISSING_FOR,
-    Belief,
     RegistrationEvent,
     RegistrationWatcher,
     WatcherCallbacks,
 )
 from distributed_training.common.memory import checkpoint_bytes
 from distributed_training.config import Config
-from distributed_training.config.versions import Versions, has_versions, under
+from distributed_training.config.versions import Versions, has_versions
 from distributed_training.exchange import chain_copy
 from distributed_training.exchange.base import Close
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.network import FILE
 from distributed_training.node import buckets
 from distributed_training.node.identity import Member, keep_state
-from distributed_training.node.published import fetch_published
 from distributed_training.node.start import require_data
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.protocol.update_file import MOST_BLOCKS, Header, largest_file
-from distributed_training.store.base import ObjectStore
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoreError
 from distributed_training.store.snapshot_folder import describe_full_disk
@@ -53,18 +45,20 @@ from . import events as ev
 from .assembly import (
     RankContext,
     Training,
+    describe_member,
     describe_size,
     open_block_list,
     open_metrics,
     open_versions,
     prepare_text,
+    record_start,
+    registration_terms,
 )
 from .controller import Controller
-from .device import expects_gpu, report_device
+from .device import expects_gpu
 from .events import MinerState, Mode, Rules
 from .global_state import GlobalBucket, NetworkWatch, StartWait, pause_start
-from .income import StoreIncome, standing
-from .metrics import Metrics
+from .income import StoreIncome
 from .registration import join_network
 from .reporter import Record, StoreReporter
 from .resume import StartupInfo, first_outer_step
@@ -105,16 +99,12 @@ def open_connections(
     if not has_versions(config) or config.data.own:
         require_data(config)
     member = join_network(config, folder, stack, wanted)
-    found = standing(member.chain.neurons(), member.hotkey)
-    log.info(
-        "Miner %s: uid %d, hotkey %s, netuid %d%s",
-        __version__,
-        member.uid,
-        member.hotkey,
-        config.chain.netuid,
-        f", {found.words}" if found else "",
-    )
-    store = open_network_bucket(config, member)
+    describe_member(config, member)
+    if config.store.access == "own":
+        store = buckets.open_own(config.store, config.store.global_model_name)
+    else:
+        private = config.chain.private
+        store = buckets.open_by_registry(config.store, member.chain, private=private)
     stack.callback(store.close)
     reader = BucketReader(store, large=config.round_period)
     bucket = GlobalBucket(
@@ -137,17 +127,10 @@ def open_connections(
     outer_step, global_folder, steps = first_weights(rounds, wanted, resumes=resumes)
     model = read_model_config(global_folder)
     log.info("Global state of outer step %d%s", outer_step, describe_size(model, config))
-    versions, rules = None, ""
-    if config.network is not None and has_versions(config):
-        first = first_outer_step(checkpoints, outer_step, seen=True, store=True)
-        versions = open_versions(config.network, folder, bucket, first)
-        if watch is not None:
-            watch.versions = versions
-        rules = versions.in_force.files[FILE]
-        # Before its data are asked for: those of the file given may be of the past.
-        config = under(config, versions.in_force)
-        fetch_published(config, lambda: reader)
-        require_data(config)
+    first = first_outer_step(checkpoints, outer_step, seen=True, store=True)
+    config, versions = open_versions(config, folder, bucket, first, lambda: reader)
+    if watch is not None:
+        watch.versions = versions
     tokenizer_path, eos_id = prepare_text(config, folder)
     info = StartupInfo(
         uid=member.uid,
@@ -159,7 +142,7 @@ def open_connections(
         first_block=member.chain.block(),
         hotkey=member.hotkey,
         follows=True,
-        rules=rules,
+        rules=versions.in_force.files[FILE] if versions else "",
     )
     return Connections(member, rounds, global_folder, versions), info
 
@@ -184,13 +167,6 @@ def first_weights(
         except (StoreError, OSError) as error:
             waiting.report(f"Waiting for the network's weights: {error}", expected=True)
         pause_start(wanted)
-
-
-def open_network_bucket(config: Config, member: Member) -> ObjectStore:
-    """Open the network's bucket by the way that its file names. Raises ConfigError."""
-    if config.store.access == "own":
-        return buckets.open_own(config.store, config.store.global_model_name)
-    return buckets.open_by_registry(config.store, member.chain, private=config.chain.private)
 
 
 class RankZero:
@@ -250,8 +226,24 @@ class RankZero:
         shapes, moments = [shape for _, shape in trainer.schema], len(trainer.optimizer.state)
         upload = largest_file(trainer.schema, config.miner.bits)
         needed = upload + checkpoint_bytes(shapes, moments)
-        metrics = self._open_metrics(
-            {**income.gauges(), "round_seconds": lambda: reporter.round_seconds}, needed=needed
+
+        def next_close() -> float | None:
+            close = connections.rounds.next_close
+            return None if close is None else close.closes_at
+
+        metrics = open_metrics(
+            self._context,
+            self._training,
+            self.blocks,
+            connections.member.chain,
+            uid=self._info.uid,
+            needed=needed,
+            gauges={
+                "next_round_timestamp_seconds": next_close,
+                "clock_offset_seconds": connections.rounds.clock_offset,
+                "round_seconds": lambda: reporter.round_seconds,
+                **income.gauges(),
+            },
         )
         uploads = UploadWatch(
             connections.rounds,
@@ -263,36 +255,6 @@ class RankZero:
         # The reporter before the uploads: a step's line stands above what it led to.
         for subscriber in (income, reporter, metrics, uploads):
             self.controller.subscribe(subscriber.on_event)
-
-    def _open_metrics(
-        self, measured: Mapping[str, Callable[[], float | None]], *, needed: int
-    ) -> Metrics:
-        """Open the metrics file. ``measured``: gauges of income and the last round.
-
-        ``needed``: bytes of disk that the next upload and checkpoint take.
-        """
-        rounds, blocks = self._connections.rounds, self.blocks
-        chain = self._connections.member.chain
-
-        def next_close() -> float | None:
-            close = rounds.next_close
-            return None if close is None else close.closes_at
-
-        return open_metrics(
-            self._context,
-            self._training,
-            uid=self._info.uid,
-            needed=needed,
-            counts={"chain": chain.counters},
-            gauges={
-                "chain_age_seconds": lambda: chain.age().total_seconds(),
-                "chain_block": chain.block,
-                "block_list_newest_block": lambda: blocks.newest_trained,
-                "next_round_timestamp_seconds": next_close,
-                "clock_offset_seconds": rounds.clock_offset,
-                **measured,
-            },
-        )
 
     def header(self, close: Close, block_list: Sequence[int]) -> Header:
         """Return the header of the upload for ``close``; the trainer fills in the rest."""
@@ -313,17 +275,11 @@ class RankZero:
         """Begin to follow the network. Returns at once."""
         trainer, context = self._training.trainer, self._context
         config, member = context.config, self._connections.member
-        report_device(
-            config,
-            context.device,
-            micro_batch=trainer.micro_batch_size,
-            world_size=context.ranks.world_size,
-        )
+        belief, interval = registration_terms(config)
 
         def changed(event: RegistrationEvent) -> None:
             context.events.put(ev.StopRequested(event.line, ExitStatus.FAULT))
 
-        local = config.preset == "local"  # where a minute is a long time
         watcher = RegistrationWatcher(
             chain=member.chain,
             hotkey=member.hotkey,
@@ -332,26 +288,14 @@ class RankZero:
             callbacks=WatcherCallbacks(
                 changed, on_read=lambda: keep_state(member.chain, config.chain, context.folder)
             ),
-            belief=Belief(
-                config.miner.master_ss58_address,
-                timedelta(seconds=5) if local else MISSING_FOR,
-                how_to_register(config.chain),
-            ),
-            interval=timedelta(seconds=1) if local else INTERVAL,
+            belief=belief,
+            interval=interval,
         )
         context.stack.callback(watcher.close)
         watcher.start()
         largest = largest_file(trainer.schema, _UPDATE_BITS)
         self._connections.rounds.start(trainer.outer_step, largest_update=largest)
-        self.record(
-            "start",
-            uid=self._info.uid,
-            hotkey=self._info.hotkey,
-            outer_step=trainer.outer_step,
-            inner_step=trainer.inner_step,
-            world_size=context.ranks.world_size,
-            resumed=bool(self._training.kept),
-        )
+        record_start(self.record, context, self._info, self._training)
 
 
 def build_exchange(

@@ -88,7 +88,7 @@ class Alone:
 
 
 class Network:
-    """The chain, and all else outside of a miner that ``start.open_connections`` opens."""
+    """The chain, and all else outside of a miner that ``open_connections`` opens."""
 
     def __init__(self, folder: Path, info: StartupInfo) -> None:
         self.info = info

@@ -16,7 +16,7 @@ import torch
 from distributed_training.config import Config
 from distributed_training.data.tokenizer import BYTE_VOCABULARY
 from distributed_training.miner import events as ev
-from distributed_training.miner import start
+from distributed_training.miner import start, start_hivemind
 from distributed_training.miner.resume import StartupInfo
 from distributed_training.node.start import fetch_tokenizer
 from tests.tools import miner_ranks
@@ -67,6 +67,6 @@ build_rank = start.build_rank
 
 
 def run_rank(config: Config) -> int:
-    start.open_connections = open_connections
+    start_hivemind.open_connections = open_connections
     start.build_rank = Played  # type: ignore[assignment]
     return start.run_rank(config)
