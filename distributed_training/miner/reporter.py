@@ -39,7 +39,8 @@ Record = Callable[..., None]  # (kind, **fields): writes an event
 class LoopReporter:
     """Report what the loop of either exchange does.
 
-    ``warnings``: the step's, of diagnostics. ``global_uid``: whose global state it loads.
+    ``warnings``: the step's, of diagnostics. ``bucket``: that uploads go to. ``global_uid``: whose
+    global state it loads.
     """
 
     def __init__(
@@ -47,15 +48,19 @@ class LoopReporter:
         *,
         record: Record,
         warnings: Callable[[StepReport], list[str]],
+        bucket: str,
         global_uid: int | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._record = record
         self._warnings = warnings
+        self._bucket = bucket
         self._global_uid = global_uid
         self._clock = clock
         self._no_snapshot = Repeats(_SAY_AGAIN, clock=clock)
         self._global_outer_step = 0  # when it was last looked at
+        self._round_began: float | None = None
+        self.round_seconds: float | None = None  # of the last round
 
     def on_event(self, event: ev.Event, state: MinerState) -> None:
         """Report an event; ``state`` is the state it found, before any decision on it."""
@@ -105,6 +110,14 @@ class LoopReporter:
         del report
         return ""
 
+    def _report_upload(self, tag: str, problem: str | None, size: int, seconds: float) -> None:
+        """Report the end of an upload of ``size`` bytes, or the problem with it."""
+        if problem is not None:
+            log.warning(lines.UPLOAD_FAILED, problem)
+        else:
+            pushed = lines.pushed(tag, self._bucket)
+            log.info("%s (%.1f MB in %.1f s)", pushed, size / 1e6, seconds)
+
 
 class Reporter(LoopReporter):
     """Rank 0 of a network that averages over hivemind; subscribes to the event stream.
@@ -125,13 +138,12 @@ class Reporter(LoopReporter):
         clock_fault: Callable[[], str] = str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(record=record, warnings=warnings, global_uid=global_uid, clock=clock)
+        super().__init__(
+            record=record, warnings=warnings, bucket=bucket, global_uid=global_uid, clock=clock
+        )
         self._clock_fault = clock_fault
         self._schedule = schedule
-        self._bucket = bucket
         self._reload_timeout = reload_timeout
-        self._round_began: float | None = None
-        self.round_seconds: float | None = None  # of the last round
 
     def on_event(self, event: ev.Event, state: MinerState) -> None:
         """Report an event; ``state`` is the state it found, before any decision on it."""
@@ -159,13 +171,9 @@ class Reporter(LoopReporter):
                 log.info("%s", lines.UPLOAD_MODEL_START)
                 log.info(lines.UPLOADING, self._bucket)
             case ev.PublicationEnded(report=upload):
-                if upload.ok:
-                    pushed = lines.pushed(upload.revision.tag, self._bucket)
-                    sent = upload.bytes_sent / 1e6
-                    log.info("%s (%.1f MB in %.1f s)", pushed, sent, upload.seconds)
-                else:
-                    log.warning(lines.UPLOAD_FAILED, upload.reason)
-                self._record("publication", **asdict(upload) | {"revision": upload.revision.tag})
+                tag, problem = upload.revision.tag, None if upload.ok else upload.reason
+                self._report_upload(tag, problem, upload.bytes_sent, upload.seconds)
+                self._record("publication", **asdict(upload) | {"revision": tag})
             case _:
                 super().on_event(event, state)
 
@@ -229,28 +237,14 @@ class Reporter(LoopReporter):
 class StoreReporter(LoopReporter):
     """Rank 0 of a store network; subscribes to the event stream.
 
-    ``bucket``: of the network. For the rest see :class:`LoopReporter`.
+    A round is from a close to the outer step.
     """
-
-    def __init__(
-        self,
-        *,
-        record: Record,
-        warnings: Callable[[StepReport], list[str]],
-        bucket: str,
-        global_uid: int | None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        super().__init__(record=record, warnings=warnings, global_uid=global_uid, clock=clock)
-        self._bucket = bucket
-        self._closed_at: float | None = None
-        self.round_seconds: float | None = None  # from the last close to the outer step
 
     def on_event(self, event: ev.Event, state: MinerState) -> None:
         """Report an event; ``state`` is the state it found, before any decision on it."""
         match event:
             case ev.CloseReached(close=close):
-                self._closed_at = self._clock()
+                self._round_began = self._clock()
                 self._record("close", outer_step=close.outer_step, serial=close.serial)
             case ev.UploadTaken(close=close, handle=handle, progress=progress):
                 log.info(lines.SAVING_STATE, close.outer_step)
@@ -269,18 +263,14 @@ class StoreReporter(LoopReporter):
                 log.info("%s", lines.UPLOAD_MODEL_START)
                 log.info(lines.UPLOADING, self._bucket)
             case ev.UploadEnded(outer_step=outer, serial=serial, problem=problem):
-                tag, size, seconds = f"{outer}.{serial}", event.size, event.seconds
-                if problem:
-                    log.warning(lines.UPLOAD_FAILED, problem)
-                else:
-                    pushed = lines.pushed(tag, self._bucket)
-                    log.info("%s (%.1f MB in %.1f s)", pushed, size / 1e6, seconds)
+                tag = f"{outer}.{serial}"
+                self._report_upload(tag, problem or None, event.size, event.seconds)
                 self._record(
                     "publication",
                     revision=tag,
                     ok=not problem,
-                    seconds=seconds,
-                    bytes_sent=size,
+                    seconds=event.seconds,
+                    bytes_sent=event.size,
                     reason=problem,
                     finished_at=time.time(),
                 )
@@ -295,13 +285,13 @@ class StoreReporter(LoopReporter):
         self, event: ev.OuterStepEnded, state: MinerState, update: Update | Weights
     ) -> None:
         """Report that the update was applied, or was not, and what became of our upload."""
-        began, reached = self._closed_at, event.outer_step
+        began, reached = self._round_began, event.outer_step
         if isinstance(update, Weights):
             log.info("Whole weights in place of updates: %s", update.reason)
         if not event.committed:
             log.warning("%s (%s)", lines.all_reduce_failed(3), event.detail)
         else:
-            self._closed_at = None
+            self._round_began = None
             self.round_seconds = None if began is None else self._clock() - began
             merged = update.base is Base.MERGED
             fate = "our upload was merged" if merged else update.cause or "no upload of ours"
