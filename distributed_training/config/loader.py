@@ -70,6 +70,8 @@ class Parser(argparse.ArgumentParser):
 def refusal_of(message: str) -> ConfigError:
     """Describe argparse's complaint about an argument, with its consequence."""
     text = message.removeprefix("argument ")
+    if len(text) > 600:  # argparse repeats the whole of what is none of its choices
+        text = f"{text[:300]}...{text[-300:]}"
     return ConfigError(f"{text}, so nothing was started: see --help")
 
 
