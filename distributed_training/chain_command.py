@@ -52,7 +52,7 @@ def audit(options: argparse.Namespace) -> int:
         store: ObjectStore
         if options.source is not None:
             store = FolderStore(options.source)
-        elif founded or config.store.access == "own":
+        elif founded:
             store = open_own(config.store, config.store.global_model_name, write=False)
         else:
             try:

@@ -57,7 +57,6 @@ _OF_STORE = frozenset(
         "store.keep_uploads",
         "store.hosts",
         "store.public_url",
-        "store.access",
     }
 )
 #: Keys of format 2 alone. Each has a default; the digest has a key only where the file does.
@@ -459,19 +458,18 @@ def _refuse_exchange(flat: Mapping[str, Any]) -> frozenset[str]:
         raise NetworkFileError(
             "round.grace is missing, so nobody would know when an upload is late", "add it"
         )
-    if flat.get("store.access", "registry") == "registry":
-        if flat.get("chain.kind") != "registry":
-            raise NetworkFileError(
-                f"store.access is registry and chain.kind {flat.get('chain.kind')!r:.100}, so "
-                "nobody would hand out access to the store",
-                'set store.access = "own", with a bucket for each member',
-            )
-        if "store.endpoint" not in flat:
-            raise NetworkFileError(
-                "store.endpoint is missing, so no member would know the store that the registry "
-                "may send it to",
-                "add it",
-            )
+    if flat.get("chain.kind") != "registry":
+        raise NetworkFileError(
+            f"exchange is store and chain.kind {flat.get('chain.kind')!r:.100}, so nobody would "
+            "hand out access to the store",
+            'found it with a registry, or with exchange = "hivemind"',
+        )
+    if "store.endpoint" not in flat:
+        raise NetworkFileError(
+            "store.endpoint is missing, so no member would know the store that the registry may "
+            "send it to",
+            "add it",
+        )
     return needless
 
 

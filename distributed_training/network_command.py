@@ -389,7 +389,12 @@ def _refuse_options(options: argparse.Namespace) -> None:
             "--dht-port is of --exchange hivemind, so no network was founded: leave it out, no "
             "peer of this one listens"
         )
-    if options.registry is not None and options.store is None:
+    if options.registry is None:
+        raise ConfigError(
+            "--exchange store without --registry, so nobody would give members access to the store "
+            "and no network was founded: give --registry, or --exchange hivemind with --host"
+        )
+    if options.store is None:
         raise ConfigError(
             "--store is missing, so no member could upload and no network was founded: give the "
             "URL of an S3 store (of R2 https://ACCOUNT.r2.cloudflarestorage.com), or embedded"
@@ -459,8 +464,6 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     rules["training"]["weight_decay_on"] = "matrices"
     if store:
         rules = of_exchange(rules, "store")
-        if options.registry is None:  # nobody hands out access to one bucket
-            rules["store"]["access"] = "own"
     else:
         # What the mission's network sends beside is read by nobody here; and see bench.four_bits.
         rules["upload"] = {"content": "scored"}
@@ -768,7 +771,7 @@ def _what_to_run(options: argparse.Namespace, folder: Path) -> str:
     ]
     if options.store != _EMBEDDED:
         bucket, keys = options.bucket or options.name, "two keys"
-        if options.exchange == "store" and options.registry is not None:
+        if options.exchange == "store":
             keys = "a key that reads, writes and deletes objects"
         lines.append(f"\nInto .env here: {keys} of the global bucket {bucket}, which you make.")
         lengths = f"of up to {LONGEST_KEY} characters, and no account"

@@ -162,7 +162,7 @@ class Config(AllSettings):
     @property
     def has_bucket(self) -> bool:
         """True where each member has a bucket of its own, False where a registry gives access."""
-        return self.exchange == "hivemind" or self.store.access == "own"
+        return self.exchange == "hivemind"
 
     @property
     def key_variables(self) -> tuple[str, ...]:
@@ -457,6 +457,14 @@ def check_exchange(config: Config) -> Iterator[str]:
             f"round.grace ({show(grace)}) is above a third of the period ({show(period)}), so "
             "miners would train most of it on weights that are past: in the network's file lower "
             "round.grace, or raise round.blocks_per_allreduce"
+        )
+    url = urlsplit(config.store.endpoint_url or "")
+    inside = config.chain.private or url.hostname in ("127.0.0.1", "localhost", "::1")
+    if url.scheme == "http" and not inside:
+        yield (
+            f"store.endpoint is {config.store.endpoint_url}, and the URLs of it that the registry "
+            "hands out are secrets, so no member would use them: in the network's file give an "
+            "https:// URL, or private = true where all machines are in one private network"
         )
 
 

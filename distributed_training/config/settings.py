@@ -420,9 +420,6 @@ class StoreSettings:
     those of store.endpoint and store.public_url"""
     public_url: WebUrl | None = rule("store.public_url")
     """with exchange 'store': URL where anybody reads the global bucket without the registry"""
-    access: Literal["registry", "own"] = rule("store.access", "registry")
-    """with exchange 'store': 'registry' hands out URLs of the global bucket; 'own': each member has
-    a bucket of its own"""
     write_interval: timedelta = 1.1 * SECOND  # between two writes of a key: R2 allows one a second
     connect_timeout: timedelta = 10 * SECOND
     read_timeout: timedelta = 60 * SECOND  # between two pieces of the store's answer

@@ -29,7 +29,7 @@ from distributed_training.exchange import chain_copy
 from distributed_training.exchange.base import Close
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.network import FILE
-from distributed_training.node import buckets
+from distributed_training.node.buckets import open_by_registry
 from distributed_training.node.identity import Member, keep_state
 from distributed_training.node.start import require_data
 from distributed_training.protocol import lines
@@ -100,11 +100,7 @@ def open_connections(
         require_data(config)
     member = join_network(config, folder, stack, wanted)
     describe_member(config, member)
-    if config.store.access == "own":
-        store = buckets.open_own(config.store, config.store.global_model_name)
-    else:
-        private = config.chain.private
-        store = buckets.open_by_registry(config.store, member.chain, private=private)
+    store = open_by_registry(config.store, member.chain, private=config.chain.private)
     stack.callback(store.close)
     reader = BucketReader(store, large=config.round_period)
     bucket = GlobalBucket(

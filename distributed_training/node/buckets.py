@@ -125,8 +125,8 @@ def open_by_registry(settings: StoreSettings, chain: Chain, *, private: bool) ->
     """
     if not isinstance(chain, RegistryChain):
         raise ConfigError(
-            "store.access = 'registry' in a network whose chain is no registry, so nobody would "
-            "hand out URLs of the store: set store.access = 'own' there"
+            "exchange = 'store' in a network whose chain is no registry, so nobody would hand out "
+            "URLs of the store: ask its founder"
         )
 
     def ask(request: Mapping[str, Any]) -> Any:

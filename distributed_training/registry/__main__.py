@@ -304,7 +304,7 @@ def _open_access(config: Config, folder: Path | None, master: str) -> Access:
             settings, bucket=settings.global_model_name, write=True
         )
     except ValueError as error:
-        raise ConfigError(f"{error}; or set store.access = 'own' in the network's file") from None
+        raise ConfigError(str(error)) from None
     return Access(
         bucket,
         run_id=config.swarm.run_id,

@@ -49,7 +49,7 @@ RANK = int(os.environ.get("RANK", "0"))
 UID, MINER = 7, Keypair.create_from_uri("//Bob")
 STORE_RULES = RULES | {
     "exchange": "store",
-    "store.access": "own",
+    "chain.url": "https://registry.example.org",
     "round.blocks_per_allreduce": 1000,
     "round.minimum_valid_inner_step": 1,
 }

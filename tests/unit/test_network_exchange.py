@@ -65,7 +65,7 @@ def test_a_store_network_has_no_key_of_a_swarm(tmp_path: Path, kind: str) -> Non
     assert config.round_period.total_seconds() == 400 * 12
     assert config.miner.grace.total_seconds() == 300
     assert config.store.hosts == ("cdn.example.org:8443",)
-    assert config.store.access == "registry" and config.miner.keep_uploads == 8
+    assert not config.has_bucket and config.miner.keep_uploads == 8
 
 
 @pytest.mark.parametrize("exchange", ["hivemind", "store"])
@@ -88,7 +88,9 @@ def test_each_key_has_a_place_with_one_exchange_alone(tmp_path: Path, exchange: 
         ({"round__grace": "1601s"}, "is above a third of the period"),
         ({"round__bits": 5}, "5 is more than 4"),
         ({"store__endpoint": None}, "store.endpoint is missing"),
-        ({"store__access": "anybody"}, "'anybody' is not one of registry, own"),
+        ({"store__endpoint": 5}, "store.endpoint"),
+        ({"store__endpoint": "http://s3.example.org"}, "hands out are secrets"),
+        ({"store__access": "own"}, "'store.access' is not a key"),
         ({"store__hosts": ["a/b"]}, "HOST:PORT"),
         ({"exchange": "pigeon"}, "exchange 'pigeon'"),
         ({"chain": EXAMPLE["chain"] | {"kind": "toy"}}, "nobody would hand out access"),
@@ -106,21 +108,13 @@ def test_a_store_network_that_is_refused(
         assert any(words in line for line in loader.problems(config))
 
 
-def test_each_member_with_a_bucket_of_its_own_needs_no_registry(tmp_path: Path) -> None:
-    rules = store_rules(store__access="own", store__endpoint=None)
-    rules["chain"] = {"kind": "bittensor", "endpoint": "finney", "netuid": 7} | {
-        "master_hotkey": EXAMPLE["chain"]["master_hotkey"]
-    }
-    assert load(rules, tmp_path).store.access == "own"
-
-
 # --- founding one ---------------------------------------------------------------------------------
 
 
 def found(folder: Path, *more: str) -> int:
     words = ("--exchange", "store", "--name", "lab", "--data-source", "stdlib")
     place = ("--registry", "https://registry.example.org", "--store", "https://s3.example.org")
-    return main(["init", str(folder), *words, *(() if "--netuid" in more else place), *more])
+    return main(["init", str(folder), *words, *place, *more])
 
 
 def read(folder: Path, kind: str = "miner") -> Config:
@@ -161,6 +155,7 @@ def test_a_founder_is_asked_for_nothing_of_a_swarm(
         (("--set", "round.grace=2000s"), "is above a third of the period"),
         (("--set", "swarm.part_size=5"), "swarm.part_size has no place with exchange 'store'"),
         (("--set", "round.bits=x"), "round.bits"),
+        (("--store", "http://s3.example.org"), "URLs of it that the registry hands out are secret"),
         (("--set", 'store.hosts=["a/b"]'), "HOST:PORT"),
     ],
 )
@@ -176,12 +171,8 @@ def test_no_store_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     words = ("init", str(tmp_path / "lab"), "--exchange", "store", "--name", "lab")
     assert main([*words, "--registry", "https://registry.example.org"]) == 2
     assert "--store is missing" in capsys.readouterr().err
-
-
-def test_on_a_public_chain_each_member_has_a_bucket(tmp_path: Path) -> None:
-    assert found(tmp_path / "lab", "--netuid", "7") == 0
-    config = read(tmp_path / "lab")
-    assert config.has_bucket and len(config.key_variables) == 5
+    assert main([*words, "--netuid", "7"]) == 2
+    assert "--exchange store without --registry" in capsys.readouterr().err
 
 
 def test_the_embedded_store_is_where_the_registry_is(tmp_path: Path) -> None:
