@@ -114,6 +114,25 @@ def test_it_shows_what_happens_and_survives_a_restart(
     assert all("ERR_CONNECTION_REFUSED" in e["message"] or "ERR_" in e["message"] for e in problems)
 
 
+@pytest.mark.parametrize(
+    ("base", "detail", "shown"),
+    [("merged", "", "took part"), ("kept", "late: by 3 s", "not merged"), ("refused", "copy", "")],
+)
+def test_a_round_through_the_store_says_what_became_of_the_upload(
+    browser: Any, run_folder: tuple[Path, EventLog], base: str, detail: str, shown: str
+) -> None:
+    """It names no peers, and an update that was applied is no share in it."""
+    folder, events = run_folder
+    events.write("round", outer_step=3, ok=True, fault="", detail=detail, base=base, seconds=0.2)
+    with served(folder) as page:
+        browser.get(page.url)
+        wait_for(lambda: (shown or base) in card(browser, "Last round"), "the round")
+        assert detail in card(browser, "Last round")
+        assert f"{1 + (base == 'merged')} of 2" in card(browser, "Rounds taken")
+        row = "not merged" if base == "kept" else base
+        assert row in browser.find_element("id", "rounds").text
+
+
 def test_a_computer_whose_clock_is_an_hour_ahead_shows_the_same(
     browser: Any, run_folder: tuple[Path, EventLog]
 ) -> None:
