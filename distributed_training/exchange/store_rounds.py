@@ -85,7 +85,7 @@ class StoreRounds:
         *,
         member: Member,
         longest: timedelta = timedelta(minutes=40),
-        at_head: Callable[[], None] = lambda: None,
+        at_head: Callable[[], object] = lambda: None,
         clocks: Clocks = Clocks(),
     ) -> None:
         self._store = store

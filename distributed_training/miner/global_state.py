@@ -355,8 +355,11 @@ class NetworkWatch:
         self._post = post
         self._other_version = ""
 
-    def look(self) -> None:
-        """Post what has changed. A bucket that is damaged, or away just now, changes nothing."""
+    def look(self) -> str:
+        """Post what has changed; return why the network is finished, as the bucket says unsigned.
+
+        A bucket that is damaged, or away just now, changes nothing.
+        """
         try:
             shown, rules, refused = self._bucket.network(), self._network, ""
             if self.versions is not None and shown is not None:
@@ -364,16 +367,14 @@ class NetworkWatch:
                     refused = self._bucket.learn(self.versions)
                 rules = self.versions.newest
         except GlobalUnavailableError:  # no reason to call ours old
-            return
+            return ""
         problem = "" if shown is None else other_version(shown, rules)
         if problem and refused:
             problem = f"{problem}; {refused}"
         if problem != self._other_version:
             self._other_version = problem
             self._post(ev.NetworkCompared(problem))
-        if shown is not None and shown.finished and not problem:
-            why = f"the network is finished: {shown.finished}"
-            self._post(ev.StopRequested(why, ExitStatus.FINISHED))
+        return "" if shown is None or problem else shown.finished or ""
 
 
 class GlobalEpoch:
@@ -487,8 +488,9 @@ class GlobalEpoch:
                         self._place = self._seen, self._bucket.inner_steps(self._seen)
                     if self._place[1]:
                         self._post(ev.PlaceSeen(*self._place))
-            if self._network_watch is not None:
-                self._network_watch.look()
+            if self._network_watch is not None and (finished := self._network_watch.look()):
+                why = f"the network is finished: {finished}"
+                self._post(ev.StopRequested(why, ExitStatus.FINISHED))
         outer_step, self._compare_weights = self._compare_weights, None
         # Another outer step there is a load, and no weights of ours are in the bucket.
         if outer_step is None or self._seen not in (None, outer_step):
