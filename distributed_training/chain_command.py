@@ -175,7 +175,7 @@ def go_back(
     )
     paths = {name: folder / name for name in files}
     steps.publish(Prepared(manifest, manifest.to_bytes(steps.master.sign), paths))
-    steps.write(next_state(before, manifest, now=now, period=period, grace=grace))
+    steps.write(next_state(before, manifest, steps.serial + 1, now=now, period=period, grace=grace))
     return manifest
 
 

@@ -118,17 +118,18 @@ def show(config: Config, options: argparse.Namespace) -> int:
             )
     every = options.all or options.uid or options.subnet
     hotkey = None if every else load_wallet(config.chain).ss58
-    with ExitStack() as stack, TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder:
         while True:
             try:
-                reader = BucketReader(open_bucket(config, stack))
-                chain = SignedChain(config, reader, Path(folder))
-                rows = list(verdicts(chain.head(), uids=options.uid, hotkey=hotkey))
-                shown = (
-                    json.dumps(to_json(chain, rows))
-                    if options.json
-                    else "\n".join(lines_of(chain, rows))
-                )
+                with ExitStack() as stack:  # opened for each look: what failed is not kept
+                    reader = BucketReader(open_bucket(config, stack))
+                    chain = SignedChain(config, reader, Path(folder))
+                    rows = list(verdicts(chain.head(), uids=options.uid, hotkey=hotkey))
+                    shown = (
+                        json.dumps(to_json(chain, rows))
+                        if options.json
+                        else "\n".join(lines_of(chain, rows))
+                    )
                 print(shown, flush=True)
             except (ChainError, StoreError, OSError) as error:
                 print(f"error: {error}", file=sys.stderr, flush=True)

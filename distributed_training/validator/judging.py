@@ -44,6 +44,8 @@ CAUSES: Mapping[str, Cause] = {
 }
 COPY = 0.9  # cosine of two uploads up to which the later one is never called a copy
 LONELY_COPY = 0.999  # where there are two alone
+# Norms of uploads that a factor in float32 clips to each other, and no sum of which is too large.
+_LEAST_NORM, _MOST_NORM = 1e-12, 1e12
 _SAMPLE = 1 << 16  # values of an upload that are compared
 _LONGEST = 300  # characters of a reason
 
@@ -153,8 +155,10 @@ class UploadJudge:
                 f"{judged.outer_step} are {start:.12}",
             )
         norm, sample = self._measure(file)
-        if not norm:
-            raise RefusedError("empty", "all its values are 0")
+        if norm < _LEAST_NORM:
+            raise RefusedError("empty", f"its norm is {norm:.3g}: it moves nothing")
+        if norm > _MOST_NORM:
+            raise RefusedError("worse", f"its norm is {norm:.3g}, above any that trains")
         # Without a block of its own it is judged on random text twice, which is never better.
         upload = Upload(uid, header.blocks or (random_block,), file)
         judgement = self.evaluator.judge(upload, judged, random_blocks=(random_block,))

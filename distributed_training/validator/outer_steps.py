@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
 
 from distributed_training.protocol import keys
@@ -88,6 +89,7 @@ class OuterSteps:
         self._folder = folder
         self._keep_uploads = keep_uploads
         self._retry = Retry(each=_SMALL)
+        self.serial = 0  # the largest that the store may show
         self._etag = ""  # of our state in the store
         self._ours: list[bytes] = []  # the last two: an answer may have been lost
 
@@ -105,6 +107,7 @@ class OuterSteps:
                 self.state = State.parse(
                     data, run_id=master.run_id, master=master.hotkey, verify=master.verify
                 )
+                self.serial, self._ours = self.state.serial, [data]
             named = 0 if self.state is None else self.state.outer_step
             found = self.manifest(named)
             if found is None and self.state is None:
@@ -112,19 +115,20 @@ class OuterSteps:
             if found is None or (self.state is not None and found.digest != self.state.head):
                 raise ValueError(f"{keys.STATE} names a manifest that is not there")
             self.head = found
-            # Published by a process that was killed before it could say so.
-            following = self.manifest(named + 1)
-            if following is not None and self.state is None:
-                raise ValueError(f"it has outer steps and no {keys.STATE}")
-            if following is not None:
-                following.check_after(found)
+            # Published by a process that was killed before it could say so. Two, if the second
+            # goes back.
+            while (following := self.manifest(self.head.outer_step + 1)) is not None:
+                if self.state is None:
+                    raise ValueError(f"it has outer steps and no {keys.STATE}")
+                following.check_after(self.head)
                 self.head = following
-            self.history = [
-                manifest
-                for n in range(max(0, self.head.outer_step - HISTORY + 1), self.head.outer_step)
-                if (manifest := self.manifest(n)) is not None
-            ]
-            self.history.append(self.head)
+            self.history = [self.head]
+            while len(self.history) < HISTORY and self.history[0].previous:
+                before = self.manifest(self.history[0].outer_step - 1)
+                if before is None:
+                    break
+                self.history[0].check_after(before)
+                self.history.insert(0, before)
         except ValueError as error:
             raise GlobalStateError(
                 f"the chain in the global bucket is damaged ({error}), so it is not known where "
@@ -158,13 +162,16 @@ class OuterSteps:
         if info is None and self.state is not None:
             self.write(self.state)  # whoever deleted it: nobody would find the head
         elif info is not None and info.etag != self._etag:
-            if self._retry(self._store.get, keys.STATE, limit=State.most_bytes) not in self._ours:
+            found = self._retry(self._store.get, keys.STATE, limit=State.most_bytes)
+            if found not in self._ours:
                 raise AnotherLeadsError(
                     f"{keys.STATE} was written by another process with the master's hotkey, so "
                     "this one stops: let one validator lead this network, and give the master "
                     "another hotkey if you do not know the other"
                 )
             self._etag = info.etag
+            if found != self._ours[-1] and self.state is not None:
+                self.write(self.state)  # the store lost it, or took the one before twice
         return self.now() if info is None else info.modified + (info.age_seconds or 0.0)
 
     def list_uploads(self) -> list[ObjectInfo]:
@@ -191,6 +198,9 @@ class OuterSteps:
         at = self.state.weights_at if self.state is not None else (0,)
         try:
             content = self.reader.get(keys.outer_key(at[-1], keys.CONFIG), limit=MAX_CONFIG_BYTES)
+            named = self.manifest(at[-1])
+            if named is None or sha256(content or b"").hexdigest() != named.files.get(keys.CONFIG):
+                raise ValueError(f"the {keys.CONFIG} of outer step {at[-1]} is not the signed one")
             config = parse_config(content or b"")[0]
             schema = parameter_schema(config)
             found = _read_set(folder, schema, head)
@@ -205,7 +215,7 @@ class OuterSteps:
                     master=master.hotkey,
                     verify=master.verify,
                 )
-                state = self.state or next_state(None, head, now=0, period=0, grace=0)
+                state = self.state or next_state(None, head, 1, now=0, period=0, grace=0)
                 found = chain.replay(state, head.outer_step)
             self.values = found
         except (ValueError, IndexError) as error:
@@ -238,6 +248,8 @@ class OuterSteps:
         """Sign and write a state."""
         data = state.to_bytes(self.master.sign)
         self._ours = [*self._ours[-1:], data]
+        # First: if the answer is lost members have this close, and another needs another serial.
+        self.serial = state.serial
         self._etag = self._retry(self._store.put, keys.STATE, data)
         self.state = state
 
@@ -249,7 +261,7 @@ class OuterSteps:
         """
         n = prepared.manifest.outer_step
         place = keys.outer_key(n, keys.MANIFEST)
-        self._refuse_other(place, prepared.data)
+        self._is_published(place, prepared.data)
         sent = Sent()
         files = [(keys.outer_key(n, name), path) for name, path in prepared.files.items()]
         files += [(keys.merged_key(n, uid), path) for uid, path in prepared.uploads.items()]
@@ -259,26 +271,32 @@ class OuterSteps:
         with Sender(store=self._store, journal=journal, deadline=deadline, sent=sent) as sender:
             sender.abandon_all_but(key for key, _ in files)
             sender.upload_all(files)
+        if self.state is not None:
+            self.look()  # who leads by now may have written its files over ours
         try:
             self._retry(put_once, self._store, place, prepared.data)
         except TakenError:
-            self._refuse_other(place, prepared.data)
+            if not self._is_published(place, prepared.data):
+                raise
         return sent.bytes
 
-    def _refuse_other(self, key: str, data: bytes) -> None:
-        """Raise AnotherLeadsError if the store holds another manifest under ``key``."""
+    def _is_published(self, key: str, data: bytes) -> bool:
+        """Return whether the store holds a manifest. Raises AnotherLeadsError for another one."""
         found = self._retry(self._store.get, key, limit=Manifest.most_bytes)
         if found not in (None, data):
             raise AnotherLeadsError(
                 f"{key} was published by another process with the master's hotkey, so this one "
                 "stops: let one validator lead this network; starting again goes on from the store"
             )
+        return found is not None
 
     def delete_past(self) -> None:
         """Delete what nobody needs any more. A failure is logged: the next time has it again."""
         state = self.state
         assert state is not None
         n, oldest = state.outer_step, min(state.weights_at, default=0)
+        # From the newest set on an empty disk needs them, however few the network's file keeps.
+        merged = min(n - self._keep_uploads, max(state.weights_at, default=0))
         try:
             for info in self._store.list_objects("outer/"):
                 step, name = keys.parse_outer_key(info.key) or (n, keys.MANIFEST)
@@ -286,7 +304,7 @@ class OuterSteps:
                 if (
                     (whole and step not in state.weights_at and step < n)
                     or (name == keys.UPDATE and step <= oldest)
-                    or (name.startswith("uploads/") and step <= n - self._keep_uploads)
+                    or (name.startswith("uploads/") and step <= merged)
                 ):
                     self._store.delete(info.key)
             for info in self._store.list_objects("uploads/"):
@@ -317,6 +335,7 @@ def _read_set(folder: Path, schema: Schema, head: Manifest) -> OuterState | None
 def next_state(
     before: State | None,
     manifest: Manifest,
+    serial: int,
     *,
     now: float,
     period: float,
@@ -325,7 +344,7 @@ def next_state(
 ) -> State:
     """Return the state whose head is ``manifest``, or, if it is that already, a close that moved.
 
-    ``now``: by the store's clock.
+    ``serial``: of its close, above all that the store may show. ``now``: by the store's clock.
     """
     at = () if before is None else before.weights_at
     if keys.MODEL in manifest.files and manifest.outer_step not in at:
@@ -336,7 +355,7 @@ def next_state(
     return State(
         run_id=manifest.run_id,
         outer_step=manifest.outer_step,
-        serial=1 if before is None else before.serial + 1,
+        serial=serial,
         closes_at=float(max(due, now + period / 2)),
         grace=float(grace),
         head=manifest.digest,

@@ -11,6 +11,7 @@ nothing of it is lost.
 from __future__ import annotations
 
 import logging
+import os
 import random
 import shutil
 import statistics
@@ -236,19 +237,19 @@ class StoreValidator(Validator):
 
         Raises StoreError, OSError, Stopped.
         """
-        if self._reached_step is not None:
-            return self._publish(self._reached_step)
         steps, rules = self._steps, self._round_rules
         assert steps.state is not None
         now = steps.look()
-        if (
-            steps.state.head != steps.head.digest
-        ):  # published, and the store failed before it said so
+        behind = steps.state.head != steps.head.digest  # the store failed before it named the head
+        # No close is so far away, unless the store's clock was wrong.
+        if behind or steps.state.closes_at > now + 2 * rules.period:
             self._show(now)
         state = steps.state
-        if (state.finished or "") != self.finished or now > state.written_at + rules.period / 2:
-            renewal = renewed(state, now=now, period=rules.period, finished=self.finished)
+        renewal = renewed(state, now=now, period=rules.period, finished=self.finished)
+        if state.finished != renewal.finished or now > state.written_at + rules.period / 2:
             steps.write(renewal)
+        if self._reached_step is not None:
+            return self._publish(self._reached_step)
         if self.finished or now < state.closes_at:
             return False
         if self._close is None or self._close.state.serial != state.serial:
@@ -279,8 +280,9 @@ class StoreValidator(Validator):
             last = {one.uid for one in head.merged} | {one.uid for one in head.refused}
             last &= {miner.uid for miner in miners}
             return not last or bool(close.waiting) or not last <= judged
-        # Their text cannot be had: without it half of a period is waited for.
-        return bool(close.waiting) and now < end + rules.period / 2
+        # Text that cannot be had is waited for, up to half of a period, where most need some: a
+        # member chooses its block, and one whose text nobody has is to cost that member alone.
+        return len(close.waiting) > len(close.accepted) and now < end + rules.period / 2
 
     def _take(self, close: _Close, miners: Sequence[Neuron], block: int, now: float) -> None:
         """Fetch and judge the uploads that came since the last look."""
@@ -411,22 +413,21 @@ class StoreValidator(Validator):
         merged = self._merge(close, trusted)
 
         def passes(places: Sequence[int]) -> bool:
-            nonlocal merged
-            merged = self._merge(close, [trusted[i] for i in places])
-            return self._rules.held_out.mean(merged.losses) <= limit
+            some = self._merge(close, [trusted[i] for i in places])
+            return self._rules.held_out.mean(some.losses) <= limit
 
         # "Not below", for NaN.
         if not (after := self._rules.held_out.mean(merged.losses)) <= limit:
             detail = f"held-out loss {before:.4f} -> {after:.4f}, limit {limit:.4f}"
             self._record_losses(close.state.outer_step + 1, merged.losses)
+            del merged  # as large as three models, and each that is tried is as large
             spoilers = find_spoilers(len(trusted), passes)
             if spoilers is None or len(trusted) - len(spoilers) < least:
                 return self._move(close, WORSE, detail, block, now)
             for place in spoilers:
                 self._blame(close, trusted[place], "spoiler", f"with it {detail}")
-        self._gates = 0
-        if merged.uids != sorted(close.accepted):  # the last that was tried was another one
             merged = self._merge(close, [*close.accepted])
+        self._gates = 0
         self._prepare(close, merged, block, now)
         assert self._reached_step is not None
         return self._publish(self._reached_step)
@@ -560,8 +561,10 @@ class StoreValidator(Validator):
         )
         self._steps.went_on(manifest, reached.values)
         self._reached_step, self._close, self._samples = None, None, reached.samples
-        self._save()
-        (self._steps.place(manifest.outer_step) / LEDGER).unlink(missing_ok=True)
+        try:
+            os.replace(self._steps.place(manifest.outer_step) / LEDGER, self._standings_path)
+        except OSError:  # the disk had no room for it
+            self._save()
         self._record_losses(manifest.outer_step, reached.losses)
         uids = [one.uid for one in manifest.merged]
         self._reached(reached.state, reached.losses, uids, reached.began, "Merged")
@@ -577,6 +580,7 @@ class StoreValidator(Validator):
             next_state(
                 self._steps.state,
                 self._steps.head,
+                self._steps.serial + 1,
                 now=now,
                 period=rules.period,
                 grace=rules.grace,
