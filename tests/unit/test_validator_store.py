@@ -10,7 +10,7 @@ import struct
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from distributed_training.protocol.update_file import Header, UpdateLayout, fini
 from distributed_training.scoring.evaluator import Evaluator
 from distributed_training.scoring.upload import DataUnavailable, Judged
 from distributed_training.store.bucket_reader import BucketReader
-from distributed_training.store.errors import IntegrityError, StoreError
+from distributed_training.store.errors import IntegrityError, PreconditionError, StoreError
 from distributed_training.training.outer_rule import nesterov_sgd
 from distributed_training.validator import judging, outer_steps
 from distributed_training.validator.global_state import GlobalStateError
@@ -111,6 +111,25 @@ def test_a_bad_upload_costs_its_sender_alone(world: StoreWorld, bad: str) -> Non
     assert scores[17].published == 0 < scores[3].published
     (event,) = (e for e in world.events.of("upload_scored") if e["uid"] == 17)
     assert not event["ok"] and event["reason"] == refused.reason
+
+
+def test_an_upload_that_is_huge_where_no_text_is_costs_its_sender_alone(
+    world: StoreWorld,
+) -> None:
+    pages = world.pages
+    world.pages = lambda uid, block: pages(uid, block).clamp(max=VOCABULARY - 2)
+    world.train()
+    world.until_close()
+    for uid in (3, 5):
+        world.miners[uid].upload()
+    moved = [torch.zeros_like(t) for t in world.miners[17].moved]
+    names = [name for name, _ in world.schema]
+    moved[names.index("model.embed_tokens.weight")][-1] = 1e20
+    world.miners[17].upload(moved=moved)
+    world.until_late()
+    world.tick()
+    assert world.fates(1) == {3: "merged", 5: "merged", 17: "worse"}
+    assert "its norm" in world.manifest(1).refused[0].reason
 
 
 def test_an_upload_is_late_by_the_stores_clock(world: StoreWorld) -> None:
@@ -498,6 +517,131 @@ def test_what_is_past_is_deleted_and_the_rest_leads_to_the_head(tmp_path: Path) 
     before = _bits(world)
     world.restarted(folder=tmp_path / "another")
     assert _bits(world) == before
+
+
+def test_a_state_whose_answer_was_lost_shares_its_serial_with_no_other(
+    world: StoreWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = [world.state]
+    real, lost = world.bucket.put, iter([True, True])
+
+    def put(key: str, data: Any) -> str:
+        etag = real(key, data)
+        if key == keys.STATE:
+            shown.append(world.state)
+            if shown[-1].serial > shown[-2].serial and next(lost, False):
+                raise StoreError("the answer was lost")
+        return etag
+
+    monkeypatch.setattr(world.bucket, "put", put)
+    world.until_late()
+    for _ in range(4):  # nobody uploads: the close moves
+        world.tick()
+        world.clock.ahead += 1
+    world.round()
+    assert len(shown) > 3 and shown[-1].outer_step == 1
+    for before, after in pairwise(shown):
+        after.check_after(before)
+
+
+def test_manifests_that_no_state_names_are_gone_on_from(world: StoreWorld) -> None:
+    world.round()
+    before = world.bucket.objects[keys.STATE]
+    for _ in range(2):  # as a rewind that was killed leaves them behind a publication that was
+        world.round()
+    world.bucket.objects[keys.STATE] = before
+    world.restarted()
+    assert world.validator.state.outer_step == world.state.outer_step == 3
+    assert world.state.head == world.manifest(3).digest
+
+
+def test_a_models_configuration_is_the_signed_one(world: StoreWorld) -> None:
+    world.round()
+    key = keys.outer_key(0, keys.CONFIG)
+    data, etag, modified = world.bucket.objects[key]
+    world.bucket.objects[key] = data.replace(b"{", b'{"rms_norm_eps": 0.1, ', 1), etag, modified
+    with pytest.raises(GlobalStateError, match="is not the signed one"):
+        world.restart()
+
+
+def test_uploads_since_the_newest_set_stay_however_few_are_kept(tmp_path: Path) -> None:
+    world = StoreWorld(tmp_path, weights_every=4, keep_uploads=1)
+    for _ in range(2):
+        world.round()
+    before = _bits(world)
+    world.restarted(folder=tmp_path / "another")
+    assert _bits(world) == before
+
+
+def test_a_manifest_that_was_not_written_is_not_gone_on_from(
+    world: StoreWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, conflicts = world.bucket.put_new, iter([True])
+
+    def put_new(key: str, data: Any) -> str:
+        if next(conflicts, False):
+            raise PreconditionError("409, of a write that failed")
+        return real(key, data)
+
+    monkeypatch.setattr(world.bucket, "put_new", put_new)
+    world.train()
+    world.until_close()
+    for miner in world.miners.values():
+        miner.upload()
+    world.until_late()
+    world.tick()
+    assert world.validator.state.outer_step == world.state.outer_step == 0
+    world.tick()
+    assert world.state.outer_step == 1 and world.manifest(1).digest == world.state.head
+
+
+def test_who_leads_by_now_is_seen_before_the_manifest(world: StoreWorld) -> None:
+    world.train()
+    world.until_close()
+    for miner in world.miners.values():
+        miner.upload()
+    world.until_late()
+    other = replace(world.state, serial=9).to_bytes(world.master.sign)
+
+    def take_over(key: str) -> None:
+        if key == keys.outer_key(1, keys.UPDATE):
+            world.bucket.before_put = lambda key: None
+            world.bucket.put(keys.STATE, other)
+
+    world.bucket.before_put = take_over
+    with pytest.raises(AnotherLeadsError, match="written by another process"):
+        world.tick()
+    assert keys.outer_key(1, keys.MANIFEST) not in world.bucket.objects
+
+
+def test_a_close_of_a_clock_that_went_wrong_is_not_waited_for(world: StoreWorld) -> None:
+    world.clock.ahead += 1e7
+    world.tick()  # the close moves
+    assert world.state.closes_at > world.clock()
+    world.clock.ahead -= 1e7
+    world.restarted()
+    world.tick()
+    assert world.state.closes_at <= world.clock() + PERIOD
+    world.round()
+    assert world.state.outer_step == 1
+
+
+def test_one_whose_text_nobody_has_is_not_waited_for(world: StoreWorld) -> None:
+    world.train()
+    world.until_close()
+    for miner in world.miners.values():
+        miner.upload()
+    pages = world.pages
+
+    def without(uid: int, block: int) -> torch.Tensor:
+        if uid == 17:
+            raise DataUnavailable("no such page")
+        return pages(uid, block)
+
+    world.pages = without
+    world.until_late()
+    world.tick()
+    assert world.fates(1) == {3: "merged", 5: "merged", 17: "not-judged"}
 
 
 # --- honest members ---
