@@ -166,9 +166,10 @@ function cards(neuron) {
     made.push(card("Next round", next > now ? `in ${span(next - now)}` : "due", next > now ? "expected" : `since ${span(now - next)}`));
   }
   const rounds = neuron.tables.round, last = rounds[rounds.length - 1];
-  if (last) made.push(card("Last round", last.ok ? "took part" : (last.fault || "failed"),
-    last.ok ? `${last.peers.length} peers, ${number(last.seconds, 1)} s` : String(last.detail || ""), last.ok ? "good" : "bad"));
-  const share = gauge("round_participation_ratio"), taken = rounds.filter((r) => r.ok).length;
+  if (last) made.push(card("Last round", tookPart(last) ? "took part" : last.ok ? fateOf(last) : (last.fault || "failed"),
+    last.peers && last.ok ? `${peersIn(last)} peers, ${number(last.seconds, 1)} s` : String(last.detail || ""),
+    tookPart(last) ? "good" : last.base === "kept" && last.ok ? "" : "bad"));
+  const share = gauge("round_participation_ratio"), taken = rounds.filter(tookPart).length;
   if (rounds.length) made.push(card("Rounds taken", `${taken} of ${rounds.length}`,
     share === undefined ? "the last ones" : `${number(100 * share, 0)} % of the subnet's last 20`));
   const known = gauge("dht_peers");
@@ -326,7 +327,7 @@ const verdict = (ok, yes, no) => element("span", { class: ok ? "ok" : "not" }, o
 function tables(neuron) {
   const newest = (kind) => [...neuron.tables[kind]].reverse().slice(0, SHOWN_ROWS);
   table("rounds", "Rounds", ["time", "outer step", "result", "peers", "seconds"], newest("round").map((r) => [
-    moment(r.time), r.outer_step + 1, verdict(r.ok, "averaged", r.fault || "failed"), (r.peers || []).length, number(r.seconds, 1)]));
+    moment(r.time), r.outer_step + 1, verdict(r.ok, fateOf(r), r.fault || "failed"), peersIn(r), number(r.seconds, 1)]));
   table("publications", "Uploads", ["time", "revision", "result", "MB", "seconds"], newest("publication").map((p) => [
     moment(p.time), p.revision, verdict(p.ok, "uploaded", p.reason || "failed"), number(p.bytes_sent / 1e6, 1), number(p.seconds, 1)]));
   const scores = neuron.scores ? Object.entries(neuron.scores.scores) : [];
@@ -343,6 +344,11 @@ function tables(neuron) {
   replace($("problems"), ...(problems.length ? [element("h2", {}, "Warnings and errors"),
     element("ul", {}, ...problems.map((p) => element("li", { class: p.level || "" }, element("time", {}, moment(p.time)), p.text)))] : []));
 }
+
+// A member's round through the store names no peers: "base" is what became of its own upload.
+const tookPart = (round) => round.ok && (round.base === undefined || round.base === "merged");
+const fateOf = (round) => ({ merged: "merged", kept: "not merged", refused: "refused" }[round.base] || "averaged");
+const peersIn = (round) => round.base !== undefined ? "–" : ((round.peers || []).length || (round.participants || []).length);
 
 function peersOf(neuron) {  // newest rounds first
   const found = new Map();
@@ -380,7 +386,7 @@ function summaryOf(neuron) {
   const bad = verdictOf(neuron)[2] === "bad";
   return [neuron.name, element("span", { class: bad ? "not" : "" }, stateOf(neuron)), score ? number(score.total, 3) : "–",
     last ? `${value("outer_step")} . ${value("inner_step")}` : "–",
-    number(value("loss"), 3), number(value("tokens_per_second"), 0), `${rounds.filter((r) => r.ok).length} of ${rounds.length}`];
+    number(value("loss"), 3), number(value("tokens_per_second"), 0), `${rounds.filter(tookPart).length} of ${rounds.length}`];
 }
 
 // --- drawing ----------------------------------------------------------------------------------
