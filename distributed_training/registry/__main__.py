@@ -299,6 +299,8 @@ def _open_access(config: Config, folder: Path | None, master: str) -> Access:
             write_access_key_id=SecretStr(key),
             write_secret_access_key=SecretStr(secret),
         )
+    network = config.network
+    assert network is not None  # it was named
     try:
         bucket = S3ObjectStore.from_settings(
             settings, bucket=settings.global_model_name, write=True
@@ -309,7 +311,7 @@ def _open_access(config: Config, folder: Path | None, master: str) -> Access:
         bucket,
         run_id=config.swarm.run_id,
         master=master,
-        bits=config.validator.bits,
+        parameters=network.head.parameters,
         verify=verify_signature,
     )
 

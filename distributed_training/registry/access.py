@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -24,6 +23,7 @@ from pydantic import Field
 from distributed_training.chain.base import ChainError
 from distributed_training.common.backoff import Throttle
 from distributed_training.protocol import keys
+from distributed_training.protocol.growth import file_bytes
 from distributed_training.protocol.manifest import State
 from distributed_training.protocol.types import Verify
 from distributed_training.store import presigned
@@ -38,6 +38,7 @@ READ_SECONDS = 3600.0
 AFTER_SECONDS = 600.0  # beyond close and grace: a slow link may end what it began
 _LONGEST_SECONDS = 7 * 86400.0  # that S3 signs for
 _STATE_KEPT = 2.0  # seconds
+_MOST_BITS = 4  # of a value of an upload
 _HEADER_BYTES = 2**20  # of an upload, at the most
 _NAME = "[A-Za-z0-9_][A-Za-z0-9._-]*"
 # No empty name, dots or escape: what is signed is what the store looks up.
@@ -53,8 +54,8 @@ class StoreAway(ChainError):
 class Access:
     """Grants by the store's own key. Thread-safe. Close it.
 
-    ``store``: the global bucket, opened to write. ``bits``: of each value of an upload, which
-    bounds its size. ``clock``: Unix seconds.
+    ``store``: the global bucket, opened to write. ``parameters``: of the model, which bound an
+    upload. ``clock``: Unix seconds.
     """
 
     def __init__(
@@ -63,18 +64,17 @@ class Access:
         *,
         run_id: str,
         master: str,
-        bits: int,
+        parameters: int,
         verify: Verify,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._run_id, self._master, self._verify = run_id, master, verify
-        self._bits = bits
+        # By the most bits that any version of the network's file may give a value.
+        self._largest = file_bytes(parameters, _MOST_BITS) + _HEADER_BYTES
         self._clock = clock
         self._may_warn = Throttle(60.0)
-        self._lock = threading.Lock()
         self._state: tuple[float, State] | None = None  # and when it was read
-        self._largest: tuple[int, int] | None = None  # by the weights of an outer step, bytes
         self._swept: tuple[int, int] | None = None  # the close before which nothing is left
 
     def close(self) -> None:
@@ -96,6 +96,8 @@ class Access:
         try:
             return asdict(self._grant(uid, do, key, size, md5))
         except StoreError as error:
+            if self._may_warn("store"):  # members can do nothing about its key
+                log.warning("Members get no access to the store (%s), so none can upload", error)
             raise StoreAway(f"access: {error}") from None
 
     def _grant(self, uid: int, do: Do, key: str, size: int, md5: tuple[str, ...]) -> Grant:
@@ -126,16 +128,17 @@ class Access:
             raise ChainError(
                 f"access: the close of outer step {close[0]} is over, so {key} would not be merged"
             )
-        largest = self._largest_upload(state)
-        if size > largest:
+        if size > self._largest:
             raise ChainError(
-                f"access: an upload of {size} bytes is larger than any of this model ({largest}), "
-                "so nothing may be written"
+                f"access: an upload of {size} bytes is larger than any of this model "
+                f"({self._largest}), so nothing may be written"
             )
         if len(md5) != -(-size // presigned.PART):
             raise ChainError(f"access: {size} bytes have another number of parts than {len(md5)}")
         if self._store.head(key) is not None:
             raise ChainError(f"access: {key} is there, and nobody may replace it")
+        if self._largest > presigned.PART:  # else nobody can have begun one in parts
+            self._abort_earlier(close)
         left = min(left, _LONGEST_SECONDS)
         if len(md5) == 1:
             signed = {"ContentLength": size, "ContentMD5": base64_md5(md5[0])}
@@ -148,7 +151,6 @@ class Access:
     ) -> Grant:
         """Grant the parts that are missing, or put them together."""
         store = self._store
-        self._abort_earlier(key)
         began = [found for found in store.list_multiparts(key) if found.key == key]
         if not began and complete:
             raise ChainError(f"access: the parts of {key} were aborted, or never begun")
@@ -186,50 +188,32 @@ class Access:
 
     def _read_state(self) -> State:
         """Return the network's state, at most some seconds old. Raises StoreError, StoreAway."""
-        with self._lock:
-            known = self._state
-            if known is not None and time.monotonic() - known[0] < _STATE_KEPT:
-                return known[1]
-            data = self._store.get(keys.STATE, limit=State.most_bytes)
-            if data is None:
-                raise StoreAway("access: the network has no state yet: its validator never ran")
-            try:
-                state = State.parse(
-                    data, run_id=self._run_id, master=self._master, verify=self._verify
-                )
-            except ValueError as error:
-                if self._may_warn("state"):  # or whoever asks would fill the log
-                    log.warning(
-                        "The state in the bucket is refused (%s), so nobody may upload: see what "
-                        "the validator says, and change the store's key if it wrote another",
-                        error,
-                    )
-                raise StoreAway(f"access: {error}") from None
-            self._state = time.monotonic(), state
-            return state
-
-    def _largest_upload(self, state: State) -> int:
-        """Return the most bytes of an upload, by the size of the weights that it changes."""
-        known = self._largest
-        if known is not None and known[0] in state.weights_at:
+        known = self._state
+        if known is not None and time.monotonic() - known[0] < _STATE_KEPT:
             return known[1]
-        for outer_step in reversed(state.weights_at):
-            info = self._store.head(keys.outer_key(outer_step, keys.MODEL))
-            if info is not None:
-                # Of weights with 16 bits at least twice as many as any upload has.
-                self._largest = outer_step, info.size * self._bits // 8 + _HEADER_BYTES
-                return self._largest[1]
-        raise StoreAway("access: the weights that the network's state names are not in the bucket")
+        data = self._store.get(keys.STATE, limit=State.most_bytes)
+        if data is None:
+            raise StoreAway("access: the network has no state yet: its validator never ran")
+        try:
+            state = State.parse(data, run_id=self._run_id, master=self._master, verify=self._verify)
+        except ValueError as error:
+            if self._may_warn("state"):  # or whoever asks would fill the log
+                log.warning(
+                    "The state in the bucket is refused (%s), so nobody may upload: see what "
+                    "the validator says, and change the store's key if it wrote another",
+                    error,
+                )
+            raise StoreAway(f"access: {error}") from None
+        self._state = time.monotonic(), state
+        return state
 
-    def _abort_earlier(self, key: str) -> None:
-        """Abort what members began in parts for closes before that of ``key``; once for each."""
-        close = keys.parse_upload_key(key)
-        assert close is not None
-        if self._swept == close[1:]:
+    def _abort_earlier(self, close: tuple[int, int]) -> None:
+        """Abort what members began in parts for other closes than ``close``; once for each."""
+        if self._swept == close:
             return
         for found in self._store.list_multiparts(UPLOADS):
             began = keys.parse_upload_key(found.key)
-            if began is not None and began[1:] != close[1:]:
+            if began is not None and began[1:] != close:
                 with contextlib.suppress(UploadMissingError):
                     self._store.abort_multipart(found.key, found.upload_id)
-        self._swept = close[1:]
+        self._swept = close

@@ -193,7 +193,7 @@ class Service(BoundedServer):
         # In this order: no new calls, then what was accepted is stored.
         super().close()
         self._writer.shutdown()
-        self._granter.shutdown()
+        self._granter.shutdown(cancel_futures=True)  # they ask again
 
     def write_files(self) -> None:
         self.registry.reserve_blocks()
@@ -312,19 +312,19 @@ class Service(BoundedServer):
     async def _grant(self, claim: auth.Claim, fields: dict[str, Any]) -> bytes:
         """Answer what a member asks of the store, beside the writes. Raises Refused."""
         asks_store = fields.get("do") != "read"
+        view = self.registry.view
+        member = find(view.neurons, claim.hotkey)
+        if member is None:  # before anything of it is kept: anybody makes hotkeys for nothing
+            expelled = " was expelled" if claim.hotkey in view.expelled else " has no uid"
+            self._counts["refused/access"] += 1
+            reason = f"access: hotkey {claim.hotkey}{expelled}, so nothing is granted"
+            return _json(400, {"message": reason})
         # The store may be slow, and members many.
         if self._granting >= _MOST_GRANTS or (asks_store and not self._grants.draw(claim.hotkey)):
             raise Refused(Refusal.RATE)
         if not self._granted.use(claim.hotkey, claim.nonce):
             raise Refused(Refusal.REPLAY)
-
-        def grant() -> Any:
-            view = self.registry.view
-            if (member := find(view.neurons, claim.hotkey)) is None:
-                expelled = " was expelled" if claim.hotkey in view.expelled else " has no uid"
-                raise ChainError(f"access: hotkey {claim.hotkey}{expelled}, so nothing is granted")
-            return self._writes["/access"](member.uid, **fields)
-
+        grant = partial(self._writes["/access"], member.uid, **fields)
         self._granting += 1
         try:
             loop = asyncio.get_running_loop()

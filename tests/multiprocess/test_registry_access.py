@@ -288,6 +288,11 @@ class TestParts:
         monkeypatch.setattr(presigned, "PART", 5 * MIB)
 
     @pytest.fixture
+    def world(self, server: Any, tmp_path: Path) -> Iterator[AccessWorld]:
+        with AccessWorld(server, tmp_path / "registry", parameters=32 * MIB) as made:
+            yield made
+
+    @pytest.fixture
     def file(self, tmp_path: Path) -> Path:
         path = tmp_path / "upload"
         path.write_bytes(os.urandom(12 * MIB))
@@ -296,7 +301,7 @@ class TestParts:
     def test_an_upload_goes_on_where_it_was_interrupted(
         self, world: AccessWorld, file: Path
     ) -> None:
-        world.publish(model=64 * MIB)
+        world.publish()
         store = world.member(PEER)
         uplink, asked = Uplink(), []
         with file.open("rb") as handle:
@@ -331,7 +336,7 @@ class TestParts:
         assert world.owner.list_multiparts() == []
 
     def test_what_was_begun_for_a_close_is_aborted_at_the_next(self, world: AccessWorld) -> None:
-        world.publish(model=64 * MIB)
+        world.publish()
         one, other = world.chain(PEER), world.chain(MINER)
         md5 = ["0" * 32] * 2
         for uid, chain in ((1, one), (2, other)):
@@ -340,15 +345,17 @@ class TestParts:
             with pytest.raises(RefusedWrite, match="lacks 2 of 2 parts"):
                 chain.access({"do": "complete", "key": key, "size": 9 * MIB, "md5": md5})
         assert len(world.owner.list_multiparts("uploads/")) == 2
-        world.publish(serial=8, model=64 * MIB)
+        world.publish(serial=8)
         key = keys.upload_key(1, 3, 8)
         with pytest.raises(RefusedWrite, match="another close"):
             one.access({"do": "complete", "key": OURS, "size": 9 * MIB, "md5": md5})
+        small = other.access(write_request(b"x", keys.upload_key(2, 3, 8)))
+        assert small["urls"] and world.owner.list_multiparts("uploads/") == []
         one.access({"do": "write", "key": key, "size": 9 * MIB, "md5": md5})
         assert [u.key for u in world.owner.list_multiparts("uploads/")] == [key]
 
     def test_a_part_is_taken_with_its_own_length_and_bytes(self, world: AccessWorld) -> None:
-        world.publish(model=64 * MIB)
+        world.publish()
         chain = world.chain(PEER)
         data = os.urandom(5 * MIB)
         request = {"key": OURS, "size": 6 * MIB, "md5": [md5_of(data), md5_of(data[:MIB])]}
@@ -702,6 +709,40 @@ def test_the_program_grants_urls_and_hands_out_no_key(world: AccessWorld, tmp_pa
         process.wait(30)
     for text in (*command, printed):
         assert not any(v in text for n, v in world.keys.items() if "SECRET" in n)
+
+
+class _Slow:
+    """A store whose first request waits for ``go``, and which refuses the key of the others."""
+
+    def __init__(self) -> None:
+        self.began, self.go = threading.Event(), threading.Event()
+
+    def get(self, key: str, *, limit: int) -> bytes:
+        if not self.began.is_set():
+            self.began.set()
+            assert self.go.wait(60)
+        raise AccessDeniedError("the store does not accept these keys")
+
+
+def test_a_slow_store_holds_up_one_request_and_a_refused_key_is_told_the_founder(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    slow = _Slow()
+    grants = access.Access(slow, run_id="x", master="y", parameters=9, verify=lambda *_: True)  # type: ignore[arg-type]
+
+    def ask() -> None:
+        with pytest.raises(access.StoreAway, match="does not accept"):
+            grants.grant(1, "write", OURS, 1, (md5_of(b"x"),))
+
+    first = threading.Thread(target=ask)
+    first.start()
+    assert slow.began.wait(60)
+    ask()
+    ask()
+    slow.go.set()
+    first.join(60)
+    (record,) = [r for r in caplog.records if "none can upload" in r.getMessage()]
+    assert "does not accept these keys" in record.getMessage()
 
 
 @given(st.text(alphabet="ab./%-_?#\\ \n", max_size=30))

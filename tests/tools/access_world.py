@@ -43,6 +43,7 @@ class AccessWorld:
         folder: Path,
         *,
         prefix: str = "",
+        parameters: int = 10**6,
         limits: Limits = FAST,
         **settings: Any,
     ) -> None:
@@ -55,7 +56,7 @@ class AccessWorld:
         self.settings: StoreSettings = replace(
             keyed, global_model_name=self.owner.bucket, **{**KEYLESS, **settings}
         )
-        self.late = 0.0
+        self.late, self.parameters = 0.0, parameters
         self.folder, self.keys = server.folder, server.keys  # of the store
         self.server = RegistryServer(folder, access=self._open, limits=limits)
         self._stack = ExitStack()
@@ -66,7 +67,7 @@ class AccessWorld:
             bucket,
             run_id=RUN_ID,
             master=VALIDATOR.ss58,
-            bits=4,
+            parameters=self.parameters,
             verify=verify_signature,
             clock=lambda: time.time() + self.late,
         )
@@ -85,10 +86,9 @@ class AccessWorld:
         *,
         closes_in: float = 600.0,
         wallet: Wallet = VALIDATOR,
-        model: int = 10**6,
         finished: str | None = None,
     ) -> None:
-        """Write the state, and ``model`` bytes as the weights of outer step 0."""
+        """Write the state."""
         now = time.time()
         state = State(
             RUN_ID,
@@ -102,7 +102,6 @@ class AccessWorld:
             now + 2000.0,
             finished,
         )
-        self.owner.put(keys.outer_key(0, keys.MODEL), bytes(model))
         self.owner.put(keys.STATE, state.to_bytes(wallet.hotkey.sign))
 
     def chain(self, wallet: Wallet, *, register: bool = True) -> RegistryChain:
