@@ -111,7 +111,12 @@ def build_parser() -> Parser:
         help=f"with store: what each member can send, in Mbit/s ({_SLOWEST_LINK:g}), of which the "
         "time for uploads is made",
     )
-    add("--host", type=text, help="with hivemind: address of the validator's machine, for peers")
+    add(
+        "--host",
+        type=text,
+        help="this machine's address: with hivemind for its peers, else of an "
+        "embedded store (the registry's)",
+    )
     add("--dht-port", type=ranged(1, 65535), help="with hivemind: its swarm port (8009)")
     chain = init.add_mutually_exclusive_group(required=True)
     chain.add_argument("--registry", type=text, metavar="URL", help="without a public chain")
