@@ -24,7 +24,6 @@ from distributed_training.protocol.types import Base, Progress, Revision
 from . import events as ev
 from .events import DataPart, MinerState
 from .ranks import Ranks
-from .store_round import uploads_for
 
 if TYPE_CHECKING:
     from distributed_training.data.pipeline import DataPipeline
@@ -93,6 +92,7 @@ class BlockList:
         self._since_step: set[int] = set()  # blocks in the inner step under way
         self._steps = 0  # inner steps that ended
         self._trained: dict[int, int] = {}  # block: the last step with its tokens
+        self._uploaded = 0  # the last step in the upload of this outer step, in a store network
         self._published: dict[tuple[int, int], dict[int, int]] = {}  # by outer and inner step
         self._done: dict[int, int] = {}  # block: the last of its steps that was uploaded
         #: In the list uploaded last, also by a process before this one; None if there is none.
@@ -256,14 +256,18 @@ class BlockList:
                 self.step_done(skipped=report.skipped)
             case ev.BlockUsedUp():
                 self._remaining = 0
-            case ev.UploadWanted() if uploads_for(state, event.close):
-                self._end_uploads(ok=False)  # of a close that has moved
             case ev.OuterStepEnded(committed=True) | ev.Loaded():
-                self._settle(state)
+                if state.update is not None and state.update.base is not Base.KEPT:
+                    uploaded = [b for b, last in self._trained.items() if last <= self._uploaded]
+                    self._end_upload({block: self._trained.pop(block) for block in uploaded})
+                self._uploaded = 0
                 # Of the step under way: an outer step or a load has replaced its weights.
                 self._since_step.clear()
                 self._to_hold_back = self._held
-            case ev.SnapshotTaken(progress=progress) | ev.UploadTaken(progress=progress):
+            case ev.UploadTaken():
+                # Until it is merged its blocks are in the list: the close may move.
+                self._uploaded = self._steps
+            case ev.SnapshotTaken(progress=progress):
                 # A block still in training enters the next list again. Not copied: from here on
                 # the dictionary is the upload's, and a new one is ours.
                 self._published[progress.outer_step, progress.inner_step] = self._trained
@@ -276,16 +280,6 @@ class BlockList:
                 self.roll_back(kept.get("rank_zero", {}).get("blocks", {}))
             case _:
                 return
-
-    def _settle(self, state: MinerState) -> None:
-        """Close the upload of the outer step that was just left, by what became of it."""
-        if (update := state.update) is None:
-            return
-        self._end_uploads(ok=update.base is not Base.KEPT)
-
-    def _end_uploads(self, *, ok: bool) -> None:
-        for outer_step, inner_step in tuple(self._published):
-            self.publication_ended(Revision(0, outer_step, inner_step), ok=ok)
 
     def micro_batch_done(self) -> None:
         now = self._clock()
@@ -312,15 +306,19 @@ class BlockList:
         step = revision.outer_step, revision.inner_step
         blocks = self._published.pop(step, {})
         if ok:
-            self.newest_published = max(blocks, default=None)
-            self._done |= blocks
-            for block in tuple(self._done)[:-_REMEMBERED]:
-                del self._done[block]
+            self._end_upload(blocks)
             return
         later = {b for other, listed in self._published.items() if other > step for b in listed}
         # A newer snapshot on its way cannot be changed any more: what it lists is not listed twice.
         blocks = {b: last for b, last in blocks.items() if b not in later}
         self._trained = dict(sorted((blocks | self._trained).items()))
+
+    def _end_upload(self, blocks: dict[int, int]) -> None:
+        """Note that ``blocks`` were uploaded: they are listed no more."""
+        self.newest_published = max(blocks, default=None)
+        self._done |= blocks
+        for block in tuple(self._done)[:-_REMEMBERED]:
+            del self._done[block]
 
     # --- across restarts -----------------------------------------------------------------------
 
@@ -332,6 +330,7 @@ class BlockList:
         return {
             "blocks": sorted(owed.items()),
             "steps": self._steps,
+            "uploaded": self._uploaded,
             "last_block": self._last_requested,
             "oldest": self._oldest,
             "gaps": self._gaps,
@@ -365,6 +364,7 @@ class BlockList:
             return
         self._trained = {int(b): int(step) for b, step in state.get("blocks", [])}
         self._steps = int(state.get("steps", 0))
+        self._uploaded = int(state.get("uploaded", 0))
         self._last_requested = int(state.get("last_block", 0))
         self._oldest = int(state.get("oldest", self._last_requested))
         self._gaps = [(int(first), int(last)) for first, last in state.get("gaps", [])]
@@ -416,4 +416,6 @@ class BlockList:
             self._published[revision] = kept
             owed = {b: step for b, step in owed.items() if kept.get(b, 0) < step}
         self._trained = owed
+        # Of an earlier outer step, perhaps, whose update comes again.
+        self._uploaded = int(state.get("uploaded", 0))
         self._since_step = {int(b) for b in state.get("since_step", [])}

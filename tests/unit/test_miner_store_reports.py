@@ -171,14 +171,19 @@ def test_metrics_count_rounds_by_the_share_that_this_miner_had(tmp_path: Path) -
     assert values["last_publication_timestamp_seconds"] > 0
 
 
+@pytest.mark.parametrize("restarted", [False, True])
 @pytest.mark.parametrize(("base", "left"), [(Base.MERGED, [103]), (Base.KEPT, [101, 102, 103])])
 def test_blocks_of_an_upload_that_was_not_merged_are_in_the_next_one(
-    base: Base, left: list[int]
+    base: Base, left: list[int], restarted: bool
 ) -> None:
-    ranks: Any = Mock(world_size=1)
-    blocks = BlockList(
-        chain_block=lambda: 200, data=Mock(), ranks=ranks, micro_batch_size=2, recent=lambda: 50
-    )
+    def new() -> BlockList:
+        ranks: Any = Mock(world_size=1)
+        data: Any = Mock()
+        return BlockList(
+            chain_block=lambda: 200, data=data, ranks=ranks, micro_batch_size=2, recent=lambda: 50
+        )
+
+    blocks = new()
 
     def train(block: int) -> None:
         blocks._current = (block, 8)
@@ -189,9 +194,12 @@ def test_blocks_of_an_upload_that_was_not_merged_are_in_the_next_one(
         close = Close(12, serial, 0.0, 0.0)
         blocks.on_event(ev.UploadWanted(close), TRAINING)
         assert blocks.blocks() == list(range(101, block)), "the close moved: all of them again"
-        blocks.on_event(ev.UploadTaken(close, Mock(), Progress(12, block)), TRAINING)
+        handle: Any = Mock()
+        blocks.on_event(ev.UploadTaken(close, handle, Progress(12, block)), TRAINING)
         train(block)
-        if serial == 3:
-            continue
+    if restarted:
+        kept = blocks.state_dict()
+        blocks = new()
+        blocks.load_state_dict(kept, {})
     blocks.on_event(APPLIED, state(base))
     assert blocks.blocks() == left
