@@ -208,6 +208,11 @@ def host_memory(shape: ModelShape, how: Arrangement) -> int:
     copies without it; of one boundary both have the same ones, and training waits rather than copy
     another boundary beside them (training/error_feedback.py). A round waits for them too and takes
     12: the average's rows, and weights and momentum that wait for the vote.
+
+    A member of a store network needs 4 less, at most 28: always epoch start, residual and what its
+    upload was written from; for an update 12, the next start, residual and weights, and 4 more
+    where a roll-back has lost what the upload was written from (training/store_outer_step.py).
+
     *Model*: what would be on the devices, where there are none.
     """
     n = shape.parameters

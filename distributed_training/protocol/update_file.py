@@ -281,8 +281,8 @@ def _write_at(handle: int, tensor: Tensor, position: int) -> None:
         data, position = data[written:], position + written
 
 
-def finish(path: Path, layout: UpdateLayout, sign: Sign) -> str:
-    """Sign the file whose rows are all written, durably; return its SHA-256 in hexadecimal digits.
+def finish(path: Path, layout: UpdateLayout, sign: Sign) -> None:
+    """Sign the file whose rows are all written, durably.
 
     For one process, after the others, and once: sr25519 signs with a random part, so another call
     makes another file. Raises OSError, and ValueError where rows are missing at its end.
@@ -301,8 +301,6 @@ def finish(path: Path, layout: UpdateLayout, sign: Sign) -> str:
         file.write(layout.head(body, signature.hex()))
         file.flush()
         os.fsync(file.fileno())
-        file.seek(0)
-        return _digest_rest(file)
 
 
 def _digest_rest(file: Any) -> str:

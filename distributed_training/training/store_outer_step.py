@@ -58,7 +58,6 @@ class UploadHandle(BackgroundWrite):
         super().__init__("upload")
         self.path, self.header = path, header
         self.hold_seconds = 0.0  # how long training was held
-        self.digest = ""  # rank 0, once done: SHA-256 of the file, hex
 
 
 @dataclass(frozen=True)
@@ -346,7 +345,7 @@ def _write_upload(state: _UploadState, handle: UploadHandle) -> None:
         if layout.rank == 0:
             handle.wait_for_parts(parts, range(layout.shards))
             assert state.sign is not None
-            handle.digest = finish(parts / path.name, state.file, state.sign)
+            finish(parts / path.name, state.file, state.sign)
             os.replace(parts / path.name, path)
             sync_folder(path.parent)
     except BaseException as error:

@@ -615,11 +615,6 @@ class Trainer:
     # --- outer step of a store network ---------------------------------------------------------
 
     @property
-    def upload_serial(self) -> int | None:
-        """The close that an upload of this outer step was written for; None: none was."""
-        return self.outer.serial if isinstance(self.outer, StoreOuterStep) else None
-
-    @property
     def dropped(self) -> str:
         """The training that the last outer step dropped, in words; empty: none."""
         return self.outer.dropped if isinstance(self.outer, StoreOuterStep) else ""

@@ -145,11 +145,11 @@ def merge(
                 step.add_(residual[a:b])
             wanted[a:b] = step
             write_rows(path, layout, index, a, step)
-    digest = finish(path, layout, sign)
+    finish(path, layout, sign)
     # From the file: it is what all others apply.
     update = UpdateFile.reopen(path, layout.schema)
     _subtract(residuals, update)  # until here all that was wanted
-    return digest, OuterState(subtract(before.weights, update), momenta, residuals)
+    return update.digest, OuterState(subtract(before.weights, update), momenta, residuals)
 
 
 def _step(rule: Rule, weight: Tensor, mean: Tensor, momentum: Tensor | None) -> tuple[Tensor, ...]:

@@ -464,7 +464,7 @@ def through_store(folder: Path, *, local_ranks: int = 0) -> None:
     made = trainer(rank=RANK, world_size=WORLD, local_ranks=local_ranks, exchange="store", seed=7)
     keeper = Checkpointer(trainer=made, folder=keeper._folder)
     assert keeper.restore() is not None
-    assert made.upload_serial == 1
+    assert store_step(made).serial == 1
     assert _applied(made, place, 1, last) == found[0]
     finished(_upload(made, place, 2))
     found.append(_applied(made, place, 2, last))

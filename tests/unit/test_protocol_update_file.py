@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
+from distributed_training.common.files import sha256_of
 from distributed_training.protocol.quantization import GROUP
 from distributed_training.protocol.update_file import (
     BITS,
@@ -77,7 +78,8 @@ def write(path: Path, schema: Schema, head: Header, values: dict[str, Tensor]) -
     layout = UpdateLayout.of(schema, head)
     for index, (name, _) in enumerate(schema):
         write_rows(path, layout, index, 0, rows_of(values[name]))
-    return finish(path, layout, ALICE.sign)
+    finish(path, layout, ALICE.sign)
+    return sha256_of(path)
 
 
 def opened(path: Path, schema: Schema = SCHEMA, **given: Any) -> UpdateFile:

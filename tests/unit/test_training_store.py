@@ -134,7 +134,7 @@ class World:
     def upload(self, *, killed: str = "", fails: bool = False) -> None:
         """Write, save, send; a kill may come between."""
         made, network = self.made, self.network
-        if made.outer_step != network.outer_step or made.upload_serial == network.serial:
+        if made.outer_step != network.outer_step or store_step(made).serial == network.serial:
             return
         made.inner_step = max(made.inner_step, 1)
         self.ledger.sent, self.ledger.sent_steps = self.ledger.left, made.inner_step
@@ -157,7 +157,7 @@ class World:
 
     def send(self) -> None:
         """Send what the checkpoint knows, once for each close."""
-        if self.made.upload_serial == self.network.serial and self.path().exists():
+        if store_step(self.made).serial == self.network.serial and self.path().exists():
             place = self.made.outer_step, self.network.serial
             digest = sha256_of(self.path())
             self.network.files[digest] = decoded(self.path(), self.made.schema)
@@ -175,7 +175,7 @@ class World:
         own: Path | None = self.folder / f"{before}.{serial}.safetensors"
         if base is Base.KEPT or not own.exists() or sha256_of(own) != digest:
             own = None
-        known = own is not None and made.upload_serial == serial
+        known = own is not None and store_step(made).serial == serial
         weights = digest_of(network.weights[target])
         given: dict[str, Any] = {
             "outer_step": target, "base": base, "own_upload": own, "whole": whole,
@@ -190,7 +190,7 @@ class World:
         steps = made.inner_step
         made.prepare_update(path, weights=weights, **given)
         made.commit_outer_step()
-        assert made.outer_step == target and made.upload_serial is None
+        assert made.outer_step == target and store_step(made).serial is None
         if base is Base.MERGED:
             ledger.merged = ledger.merged + flat(network.files[digest])
         assert base is Base.KEPT or known or self.damaged, "a checkpoint knows what was sent"
