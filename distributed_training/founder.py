@@ -73,8 +73,8 @@ class Plan:
     file: Path
     words: Mapping[str, list[str]]
     places: Mapping[str, tuple[str, int]]  # where each listens: address and port
-    environ: Mapping[str, str]  # of the programs that have the store's keys
-    keyed: frozenset[str] = frozenset({_VALIDATOR})  # those
+    environ: Mapping[str, str]  # of the validator
+    signs: frozenset[str] = frozenset()  # variables of the key by which the registry signs URLs
 
     @classmethod
     def of(cls, folder: Path, environ: Mapping[str, str] = os.environ) -> Plan:
@@ -136,9 +136,8 @@ class Plan:
                 f"{folder / RUN_FILE} has a port that is no number, so nothing was started: correct"
                 " it"
             ) from None
-        # The registry signs the URLs by which members reach the store.
-        keyed = {_VALIDATOR} if config.has_bucket else {_VALIDATOR, _REGISTRY}
-        return cls(folder, file, words, places, {**environ, **keys}, frozenset(keyed))
+        signs = frozenset(() if config.has_bucket else config.key_variables)
+        return cls(folder, file, words, places, {**environ, **keys}, signs)
 
     def line(self, program: str) -> str:
         """Return the command of a program, as a shell takes it."""
@@ -289,7 +288,10 @@ class _Running:
                 ready.set()
             say(line.text, name)
 
-        own = self.plan.environ if name in self.plan.keyed else without_secrets(os.environ)
+        signs = self.plan.signs if name == _REGISTRY else ()
+        own = without_secrets(os.environ, keep=signs)
+        if name == _VALIDATOR:
+            own = {**self.plan.environ}
         path = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "PYTHONUNBUFFERED": "1"}
         program = Program(
             f"The {name}",

@@ -133,14 +133,6 @@ class ObjectStore(Protocol):
     def close(self) -> None: ...
 
 
-class OnceStore(ObjectStore, Protocol):
-    """A store that can write an object on the condition that there is none."""
-
-    def put_new(self, key: str, data: bytes | Section) -> str:
-        """Write an object; return its etag. PreconditionError if there is one."""
-        ...
-
-
 class MultipartStore(ObjectStore, Protocol):
     """A store that takes a file in parts: nothing is visible before the last call."""
 
@@ -166,9 +158,10 @@ class MultipartStore(ObjectStore, Protocol):
 def put_once(store: ObjectStore, key: str, data: bytes | Section) -> str:
     """Write an object that nobody may replace; return its etag.
 
-    Of two writers one wins where the store has :class:`OnceStore`; elsewhere it is looked first,
-    and two at one moment may both write. Fine if the same bytes are there, as after an answer that
-    was lost. Raises TakenError if there are others, and StoreError.
+    Of two writers one wins where the store has a method ``put_new``, which raises PreconditionError
+    if there is an object; elsewhere it is looked first, and two at one moment may both write.
+    Fine if the same bytes are there, as after an answer that was lost. Raises TakenError if there
+    are others, and StoreError.
     """
     put_new = getattr(store, "put_new", None)
     if put_new is None:

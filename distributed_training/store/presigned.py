@@ -78,7 +78,7 @@ class AccessStore(S3ObjectStore):
     def __init__(
         self, ask: Ask, *, bucket: str, settings: StoreSettings, plain: bool = False
     ) -> None:
-        endpoint = settings.endpoint_url or "".join(f"https://{h}" for h in settings.hosts[:1])
+        endpoint = settings.endpoint_url or ""  # which the file of such a network has
         super().__init__(bucket=bucket, endpoint_url=endpoint, keys=None, settings=settings)
         own = _host_of(endpoint)
         # The bucket's name may stand in front: store.addressing.

@@ -136,7 +136,8 @@ def test_a_founder_is_asked_for_nothing_of_a_swarm(
     assert "a key that reads, writes and deletes objects of the global bucket lab" in said
     assert not (folder / "validator" / "swarm").exists()
     plan = founder.Plan.of(folder, environ={"R2_WRITE_ACCESS_KEY_ID": "x"})
-    assert [*plan.words] == ["registry", "validator"] and plan.keyed == {"registry", "validator"}
+    assert [*plan.words] == ["registry", "validator"]
+    assert plan.signs == {"R2_WRITE_ACCESS_KEY_ID", "R2_WRITE_SECRET_ACCESS_KEY"}
     line = plan.line("validator")
     assert "dht" not in line and "initial_peers" not in line
     assert not read(folder).key_variables and not loader.problems(read(folder))
