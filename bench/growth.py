@@ -99,7 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments.add_argument("--tflops", type=float, default=400.0, help="of its GPU, used [400]")
     given = arguments.parse_args(argv)
     count = int(given.parameters)
-    grace = float(grace_seconds(count, 4, given.slowest_link))
+    grace = float(grace_seconds(count, 4, given.slowest_link, period=given.period))
     network = Network(count, given.period, grace, given.link, given.tokens, given.tflops)
     one = Growth(1, count)
     print(f"{count / 1e9:g} billion parameters, a close every {duration(given.period)}")

@@ -422,13 +422,17 @@ def _choose_grace(rules: dict[str, Any], link: float | None) -> None:
     ):
         return
     link = link or _SLOWEST_LINK
-    grace, period = grace_seconds(parameters, bits, link), blocks * seconds
+    period = float(blocks * seconds)
+    grace = grace_seconds(parameters, bits, link, period=period)
     if grace > period / 3:
+        # With the whole margin, which a longer period has.
+        most = grace_seconds(parameters, bits, link, period=math.inf)
         raise ConfigError(
-            f"an upload of {file_bytes(parameters, bits) / 1e6:.0f} MB takes {grace} s with "
-            f"{link:g} Mbit/s, above a third of the period of {period:g} s, so no network was "
-            f"founded: --set round.blocks_per_allreduce={math.ceil(3 * grace / seconds)}, or a "
-            "faster --slowest-link, or --set round.bits=2"
+            f"an upload of {file_bytes(parameters, bits) / 1e6:.0f} MB with {link:g} Mbit/s, and "
+            f"the checkpoint before it, take {grace} s, above a third of the period of "
+            f"{period:g} s, so no network was founded: --set "
+            f"round.blocks_per_allreduce={math.ceil(3 * most / seconds)}, or a faster "
+            "--slowest-link, or --set round.bits=2"
         )
     of_round["grace"] = f"{grace}s"
 

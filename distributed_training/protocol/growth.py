@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 from .quantization import GROUP
 
-_MARGIN = 10.0  # seconds: until a micro-batch ends, the snapshot, the first answer of the store
+_MARGIN = 60.0  # seconds: until an inner step ends, the snapshot, retries; less in a short period
+_CHECKPOINT = 20 / 400e6  # seconds a parameter: it lies on a plain disk before anything is sent
 _SLACK = 1.2  # of the bytes: requests, and a link that is not always as fast
 
 
@@ -21,9 +22,13 @@ def file_bytes(parameters: int, bits: int) -> int:
     return parameters * bits // 8 + 4 * math.ceil(parameters / GROUP)
 
 
-def grace_seconds(parameters: int, bits: int, link: float) -> int:
-    """Return the grace in which a member whose link sends ``link`` Mbit/s has uploaded."""
-    return math.ceil(_MARGIN + _SLACK * 8 * file_bytes(parameters, bits) / (link * 1e6))
+def grace_seconds(parameters: int, bits: int, link: float, *, period: float) -> int:
+    """Return the grace in which a member whose link sends ``link`` Mbit/s has uploaded.
+
+    ``period``: seconds between two closes.
+    """
+    sending = _SLACK * 8 * file_bytes(parameters, bits) / (link * 1e6)
+    return math.ceil(min(_MARGIN, period / 10) + _CHECKPOINT * parameters + sending)
 
 
 @dataclass(frozen=True)

@@ -130,9 +130,9 @@ def test_a_founder_is_asked_for_nothing_of_a_swarm(
     said = capsys.readouterr().out
     config = read(folder, "validator")
     assert config.network is not None and config.exchange == "store"
-    needed = grace_seconds(config.network.head.parameters, 4, 1.0)
-    assert config.miner.grace.total_seconds() == needed == 20
-    assert "a member sends 1.0 MB within 20s" in said and "with 4 members the store keeps" in said
+    needed = grace_seconds(config.network.head.parameters, 4, 1.0, period=4800)
+    assert config.miner.grace.total_seconds() == needed == 70
+    assert "a member sends 1.0 MB within 70s" in said and "with 4 members the store keeps" in said
     assert "a key that reads, writes and deletes objects of the global bucket lab" in said
     assert not (folder / "validator" / "swarm").exists()
     plan = founder.Plan.of(folder, environ={"R2_WRITE_ACCESS_KEY_ID": "x"})
@@ -152,7 +152,10 @@ def test_a_founder_is_asked_for_nothing_of_a_swarm(
         (("--exchange", "hivemind"), "without --host"),
         (("--exchange", "hivemind", "--host", "h", "--slowest-link", "5"), "--slowest-link is of"),
         (("--slowest-link", "0.005"), "above a third of the period of 4800 s"),
-        (("--set", "round.blocks_per_allreduce=2"), "--set round.blocks_per_allreduce=3"),
+        (
+            ("--slowest-link", "0.1", "--set", "round.blocks_per_allreduce=20"),
+            "--set round.blocks_per_allreduce=39",
+        ),
         (("--set", "round.grace=2000s"), "is above a third of the period"),
         (("--set", "swarm.part_size=5"), "swarm.part_size has no place with exchange 'store'"),
         (("--set", "round.bits=x"), "round.bits"),
@@ -244,4 +247,6 @@ def test_what_a_network_moves_grows_with_its_members_alone(
     assert growth.update == file_bytes(parameters, 4) >= growth.upload
     assert growth.upload * 8 <= parameters * (bits + 0.125) + 32 + 7
     assert growth.store_sends == members * (growth.upload + growth.update)
-    assert grace_seconds(parameters, bits, 1.0) >= grace_seconds(parameters, bits, 2.0) >= 10
+    slow, fast = (grace_seconds(parameters, bits, link, period=900.0) for link in (1.0, 2.0))
+    assert slow >= fast >= 60
+    assert grace_seconds(parameters, bits, 1.0, period=90.0) == pytest.approx(slow - 51, abs=1)
