@@ -10,8 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .quantization import GROUP
-
+_GROUP = 256  # as in quantization.py, whose module imports torch
 _MARGIN = 60.0  # seconds: until an inner step ends, the snapshot, retries; less in a short period
 _CHECKPOINT = 20 / 400e6  # seconds a parameter: it lies on a plain disk before anything is sent
 _SLACK = 1.2  # of the bytes: requests, and a link that is not always as fast
@@ -19,7 +18,7 @@ _SLACK = 1.2  # of the bytes: requests, and a link that is not always as fast
 
 def file_bytes(parameters: int, bits: int) -> int:
     """Return the bytes of an upload, or with 4 ``bits`` of an update, but for its header."""
-    return parameters * bits // 8 + 4 * math.ceil(parameters / GROUP)
+    return parameters * bits // 8 + 4 * math.ceil(parameters / _GROUP)
 
 
 def grace_seconds(parameters: int, bits: int, link: float, *, period: float) -> int:
