@@ -419,7 +419,7 @@ def test_what_killed_uploaders_left_in_a_folder_is_removed(tmp_path: Path) -> No
 def test_a_folder_whose_disk_is_full_is_refused_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(path: Path) -> None:
+    def full(path: Path, *, new: bool) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(folder, "atomic_file", full)
