@@ -97,6 +97,7 @@ def world(tmp_path: Path) -> Iterator[World]:
         program.kill()
 
 
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_kill_at_any_moment_of_a_round_leaves_each_epoch_start_equal_to_the_bit(
     world: World,
