@@ -156,9 +156,7 @@ def build_parser() -> Parser:
     run.add_argument("folder", type=path, help="that dt-network init made")
     run.add_argument("--print", action="store_true", help="print the commands, start nothing")
     sign = commands.add_parser("sign", help="sign a changed file as the next version")
-    sign.add_argument("file", type=path)
     decay = commands.add_parser("decay", help="let a constant learning rate fall to 0, and sign")
-    decay.add_argument("file", type=path)
     add = decay.add_argument
     add("--steps", type=ranged(1, 10**9), required=True, help="inner steps of the decay")
     add(
@@ -170,6 +168,7 @@ def build_parser() -> Parser:
     )
     for command in (sign, decay):
         add = command.add_argument
+        add("file", type=path)
         add("--wallets", type=path, help="folder of the master's wallet (beside the file)")
         add(
             "--at",
