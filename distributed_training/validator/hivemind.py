@@ -38,12 +38,15 @@ from distributed_training.validator.rounds import (
     unless_stopped,
 )
 from distributed_training.validator.scorer import PastRound, Reached, Scorer
-from distributed_training.validator.validator import Validator, ValidatorRules
+from distributed_training.validator.validator import (
+    MOST_STEPS_OF_A_BLOCK,
+    Validator,
+    ValidatorRules,
+)
 
 log = logging.getLogger(__name__)
 
 PUBLICATION_RETRY = timedelta(seconds=2)
-MOST_STEPS_OF_A_BLOCK = 12  # inner steps: one a second is more than any network takes
 # Faults that somebody who was called may be the cause of.
 THEIRS = frozenset({"TIMEOUT", "PEER_FAILED", "NOT_FINITE", "OUT_OF_BOUNDS", "SCHEMA", WORSE})
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,7 +44,6 @@ from distributed_training.scoring.upload import (
 from distributed_training.store.base import ObjectInfo
 from distributed_training.store.errors import IntegrityError, ObjectMissingError, StoreError
 from distributed_training.training.outer_step import GlobalState
-from distributed_training.validator.hivemind import MOST_STEPS_OF_A_BLOCK
 from distributed_training.validator.judging import (
     CAUSES,
     Accepted,
@@ -65,7 +65,11 @@ from distributed_training.validator.outer_steps import OuterSteps, Prepared, nex
 from distributed_training.validator.reporter import Reporter
 from distributed_training.validator.rounds import Attendance, Run, each
 from distributed_training.validator.scorer import PastRound
-from distributed_training.validator.validator import Validator, ValidatorRules
+from distributed_training.validator.validator import (
+    MOST_STEPS_OF_A_BLOCK,
+    Validator,
+    ValidatorRules,
+)
 
 log = logging.getLogger(__name__)
 
@@ -165,19 +169,11 @@ class StoreValidator(Validator):
         if not found:
             values = OuterState(state.weights)
             files = steps.write_values(state, values)
-            weights, *_ = values.digests
-            manifest = Manifest(
-                run_id=self._judge.run_id,
-                rules_id=rules.rules_id,
-                outer_step=0,
+            manifest = self._manifest(
+                state,
+                values,
                 previous="",
                 update="",
-                weights=weights,
-                momentum="",
-                residual="",
-                learning_rate=rules.rule.learning_rate,
-                mu=rules.rule.mu,
-                rule=rules.rule.name,
                 merged=(),
                 refused=(),
                 losses_before={},
@@ -185,8 +181,6 @@ class StoreValidator(Validator):
                 scores={},
                 closed_at=0.0,
                 serial=0,
-                total_inner_steps=0,
-                total_tokens=0,
                 made_at=time.time(),
                 files=files,
             )
@@ -471,6 +465,25 @@ class StoreValidator(Validator):
         most = MOST_STEPS_OF_A_BLOCK * self._rules.settings.blocks_per_allreduce
         return min(statistics.median_low(one.file.header.inner_steps for one in chosen), most)
 
+    def _manifest(self, state: GlobalState, values: OuterState, **of_close: Any) -> Manifest:
+        """Return the manifest of ``state``; ``of_close``: the fields that its close decides."""
+        rules = self._round_rules
+        weights, momentum, residual = values.digests
+        return Manifest(
+            run_id=self._judge.run_id,
+            rules_id=rules.rules_id,
+            outer_step=state.outer_step,
+            weights=weights,
+            momentum=momentum,
+            residual=residual,
+            learning_rate=rules.rule.learning_rate,
+            mu=rules.rule.mu,
+            rule=rules.rule.name,
+            total_inner_steps=state.total_inner_steps,
+            total_tokens=state.total_tokens,
+            **of_close,
+        )
+
     def _prepare(self, close: _Close, merged: _MergedSome, block: int, now: float) -> None:
         """Make all that is published of the outer step that the merge leads to."""
         chosen, values, losses = (
@@ -493,20 +506,11 @@ class StoreValidator(Validator):
         self._remember_round(self._past(close, "", "", tokens))
         self.standings.failed_rounds = 0
         self.standings.successful_rounds += 1
-        weights, momentum, residual = values.digests
-        rules = self._round_rules
-        manifest = Manifest(
-            run_id=head.run_id,
-            rules_id=rules.rules_id,
-            outer_step=state.outer_step,
+        manifest = self._manifest(
+            state,
+            values,
             previous=head.digest,
             update=merged.update,
-            weights=weights,
-            momentum=momentum,
-            residual=residual,
-            learning_rate=rules.rule.learning_rate,
-            mu=rules.rule.mu,
-            rule=rules.rule.name,
             merged=tuple(
                 Merged(
                     one.uid,
@@ -526,10 +530,8 @@ class StoreValidator(Validator):
             scores={uid: entry.published for uid, entry in self.standings.present().items()},
             closed_at=close.state.closes_at,
             serial=close.state.serial,
-            total_inner_steps=state.total_inner_steps,
-            total_tokens=state.total_tokens,
             made_at=now,
-            files=files if state.outer_step % rules.weights_every == 0 else {},
+            files=files if state.outer_step % self._round_rules.weights_every == 0 else {},
         )
         # Beside the scores that count: which ones do is decided by the manifest in the store.
         with suppress(OSError):

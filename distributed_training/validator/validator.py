@@ -94,6 +94,8 @@ from distributed_training.validator.scorer import PastRound, Standings
 
 log = logging.getLogger(__name__)
 
+MOST_STEPS_OF_A_BLOCK = 12  # inner steps: one a second is more than any network takes
+
 
 @dataclass(frozen=True)
 class HeldOutText:
