@@ -262,7 +262,8 @@ class RegistrationWatcher:
         if isinstance(found, str):
             log.warning(
                 "The chain does not show our %s any more (a reorganization, a new registration, or "
-                "a second miner with this hotkey): writing it again",
+                "a second miner with this hotkey): writing it again. If it comes back and you run "
+                "no second one, somebody has this key: move to another hotkey",
                 found,
             )
             self._rewritten[found] = self._clock()

@@ -258,8 +258,12 @@ class SignedServer(BoundedServer):
             # One line a minute for each uid, which may ask many times a second.
             if self._alive_lines(uid):
                 caller = "no uid" if uid is None else f"uid {uid}"
-                calls = lines.counted(self._alive_calls.pop(uid), "call")
-                log.info("%s (%s, %s)", lines.RESPONDED_ACTIVE, caller, calls)
+                log.info(
+                    "%s: %s asked whether this miner runs (%s since the last such line)",
+                    lines.RESPONDED_ACTIVE,
+                    caller,
+                    lines.counted(self._alive_calls.pop(uid), "time"),
+                )
         else:
             if not self._may_call_rounds(claim.hotkey, neuron):
                 raise Refused(Refusal.LOW_STAKE if permit else Refusal.NO_PERMIT)

@@ -93,4 +93,5 @@ class Repeats:
             self._held[key] += 1
             return None
         held = self._held.pop(key, 0)
-        return f" ({held} more times since the last such line)" if held else ""
+        times = "time" if held == 1 else "times"
+        return f" ({held} more {times} since the last such line)" if held else ""

@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from distributed_training.protocol.lines import counted
+
 _RULE = "=" * 80
 
 
@@ -290,8 +292,15 @@ def gpu_report_lines(
 
     ``model_device``: of the parameters, e.g. ``cuda:0``. ``micro_batch`` and ``effective`` count
     sequences; ``effective`` is over all ranks. ``expect_gpu``: False where the CPU was asked for
-    (``--neuron.device cpu``).
+    (``--neuron.device cpu``), which is one line.
     """
+    steps = accumulation_steps(effective=effective, micro_batch=micro_batch, world_size=world_size)
+    if not expect_gpu:
+        return [
+            f"✓ Training on the CPU, as --neuron.device cpu asks: {counted(world_size, 'rank')}, "
+            f"{micro_batch} sequences in a micro-batch, {effective} in an inner step, "
+            f"{steps} micro-batches each"
+        ]
     # Operators grep these lines and compare them with the guide: their words stay.
     lines = [_RULE, "🔍 GPU DIAGNOSTICS", _RULE]
     if cuda.available:
@@ -303,16 +312,13 @@ def gpu_report_lines(
             f"✓ GPU total memory: {cuda.total_gb:.2f} GB",
             f"✓ GPU memory allocated: {cuda.allocated_gb:.2f} GB",
         ]
-    elif expect_gpu:
-        lines.append("❌ CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)")
     else:
-        lines.append("✓ No GPU: training on the CPU, as --neuron.device cpu asks")
+        lines.append("❌ CUDA NOT AVAILABLE - Model will run on CPU (VERY SLOW!)")
     lines.append(f"✓ Model device: {model_device}")
     if model_device.startswith("cuda"):
         lines.append(f"✅ Model correctly on GPU: {model_device}")
-    elif expect_gpu:
+    else:
         lines.append("❌ Model is on CPU! This will be EXTREMELY SLOW!")
-    steps = accumulation_steps(effective=effective, micro_batch=micro_batch, world_size=world_size)
     return [
         *lines,
         f"✓ Batch size (per GPU): {micro_batch}",

@@ -154,7 +154,8 @@ class Reporter(LoopReporter):
                 self._round_began = self._clock()
                 log.info("%s", lines.PAUSING)
                 log.info("%s", lines.AVERAGING_START)
-                log.info("%s (pseudo-gradient norm %.4f)", lines.ALL_REDUCE_START, norm)
+                trained = "" if norm else ": nothing is trained yet, so it only takes the average"
+                log.info("%s (pseudo-gradient norm %.4f)%s", lines.ALL_REDUCE_START, norm, trained)
             case ev.RoundFailed() | ev.OuterStepEnded() if state.mode is Mode.AVERAGING:
                 self._report_round(event, state)
             case ev.SnapshotTaken(handle=handle, progress=progress):

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
-from distributed_training.common.backoff import Throttle
+from distributed_training.common.backoff import Repeats, Throttle
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.types import StepReport
 from distributed_training.store.errors import IntegrityError
@@ -41,6 +41,7 @@ from .state_machine import may_check, trains
 log = logging.getLogger(__name__)
 
 _STALE_LIST_EVERY = 60.0  # seconds between two lines about it
+_BUSY_EVERY = 120.0  # seconds, the same: an upload into a dead store takes an hour
 
 
 class Uploads:
@@ -75,6 +76,7 @@ class Uploads:
         self._check_wanted = False  # its files are complete
         self._uploaded_checked = uploader.last_checked  # outer step; None: it was not checked
         self._stale_list_lines = Throttle(_STALE_LIST_EVERY, clock=clock)
+        self._busy_lines = Repeats(_BUSY_EVERY, clock=clock)
 
     def on_event(self, event: ev.Event, state: MinerState) -> list[ev.Event]:
         """Follow an upload from the inner step it begins with to the uploader's answer."""
@@ -147,6 +149,10 @@ class Uploads:
             report, now, block_age=None if age is None else rounds.seconds(age)
         )
         for level, text in decision.lines:
+            if text == lines.UPLOAD_IN_PROGRESS:
+                if (again := self._busy_lines()) is None:
+                    continue
+                text = f"{text} ({self._uploader.describe()}){again}"
             log.log(logging.WARNING if level == "warning" else logging.INFO, "%s", text)
         if not decision.snapshot:
             return []

@@ -63,7 +63,8 @@ class Progress:
 
     ``what`` begins each line: "Downloading global state of outer step 56". ``total``: bytes of all
     files; ``held``: those of them that an earlier attempt brought. ``clock`` stands still while the
-    transfer is paused, so a round does not look like a slow network link.
+    transfer is paused, so a round does not look like a slow network link. ``moved`` is called with
+    the bytes that are there, and with all.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class Progress:
         *,
         held: int = 0,
         clock: Callable[[], float],
+        moved: Callable[[int, int], None] = lambda there, total: None,
     ) -> None:
+        self._moved = moved
         self._what = what
         self._total = total
         self._there = held
@@ -88,6 +91,7 @@ class Progress:
         """
         with self._lock:
             self._there += count + held
+            self._moved(self._there, self._total)
             now, (at, before) = self._clock(), self._since
             before += held
             self._since = at, before

@@ -161,7 +161,7 @@ class UploadSchedule:
             self._pause = _mean(self._pause, max(0.0, gap))
             self.interrupt()
             # Once more in each outer step: its pace may be another.
-            self._warned -= {"period", "first"}
+            self._warned -= {"first"}
         self._step_before = (report.outer_step, now)
         said = self._warnings(now)
         inner, minimum = report.inner_step, self._lowered_minimum(now)
@@ -333,20 +333,22 @@ class UploadSchedule:
         consequence = "count this bucket as stale"
         if rounds.half - self._margin() < limit:
             limit, what = rounds.half - self._margin(), "half the time between two rounds"
-            consequence = "reset uploads for their old blocks"
+            consequence = "reset them for their old blocks"
         if timed and self._every * step + upload > limit:
             fitting = int((limit - upload) / step)
             fitting = min(fitting, max(self._minimum, 1))  # so that each round has its upload
-            remedy = (
-                f"give --neuron.upload_steps {fitting} or less"
-                if fitting >= 1
-                else "make steps or uploads faster"
-            )
+            remedy = "make steps or uploads faster"
+            if fitting >= 1:
+                remedy = (
+                    f"give --neuron.upload_steps {fitting} or less (in miner.toml, under [neuron]: "
+                    f"upload_steps = {fitting}) and start again"
+                )
+            # The figures are others each time, and what to do is not.
             said += self._once(
-                "period",
-                f"⚠️  {self._every} steps of {step:.1f}s and an upload of "
+                f"period {remedy}",
+                f"⚠️  Uploads will score 0: {self._every} steps of {step:.1f}s and an upload of "
                 f"{upload:.1f}s take {self._every * step + upload:.1f}s, longer than "
-                f"{what} allows ({limit:.1f}s), so validators will {consequence}: {remedy}",
+                f"{what} allows ({limit:.1f}s), so validators {consequence}: {remedy}",
             )
         if timed and minimum < self._minimum:
             said += self._once(

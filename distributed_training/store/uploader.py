@@ -51,6 +51,14 @@ class PeerId:
 
 
 @dataclass(frozen=True)
+class Moved:
+    """A message from the uploader: ``there`` of the ``size`` bytes are at the store."""
+
+    there: int
+    size: int
+
+
+@dataclass(frozen=True)
 class Close:
     """A message to the uploader: end."""
 
@@ -79,6 +87,8 @@ class Uploader:
         self._paused = False
         self._peer_id = ""
         self._outstanding: dict[Revision, Submission] = {}
+        self._began = self._took_at = 0.0  # the newest submission, and its last bytes; monotonic
+        self._moved: Moved | None = None
         self._child = ChildProcess(
             "The uploader",
             "distributed_training.store.uploader_process",
@@ -107,6 +117,8 @@ class Uploader:
         with self._child.lock:
             # Noted first: if the process has just died, the next one gets it from here.
             self._outstanding[revision] = submission
+            self._began = self._took_at = time.monotonic()
+            self._moved = None
             self._child.send(submission)
 
     def publish_peer_id(self, peer_id: str) -> None:
@@ -140,6 +152,21 @@ class Uploader:
         """An upload that was submitted has not ended yet."""
         return bool(self._outstanding)
 
+    def describe(self) -> str:
+        """Return in words how far the upload under way is."""
+        with self._child.lock:
+            tag = "".join(revision.tag for revision in list(self._outstanding)[-1:])
+            if not tag:
+                return "its snapshot is being written or checked"
+            now, sent = time.monotonic(), self._moved
+            done = "nothing sent" if sent is None else f"{sent.there / 1e6:.1f}"
+            of = "" if sent is None else f" of {sent.size / 1e6:.1f} MB"
+            text = f"{tag}, {done}{of} after {now - self._began:.0f} s"
+            if self._paused:
+                return f"{text}; a round has the network link"
+            silent = now - self._took_at
+            return text + (f"; the store took nothing for {silent:.0f} s" if silent > 10 else "")
+
     @property
     def pid(self) -> int:
         """The uploader process's id."""
@@ -166,8 +193,11 @@ class Uploader:
         for submission in self._outstanding.values():
             self._child.send(submission)
 
-    def _receive(self, report: PublicationReport) -> None:
+    def _receive(self, report: PublicationReport | Moved) -> None:
         with self._child.lock:
+            if isinstance(report, Moved):
+                self._moved, self._took_at = report, time.monotonic()
+                return
             # Before the report: whoever reads that may submit the same revision again.
             self._outstanding.pop(report.revision, None)
         self._reports.put(report)

@@ -37,7 +37,7 @@ from typing import Any
 
 import psutil
 
-from distributed_training.common.backoff import Throttle
+from distributed_training.common.backoff import Repeats
 from distributed_training.common.processes import ParentConnection, write_stacks_on_signal
 from distributed_training.config.settings import StoreSettings
 from distributed_training.protocol import keys, lines
@@ -48,6 +48,7 @@ from .base import ObjectInfo, ObjectStore, same_etag
 from .cleanup import (
     RENEW_EVERY,
     STUCK_AGE,
+    ForeignBucketError,
     check_claim,
     claim_bucket,
     instance_of,
@@ -67,7 +68,7 @@ from .snapshot_folder import (
 )
 from .transfer import FIRST_WAIT, Progress, Retry, Sender, Sent, Staged
 from .uplink import Uplink
-from .uploader import Close, Paused, PeerId, Start
+from .uploader import Close, Moved, Paused, PeerId, Start
 
 log = logging.getLogger("distributed_training.store.uploader")  # __name__ is __main__ here
 
@@ -92,6 +93,7 @@ class Publication:
     instance: str  # whose claim on the bucket must stand
     uplink: Uplink = field(default_factory=Uplink)
     newer: Callable[[], bool] = lambda: False
+    moved: Callable[[int, int], None] = lambda there, size: None  # bytes that the store has, of all
 
     def __post_init__(self) -> None:
         limit = min(self.settings.longest_transfer, timedelta(minutes=5))
@@ -135,7 +137,9 @@ class Publication:
                 concurrency=settings.concurrency,
                 part_size=settings.part_size,
                 sent=sent,
-                progress=Progress(f"Uploading {revision.tag}", size, clock=uplink.clock),
+                progress=Progress(
+                    f"Uploading {revision.tag}", size, clock=uplink.clock, moved=self.moved
+                ),
             ) as sender:
                 # Two miners in one bucket overwrite each other's files: a mixture would be scored.
                 self._retry(check_claim, self.store, self.instance)
@@ -239,6 +243,7 @@ class UploadLoop:
             self._instance,
             uplink=self._uplink,
             newer=lambda: self._waiting is not None,
+            moved=lambda there, size: send(Moved(there, size)),
         )
         self._wake = threading.Condition()
         self._waiting: Submission | None = None
@@ -373,7 +378,7 @@ class UploadLoop:
             self._failed(self._current, what)
 
     def _renew_claim(self) -> None:
-        lines = Throttle(_CLAIM_LINES_EVERY)
+        lines = Repeats(_CLAIM_LINES_EVERY)
         wait = timedelta(0)
         while not self._closing.wait(wait.total_seconds()):
             wait = RENEW_EVERY
@@ -381,10 +386,20 @@ class UploadLoop:
                 claim_bucket(self._store, self._instance, take=self._takes_bucket)
                 # Once: the claim of a miner that takes the bucket from this one must stand.
                 self._takes_bucket = False
+            except ForeignBucketError as error:  # it says what follows
+                wait = _CLAIM_RETRY
+                if (again := lines("foreign")) is not None:
+                    log.error("%s%s", error, again)
             except StoreError as error:
                 wait = _CLAIM_RETRY
-                if lines(str(error)):
-                    log.error("%s", error)
+                if (again := lines(type(error).__name__)) is not None:
+                    log.error(
+                        "Our bucket %s cannot be used (%s), so uploads wait and are tried again; "
+                        "training goes on%s",
+                        self._store.bucket,
+                        error,
+                        again,
+                    )
 
     def _clean_up(self) -> None:
         """Abort stuck uploads each hour, delete old outer steps when a new one was uploaded."""

@@ -54,11 +54,13 @@ def test_publishes_a_snapshot_once_the_last_rank_is_done(
         publisher.submit(tmp_path / "3.10", revision, 2)
         wait_for(lambda: publisher.busy)
         assert store.get(keys.ROOT_METADATA, limit=10_000) is None
+        assert publisher.describe().startswith("5.3.10, nothing sent after ")
         finish_rank(tmp_path / "3.10", 1, 2)
         report = wait_report(publisher)
         assert report.ok, report.reason
         assert report.revision == revision
         assert report.bytes_sent >= sum(p.stat().st_size for p in files.values())
+        assert publisher._moved is not None and publisher._moved.there == publisher._moved.size
         assert_published(store, revision, files)
         assert store.list_multiparts() == []
         wait_for(lambda: not publisher.busy)

@@ -78,6 +78,9 @@ class KeptUploads:
     def resume(self) -> None:
         self.paused = False
 
+    def describe(self) -> str:
+        return "3.10, 1.0 of 2.0 MB after 30 s"
+
     def reports(self) -> list[PublicationReport]:
         answers, self.answers = self.answers, []
         return answers

@@ -269,9 +269,9 @@ def test_who_asks_for_a_sign_of_life_again_and_again_is_logged_once_a_minute(
     server.later, server.offset = 61.0, 61 * SECOND_NS
     ask(PEER, 2)
     assert caplog.messages == [
-        f"Responded to be Active (uid {uid[PEER.ss58]}, 1 call)",
-        f"Responded to be Active (uid {uid[VALIDATOR.ss58]}, 1 call)",
-        f"Responded to be Active (uid {uid[PEER.ss58]}, 5 calls)",
+        f"Responded to be Active: uid {uid[caller.ss58]} asked whether this miner runs ({calls} "
+        "since the last such line)"
+        for caller, calls in [(PEER, "1 time"), (VALIDATOR, "1 time"), (PEER, "5 times")]
     ]
     assert server.server.counters()["accepted.IsAlive"] == 9
 

@@ -51,4 +51,4 @@ def test_what_repeats_is_counted_for_the_next_line() -> None:
     now = 600.0
     assert repeats("a") == " (3 more times since the last such line)" and repeats("a") is None
     now = 1200.0
-    assert repeats("a") == " (1 more times since the last such line)" and repeats("b") == ""
+    assert repeats("a") == " (1 more time since the last such line)" and repeats("b") == ""

@@ -121,6 +121,20 @@ def test_a_publication_from_step_to_report(tmp_path: Path) -> None:
     assert rig.steps(range(25, 31)) == [ev.SnapshotWanted()]
 
 
+def test_an_upload_of_an_hour_is_a_line_in_two_minutes_with_how_far_it_is(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    rig = Rig(tmp_path)
+    rig.steps(range(1, 11))
+    rig.take(10)
+    rig.steps(range(11, 371))
+    said = [line for line in caplog.messages if "Previous upload still in progress" in line]
+    assert len(said) == 18, "of 36 skipped uploads"
+    assert "skipping new upload (3.10, 1.0 of 2.0 MB after 30 s)" in said[0]
+    assert said[1].endswith("(1 more time since the last such line)")
+
+
 def test_a_finished_snapshot_is_looked_for_in_a_round_until_it_has_its_average(
     tmp_path: Path,
 ) -> None:

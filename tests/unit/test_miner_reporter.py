@@ -147,6 +147,7 @@ def test_a_successful_round(rig: Rig) -> None:
     began = [lines.PAUSING, lines.AVERAGING_START]
     began.append(f"{lines.ALL_REDUCE_START} (pseudo-gradient norm 0.5000)")
     assert rig.on_event(ev.PseudoGradientWritten(0.5), IN_ROUND) == began
+    assert "it only takes the average" in rig.on_event(ev.PseudoGradientWritten(0.0), IN_ROUND)[2]
     rig.now += 6
     averaged = MinerState(mode=Mode.AVERAGING, outer_step=3, averaged=RESULT)
     said = rig.on_event(ev.OuterStepEnded(True, 4), averaged)

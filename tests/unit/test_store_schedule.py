@@ -202,7 +202,13 @@ def test_a_snapshot_that_was_not_taken_counts_as_not_asked_for() -> None:
 def test_it_warns_before_it_is_too_late_with_the_reason() -> None:
     plan = schedule(500)
     _, said = run(plan, range(1, 4), step=20, upload=10)
-    assert any("--neuron.upload_steps 50 or less" in text for text in said)
+    (remedy,) = [text for text in said if "--neuron.upload_steps 50 or less" in text]
+    assert "Uploads will score 0" in remedy and "upload_steps = 50)" in remedy
+    # The figures are others at each step and in each outer step, and what to do is the same.
+    for outer, inner in itertools.product((1, 2, 3), range(4, 40)):
+        seconds = 20 + (inner % 7) / 100
+        decision = plan.step(report(inner, outer=outer, seconds=seconds), 1e3 * outer + inner)
+        assert not any("Uploads will score 0" in text for _, text in decision.lines)
     plan = schedule(5, published_at=0.0)
     decision = plan.step(report(1, seconds=10), 4600.0)
     assert any("Repo age is 4600s" in text for _, text in decision.lines)
