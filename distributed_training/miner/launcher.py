@@ -22,6 +22,7 @@ import contextlib
 import enum
 import logging
 import math
+import re
 import secrets
 import signal
 import threading
@@ -72,6 +73,13 @@ from distributed_training.node.start import (
 from distributed_training.protocol.lines import counted
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.metrics import Registry
+from distributed_training.telemetry.run_state import (
+    LOCK_FILE,
+    LauncherFile,
+    LauncherState,
+    has_started,
+    report_stage,
+)
 
 log = logging.getLogger(__name__)
 
@@ -94,6 +102,13 @@ _LEVELS = {
     ExitStatus.FAULT: logging.WARNING,
 }
 
+#: Of ``launcher.json``: what ended a miner that no signal ended.
+_STOPPED_BY = {
+    ExitStatus.FINISHED: "finished",
+    ExitStatus.DEREGISTERED: "deregistered",
+    ExitStatus.BAD_CONFIGURATION: "its settings",
+}
+
 STACKS_FILE = "stacks.txt"  # in the run folder
 METRICS_FILE = "launcher.prom"
 
@@ -108,26 +123,40 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
     model that fits no rank.
     """
     # Outside of what is tried again: no disk or network that comes back makes it fit.
-    refuse_unknown_kinds(config)
-    refuse_model(config, ranks=ranks_of(config))
+    file = LauncherFile(config.run_folder)
+    try:
+        refuse_unknown_kinds(config)
+        refuse_model(config, ranks=ranks_of(config))
+    except ConfigError as error:
+        file.stopped("its settings", str(error))
+        raise
     start_log(config)
     log_settings(config)
     limit_resources()
     with StopSignals() as signals:
-        outages = Outages(config.run_folder, signals.stop)
-        return outages.outlast(lambda: _prepare(config, program, signals, outages))
+        outages, status = Outages(config.run_folder, signals.stop, file), ExitStatus.FAULT
+        try:
+            status = outages.outlast(lambda: _prepare(config, program, signals, outages))
+            return status
+        finally:
+            by = f"signal {signals.name}" if signals.name else _STOPPED_BY.get(status, "failures")
+            file.stopped(by, outages.reason)
 
 
 class Outages:
     """Retry, with growing pauses, a start that the outside refuses.
 
     The cause may be a disk, a mount, a port, a driver, the chain or the store. A start may help
-    then and needs nobody, so none of this ends the miner. Each try is a line of the log, and
-    ``launcher.prom`` counts them for an alert.
+    then and needs nobody, so none of this ends the miner. Each try is a line of the log, in full
+    after 1, 2, 4, 8 ... of them, and ``launcher.prom`` counts them for an alert. ``reason``: how
+    ranks ended last.
     """
 
-    def __init__(self, folder: Path, stop: threading.Event) -> None:
+    def __init__(self, folder: Path, stop: threading.Event, file: LauncherFile) -> None:
         self._stop = stop
+        self.file = file
+        self.reason = ""
+        self._refused_for = ""
         self._backoff = Backoff(first=FIRST_WAIT, longest=LONGEST_PAUSE)
         self._metrics = Registry()
         self._folder = folder
@@ -143,14 +172,20 @@ class Outages:
 
     def wait(self, reason: str) -> bool:
         """Report ``reason`` and wait before the next try. Return whether a stop was asked for."""
-        seconds = self._backoff.failed().total_seconds()
-        log.warning(
-            "Cannot train: %s. Trying again in %.1f s (attempt %d)",
-            reason,
-            seconds,
-            self._backoff.failures + 1,
-        )
+        seconds, failures = self._backoff.failed().total_seconds(), self._backoff.failures
+        cause = re.split(r"[:;,.] | \(", reason)[0]  # the figures behind it may differ each time
+        if cause != self._refused_for or failures & (failures - 1) == 0:
+            log.warning(
+                "Cannot train: %s. Trying again in %.1f s (attempt %d)",
+                reason,
+                seconds,
+                failures + 1,
+            )
+        else:
+            log.warning("Cannot train, still: %s (attempt %d)", cause, failures + 1)
+        self._refused_for = cause
         self.report()
+        self.file.refused(reason, attempt=failures, wait=seconds)
         return self._stop.wait(seconds)
 
     def ended(self) -> None:
@@ -170,9 +205,11 @@ class Outages:
 
 def _prepare(config: Config, program: str, signals: StopSignals, outages: Outages) -> ExitStatus:
     """Take the run folder and show the page, then train. Raises ConfigError, OSError."""
+    folder = make_run_folder(config)  # first, for the file that says why a start is refused
     require_hotkey(config.chain)
-    folder = make_run_folder(config)
     with occupied(config, folder):
+        outages.file.owned = True
+        outages.file.start()
         outages.report()
         # What a killed rank leaves becomes our child, not init's: only so can it be waited for.
         become_subreaper()
@@ -257,7 +294,7 @@ def occupied(config: Config, folder: Path) -> Iterator[None]:
     write_settings(config, folder)
     if config.network is not None:
         save_copy(config.network, folder)
-    with sole_user(folder, "launcher.lock", "miner", owner=lambda: launcher_pid(folder)):
+    with sole_user(folder, LOCK_FILE, "miner", owner=lambda: launcher_pid(folder)):
         yield
 
 
@@ -328,6 +365,7 @@ class _Supervisor:
             while True:
                 began = time.monotonic()
                 ending = self._run_once()
+                self._outages.reason = ending.reason
                 if self._steady(began):
                     backoff.succeeded()
                 if self._signals.stop.is_set():
@@ -343,6 +381,8 @@ class _Supervisor:
                 if backoff.failures >= RESTARTS:
                     log.error("The ranks failed %d times in a row: giving up", 1 + RESTARTS)
                     return ending.status
+                self._outages.file.crashed("; ".join(self._failures) or ending.reason)
+                self._outages.file.start()
                 seconds = backoff.failed().total_seconds()
                 count = backoff.failures
                 log.warning(
@@ -412,6 +452,8 @@ class _Supervisor:
             # A stop that came before the line above has interrupted nothing.
             if self._signals.asked_at is not None:
                 raise Stopped
+            self._outages.file.start()
+            report_stage(self._folder, 1, "importing")
             self._group.start()
         finally:
             self._signals.interrupts = False
@@ -421,13 +463,16 @@ class _Supervisor:
 
         They end by themselves or by force.
         """
-        limit, began = self._settings.hang_timeout, time.monotonic()
+        limit, began, file = self._settings.hang_timeout, time.monotonic(), self._outages.file
         watchdog = Watchdog(self._folder, ranks=range(self._group.world_size), limit=limit)
         while running := self._group.running:
             self._steady(began)
+            if file.state.state == LauncherState.STARTING and has_started(self._folder):
+                file.enter(LauncherState.RUNNING)
             if self._signals.asked_at is not None and self._enter(Phase.STOPPING):
                 seconds = stop_limit(self._folder, self._settings.stop_timeout).total_seconds()
                 log.info("%s received: stopping (at most %.0f s)", self._signals.name, seconds)
+                file.enter(LauncherState.STOPPING, stopped_by=f"signal {self._signals.name}")
                 # Before rank 0 listens, which decides for all, there is nothing to save: all are
                 # told.
                 self._group.signal(signal.SIGTERM, [0] if self._listening else None)

@@ -88,7 +88,7 @@ def exit_status_of(error: Exception) -> ExitStatus:
 
 # --- the first steps ------------------------------------------------------------------------------
 
-_NO_MINERS_FILES = {"launcher.prom", "lost+found"}
+_NO_MINERS_FILES = {"launcher.prom", "launcher.json", "events.jsonl", "lost+found"}
 
 
 def make_run_folder(config: Config, *, fstab: Path = FSTAB) -> Path:
@@ -110,8 +110,8 @@ def make_run_folder(config: Config, *, fstab: Path = FSTAB) -> Path:
             continue
         cause = ""
         try:
-            # What holds files is no empty mount point. The launcher's count of tries is no file of
-            # a miner: it may have been written while the mount was away.
+            # What holds files is no empty mount point. What the launcher writes of a start that was
+            # refused is no file of a miner: it may have been written while the mount was away.
             there = folder.iterdir() if folder.is_dir() else ()
             filled = any(path.name not in _NO_MINERS_FILES for path in there)
             if not filled and (mount := late_mount(folder, fstab)) is not None:

@@ -51,7 +51,7 @@ _MEANS = frozenset(
 _TABLES = (
     *("round", "publication", "preview", "problem", "held_out", "start", "stop", "income"),
     *("finished", "export", "network"),
-    "upload_scored",
+    *("upload_scored", "starting", "refused"),
 )
 
 
@@ -146,6 +146,12 @@ class NeuronState:
         self.mode, self._step_ended = "starting", None
         self._reach(event)
         self.uid = _whole(event.get("uid"), self.uid)
+
+    def _on_starting(self, event: Mapping[str, Any]) -> None:
+        self.mode, self._step_ended = "starting", None
+
+    def _on_refused(self, event: Mapping[str, Any]) -> None:
+        self.mode, self._step_ended = "refused", None
 
     def _on_step(self, event: Mapping[str, Any]) -> dict[str, Any]:
         if self.mode == "starting":
@@ -247,7 +253,9 @@ class NeuronState:
         was written for some seconds (they may run where this process cannot see them: in another
         container). A neuron without such files, a validator, is never called gone.
         """
-        named = [self.folder / "instance.json", *self.folder.glob("pids/rank-*.json")]
+        launcher = ("instance.json", "launcher.json")
+        named = [self.folder / name for name in launcher]
+        named += self.folder.glob("pids/rank-*.json")
         written = [*named, *self.folder.glob("pids/rank-*.beat")]
         written += [self.folder / name for name in ("events.jsonl", "metrics.prom")]
         signs = []

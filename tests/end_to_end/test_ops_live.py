@@ -43,6 +43,7 @@ from distributed_training.store.upload_schedule import UploadSchedule
 from distributed_training.telemetry import MetricsFile, unix_time
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page import PageProcess
+from distributed_training.telemetry.run_state import LauncherFile
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER, VALIDATOR, world
 from tests.tools.settings import load_config
@@ -209,7 +210,9 @@ def prometheus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prometheus]
     said: list[str] = []
     with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
         patch.setenv(INSTANCE, "ops")
-        Outages(folder, threading.Event()).report()  # as the launcher does at its start
+        Outages(
+            folder, threading.Event(), LauncherFile(folder)
+        ).report()  # as the launcher does at its start
         miner = Miner(folder, stack)
         miner.train()
         stack.enter_context(PageProcess([folder], told=said.append))

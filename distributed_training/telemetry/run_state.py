@@ -1,0 +1,317 @@
+"""Observe a miner by its run folder, also while no miner runs there.
+
+    launcher.json   the launcher's: starting, running, refused, stopping or stopped, and why
+    stage.json      rank 0's: how far its start has come
+    facts.json      rank 0's, every 15 s: what it knows of itself and its network (verdict.py)
+
+The dashboard, ``dt-status``, the webhook and the doctor call :func:`observe`, which adds to these
+files what it sees itself: whether the processes live, and the disk. So all of them agree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import json
+import logging
+import math
+import os
+import shutil
+import time
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, TypeVar
+
+from distributed_training.common.backoff import Repeats
+from distributed_training.common.files import is_full, read_json_object, write_bytes
+from distributed_training.telemetry.events import EventLog
+from distributed_training.telemetry.neuron_state import NeuronState
+from distributed_training.telemetry.verdict import FACTS_FILE, Disk, Fact, Facts, Launch
+
+log = logging.getLogger(__name__)
+
+LAUNCHER_FILE, STAGE_FILE, LOCK_FILE = "launcher.json", "stage.json", "launcher.lock"
+STAGES = 5  # of a start
+_BYTES = 4096  # of a file here: its place stays, so that a full disk takes the next content too
+_LONGEST = 600  # characters of a text in it
+
+_unwritten = Repeats(600.0)
+_Kind = TypeVar("_Kind")
+
+
+class LauncherState(StrEnum):
+    """The states of a launcher."""
+
+    STARTING = "starting"  # it checks, or its ranks come up
+    RUNNING = "running"  # its ranks train
+    REFUSED = "refused"  # the outside refuses; it waits for the next try
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class Crash:
+    """The last end of ranks or launcher that nobody asked for; ``at`` 0: there was none."""
+
+    at: float = 0.0
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The content of ``launcher.json``; times in Unix seconds.
+
+    ``at``: since when ``state`` holds. ``stage``: of a start, since ``stage_at``; ``eta_seconds``
+    were left then. ``text``: why a start was refused, or how the miner ended. ``attempt``: the
+    number of the start that was refused; the next is at ``next_try_at``. ``stopped_by``: ``signal
+    SIGTERM``, ``finished``, or what else ended it. ``restarts``: after crashes, since the last
+    start that somebody asked for.
+    """
+
+    state: str = LauncherState.STOPPED.value
+    at: float = 0.0
+    pid: int = 0
+    stage: str = ""
+    stage_at: float = 0.0
+    eta_seconds: float | None = None
+    text: str = ""
+    attempt: int = 0
+    next_try_at: float | None = None
+    stopped_by: str = ""
+    restarts: int = 0
+    last_crash: Crash = Crash()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The content of ``stage.json``: the stage of a start, empty once it trains."""
+
+    stage: str = ""
+    at: float = 0.0
+    eta_seconds: float | None = None
+
+
+def read_launcher(folder: Path) -> Launcher | None:
+    """Return what the launcher wrote last, with rank 0's stage in it; None: neither wrote."""
+    found, stage = read_json_object(folder / LAUNCHER_FILE), _stage(folder)
+    if found is None and stage is None:
+        return None
+    # Without a launcher: under torchrun.
+    launcher = _parse(Launcher, found or {"state": LauncherState.STARTING})
+    # The launcher removes the file before its ranks begin, so what is there is theirs.
+    if stage is None or launcher.state != LauncherState.STARTING:
+        return launcher
+    if not stage.stage:
+        return replace(
+            launcher, state=LauncherState.RUNNING.value, at=stage.at, stage="", stage_at=0.0
+        )
+    return replace(launcher, stage=stage.stage, stage_at=stage.at, eta_seconds=stage.eta_seconds)
+
+
+class LauncherFile:
+    """Write ``launcher.json``, for the launcher, and what becomes of a start as events too.
+
+    Nothing is written where ``folder`` is not there (its disk is not mounted), or while another
+    launcher has the lock of the folder; ``owned``: we have it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.owned = False
+        before = read_launcher(folder) or Launcher()
+        self.state = Launcher(at=time.time(), pid=os.getpid(), last_crash=before.last_crash)
+        if before.state in (LauncherState.STARTING, LauncherState.RUNNING) and not self._taken():
+            self.state = replace(self.state, restarts=before.restarts)
+            self.crashed(f"the launcher (pid {before.pid}) was killed")
+
+    def crashed(self, text: str) -> None:
+        """Take note of a crash, after which ranks start again."""
+        crash = Crash(time.time(), text[:_LONGEST])
+        self.state = replace(self.state, restarts=self.state.restarts + 1, last_crash=crash)
+
+    def enter(self, state: LauncherState, **more: Any) -> None:
+        """Write that ``state`` holds from now on. ``more``: fields of :class:`Launcher` with it."""
+        kept = self.state
+        self.state = Launcher(
+            state=state.value,
+            at=time.time(),
+            pid=os.getpid(),
+            restarts=kept.restarts,
+            last_crash=kept.last_crash,
+            **more,
+        )
+        if not self._folder.is_dir() or self._taken():
+            return
+        if state is LauncherState.STARTING:
+            with contextlib.suppress(OSError):
+                (self._folder / STAGE_FILE).unlink(missing_ok=True)
+        _write(self._folder / LAUNCHER_FILE, self.state)
+        if state is LauncherState.REFUSED:
+            _append(self._folder, "refused", **more)
+
+    def refused(self, text: str, *, attempt: int, wait: float) -> None:
+        """Write that the outside refused this attempt, and when the next one follows."""
+        again = time.time() + wait
+        text = text[:_LONGEST]
+        self.enter(LauncherState.REFUSED, text=text, attempt=attempt, next_try_at=again)
+
+    def start(self) -> None:
+        """Write that ranks come up; an attempt that was refused before stays named."""
+        kept = self.state
+        self.enter(LauncherState.STARTING, text=kept.text, attempt=kept.attempt)
+
+    def stopped(self, by: str, text: str = "") -> None:
+        self.enter(LauncherState.STOPPED, stopped_by=by, text=text[:_LONGEST])
+
+    def _taken(self) -> bool:
+        """Return whether another launcher runs in the folder."""
+        there = read_launcher(self._folder)
+        if self.owned or there is None or there.pid == os.getpid():
+            return False
+        if there.state == LauncherState.STOPPED:
+            return False
+        try:
+            with (self._folder / LOCK_FILE).open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # none yet, or a file system without locks
+            pass
+        return False
+
+
+def report_stage(
+    folder: Path,
+    number: int,
+    stage: str,
+    *,
+    done: int = 0,
+    total: int = 0,
+    eta: float | None = None,
+) -> None:
+    """Report that a start is in stage ``number`` of :data:`STAGES`: to the log, as file and event.
+
+    The launcher and rank 0 call it, one after the other. ``done`` of ``total`` bytes are there and
+    the rest takes ``eta`` seconds; the transfer logs that itself.
+    """
+    if total:
+        stage += f", {done / 1e9:.1f} of {total / 1e9:.1f} GB"
+    else:
+        log.info("Start, %d of %d: %s", number, STAGES, stage)
+    _write(folder / STAGE_FILE, Stage(stage, time.time(), eta))
+    _append(folder, "starting", stage=stage, number=number, of=STAGES, eta_seconds=eta)
+
+
+def report_running(folder: Path) -> None:
+    """Report, by rank 0, that its start is complete."""
+    _write(folder / STAGE_FILE, Stage("", time.time()))
+
+
+def _write(path: Path, content: Launcher | Stage) -> None:
+    """Replace the file at ``path``; on a full disk in its own place."""
+    data = json.dumps(asdict(content)).encode().ljust(_BYTES)
+    try:
+        try:
+            write_bytes(path, data, durable=False)
+        except OSError as error:
+            if not is_full(error) or len(data) > _BYTES:
+                raise
+            # Its blocks are there already. A reader that comes in between sees a damaged file.
+            with path.open("r+b") as file:
+                file.write(data)
+    except OSError as error:
+        if (again := _unwritten(path)) is not None:
+            why = error.strerror
+            log.warning(
+                "%s cannot be written (%s): dt-status shows older facts%s", path, why, again
+            )
+
+
+def _append(folder: Path, kind: str, **fields: Any) -> None:
+    with contextlib.suppress(OSError):  # on a full disk the file says it
+        _events(folder).write(kind, **fields)
+
+
+@functools.cache
+def _events(folder: Path) -> EventLog:
+    # One for the life of a process: it warns once of a disk that fails.
+    return EventLog(folder / "events.jsonl")
+
+
+def observe(folder: Path, now: float) -> Facts:
+    """Return what is known of the miner of ``folder``: its own facts, and what is seen from here.
+
+    ``now``: Unix seconds. Nothing is raised for a folder that is missing or cannot be read: then
+    little is known.
+    """
+    facts = _own_facts(folder)
+    gone = bool(NeuronState(folder).life()["gone"])
+    launcher, launch = read_launcher(folder), None
+    if launcher is not None:
+        # One that waits for its next try may be in a container, where this process sees no pid.
+        waits = launcher.state == LauncherState.REFUSED and now < (launcher.next_try_at or 0) + 60
+        gone = gone and not waits
+        launch = Fact(_describe(launcher, gone=gone), now)
+    disk = facts.disk
+    with contextlib.suppress(OSError):
+        usage = shutil.disk_usage(folder)
+        if usage.total:  # some network disks do not tell
+            needed = disk.value.needed if disk else 0.0
+            disk = Fact(Disk(float(usage.free), float(usage.total), needed), now)
+    return replace(facts, launch=launch, gone=Fact(gone, now), disk=disk)
+
+
+def _own_facts(folder: Path) -> Facts:
+    try:
+        return Facts.from_json((folder / FACTS_FILE).read_bytes())
+    except OSError:
+        return Facts()
+
+
+def _describe(launcher: Launcher, *, gone: bool) -> Launch:
+    launch = Launch(
+        state=launcher.state,
+        stage=launcher.stage,
+        stage_at=launcher.stage_at or None,
+        eta_seconds=launcher.eta_seconds,
+        text=launcher.text,
+        attempt=launcher.attempt,
+        next_try_at=launcher.next_try_at,
+        stopped_by=launcher.stopped_by,
+        asked=launcher.stopped_by.startswith("signal") or launcher.stopped_by == "finished",
+    )
+    if not gone or launcher.state == LauncherState.STOPPED:
+        return launch
+    by = launch.stopped_by or f"SIGKILL or power loss: its launcher (pid {launcher.pid}) is gone"
+    return replace(launch, state=LauncherState.STOPPED.value, stopped_by=by)
+
+
+def has_started(folder: Path) -> bool:
+    """Return whether rank 0's start is complete."""
+    stage = _stage(folder)
+    return stage is not None and not stage.stage
+
+
+def _stage(folder: Path) -> Stage | None:
+    found = read_json_object(folder / STAGE_FILE)
+    return None if found is None else _parse(Stage, found)
+
+
+def _parse(kind: type[_Kind], found: dict[str, Any]) -> _Kind:
+    """Return ``kind`` with the fields of ``found`` that fit; others stay at their defaults."""
+    blank, kept = kind(), dict[str, Any]()
+    for field in fields(kind):  # type: ignore[arg-type]  # a dataclass
+        value, usual = found.get(field.name), getattr(blank, field.name)
+        if is_dataclass(usual):
+            if isinstance(value, dict):
+                kept[field.name] = _parse(type(usual), value)
+        elif isinstance(usual, str):
+            if isinstance(value, str):
+                kept[field.name] = value
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            with contextlib.suppress(OverflowError):  # an integer beyond any float
+                if math.isfinite(value):
+                    kept[field.name] = int(value) if isinstance(usual, int) else float(value)
+    return kind(**kept)
