@@ -29,7 +29,7 @@ from distributed_training.store.journal import JOURNAL, Journal
 from distributed_training.store.transfer import Retry, Sender
 from distributed_training.store.uplink import Section, Uplink
 
-from .base import Close, UploadFailed, UploadSent
+from .base import Close, UploadEnded
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class OwnUploads:
         note = self._note(close.outer_step, close.serial)
         return note is not None and not note.ended
 
-    def send(self, close: Close, within: float, uplink: Uplink) -> UploadSent | UploadFailed:
+    def send(self, close: Close, within: float, uplink: Uplink) -> UploadEnded:
         """Send the file of ``close`` and say what became of it. Raises StoppedError.
 
         ``within``: seconds. ``uplink``: ends the sending when it is stopped.
@@ -97,14 +97,15 @@ class OwnUploads:
                 # Once: a file of gigabytes would be read again before each attempt.
                 note = note or self._claim(path, close)
                 if note.ended == _SENT:
-                    return UploadSent(*place, path.stat().st_size, 0.0)
+                    return UploadEnded(*place, size=path.stat().st_size)
                 if note.ended:
-                    return UploadFailed(*place, note.ended)
+                    return UploadEnded(*place, note.ended)
                 if uplink.clock() > until:
                     raise DeadlineError("late: it was written after the grace had ended")
                 self._transfer(path, close, until, uplink)
                 self._write_note(close, replace(note, ended=_SENT))
-                return UploadSent(*place, path.stat().st_size, time.monotonic() - began)
+                took = time.monotonic() - began
+                return UploadEnded(*place, size=path.stat().st_size, seconds=took)
             except StoppedError:
                 raise
             except (StoreError, OSError) as error:
@@ -124,7 +125,7 @@ class OwnUploads:
         # A file that is refused here for being another one has no note of its own.
         if note is not None:
             self._write_note(close, replace(note, ended=cause[:_LONGEST]))
-        return UploadFailed(*place, cause)
+        return UploadEnded(*place, cause)
 
     def find_fate(self, manifest: Manifest) -> Fate:
         """Return what an outer step has made of our upload for it."""

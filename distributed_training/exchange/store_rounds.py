@@ -21,7 +21,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -31,7 +30,7 @@ from distributed_training.common.files import sha256_of, sync_folder
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, State
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES
-from distributed_training.protocol.types import Base
+from distributed_training.protocol.types import Base, Update
 from distributed_training.store.base import ObjectStore
 from distributed_training.store.bucket_reader import MOST_BYTES, BucketReader, StateUnavailable
 from distributed_training.store.errors import StoppedError, StoreError
@@ -43,9 +42,7 @@ from .base import (
     HeadSeen,
     NetworkFinished,
     Post,
-    Update,
-    UploadFailed,
-    Weights,
+    UploadEnded,
 )
 from .chain_copy import ChainCopy, ForkError, Member
 from .own_uploads import Fate, OwnUploads, forget_files
@@ -122,7 +119,7 @@ class StoreRounds:
 
     # --- for the start, before the thread --------------------------------------------------------
 
-    def fetch_newest(self) -> Weights:
+    def fetch_newest(self) -> Update:
         """Return the newest whole weights that the store has, fetched and checked.
 
         Raises StoreError with a line for the operator, OSError of the disk.
@@ -154,7 +151,7 @@ class StoreRounds:
         return self._uploads.path(close.outer_step, close.serial)
 
     def send(self, close: Close) -> None:
-        """Send the upload that lies at its path; UploadSent or UploadFailed answers.
+        """Send the upload that lies at its path; UploadEnded answers.
 
         Call it when a checkpoint that knows of it is complete. A second call for one close sends
         the same file again or none.
@@ -172,7 +169,7 @@ class StoreRounds:
         self._wake.set()
 
     def fetch_weights(self) -> None:
-        """Have the newest whole weights fetched, even older ones than ours; Weights answers."""
+        """Have the newest whole weights fetched, even older ones than ours; an Update answers."""
         self._wants_weights = True
         self._said += 1
         self._wake.set()
@@ -244,7 +241,7 @@ class StoreRounds:
             if self._sending is not None:
                 self._sending[1].stop()
             for close in self._to_send:  # for its end the loop puts checkpoints off
-                self._post(UploadFailed(close.outer_step, close.serial, forked))
+                self._post(UploadEnded(close.outer_step, close.serial, forked))
             self._to_send.clear()
             return _INTERVAL
         due = self._next_look
@@ -326,7 +323,7 @@ class StoreRounds:
             return
         self._sent = wanted
         if not _same(wanted, close):
-            self._post(UploadFailed(wanted.outer_step, wanted.serial, _VOID))
+            self._post(UploadEnded(wanted.outer_step, wanted.serial, _VOID))
             return
         uplink = Uplink()
         thread = threading.Thread(
@@ -342,10 +339,10 @@ class StoreRounds:
         except StoppedError:
             if self._closed.is_set():
                 return
-            fact = UploadFailed(close.outer_step, close.serial, _VOID)
+            fact = UploadEnded(close.outer_step, close.serial, _VOID)
         except Exception as error:  # the loop would wait for its end
             log.exception("Unexpected error while sending an upload; please report it")
-            fact = UploadFailed(close.outer_step, close.serial, repr(error))
+            fact = UploadEnded(close.outer_step, close.serial, repr(error))
         self._post(fact)
         self._wake.set()
 
@@ -387,7 +384,7 @@ class StoreRounds:
             self._answered = said
             self._post(fact)
 
-    def _next(self, state: State) -> Update | Weights:
+    def _next(self, state: State) -> Update:
         """Return what the loop applies next. Raises StoreError, OSError."""
         held, newest = self._held, max(state.weights_at, default=-1)
         if self._wants_weights and newest >= 0:
@@ -414,8 +411,7 @@ class StoreRounds:
             fate, self._counted = self._uploads.find_fate(self._chain.manifest(held + 1)), 0
         if not reason:
             return self._fetch_update(held + 1, fate)
-        weights = self._fetch_weights(newest, reason)
-        return replace(weights, base=fate.base, own_upload=fate.path, cause=fate.cause)
+        return self._fetch_weights(newest, reason, fate)
 
     def _fetch_update(self, outer_step: int, fate: Fate) -> Update:
         manifest = self._chain.manifest(outer_step)
@@ -424,17 +420,9 @@ class StoreRounds:
         path = self._folder / "updates" / f"{outer_step}.safetensors"
         key = keys.outer_key(outer_step, keys.UPDATE)
         self._download(key, path, manifest.update, limit=self._largest_update)
-        return Update(
-            outer_step,
-            path,
-            base=fate.base,
-            own_upload=fate.path,
-            weights=manifest.weights,
-            inner_steps=manifest.total_inner_steps,
-            cause=fate.cause,
-        )
+        return _lead_to(manifest, path, fate)
 
-    def _fetch_weights(self, outer_step: int, reason: str) -> Weights:
+    def _fetch_weights(self, outer_step: int, reason: str, fate: Fate = Fate(Base.KEPT)) -> Update:
         manifest, place = self._chain.manifest(outer_step), self._folder / "weights"
         folder, aside = place / str(outer_step), place / f".{outer_step}"
         whole = folder if folder.exists() else aside
@@ -450,8 +438,7 @@ class StoreRounds:
         for other in place.iterdir():
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
-        steps = manifest.total_inner_steps
-        return Weights(outer_step, folder, manifest.weights, steps, reason)
+        return _lead_to(manifest, folder / keys.MODEL, fate, whole=reason)
 
     def _download(self, key: str, path: Path, digest: str, *, limit: int) -> None:
         """Fetch an object unless it is there. Raises StateUnavailable for another digest."""
@@ -475,6 +462,20 @@ class StoreRounds:
         """Log that ``what`` is right again, if a line said that it was not."""
         if self._reported.pop(what, None) is not None:
             log.info("%s", line)
+
+
+def _lead_to(manifest: Manifest, path: Path, fate: Fate, *, whole: str = "") -> Update:
+    """Return the step to the weights of ``manifest``, by the file at ``path``."""
+    return Update(
+        manifest.outer_step,
+        path,
+        base=fate.base,
+        own_upload=fate.path,
+        weights=manifest.weights,
+        inner_steps=manifest.total_inner_steps,
+        cause=fate.cause,
+        whole=whole,
+    )
 
 
 def _same(one: Close | None, other: Close) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from distributed_training.exchange.base import Close, Update, Weights
+from distributed_training.exchange.base import Close
 from distributed_training.protocol.keys import PARTS, Parts
 from distributed_training.protocol.types import (
     AllReduceFault,
@@ -23,6 +23,7 @@ from distributed_training.protocol.types import (
     Revision,
     RoundRequest,
     StepReport,
+    Update,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class LocalPart(NamedTuple):
 
     folder: Path | None = None  # LOAD, REBASE: the fetched global state
     close: Close | None = None  # WRITE_UPLOAD
-    update: Update | Weights | None = None  # OUTER_STEP of a round through the store
+    update: Update | None = None  # OUTER_STEP of a round through the store
     blocks: Sequence[int] = ()  # SNAPSHOT, CHECKPOINT, STOP: trained on since the last upload
     rules: str = ""  # FOLLOW_RULES: text of the network's file
     kept: Mapping[str, Any] = {}  # CHECKPOINT, STOP: more for rank 0's checkpoint, JSON-able
@@ -370,7 +371,7 @@ class CloseReached(Event):
 class UpdateReady(Event):
     """The next outer step's update is on the disk, or whole weights in place of many."""
 
-    update: Update | Weights
+    update: Update
     at: float
 
 
@@ -509,7 +510,7 @@ class MinerState:
     trains_on: bool = False  # inner steps go on while the swarm averages
     # a round through the store
     upload: Upload | None = None  # of this outer step; None: there is none
-    update: Update | Weights | None = None  # that all ranks apply next
+    update: Update | None = None  # that all ranks apply next
     # the global state
     view: GlobalView = GlobalView.SAME
     global_due: float = 0.0  # when AWAITING_GLOBAL ends

@@ -14,13 +14,13 @@ from dataclasses import asdict
 from datetime import timedelta
 
 from distributed_training.common.backoff import Repeats
-from distributed_training.exchange.base import Update, Weights
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import (
     AllReduceFault,
     Base,
     Progress,
     StepReport,
+    Update,
 )
 from distributed_training.store.upload_schedule import UploadSchedule
 
@@ -282,13 +282,11 @@ class StoreReporter(LoopReporter):
             case _:
                 super().on_event(event, state)
 
-    def _report_round(
-        self, event: ev.OuterStepEnded, state: MinerState, update: Update | Weights
-    ) -> None:
+    def _report_round(self, event: ev.OuterStepEnded, state: MinerState, update: Update) -> None:
         """Report that the update was applied, or was not, and what became of our upload."""
         began, reached = self._round_began, event.outer_step
-        if isinstance(update, Weights):
-            log.info("Whole weights in place of updates: %s", update.reason)
+        if update.whole:
+            log.info("Whole weights in place of updates: %s", update.whole)
         if not event.committed:
             log.warning("%s (%s)", lines.all_reduce_failed(3), event.detail)
         else:
@@ -314,6 +312,6 @@ class StoreReporter(LoopReporter):
             fault="" if event.committed else AllReduceFault.LOCAL.name,
             detail=event.detail or update.cause,
             base=update.base.value,
-            whole=isinstance(update, Weights),
+            whole=bool(update.whole),
             seconds=event.seconds,
         )

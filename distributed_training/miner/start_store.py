@@ -159,7 +159,7 @@ def first_weights(
             return outer_step, held, manifest.total_inner_steps if manifest else 0
         try:
             found = rounds.fetch_newest()
-            return found.outer_step, found.folder, found.inner_steps
+            return found.outer_step, found.path.parent, found.inner_steps
         except (StoreError, OSError) as error:
             waiting.report(f"Waiting for the network's weights: {error}", expected=True)
         pause_start(wanted)

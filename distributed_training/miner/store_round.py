@@ -11,7 +11,7 @@ rank 0                    :func:`decide_store_round`: from here to the end, what
 all ranks                 :meth:`StoreRank.carry_out`: write the upload, beside training
 all ranks                 a checkpoint, which knows what the upload holds
 rank 0                    :class:`UploadWatch`: both are on the disk, so the upload may be sent
-a thread of rank 0        sends it; later :class:`~distributed_training.exchange.base.Update`
+a thread of rank 0        sends it; later :class:`~distributed_training.protocol.types.Update`
 all ranks                 :meth:`StoreRank.carry_out`: prepare, vote, commit everywhere or nowhere
 ========================  =========================================================================
 
@@ -37,13 +37,10 @@ from distributed_training.exchange.base import (
     Fact,
     HeadSeen,
     NetworkFinished,
-    Update,
-    UploadFailed,
-    UploadSent,
-    Weights,
+    UploadEnded,
 )
-from distributed_training.protocol import keys, lines
-from distributed_training.protocol.types import ExitStatus, Progress, RankFailedError
+from distributed_training.protocol import lines
+from distributed_training.protocol.types import ExitStatus, Progress, RankFailedError, Update
 
 from . import events as ev
 from .events import (
@@ -78,12 +75,10 @@ def event_of(fact: Fact) -> ev.Event:
     match fact:
         case Close():
             return ev.CloseReached(fact)
-        case Update() | Weights():
+        case Update():
             return ev.UpdateReady(fact, time.monotonic())
-        case UploadSent(outer_step=outer, serial=serial, size=size, seconds=seconds):
-            return ev.UploadEnded(outer, serial, size=size, seconds=seconds)
-        case UploadFailed(outer_step=outer, serial=serial, cause=cause):
-            return ev.UploadEnded(outer, serial, cause)
+        case UploadEnded(outer_step=outer, serial=serial, cause=cause):
+            return ev.UploadEnded(outer, serial, cause, fact.size, fact.seconds)
         case HeadSeen(outer_step=outer):
             return ev.GlobalEpochSeen(outer, time.monotonic())
         case ChainForked(cause=cause):
@@ -120,7 +115,7 @@ def decide_store_round(state: MinerState, event: ev.Event, rules: Rules) -> Deci
                 return state, ()
             return replace(state, upload=replace(upload, stage=Stage.ENDED)), ()
         case ev.UpdateReady(update=update, at=at):
-            follows = isinstance(update, Weights) or update.outer_step == state.outer_step + 1
+            follows = update.whole or update.outer_step == state.outer_step + 1
             if state.mode not in _TRAINS or state.update is not None or not follows:
                 return state, ()
             return replace(state, update=update, called_at=at), (Action.OUTER_STEP,)
@@ -307,7 +302,7 @@ class StoreRank:
         if command.action is Action.WRITE_UPLOAD:
             return self._write_upload(local, progress)
         assert command.action is Action.OUTER_STEP, command.action
-        ended = take_outer_step(trainer, self._ranks, lambda: self._prepare(local.update))
+        ended = take_outer_step(trainer, self._ranks, lambda: trainer.prepare_update(local.update))
         return replace(ended, dropped=trainer.dropped if ended.committed else "")
 
     def give_up(self) -> None:
@@ -329,15 +324,3 @@ class StoreRank:
             problem = f"it was not written ({error})"
             return ev.UploadEnded(close.outer_step, close.serial, problem)
         return ev.UploadTaken(close, self._handle, progress)
-
-    def _prepare(self, update: Update | Weights | None) -> None:
-        if update is None:  # not rank 0
-            return self._trainer.prepare_update()
-        return self._trainer.prepare_update(
-            update.folder / keys.MODEL if isinstance(update, Weights) else update.path,
-            outer_step=update.outer_step,
-            base=update.base,
-            own_upload=update.own_upload,
-            weights=update.weights,
-            whole=isinstance(update, Weights),
-        )

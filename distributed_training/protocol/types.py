@@ -10,6 +10,7 @@ import enum
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 #: Returns the signature of a message by one's own hotkey.
@@ -48,6 +49,25 @@ class Base(enum.Enum):
     MERGED = "merged"
     KEPT = "kept"  # late, void, not judged, or none was sent: all movement goes into the next one
     REFUSED = "refused"  # for its content: what it held is dropped
+
+
+@dataclass(frozen=True)
+class Update:
+    """The next outer step of a store network, on the disk, of digests that its manifest names.
+
+    ``whole``: ``path`` is a ``model.safetensors``, beside its ``config.json``, in place of the
+    updates that were missed. ``base``, ``own_upload`` and ``cause`` are then those of the outer
+    step that was held: it may have merged our upload.
+    """
+
+    outer_step: int  # n: of the weights that it leads to
+    path: Path
+    base: Base  # from where it is applied
+    own_upload: Path | None  # ours of n - 1, where that very file was merged or refused
+    weights: str  # digest of theta(n), hex
+    inner_steps: int = 0  # of the network before outer step n
+    cause: str = ""  # why our upload was not merged; empty: it was, or none was sent
+    whole: str = ""  # why whole weights and not updates, for a log line; empty: it is an update
 
 
 @dataclass(frozen=True, order=True)

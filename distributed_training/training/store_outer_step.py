@@ -30,7 +30,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from distributed_training.common.files import sync_folder, write_json
-from distributed_training.protocol.types import AllReduceError, AllReduceFault, Base, Sign
+from distributed_training.protocol.types import AllReduceError, AllReduceFault, Base, Sign, Update
 from distributed_training.protocol.update_file import (
     Header,
     UpdateFile,
@@ -85,18 +85,6 @@ class _UploadState:
     copies: BoundaryCopies  # held for a checkpoint of this boundary, which gets the same ones
     file: UpdateLayout
     sign: Sign | None
-
-
-@dataclass(frozen=True)
-class NextStart:
-    """The step that is to be taken; see ``Trainer.prepare_update``."""
-
-    path: Path
-    outer_step: int
-    base: Base
-    own_upload: Path | None
-    weights: str
-    whole: bool
 
 
 @dataclass(frozen=True)
@@ -189,7 +177,7 @@ class StoreOuterStep(OuterStep):
     # --- the update ----------------------------------------------------------------------------
 
     @torch.no_grad()
-    def prepare_update(self, update: NextStart | None, *, inner_step: int) -> None:
+    def prepare_update(self, update: Update | None, *, inner_step: int) -> None:
         """Compute the next epoch start and what is on top of it, aside. Collective.
 
         See ``Trainer.prepare_update``. ``update`` is rank 0's, ``inner_step`` that of now.
@@ -261,7 +249,7 @@ class StoreOuterStep(OuterStep):
         except (ValueError, OSError):
             return None
 
-    def _next_start(self, update: NextStart) -> list[Tensor]:
+    def _next_start(self, update: Update) -> list[Tensor]:
         """Read this rank's rows of the weights that ``update`` leads to."""
         if not self._stream.layout.on_node_0:
             return [shard.empty_rows() for shard in self._shards]

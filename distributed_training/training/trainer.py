@@ -26,10 +26,10 @@ from distributed_training.protocol.keys import Parts
 from distributed_training.protocol.types import (
     AllReduceError,
     AllReduceFault,
-    Base,
     Progress,
     Sign,
     StepReport,
+    Update,
 )
 from distributed_training.protocol.update_file import Header
 
@@ -56,7 +56,7 @@ from .snapshot import (
     SnapshotState,
     write_snapshot,
 )
-from .store_outer_step import NextStart, StoreOuterStep, UploadHandle
+from .store_outer_step import StoreOuterStep, UploadHandle
 from .throughput import StepMeter, start_profiler
 
 if TYPE_CHECKING:  # 80 modules that nothing else here needs
@@ -641,32 +641,17 @@ class Trainer:
         handle.hold_seconds = time.perf_counter() - started
         return handle
 
-    def prepare_update(
-        self,
-        path: Path | None = None,
-        *,
-        outer_step: int = 0,
-        base: Base = Base.KEPT,
-        own_upload: Path | None = None,
-        weights: str = "",
-        whole: bool = False,
-    ) -> None:
-        """Compute what follows from the update that leads to ``outer_step``, aside. Collective.
+    def prepare_update(self, update: Update | None) -> None:
+        """Compute what follows from ``update``, aside. Collective; rank 0's counts.
 
-        Rank 0 alone gives arguments. ``own_upload``: the file of our upload of the outer step
-        before, where that very file was merged or refused. ``weights``: digest of the weights that
-        come out. ``whole``: ``path`` is a ``model.safetensors`` with them, in place of an update;
-        ``outer_step`` may then be any. Raises AllReduceError(LOCAL) on all ranks alike, for another
-        digest too; nothing changes then. :meth:`commit_outer_step` or
-        :meth:`roll_back_outer_step` follows.
+        With whole weights it may lead to any outer step. Raises AllReduceError(LOCAL) on all ranks
+        alike, also where the weights that come out have another digest; nothing changes then.
+        :meth:`commit_outer_step` or :meth:`roll_back_outer_step` follows.
         """
         assert isinstance(self.outer, StoreOuterStep)
         # The host memory that copies for an upload or a checkpoint hold is needed now.
         self.copier.wait()
-        given = None
-        if path is not None:
-            given = NextStart(path, outer_step, base, own_upload, weights, whole)
-        self.outer.prepare_update(given, inner_step=self.inner_step)
+        self.outer.prepare_update(update, inner_step=self.inner_step)
 
     # --- uploads -------------------------------------------------------------------------------
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from distributed_training.config.settings import StoreSettings
 from distributed_training.exchange import chain_copy, own_uploads, store_rounds
-from distributed_training.exchange.base import Close, Update, UploadFailed, UploadSent, Weights
+from distributed_training.exchange.base import Close, UploadEnded
 from distributed_training.exchange.own_uploads import OwnUploads
 from distributed_training.protocol import keys
-from distributed_training.protocol.types import Base
+from distributed_training.protocol.types import Base, Update
 from distributed_training.store import journal, transfer
 from distributed_training.store.opening import open_store
 from distributed_training.store.uplink import Uplink
@@ -135,14 +135,14 @@ def test_one_close_never_gets_two_files_and_what_was_sent_is_known(
                 assert held in (None, seen)
                 held = seen
                 assert seen in (None, written)
-                if isinstance(found, UploadSent):
+                if found is not None and not found.cause:
                     assert seen == data == written
                 if another and begun:
-                    assert found is None or isinstance(found, UploadFailed)
+                    assert found is None or found.cause
             again = uploads.send(CLOSE, GRACE, Uplink())
             noted = uploads._note(3, 5)
             assert noted is not None and noted.digest == sha256(written)
-            if isinstance(again, UploadSent):
+            if not again.cause:
                 assert held == written
 
     check()
@@ -164,15 +164,15 @@ def test_a_sending_that_a_kill_ended_is_gone_on_with(tmp_path: Path, life: Life)
     life.begin()
     again = Miner(store, tmp_path / "rounds", time)
     posted = again.pass_time(5)
-    assert [type(fact) for fact in posted[1:]] == [UploadSent]
+    assert [type(fact) for fact in posted[1:]] == [UploadEnded]
     assert store.get(keys.upload_key(UID, 0, close.serial), limit=99) == b"our upload"
     # And a third one, which finds that it was sent, neither sends nor asks for another.
     third = Miner(store, tmp_path / "rounds", time)
-    assert not [fact for fact in third.pass_time(5) if isinstance(fact, (Close, UploadSent))]
+    assert not [fact for fact in third.pass_time(5) if isinstance(fact, (Close, UploadEnded))]
     third.rounds.send(close)
     third.turn()
     [sent] = third.take_facts()
-    assert isinstance(sent, UploadSent) and sent.seconds == 0
+    assert isinstance(sent, UploadEnded) and not sent.cause and sent.seconds == 0
     leader.take_outer_step(merged=(merged(UID, digest),))
     update = third.pass_time(10)[-1]
     assert isinstance(update, Update) and update.base is Base.MERGED
@@ -204,11 +204,11 @@ def test_a_fetch_that_is_killed_anywhere_goes_on(tmp_path: Path, life: Life, who
         again.turn()
         fact = again.take_facts()[-1]
         if whole:
-            assert isinstance(fact, Weights) and fact.outer_step == 2
-            model = (fact.folder / keys.MODEL).read_bytes()
+            assert isinstance(fact, Update) and fact.whole and fact.outer_step == 2
+            model = fact.path.read_bytes()
             assert sha256(model) == leader.chain[2].files[keys.MODEL]
         else:
-            assert isinstance(fact, Update)
+            assert isinstance(fact, Update) and not fact.whole
             assert sha256(fact.path.read_bytes()) == leader.chain[1].update
         ends_at += 1
     assert ends_at > 20, steps

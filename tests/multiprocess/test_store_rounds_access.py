@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from distributed_training.exchange.base import Close, HeadSeen, Update, UploadFailed, UploadSent
+from distributed_training.exchange.base import Close, HeadSeen, UploadEnded
 from distributed_training.protocol import keys
-from distributed_training.protocol.types import Base
+from distributed_training.protocol.types import Base, Update
 from distributed_training.registry import access
 from tests.tools import store_network
 from tests.tools.access_world import RUN_ID, AccessWorld
@@ -61,7 +61,7 @@ def test_a_member_without_a_key_takes_part_in_rounds(world: AccessWorld, tmp_pat
         miner.rounds.send(close)
         miner.turn()
         [sent] = miner.take_facts()
-        assert isinstance(sent, UploadSent)
+        assert isinstance(sent, UploadEnded) and not sent.cause
         key = keys.upload_key(1, outer_step, close.serial)
         assert world.owner.get(key, limit=99) == b"of outer step %d" % outer_step
         leader.take_outer_step(merged=(merged(1, digest),))
@@ -82,7 +82,7 @@ def test_a_member_without_a_key_takes_part_in_rounds(world: AccessWorld, tmp_pat
     fresh.rounds.send(leader.close)
     fresh.turn()
     [failed] = fresh.take_facts()
-    assert isinstance(failed, UploadFailed) and "the first counts" in failed.cause
+    assert isinstance(failed, UploadEnded) and "the first counts" in failed.cause
     assert "\n" not in failed.cause
 
 

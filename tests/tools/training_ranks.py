@@ -11,6 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from distributed_training.protocol.types import (
     Base,
     Progress,
     RankFailedError,
+    Update,
 )
 from distributed_training.training import local_evaluation, outer_step, store_outer_step
 from distributed_training.training import snapshot as snapshots
@@ -529,21 +531,18 @@ def _uploads_fail(made: Trainer, place: Path, last: int) -> None:
 def _applied(made: Trainer, place: Path, serial: int, last: int) -> dict[str, str]:
     """Merge our upload of ``serial`` and apply the update; return digests of what came out."""
     own, path = place / f"{serial}.safetensors", place / f"{serial}.update"
-    step, given = store_step(made), {}
+    step, given = store_step(made), None
     start = made.stream.all_gather([rows.clone() for rows in step.epoch_start or []])
     whole = [torch.cat(rows) for rows in zip(*start[: last + 1], strict=True)]
     if RANK == 0:
         if not path.exists():
             write_update(path, made.schema, [0.7 * t for t in decoded(own, made.schema)])
         after = [t - d for t, d in zip(whole, decoded(path, made.schema), strict=True)]
-        given = {
-            "path": path, "outer_step": serial, "base": Base.MERGED, "own_upload": own,
-            "weights": digest_of(after),
-        }  # fmt: skip
+        given = Update(serial, path, Base.MERGED, own, digest_of(after))
     _updates_fail(made, given, last)
-    made.prepare_update(**given)
+    made.prepare_update(given)
     made.roll_back_outer_step()
-    made.prepare_update(**given)
+    made.prepare_update(given)
     made.commit_outer_step()
     assert made.outer_step == serial
     expected = [
@@ -558,16 +557,17 @@ def _applied(made: Trainer, place: Path, serial: int, last: int) -> dict[str, st
     return {"start": step.start, "residual": digest_of(residual), "weights": digest_of(weights)}
 
 
-def _updates_fail(made: Trainer, given: dict[str, Any], last: int) -> None:
+def _updates_fail(made: Trainer, given: Update | None, last: int) -> None:
     """All ranks vote against it then, and nothing has changed."""
     before, step = whole_weights(made), store_step(made)
     kept = step.state_dict()
 
     def refused(**other: Any) -> None:
-        expect(AllReduceFault.LOCAL, lambda: made.prepare_update(**given | other))
+        wrong = None if given is None else replace(given, **other)
+        expect(AllReduceFault.LOCAL, lambda: made.prepare_update(wrong))
 
-    refused(**{"weights": "0" * 64} if RANK == 0 else {})
-    refused(**{"path": Path(__file__)} if RANK == 0 else {})
+    refused(weights="0" * 64)
+    refused(path=Path(__file__))
     for name in ("_next_start", "_rest"):
         with memory_ends(step, name, when=last == RANK):
             refused()

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 
 import pytest
 
-from distributed_training.exchange.base import Update
 from distributed_training.miner import events as ev
 from distributed_training.miner.controller import Controller
 from distributed_training.miner.events import Action, Command, DataPart, MinerState, Mode, Rules
@@ -27,6 +26,7 @@ from distributed_training.protocol.types import (
     ExitStatus,
     Progress,
     RoundRequest,
+    Update,
 )
 from distributed_training.store.bucket_reader import refusal
 from tests.tools.miner_parts import step_report

@@ -10,14 +10,14 @@ from unittest.mock import Mock
 
 import pytest
 
-from distributed_training.exchange.base import Close, Update, Weights
+from distributed_training.exchange.base import Close
 from distributed_training.miner import events as ev
 from distributed_training.miner.block_list import BlockList
 from distributed_training.miner.events import MinerState, Mode
 from distributed_training.miner.income import StoreIncome
 from distributed_training.miner.metrics import Metrics
 from distributed_training.miner.reporter import StoreReporter
-from distributed_training.protocol.types import Base, Progress
+from distributed_training.protocol.types import Base, Progress, Update
 from distributed_training.telemetry import MetricsFile
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER
@@ -154,7 +154,7 @@ def test_metrics_count_rounds_by_the_share_that_this_miner_had(tmp_path: Path) -
     metrics = Metrics(file=file, counts={}, gauges={})
     metrics.on_event(APPLIED, state(Base.MERGED))
     metrics.on_event(APPLIED, state(Base.KEPT, "late"))
-    whole = Weights(20, Path("w"), "cd", 900, "fewer bytes")
+    whole = Update(20, Path("w"), Base.KEPT, None, "cd", 900, whole="fewer bytes")
     metrics.on_event(ev.OuterStepEnded(True, 20), replace(TRAINING, update=whole))
     metrics.on_event(ev.UploadEnded(12, 3, size=7), TRAINING)
     metrics.on_event(ev.UploadEnded(13, 4, "late"), TRAINING)

@@ -15,10 +15,7 @@ from distributed_training.exchange.base import (
     Close,
     HeadSeen,
     NetworkFinished,
-    Update,
-    UploadFailed,
-    UploadSent,
-    Weights,
+    UploadEnded,
 )
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import (
@@ -32,7 +29,7 @@ from distributed_training.miner.events import (
 )
 from distributed_training.miner.state_machine import decide, trains_now
 from distributed_training.miner.store_round import StoreTasks, UploadWatch, event_of
-from distributed_training.protocol.types import Base, ExitStatus, Progress
+from distributed_training.protocol.types import Base, ExitStatus, Progress, Update
 from tests.tools.miner_parts import step_report
 
 pytestmark = pytest.mark.timeout(60)
@@ -52,8 +49,8 @@ def update(outer_step: int = 13, base: Base = Base.MERGED) -> Update:
     return Update(outer_step, Path("u"), base, None, "ab", 500)
 
 
-def weights(outer_step: int = 20) -> Weights:
-    return Weights(outer_step, Path("w"), "cd", 900, "fewer bytes")
+def weights(outer_step: int = 20) -> Update:
+    return Update(outer_step, Path("w"), Base.KEPT, None, "cd", 900, whole="fewer bytes")
 
 
 def ready(outer_step: int = 13) -> ev.UpdateReady:
@@ -132,8 +129,8 @@ def test_a_roll_back_forgets_an_upload_that_was_not_sent_and_no_other() -> None:
 
 def test_facts_of_the_store_become_events() -> None:
     assert event_of(CLOSE) == ev.CloseReached(CLOSE)
-    assert event_of(UploadSent(12, 3, 7, 1.0)) == ev.UploadEnded(12, 3, "", 7, 1.0)
-    assert event_of(UploadFailed(12, 3, "late")) == ev.UploadEnded(12, 3, "late")
+    assert event_of(UploadEnded(12, 3, "", 7, 1.0)) == ev.UploadEnded(12, 3, "", 7, 1.0)
+    assert event_of(UploadEnded(12, 3, "late")) == ev.UploadEnded(12, 3, "late")
     assert isinstance(event_of(HeadSeen(14)), ev.GlobalEpochSeen)
     finished = event_of(NetworkFinished("outer step 20"))
     assert finished == ev.StopRequested(
@@ -230,7 +227,7 @@ class World:
 
                 self.handle_event(ev.CheckpointBegun(self.held, saved))
             case Action.OUTER_STEP if state.update is not None:
-                assert isinstance(state.update, Weights) or state.update.outer_step == self.held + 1
+                assert state.update.whole or state.update.outer_step == self.held + 1
                 self.held, self.written = state.update.outer_step, None
                 self.handle_event(ev.OuterStepEnded(True, self.held))
             case Action.ROLL_BACK:

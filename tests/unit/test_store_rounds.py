@@ -17,13 +17,10 @@ from distributed_training.exchange.base import (
     Close,
     HeadSeen,
     NetworkFinished,
-    Update,
-    UploadFailed,
-    UploadSent,
-    Weights,
+    UploadEnded,
 )
 from distributed_training.protocol import keys
-from distributed_training.protocol.types import Base
+from distributed_training.protocol.types import Base, Update
 from distributed_training.protocol.update_file import UpdateFile, UpdateLayout, largest_file
 from distributed_training.store import errors
 from distributed_training.store.opening import open_store
@@ -102,7 +99,7 @@ def test_rounds_follow_each_other(any_store: FaultyStore, time: Time, tmp_path: 
         miner.rounds.send(close)
         miner.turn()
         [sent] = miner.take_facts()
-        assert isinstance(sent, UploadSent) and sent.size == len(b"our upload")
+        assert isinstance(sent, UploadEnded) and sent.size == len(b"our upload")
         key = keys.upload_key(UID, outer_step, close.serial)
         assert any_store.get(key, limit=99) == b"our upload"
 
@@ -227,9 +224,9 @@ def test_who_is_far_behind_gets_weights_and_then_the_updates(
     for outer_step in range(1, 11):
         leader.take_outer_step(whole=outer_step == 9)
     [_, weights] = miner.pass_time(60)
-    assert isinstance(weights, Weights) and weights.outer_step == 9
-    assert (weights.folder / keys.MODEL).read_bytes().startswith(b"model 000009")
-    assert weights.weights == leader.chain[9].weights and "fewer bytes" in weights.reason
+    assert isinstance(weights, Update) and weights.whole and weights.outer_step == 9
+    assert weights.path.read_bytes().startswith(b"model 000009")
+    assert weights.weights == leader.chain[9].weights and "fewer bytes" in weights.whole
     assert not any(key.endswith(keys.UPDATE) for op, key in store.asked if op == "get_range")
     miner.rounds.applied(9)
     miner.turn()
@@ -248,9 +245,9 @@ def test_weights_are_fetched_where_updates_are_gone_or_are_more_bytes(
     miner.rounds.applied(0)
     miner.turn()
     [weights] = miner.take_facts()
-    assert isinstance(weights, Weights) and weights.outer_step == 2
-    assert "no update any more" in weights.reason
-    assert miner.rounds.held_weights() == weights.folder
+    assert isinstance(weights, Update) and weights.whole and weights.outer_step == 2
+    assert "no update any more" in weights.whole
+    assert miner.rounds.held_weights() == weights.path.parent
 
 
 def test_after_a_rewind_the_weights_are_fetched(leader: Leader, miner: Miner) -> None:
@@ -265,7 +262,7 @@ def test_after_a_rewind_the_weights_are_fetched(leader: Leader, miner: Miner) ->
     leader.weights_at = (0, 2)
     leader.move_close()
     [_, weights] = miner.pass_time(30)
-    assert isinstance(weights, Weights) and weights.outer_step == 2
+    assert isinstance(weights, Update) and weights.whole and weights.outer_step == 2
 
 
 def test_a_newcomer_gets_the_newest_weights_and_uploads_at_the_first_close_it_can(
@@ -294,7 +291,7 @@ def test_a_close_that_moved_voids_its_upload_and_is_followed_by_another(
     digest = miner.write_upload(first)
     miner.rounds.send(first)
     miner.turn()
-    assert isinstance(miner.take_facts()[0], UploadSent)
+    assert isinstance(miner.take_facts()[0], UploadEnded)
     leader.move_close()
     second = leader.close
     assert second.serial == first.serial + 1
@@ -304,7 +301,7 @@ def test_a_close_that_moved_voids_its_upload_and_is_followed_by_another(
     miner.rounds.send(first)
     miner.turn()
     [failed] = miner.take_facts()
-    assert isinstance(failed, UploadFailed) and failed.cause.startswith("void")
+    assert isinstance(failed, UploadEnded) and failed.cause.startswith("void")
     leader.take_outer_step()
     [_, update] = miner.pass_time(10)
     assert isinstance(update, Update) and update.base is Base.KEPT and "void" in update.cause
@@ -324,7 +321,7 @@ def test_weights_that_pass_over_our_upload_tell_what_became_of_it(
         ours = (merged(UID, digest),) if outer_step == 1 else (merged(0, "f" * 64),)
         leader.take_outer_step(whole=outer_step == 10, merged=ours)
     weights = miner.pass_time(60)[-1]
-    assert isinstance(weights, Weights) and weights.outer_step == 10
+    assert isinstance(weights, Update) and weights.whole and weights.outer_step == 10
     assert (weights.base, weights.own_upload) == (Base.MERGED, miner.rounds.upload_path(close))
 
 
@@ -358,7 +355,7 @@ def test_weights_that_were_asked_for_are_fetched(leader: Leader, miner: Miner, n
     miner.rounds.fetch_weights()
     miner.turn()
     [weights] = miner.take_facts()
-    assert isinstance(weights, Weights) and weights.outer_step == int(newer)
+    assert isinstance(weights, Update) and weights.whole and weights.outer_step == int(newer)
     assert weights.base is (Base.MERGED if newer else Base.KEPT)
     # Once: what follows are updates again.
     miner.rounds.applied(weights.outer_step)
@@ -385,7 +382,8 @@ def test_an_upload_is_counted_once_where_older_weights_were_taken(
     miner.rounds.fetch_weights()
     miner.turn()
     [weights] = miner.take_facts()
-    assert isinstance(weights, Weights) and (weights.outer_step, weights.base) == (0, Base.KEPT)
+    assert isinstance(weights, Update) and weights.whole
+    assert (weights.outer_step, weights.base) == (0, Base.KEPT)
     for held, base in ((0, Base.KEPT), (1, Base.MERGED)):
         miner.rounds.applied(held)
         miner.turn()
@@ -585,7 +583,7 @@ def test_an_upload_that_was_written_too_late_is_not_sent(
     miner.rounds.send(close)
     miner.turn()
     [fact] = miner.take_facts()
-    assert isinstance(fact, UploadFailed) and fact.cause.startswith("late")
+    assert isinstance(fact, UploadEnded) and fact.cause.startswith("late")
     assert store.get(keys.upload_key(UID, 0, close.serial), limit=99) is None
 
 
@@ -641,7 +639,7 @@ def test_an_upload_that_is_refused_is_sent_until_the_grace_ends(
     miner.rounds.send(close)
     miner.turn()
     [fact] = miner.take_facts()
-    assert isinstance(fact, UploadSent if returns else UploadFailed)
+    assert isinstance(fact, UploadEnded) and bool(fact.cause) != returns
     assert returns or sum(waits) <= GRACE
     [line] = warnings(caplog)
     assert "503 SlowDown; again soon" in line
@@ -723,7 +721,7 @@ def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
     leader.move_close()
     posted = miner.pass_time(2 * PERIOD)
     [forked] = [fact for fact in posted if isinstance(fact, ChainForked)]
-    assert not [fact for fact in posted if isinstance(fact, (Close, Update, Weights))]
+    assert not [fact for fact in posted if isinstance(fact, (Close, Update))]
     lines = [line for line in warnings(caplog) if line == forked.cause]
     assert len(lines) == 1
     folder = tmp_path / "rounds" / "chain"
@@ -732,7 +730,7 @@ def test_two_valid_manifests_of_one_step_stop_everything_and_both_are_shown(
     # What is written is not sent, and the loop, which waits for its end, learns of it.
     miner.rounds.send(Close(1, 3, 0.0, 60.0))
     miner.turn()
-    assert miner.take_facts() == [UploadFailed(1, 3, forked.cause)]
+    assert miner.take_facts() == [UploadEnded(1, 3, forked.cause)]
     # Also after a restart, until the operator has asked.
     again = Miner(store, tmp_path / "rounds", time)
     posted = again.pass_time(2 * PERIOD)

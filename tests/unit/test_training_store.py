@@ -8,9 +8,8 @@ import shutil
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from distributed_training.common.files import sha256_of
-from distributed_training.protocol.types import AllReduceError, Base, Progress
+from distributed_training.protocol.types import AllReduceError, Base, Progress, Update
 from distributed_training.training import store_outer_step
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.trainer import Trainer
@@ -177,18 +176,16 @@ class World:
             own = None
         known = own is not None and store_step(made).serial == serial
         weights = digest_of(network.weights[target])
-        given: dict[str, Any] = {
-            "outer_step": target, "base": base, "own_upload": own, "whole": whole,
-        }  # fmt: skip
+        given = Update(target, path, base, own, weights, whole="asked for" if whole else "")
         if refused_first:
             now, kept = flat(made.outer.current()), made.outer.state_dict()
             with pytest.raises(AllReduceError, match="so it is not applied"):
-                made.prepare_update(path, weights="0" * 64, **given)
+                made.prepare_update(replace(given, weights="0" * 64))
             made.roll_back_outer_step()
             assert torch.equal(flat(made.outer.current()), now)
             assert made.outer.state_dict() == kept
         steps = made.inner_step
-        made.prepare_update(path, weights=weights, **given)
+        made.prepare_update(given)
         made.commit_outer_step()
         assert made.outer_step == target and store_step(made).serial is None
         if base is Base.MERGED:
@@ -304,10 +301,7 @@ def test_time_of_an_outer_step_at_ten_million_parameters(tmp_path: Path) -> None
     weights, times = digest_of(after), []
     for _ in range(3):
         began = time.perf_counter()
-        made.prepare_update(
-            tmp_path / "update", outer_step=1, base=Base.MERGED, own_upload=tmp_path / "own",
-            weights=weights,
-        )  # fmt: skip
+        made.prepare_update(Update(1, tmp_path / "update", Base.MERGED, tmp_path / "own", weights))
         times.append(time.perf_counter() - began)
     began = time.perf_counter()
     made.commit_outer_step()
