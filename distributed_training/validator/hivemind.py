@@ -177,13 +177,13 @@ class HivemindValidator(Validator):
             if following is None:
                 fault, detail = AllReduceFault.NOT_FINITE.name, "the new weights are not finite"
         if following is not None:
-            losses = self._rules.held_out.losses(following.weights)
-            before, after = map(self._rules.held_out.mean, (self._losses, losses))
+            losses = self._rules.losses(following.weights)
+            before, after = map(self._rules.mean, (self._losses, losses))
             self._record_losses(following.outer_step, losses)
-            if not after <= (limit := self._rules.held_out.limit(before)):  # also for NaN
+            if not after <= (limit := self._rules.config.loss_limit(before)):  # also for NaN
                 detail = f"held-out loss {before:.4f} -> {after:.4f}, limit {limit:.4f}"
                 each = lines.describe_losses(losses)
-                fault, detail = WORSE, f"{detail}, on {self._rules.held_out.name}{each}"
+                fault, detail = WORSE, f"{detail}, on {self._rules.config.held_out_name}{each}"
                 following = None
         result = outcome.result
         self._record(
@@ -280,7 +280,7 @@ class HivemindValidator(Validator):
         block = self._chain.block()
         most = MOST_STEPS_OF_A_BLOCK * max(0, block - state.last_allreduce_block)
         steps = min(outcome.inner_steps, most)
-        tokens = steps * len(outcome.participants) * self._rules.ending.tokens_of_step
+        tokens = steps * len(outcome.participants) * self._rules.config.tokens_of_step
         return state.after(weights, momentum, block=block, inner_steps=steps, tokens=tokens)
 
     def _succeeded(

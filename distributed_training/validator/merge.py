@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distributed_training.config import Config
 from distributed_training.protocol.manifest import Manifest
 from distributed_training.protocol.types import Sign
 from distributed_training.protocol.update_file import (
@@ -68,6 +69,11 @@ class Rule:
     name: str
     learning_rate: float
     mu: float
+
+    @classmethod
+    def of(cls, config: Config) -> Rule:
+        training = config.training
+        return cls(training.outer_rule, training.outer_learning_rate, training.outer_momentum)
 
 
 def digest_of(tensors: Sequence[Tensor]) -> str:

@@ -96,8 +96,8 @@ from distributed_training.validator.recovery import (
 from distributed_training.validator.reporter import Reporter
 from distributed_training.validator.rounds import RoundCaller, Run
 from distributed_training.validator.scorer import Scorer, Standings
-from distributed_training.validator.store_rounds import LEDGER, RoundRules, StoreValidator
-from distributed_training.validator.validator import Ending, HeldOutText, Validator, ValidatorRules
+from distributed_training.validator.store_rounds import LEDGER, StoreValidator
+from distributed_training.validator.validator import Validator, ValidatorRules
 
 log = logging.getLogger(__name__)
 
@@ -370,7 +370,6 @@ class Judges:
             model.load(weights)
             return {name: model.loss(text) for name, text in parts.held_out.items()}
 
-        held_out = HeldOutText(config.held_out_name, config.domains, losses, config.loss_limit)
         ledger = run.folder / LEDGER
         try:
             standings = Standings.load(ledger)
@@ -381,11 +380,11 @@ class Judges:
             ) from None
         standings.board.assigned_counts = not config.data.own
         rules = ValidatorRules(
-            settings=config.validator,
+            config=config,
             outer_rule=outer_rule_of(config.training),
-            held_out=held_out,
-            ending=Ending(config.tokens_of_step, config.finished, parts.show_finished),
+            losses=losses,
             follow=follow_rules(config, parts),
+            show_finished=parts.show_finished,
         )
         return cls(rules, Evaluator(model, parts.pages, assigned=not config.data.own), standings)
 
@@ -412,7 +411,7 @@ def build_of_hivemind(
     swarm = parts.swarm(state.schema)
     stack.callback(swarm.close)
     judges = Judges.open(config, parts, state.model_config, run)
-    held_out, standings = judges.rules.held_out, judges.standings
+    rules, standings = judges.rules, judges.standings
     rounds = RoundCaller(
         client=parts.client,
         swarm=swarm,
@@ -422,10 +421,10 @@ def build_of_hivemind(
         caller=parts.member.hotkey,
         rules_id=config.rules_id,
         run=run,
-        loss=lambda weights: held_out.mean(held_out.losses(weights)),
+        loss=lambda weights: rules.mean(rules.losses(weights)),
     )
     validator = HivemindValidator(
-        rules=judges.rules,
+        rules=rules,
         member=parts.member,
         rounds=rounds,
         publisher=publisher,
@@ -466,7 +465,7 @@ def build_of_store(
     config: Config, parts: Parts, *, run: Run, stack: ExitStack
 ) -> tuple[Validator, GlobalState, bool]:
     """Return as :func:`build`, for rounds through the store."""
-    settings, training, folder = config.validator, config.training, run.folder
+    settings, folder = config.validator, run.folder
     wallet, master = parts.member.wallet, config.miner.master_ss58_address
     if parts.member.hotkey != master:
         raise ConfigError(
@@ -479,10 +478,9 @@ def build_of_store(
         Master(config.swarm.run_id, master, wallet.hotkey.sign, parts.verify),
         keep_uploads=settings.keep_uploads,
     )
-    rates = Rule(training.outer_rule, training.outer_learning_rate, training.outer_momentum)
     found = steps.load()
     if found:
-        state = steps.read_state(rates)
+        state = steps.read_state(Rule.of(config))
         # Of a process that was killed after the publication that they belong to.
         with suppress(FileNotFoundError):
             os.replace(steps.place(state.outer_step) / LEDGER, folder / LEDGER)
@@ -496,7 +494,6 @@ def build_of_store(
         state = initial_state(config, vocabulary=parts.vocabulary, eos_token=parts.eos_id)
     # One sequence at a time: each is an observation of what an upload does.
     judges = Judges.open(config, parts, state.model_config, run, micro_batch=1)
-    period, grace = config.round_period.total_seconds(), settings.grace.total_seconds()
     return (
         StoreValidator(
             rules=judges.rules,
@@ -510,9 +507,6 @@ def build_of_store(
                 verify=parts.verify,
                 secret=secrets.randbits(62),
             ),
-            round_rules=RoundRules(
-                config.rules_id, period, grace, settings.least, settings.weights_every, rates
-            ),
             run=run,
             reporter=Reporter(
                 chain=parts.member.chain,
@@ -520,7 +514,7 @@ def build_of_store(
                 record=run.record,
                 least=lambda members: settings.least,
                 seconds_per_block=config.chain.seconds_per_block,
-                round_seconds=grace + period / 2,
+                round_seconds=(settings.grace + config.round_period / 2).total_seconds(),
                 run_folder=folder,
             ),
             after_step=open_exports(config, folder, state, run.record, stack).after,

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from distributed_training.chain.base import Neuron
-from distributed_training.config import Config
 from distributed_training.node.identity import Member, miners_of
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, lines
@@ -79,18 +78,6 @@ _PATIENT = 3  # closes in a row that the held-out loss refuses, before the found
 _UPDATE_BITS = 4
 
 
-@dataclass(frozen=True)
-class RoundRules:
-    """The keys of the network's file that a round through the store goes by; times in seconds."""
-
-    rules_id: str
-    period: float
-    grace: float
-    least: int
-    weights_every: int
-    rule: Rule
-
-
 @dataclass
 class _Close:
     """All that has come of a close, which ``state`` names. A restart finds it in the store."""
@@ -137,7 +124,6 @@ class StoreValidator(Validator):
         member: Member,
         steps: OuterSteps,
         judge: UploadJudge,
-        round_rules: RoundRules,
         run: Run,
         reporter: Reporter,
         after_step: Callable[[GlobalState], None],
@@ -152,7 +138,10 @@ class StoreValidator(Validator):
         )
         self._steps = steps
         self._judge = judge
-        self._round_rules = round_rules
+        config = rules.config  # none of these changes while it runs
+        self._period = config.round_period.total_seconds()  # seconds, as the grace
+        self._grace = config.validator.grace.total_seconds()
+        self._outer_rule = Rule.of(config)
         self._uploads = run.folder / "uploads"  # of the present close
         self._rng = random.Random(self._rules.settings.seed or None)
         self._close: _Close | None = None
@@ -165,7 +154,7 @@ class StoreValidator(Validator):
     # --- what the validator's loop asks for -------------------------------------------------------
 
     def _begin(self, state: GlobalState, *, found: bool) -> GlobalState:
-        rules, steps = self._round_rules, self._steps
+        steps = self._steps
         if not found:
             values = OuterState(state.weights)
             files = steps.write_values(state, values)
@@ -195,7 +184,7 @@ class StoreValidator(Validator):
         if steps.state is None or steps.state.head != steps.head.digest:
             self._show(now)
         else:
-            steps.write(renewed(steps.state, now=now, period=rules.period, finished=self.finished))
+            steps.write(renewed(steps.state, now=now, period=self._period, finished=self.finished))
         return state
 
     def _lead(self, block: int) -> bool:
@@ -217,9 +206,6 @@ class StoreValidator(Validator):
         state = self._steps.state
         self._reporter.closes_at = None if self.finished or state is None else state.closes_at
 
-    def _went_on(self, config: Config) -> None:
-        self._round_rules = replace(self._round_rules, rules_id=config.rules_id)
-
     def _save(self) -> None:
         if self._reached_step is None:  # or scores of an outer step that nobody saw would count
             super()._save()
@@ -231,16 +217,16 @@ class StoreValidator(Validator):
 
         Raises StoreError, OSError, Stopped.
         """
-        steps, rules = self._steps, self._round_rules
+        steps = self._steps
         assert steps.state is not None
         now = steps.look()
         behind = steps.state.head != steps.head.digest  # the store failed before it named the head
         # No close is so far away, unless the store's clock was wrong.
-        if behind or steps.state.closes_at > now + 2 * rules.period:
+        if behind or steps.state.closes_at > now + 2 * self._period:
             self._show(now)
         state = steps.state
-        renewal = renewed(state, now=now, period=rules.period, finished=self.finished)
-        if state.finished != renewal.finished or now > state.written_at + rules.period / 2:
+        renewal = renewed(state, now=now, period=self._period, finished=self.finished)
+        if state.finished != renewal.finished or now > state.written_at + self._period / 2:
             steps.write(renewal)
         if self._reached_step is not None:
             return self._publish(self._reached_step)
@@ -267,7 +253,7 @@ class StoreValidator(Validator):
 
     def _missing(self, close: _Close, miners: Sequence[Neuron], now: float) -> bool:
         """Return whether there is somebody to wait for."""
-        rules, judged = self._round_rules, close.accepted.keys() | close.refused.keys()
+        judged = close.accepted.keys() | close.refused.keys()
         end = close.state.closes_at + close.state.grace
         if now < end:
             head = self._steps.head
@@ -276,7 +262,7 @@ class StoreValidator(Validator):
             return not last or bool(close.waiting) or not last <= judged
         # Text that cannot be had is waited for, up to half of a period, where most need some: a
         # member chooses its block, and one whose text nobody has is to cost that member alone.
-        return len(close.waiting) > len(close.accepted) and now < end + rules.period / 2
+        return len(close.waiting) > len(close.accepted) and now < end + self._period / 2
 
     def _take(self, close: _Close, miners: Sequence[Neuron], block: int, now: float) -> None:
         """Fetch and judge the uploads that came since the last look."""
@@ -336,7 +322,7 @@ class StoreValidator(Validator):
             outer_step=close.state.outer_step,
             schema=self.state.schema,
             weights=self.state.weights,
-            learning_rate=self._round_rules.rule.learning_rate,
+            learning_rate=self._outer_rule.learning_rate,
         )
         close.waiting.pop(uid, None)
         try:
@@ -391,7 +377,7 @@ class StoreValidator(Validator):
         close.waiting.clear()
         for uid, why in find_copies([*close.accepted.values()], self._samples).items():
             self._blame(close, uid, "copy", why)
-        least = self._round_rules.least
+        least = self._rules.settings.least
         if len(close.accepted) < least:
             detail = f"{lines.counted(len(close.accepted), 'upload')} accepted of {len(close.came)}"
             return self._move(close, TOO_FEW, f"{detail}, {least} are needed", block, now)
@@ -402,16 +388,16 @@ class StoreValidator(Validator):
             )
         # The least trusted last: among them a spoiler is looked for first.
         trusted = sorted(close.accepted, key=lambda u: -self.standings.entries[u].published)
-        before = self._rules.held_out.mean(self._losses)
-        limit = self._rules.held_out.limit(before)
+        before = self._rules.mean(self._losses)
+        limit = self._rules.config.loss_limit(before)
         merged = self._merge(close, trusted)
 
         def passes(places: Sequence[int]) -> bool:
             some = self._merge(close, [trusted[i] for i in places])
-            return self._rules.held_out.mean(some.losses) <= limit
+            return self._rules.mean(some.losses) <= limit
 
         # "Not below", for NaN.
-        if not (after := self._rules.held_out.mean(merged.losses)) <= limit:
+        if not (after := self._rules.mean(merged.losses)) <= limit:
             detail = f"held-out loss {before:.4f} -> {after:.4f}, limit {limit:.4f}"
             self._record_losses(close.state.outer_step + 1, merged.losses)
             del merged  # as large as three models, and each that is tried is as large
@@ -446,18 +432,18 @@ class StoreValidator(Validator):
             start=self._steps.head.weights,
             bits=_UPDATE_BITS,
             inner_steps=self._steps_of(ordered),
-            tokens=self._steps_of(ordered) * len(ordered) * self._rules.ending.tokens_of_step,
+            tokens=self._steps_of(ordered) * len(ordered) * self._rules.config.tokens_of_step,
         )
         digest, values = merge(
             [one.file for one in ordered],
             factors,
             self._steps.values,
-            self._round_rules.rule,
+            self._outer_rule,
             path=path,
             layout=UpdateLayout.of(self.state.schema, header),
             sign=self._steps.master.sign,
         )
-        losses = self._rules.held_out.losses(values.weights)
+        losses = self._rules.losses(values.weights)
         return _MergedSome(sorted(uids), digest, values, factors, losses)
 
     def _steps_of(self, chosen: Sequence[Accepted]) -> int:
@@ -467,18 +453,18 @@ class StoreValidator(Validator):
 
     def _manifest(self, state: GlobalState, values: OuterState, **of_close: Any) -> Manifest:
         """Return the manifest of ``state``; ``of_close``: the fields that its close decides."""
-        rules = self._round_rules
+        rule = self._outer_rule
         weights, momentum, residual = values.digests
         return Manifest(
             run_id=self._judge.run_id,
-            rules_id=rules.rules_id,
+            rules_id=self._rules.config.rules_id,
             outer_step=state.outer_step,
             weights=weights,
             momentum=momentum,
             residual=residual,
-            learning_rate=rules.rule.learning_rate,
-            mu=rules.rule.mu,
-            rule=rules.rule.name,
+            learning_rate=rule.learning_rate,
+            mu=rule.mu,
+            rule=rule.name,
             total_inner_steps=state.total_inner_steps,
             total_tokens=state.total_tokens,
             **of_close,
@@ -492,7 +478,7 @@ class StoreValidator(Validator):
             merged.losses,
         )
         steps, head = self._steps_of(chosen), self._steps.head
-        tokens = steps * len(chosen) * self._rules.ending.tokens_of_step
+        tokens = steps * len(chosen) * self._rules.config.tokens_of_step
         state = replace(
             self.state,
             outer_step=self.state.outer_step + 1,
@@ -531,7 +517,7 @@ class StoreValidator(Validator):
             closed_at=close.state.closes_at,
             serial=close.state.serial,
             made_at=now,
-            files=files if state.outer_step % self._round_rules.weights_every == 0 else {},
+            files=files if state.outer_step % self._rules.settings.weights_every == 0 else {},
         )
         # Beside the scores that count: which ones do is decided by the manifest in the store.
         with suppress(OSError):
@@ -577,15 +563,14 @@ class StoreValidator(Validator):
 
     def _show(self, now: float) -> None:
         """Let the store name the head, or another time of the present close."""
-        rules = self._round_rules
         self._steps.write(
             next_state(
                 self._steps.state,
                 self._steps.head,
                 self._steps.serial + 1,
                 now=now,
-                period=rules.period,
-                grace=rules.grace,
+                period=self._period,
+                grace=self._grace,
                 finished=self.finished,
             )
         )
@@ -601,7 +586,7 @@ class StoreValidator(Validator):
             "Close %d of outer step %d moves by %.0f s (%s): members send another upload",
             close.state.serial,
             close.state.outer_step,
-            self._round_rules.period,
+            self._period,
             detail,
         )
         self._gates = self._gates + 1 if fault == WORSE else 0

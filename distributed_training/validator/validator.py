@@ -79,7 +79,6 @@ from torch import Tensor
 from distributed_training.chain.base import ChainError
 from distributed_training.config import Config
 from distributed_training.config.settings import ValidatorSettings
-from distributed_training.config.types import Domain
 from distributed_training.data.held_out import mean_loss
 from distributed_training.node.identity import Member
 from distributed_training.node.start import Stopped
@@ -98,50 +97,28 @@ MOST_STEPS_OF_A_BLOCK = 12  # inner steps: one a second is more than any network
 
 
 @dataclass(frozen=True)
-class HeldOutText:
-    """Text that outer steps are judged on, called ``name``.
+class ValidatorRules:
+    """The network's file that the validator goes by, and what is done by it.
 
-    ``losses``: of a model with the given weights on each domain, in nats per token; ``limit``: of
-    their mean after an outer step, by that before.
+    ``losses``: of a model with the given weights on each held-out domain, in nats per token.
+    ``follow``: gives the rules of an outer step if they are others, by why the network is finished;
+    raises NetworkFailure for rules that take a restart. ``show_finished``: tells all miners why;
+    raises StoreError.
     """
 
-    name: str
-    domains: Sequence[Domain]
+    config: Config
+    outer_rule: OuterRule
     losses: Callable[[Sequence[Tensor]], dict[str, float]]
-    limit: Callable[[float], float]
+    follow: Callable[[int, str], Config | None]
+    show_finished: Callable[[str], None]
+
+    @property
+    def settings(self) -> ValidatorSettings:
+        return self.config.validator
 
     def mean(self, losses: Mapping[str, float]) -> float:
         """Return the judged loss, of those on each domain."""
-        return mean_loss(losses, self.domains)
-
-
-@dataclass(frozen=True)
-class Ending:
-    """When the network is finished, and who is told.
-
-    ``tokens_of_step``: of one inner step of one miner. ``reached``: which [stop] of the file is
-    reached, in words, by outer step, tokens and loss. ``show``: tells all miners. Raises
-    StoreError.
-    """
-
-    tokens_of_step: int
-    reached: Callable[..., str]
-    show: Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class ValidatorRules:
-    """The part of the network's file that the validator goes by.
-
-    ``follow``: gives the rules of an outer step if they are others, by why the network is finished.
-    Raises NetworkFailure for rules that take a restart.
-    """
-
-    settings: ValidatorSettings
-    outer_rule: OuterRule
-    held_out: HeldOutText
-    ending: Ending
-    follow: Callable[[int, str], Config | None]
+        return mean_loss(losses, self.config.domains)
 
 
 class Validator(abc.ABC):
@@ -190,7 +167,7 @@ class Validator(abc.ABC):
         Raises GlobalStateError, StoreError when the bucket cannot be written.
         """
         self.state = state = self._begin(state, found=found)
-        self._losses = self._rules.held_out.losses(state.weights)
+        self._losses = self._rules.losses(state.weights)
         self._record(
             "start",
             uid=self._chain.uid(self._member.hotkey),
@@ -205,8 +182,8 @@ class Validator(abc.ABC):
             "Global state %d.%d.0, held-out loss %.4f on %s%s",
             self._run_number,
             state.outer_step,
-            self._rules.held_out.mean(self._losses),
-            self._rules.held_out.name,
+            self._rules.mean(self._losses),
+            self._rules.config.held_out_name,
             lines.describe_losses(self._losses),
         )
         self._look_for_end()
@@ -234,7 +211,7 @@ class Validator(abc.ABC):
         self._check_bucket()
         if self.finished != self._finish_shown:
             with suppress(StoreError):  # asked again at the next tick
-                show = partial(self._rules.ending.show, self.finished)
+                show = partial(self._rules.show_finished, self.finished)
                 unless_stopped(show, stop=self._stop)
                 self._finish_shown = self.finished
         self._reporter.report(at_once=False)
@@ -310,8 +287,8 @@ class Validator(abc.ABC):
             "%s: outer step %d, held-out loss %.4f on %s%s",
             what,
             following.outer_step,
-            self._rules.held_out.mean(losses),
-            self._rules.held_out.name,
+            self._rules.mean(losses),
+            self._rules.config.held_out_name,
             lines.describe_losses(losses),
         )
         self._after_step(following)
@@ -331,9 +308,9 @@ class Validator(abc.ABC):
         self._record(
             "held_out",
             outer_step=outer_step,
-            before=self._rules.held_out.mean(self._losses),
-            after=self._rules.held_out.mean(after),
-            text=self._rules.held_out.name,
+            before=self._rules.mean(self._losses),
+            after=self._rules.mean(after),
+            text=self._rules.config.held_out_name,
             **several,
         )
 
@@ -342,14 +319,14 @@ class Validator(abc.ABC):
     ) -> None:
         """Report on the network for its readers; nothing depends on it."""
         reporter, several = self._reporter, len(self._losses) > 1
-        mean = self._rules.held_out.mean(self._losses)
+        mean = self._rules.mean(self._losses)
         reporter.phase, reporter.reason = phase, self.finished or reason
         if self.finished and phase != "stopped":
             reporter.phase = "finished"
         reporter.outer_step, reporter.tokens = self.state.outer_step, self.state.total_tokens
         reporter.loss, reporter.losses = (
             mean,
-            self._losses if several else {self._rules.held_out.name: mean},
+            self._losses if several else {self._rules.config.held_out_name: mean},
         )
         self._show_next_round()
         reporter.report()
@@ -359,12 +336,7 @@ class Validator(abc.ABC):
         if (config := self._rules.follow(self.state.outer_step, self.finished)) is None:
             return
         self._went_on(config)
-        self._rules = replace(
-            self._rules,
-            settings=config.validator,
-            held_out=replace(self._rules.held_out, limit=config.loss_limit),
-            ending=replace(self._rules.ending, reached=config.finished),
-        )
+        self._rules = replace(self._rules, config=config)
         assert config.network is not None
         log.info(
             "Outer step %d is trained by version %d of the network's file",
@@ -377,8 +349,8 @@ class Validator(abc.ABC):
 
     def _look_for_end(self) -> None:
         """Call no round any more, and say so, once a [stop] of the network's file is reached."""
-        state, loss = self.state, self._rules.held_out.mean(self._losses)
-        reason = self._rules.ending.reached(
+        state, loss = self.state, self._rules.mean(self._losses)
+        reason = self._rules.config.finished(
             outer_step=state.outer_step, tokens=state.total_tokens, loss=loss
         )
         if reason:

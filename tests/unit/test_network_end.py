@@ -70,7 +70,7 @@ def test_the_validator_calls_no_round_once_a_stop_is_reached(
     called, scores = list(world.client.called), world.validator.standings.weights()
     world.bucket.fail.append(keys.NETWORK)
     shown: list[str] = []
-    show = world.validator._rules.ending.show
+    show = world.validator._rules.show_finished
 
     def flaky(reason: str) -> None:
         shown.append(reason)
@@ -94,7 +94,7 @@ def test_the_validator_calls_no_round_once_a_stop_is_reached(
 
 def change_rules(world: World, *, show: Callable[[str], None], **more: Any) -> None:
     rules = world.validator._rules
-    world.validator._rules = replace(rules, ending=replace(rules.ending, show=show), **more)
+    world.validator._rules = replace(rules, show_finished=show, **more)
 
 
 def test_a_version_that_holds_from_the_end_on_puts_it_off(tmp_path: Path) -> None:

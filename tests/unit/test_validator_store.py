@@ -18,7 +18,7 @@ import pytest
 import torch
 from bittensor.sp_core import verify
 
-from distributed_training.config import ConfigError
+from distributed_training.config import Config, ConfigError
 from distributed_training.protocol import keys
 from distributed_training.protocol.update_file import Header, UpdateLayout, finish, write_rows
 from distributed_training.scoring.evaluator import Evaluator
@@ -45,14 +45,14 @@ def world(tmp_path: Path) -> StoreWorld:
 
 
 def test_rounds_end_with_the_same_weights_everywhere_and_a_lower_loss(world: StoreWorld) -> None:
-    first = world.validator._rules.held_out.mean(world.validator._losses)
+    first = world.validator._rules.mean(world.validator._losses)
     for n in (1, 2):
         manifest = world.round()
         assert manifest.outer_step == n and world.fates(n) == dict.fromkeys(world.uids, "merged")
         for miner in world.miners.values():
             miner.apply()
             assert all(map(torch.equal, miner.start, world.validator.state.weights))
-    assert world.validator._rules.held_out.mean(world.validator._losses) < first
+    assert world.validator._rules.mean(world.validator._losses) < first
 
 
 # --- what is refused ---
@@ -282,10 +282,9 @@ def test_a_spoiler_is_found_by_the_held_out_text(tmp_path: Path) -> None:
 
 
 def test_a_gate_that_nothing_passes_blames_nobody(
-    world: StoreWorld, caplog: pytest.LogCaptureFixture
+    world: StoreWorld, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rules = world.validator._rules
-    world.validator._rules = replace(rules, held_out=replace(rules.held_out, limit=lambda b: 0.0))
+    monkeypatch.setattr(Config, "loss_limit", lambda config, before: 0.0)
     for closes in range(3):
         world.train()
         world.until_close()
@@ -297,7 +296,7 @@ def test_a_gate_that_nothing_passes_blames_nobody(
         assert world.events.of("round")[-1]["fault"] == "WORSE"
     assert "3 closes in a row" in caplog.text
     # And goes on as soon as it may.
-    world.validator._rules = rules
+    monkeypatch.undo()
     assert set(world.round().scores) == set(world.uids)
 
 
@@ -858,7 +857,7 @@ def test_two_hostile_members_of_seven_cost_no_outer_step(tmp_path: Path) -> None
         assert {uid: fates[uid] for uid in honest} == dict.fromkeys(honest, "merged")
         for uid, attack in sent.items():
             assert fates[uid] in ATTACKS[attack][1], (attack, fates)
-    one, other = (w.validator._rules.held_out.mean(w.validator._losses) for w in (alone, world))
+    one, other = (w.validator._rules.mean(w.validator._losses) for w in (alone, world))
     print(f"held-out loss {one:.4f} of five honest alone, {other:.4f} with two hostile")
     assert other < 1.01 * one
     scores = world.validator.standings.present()
