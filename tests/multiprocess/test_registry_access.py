@@ -73,6 +73,14 @@ def world(server: Any, tmp_path: Path) -> Iterator[AccessWorld]:
         yield made
 
 
+@pytest.fixture(scope="module")
+def peer(server: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RegistryChain]:
+    """A member of a network with a close, for what changes nothing."""
+    with AccessWorld(server, tmp_path_factory.mktemp("lasting") / "registry") as made:
+        made.publish()
+        yield made.chain(PEER)
+
+
 @pytest.fixture
 def store(world: AccessWorld) -> AccessStore:
     """Of uid 1, in a network whose next close is of outer step 3, serial 7."""
@@ -219,11 +227,9 @@ def test_only_the_next_close_is_written_for(world: AccessWorld) -> None:
         {"key": None},
     ],
 )
-def test_nonsense_is_refused(world: AccessWorld, fields: dict[str, Any]) -> None:
-    world.publish()
-    chain = world.chain(PEER)
+def test_nonsense_is_refused(peer: RegistryChain, fields: dict[str, Any]) -> None:
     with pytest.raises(RefusedWrite):
-        chain.access({"do": "read", "key": keys.STATE, **fields})
+        peer.access({"do": "read", "key": keys.STATE, **fields})
 
 
 def test_who_is_no_member_gets_nothing(world: AccessWorld, store: AccessStore) -> None:
@@ -398,7 +404,9 @@ class _Elsewhere:
         self.url = f"http://127.0.0.1:{self._server.server_port}"
 
     def __enter__(self) -> _Elsewhere:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        # Its end waits for as long as it looks for one.
+        serve = self._server.serve_forever
+        threading.Thread(target=serve, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:

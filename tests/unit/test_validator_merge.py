@@ -98,9 +98,9 @@ def digests(folder: Path) -> str:
     return " ".join(map(str, (state.digests for state in merge_steps(folder))))
 
 
-@pytest.mark.parametrize("capability", ["default", "avx2", "avx512"])
+@pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_the_bits_do_not_depend_on_the_processor(capability: str, tmp_path: Path) -> None:
-    """Each is what torch would choose on another machine; where it has no avx512, it takes avx2."""
+    """Each is what torch would choose on another machine; here it takes the best there is."""
     (tmp_path / "here").mkdir()
     found = subprocess.run(
         [sys.executable, "-m", "tests.unit.test_validator_merge", str(tmp_path)],
