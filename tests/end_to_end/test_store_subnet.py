@@ -1,7 +1,7 @@
 """A whole subnet that exchanges through the store: real programs, then what they left.
 
-One subnet runs for all tests of this file; each test looks at one property of it. Each day it takes
-one outer step; with two it is long.
+One subnet runs for all tests of this file; each test looks at one property of it. Each landing has
+the first outer step of such a subnet too: ``.ci/run`` runs ``make run`` with both kinds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from distributed_training.training.outer_step import load_weights
 from tests.end_to_end.test_doctor import doctor
 from tests.tools.subnet_tools import paced, steps_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 WAIT = timedelta(seconds=400)
 
 
@@ -53,15 +53,9 @@ class Run:
         return {miner.plan.uid for miner in self.subnet.miners}
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(1, id="one outer step"),
-        pytest.param(2, id="two outer steps", marks=pytest.mark.long),
-    ],
-)
-def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
-    outer_steps: int = request.param
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
+    outer_steps = 2
     folder = tmp_path_factory.mktemp("subnet")
     options = SubnetOptions(
         folder=folder,
