@@ -15,7 +15,8 @@
 Takes every flag of neurons/miner.py, .env and the environment, so its result holds for the miner
 started the same way. The checks are the lists of ``distributed_training.health``; nothing is
 changed, and what is written to disk or bucket is deleted again. For the step time ranks train
-random tokens on random weights for some seconds. scripts/diagnose.py is the same. Exit status:
+random tokens on random weights for some seconds. Beside a miner that runs nothing is trained: its
+own events tell the step time. scripts/diagnose.py is the same. Exit status:
 0 nothing failed (warnings are allowed), 1 something failed, 2 a flag is wrong, 130 interrupted.
 """
 
@@ -29,11 +30,14 @@ import os
 import shutil
 import signal
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -65,6 +69,7 @@ from distributed_training.miner.run_folder import mark_of, rank_environment
 from distributed_training.protocol.lines import SLOW_STEP, counted
 from distributed_training.protocol.synapses import IS_ALIVE_ROUTE, PROBE_HOST
 from distributed_training.protocol.types import Check, ExitStatus
+from distributed_training.telemetry.events import EventFollower
 
 _MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("-", "dim")}
 _WIDTH = 160  # where there is no terminal
@@ -79,6 +84,8 @@ WARM_UP_STEPS = 2  # micro-batches: the first ones compile kernels and fill cach
 # What an upload is taken to need, before one was measured, of the time until the first one is due:
 # 5 of 75 minutes, as in the operator guide.
 _UPLOAD_SHARE = 1 / 15
+# Of a running miner: inner steps that count, and the events that hold them.
+_RECENT_STEPS, _RECENT_BYTES = 50, 1 << 20
 #: With one of these failed, no training can be measured.
 _DECISIVE = ("torch", "gpu", "gpu memory", "host memory", "batch")
 
@@ -103,12 +110,29 @@ def examine(examination: Examination, flags: Sequence[str]) -> list[Check]:
         entries += outside.CHECKS
     # Last: it takes seconds, and is left out where torch or memory failed above.
     entries.append(Entry(lambda e: check_step_time(e, flags)))
+    # Daemons: an interrupted doctor waits for none.
+    apart = {entry: _begin(entry, examination) for entry in entries if entry.alone}
     for entry in entries:
         if entry.note and entry.exchange in ("", examination.config.exchange):
             _show(entry.note)
         # At once: later checks ask what failed before them.
-        examination.found += entry.check(examination)
+        begun = apart.get(entry)
+        examination.found += entry.check(examination) if begun is None else begun.result()
     return examination.found
+
+
+def _begin(entry: Entry, examination: Examination) -> Future[list[Check]]:
+    """Make a check in a thread of its own."""
+    found: Future[list[Check]] = Future()
+
+    def check() -> None:
+        try:
+            found.set_result(entry.check(examination))
+        except Exception as error:  # noqa: BLE001  # raised where the result is asked for
+            found.set_exception(error)
+
+    threading.Thread(target=check, name="check", daemon=True).start()
+    return found
 
 
 def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], str]:
@@ -175,8 +199,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return report([probe(*p) for p in probed(options.probe)], as_json=options.json)
         config = load_config("miner", flags, file=OPERATORS_FILE, check=False)
         mark, ports = mark_of(config.run_folder), set()
+        processes = mark.processes() if mark is not None else []
         # Of a running miner, all: each port is another process's, that of the swarm p2pd's.
-        for process in mark.processes() if mark is not None else []:
+        for process in processes:
             with contextlib.suppress(psutil.Error):
                 for connection in process.net_connections("tcp"):
                     if connection.status == psutil.CONN_LISTEN and connection.laddr:
@@ -187,6 +212,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             model=model_config(config, options.model),
             offline=options.offline,
             uid=options.uid,
+            running=bool(processes),
+            step=recent_step(config.run_folder) if processes else None,
             own_ports=frozenset(ports),
         )
         return report(examine(examination, flags), as_json=options.json)
@@ -339,6 +366,12 @@ def check_step_time(examination: Examination, flags: Sequence[str]) -> list[Chec
     one of the new outer step must be there.
     """
     config = examination.config
+    if examination.running and examination.step is None:
+        finding = "not known: the running miner has made no inner step since its start"
+        return [Check("step time", "skip", finding)]
+    if (taken := examination.step) is not None:
+        text = f"about {taken.total_seconds():.1f} s per inner step of the running miner"
+        return _judge_step(config, taken, f"{text}, the median of its last {_RECENT_STEPS}")
     seconds = config.diagnostics.measure.total_seconds()
     if seconds <= 0:
         return [Check("step time", "skip", "not measured: --diagnostics.measure 0")]
@@ -351,17 +384,40 @@ def check_step_time(examination: Examination, flags: Sequence[str]) -> list[Chec
     except (RuntimeError, OSError) as error:
         remedy = "fix what failed above; --diagnostics.measure 0 leaves the measurement out"
         return [Check("step time", "fail", str(error), remedy)]
+    micro_batches = measured["micro_batches"]  # of each rank, in an inner step
+    step = timedelta(seconds=measured["micro_batch_seconds"] * micro_batches)
+    text = f"about {step.total_seconds():.1f} s per inner step ({micro_batches} x "
+    text += f"{1000 * measured['micro_batch_seconds']:.0f} ms)"
+    return _judge_step(config, step, text)
+
+
+def recent_step(folder: Path) -> timedelta | None:
+    """Return the time of an inner step of the miner in ``folder``; None before its first."""
+    seconds: list[float] = []
+    with (
+        contextlib.closing(EventFollower(folder / "events.jsonl")) as events,
+        contextlib.suppress(OSError),
+    ):
+        for event in events.history(at_most=_RECENT_BYTES):
+            took = event.get("seconds")
+            if event.get("kind") == "start":
+                seconds = []
+            elif event.get("kind") == "step" and isinstance(took, int | float) and took > 0:
+                seconds.append(took)
+    if not seconds:
+        return None
+    return timedelta(seconds=min(statistics.median(seconds[-_RECENT_STEPS:]), 86400.0))
+
+
+def _judge_step(config: Config, step: timedelta, text: str) -> list[Check]:
+    """Compare an inner step with the limits; ``text``: how long it takes, and who says so."""
     rounds = config.miner
     blocks = max(rounds.blocks_per_allreduce, rounds.blocks_per_allreduce_later)
     # Then validators judge uploads of the new outer step (protocol.scoring.scored_epoch).
     due = timedelta(seconds=blocks / 2 * config.chain.seconds_per_block)
-    micro_batches = measured["micro_batches"]  # of each rank, in an inner step
-    step = timedelta(seconds=measured["micro_batch_seconds"] * micro_batches)
     store = config.store
     steps, minimum = store.upload_steps, max(1, store.minimum_valid_inner_step)
     faster = "use a GPU, or lower --neuron.local_batch_size_train_effective"
-    text = f"about {step.total_seconds():.1f} s per inner step ({micro_batches} x "
-    text += f"{1000 * measured['micro_batch_seconds']:.0f} ms)"
     slow = step.total_seconds() > SLOW_STEP
     time = Check("step time", "warn" if slow else "ok", text, faster if slow else "")
     if config.exchange == "store":

@@ -64,7 +64,8 @@ def require_hotkey(settings: ChainSettings) -> None:
     if not os.path.isfile(path):  # False also where a folder on the way may not be entered
         raise ConfigError(
             f"no hotkey at {path}, so the miner has no identity: check --wallet.name, "
-            "--wallet.hotkey and --wallet.path, or create it with `btcli wallet new-hotkey`"
+            "--wallet.hotkey and --wallet.path (dt-miner init asks for them), or create it with "
+            "`btcli wallet new-hotkey`"
         )
     if not os.access(path, os.R_OK):
         raise ConfigError(

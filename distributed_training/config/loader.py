@@ -473,6 +473,7 @@ def _with_rules(
             "started: give --network FILE, --network https://URL (its founder's; see dt-join) "
             f"or --network NAME ({PUBLIC}, the default up to 0.2.0, or local); in {OPERATORS_FILE} "
             f'that is the line network = "{PUBLIC}", above its first [section]'
+            + (", which dt-miner init writes" if known.kind == "miner" else "")
         )
     source = given["network"].source if "network" in given else "--network"  # of the preset
     try:

@@ -503,9 +503,10 @@ def check_keys(config: Config) -> Iterator[str]:
     missing = [variable for variable, text in keys.items() if not text]
     # Alone: of keys that are not there no comparison is worth a line.
     if missing:
+        asks = ", or run dt-miner init, which asks for them" if config.kind == "miner" else ""
         yield (
             f"{', '.join(missing)} not set, so nothing could be uploaded: put them into .env "
-            f"({where} to read, {wanted})"
+            f"({where} to read, {wanted}){asks}"
         )
         return
     if not config.has_bucket:

@@ -17,6 +17,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
@@ -61,9 +63,10 @@ class Examination:
     """A miner as its configuration would start it here, and what was found so far.
 
     ``model``: a ``config.json``, and where it comes from; without it disk is asked for the minimum.
-    ``offline``: nothing is asked of the network. ``own_ports``: a running miner of this run folder
-    listens there. The check of the model sets ``shape``, that of the chain ``uid`` and
-    ``by_chain``.
+    ``offline``: nothing is asked of the network. ``running``: a miner of this run folder runs, so
+    nothing is trained beside it. It listens at ``own_ports``, and its last inner steps took
+    ``step``; None: it has made none since its start. The check of the model sets ``shape``, that of
+    the chain ``uid`` and ``by_chain``.
     """
 
     config: Config
@@ -71,6 +74,8 @@ class Examination:
     model: tuple[dict[str, Any], str] | None = None
     offline: bool = False
     uid: int | None = None
+    running: bool = False
+    step: timedelta | None = None
     own_ports: frozenset[int] = frozenset()
     shape: ModelShape | None = None
     by_chain: Offset | None = None  # of this machine's clock
@@ -96,13 +101,15 @@ class Entry(NamedTuple):
     """A check of a list. It may have several findings, as of several GPUs.
 
     ``at_start``: a miner's start makes it too. ``note``: shown before what takes long.
-    ``exchange``: of the networks that it is for; empty: all.
+    ``exchange``: of the networks that it is for; empty: all. ``alone``: it mostly waits, and needs
+    no other's findings, so it is made beside them.
     """
 
     find: Callable[[Examination], Check | Iterable[Check]]
     at_start: bool = False
     note: str = ""
     exchange: Exchange | Literal[""] = ""
+    alone: bool = False
 
     def check(self, examination: Examination) -> list[Check]:
         """Make the check, if it is for this network."""
@@ -122,11 +129,12 @@ def listed(
     at_start: bool = False,
     note: str = "",
     exchange: Exchange | Literal[""] = "",
+    alone: bool = False,
 ) -> Callable[[Finder], Finder]:
     """Return a decorator that adds a check to a list; see :class:`Entry`."""
 
     def add(find: Finder) -> Finder:
-        checks.append(Entry(find, at_start, note, exchange))
+        checks.append(Entry(find, at_start, note, exchange, alone))
         return find
 
     return add
@@ -171,6 +179,8 @@ def check_python(examination: Examination) -> Check:
 def check_torch(examination: Examination) -> Check:
     """Compare the torch build with the driver."""
     seen = visible_gpu_count()
+    if examination.step is not None:  # its import takes seconds from the ranks
+        return Check("torch", "ok", f"torch {version('torch')}; the running miner trains with it")
     try:
         import torch
     except ImportError as error:
@@ -220,7 +230,9 @@ def check_gpus(examination: Examination) -> Iterator[Check]:
             continue
         used, total = sample.memory_used_gb, sample.memory_total_gb
         finding = f"{sample.name}, {used:.1f} of {total:.1f} GB in use"
-        if used > 0.1 * total:  # the driver's own share is less than that
+        if examination.running:
+            yield Check(name, "ok", f"{finding}, by the running miner")
+        elif used > 0.1 * total:  # the driver's own share is less than that
             remedy = "another program holds memory: nvidia-smi shows which"
             yield Check(name, "warn", finding, remedy)
         else:
@@ -501,6 +513,8 @@ def check_disk_speed(examination: Examination) -> Check:
         return Check("disk speed", "skip", "the model's size is not known")
     if examination.failed("disk"):
         return Check("disk speed", "skip", "not measured: disk failed")
+    if examination.running:
+        return Check("disk speed", "skip", "not measured: a miner runs in this run folder")
     place = _existing(folder)
     try:
         free = free_bytes(place)

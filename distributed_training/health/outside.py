@@ -231,7 +231,7 @@ def check_clock(examination: Examination) -> Check:
     return Check(name, "ok", finding)
 
 
-@listed(CHECKS, exchange="hivemind")
+@listed(CHECKS, exchange="hivemind", alone=True)
 def check_address(examination: Examination) -> Check:
     """Report where others find this machine, as a start does, and how to try it from outside."""
     config = examination.config
@@ -365,7 +365,7 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
 # --- peers and data -------------------------------------------------------------------------------
 
 
-@listed(CHECKS, exchange="hivemind")
+@listed(CHECKS, exchange="hivemind", alone=True)
 def check_bootstrap(examination: Examination) -> Check:
     name, peers = "bootstrap", examination.config.swarm.initial_peers
     dialled = {peer: address for peer in peers if (address := address_of(peer))}
@@ -402,13 +402,15 @@ def check_calls(examination: Examination) -> Check:
     )
 
 
-@listed(CHECKS)
+@listed(CHECKS, alone=True)
 def check_tokenizer(examination: Examination) -> Check:
     """Fetch the tokenizer and encode a sentence."""
-    from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
-
     config = examination.config
     name = config.miner.global_tokenizer_name
+    if examination.step is not None:  # the libraries take seconds from the ranks
+        return Check("tokenizer", "ok", f"{name}; the running miner reads with it")
+    from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
+
     if not config.published.get("tokenizer", Path()).exists():
         return Check("tokenizer", "skip", f"not here yet: a start fetches it into {name}")
     try:
@@ -421,7 +423,7 @@ def check_tokenizer(examination: Examination) -> Check:
     return Check("tokenizer", "ok", finding)
 
 
-@listed(CHECKS)
+@listed(CHECKS, alone=True)
 def check_data(examination: Examination) -> Check:
     """Ask for the table of rows and for one page."""
     from distributed_training.data.block_builder import open_source

@@ -3,11 +3,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import json
 import os
 import shutil
 import socket
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -15,14 +20,17 @@ from typing import Any, NoReturn
 import pytest
 
 from distributed_training import doctor
+from distributed_training.chain.identity import require_hotkey
 from distributed_training.common.memory import ModelShape, snapshot_bytes
 from distributed_training.common.ports import free_ports
+from distributed_training.common.processes import Mark
 from distributed_training.common.proxies import VARIABLES
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import StoreSettings, TrainingSettings
 from distributed_training.doctor import _DECISIVE, model_config
 from distributed_training.health import gpus, machine, outside
 from distributed_training.health.machine import Examination, bytes_under
+from distributed_training.miner.run_folder import INSTANCE, write_instance
 from distributed_training.node import identity
 from distributed_training.node.buckets import NoBucket
 from distributed_training.protocol.types import Check
@@ -522,3 +530,81 @@ def test_uploads_are_judged_by_the_rules_of_the_network(monkeypatch: pytest.Monk
         found = speed(monkeypatch, 30.0, **rounds)
         assert found["first upload"].status == verdict
     assert "within 20 min" in found["first upload"].finding
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Iterator[Path]:
+    """A run folder whose launcher lives, of a miner that has made 60 steps of 3 s and then ten."""
+    mark = Mark(INSTANCE, "a-miner")
+    write_instance(tmp_path, mark)
+    events = [{"kind": "step", "seconds": 3.0, "outer_step": 1}] * 60
+    events += [{"kind": "start"}] + [{"kind": "step", "seconds": 40.0}] * 10
+    lines = [json.dumps({"time": float(i), **event}) for i, event in enumerate(events)]
+    (tmp_path / "events.jsonl").write_text("\n".join([*lines, '{"kind": "step", "sec']))
+    words = [sys.executable, "-c", "input()"]
+    environment = {**os.environ, **mark.environment}
+    with subprocess.Popen(words, stdin=subprocess.PIPE, env=environment) as process:
+        try:
+            yield tmp_path
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize("began", [True, False])
+def test_nothing_is_trained_beside_a_running_miner(
+    began: bool, running: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def measure(*_: object, **named: object) -> NoReturn:
+        raise AssertionError
+
+    monkeypatch.setattr(doctor, "measure", measure)
+    if not began:
+        with (running / "events.jsonl").open("a") as file:
+            file.write('\n{"kind": "start"}\n')
+    flags = ["--preset", "local", "--offline", "--neuron.run_folder", str(running), "--json"]
+    doctor.main(flags)
+    found = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    if began:
+        assert "about 40.0 s per inner step of the running miner" in found["step time"]["finding"]
+        assert found["upload age"]["status"] == "ok"
+        assert "the running miner" in found["torch"]["finding"]
+    else:
+        assert found["step time"]["status"] == "skip" and "since its start" in str(found)
+    assert "a miner runs" in found["disk speed"]["finding"]
+
+
+def test_in_an_empty_folder_the_doctor_names_the_command_that_fills_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in os.environ if name.startswith(("R2_", "DT_", "BT_"))]:
+        monkeypatch.delenv(name)
+    assert doctor.main([]) == 2
+    assert "dt-miner init" in capsys.readouterr().err
+    asked = Examination(load_config("miner", ["--network", "sn38"], environ={}, check=False), 1)
+    (keys, *_) = machine.check_configuration(asked)
+    assert "R2_ACCOUNT_ID" in keys.finding and "dt-miner init" in keys.remedy
+    with pytest.raises(ConfigError, match="dt-miner init"):
+        require_hotkey(replace(asked.config.chain, wallet_path=str(tmp_path)))
+
+
+def test_checks_that_wait_are_made_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other; one that raises is no silent row."""
+    both = threading.Barrier(2)
+
+    def meet(_: Examination) -> Check:
+        both.wait(timeout=10)
+        return Check("met", "ok", "")
+
+    entries = [machine.Entry(meet, alone=True), machine.Entry(meet, alone=True)]
+    monkeypatch.setattr(outside, "CHECKS", entries)
+    monkeypatch.setattr(machine, "CHECKS", [])
+    asked = Examination(config_of("--diagnostics.measure", "0"), ranks=1)
+    assert [check.name for check in doctor.examine(asked, [])] == ["met", "met", "step time"]
+
+    def fail(_: Examination) -> Check:
+        raise ZeroDivisionError
+
+    entries[:] = [machine.Entry(fail, alone=True)]
+    with pytest.raises(ZeroDivisionError):
+        doctor.examine(asked, [])
