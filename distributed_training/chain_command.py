@@ -24,7 +24,7 @@ from distributed_training.founder import Plan
 from distributed_training.node.buckets import open_by_registry, open_own
 from distributed_training.node.identity import follow_chain
 from distributed_training.node.start import NetworkFailure, sole_user
-from distributed_training.protocol.manifest import Manifest
+from distributed_training.protocol.manifest import Manifest, Master
 from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.store.base import ObjectStore
@@ -33,7 +33,7 @@ from distributed_training.store.folder import FolderStore
 from distributed_training.training.model import parameter_schema
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.merge import OuterState
-from distributed_training.validator.outer_steps import Master, OuterSteps, Prepared, next_state
+from distributed_training.validator.outer_steps import OuterSteps, Prepared, next_state
 from distributed_training.validator.replay import Chain, ChainBroken, write_set
 
 
@@ -82,7 +82,6 @@ def rewind(options: argparse.Namespace) -> int:
     Raises ConfigError, StoreError.
     """
     config = _founders(options.folder)
-    master = config.miner.master_ss58_address
     signer = load_wallet(config.chain).hotkey.sign
     folder = config.run_folder / "global"
     config.run_folder.mkdir(parents=True, exist_ok=True)  # it may be on an empty disk
@@ -96,7 +95,8 @@ def rewind(options: argparse.Namespace) -> int:
         steps = OuterSteps(
             store,
             folder,
-            Master(config.swarm.run_id, master, signer, verify),
+            _master(config),
+            signer,
             keep_uploads=config.validator.keep_uploads,
         )
         chain = _open(config, store, folder / "replay")
@@ -174,7 +174,7 @@ def go_back(
         rewound_to=to,
     )
     paths = {name: folder / name for name in files}
-    steps.publish(Prepared(manifest, manifest.to_bytes(steps.master.sign), paths))
+    steps.publish(Prepared(manifest, manifest.to_bytes(steps.sign), paths))
     steps.write(next_state(before, manifest, steps.serial + 1, now=now, period=period, grace=grace))
     return manifest
 
@@ -198,11 +198,9 @@ def network_model(config: Config) -> Mapping[str, Any]:
 
 def _open(config: Config, store: ObjectStore, folder: Path) -> Chain:
     """Return the chain in a global bucket. Raises ConfigError."""
-    return Chain(
-        BucketReader(store),
-        parameter_schema(network_model(config)),
-        folder,
-        run_id=config.swarm.run_id,
-        master=config.miner.master_ss58_address,
-        verify=verify,
-    )
+    schema = parameter_schema(network_model(config))
+    return Chain(BucketReader(store), schema, folder, _master(config))
+
+
+def _master(config: Config) -> Master:
+    return Master(config.swarm.run_id, config.miner.master_ss58_address, verify)

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
 
 from distributed_training.common.files import write_bytes
 from distributed_training.protocol import keys
-from distributed_training.protocol.manifest import Manifest, State
-from distributed_training.protocol.types import Verify
+from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.store.base import ObjectInfo, is_md5, same_etag
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
 from distributed_training.store.errors import StoreError
@@ -27,16 +25,6 @@ from distributed_training.store.errors import StoreError
 _Kind = TypeVar("_Kind", State, Manifest)
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Member:
-    """A follower of a network: its uid there, and the hotkey that signs the files."""
-
-    run_id: str
-    master: str  # ss58
-    uid: int
-    verify: Verify
 
 
 class ForkError(StateUnavailable):
@@ -49,10 +37,10 @@ class ChainCopy:
     ``forked``: the line about two valid manifests of one outer step; empty: there never were.
     """
 
-    def __init__(self, reader: BucketReader, folder: Path, member: Member) -> None:
+    def __init__(self, reader: BucketReader, folder: Path, master: Master) -> None:
         self._reader = reader
         self._folder = folder
-        self._member = member
+        self._master = master
         self.forked = self._describe_fork()
         self._etag = ""  # of the object that the newest state is
         # Ever seen, also by a process before.
@@ -85,7 +73,7 @@ class ChainCopy:
             if data is None:
                 raise StateUnavailable(f"{keys.STATE} was there and is not any more")
             try:
-                state = self._parse(State, data)
+                state = State.parse(data, self._master)
                 if self._newest is not None:
                     self._check_history(state, self._newest)
             except ValueError as error:
@@ -117,7 +105,7 @@ class ChainCopy:
                 after, data = self.copy(outer_step), b""
                 if after is None:
                     data = self._fetch(outer_step)
-                    after = self._parse(Manifest, data)
+                    after = Manifest.parse(data, self._master)
                 after.check_after(before)
                 if data:
                     write_bytes(self._path(outer_step), data)
@@ -133,7 +121,7 @@ class ChainCopy:
             return ours
         data = self._fetch(outer_step)
         try:
-            manifest = self._parse(Manifest, data)
+            manifest = Manifest.parse(data, self._master)
             if manifest.outer_step != outer_step:
                 raise ValueError(f"it is of outer step {manifest.outer_step}")
         except ValueError as error:
@@ -159,7 +147,7 @@ class ChainCopy:
         """Raise ForkError if the store has a valid manifest that is not the one we know."""
         try:
             data = self._fetch(outer_step)
-            theirs = self._parse(Manifest, data)
+            theirs = Manifest.parse(data, self._master)
         except (StoreError, ValueError):
             return
         ours = self.copy(outer_step)
@@ -168,10 +156,6 @@ class ChainCopy:
         write_bytes(self._path(f"{outer_step}.other"), data)
         self.forked = self._describe_fork()
         raise ForkError(self.forked)
-
-    def _parse(self, kind: type[_Kind], data: bytes) -> _Kind:
-        member = self._member
-        return kind.parse(data, run_id=member.run_id, master=member.master, verify=member.verify)
 
     def _fetch(self, outer_step: int) -> bytes:
         key = keys.outer_key(outer_step, keys.MANIFEST)
@@ -186,7 +170,7 @@ class ChainCopy:
     def _read(self, name: object, kind: type[_Kind], lost: str) -> _Kind | None:
         path = self._path(name)
         try:
-            return self._parse(kind, path.read_bytes())
+            return kind.parse(path.read_bytes(), self._master)
         except FileNotFoundError:
             return None
         except ValueError as error:

@@ -28,7 +28,7 @@ from typing import NamedTuple
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.files import sha256_of, sync_folder
 from distributed_training.protocol import keys
-from distributed_training.protocol.manifest import Manifest, State
+from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES
 from distributed_training.protocol.types import Base, Update
 from distributed_training.store.base import ObjectStore
@@ -44,7 +44,7 @@ from .base import (
     Post,
     UploadEnded,
 )
-from .chain_copy import ChainCopy, ForkError, Member
+from .chain_copy import ChainCopy, ForkError
 from .own_uploads import Fate, OwnUploads, forget_files
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,8 @@ class StoreRounds:
         folder: Path,
         post: Post,
         *,
-        member: Member,
+        master: Master,
+        uid: int,
         longest: timedelta = timedelta(minutes=40),
         at_head: Callable[[], object] = lambda: None,
         clocks: Clocks = Clocks(),
@@ -91,8 +92,8 @@ class StoreRounds:
         self._at_head = at_head
         self._clocks = clocks
         self._reader = BucketReader(store, large=longest)
-        self._chain = ChainCopy(self._reader, folder / "chain", member)
-        self._uploads = OwnUploads(store, folder / "uploads", member.uid)
+        self._chain = ChainCopy(self._reader, folder / "chain", master)
+        self._uploads = OwnUploads(store, folder / "uploads", uid)
         self._state: State | None = None  # that was taken; None: none yet
         self._held = 0  # the outer step whose epoch-start weights are ours
         # The outer step that was held before older weights were taken: uploads for those before it

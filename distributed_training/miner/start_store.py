@@ -25,7 +25,6 @@ from distributed_training.chain.registration import (
 from distributed_training.common.memory import checkpoint_bytes
 from distributed_training.config import Config
 from distributed_training.config.versions import Versions, has_versions
-from distributed_training.exchange import chain_copy
 from distributed_training.exchange.base import Close
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.network import FILE
@@ -33,6 +32,7 @@ from distributed_training.node.buckets import open_by_registry
 from distributed_training.node.identity import Member, keep_state
 from distributed_training.node.start import require_data
 from distributed_training.protocol import lines
+from distributed_training.protocol.manifest import Master
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.protocol.update_file import MOST_BLOCKS, Header, largest_file
 from distributed_training.store.bucket_reader import BucketReader
@@ -111,9 +111,8 @@ def open_connections(
         store,
         folder / "exchange",
         lambda fact: post(event_of(fact)),
-        member=chain_copy.Member(
-            config.swarm.run_id, config.miner.master_ss58_address, member.uid, verify
-        ),
+        master=Master(config.swarm.run_id, config.miner.master_ss58_address, verify),
+        uid=member.uid,
         longest=config.round_period,
         at_head=lambda: None if watch is None else watch.look(),
     )

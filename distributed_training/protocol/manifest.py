@@ -21,7 +21,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -54,6 +54,15 @@ Losses = Annotated[
 ]
 
 
+@dataclass(frozen=True)
+class Master:
+    """The hotkey (ss58) that signs the files of a network, whose run is ``run_id``."""
+
+    run_id: str
+    hotkey: str
+    verify: Verify
+
+
 class _Signed:
     """The common part of state and manifest: one canonical form, one signature."""
 
@@ -82,8 +91,8 @@ class _Signed:
         return self.canonical[:-1] + f',"signature":"0x{sign(self._message).hex()}"}}'.encode()
 
     @classmethod
-    def parse(cls, data: bytes, *, run_id: str, master: str, verify: Verify) -> Self:
-        """Read the file of the network ``run_id``, signed by the hotkey ``master``.
+    def parse(cls, data: bytes, master: Master) -> Self:
+        """Read a file that ``master`` has signed.
 
         Raises ValueError, one line with the cause, for anything else.
         """
@@ -103,10 +112,11 @@ class _Signed:
         # What was left out or said twice, another order, or 1 for 1.0: the digest would be another.
         if content.canonical != form:
             raise ValueError(f"{cls.name} is not in canonical form, or has keys of another version")
-        if content.run_id != run_id:
+        if content.run_id != master.run_id:
             raise ValueError(f"{cls.name} is of another network")
-        if not verify(content._message, bytes.fromhex(signature[1].decode()), master):
-            raise ValueError(f"{cls.name} is not signed by the network's master {master}")
+        signed = bytes.fromhex(signature[1].decode())
+        if not master.verify(content._message, signed, master.hotkey):
+            raise ValueError(f"{cls.name} is not signed by the network's master {master.hotkey}")
         return content
 
 

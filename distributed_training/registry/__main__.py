@@ -281,6 +281,7 @@ def _open_access(config: Config, folder: Path | None, master: str) -> Access:
     By the keys of the object store in ``folder``, or R2_WRITE_... of .env. Raises ConfigError.
     """
     from distributed_training.chain.auth import verify_signature
+    from distributed_training.protocol.manifest import Master
     from distributed_training.registry.access import Access
     from distributed_training.store.s3 import S3ObjectStore
     from distributed_training.store.server import store_keys
@@ -309,10 +310,8 @@ def _open_access(config: Config, folder: Path | None, master: str) -> Access:
         raise ConfigError(str(error)) from None
     return Access(
         bucket,
-        run_id=config.swarm.run_id,
-        master=master,
+        master=Master(config.swarm.run_id, master, verify_signature),
         parameters=network.head.parameters,
-        verify=verify_signature,
     )
 
 

@@ -24,8 +24,7 @@ from distributed_training.chain.base import ChainError
 from distributed_training.common.backoff import Throttle
 from distributed_training.protocol import keys
 from distributed_training.protocol.growth import file_bytes
-from distributed_training.protocol.manifest import State
-from distributed_training.protocol.types import Verify
+from distributed_training.protocol.manifest import Master, State
 from distributed_training.store import presigned
 from distributed_training.store.base import is_md5, same_etag
 from distributed_training.store.errors import StoreError, UploadMissingError
@@ -62,14 +61,12 @@ class Access:
         self,
         store: S3ObjectStore,
         *,
-        run_id: str,
-        master: str,
+        master: Master,
         parameters: int,
-        verify: Verify,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
-        self._run_id, self._master, self._verify = run_id, master, verify
+        self._master = master
         # By the most bits that any version of the network's file may give a value.
         self._largest = file_bytes(parameters, _MOST_BITS) + _HEADER_BYTES
         self._clock = clock
@@ -195,7 +192,7 @@ class Access:
         if data is None:
             raise StoreAway("access: the network has no state yet: its validator never ran")
         try:
-            state = State.parse(data, run_id=self._run_id, master=self._master, verify=self._verify)
+            state = State.parse(data, self._master)
         except ValueError as error:
             if self._may_warn("state"):  # or whoever asks would fill the log
                 log.warning(

@@ -25,15 +25,13 @@ from distributed_training.chain.identity import load_wallet
 from distributed_training.chain.registry import RegistryChain, answering
 from distributed_training.common.files import sha256_of
 from distributed_training.config import Config, ConfigError
-from distributed_training.exchange.chain_copy import ChainCopy, Member
+from distributed_training.exchange.chain_copy import ChainCopy
 from distributed_training.node.buckets import open_by_registry, open_own
 from distributed_training.protocol import keys
-from distributed_training.protocol.manifest import Manifest, State
+from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.store.base import ObjectStore
 from distributed_training.store.bucket_reader import MOST_BYTES, BucketReader, StateUnavailable
 from distributed_training.store.errors import StoreError
-
-_NOBODY = 0  # uid of a reader, who uploads nothing
 
 
 def open_bucket(config: Config, stack: ExitStack) -> ObjectStore:
@@ -66,10 +64,9 @@ class SignedChain:
     """
 
     def __init__(self, config: Config, reader: BucketReader, folder: Path) -> None:
-        master = config.miner.master_ss58_address
-        member = Member(config.swarm.run_id, master, _NOBODY, verify_signature)
+        by = Master(config.swarm.run_id, config.miner.master_ss58_address, verify_signature)
         self._reader = reader
-        self._copy = ChainCopy(reader, folder / "chain", member)
+        self._copy = ChainCopy(reader, folder / "chain", by)
         # One that nobody leads any more is read too: its time is not asked.
         self.state: State = self._copy.state(reader.head(keys.STATE), 0.0)
 

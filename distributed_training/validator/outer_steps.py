@@ -19,10 +19,10 @@ from pathlib import Path
 
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
-from distributed_training.protocol.manifest import Manifest, State
+from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES, ConfigExtras, parse_config
 from distributed_training.protocol.network_report import printable
-from distributed_training.protocol.types import Sign, Verify
+from distributed_training.protocol.types import Sign
 from distributed_training.store.base import ObjectInfo, ObjectStore, put_once
 from distributed_training.store.bucket_reader import BucketReader, remove_states
 from distributed_training.store.errors import StoreError, TakenError
@@ -47,16 +47,6 @@ _UPDATES = "updates-sent.json"  # the journal of uploads, in our folder
 
 
 @dataclass(frozen=True)
-class Master:
-    """The hotkey that signs the files of a network, whose run is ``run_id``."""
-
-    run_id: str
-    hotkey: str
-    sign: Sign
-    verify: Verify
-
-
-@dataclass(frozen=True)
 class Prepared:
     """An outer step that waits for its publication.
 
@@ -77,9 +67,10 @@ class OuterSteps:
     """
 
     def __init__(
-        self, store: ObjectStore, folder: Path, master: Master, *, keep_uploads: int
+        self, store: ObjectStore, folder: Path, master: Master, sign: Sign, *, keep_uploads: int
     ) -> None:
-        self.master = master
+        self.sign = sign
+        self._master = master
         self.reader = BucketReader(store)
         self.state: State | None = None  # as it was written last
         self.head: Manifest
@@ -100,13 +91,10 @@ class OuterSteps:
 
         Raises GlobalStateError.
         """
-        master = self.master
         data = self._retry(self._store.get, keys.STATE, limit=State.most_bytes)
         try:
             if data is not None:
-                self.state = State.parse(
-                    data, run_id=master.run_id, master=master.hotkey, verify=master.verify
-                )
+                self.state = State.parse(data, self._master)
                 self.serial, self._ours = self.state.serial, [data]
             named = 0 if self.state is None else self.state.outer_step
             found = self.manifest(named)
@@ -140,12 +128,7 @@ class OuterSteps:
         """Return the manifest of an outer step, None if there is none. Raises ValueError."""
         key = keys.outer_key(outer_step, keys.MANIFEST)
         data = self._retry(self._store.get, key, limit=Manifest.most_bytes)
-        if data is None:
-            return None
-        master = self.master
-        return Manifest.parse(
-            data, run_id=master.run_id, master=master.hotkey, verify=master.verify
-        )
+        return None if data is None else Manifest.parse(data, self._master)
 
     def now(self) -> float:
         """Return the time by the store's clock, in seconds since 1970."""
@@ -206,15 +189,7 @@ class OuterSteps:
             found = _read_set(folder, schema, head)
             if found is None:
                 log.info("Outer step %d is computed again from the store", head.outer_step)
-                master = self.master
-                chain = Chain(
-                    self.reader,
-                    schema,
-                    self._folder / "replay",
-                    run_id=master.run_id,
-                    master=master.hotkey,
-                    verify=master.verify,
-                )
+                chain = Chain(self.reader, schema, self._folder / "replay", self._master)
                 state = self.state or next_state(None, head, 1, now=0, period=0, grace=0)
                 found = chain.replay(state, head.outer_step)
             self.values = found
@@ -246,7 +221,7 @@ class OuterSteps:
 
     def write(self, state: State) -> None:
         """Sign and write a state."""
-        data = state.to_bytes(self.master.sign)
+        data = state.to_bytes(self.sign)
         self._ours = [*self._ours[-1:], data]
         # First: if the answer is lost members have this close, and another needs another serial.
         self.serial = state.serial

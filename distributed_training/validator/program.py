@@ -56,7 +56,7 @@ from distributed_training.node.start import (
 )
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
-from distributed_training.protocol.manifest import State
+from distributed_training.protocol.manifest import Master, State
 from distributed_training.protocol.metadata import MAX_METADATA_BYTES, Metadata
 from distributed_training.protocol.types import ExitStatus, Verify
 from distributed_training.scoring.evaluator import (
@@ -87,7 +87,7 @@ from distributed_training.validator.global_state import (
 from distributed_training.validator.hivemind import HivemindValidator
 from distributed_training.validator.judging import UploadJudge
 from distributed_training.validator.merge import Rule
-from distributed_training.validator.outer_steps import AnotherLeadsError, Master, OuterSteps
+from distributed_training.validator.outer_steps import AnotherLeadsError, OuterSteps
 from distributed_training.validator.recovery import (
     ask_member_for_state,
     read_own_copy,
@@ -207,12 +207,9 @@ def open_versions(config: Config, network: Network, folder: Path, store: ObjectS
     with suppress(ValueError):  # damaged: what is gone on from is found out later
         if config.exchange == "store":
             if found := store.get(keys.STATE, limit=State.most_bytes):
-                outer_step = State.parse(
-                    found,
-                    run_id=config.swarm.run_id,
-                    master=config.miner.master_ss58_address,
-                    verify=verify_signature,
-                ).outer_step
+                master = config.miner.master_ss58_address
+                by = Master(config.swarm.run_id, master, verify_signature)
+                outer_step = State.parse(found, by).outer_step
         elif found := store.get(keys.ROOT_METADATA, limit=MAX_METADATA_BYTES):
             outer_step = Metadata.parse(found).outer_step
     if not versions.knows(outer_step):
@@ -475,7 +472,8 @@ def build_of_store(
     steps = OuterSteps(
         parts.store,
         folder / "global",
-        Master(config.swarm.run_id, master, wallet.hotkey.sign, parts.verify),
+        Master(config.swarm.run_id, master, parts.verify),
+        wallet.hotkey.sign,
         keep_uploads=settings.keep_uploads,
     )
     found = steps.load()

@@ -24,9 +24,8 @@ from safetensors.torch import save_file
 from distributed_training.common.files import atomic_file, sha256_of, write_bytes
 from distributed_training.protocol import keys
 from distributed_training.protocol.gradients import Schema
-from distributed_training.protocol.manifest import Manifest, Merged, State
+from distributed_training.protocol.manifest import Manifest, Master, Merged, State
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES
-from distributed_training.protocol.types import Verify
 from distributed_training.protocol.update_file import BITS, UpdateFile, UpdateLayout, largest_file
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import IntegrityError, ObjectMissingError
@@ -124,16 +123,13 @@ class Chain:
         bucket: BucketReader,
         schema: Schema,
         folder: Path,
-        *,
-        run_id: str,
-        master: str,
-        verify: Verify,
+        master: Master,
     ) -> None:
         self._bucket = bucket
         self.schema = schema
         self._largest = largest_file(schema, BITS[0])
         self._folder = folder
-        self._run_id, self._master, self._verify = run_id, master, verify
+        self._master = master
 
     # objects
 
@@ -153,7 +149,7 @@ class Chain:
             data = self._bucket.get(key, limit=kind.most_bytes)
             if data is None:
                 raise ChainBroken(key, "is missing", missing=True)
-            return kind.parse(data, run_id=self._run_id, master=self._master, verify=self._verify)
+            return kind.parse(data, self._master)
         except IntegrityError as error:
             raise ChainBroken(key, f"is too large: {error}") from None
         except ValueError as error:
@@ -228,7 +224,7 @@ class Chain:
     def update(self, manifest: Manifest, before: Manifest) -> UpdateFile:
         """Return the update that led to a manifest's weights."""
         key = keys.outer_key(manifest.outer_step, keys.UPDATE)
-        return self._open(key, manifest.update, "update", self._master, before)
+        return self._open(key, manifest.update, "update", self._master.hotkey, before)
 
     def upload(self, manifest: Manifest, each: Merged, before: Manifest) -> UpdateFile:
         """Return one of the uploads that a manifest has merged."""
@@ -253,10 +249,10 @@ class Chain:
             file = UpdateFile.open(
                 path,
                 self.schema,
-                run_id=self._run_id,
+                run_id=self._master.run_id,
                 kind=kind,
                 hotkey=hotkey,
-                verify=self._verify,
+                verify=self._master.verify,
             )
         except ValueError as error:
             raise ChainBroken(key, f"is refused: {error}") from None

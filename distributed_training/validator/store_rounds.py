@@ -441,7 +441,7 @@ class StoreValidator(Validator):
             self._outer_rule,
             path=path,
             layout=UpdateLayout.of(self.state.schema, header),
-            sign=self._steps.master.sign,
+            sign=self._steps.sign,
         )
         losses = self._rules.losses(values.weights)
         return _MergedSome(sorted(uids), digest, values, factors, losses)
@@ -531,7 +531,7 @@ class StoreValidator(Validator):
     def _signed(self, manifest: Manifest, uploads: Mapping[int, Path] | None = None) -> Prepared:
         names = [*manifest.files, *([keys.UPDATE] if manifest.update else [])]
         folder = self._steps.place(manifest.outer_step)
-        data = manifest.to_bytes(self._steps.master.sign)
+        data = manifest.to_bytes(self._steps.sign)
         return Prepared(manifest, data, {name: folder / name for name in names}, uploads or {})
 
     def _publish(self, reached: _Reached) -> bool:

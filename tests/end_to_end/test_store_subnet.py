@@ -23,7 +23,7 @@ from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet
 from distributed_training.localnet.summary import Summary
 from distributed_training.protocol import keys
-from distributed_training.protocol.manifest import Manifest, State
+from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.scoring import command, export
 from distributed_training.telemetry import read_events
 from distributed_training.training.model import parameter_schema
@@ -93,16 +93,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             config = load_config(
                 "validator", ["--network", str(services.network)], check=False, dotenv=None
             )
-            signed = {
-                "run_id": config.swarm.run_id,
-                "master": config.miner.master_ss58_address,
-                "verify": verify,
-            }
+            master = Master(config.swarm.run_id, config.miner.master_ss58_address, verify)
 
             def read(kind: Any, key: str) -> Any:
                 data = bucket.get(key, limit=kind.most_bytes)
                 assert data is not None, key
-                return kind.parse(data, **signed)
+                return kind.parse(data, master)
 
             state: State = read(State, keys.STATE)
             steps = range(state.outer_step + 1)

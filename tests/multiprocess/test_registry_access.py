@@ -30,6 +30,7 @@ from distributed_training.config.settings import StoreSettings
 from distributed_training.config.types import ConfigError
 from distributed_training.node.buckets import open_by_registry
 from distributed_training.protocol import keys
+from distributed_training.protocol.manifest import Master
 from distributed_training.registry import __main__ as program
 from distributed_training.registry import access, service
 from distributed_training.store import presigned
@@ -736,7 +737,7 @@ def test_a_slow_store_holds_up_one_request_and_a_refused_key_is_told_the_founder
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     slow = _Slow()
-    grants = access.Access(slow, run_id="x", master="y", parameters=9, verify=lambda *_: True)  # type: ignore[arg-type]
+    grants = access.Access(slow, master=Master("x", "y", lambda *_: True), parameters=9)  # type: ignore[arg-type]
 
     def ask() -> None:
         with pytest.raises(access.StoreAway, match="does not accept"):

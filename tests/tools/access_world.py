@@ -16,7 +16,7 @@ from distributed_training.config.settings import StoreSettings
 from distributed_training.localnet.services import ObjectStoreServer
 from distributed_training.node.buckets import open_by_registry
 from distributed_training.protocol import keys
-from distributed_training.protocol.manifest import State
+from distributed_training.protocol.manifest import Master, State
 from distributed_training.registry.access import Access
 from distributed_training.registry.service import Limits
 from distributed_training.store.presigned import AccessStore
@@ -65,10 +65,8 @@ class AccessWorld:
         bucket = S3ObjectStore.from_settings(self._keyed, bucket=self.owner.bucket, write=True)
         return Access(
             bucket,
-            run_id=RUN_ID,
-            master=VALIDATOR.ss58,
+            master=Master(RUN_ID, VALIDATOR.ss58, verify_signature),
             parameters=self.parameters,
-            verify=verify_signature,
             clock=lambda: time.time() + self.late,
         )
 

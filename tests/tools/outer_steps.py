@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distributed_training.protocol import keys
-from distributed_training.protocol.manifest import Manifest, Merged, State
+from distributed_training.protocol.manifest import Manifest, Master, Merged, State
 from distributed_training.protocol.update_file import (
     Header,
     UpdateFile,
@@ -188,4 +188,4 @@ def state_of(chain: list[Manifest], at: list[int], **changes: Any) -> State:
 def open_chain(bucket: Path, folder: Path) -> Chain:
     """Open the chain in ``bucket``, with ``folder`` for downloads."""
     reader = BucketReader(FolderStore(bucket))
-    return Chain(reader, SCHEMA, folder, run_id=RUN_ID, master=MASTER, verify=verify)
+    return Chain(reader, SCHEMA, folder, Master(RUN_ID, MASTER, verify))

@@ -13,10 +13,9 @@ from bittensor.sp_core import Keypair
 from bittensor_core import verify
 
 from distributed_training.exchange.base import Close, Fact
-from distributed_training.exchange.chain_copy import Member
 from distributed_training.exchange.store_rounds import Clocks, StoreRounds
 from distributed_training.protocol import keys
-from distributed_training.protocol.manifest import Manifest, Merged, Refused, State
+from distributed_training.protocol.manifest import Manifest, Master, Merged, Refused, State
 from distributed_training.store.base import ObjectInfo
 from tests.tools.outer_steps import RUN_ID
 
@@ -191,7 +190,8 @@ class Miner:
             store,
             folder,
             self.facts.append,
-            member=Member(RUN_ID, MASTER.ss58_address, UID, verify),
+            master=Master(RUN_ID, MASTER.ss58_address, verify),
+            uid=UID,
             clocks=Clocks(time.steady, time.unix),
         )
         # As start() does, but for the thread: the turns are the test's.

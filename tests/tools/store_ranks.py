@@ -29,7 +29,7 @@ from distributed_training.chain.identity import Wallet
 from distributed_training.common.processes import leave
 from distributed_training.config import Config
 from distributed_training.data.tokenizer import build_tokenizer
-from distributed_training.exchange import chain_copy, store_rounds
+from distributed_training.exchange import store_rounds
 from distributed_training.exchange.store_rounds import StoreRounds
 from distributed_training.miner import assembly, start, start_store
 from distributed_training.miner import events as ev
@@ -38,6 +38,7 @@ from distributed_training.miner.ranks import join_ranks
 from distributed_training.miner.resume import StartupInfo
 from distributed_training.miner.store_round import event_of
 from distributed_training.node.identity import Member
+from distributed_training.protocol.manifest import Master
 from distributed_training.store.folder import FolderStore
 from distributed_training.training.outer_step import read_model_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
@@ -104,7 +105,8 @@ def run(moment: str, until: int, folder: Path, bucket: Path) -> None:
             store,
             folder / "exchange",
             lambda fact: events.put(event_of(fact)),
-            member=chain_copy.Member(config.swarm.run_id, ALICE.ss58_address, UID, verify),
+            master=Master(config.swarm.run_id, ALICE.ss58_address, verify),
+            uid=UID,
         )
         resumes = any((folder / "checkpoints").glob("checkpoint-*"))
         outer_step, place, steps = start_store.first_weights(rounds, lambda: True, resumes=resumes)

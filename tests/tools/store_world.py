@@ -20,7 +20,7 @@ from torch import Tensor
 from distributed_training.chain.identity import Wallet
 from distributed_training.node.identity import Member
 from distributed_training.protocol import keys
-from distributed_training.protocol.manifest import Manifest, State
+from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.protocol.update_file import (
     Header,
     UpdateFile,
@@ -251,13 +251,11 @@ class StoreWorld:
     @property
     def state(self) -> State:
         data = self.bucket.objects[keys.STATE][0]
-        return State.parse(data, run_id=self.run_id, master=self.master.ss58_address, verify=verify)
+        return State.parse(data, Master(self.run_id, self.master.ss58_address, verify))
 
     def manifest(self, outer_step: int) -> Manifest:
         data = self.bucket.objects[keys.outer_key(outer_step, keys.MANIFEST)][0]
-        return Manifest.parse(
-            data, run_id=self.run_id, master=self.master.ss58_address, verify=verify
-        )
+        return Manifest.parse(data, Master(self.run_id, self.master.ss58_address, verify))
 
     # --- a round --------------------------------------------------------------------------------
 

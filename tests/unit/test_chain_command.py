@@ -13,11 +13,11 @@ from bittensor.sp_core import verify as verify_sr25519
 from distributed_training import chain_command, network_command
 from distributed_training.chain_command import go_back
 from distributed_training.protocol import keys
-from distributed_training.protocol.manifest import Manifest
+from distributed_training.protocol.manifest import Manifest, Master
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.folder import FolderStore
 from distributed_training.validator.merge import OuterState, digest_of
-from distributed_training.validator.outer_steps import Master, OuterSteps
+from distributed_training.validator.outer_steps import OuterSteps
 from distributed_training.validator.replay import Chain
 from tests.tools.outer_steps import MASTER, RUN_ID, open_chain, publish_chain, sign, verify
 from tests.tools.store_world import StoreWorld
@@ -29,8 +29,8 @@ STEPS = 6  # sets at 0 and 4
 
 def opened(bucket: Path, folder: Path) -> tuple[OuterSteps, Chain]:
     store = FolderStore(bucket, writes=True)
-    master = Master(RUN_ID, MASTER, sign, verify)
-    steps = OuterSteps(store, folder / "global", master, keep_uploads=8)
+    master = Master(RUN_ID, MASTER, verify)
+    steps = OuterSteps(store, folder / "global", master, sign, keep_uploads=8)
     assert steps.load()
     return steps, open_chain(bucket, folder / "replay")
 
@@ -99,13 +99,10 @@ def test_what_a_validator_publishes_stands_an_audit_and_it_goes_on_after_a_rewin
     world.miners[17].upload()
     world.tick()
     world.round()
-    master = world.master.ss58_address
+    master = Master(world.run_id, world.master.ss58_address, verify_sr25519)
 
     def chain_of(folder: Path) -> Chain:
-        reader = BucketReader(world.bucket)
-        return Chain(
-            reader, world.schema, folder, run_id=world.run_id, master=master, verify=verify_sr25519
-        )
+        return Chain(BucketReader(world.bucket), world.schema, folder, master)
 
     n = world.state.outer_step
     found = chain_of(tmp_path).audit()
@@ -113,7 +110,8 @@ def test_what_a_validator_publishes_stands_an_audit_and_it_goes_on_after_a_rewin
     steps = OuterSteps(
         world.bucket,
         tmp_path / "founder",
-        Master(world.run_id, master, world.master.sign, verify_sr25519),
+        master,
+        world.master.sign,
         keep_uploads=3,
     )
     assert steps.load()

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from distributed_training.protocol import keys
-from distributed_training.protocol.manifest import Manifest, Merged, Refused, State
+from distributed_training.protocol.manifest import Manifest, Master, Merged, Refused, State
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -31,7 +31,7 @@ def believe(message: bytes, signature: bytes, hotkey: str) -> bool:
 
 
 def parse(kind: type[State] | type[Manifest], data: bytes, check: Any = believe) -> Any:
-    return kind.parse(data, run_id=RUN, master=MASTER, verify=check)
+    return kind.parse(data, Master(RUN, MASTER, check))
 
 
 def test_golden_files_are_read_and_their_digests_are_those_of_their_canonical_form() -> None:
@@ -154,7 +154,7 @@ def test_a_file_beyond_its_bound_is_not_parsed() -> None:
 
 def test_another_signer_is_refused() -> None:
     with pytest.raises(ValueError, match="not signed by the network's master"):
-        State.parse(STATE, run_id=RUN, master=OTHER, verify=verify)
+        State.parse(STATE, Master(RUN, OTHER, verify))
     # What was signed as a manifest is no state.
     state = parse(State, STATE)
     signed = state.to_bytes(lambda message: message.ljust(64)[:64])

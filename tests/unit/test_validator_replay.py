@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from distributed_training.protocol import keys
-from distributed_training.protocol.manifest import Manifest
+from distributed_training.protocol.manifest import Manifest, Master
 from distributed_training.validator.merge import OuterState
 from distributed_training.validator.replay import ChainBroken
 from tests.tools.outer_steps import (
@@ -191,9 +191,7 @@ def resign(bucket: Path, step: int, change: Callable[[Manifest], dict[str, Any]]
     chain = [
         Manifest.parse(
             (bucket / keys.outer_key(n, keys.MANIFEST)).read_bytes(),
-            run_id=RUN_ID,
-            master=MASTER,
-            verify=verify,
+            Master(RUN_ID, MASTER, verify),
         )
         for n in range(STEPS + 1)
     ]
@@ -212,9 +210,7 @@ def other_upload(bucket: Path, manifest: Manifest) -> dict[str, Any]:
     path.unlink()
     start = Manifest.parse(
         (bucket / keys.outer_key(manifest.outer_step - 1, keys.MANIFEST)).read_bytes(),
-        run_id=RUN_ID,
-        master=MASTER,
-        verify=verify,
+        Master(RUN_ID, MASTER, verify),
     ).weights
     head = header("upload", manifest.outer_step - 1, hotkey=hotkey_of(5), start=start)
     tensors = [torch.full(shape, 1e-3) for _, shape in SCHEMA]
@@ -257,7 +253,7 @@ def test_what_the_master_has_signed_is_computed_again(
 def test_another_history_is_named(bucket: Path, tmp_path: Path) -> None:
     """One manifest of a second history, signed by the same master."""
     path = bucket / keys.outer_key(5, keys.MANIFEST)
-    manifest = Manifest.parse(path.read_bytes(), run_id=RUN_ID, master=MASTER, verify=verify)
+    manifest = Manifest.parse(path.read_bytes(), Master(RUN_ID, MASTER, verify))
     path.write_bytes(dataclasses.replace(manifest, made_at=1.0).to_bytes(sign))
     found = open_chain(bucket, tmp_path).audit()
     assert found.problems == [
