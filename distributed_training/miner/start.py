@@ -39,6 +39,8 @@ from distributed_training.node.start import (
 )
 from distributed_training.protocol import lines
 from distributed_training.protocol.types import ExitStatus
+from distributed_training.store.transfer import followed
+from distributed_training.telemetry.run_state import report_running, report_stage
 from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
 
 from .assembly import RankContext, RankZero, Training, build_training
@@ -138,8 +140,14 @@ def train(
     with Heartbeat(folder, me.local_rank).steady():
         if ranks.rank == 0:
             try:
+                report_stage(folder, 2, "asking chain and store")
+
+                def loading(done: int, total: int, left: float | None) -> None:
+                    what = "loading the global state"
+                    report_stage(folder, 3, what, done=done, total=total, eta=left)
+
                 # A store that is away may take all the time of a stop for one answer.
-                with stop.interrupting():
+                with followed(loading), stop.interrupting():
                     connections, info = builders_of(config).open_connections(
                         config, folder, stack, lambda: not stop.wanted, stop.events.put
                     )
@@ -198,6 +206,7 @@ def builders_of(config: Config) -> ModuleType:
 class Rank:
     """One rank, ready to run. ``rank_zero``: rank 0's own part, else None."""
 
+    folder: Path
     training: Training
     rank_zero: RankZero | None
     loop: MinerLoop
@@ -212,6 +221,7 @@ class Rank:
             self.loop.run()
             return ExitStatus.STOPPED, ""
         self.rank_zero.go_live()
+        report_running(self.folder)
         status = self.loop.run()
         controller = self.rank_zero.controller
         controller.drain()  # what the last command came to is reported too
@@ -221,12 +231,16 @@ class Rank:
 def build_rank(context: RankContext, info: StartupInfo, connections: Any) -> Rank:
     """Build one rank. ``connections``: rank 0's, else None. Raises ConfigError, NetworkFailure."""
     alive = Heartbeat(context.folder, context.ranks.local_rank)
+    if connections:
+        report_stage(context.folder, 4, "building the model")
     global_folder = connections.global_folder if connections else None
     training = build_training(context, info, global_folder, alive)
     # After the model, whose shapes it needs.
     build_exchange = builders_of(context.config).build_exchange
     rank_zero: RankZero | None
     exchange: RankRound
+    if connections:
+        report_stage(context.folder, 5, "joining the network")
     rank_zero, exchange = build_exchange(context, info, connections, training)
 
     def follow_rules(text: str) -> None:
@@ -257,4 +271,4 @@ def build_rank(context: RankContext, info: StartupInfo, connections: Any) -> Ran
             micro_batch=training.trainer.micro_batch_size,
             world_size=context.ranks.world_size,
         )
-    return Rank(training, rank_zero, loop)
+    return Rank(context.folder, training, rank_zero, loop)

@@ -20,8 +20,9 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -58,6 +59,22 @@ log = logging.getLogger(__name__)
 EVERY = 60.0  # seconds between two lines of a transfer, at least
 
 
+#: Gets bytes there, bytes in all, and the seconds left where they are known.
+Follower = Callable[[int, int, float | None], None]
+_FOLLOWED = 1e8  # bytes: smaller transfers are over before anybody looks
+_follower: ContextVar[Follower | None] = ContextVar("follower", default=None)
+
+
+@contextlib.contextmanager
+def followed(follower: Follower) -> Iterator[None]:
+    """Show ``follower`` the large transfers that this thread begins meanwhile, once a minute."""
+    token = _follower.set(follower)
+    try:
+        yield
+    finally:
+        _follower.reset(token)
+
+
 class Progress:
     """Count the bytes of one transfer and log a line a minute. Thread-safe.
 
@@ -83,6 +100,9 @@ class Progress:
         self._clock = clock
         self._lock = threading.Lock()
         self._since = clock(), held  # when the last line was logged, and how much was there then
+        self._follower = _follower.get() if total >= _FOLLOWED else None
+        if self._follower:
+            self._follower(held, total, None)
 
     def add(self, count: int, *, held: int = 0) -> None:
         """Count bytes that came just now, and log a line if one is due.
@@ -101,7 +121,8 @@ class Progress:
             rate = (self._there - before) / (now - at)
             self._since = now, self._there
         unit, name = (1e9, "GB") if self._total >= 1e8 else (1e6, "MB")
-        minutes = round((self._total - self._there) / max(rate, 1.0) / 60)
+        seconds = (self._total - self._there) / max(rate, 1.0)
+        minutes = round(seconds / 60)
         left = f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
         log.info(
             "%s: %.1f of %.1f %s, %.*f MB/s, %s left",
@@ -113,6 +134,8 @@ class Progress:
             rate / 1e6,
             left if minutes else "less than a minute",
         )
+        if self._follower:
+            self._follower(self._there, self._total, seconds)
 
 
 Item = TypeVar("Item")

@@ -198,7 +198,7 @@ def report_stage(
     """
     if total:
         stage += f", {done / 1e9:.1f} of {total / 1e9:.1f} GB"
-    else:
+    if eta is None:
         log.info("Start, %d of %d: %s", number, STAGES, stage)
     _write(folder / STAGE_FILE, Stage(stage, time.time(), eta))
     _append(folder, "starting", stage=stage, number=number, of=STAGES, eta_seconds=eta)
@@ -213,19 +213,19 @@ def _write(path: Path, content: Launcher | Stage) -> None:
     """Replace the file at ``path``; on a full disk in its own place."""
     data = json.dumps(asdict(content)).encode().ljust(_BYTES)
     try:
-        try:
-            write_bytes(path, data, durable=False)
-        except OSError as error:
-            if not is_full(error) or len(data) > _BYTES:
-                raise
-            # Its blocks are there already. A reader that comes in between sees a damaged file.
-            with path.open("r+b") as file:
-                file.write(data)
+        write_bytes(path, data, durable=False)
     except OSError as error:
+        if is_full(error) and len(data) <= _BYTES:
+            # Its blocks are there already. A reader that comes in between sees a damaged file.
+            with contextlib.suppress(OSError), path.open("r+b") as file:
+                file.write(data)
+                return
         if (again := _unwritten(path)) is not None:
-            why = error.strerror
             log.warning(
-                "%s cannot be written (%s): dt-status shows older facts%s", path, why, again
+                "%s was not written (%s): dt-status shows older facts%s",
+                path,
+                error.strerror,
+                again,
             )
 
 
@@ -253,7 +253,7 @@ def observe(folder: Path, now: float) -> Facts:
         # One that waits for its next try may be in a container, where this process sees no pid.
         waits = launcher.state == LauncherState.REFUSED and now < (launcher.next_try_at or 0) + 60
         gone = gone and not waits
-        launch = Fact(_describe(launcher, gone=gone), now)
+        launch = Fact(_describe(launcher, gone=gone), launcher.at)
     disk = facts.disk
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(folder)

@@ -1,0 +1,165 @@
+"""Tests of the files by which a run folder shows its launcher, also on a full disk."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distributed_training.common.files import read_json_object
+from distributed_training.telemetry import read_events, run_state
+from distributed_training.telemetry.run_state import (
+    Launcher,
+    LauncherFile,
+    LauncherState,
+    observe,
+    read_launcher,
+    report_running,
+    report_stage,
+)
+from distributed_training.telemetry.verdict import Launch, Verdict, judge
+
+
+def launch_of(folder: Path) -> Launch:
+    facts = observe(folder, time.time())
+    assert facts.launch is not None
+    return facts.launch.value
+
+
+def ended_process() -> int:
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    return gone.pid
+
+
+def test_a_start_is_followed_from_its_refusal_to_its_end(tmp_path: Path) -> None:
+    file = LauncherFile(tmp_path)
+    file.start()
+    assert launch_of(tmp_path).state == "starting"
+    file.refused("no hotkey at /mnt: btcli wallet new_hotkey", attempt=3, wait=40.0)
+    found = launch_of(tmp_path)
+    assert (found.state, found.attempt) == ("refused", 3) and "no hotkey" in found.text
+    assert found.next_try_at is not None and 30 < found.next_try_at - time.time() <= 40
+    file.start()
+    report_stage(tmp_path, 1, "importing")
+    report_stage(tmp_path, 3, "loading", done=12_400_000_000, total=32_000_000_000, eta=1560.0)
+    found = launch_of(tmp_path)
+    assert found.stage == "loading, 12.4 of 32.0 GB" and found.eta_seconds == 1560.0
+    judged = judge(observe(tmp_path, time.time()), time.time())
+    assert judged.verdict in (Verdict.STARTING, Verdict.UNKNOWN)
+    report_running(tmp_path)
+    assert launch_of(tmp_path).state == "running"
+    file.enter(LauncherState.RUNNING)
+    file.crashed("rank 1 (pid 7) was killed by SIGKILL")
+    file.start()
+    file.stopped("signal SIGINT", "asked to stop")
+    found = launch_of(tmp_path)
+    assert (found.state, found.stopped_by, found.asked) == ("stopped", "signal SIGINT", True)
+    kept = read_launcher(tmp_path)
+    assert kept and kept.restarts == 1 and "SIGKILL" in kept.last_crash.text
+    kinds = [event["kind"] for event in read_events(tmp_path / "events.jsonl")]
+    assert kinds == ["refused", "starting", "starting"]
+
+
+def test_a_launcher_that_was_killed_is_named_from_outside_and_by_the_next(tmp_path: Path) -> None:
+    state = Launcher(state="running", at=time.time() - 60, pid=ended_process(), restarts=2)
+    path = tmp_path / "launcher.json"
+    run_state._write(path, state)
+    os.utime(path, (time.time() - 60,) * 2)
+    found = launch_of(tmp_path)
+    assert found.state == "stopped" and not found.asked
+    assert f"its launcher (pid {state.pid}) is gone" in found.stopped_by
+    after = LauncherFile(tmp_path).state
+    assert after.restarts == 3 and "was killed" in after.last_crash.text
+    LauncherFile(tmp_path).stopped("signal SIGTERM")
+    assert LauncherFile(tmp_path).state.restarts == 0, "somebody asked for this start"
+
+
+def test_a_full_disk_takes_the_next_state_in_place_of_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(path: Path, *_: object, **named: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    file = LauncherFile(tmp_path)
+    file.start()
+    monkeypatch.setattr(run_state, "write_bytes", full)
+    file.refused("0.0 GB free", attempt=1, wait=1.0)
+    assert launch_of(tmp_path).text == "0.0 GB free" and not caplog.text
+    (tmp_path / "launcher.json").unlink()
+    for _ in range(3):
+        file.refused("0.0 GB free", attempt=1, wait=1.0)
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert "launcher.json was not written (No space left on device)" in line
+
+
+def test_a_second_launcher_of_the_folder_leaves_the_state_of_the_first(tmp_path: Path) -> None:
+    code = (
+        "import fcntl, sys; from pathlib import Path\n"
+        "from distributed_training.telemetry.run_state import LauncherFile, LauncherState\n"
+        "file = open(sys.argv[1] + '/launcher.lock', 'a'); fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "LauncherFile(Path(sys.argv[1])).enter(LauncherState.RUNNING)\n"
+        "print(flush=True); sys.stdin.read()"
+    )
+    words = [sys.executable, "-c", code, str(tmp_path)]
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as first:
+        assert first.stdout is not None
+        first.stdout.readline()
+        second = LauncherFile(tmp_path)
+        second.refused("a miner is running there", attempt=1, wait=1.0)
+        assert second.state.restarts == 0
+        assert launch_of(tmp_path).state == "running"
+        assert first.stdin is not None
+        first.stdin.close()
+        first.wait(30)
+    second.refused("the disk is full", attempt=2, wait=1.0)
+    assert launch_of(tmp_path).state == "refused"
+
+
+NUMBERS = st.one_of(st.integers(), st.floats(), st.just(10**400), st.booleans())
+VALUES = st.recursive(
+    st.one_of(st.none(), NUMBERS, st.text(max_size=8)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=8), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+NAMES = st.one_of(st.sampled_from([*Launcher.__dataclass_fields__, "eta_seconds"]), st.text())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    launcher=st.one_of(st.dictionaries(NAMES, VALUES), VALUES, st.binary(max_size=40)),
+    stage=st.one_of(st.dictionaries(NAMES, VALUES), st.binary(max_size=40)),
+    cut=st.integers(0, 60),
+)
+def test_no_content_of_a_file_ends_its_reader(
+    tmp_path_factory: pytest.TempPathFactory, launcher: Any, stage: Any, cut: int
+) -> None:
+    folder = tmp_path_factory.getbasetemp() / "hostile"
+    folder.mkdir(exist_ok=True)
+    for name, content in (("launcher.json", launcher), ("stage.json", stage)):
+        whole = content if isinstance(content, bytes) else json.dumps(content).encode()
+        (folder / name).write_bytes(whole[: len(whole) - cut // 20])
+    now = time.time()
+    facts = observe(folder, now)
+    judge(facts, now)
+    type(facts).from_json(facts.to_json())
+
+
+def test_a_folder_that_is_not_there_or_closed_is_no_error(tmp_path: Path) -> None:
+    assert observe(tmp_path / "none", time.time()).launch is None
+    LauncherFile(tmp_path / "none").start()
+    assert not (tmp_path / "none").exists(), "its disk may come later"
+    (tmp_path / "launcher.json").mkdir()
+    assert observe(tmp_path, time.time()).launch is None
+    assert read_json_object(tmp_path / "launcher.json") is None
