@@ -102,6 +102,7 @@ class StoreRounds:
         self._largest_update = 0
         self._ahead: float | None = None  # the store's Unix time less the steady clock
         self._off: float | None = None  # our Unix time less the store's
+        self.silent_since: float | None = None  # the store, by the steady clock
         self._next_look = -math.inf
         self._posted: Close | None = None
         self._sent: Close | None = None  # of the last sending that was begun
@@ -265,8 +266,10 @@ class StoreRounds:
         except (StoreError, OSError) as error:
             # One line for an outage, not one for each look.
             text = f"The store cannot be read ({error}). Training goes on, and it is asked again"
+            self.silent_since = self.silent_since or steady()
             self._report("store", text, kind="away")
         else:
+            self.silent_since = None
             self._settle("store", "The store answers again")
             self._settle("state", "The network's state is taken again")
             if before is None or before.outer_step != state.outer_step:

@@ -30,6 +30,7 @@ from distributed_training.node.start import NetworkFailure, fetch_tokenizer, req
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.telemetry import MetricsFile
 from distributed_training.telemetry.trackers import open_trackers
+from distributed_training.telemetry.verdict import Facts
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
 from distributed_training.training.trainer import Trainer
@@ -224,6 +225,25 @@ def build_training(
         data.request(first_block)  # prepared while the swarm comes
     alive()
     return Training(trainer, checkpointer, data, kept, first_block)
+
+
+def rules_of(config: Config, uid: int) -> Facts:
+    """Return the facts of a verdict that the settings and the network's file hold."""
+    rounds, pace = config.miner, config.chain.seconds_per_block
+    hivemind = config.exchange == "hivemind"
+    blocks = rounds.blocks_per_allreduce
+    later = rounds.blocks_per_allreduce_later if hivemind else 0
+    return Facts(
+        kind=config.exchange,
+        blocks_per_round=blocks,
+        blocks_per_round_later=later,
+        seconds_per_block=pace,
+        round_seconds=max(blocks, later) * pace,
+        age_limit=config.store.age_limit.total_seconds(),
+        patience=rounds.round_reload_timeout.total_seconds(),
+        name=rounds.name,
+        uid=uid,
+    )
 
 
 def open_block_list(

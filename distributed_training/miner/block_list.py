@@ -275,7 +275,8 @@ class BlockList:
             case ev.SnapshotFailed(revision=Revision() as revision):
                 self.publication_ended(revision, ok=False)
             case ev.PublicationEnded(report=publication):
-                self.publication_ended(publication.revision, ok=publication.ok)
+                newest = publication.newest_block
+                self.publication_ended(publication.revision, ok=publication.ok, newest=newest)
             case ev.RolledBack(progress=Progress(), kept=kept):
                 self.roll_back(kept.get("rank_zero", {}).get("blocks", {}))
             case _:
@@ -301,12 +302,16 @@ class BlockList:
         """Return the blocks trained on since the last upload, in order."""
         return list(self._trained)
 
-    def publication_ended(self, revision: Revision, *, ok: bool) -> None:
-        """Take the blocks back from an upload that failed or was superseded."""
+    def publication_ended(self, revision: Revision, *, ok: bool, newest: int | None = None) -> None:
+        """Take the blocks back from an upload that failed or was superseded.
+
+        ``newest``: the newest block of its list, which a process before this one may have begun.
+        """
         step = revision.outer_step, revision.inner_step
         blocks = self._published.pop(step, {})
         if ok:
             self._end_upload(blocks)
+            self.newest_published = newest or self.newest_published
             return
         later = {b for other, listed in self._published.items() if other > step for b in listed}
         # A newer snapshot on its way cannot be changed any more: what it lists is not listed twice.
@@ -315,7 +320,7 @@ class BlockList:
 
     def _end_upload(self, blocks: dict[int, int]) -> None:
         """Note that ``blocks`` were uploaded: they are listed no more."""
-        self.newest_published = max(blocks, default=None)
+        self.newest_published = max(blocks, default=self.newest_published)
         self._done |= blocks
         for block in tuple(self._done)[:-_REMEMBERED]:
             del self._done[block]

@@ -300,10 +300,14 @@ class GlobalEpochSeen(Event):
 
 @dataclass(frozen=True)
 class PlaceSeen(Event):
-    """The network took ``inner_steps`` before the outer step at which the global bucket stands."""
+    """The network took ``inner_steps`` before the outer step at which the global bucket stands.
+
+    0: nobody says. ``last_allreduce_block``: of the round that led to that outer step.
+    """
 
     outer_step: int
     inner_steps: int
+    last_allreduce_block: int | None = None
 
 
 @dataclass(frozen=True)
@@ -331,10 +335,11 @@ class WeightsCompared(Event):
 class NetworkCompared(Event):
     """The network's file of the global bucket differs from ours by ``problem``; empty: not now.
 
-    Posted when that changes.
+    Posted when that changes. ``outdated``: ours is the older one.
     """
 
     problem: str
+    outdated: bool = False
 
 
 @dataclass(frozen=True)

@@ -33,6 +33,7 @@ from distributed_training.config.versions import Versions
 from distributed_training.network import Network, Shown, other_version
 from distributed_training.node.buckets import NoBucket, PeerBuckets
 from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.protocol.pt_file import safetensors_table
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.store.bucket_reader import (
@@ -199,10 +200,10 @@ class GlobalBucket:
             model = self.follow().open(keys.epoch_key(outer_step, keys.MODEL))
             return drift(rows, model.read_at, size=model.size, seed=outer_step)
 
-    def inner_steps(self, outer_step: int) -> int:
-        """Return the inner steps of the network before that outer step; 0: nobody says."""
+    def extras(self, outer_step: int) -> ConfigExtras:
+        """Return what the validator says of that outer step in its config.json."""
         with _unavailable():
-            return self.follow().config(outer_step)[1].total_inner_steps or 0
+            return self.follow().config(outer_step)[1]
 
     def network(self) -> Shown | None:
         """Return what the bucket says of its network; None if it does not."""
@@ -373,7 +374,8 @@ class NetworkWatch:
             problem = f"{problem}; {refused}"
         if problem != self._other_version:
             self._other_version = problem
-            self._post(ev.NetworkCompared(problem))
+            outdated = shown is not None and shown.version > rules.head.version
+            self._post(ev.NetworkCompared(problem, outdated=outdated))
         return "" if shown is None or problem else shown.finished or ""
 
 
@@ -408,9 +410,9 @@ class GlobalEpoch:
         self._closed = threading.Event()
         self._target: int | None = None  # to fetch
         self._compare_weights: int | None = None  # the outer step to compare
-        self._unavailable_since: float | None = None
+        self.unavailable_since: float | None = None  # time.monotonic()
         self._seen: int | None = None
-        self._place: tuple[int, int] | None = None
+        self._place: ev.PlaceSeen | None = None
         self._drift_unknown = False  # told already
         self._thread = threading.Thread(target=self._run, name="global-epoch", daemon=True)
 
@@ -471,23 +473,24 @@ class GlobalEpoch:
             self._seen = self._bucket.outer_step()
         except GlobalUnavailableError as error:
             # One line for an outage, not one for each look.
-            if self._unavailable_since is None:
-                self._unavailable_since = time.monotonic()
+            if self.unavailable_since is None:
+                self.unavailable_since = time.monotonic()
                 silent = isinstance(error, GlobalSilentError)
                 what = "does not answer" if silent else "cannot be read"
                 log.warning("The global bucket %s (%s). Training goes on.", what, error)
         else:
-            if self._unavailable_since is not None:
-                away = time.monotonic() - self._unavailable_since
+            if self.unavailable_since is not None:
+                away = time.monotonic() - self.unavailable_since
                 log.info("The global bucket answers again after %.0f s", away)
-                self._unavailable_since = None
+                self.unavailable_since = None
             self._post(ev.GlobalEpochSeen(self._seen, time.monotonic()))
-            if self._network is not None and self._network.head.format > 1:
-                with contextlib.suppress(GlobalUnavailableError):  # at the next look
-                    if self._place is None or self._place[0] != self._seen:
-                        self._place = self._seen, self._bucket.inner_steps(self._seen)
-                    if self._place[1]:
-                        self._post(ev.PlaceSeen(*self._place))
+            with contextlib.suppress(GlobalUnavailableError):  # at the next look
+                if self._place is None or self._place.outer_step != self._seen:
+                    extras, steps = self._bucket.extras(self._seen), 0
+                    if self._network is not None and self._network.head.format > 1:
+                        steps = extras.total_inner_steps or 0
+                    self._place = ev.PlaceSeen(self._seen, steps, extras.last_allreduce_block)
+                self._post(self._place)
             if self._network_watch is not None and (finished := self._network_watch.look()):
                 why = f"the network is finished: {finished}"
                 self._post(ev.StopRequested(why, ExitStatus.FINISHED))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distributed_training.chain.base import ChainUnavailable
 from distributed_training.config import Config
@@ -14,6 +14,8 @@ from distributed_training.node.identity import Member
 from distributed_training.node.start import NetworkFailure
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoreError
+from distributed_training.telemetry import unix_time
+from distributed_training.telemetry.verdict import Upload
 
 log = logging.getLogger(__name__)
 
@@ -23,13 +25,22 @@ class OwnBucket:
     """``commitment``: its read credentials, as the chain holds them.
 
     The others are of the newest upload when this process started: ``time.monotonic()`` of its
-    gradients, and the newest block of its list. None: there is none, or it could not be read.
+    gradients, the newest block of its list, and its outer step. None: there is none, or it could
+    not be read. ``known``: its metadata could be read, or there are none.
     """
 
     name: str
     commitment: str
     published_at: float | None = None
     newest_block: int | None = None
+    outer_step: int | None = None
+    known: bool = True
+
+    def uploads(self) -> tuple[Upload, ...]:
+        """Return the newest upload as a fact of the verdict; empty: there is none."""
+        if self.outer_step is None or (at := unix_time(self.published_at)) is None:
+            return ()
+        return (Upload(self.outer_step, at, block=self.newest_block),)
 
 
 def open_own_bucket(config: Config, member: Member, bucket: str) -> OwnBucket:
@@ -40,8 +51,9 @@ def open_own_bucket(config: Config, member: Member, bucket: str) -> OwnBucket:
     try:
         with closing(buckets.open_own(config.store, bucket)) as store:
             buckets.check_own(store)
-            newest = read_newest(BucketReader(store, large=buckets.BUCKET_CHECK))
-        return OwnBucket(bucket, buckets.own_commitment(config.store, bucket), *newest)
+            found = read_newest(BucketReader(store, large=buckets.BUCKET_CHECK))
+        commitment = buckets.own_commitment(config.store, bucket)
+        return replace(found, name=bucket, commitment=commitment)
     except NetworkFailure as error:
         commitment = buckets.commitment_text(config.store)
         try:
@@ -57,14 +69,16 @@ def open_own_bucket(config: Config, member: Member, bucket: str) -> OwnBucket:
             bucket,
             error,
         )
-        return OwnBucket(bucket, commitment)
+        return OwnBucket(bucket, commitment, known=False)
 
 
-def read_newest(bucket: BucketReader) -> tuple[float | None, int | None]:
-    """Return the last two fields of :class:`OwnBucket`."""
-    at = block = None
+def read_newest(bucket: BucketReader) -> OwnBucket:
+    """Return what the bucket says of its newest upload."""
+    at = block = outer_step = None
+    known = False
     try:
         root = bucket.metadata()
+        known, outer_step = True, None if root is None else root.outer_step
         age = None if root is None else bucket.age(root.outer_step)
         if root is not None and age is not None:
             at = time.monotonic() - age.total_seconds()
@@ -73,4 +87,4 @@ def read_newest(bucket: BucketReader) -> tuple[float | None, int | None]:
     except StoreError as error:
         what = "the newest upload" if at is None else "the uploaded block list"
         log.warning("The age of %s is not known before the next upload: %s", what, error)
-    return at, block
+    return OwnBucket("", "", at, block, outer_step, known)

@@ -133,8 +133,11 @@ class RoundClock:
         return block >= last + self._shortest - self._shortest // 10
 
     def half(self) -> int:
-        """Return half the period in blocks; validators refuse a block list further behind."""
-        return self._period // 2
+        """Return half the period in blocks; validators refuse a block list further behind.
+
+        That of the network's file, whatever calls show: a validator that is late judges by it too.
+        """
+        return self._configured // 2
 
     def seconds(self, blocks: int | None = None) -> float:
         """Return the seconds that so many blocks take; default: those between two rounds."""

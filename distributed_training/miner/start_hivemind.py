@@ -60,6 +60,7 @@ from .assembly import (
     prepare_text,
     record_start,
     registration_terms,
+    rules_of,
 )
 from .controller import Controller
 from .device import expects_gpu
@@ -326,15 +327,6 @@ class RankZero:
             chain_block=chain.block,
             most_blocks=clock.half,
         )
-        income = Income(
-            hotkey=self._info.hotkey,
-            chain=chain,
-            limits=uploaded,
-            called_at=self.server.called_at,
-            round_period=lambda: 2 * clock.half() * config.chain.seconds_per_block,
-            patience=config.miner.round_reload_timeout.total_seconds(),
-            record=self.record,
-        )
         reporter = Reporter(
             record=self.record,
             schedule=schedule,
@@ -352,13 +344,33 @@ class RankZero:
         def needed(parts: Parts) -> int:
             return snapshot_bytes(shapes, moments, parts)
 
+        room = needed(config.store.content) + checkpoint_bytes(shapes, moments)
+        income = Income(
+            hotkey=self._info.hotkey,
+            chain=chain,
+            rules=replace(
+                rules_of(config, self._info.uid),
+                uploads=connections.own.uploads(),
+                uploads_known=connections.own.known,
+            ),
+            measured=lambda: {
+                "called_at": unix_time(self.server.called_at()),
+                "store_silent_since": unix_time(self.global_epoch.unavailable_since),
+                "next_round": unix_time(clock.expected_at()),
+                "next_upload": unix_time(schedule.next_at(time.monotonic())),
+                "fitting_steps": schedule.fitting_steps,
+            },
+            record=self.record,
+            folder=folder,
+            needed=room,
+        )
         metrics = open_metrics(
             self._context,
             self._training,
             blocks,
             chain,
             uid=self._info.uid,
-            needed=needed(config.store.content) + checkpoint_bytes(shapes, moments),
+            needed=room,
             counts={"server": self.server.counters},
             gauges={
                 "chain_seconds_per_block": lambda: clock.seconds(1),
@@ -368,6 +380,7 @@ class RankZero:
                 "global_run": lambda: connections.global_bucket.run_seen,
                 "round_seconds": lambda: reporter.round_seconds,
                 **uploaded,
+                "last_call_timestamp_seconds": lambda: unix_time(self.server.called_at()),
                 **income.gauges(),
             },
         )

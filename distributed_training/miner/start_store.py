@@ -38,7 +38,7 @@ from distributed_training.protocol.update_file import MOST_BLOCKS, Header, large
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.errors import StoreError
 from distributed_training.store.snapshot_folder import describe_full_disk
-from distributed_training.telemetry import EventLog
+from distributed_training.telemetry import EventLog, unix_time
 from distributed_training.training.outer_step import read_model_config
 
 from . import events as ev
@@ -53,12 +53,13 @@ from .assembly import (
     prepare_text,
     record_start,
     registration_terms,
+    rules_of,
 )
 from .controller import Controller
 from .device import expects_gpu
 from .events import MinerState, Mode, Rules
 from .global_state import GlobalBucket, NetworkWatch, StartWait, pause_start
-from .income import StoreIncome
+from .income import Income
 from .registration import join_network
 from .reporter import Record, StoreReporter
 from .resume import StartupInfo, first_outer_step
@@ -204,12 +205,6 @@ class RankZero:
         config, folder = self._context.config, self._context.folder
         trainer, connections = self._training.trainer, self._connections
         self.record: Record = EventLog.open(folder).write
-        income = StoreIncome(
-            hotkey=self._info.hotkey,
-            chain=connections.member.chain,
-            round_period=config.round_period.total_seconds(),
-            record=self.record,
-        )
         reporter = StoreReporter(
             record=self.record,
             warnings=lambda report: lines.step_warnings(
@@ -226,6 +221,19 @@ class RankZero:
             close = connections.rounds.next_close
             return None if close is None else close.closes_at
 
+        income = Income(
+            hotkey=self._info.hotkey,
+            chain=connections.member.chain,
+            rules=rules_of(config, self._info.uid),
+            measured=lambda: {
+                "store_silent_since": unix_time(connections.rounds.silent_since),
+                "next_round": next_close(),
+                "next_upload": next_close(),
+            },
+            record=self.record,
+            folder=folder,
+            needed=needed,
+        )
         metrics = open_metrics(
             self._context,
             self._training,

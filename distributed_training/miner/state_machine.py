@@ -133,7 +133,9 @@ def decide(state: MinerState, event: ev.Event, rules: Rules) -> Decision:
             view = _NO_LONGER_AWAITED.get(state.view, state.view)
             after = replace(state, outer_step=outer, view=view)
             return after, (Task.COMPARE_EPOCHS,)
-        case ev.PlaceSeen(outer_step=outer, inner_steps=steps) if state.place != (outer, steps):
+        case ev.PlaceSeen(outer_step=outer, inner_steps=steps):
+            if not steps or state.place == (outer, steps):
+                return state, ()
             after = replace(state, place=(outer, steps))
             return after, _follow_schedule(after)
         case ev.RolledBack():  # the checkpoint may be older than the place

@@ -143,7 +143,8 @@ class Uploads:
         """Decide whether the inner step that just ended is uploaded."""
         now = self._clock()
         rounds, age = self._round_clock, self._blocks.newest_age()
-        self._schedule.expect_round(rounds.next_at(), rounds.seconds())
+        half = rounds.seconds(rounds.half())
+        self._schedule.expect_round(rounds.next_at(), rounds.seconds(), half=half)
         # First of all: it learns the pace from every step, uploaded or not.
         decision = self._schedule.step(
             report, now, block_age=None if age is None else rounds.seconds(age)

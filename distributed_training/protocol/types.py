@@ -219,6 +219,7 @@ class PublicationReport:
     age_seconds: float | None = None  # of gradients.pt then, by the store's clock
     checked: bool = False  # its gradient, before it was sent
     model: bool = False  # it had the model too
+    newest_block: int | None = None  # of its block list
 
 
 @dataclass

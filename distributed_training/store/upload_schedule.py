@@ -46,16 +46,14 @@ class Rounds:
     """The times of rounds, in seconds.
 
     ``next_at``: when the next one will be called, infinite if unknown; ``period``: between two of
-    them, infinite if unknown; ``pause``: how long one keeps training, and the uplink, for itself.
+    them, infinite if unknown; ``pause``: how long one keeps training, and the uplink, for itself;
+    ``half``: how long validators take a block list.
     """
 
     next_at: float
     period: float
     pause: float
-
-    @property
-    def half(self) -> float:
-        return self.period / 2
+    half: float
 
 
 _SMOOTHING = 0.3
@@ -117,6 +115,7 @@ class UploadSchedule:
         self._block_age: float | None = None
         self._next_round_at: float | None = None
         self._period: float | None = None
+        self._half: float | None = None  # of the network's file; None: of the period
         self._pause: float | None = None  # that a round takes, measured
         self._asked: _Asked | None = None
         self._last: tuple[int, int] | None = None  # outer, inner step of the last snapshot
@@ -126,12 +125,19 @@ class UploadSchedule:
         self._steps = 0  # of this process
         self._step_before: tuple[int, float] | None = None  # its outer step and its end
         self._warned: set[str] = set()
+        self.fitting_steps: int | None = None  # upload_steps with which uploads count, if fewer
 
-    def expect_round(self, at: float | None, period: float | None = None) -> None:
-        """Expect the next round ``at`` this time, None if unknown or overdue. Seconds."""
+    def expect_round(
+        self, at: float | None, period: float | None = None, *, half: float | None = None
+    ) -> None:
+        """Expect the next round ``at`` this time, None if unknown or overdue. Seconds.
+
+        ``half``: how long validators take a block list, by the network's file; None: half of
+        ``period``, which calls may have shown to be another.
+        """
         if at is not None or period is None:
             self._next_round_at = at
-        self._period = period
+        self._period, self._half = period, half
 
     def repo_age(self, now: float) -> float | None:
         """Return the upload age in seconds; None if nothing was uploaded yet."""
@@ -208,6 +214,12 @@ class UploadSchedule:
                 self.upload_seconds = _mean(self.upload_seconds, took)
         self._asked = None
 
+    def next_at(self, now: float) -> float | None:
+        """Return about when the next upload begins; None while one is under way, or not known."""
+        if self._asked is not None or self.step_seconds is None:
+            return None
+        return now + max(1, self._every - self._steps_since) * self.step_seconds
+
     def counts(self, outer_step: int, now: float) -> bool:
         """Return whether the last upload is of ``outer_step``, and validators score it."""
         return now < self._counts_until(self._rounds(now), outer_step)
@@ -242,13 +254,14 @@ class UploadSchedule:
 
     def _rounds(self, now: float) -> Rounds:
         if self._period is None:
-            return Rounds(math.inf, math.inf, 0.0)
+            return Rounds(math.inf, math.inf, 0.0, math.inf)
         at = math.inf if self._next_round_at is None else self._next_round_at
         if at <= now:
             # Validators finish what they are at first. Long after, they may be gone.
             at = now + (self.step_seconds or 0.0) if now - at < self._period / 8 else math.inf
         pause = self._period * _PAUSE_SHARE if self._pause is None else self._pause
-        return Rounds(at, self._period, min(pause, self._period / 4))
+        half = self._period / 2 if self._half is None else self._half
+        return Rounds(at, self._period, min(pause, self._period / 4), half)
 
     def _margin(self) -> float:
         """Return the time by which sending may take longer than it took so far."""
@@ -334,11 +347,13 @@ class UploadSchedule:
         if rounds.half - self._margin() < limit:
             limit, what = rounds.half - self._margin(), "half the time between two rounds"
             consequence = "reset them for their old blocks"
+        self.fitting_steps = None
         if timed and self._every * step + upload > limit:
             fitting = int((limit - upload) / step)
             fitting = min(fitting, max(self._minimum, 1))  # so that each round has its upload
             remedy = "make steps or uploads faster"
             if fitting >= 1:
+                self.fitting_steps = fitting
                 remedy = (
                     f"give --neuron.upload_steps {fitting} or less (in miner.toml, under [neuron]: "
                     f"upload_steps = {fitting}) and start again"

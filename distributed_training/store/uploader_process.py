@@ -64,6 +64,7 @@ from .snapshot_folder import (
     check_files,
     preview_warning,
     prune_snapshots,
+    read_config,
     wait_complete,
 )
 from .transfer import FIRST_WAIT, Progress, Retry, Sender, Sent, Staged
@@ -107,6 +108,7 @@ class Publication:
         holds what the next process needs to go on.
         """
         began, sent, reason, age = time.monotonic(), Sent(), "", None
+        newest: int | None = None
         revision, settings, uplink = submission.revision, self.settings, self.uplink
         checked, files = submission.preview_delta is not None, dict[str, FileRecord]()
         try:
@@ -124,6 +126,8 @@ class Publication:
                 give_up=self.newer,
             )
             check_files(submission.folder, files, revision)
+            # Whoever began it may be gone, and what it listed with it.
+            newest = max(read_config(submission.folder / keys.CONFIG).block_list, default=None)
             if warning := preview_warning(submission.preview_delta):
                 log.warning("%s", warning)
             size = sum(record.size for record in files.values())
@@ -185,6 +189,7 @@ class Publication:
             age_seconds=None if reason else age,
             checked=checked,
             model=keys.MODEL in files,
+            newest_block=newest,
         )
 
     def _verify(self, file: Staged, etag: str) -> ObjectInfo:

@@ -122,10 +122,10 @@ for _name, _about in {
     "preview_loss_change": "loss change by the last uploaded gradient, nats per token",
     "block_list_newest_block": "newest chain block whose data was trained on",
     "block_list_age_blocks": "how far the newest uploaded block is behind the chain",
-    "block_list_limit_blocks": "blocks behind the chain at which validators reset an upload",
+    "block_list_limit_blocks": "blocks behind the chain at which an upload is too old",
     "block_list_blocks_left": "blocks until then, for the newest upload",
     # income, as the chain shows it
-    "earning": "1 while the miner has an incentive and nothing would make its next score zero",
+    "earning": "1 while the verdict is `earning`, 0 if it earns nothing; absent: not known",
     "incentive": "share of what the network pays, 0 to 1",
     "emission": "that this gives per tempo, in the subnet's token",
     "incentive_rank": "place among the miners by incentive, 1 is the highest",

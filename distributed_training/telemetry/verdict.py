@@ -15,11 +15,14 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from enum import StrEnum
 from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
+
+from distributed_training.protocol.network_report import span
+from distributed_training.protocol.scoring import blocks_are_fresh, scored_epoch
 
 FACTS_FILE = "facts.json"  # in the run folder
 
@@ -27,6 +30,7 @@ FACTS_FILE = "facts.json"  # in the run folder
 
 #: The miner's own facts: it writes them every 15 s, and between two micro-batches.
 LOOK_LIFE = 300.0
+ASKED_LIFE = 1200.0  # the network's file, which is compared with ours at each look at the store
 BLOCK_LIFE = 600.0  # the chain's newest block
 STANDING_LIFE = 7200.0  # the chain's figures of this miner
 MACHINE_LIFE = 120.0  # disk, processes
@@ -35,6 +39,7 @@ FATE_ROUNDS = 3  # round periods: what a manifest says of an upload
 OFFLINE_AFTER = 60.0
 _CLOCK_STEP = 5.0  # a fact of the future by more was written by another clock
 _SLACK = 20.0  # seconds by which an upload may be older than it looks
+_FIRST_STEP = 1800.0  # seconds, with its compilation
 _PACE = 1.5  # blocks may come so much faster than the network's file says
 
 
@@ -94,6 +99,11 @@ class Standing:
     rank: int
     miners: int
     weights_block: int
+
+    @property
+    def least(self) -> float:
+        """The incentive from which it is pay: a tenth of an equal share."""
+        return 0.1 / max(1, self.miners)
 
     @property
     def words(self) -> str:
@@ -192,8 +202,11 @@ class Facts:
     behind_since: float | None = None  # since when the network is at a later outer step
     store_silent_since: float | None = None  # None: it answers
     other_version: Fact[str] | None = None  # how the network's file differs from ours
+    outdated: bool = False  # ours is the older one
     forked: str = ""  # store network: there are two histories
     next_round: float | None = None  # is expected
+    next_upload: float | None = None  # begins, at the present pace
+    fitting_steps: int | None = None  # upload_steps with which uploads count; None: they do now
     # --- what others see of the miner
     launch: Fact[Launch] | None = None
     gone: Fact[bool] | None = None  # no process of it runs
@@ -254,12 +267,334 @@ class Judgement:
             return "bad"
         if self.verdict in (Verdict.STOPPED, Verdict.UNKNOWN):
             return "idle"
-        return "good" if self.earns else "wait"
+        return "good" if self.verdict is Verdict.EARNING else "wait"
 
 
 def judge(facts: Facts, now: float) -> Judgement:
     """Return the verdict at ``now``, in Unix seconds: the first thing in the way decides."""
-    return Judgement(Verdict.UNKNOWN, "not known", earns=None)
+    counts = _count_store(facts, now) if facts.kind == "store" else _count_hivemind(facts, now)
+    found = _of_process(facts, now) or _of_machine(facts, now)
+    if found is not None:
+        return replace(found, counts=counts.counts)
+    found = _of_network(facts, now, counts)
+    standing = _value(facts.standing, now, STANDING_LIFE)
+    if standing is None or standing.incentive <= 0 or found.verdict in _PAY:
+        return replace(found, counts=counts.counts)
+    cause = f"{found.cause}. Still paid for earlier scores: {standing.words}"
+    waits = found.verdict is Verdict.NOT_JUDGED_YET and standing.incentive >= standing.least
+    return replace(found, counts=counts.counts, cause=cause, earns=waits or found.earns)
+
+
+_PAY = (Verdict.EARNING, Verdict.HARDLY_EARNING, Verdict.NOT_YET_PAID)
+
+
+def _value(fact: Fact[_T] | None, now: float, life: float) -> _T | None:
+    """Return a fact's value, or None if it is older than its life, or of the future."""
+    return fact.value if fact is not None and -_CLOCK_STEP <= now - fact.at <= life else None
+
+
+# --- the process and its machine ------------------------------------------------------------------
+
+
+def _of_process(facts: Facts, now: float) -> Judgement | None:
+    launch = None if facts.launch is None else facts.launch.value
+    state = "" if launch is None else launch.state
+    if launch is not None and state in ("stopped", "stopping"):
+        how = ": ".join(filter(None, (launch.stopped_by, launch.text)))
+        cause = "it is stopping" if state == "stopping" else "it was stopped"
+        return Judgement(
+            Verdict.STOPPED,
+            f"{cause} ({how})" if how else cause,
+            "" if launch.asked else "the end of its log names the cause",
+            bad=not launch.asked,
+        )
+    if _value(facts.gone, now, MACHINE_LIFE):
+        return Judgement(
+            Verdict.STOPPED,
+            "none of its processes runs, and nobody asked it to stop",
+            "pm2 status, then the end of its log",
+            bad=True,
+        )
+    if launch is not None and state == "refused":
+        again = launch.next_try_at
+        when = "" if again is None else f", next try in {span(max(0.0, again - now))}"
+        tried = f" (attempt {launch.attempt}{when})" if launch.attempt else ""
+        return Judgement(
+            Verdict.CANNOT_START, f"{launch.text or 'no cause given'}{tried}", bad=True
+        )
+    if launch is not None and state == "starting":
+        cause = launch.stage or "the ranks are being started"
+        if launch.eta_seconds is not None and launch.stage_at is not None:
+            cause += f", {span(max(0.0, launch.stage_at + launch.eta_seconds - now))} left"
+        return Judgement(Verdict.STARTING, cause, earns=None)
+    return None
+
+
+def _of_machine(facts: Facts, now: float) -> Judgement | None:
+    disk = _value(facts.disk, now, MACHINE_LIFE)
+    if disk is not None and disk.free < disk.needed:
+        free, needed = disk.free / 1e9, disk.needed / 1e9
+        return Judgement(
+            Verdict.DISK_FULL,
+            f"{free:.1f} GB are free, and a snapshot and a checkpoint take {needed:.1f} GB",
+            "free the disk of --neuron.run_folder",
+            bad=True,
+        )
+    if facts.looked is None:
+        return Judgement(Verdict.UNKNOWN, "the miner has written nothing yet", earns=None)
+    silent = now - facts.looked
+    if silent < -_CLOCK_STEP:
+        cause = "what the miner wrote is of the future: this machine's clock was set back"
+        return Judgement(Verdict.UNKNOWN, cause, earns=None)
+    if silent > LOOK_LIFE:
+        cause, remedy = f"the miner has written nothing for {span(silent)}", "the end of its log"
+        return Judgement(Verdict.STUCK, cause, remedy, bad=True, earns=None)
+    since, limit = facts.started or now, _FIRST_STEP
+    if facts.step is not None:
+        since = max(since, facts.step.at) if facts.started else facts.step.at
+        limit = max(120.0, 5 * (facts.step_seconds or 0.0))
+    if facts.mode == "training" and now - since > limit:
+        cause, remedy = f"no inner step for {span(now - since)}", "the end of its log tells why"
+        return Judgement(Verdict.STUCK, cause, remedy, bad=True)
+    return _of_link(facts, now)
+
+
+def _of_link(facts: Facts, now: float) -> Judgement | None:
+    """Say that neither chain nor store answers, and whose link it is."""
+    chain = None if facts.block is None else facts.block.at
+    store = facts.store_silent_since
+    if chain is None or store is None or now - max(chain, store) <= OFFLINE_AFTER:
+        return None
+    cause = f"chain and store have not answered for {span(now - max(chain, store))}"
+    if facts.called_at is not None and now - facts.called_at < OFFLINE_AFTER:
+        return Judgement(
+            Verdict.OFFLINE,
+            f"{cause}, and calls still come in: its way out is blocked, or both are down",
+            "see the firewall and proxy of this machine",
+            bad=True,
+            earns=None,
+        )
+    remedy = "see its network; training goes on"
+    return Judgement(Verdict.OFFLINE, f"{cause}: this machine's link", remedy, bad=True, earns=None)
+
+
+# --- whether uploads count ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """``counts``: None where it depends on what is not known."""
+
+    counts: bool | None
+    cause: str
+    verdict: Verdict = Verdict.NOT_JUDGED_YET
+
+
+def _count_store(facts: Facts, now: float) -> _Counts:
+    """Go by the last upload that a manifest names."""
+    life = FATE_ROUNDS * (facts.round_seconds or math.inf)
+    named = [upload for upload in facts.uploads if upload.fate and now - upload.fate_at <= life]
+    if not named:
+        return _Counts(None, "no manifest names an upload of this miner yet")
+    last = named[-1]
+    of = f"outer step {last.outer_step}" + (f" ({last.cause})" if last.cause else "")
+    match last.fate:
+        case "merged":
+            return _Counts(True, f"the upload of {of} was merged")
+        case "refused":
+            cause = f"the validator refused the upload of {of}"
+            return _Counts(False, cause, Verdict.REFUSED)
+        case _:
+            cause = f"the upload of {of} was not merged; what it held goes into the next"
+            return _Counts(False, cause, Verdict.NOT_MERGED)
+
+
+def _count_hivemind(facts: Facts, now: float) -> _Counts:
+    """Judge the upload as validators do, at each block and outer step that they may be at now."""
+    block = _value(facts.block, now, BLOCK_LIFE)
+    place = _value(facts.place, now, facts.round_seconds or math.inf)
+    limit, first, pace = facts.age_limit, facts.blocks_per_round, facts.seconds_per_block
+    looked = facts.looked
+    if block is None or facts.block is None or looked is None or now - looked > LOOK_LIFE:
+        return _Counts(None, "the chain's block is not known now", Verdict.UNKNOWN)
+    if not facts.uploads:
+        verdict = Verdict.NOTHING_UPLOADED if facts.uploads_known else Verdict.NOT_JUDGED_YET
+        return _Counts(False if facts.uploads_known else None, "nothing was uploaded", verdict)
+    last = place.last_allreduce_block if place is not None else None
+    if place is None or last is None or not (limit and first and pace):
+        return _Counts(None, "which outer step validators judge is not known yet")
+    # A chain endpoint may lag by a block, the validator's too.
+    low = block - 1
+    high = block + 1 + math.ceil(max(0.0, now - facts.block.at) * _PACE / pace)
+    period = facts.blocks_per_round_later or first if place.outer_step else first
+    may_be = {
+        scored_epoch(outer_step=place.outer_step, block=at, last_allreduce_block=last, bpa=period)
+        for at in (low, high)
+    }
+    over = high - last >= period  # a round may have ended that this miner has not heard of
+    periods = {period, (facts.blocks_per_round_later or first) if over else period}
+    # It was not over when the network was seen at this outer step, or was being published.
+    seen = low - math.ceil(max(0.0, now - facts.place.at) / pace) if facts.place else low
+    if high - max(last + period, seen - period // 4) >= min(periods) / 2:
+        may_be.add(place.outer_step + 1)
+    # Each round that failed since prolongs the age limit.
+    longest = limit * (1 + max(0, (high - last) // min(periods)))
+    found = [
+        _count_upload(facts, step, now, blocks=(low, high), ages=(limit, longest), periods=periods)
+        for step in sorted(may_be)
+    ]
+    alike = {each.counts for each in found}
+    if len(alike) == 1:
+        return found[0]
+    return _Counts(None, next((each.cause for each in found if each.counts is None), _TURN))
+
+
+_TURN = "validators go on to the next outer step about now"
+
+
+def _count_upload(
+    facts: Facts,
+    step: int,
+    now: float,
+    *,
+    blocks: tuple[int, int],
+    ages: tuple[float, float],
+    periods: set[int],
+) -> _Counts:
+    """Say whether the upload of ``step`` counts, if validators judge that outer step.
+
+    ``blocks``, ``ages``: the least and the most that the chain's block and the age limit may be.
+    """
+    newest = facts.uploads[-1]
+    upload = next((each for each in facts.uploads if each.outer_step == step), None)
+    if upload is None:
+        if newest.outer_step < step:
+            cause = (
+                f"the newest upload is of outer step {newest.outer_step}, validators judge {step}"
+            )
+            counts = False if facts.uploads_known else None
+            return _Counts(counts, f"{cause} and give it 0", Verdict.OLDER_STEP)
+        cause = f"validators still judge outer step {step}, then {newest.outer_step}"
+        return _Counts(None, f"{cause}, of which the newest upload is")
+    assert facts.looked is not None
+    age = facts.looked - upload.at
+    oldest = age + max(0.0, now - facts.looked) + _SLACK
+    if age >= ages[1]:
+        cause = f"validators give it 0 ({span(age)} old, limit {span(ages[0])})"
+        return _Counts(False, cause, Verdict.TOO_OLD)
+    if upload.block is None:
+        return _Counts(None, "the blocks of the newest upload are not known")
+    low, high = blocks
+
+    def fresh(block: int) -> set[bool]:
+        return {blocks_are_fresh([upload.block or 0], block=block, bpa=bpa) for bpa in periods}
+
+    if not any(fresh(low)):
+        old, most = low + 1 - upload.block, max(periods) // 2
+        cause = f"validators give it 0 (newest trained block {old} old, limit {most})"
+        return _Counts(False, cause, Verdict.TOO_OLD)
+    if not all(fresh(high)) or oldest >= ages[0]:
+        return _Counts(None, "the newest upload is at its limit just now")
+    return _Counts(True, f"the upload of outer step {step} counts")
+
+
+# --- the network and the pay ----------------------------------------------------------------------
+
+
+def _of_network(facts: Facts, now: float, counts: _Counts) -> Judgement:
+    if _value(facts.registered, now, STANDING_LIFE) is False:
+        return Judgement(
+            Verdict.NOT_REGISTERED,
+            "the chain does not show this hotkey",
+            "register it again, and the miner goes on by itself",
+            bad=True,
+        )
+    if facts.forked:
+        return Judgement(Verdict.OTHER_VERSION, facts.forked, bad=True)
+    if problem := _value(facts.other_version, now, ASKED_LIFE):
+        verdict = Verdict.OUTDATED if facts.outdated else Verdict.OTHER_VERSION
+        return Judgement(verdict, problem, bad=True)
+    behind = 0.0 if facts.behind_since is None else now - facts.behind_since
+    hivemind, period = facts.kind != "store", facts.round_seconds or math.inf
+    if behind > (facts.patience if hivemind else period):
+        return Judgement(
+            Verdict.BEHIND,
+            f"the network has been at a later outer step for {span(behind)}",
+            f"grep -i '{'global state' if hivemind else 'taken over'}' in the log",
+            bad=True,
+        )
+    running = now - (facts.started if facts.started is not None else now)
+    found = _of_uploads(facts, counts, running, behind > 0)
+    if found is not None and (found.bad or counts.counts is False):
+        return found
+    silent = now - max(facts.called_at or 0.0, facts.started or now)
+    if hivemind and silent > period:
+        return _not_called(facts, now, silent)
+    return found or _pay(facts, now, counts)
+
+
+def _of_uploads(facts: Facts, counts: _Counts, running: float, behind: bool) -> Judgement | None:
+    """Return the verdict where uploads do not count, or it is not known; None: they count."""
+    if counts.counts:
+        return None
+    late, failed = False, "grep -iE 'UPLOAD BLOCKED|upload failed' in the log for the cause"
+    if facts.kind == "store":
+        late = running > FATE_ROUNDS * (facts.round_seconds or math.inf)
+        if counts.counts is None and not facts.uploads:
+            cause = f"nothing was uploaded in the {span(running)} since the start"
+            remedy = failed if late else ""
+            return Judgement(Verdict.JOINING, cause, remedy, bad=late)
+        remedy = "" if counts.counts is None and not late else failed
+        return Judgement(counts.verdict, counts.cause, remedy, bad=bool(remedy))
+    if counts.verdict is Verdict.NOTHING_UPLOADED:
+        late = running > (facts.age_limit or math.inf)
+        words = f"in the {span(running)} " if running >= 1 else ""
+        cause = f"nothing was uploaded {words}since the start"
+        return Judgement(counts.verdict, cause, failed if late else "", bad=late)
+    if counts.counts is None:
+        earns = None if counts.verdict is Verdict.UNKNOWN else False
+        return Judgement(counts.verdict, counts.cause, earns=earns)
+    cause, remedy = counts.cause, ""
+    if facts.sending:
+        cause += f". The next one ({facts.sending}) is on its way"
+    elif facts.next_upload is not None and facts.looked is not None:
+        cause += f". Next upload in about {span(max(0.0, facts.next_upload - facts.looked))}"
+    if facts.fitting_steps is not None:
+        remedy = f"if this comes back: upload_steps = {facts.fitting_steps}"
+    # Behind the network the load that is due helps here as well, without an operator.
+    return Judgement(counts.verdict, cause, remedy, bad=not behind)
+
+
+def _not_called(facts: Facts, now: float, silent: float) -> Judgement:
+    chain_silent = 0.0 if facts.block is None else now - facts.block.at
+    cause = f"no validator has called for {span(silent)}"
+    remedy = (
+        "see from another machine whether --axon.port is reached (python -m distributed_training "
+        "doctor --probe IP)"
+    )
+    if chain_silent > BLOCK_LIFE / 2:
+        cause += f", nor has the chain answered for {span(chain_silent)}"
+        remedy = "see the network of this machine first"
+    return Judgement(Verdict.NOT_CALLED, cause, remedy, bad=True)
+
+
+def _pay(facts: Facts, now: float, counts: _Counts) -> Judgement:
+    """Return the verdict on a miner whose uploads count."""
+    standing = _value(facts.standing, now, STANDING_LIFE)
+    if standing is None:
+        cause = f"{counts.cause}; what the chain pays for it is not known now"
+        return Judgement(Verdict.UNKNOWN, cause, earns=None)
+    if standing.incentive > 0:
+        if standing.incentive < standing.least:
+            cause = f"{standing.words}: below a tenth of an equal share ({standing.least:.1e})"
+            return Judgement(Verdict.HARDLY_EARNING, cause)
+        return Judgement(Verdict.EARNING, standing.words, earns=True)
+    newest = facts.uploads[-1]
+    if facts.kind != "store" and standing.weights_block < (newest.block or 0):
+        cause = f"{counts.cause}; no validator has set weights since"
+        return Judgement(Verdict.NOT_JUDGED_YET, cause)
+    cause = "the newest upload is fine; validators pay for it hours later"
+    return Judgement(Verdict.NOT_YET_PAID, cause)
 
 
 @functools.cache

@@ -44,6 +44,7 @@ from distributed_training.telemetry import MetricsFile, unix_time
 from distributed_training.telemetry.metrics import METRICS
 from distributed_training.telemetry.page import PageProcess
 from distributed_training.telemetry.run_state import LauncherFile
+from distributed_training.telemetry.verdict import Facts
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER, VALIDATOR, world
 from tests.tools.settings import load_config
@@ -86,11 +87,10 @@ class Miner:
         income = Income(
             hotkey=MINER.ss58,
             chain=MemoryChain(hotkey=MINER.ss58, ledger=ledger),
-            limits=blocks,
-            called_at=time.monotonic,
-            round_period=lambda: 9000.0,
-            patience=60.0,
+            rules=Facts(kind="hivemind"),
+            measured=dict,
             record=lambda kind, **fields: None,
+            folder=folder,
         )
         income.on_event(ev.Tick(time.monotonic()), TRAINING)
         self.metrics = Metrics(
@@ -108,6 +108,7 @@ class Miner:
                 "protocol_run": lambda: 5,
                 "round_seconds": lambda: self.round_seconds,
                 **blocks,
+                "last_call_timestamp_seconds": time.time,
                 **income.gauges(),
                 **self.machine.single(),
             },

@@ -27,12 +27,12 @@ from distributed_training.miner.global_state import (
     GlobalSilentError,
     GlobalUnavailableError,
 )
-from distributed_training.miner.income import judge_income
 from distributed_training.miner.missed_rounds import MissedRounds
 from distributed_training.node.start import Stopped
 from distributed_training.protocol.lines import step_warnings
+from distributed_training.telemetry.verdict import Fact, judge
 from tests.tools.miner_parts import step_report
-from tests.unit.test_miner_income import WELL
+from tests.unit.test_miner_income import NOW, WELL
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -92,9 +92,9 @@ def launcher(*, alive: bool) -> Any:
     return SimpleNamespace(pid=41, is_alive=lambda: alive)
 
 
-def not_called(**facts: float) -> Say:
-    found = replace(WELL, silent=3 * HOUR, **facts)  # type: ignore[arg-type]
-    return lambda *_: judge_income(found)[1]
+def not_called(chain_silent: float = 0.0) -> Say:
+    found = replace(WELL, called_at=NOW - 3 * HOUR, block=Fact(1440, NOW - chain_silent))
+    return lambda *_: judge(found, NOW).words
 
 
 def bucket_fails(error: Exception) -> Say:

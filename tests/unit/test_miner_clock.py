@@ -148,6 +148,16 @@ def test_the_state_of_a_round_with_this_miner_is_no_missed_round(averaged: bool)
     assert clock.missed()
 
 
+def test_block_lists_are_judged_by_the_networks_file_whatever_calls_show() -> None:
+    chain = Chain()
+    clock = chain.clock(1000)
+    for _ in range(3):
+        chain.pass_blocks(560, 12.0)
+        clock.round_called()
+        clock.round_ended()
+    assert clock.seconds() == 560 * 12.0 and clock.half() == 200
+
+
 def test_a_round_may_be_called_a_tenth_of_the_period_early() -> None:
     chain = Chain()
     clock = chain.clock(1000)

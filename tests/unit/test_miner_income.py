@@ -1,26 +1,36 @@
-"""The verdict on a miner's income: the first thing in the way, else what the chain pays."""
+"""The verdict on a miner: the first thing in the way, else what the chain pays; and who says it."""
 
 from __future__ import annotations
 
+import json
 import logging
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from distributed_training.chain.base import Neuron
 from distributed_training.miner import events as ev
 from distributed_training.miner.events import MinerState, Mode
-from distributed_training.miner.income import (
-    Facts,
-    Income,
-    Standing,
-    Verdict,
-    judge_income,
-    standing,
-)
+from distributed_training.miner.income import Clocks, Income, standing
+from distributed_training.protocol.types import PublicationReport, Revision
 from distributed_training.telemetry.metrics import METRICS
+from distributed_training.telemetry.verdict import (
+    FACTS_FILE,
+    Disk,
+    Fact,
+    Facts,
+    Launch,
+    Place,
+    Standing,
+    Upload,
+    Verdict,
+    judge,
+)
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -30,19 +40,119 @@ NEURONS = (
     Neuron(2, "other", incentive=0.3),
     Neuron(3, "equal", incentive=0.2),
 )
-WELL = Facts(
-    standing=standing(NEURONS, "me"),
-    running=9000,
-    upload_age=60,
-    age_limit=4800,
-    blocks_left=10,
-    behind=None,
-    silent=60,
-    patience=600,
-    round_period=9000,
+NOW = 1e9
+#: Outer step 7 began at block 1000; it is judged from block 1375 on.
+RULES = Facts(
+    kind="hivemind",
+    blocks_per_round=400,
+    blocks_per_round_later=750,
+    seconds_per_block=12.0,
+    round_seconds=9000.0,
+    age_limit=4800.0,
+    patience=600.0,
 )
-PAID_IN_NOTHING = Standing(0.2, 0.0, 2, 3, 900)  # by a registry
-UNPAID = replace(WELL, standing=Standing(0.0, 0.0, 3, 3, 900))
+PAID = Standing(0.2, 0.4, 2, 3, 1450)
+WELL = replace(
+    RULES,
+    looked=NOW,
+    started=NOW - 20000,
+    mode="training",
+    outer_step=7,
+    step=Fact(900, NOW - 10),
+    step_seconds=15.0,
+    uploads=(Upload(6, NOW - 9000, "5.6.90", 900), Upload(7, NOW - 60, "5.7.60", 1430)),
+    uploads_known=True,
+    called_at=NOW - 60,
+    block=Fact(1440, NOW - 5),
+    registered=Fact(True, NOW - 5),
+    standing=Fact(PAID, NOW - 5),
+    place=Fact(Place(7, 1000), NOW - 30),
+    other_version=Fact("", NOW),
+    disk=Fact(Disk(9e11, 1e12, 1e11), NOW),
+)
+UNPAID = replace(WELL, standing=Fact(Standing(0.0, 0.0, 3, 3, 1450), NOW))
+MERGED = Upload(6, NOW - 700, "6.3", None, "merged", NOW - 300)
+STORE = replace(
+    WELL, kind="store", blocks_per_round_later=0, round_seconds=600.0, uploads=(MERGED,)
+)
+STARTS = Launch("starting", "loading global state 12.4 of 32.0 GB", NOW - 60, 1620.0)
+REFUSED = Launch("refused", text="no hotkey", attempt=6, next_try_at=NOW + 40)
+
+
+def upload(*, age: float = 60, block: int | None = 1430, outer_step: int = 7) -> dict[str, Any]:
+    return {"uploads": (Upload(outer_step, NOW - age, "5.7.60", block),)}
+
+
+def launched(launch: Launch) -> dict[str, Any]:
+    return {"launch": Fact(launch, NOW - 5)}
+
+
+def pays(incentive: float, weights_block: int = 1450) -> dict[str, Any]:
+    return {"standing": Fact(Standing(incentive, 0.0, 1, 200, weights_block), NOW)}
+
+
+def silent(seconds: float, **more: Any) -> dict[str, Any]:
+    return {"block": Fact(1440, NOW - seconds), "store_silent_since": NOW - seconds, **more}
+
+
+V = Verdict
+#: Facts, what is changed in them, the verdict, words of it, whether an operator must act.
+CASES: list[tuple[Facts, dict[str, Any], Verdict, str, bool]] = [
+    (WELL, {}, V.EARNING, "incentive 0.2000, rank 2 of 3 miners, emission 0.4 per tempo", False),
+    (WELL, pays(0.0004), V.HARDLY_EARNING, "below a tenth of an equal share (5.0e-04)", False),
+    (WELL, pays(6e-6), V.HARDLY_EARNING, "incentive 6.0e-06", False),
+    (UNPAID, {}, V.NOT_YET_PAID, "fine; validators pay for it hours later", False),
+    (WELL, pays(0.0, 1400), V.NOT_JUDGED_YET, "no validator has set weights since", False),
+    (WELL, {"standing": Fact(PAID, NOW - 8000)}, V.UNKNOWN, "is not known now", False),
+    # --- uploads
+    (WELL, {"uploads": ()}, V.NOTHING_UPLOADED, "UPLOAD BLOCKED", True),
+    (UNPAID, {"uploads": (), "started": NOW - 60}, V.NOTHING_UPLOADED, "in the 60 s since", False),
+    (WELL, upload(age=4900), V.TOO_OLD, "81 min old, limit 80 min", True),
+    (WELL, upload(block=1040), V.TOO_OLD, "newest trained block 400 old, limit 375", True),
+    (WELL, {**upload(block=9), "behind_since": NOW - 9}, V.TOO_OLD, "limit 375", False),
+    (WELL, {**upload(block=9), "fitting_steps": 5}, V.TOO_OLD, "upload_steps = 5", True),
+    (WELL, upload(outer_step=5), V.OLDER_STEP, "of outer step 5, validators judge 7", True),
+    (WELL, {"place": Fact(Place(7, 1100), NOW)}, V.TOO_OLD, "2 h 30 min old", True),
+    (WELL, {**upload(), "place": Fact(Place(7, 1100), NOW)}, V.NOT_JUDGED_YET, "still", False),
+    (WELL, {"place": Fact(Place(7, None), NOW)}, V.NOT_JUDGED_YET, "not known yet", False),
+    (WELL, upload(block=None), V.NOT_JUDGED_YET, "blocks of the newest", False),
+    (WELL, upload(block=1065), V.NOT_JUDGED_YET, "at its limit just now", False),
+    # --- the network
+    (WELL, {"behind_since": NOW - 300}, V.EARNING, "incentive", False),
+    (WELL, {"behind_since": NOW - 3600}, V.BEHIND, "60 min", True),
+    (WELL, {"called_at": NOW - 9001}, V.NOT_CALLED, "2 h 30 min", True),
+    (WELL, {"registered": Fact(False, NOW)}, V.NOT_REGISTERED, "register it again", True),
+    (WELL, {"other_version": Fact("at 2", NOW)}, V.OTHER_VERSION, "at 2", True),
+    (WELL, {"other_version": Fact("at 2", NOW), "outdated": True}, V.OUTDATED, "at 2", True),
+    # --- the machine
+    (WELL, silent(94.0), V.OFFLINE, "not answered for 94 s: this machine's link", True),
+    (WELL, silent(94.0, called_at=NOW - 9999), V.OFFLINE, "this machine's link", True),
+    (WELL, silent(94.0, called_at=NOW - 9), V.OFFLINE, "calls still come in", True),
+    (WELL, {"block": Fact(1440, NOW - 94)}, V.EARNING, "", False),
+    (WELL, {"block": Fact(1440, NOW - 700)}, V.UNKNOWN, "block is not known", False),
+    (WELL, {"disk": Fact(Disk(1e10, 1e12, 1e11), NOW)}, V.DISK_FULL, "10.0 GB are free", True),
+    (WELL, {"step": Fact(900, NOW - 130)}, V.STUCK, "no inner step for 2 min", True),
+    (WELL, {"step": Fact(9, NOW - 9e3), "started": NOW - 60}, V.EARNING, "", False),
+    (WELL, {"looked": NOW - 400}, V.STUCK, "written nothing for 6 min", True),
+    (WELL, {"looked": NOW + 60}, V.UNKNOWN, "clock was set back", False),
+    (RULES, {}, V.UNKNOWN, "written nothing yet", False),
+    # --- the process
+    (RULES, launched(STARTS), V.STARTING, "12.4 of 32.0 GB, 26 min left", False),
+    (RULES, launched(REFUSED), V.CANNOT_START, "no hotkey (attempt 6, next try in 40 s)", True),
+    (WELL, launched(Launch("running")), V.EARNING, "", False),
+    (WELL, launched(Launch("stopped", stopped_by="SIGTERM")), V.STOPPED, "(SIGTERM)", False),
+    (WELL, launched(Launch("stopped", asked=False)), V.STOPPED, "end of its log", True),
+    (WELL, {"gone": Fact(True, NOW)}, V.STOPPED, "none of its processes runs", True),
+    # --- a store network
+    (STORE, {}, V.EARNING, "incentive", False),
+    (STORE, {"uploads": ()}, V.JOINING, "UPLOAD BLOCKED", True),
+    (STORE, {"uploads": (), "started": NOW - 600}, V.JOINING, "in the 10 min", False),
+    (STORE, {"uploads": (replace(MERGED, fate_at=NOW - 1801),)}, V.NOT_JUDGED_YET, "", True),
+    (STORE, {"uploads": (replace(MERGED, fate="refused", cause="copy"),)}, V.REFUSED, "copy", True),
+    (STORE, {"uploads": (replace(MERGED, fate="kept", cause="late"),)}, V.NOT_MERGED, "late", True),
+    (STORE, {"forked": "two manifests"}, V.OTHER_VERSION, "two manifests", True),
+    (STORE, {"behind_since": NOW - 700}, V.BEHIND, "taken over", True),
+]  # fmt: skip
 
 
 def test_validators_are_no_rivals_and_equal_miners_share_a_place() -> None:
@@ -50,91 +160,96 @@ def test_validators_are_no_rivals_and_equal_miners_share_a_place() -> None:
     assert standing(NEURONS, "stranger") is None
 
 
-@pytest.mark.parametrize(
-    ("facts", "verdict", "words", "bad"),
-    [
-        (WELL, Verdict.EARNING, "rank 2 of 3 miners, emission 0.4 per tempo", False),
-        (replace(WELL, standing=PAID_IN_NOTHING), Verdict.EARNING, "rank 2 of 3 miners", False),
-        (UNPAID, Verdict.NOT_YET, "uploads count; the weights", False),
-        (replace(WELL, standing=None), Verdict.UNKNOWN, "does not show", False),
-        (replace(WELL, upload_age=None), Verdict.NOTHING_UPLOADED, "UPLOAD BLOCKED", True),
-        (
-            replace(UNPAID, upload_age=None, running=60),
-            Verdict.NOTHING_UPLOADED,
-            "in the 60 s since the start",
-            False,
-        ),
-        (
-            replace(UNPAID, upload_age=None, running=0.2),
-            Verdict.NOTHING_UPLOADED,
-            "uploaded since the start",
-            False,
-        ),
-        (replace(WELL, upload_age=4900), Verdict.RESET, "82 min old", True),
-        (replace(WELL, blocks_left=-1.0), Verdict.RESET, "1 block too old", True),
-        (replace(WELL, behind=300), Verdict.EARNING, "incentive", False),
-        (replace(WELL, behind=3600), Verdict.BEHIND, "60 min", True),
-        (replace(WELL, silent=9001), Verdict.NOT_CALLED, "2.5 h", True),
-    ],
-)
+@pytest.mark.parametrize(("facts", "changed", "verdict", "words", "bad"), CASES)
 def test_the_first_thing_in_the_way_is_named(
-    facts: Facts, verdict: Verdict, words: str, bad: bool
+    facts: Facts, changed: dict[str, Any], verdict: Verdict, words: str, bad: bool
 ) -> None:
-    found = judge_income(facts)
-    assert found[0] is verdict and found[2] is bad
-    assert words in found[1]
-    still_paid = facts.standing == WELL.standing and verdict is not Verdict.EARNING
-    assert ("Still paid" in found[1]) == (still_paid and facts.standing is not None)
+    facts = replace(facts, **changed)
+    found = judge(facts, NOW)
+    assert (found.verdict, found.bad) == (verdict, bad), found
+    assert words in found.words
+    assert judge(Facts.from_json(facts.to_json()), NOW) == found
+
+
+def test_each_verdict_is_reached() -> None:
+    assert {case[2] for case in CASES} == set(Verdict)
+
+
+_FACTS = st.recursive(
+    st.none() | st.booleans() | st.integers(-10, 10**12) | st.floats() | st.text(max_size=9),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["value", "at", "state", "outer_step", "x"]), inner)
+    ),
+    max_leaves=9,
+)
+
+
+@settings(max_examples=60)
+@given(st.dictionaries(st.sampled_from([*vars(RULES), "new"]), _FACTS), st.floats(0, 2e9))
+def test_whatever_a_file_holds_there_is_a_verdict(content: dict[str, Any], now: float) -> None:
+    judge(Facts.from_json(json.dumps(content)), now)
+    judge(Facts.from_json(json.dumps(content)[:-1]), now)
+
+
+class View:
+    block_number = 1440
+
+    def neurons(self) -> tuple[Neuron, ...]:
+        return NEURONS
+
+    def age(self) -> timedelta:
+        return timedelta()
+
+    def block(self) -> int:
+        return self.block_number
 
 
 def test_a_change_is_logged_at_once_and_the_rest_once_an_hour(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    class View:
-        def neurons(self) -> tuple[Neuron, ...]:
-            return NEURONS
-
-        def age(self) -> timedelta:
-            return timedelta()
-
-    now, age, written = [0.0], [60.0], []
+    now, written, chain = [0.0], list[dict[str, Any]](), View()
     income = Income(
         hotkey="me",
-        chain=View(),  # type: ignore[arg-type]
-        limits={
-            "publication_age_seconds": lambda: age[0],
-            "publication_age_limit_seconds": lambda: 4800.0,
-            "block_list_blocks_left": lambda: None,
-        },
-        called_at=lambda: now[0],
-        round_period=lambda: 9000.0,
-        patience=600.0,
+        chain=chain,  # type: ignore[arg-type]
+        rules=RULES,
+        measured=lambda: {"called_at": NOW + now[0]},
         record=lambda kind, **fields: written.append({"kind": kind, **fields}),
-        clock=lambda: now[0],
+        folder=tmp_path,
+        clocks=Clocks(lambda: now[0], lambda: NOW + now[0]),
     )
-    state = MinerState(mode=Mode.TRAINING, outer_step=3, global_due=0.0)
+    state = MinerState(mode=Mode.FETCHING, outer_step=7, global_due=0.0)
 
     def measured() -> dict[str, Any]:
         return {name: measure() for name, measure in income.gauges().items()}
 
     assert measured()["earning"] is None and measured().keys() <= set(METRICS)
+    income.on_event(ev.GlobalEpochSeen(7, 0.0), state)
+    income.on_event(ev.PlaceSeen(7, 0, 1000), state)
+    revision = Revision(5, 7, 60)
+    report = PublicationReport(revision, True, 9.0, 10, finished_at=NOW, newest_block=1430)
+    income.on_event(ev.PublicationEnded(report), state)
     with caplog.at_level(logging.INFO):
         for second in range(7100):
             now[0] = float(second)
-            age[0] = 5000.0 if second >= 7000 else 60.0
+            # Two hours without a further upload, at a chain that stands still.
+            if second % 60 == 0:
+                income.on_event(ev.GlobalEpochSeen(7, now[0]), state)
             income.on_event(ev.Tick(now[0]), state)
     # By number: hivemind, once imported, gives levels other names.
     lines = [(r.levelno, r.message.split(":")[1].strip()) for r in caplog.records]
-    well = (logging.INFO, "earning")
-    assert lines == [well, well, (logging.WARNING, "reset")]
+    well, old = (logging.INFO, "earning"), (logging.WARNING, "upload too old")
+    assert lines == [well, well, (logging.INFO, "not judged yet"), old]
     assert len(written) == pytest.approx(7100 / 300 + 1, abs=2)
-    assert written[-1]["verdict"] == "reset" and written[-1]["rank"] == 2
-    assert measured()["earning"] == 0 and measured()["incentive"] == 0.2
-    income.on_event(ev.GlobalEpochSeen(4, now[0]), state)
-    age[0], now[0] = 60.0, 9000.0
+    assert written[-1]["verdict"] == "upload too old" and written[-1]["rank"] == 2
+    assert measured()["earning"] is False and measured()["incentive"] == 0.2
+    facts = Facts.from_json((tmp_path / FACTS_FILE).read_bytes())
+    assert judge(facts, NOW + now[0]).verdict is Verdict.TOO_OLD
+    income.on_event(ev.GlobalEpochSeen(8, now[0]), state)
+    now[0] = 9000.0
     income.on_event(ev.Tick(now[0]), state)
-    assert written[-1]["verdict"] == "behind the network"
-    income.on_event(ev.Loaded(4), state)
+    assert written[-1]["verdict"] == "behind"
+    income.on_event(ev.Loaded(8), state)
     now[0] += 20
     income.on_event(ev.Tick(now[0]), state)
-    assert written[-1]["verdict"] == "earning"
+    assert written[-1]["verdict"] == "not judged yet"

@@ -51,7 +51,7 @@ class Bucket:
         if key == self.lost:
             raise TransientError("the store is away")
 
-    def read(self) -> tuple[float | None, int | None]:
+    def read(self) -> OwnBucket:
         return read_newest(BucketReader(self.store, large=timedelta(seconds=1)))
 
 
@@ -61,14 +61,16 @@ def bucket(tmp_path: Path) -> Bucket:
 
 
 def test_a_start_knows_how_old_the_upload_and_its_blocks_are(bucket: Bucket) -> None:
-    at, newest_block = bucket.read()
-    assert at == pytest.approx(time.monotonic() - 600, abs=20)
-    assert newest_block == 1007
+    found = bucket.read()
+    assert found.published_at == pytest.approx(time.monotonic() - 600, abs=20)
+    assert (found.newest_block, found.outer_step, found.known) == (1007, REVISION.outer_step, True)
+    (upload,) = found.uploads()
+    assert upload.at == pytest.approx(time.time() - 600, abs=20) and upload.block == 1007
 
 
 def test_an_empty_bucket_tells_nothing() -> None:
     empty = BucketReader(MemoryObjectStore(), large=timedelta(seconds=1))
-    assert read_newest(empty) == (None, None)
+    assert read_newest(empty) == OwnBucket("", "") and OwnBucket("", "").uploads() == ()
 
 
 @pytest.mark.parametrize(
@@ -86,8 +88,9 @@ def test_what_cannot_be_read_costs_nothing_else_and_no_start(
     bucket.lost = lost
     if spoilt is not None:
         bucket.store.put(CONFIG, spoilt)
-    at, newest_block = bucket.read()
-    assert (at is None) == (lost == keys.ROOT_METADATA) and newest_block is None
+    found = bucket.read()
+    assert (found.published_at is None) == (lost == keys.ROOT_METADATA) == (not found.known)
+    assert found.newest_block is None
     (line,) = [m for m in caplog.messages if "is not known before the next upload" in m]
     assert line.startswith(f"The age of {unknown} is not known")
 
@@ -123,7 +126,7 @@ def test_a_start_in_an_outage_goes_by_what_the_chain_shows_of_this_miner(outage:
     outage.ledger.commit(MINER.ss58, "our read keys")
     assert start_hivemind.find_address(outage.config, outage.member) == "1.2.3.4"
     found = own_bucket.open_own_bucket(outage.config, outage.member, "mine")
-    assert found == OwnBucket("mine", "our read keys")
+    assert found == OwnBucket("mine", "our read keys", known=False)
 
 
 @pytest.mark.parametrize("committed", [None, "other read keys", "not read yet"])

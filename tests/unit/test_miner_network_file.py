@@ -16,12 +16,13 @@ from distributed_training.miner.global_state import (
     GlobalEpoch,
     GlobalUnavailableError,
 )
-from distributed_training.miner.income import judge_income
 from distributed_training.network import Shown, other_version
 from distributed_training.protocol import keys
+from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.telemetry.verdict import Fact, judge
 from tests.tools.memory_store import MemoryObjectStore
-from tests.unit.test_miner_income import WELL
+from tests.unit.test_miner_income import NOW, WELL
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -56,8 +57,9 @@ def test_another_version_of_the_networks_file_is_named(
 ) -> None:
     found = other_version(theirs, ours)
     assert (words in found) and bool(found) == bool(words)
-    verdict, said, bad = judge_income(replace(WELL, other_version=found))
-    assert (verdict == "other version") == bad == bool(words) and found in said
+    judged = judge(replace(WELL, other_version=Fact(found, NOW)), NOW)
+    assert (judged.verdict == "other version") == judged.bad == bool(words)
+    assert found in judged.words
 
 
 class Bucket:
@@ -67,6 +69,9 @@ class Bucket:
 
     def outer_step(self) -> int:
         return 4
+
+    def extras(self, outer_step: int) -> ConfigExtras:
+        return ConfigExtras((), 0)
 
     def network(self) -> Shown | None:
         try:

@@ -14,11 +14,12 @@ from distributed_training.exchange.base import Close
 from distributed_training.miner import events as ev
 from distributed_training.miner.block_list import BlockList
 from distributed_training.miner.events import MinerState, Mode
-from distributed_training.miner.income import StoreIncome
+from distributed_training.miner.income import Clocks, Income
 from distributed_training.miner.metrics import Metrics
 from distributed_training.miner.reporter import StoreReporter
 from distributed_training.protocol.types import Base, Progress, Update
 from distributed_training.telemetry import MetricsFile
+from distributed_training.telemetry.verdict import Facts
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.chain_world import MINER
 from tests.tools.miner_parts import step_report
@@ -114,38 +115,42 @@ def test_what_failed_or_is_dropped_is_a_warning(caplog: pytest.LogCaptureFixture
 
 
 class Judged:
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.now, ledger = 0.0, MemoryLedger()
         ledger.register(MINER.ss58)
-        self.income = StoreIncome(
+        self.income = Income(
             hotkey=MINER.ss58,
             chain=MemoryChain(hotkey=MINER.ss58, ledger=ledger),
-            round_period=600.0,
+            rules=Facts(kind="store", round_seconds=600.0),
+            measured=dict,
             record=lambda kind, **fields: self.found.append((fields["verdict"], fields["bad"])),
-            clock=lambda: self.now,
+            folder=folder,
+            clocks=Clocks(lambda: self.now, lambda: 1e9 + self.now),
         )
         self.found: list[tuple[str, bool]] = []
 
     def after(self, event: ev.Event, before: MinerState, seconds: float = 20.0) -> tuple[str, bool]:
         self.income.on_event(event, before)
         self.now += seconds
-        self.income.on_event(ev.Tick(self.now), before)
+        # In no mode in which inner steps would be missed.
+        self.income.on_event(ev.Tick(self.now), replace(before, mode=Mode.FETCHING))
         return self.found[-1]
 
 
-def test_the_verdict_follows_from_the_manifests() -> None:
-    judged = Judged()
+def test_the_verdict_follows_from_the_manifests(tmp_path: Path) -> None:
+    judged = Judged(tmp_path)
     assert judged.after(ev.CloseReached(CLOSE), TRAINING) == ("joining", False)
     assert judged.after(APPLIED, state(Base.KEPT)) == ("joining", False), "none was sent"
     assert judged.after(ev.CloseReached(CLOSE), TRAINING, 1800.0) == ("joining", True)
-    assert judged.after(APPLIED, state(Base.MERGED)) == ("not yet", False)
-    assert judged.after(APPLIED, state(Base.KEPT)) == ("not yet", False), "none was sent"
+    assert judged.after(ev.UploadEnded(12, 3), TRAINING) == ("not judged yet", True), "hours late"
+    assert judged.after(APPLIED, state(Base.MERGED)) == ("not yet paid", False)
+    assert judged.after(APPLIED, state(Base.KEPT)) == ("not yet paid", False), "none was sent"
     assert judged.after(APPLIED, state(Base.KEPT, "late: by 3 s")) == ("not merged", True)
     assert judged.after(APPLIED, state(Base.REFUSED, "copy: of uid 4")) == ("refused", True)
-    assert judged.after(APPLIED, state(Base.MERGED)) == ("not yet", False)
+    assert judged.after(APPLIED, state(Base.MERGED)) == ("not yet paid", False)
     behind = ev.GlobalEpochSeen(14, 0.0)
-    assert judged.after(behind, TRAINING) == ("not yet", False)
-    assert judged.after(ev.CloseReached(CLOSE), TRAINING, 600.0) == ("behind the network", True)
+    assert judged.after(behind, TRAINING) == ("not yet paid", False)
+    assert judged.after(ev.CloseReached(CLOSE), TRAINING, 600.0) == ("behind", True)
     assert judged.after(ev.ChainForked("two"), TRAINING) == ("other version", True)
 
 
