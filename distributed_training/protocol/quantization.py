@@ -47,7 +47,9 @@ def quantize(groups: Tensor, numbers: Tensor, bits: int) -> Tensor:
     else:
         work = groups.square()
         scales = _added(work)
-        scales.div_(scales.new_full((), groups.shape[-1])).sqrt_().mul_(_SPREAD[bits])
+        scales.div_(scales.new_full((), groups.shape[-1]))
+        # With MKL a CPU's float32 root may be off by its last bit; a float64's, rounded, is not.
+        scales = scales.double().sqrt_().float().mul_(_SPREAD[bits])
     scales.mul_(scales >= _LEAST_SCALE)  # a NaN stays one
     factors = torch.where(scales > 0, scales.reciprocal(), 0).div_(step)
     # Two operations, each rounded: a fused one would round once, on some machines alone. Then the
