@@ -757,6 +757,10 @@ class Trainer:
 
     def check_gradient(self, handle: SnapshotHandle) -> float | None:
         """See :meth:`~.local_evaluation.GradientCheck.run`."""
+        # Many ranks have enough with less than a micro-batch each.
+        wanted = -(-self.settings.preview_sequences // self.world_size)
         return self.gradient_check.run(
-            handle, micro_batch=self.micro_batch_size, batches=self.preview_micro_batches
+            handle,
+            micro_batch=min(self.micro_batch_size, wanted),
+            batches=self.preview_micro_batches,
         )
