@@ -49,6 +49,10 @@ from .model import (
 )
 from .throughput import flops_per_token
 
+#: Of what a compiled layer would keep for its backward: at 0.8 it computes the outputs of its norms
+#: and the MLP's pointwise product again, which costs little and no product of matrices.
+LIGHT_BUDGET = 0.8
+
 
 @dataclass(frozen=True)
 class ShardedModel:
@@ -282,7 +286,9 @@ def _recompute_and_compile(
             "torch.compile, which is off, keeps to a budget"
         )
     # Of the process, and read at a block's first run, so it is set for every mode.
-    functorch_config.activation_memory_budget = ACTIVATION_BUDGET if mode == "budget" else 1.0
+    functorch_config.activation_memory_budget = (
+        ACTIVATION_BUDGET if mode == "budget" else LIGHT_BUDGET
+    )
     if mode in ("full", "selective"):
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
