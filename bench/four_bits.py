@@ -60,7 +60,7 @@ def initial(seed: int) -> Weights:
 def losses(weights: Weights, tokens: Tensor) -> Tensor:
     """Return each model's mean loss; ``tokens`` are (models, batch, context + 1)."""
     models, batch, _ = tokens.shape
-    every = torch.arange(models).view(-1, 1, 1)
+    every = torch.arange(models, device=tokens.device).view(-1, 1, 1)
     x = weights["bytes"][every, tokens[..., :-1]] + weights["places"].unsqueeze(1)
     x = x.view(models, -1, WIDTH)
     heads = (models, batch, CONTEXT, HEADS, WIDTH // HEADS)

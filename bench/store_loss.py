@@ -3,11 +3,16 @@
     python -m bench.store_loss                  20 rounds of 30 inner steps, three seeds: 15 minutes
     python -m bench.store_loss --steps 120      an hour of a core
     python -m bench.store_loss --late 0.33 --rounds 12
+    python -m bench.store_loss --device cuda --steps 120    a minute of a GPU
 
 The byte model of ``bench.four_bits``, four workers, the same batches in all ways. Uploads and
 update are the product's own files, merged by the validator's own code: 4, 3 or 2 bits a value up
 and 4 down, with error feedback. Where the update is late, workers train on meanwhile, and what they
-did since their snapshot stays: new epoch start + (weights now - snapshot). ``half`` keeps half.
+did since their snapshot stays: new epoch start + (weights now - snapshot). ``half`` and ``none``
+keep that share of it. ``own first`` is the field's correction (Kale et al. 2025, arXiv 2502.12996):
+at the close a worker applies the outer rule to its own pseudo-gradient, trains on from there, and
+puts the common update in its place when that comes. ``along`` keeps of what was trained late only
+what does not lie along the update, which has that part already.
 """
 
 from __future__ import annotations
@@ -57,6 +62,8 @@ class Way(NamedTuple):
     late: bool = False
     kept: float = 1.0
     goal: float | None = None  # above float32
+    own_first: bool = False
+    along: bool = False
 
 
 WAYS = (
@@ -67,6 +74,9 @@ WAYS = (
     Way("float32, late", None, late=True),
     Way("4 bits, late", 4, late=True, goal=0.01),
     Way("4 bits, late, half", 4, late=True, kept=0.5),
+    Way("4 bits, late, none", 4, late=True, kept=0.0),
+    Way("4 bits, late, own first", 4, late=True, own_first=True),
+    Way("4 bits, late, along", 4, late=True, along=True),
 )
 
 
@@ -84,11 +94,16 @@ class Network:
     late: int  # inner steps
     residuals: list[list[Tensor] | None] = field(default_factory=lambda: [None] * WORKERS)
     snapshot: list[Tensor] | None = None  # by parameter, all workers'
+    start: Sequence[Tensor] = ()  # of the outer step that was closed last
 
     def close(self, weights: list[Tensor], folder: Path, step: int) -> None:
         """Take the workers' uploads, (workers, ...) by parameter, and merge them."""
+        own = [each.cpu() for each in weights]
+        moved = [s - w for s, w in zip(self.state.weights, own, strict=True)]
+        self.start = self.state.weights
+        if self.way.own_first:
+            self._apply_own(weights, moved)
         self.snapshot = [each.clone() for each in weights]
-        moved = [s - w for s, w in zip(self.state.weights, weights, strict=True)]
         if self.way.bits is None:
             before: Sequence[Tensor | None] = self.state.momentum or [None] * len(moved)
             found = [
@@ -118,8 +133,25 @@ class Network:
     def apply(self, weights: list[Tensor]) -> None:
         """Begin the workers' new outer step, in place, with what they trained since the close."""
         assert self.snapshot is not None
-        for mine, new, then in zip(weights, self.state.weights, self.snapshot, strict=True):
-            mine.sub_(then).mul_(self.way.kept).add_(new)
+        parts = zip(weights, self.state.weights, self.snapshot, self.start, strict=True)
+        for mine, new, then, start in parts:
+            late = mine.sub_(then).mul_(self.way.kept)
+            new = new.to(late.device)
+            if self.way.along:
+                _without(late, new - start.to(late.device))
+            late.add_(new)
+
+    def _apply_own(self, weights: list[Tensor], moved: list[Tensor]) -> None:
+        """Take the outer step of each worker's own pseudo-gradient, in place."""
+        momenta: Sequence[Tensor | None] = self.state.momentum or [None] * len(moved)
+        for mine, start, own, momentum in zip(
+            weights, self.state.weights, moved, momenta, strict=True
+        ):
+            alike = None if momentum is None else momentum.expand_as(own)
+            new, _ = nesterov_sgd(
+                start.expand_as(own), own, alike, lr=RULE.learning_rate, mu=RULE.mu
+            )
+            mine.copy_(new)
 
     def _write(self, path: Path, tensors: list[Tensor], step: int) -> UpdateFile:
         path.unlink(missing_ok=True)
@@ -139,7 +171,16 @@ class Network:
         return UpdateLayout.of(list(zip(self.names, shapes, strict=True)), header)
 
 
-def train(seeds: int, rounds: int, steps: int, late: float) -> dict[str, list[float]]:
+def _without(late: Tensor, update: Tensor) -> None:
+    """Take from each worker's ``late`` movement what lies along the common ``update``."""
+    flat, along = late.flatten(1), update.flatten()
+    share = (flat @ along) / along.square().sum().clamp_min(1e-30)
+    late.sub_((share.clamp_min(0)[:, None] * along).view_as(late))
+
+
+def train(
+    seeds: int, rounds: int, steps: int, late: float, device: torch.device
+) -> dict[str, list[float]]:
     """Return each way's held-out losses, by seed."""
     data = text()
     held_out, data = data[:HELD_OUT_BYTES], data[HELD_OUT_BYTES:]
@@ -151,7 +192,7 @@ def train(seeds: int, rounds: int, steps: int, late: float) -> dict[str, list[fl
             networks.append(Network(way, state, list(start), round(late * steps) * way.late))
     names = networks[0].names
     weights = {
-        name: torch.stack([n.state.weights[i] for n in networks for _ in range(WORKERS)])
+        name: torch.stack([n.state.weights[i] for n in networks for _ in range(WORKERS)]).to(device)
         for i, name in enumerate(names)
     }
     for weight in weights.values():
@@ -164,7 +205,8 @@ def train(seeds: int, rounds: int, steps: int, late: float) -> dict[str, list[fl
                 len(data) - CONTEXT, (seeds * WORKERS, BATCH, 1), generator=generator
             )
             optimizer.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / WARMUP)
-            loss = losses(weights, data[places + window].repeat(len(WAYS), 1, 1))
+            tokens = data[places + window].to(device)
+            loss = losses(weights, tokens.repeat(len(WAYS), 1, 1))
             optimizer.zero_grad()
             loss.sum().backward()
             optimizer.step()
@@ -179,12 +221,13 @@ def train(seeds: int, rounds: int, steps: int, late: float) -> dict[str, list[fl
             if (step + 1) % steps == 0:
                 print(f"round {(step + 1) // steps}: {loss.detach().mean():.4f}", flush=True)
     merged = {
-        name: torch.stack([n.state.weights[i] for n in networks]) for i, name in enumerate(names)
+        name: torch.stack([n.state.weights[i] for n in networks]).to(device)
+        for i, name in enumerate(names)
     }
     places = torch.linspace(0, len(held_out) - CONTEXT - 1, BATCH * HELD_OUT_BATCHES).long()
-    tokens = held_out[places.view(1, -1, 1) + window].expand(len(networks), -1, -1)
+    tokens = held_out[places.view(1, -1, 1) + window].to(device)
     with torch.no_grad():
-        found = losses(merged, tokens).tolist()
+        found = losses(merged, tokens.expand(len(networks), -1, -1)).tolist()
     return {way.name: found[i * seeds : (i + 1) * seeds] for i, way in enumerate(WAYS)}
 
 
@@ -194,9 +237,10 @@ def main() -> None:
     arguments.add_argument("--rounds", type=int, default=20)
     arguments.add_argument("--steps", type=int, default=30, help="inner steps of a round")
     arguments.add_argument("--late", type=float, default=0.1, help="share of a round")
+    arguments.add_argument("--device", type=torch.device, default="cpu")
     options = arguments.parse_args()
     torch.set_num_threads(1)
-    found = train(options.seeds, options.rounds, options.steps, options.late)
+    found = train(options.seeds, options.rounds, options.steps, options.late, options.device)
     exact = found[WAYS[0].name]
     rows = []
     for way in WAYS:

@@ -1,0 +1,187 @@
+"""Muon as the inner optimizer of matrices against AdamW, merged through the store.
+
+    python -m bench.muon                           20 rounds of 30 inner steps, three seeds
+    python -m bench.muon --device cuda --steps 60  a minute of a GPU
+
+The byte model of ``bench.four_bits``, four workers, the same batches in all ways. Each optimizer
+runs at several learning rates, and its best one counts. Uploads and the update have 4 bits a value,
+by the product's own encoder; what the update's encoding leaves out is carried into the next one.
+The outer rule is the public one.
+
+Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/) takes the momentum of a matrix
+to the nearest orthogonal one by five Newton-Schulz steps. Its length is made AdamW's, times 0.2
+sqrt(larger side) (Liu et al. 2025, arXiv 2502.16982), so both have learning rates of one kind.
+Embeddings and vectors stay with AdamW. Muon sees whole matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from bench.common import parser, table
+from bench.four_bits import (
+    BATCH,
+    CONTEXT,
+    HELD_OUT_BATCHES,
+    HELD_OUT_BYTES,
+    RATE,
+    WARMUP,
+    Weights,
+    initial,
+    losses,
+    text,
+)
+from distributed_training.protocol.update_file import decode_rows, encode_rows
+from distributed_training.training.outer_rule import nesterov_sgd
+
+WORKERS, BITS = 4, 4
+RATES = tuple(RATE * factor for factor in (1, 3, 10, 30))
+MOMENTUM, DECAY = 0.95, 0.1
+GOAL = 0.01  # below AdamW
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Return nearly the orthogonal matrices next to ``(..., rows, columns)``."""
+    a, b, c = _NEWTON_SCHULZ
+    wide = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if wide else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp_min(1e-7)
+    for _ in range(5):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.mT if wide else x
+
+
+class Muon:
+    """Steps stacked matrices, (models, rows, columns) each."""
+
+    def __init__(self, matrices: Sequence[Tensor]) -> None:
+        self._matrices = matrices
+        self._momenta = [torch.zeros_like(m) for m in matrices]
+
+    @torch.no_grad()
+    def step(self, rate: float) -> None:
+        for matrix, momentum in zip(self._matrices, self._momenta, strict=True):
+            assert matrix.grad is not None
+            momentum.lerp_(matrix.grad, 1 - MOMENTUM)
+            direction = orthogonal(matrix.grad.lerp(momentum, MOMENTUM))
+            matrix.mul_(1 - rate * DECAY)
+            matrix.sub_(direction, alpha=rate * 0.2 * max(matrix.shape[-2:]) ** 0.5)
+
+
+@dataclass
+class Way:
+    """One optimizer at one rate, with all seeds: weights are (seeds * workers, ...)."""
+
+    name: str
+    rate: float
+    weights: Weights
+    starts: Weights  # (seeds, ...)
+    momenta: dict[str, Tensor | None] = field(default_factory=dict)
+    residuals: Weights = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.momenta = dict.fromkeys(self.weights)
+        self.residuals = {n: torch.zeros_like(s) for n, s in self.starts.items()}
+        hidden = {n for n in self.weights if self.name == "Muon" and n[0].isdigit()}
+        self.muon = Muon([w for n, w in self.weights.items() if n in hidden])
+        rest = [w for n, w in self.weights.items() if n not in hidden]
+        self.adamw = torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=DECAY)
+
+    def step(self, tokens: Tensor, warm: float) -> float:
+        loss = losses(self.weights, tokens)
+        for weight in self.weights.values():
+            weight.grad = None
+        loss.sum().backward()
+        self.adamw.param_groups[0]["lr"] = self.rate * warm
+        self.adamw.step()
+        self.muon.step(self.rate * warm)
+        return float(loss.mean())
+
+    @torch.no_grad()
+    def close(self) -> None:
+        """Merge the workers' movements, and begin the next outer step from what comes out."""
+        for name, weight in self.weights.items():
+            start = self.starts[name]
+            own = weight.view(len(start), WORKERS, *start.shape[1:])
+            gradient = passed(start.unsqueeze(1) - own).mean(1)
+            new, self.momenta[name] = nesterov_sgd(start, gradient, self.momenta[name])
+            wanted = start - new + self.residuals[name]
+            update = passed(wanted)
+            self.residuals[name] = wanted - update
+            self.starts[name] = start - update
+            own.copy_(self.starts[name].unsqueeze(1))
+
+
+def passed(values: Tensor) -> Tensor:
+    """Return what arrives of ``values``, (..., columns), that are sent."""
+    rows = values.reshape(-1, values.shape[-1])
+    arrived = torch.empty_like(rows)
+    decode_rows(*encode_rows(rows, BITS), arrived, BITS)
+    return arrived.view_as(values)
+
+
+def train(seeds: int, rounds: int, steps: int, device: torch.device) -> list[Way]:
+    data = text()[HELD_OUT_BYTES:]
+    first = [initial(seed) for seed in range(seeds)]
+    ways = []
+    for name in ("AdamW", "Muon"):
+        for rate in RATES:
+            starts = {n: torch.stack([s[n] for s in first]).to(device) for n in first[0]}
+            weights = {
+                n: s.repeat_interleave(WORKERS, 0).requires_grad_() for n, s in starts.items()
+            }
+            ways.append(Way(name, rate, weights, starts))
+    generator, window = torch.Generator().manual_seed(1), torch.arange(CONTEXT + 1)
+    for step in range(rounds * steps):
+        places = torch.randint(
+            len(data) - CONTEXT, (seeds * WORKERS, BATCH, 1), generator=generator
+        )
+        tokens, warm = data[places + window].to(device), min(1.0, (step + 1) / WARMUP)
+        now = [way.step(tokens, warm) for way in ways]
+        if (step + 1) % steps == 0:
+            for way in ways:
+                way.close()
+            line = " ".join(f"{loss:.4f}" for loss in now)
+            print(f"round {(step + 1) // steps}: {line}", flush=True)
+    return ways
+
+
+def held_out(way: Way) -> list[float]:
+    """Return the common weights' losses, by seed."""
+    data, window = text()[:HELD_OUT_BYTES], torch.arange(CONTEXT + 1)
+    places = torch.linspace(0, len(data) - CONTEXT - 1, BATCH * HELD_OUT_BATCHES).long()
+    tokens = data[places.view(1, -1, 1) + window].to(next(iter(way.starts.values())).device)
+    count = len(next(iter(way.starts.values())))
+    with torch.no_grad():
+        return losses(way.starts, tokens.expand(count, -1, -1)).tolist()
+
+
+def main() -> None:
+    arguments = parser(__doc__)
+    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--rounds", type=int, default=20)
+    arguments.add_argument("--steps", type=int, default=30, help="inner steps of a round")
+    arguments.add_argument("--device", type=torch.device, default="cpu")
+    options = arguments.parse_args()
+    torch.set_num_threads(1)
+    ways = train(options.seeds, options.rounds, options.steps, options.device)
+    found = [held_out(way) for way in ways]
+    means = [sum(each) / len(each) for each in found]
+    best = min(mean for way, mean in zip(ways, means, strict=True) if way.name == "AdamW")
+    rows = [
+        (way.name, f"{way.rate:g}", *(f"{x:.4f}" for x in each), f"{mean / best - 1:+.2%}")
+        for way, each, mean in zip(ways, found, means, strict=True)
+    ]
+    seeds = [f"seed {seed}" for seed in range(options.seeds)]
+    goal = ("goal", "", *("" for _ in seeds), f"<={-GOAL:.0%}")
+    table(("optimizer", "rate", *seeds, "against AdamW's best"), [*rows, goal])
+
+
+if __name__ == "__main__":
+    main()
