@@ -307,6 +307,7 @@ def arrange(
         reduce_at_last=training.gradient_sync == "last",
         offload_optimizer=offload,
         cuda=gpu is not None,
+        compiled=training.compile != "off",
         loss_chunk=loss_chunk(gpu),
         train_in_rounds=True,
         moments=count_moments(training),

@@ -224,6 +224,7 @@ def plan_memory(
             reduce_at_last=not sync_every,
             offload_optimizer=offloads,
             cuda=device_bytes is not None,
+            compiled=settings.compile != "off",
             loss_chunk=loss_chunk(device_bytes),
             moments=moments,
         )

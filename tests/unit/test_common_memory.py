@@ -16,6 +16,7 @@ from distributed_training.common.memory import (
     checkpoint_bytes,
     device_memory,
     disk_space,
+    loss_chunk,
     snapshot_bytes,
 )
 from distributed_training.config.settings import TrainingSettings
@@ -68,12 +69,32 @@ def test_the_estimate_tells_cards_apart() -> None:
     )
     assert small < 16e9
     # The accumulated gradient and the reduced one are there together, in pools that share nothing.
-    for world in (1, 4):
+    for world in (2, 4):
         at_last = Arrangement(world, micro_batch=1, sequence_length=1024)
         every = dataclasses.replace(at_last, reduce_at_last=False)  # two layers' besides the shard
         layer = (FOUR.parameters - FOUR.embedding_parameters) / FOUR.layers
         more = device_memory(FOUR, at_last) - device_memory(FOUR, every)
         assert more == pytest.approx(1.08 * (4 * FOUR.parameters - 8 * layer))
+
+
+@pytest.mark.parametrize(
+    ("shape", "changes", "measured"),
+    [
+        (ONE, {"micro_batch": 8}, 28.5e9),
+        (ONE, {}, 35.9e9),
+        (ONE, {"micro_batch": 32}, 50.7e9),
+        (ONE, {"compiled": False}, 53.7e9),
+        (ONE, {"checkpointing": "budget"}, 32.9e9),
+        (ONE, {"checkpointing": "selective"}, 29.4e9),
+        (ONE, {"checkpointing": "full"}, 23.0e9),
+        (FOUR, {"micro_batch": 8}, 84.3e9),
+    ],
+)
+def test_the_estimate_is_a_little_above_what_an_h200_took(
+    shape: ModelShape, changes: dict[str, Any], measured: float
+) -> None:
+    how = Arrangement(1, 16, 1024, keep_unsharded=True, loss_chunk=loss_chunk(150 * 10**9))
+    assert 1.0 < device_memory(shape, dataclasses.replace(how, **changes)) / measured < 1.2
 
 
 @pytest.mark.parametrize(
