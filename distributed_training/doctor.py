@@ -3,6 +3,7 @@
     python -m distributed_training doctor [--json] [--model SIZE|config.json] [--uid N]
                                           [--offline] [flags of neurons/miner.py]...
     python -m distributed_training doctor --probe HOST[:PORT[,PORT]]
+    python -m distributed_training doctor --notify
 
     ... doctor --probe 203.0.113.7               are that miner's ports open from here?
     ... doctor --probe 203.0.113.7:48091,48009   the same, at a rented container's outside ports
@@ -11,6 +12,7 @@
     ... doctor --preset local --offline        this machine alone
     ... doctor --model 1b --nproc_per_node 4   another model, four ranks
     ... doctor --diagnostics.measure 0         without the 10-second measurement
+    ... doctor --notify                        send a message to the webhook of DT_NOTIFY_URL
 
 Takes every flag of neurons/miner.py, .env and the environment, so its result holds for the miner
 started the same way. The checks are the lists of ``distributed_training.health``; nothing is
@@ -47,10 +49,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from distributed_training.common import webhook
 from distributed_training.common.files import read_json_object
 from distributed_training.common.memory import ModelShape
 from distributed_training.common.ports import free_ports, is_port
 from distributed_training.common.processes import die_with_parent, without_secrets
+from distributed_training.common.webhook import Message, NotSent
 from distributed_training.config import (
     OPERATORS_FILE,
     Config,
@@ -70,6 +74,7 @@ from distributed_training.protocol.lines import SLOW_STEP, counted
 from distributed_training.protocol.synapses import IS_ALIVE_ROUTE, PROBE_HOST
 from distributed_training.protocol.types import Check, ExitStatus
 from distributed_training.telemetry.events import EventFollower
+from distributed_training.telemetry.notify import deliver
 
 _MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("-", "dim")}
 _WIDTH = 160  # where there is no terminal
@@ -184,6 +189,7 @@ def build_parser() -> Parser:
     parser.add_argument("--uid", type=ranged(0, 65535))
     parser.add_argument("--offline", action="store_true")
     parser.add_argument("--probe", type=argument(str))
+    parser.add_argument("--notify", action="store_true")
     parser.add_argument("-h", "--help", action="store_true")
     return parser
 
@@ -198,6 +204,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.probe:
             return report([probe(*p) for p in probed(options.probe)], as_json=options.json)
         config = load_config("miner", flags, file=OPERATORS_FILE, check=False)
+        if options.notify:
+            return report([try_webhook(config)], as_json=options.json)
         mark, ports = mark_of(config.run_folder), set()
         processes = mark.processes() if mark is not None else []
         # Of a running miner, all: each port is another process's, that of the swarm p2pd's.
@@ -224,6 +232,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         return ExitStatus.INTERRUPTED
     finally:
         logging.disable(logging.NOTSET)
+
+
+def try_webhook(config: Config) -> Check:
+    """Send a message to the operator's webhook."""
+    url, name = config.telemetry.notify_url, "notify"
+    if url is None:
+        return Check(name, "fail", "DT_NOTIFY_URL is not set", "put DT_NOTIFY_URL=... into .env")
+    service = webhook.service_of(url.get_secret_value())
+    text = "this is a test, by dt-doctor --notify: messages of this miner come here"
+    try:
+        deliver(url, Message(config.miner.name, text))
+    except NotSent as error:
+        remedy = "check DT_NOTIFY_URL in .env, and the network of this machine"
+        return Check(name, "fail", f"{service} has not taken a message: {error}", remedy)
+    return Check(name, "ok", f"{service} has taken a test message: see that it came")
 
 
 def _show(note: str) -> None:

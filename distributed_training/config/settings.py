@@ -53,6 +53,7 @@ from .types import (
     Subtensor,
     Text,
     Wait,
+    Webhook,
     WebUrl,
     Words,
     flag,
@@ -507,6 +508,9 @@ class TelemetrySettings:
     """address of the page; any other than this machine's own needs DT_PAGE_TOKEN"""
     page_token: Secret | None = flag("neuron.page_token", None, env="DT_PAGE_TOKEN")
     """16 characters or more that whoever opens the page must know"""
+    notify_url: Webhook | None = flag("notify.url", None, env="DT_NOTIFY_URL")
+    """webhook of ntfy, Slack, Discord, Telegram (.../sendMessage?chat_id=ID) or your own, that is
+    told when a miner needs somebody, when that is over, and once a day how it was"""
     tensorboard_dir: File | None = flag("neuron.tensorboard_dir", None)
     """write every step's figures for `tensorboard --logdir` into a folder of this miner there"""
     wandb: Literal["off", "online", "offline"] = flag("neuron.wandb", "off")

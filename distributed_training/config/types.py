@@ -32,6 +32,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, SecretS
 
 from distributed_training.common.kinds import Kinds, Made, UnknownKindError
 from distributed_training.common.ports import is_port
+from distributed_training.common.webhook import check_url
 from distributed_training.network import public_values
 from distributed_training.protocol.keys import is_peer_id
 from distributed_training.protocol.types import ExitStatus
@@ -201,6 +202,11 @@ def _bare(text: str) -> str:
     return text
 
 
+def _webhook(secret: SecretStr) -> SecretStr:
+    check_url(secret.get_secret_value())
+    return secret
+
+
 def _split(text: str) -> tuple[str, ...]:
     # A flag of several words takes at least one, so "none" stands for an empty list.
     words = text.replace(",", " ").split()
@@ -262,6 +268,7 @@ Age = Annotated[Duration, Field(ge=SECOND, le=30 * DAY)]
 File = Annotated[Path, AfterValidator(_expand)]  # or a folder; ~ is the home folder
 Secret = Annotated[SecretStr, _from_text(_bare)]
 Key = Secret | None
+Webhook = Annotated[Secret, AfterValidator(_webhook)]
 Words = Annotated[tuple[T, ...], _from_text(_split)]
 
 Text = Annotated[str, Field(min_length=0)]  # may be empty

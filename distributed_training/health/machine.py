@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from distributed_training.chain.kinds import chain_kind
+from distributed_training.common import webhook
 from distributed_training.common.control_groups import usable_cores
 from distributed_training.common.files import free_bytes
 from distributed_training.common.memory import (
@@ -582,6 +583,15 @@ def check_shared_memory(examination: Examination) -> Check:
         return Check("shared memory", "ok", finding)
     remedy = "docker run --shm-size=2g, or mount -o remount,size=2G /dev/shm"
     return Check("shared memory", "warn", f"{finding}; NCCL wants about 1 GB", remedy)
+
+
+@listed(CHECKS)
+def check_webhook(examination: Examination) -> list[Check]:
+    """Report which service is told what happens to this miner; nothing where none is."""
+    if (url := examination.config.telemetry.notify_url) is None:
+        return []
+    service = webhook.service_of(url.get_secret_value())
+    return [Check("notify", "ok", f"messages go to {service}; dt-doctor --notify sends one now")]
 
 
 @listed(CHECKS, at_start=True, exchange="hivemind")

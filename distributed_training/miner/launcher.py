@@ -73,6 +73,7 @@ from distributed_training.node.start import (
 from distributed_training.protocol.lines import counted
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.metrics import Registry
+from distributed_training.telemetry.notify import Notifier
 from distributed_training.telemetry.run_state import (
     LOCK_FILE,
     LauncherFile,
@@ -122,25 +123,27 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
     Call it in the main thread: it handles SIGINT, SIGTERM and SIGHUP. Raises ConfigError for a
     model that fits no rank.
     """
-    # Outside of what is tried again: no disk or network that comes back makes it fit.
-    file = LauncherFile(config.run_folder)
-    try:
-        refuse_unknown_kinds(config)
-        refuse_model(config, ranks=ranks_of(config))
-    except ConfigError as error:
-        file.stopped("its settings", str(error))
-        raise
-    start_log(config)
-    log_settings(config)
-    limit_resources()
-    with StopSignals() as signals:
-        outages, status = Outages(config.run_folder, signals.stop, file), ExitStatus.FAULT
+    file, telemetry = LauncherFile(config.run_folder), config.telemetry
+    with Notifier(config.run_folder, config.miner.name, telemetry.notify_url, file):
+        # Outside of what is tried again: no disk or network that comes back makes it fit.
         try:
-            status = outages.outlast(lambda: _prepare(config, program, signals, outages))
-            return status
-        finally:
-            by = f"signal {signals.name}" if signals.name else _STOPPED_BY.get(status, "failures")
-            file.stopped(by, outages.reason)
+            refuse_unknown_kinds(config)
+            refuse_model(config, ranks=ranks_of(config))
+        except ConfigError as error:
+            file.stopped("its settings", str(error))
+            raise
+        start_log(config)
+        log_settings(config)
+        limit_resources()
+        with StopSignals() as signals:
+            outages, status = Outages(config.run_folder, signals.stop, file), ExitStatus.FAULT
+            try:
+                status = outages.outlast(lambda: _prepare(config, program, signals, outages))
+                return status
+            finally:
+                signalled = f"signal {signals.name}" if signals.name else ""
+                by = signalled or _STOPPED_BY.get(status, "failures")
+                file.stopped(by, outages.reason)
 
 
 class Outages:

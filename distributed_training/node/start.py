@@ -88,7 +88,7 @@ def exit_status_of(error: Exception) -> ExitStatus:
 
 # --- the first steps ------------------------------------------------------------------------------
 
-_NO_MINERS_FILES = {"launcher.prom", "launcher.json", "events.jsonl", "lost+found"}
+_NO_MINERS_FILES = {"launcher.prom", "launcher.json", "notify.json", "events.jsonl", "lost+found"}
 
 
 def make_run_folder(config: Config, *, fstab: Path = FSTAB) -> Path:

@@ -122,7 +122,7 @@ class LauncherFile:
         self.owned = False
         before = read_launcher(folder) or Launcher()
         self.state = Launcher(at=time.time(), pid=os.getpid(), last_crash=before.last_crash)
-        if before.state in (LauncherState.STARTING, LauncherState.RUNNING) and not self._taken():
+        if before.state in (LauncherState.STARTING, LauncherState.RUNNING) and not self.taken():
             self.state = replace(self.state, restarts=before.restarts)
             self.crashed(f"the launcher (pid {before.pid}) was killed")
 
@@ -142,7 +142,7 @@ class LauncherFile:
             last_crash=kept.last_crash,
             **more,
         )
-        if not self._folder.is_dir() or self._taken():
+        if not self._folder.is_dir() or self.taken():
             return
         if state is LauncherState.STARTING:
             with contextlib.suppress(OSError):
@@ -165,7 +165,7 @@ class LauncherFile:
     def stopped(self, by: str, text: str = "") -> None:
         self.enter(LauncherState.STOPPED, stopped_by=by, text=text[:_LONGEST])
 
-    def _taken(self) -> bool:
+    def taken(self) -> bool:
         """Return whether another launcher runs in the folder."""
         there = read_launcher(self._folder)
         if self.owned or there is None or there.pid == os.getpid():

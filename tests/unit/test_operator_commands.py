@@ -11,9 +11,13 @@ import pytest
 
 from distributed_training import doctor
 from distributed_training.common.ports import listen
+from distributed_training.config import load_config
+from distributed_training.health.machine import Examination, check_webhook
 from distributed_training.scoring import command as score
 from distributed_training.telemetry.page.__main__ import main as page
+from tests.tools.webhooks import webhooks
 
+TEST = "this is a test, by dt-doctor --notify: messages of this miner come here"
 pytestmark = pytest.mark.timeout(60)
 
 
@@ -28,6 +32,28 @@ def test_a_doctor_that_is_interrupted_says_so_and_nothing_else(
     said = capsys.readouterr()
     assert said.out == "" and said.err.startswith("interrupted, so nothing is known")
     assert said.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("manner", "status"), [("", 0), (404, 1)])
+def test_a_message_is_sent_to_the_webhook_on_request(
+    manner: str | int,
+    status: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with webhooks(monkeypatch) as world:
+        world.manner = manner
+        monkeypatch.setenv("DT_NOTIFY_URL", world.url("Telegram"))
+        assert doctor.main(["--preset", "local", "--notify"]) == status
+        assert [text for _, text in world.taken] == ["miner: " + TEST] * (not manner)
+        said = capsys.readouterr()
+        assert "Telegram has" in said.out and "secretsecret" not in said.out + said.err
+        config = load_config("miner", ["--preset", "local"], check=False)
+        (row,) = check_webhook(Examination(config, ranks=1))
+        assert "messages go to Telegram" in row.finding
+    monkeypatch.delenv("DT_NOTIFY_URL")
+    assert doctor.main(["--preset", "local", "--notify"]) == 1
+    assert "put DT_NOTIFY_URL=... into .env" in capsys.readouterr().out
 
 
 def test_the_score_of_a_local_subnet_that_has_ended_is_not_waited_for(

@@ -1,0 +1,320 @@
+"""Tell an operator who does not look: messages to a webhook, and a line of the log once a day.
+
+The launcher has a :class:`Notifier`, since it lives while nothing trains. A thread of its own looks
+at the run folder every 15 s (:func:`~.run_state.observe`), asks the one judge, and sends. Nothing
+waits for it but the end of a miner that nobody asked for, and that for some seconds.
+
+A *trouble* is told once when it has lasted, and once when it is over. What could not be sent, since
+the link was down, is told when it can be: as one message if it is over by then. ``notify.json`` in
+the run folder has what was told, so that a start repeats nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr
+
+from distributed_training.common import webhook
+from distributed_training.common.backoff import Backoff, Repeats
+from distributed_training.common.files import read_state, write_state
+from distributed_training.common.webhook import Message, NotSent
+from distributed_training.protocol.network_report import span
+from distributed_training.telemetry.day import DAY, find_first_event, sum_up
+from distributed_training.telemetry.logs import mask, register_secret
+from distributed_training.telemetry.run_state import LauncherFile, LauncherState, observe
+from distributed_training.telemetry.verdict import Facts, Judgement, Verdict, judge
+
+log = logging.getLogger(__name__)
+
+NOTIFY_FILE = "notify.json"  # in the run folder
+
+_LOOK_EVERY = 15.0  # seconds
+_LAST_WORDS = 6.0  # seconds that the end of a miner waits for its message
+_MOST_A_DAY = 10  # messages
+_LOW, _ENOUGH = 0.1, 0.12  # of the disk: told below the one, over above the other
+_FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=30), timedelta(minutes=10)
+
+#: By trouble: how it is called, and how many seconds it lasts before it is told.
+TROUBLES = {
+    "start": ("Cannot start", 60.0),
+    "stop": ("Stopped, and nobody asked for it", 60.0),
+    "earning": ("Not earning for an hour", 3600.0),
+    "disk": ("The disk is almost full", 0.0),
+    "offline": ("Offline", 120.0),
+    "finished": ("Finished", math.inf),  # at its end alone
+}
+#: With these it is another trouble, or too early to tell, that it does not earn.
+_NOT_ABOUT_PAY = frozenset(
+    {Verdict.STARTING, Verdict.CANNOT_START, Verdict.STOPPED, Verdict.STUCK}
+    | {Verdict.OFFLINE, Verdict.UNKNOWN, Verdict.DISK_FULL}
+)
+
+
+@dataclass
+class Trouble:
+    """``told``: the operator knows of it. ``ended``: when it was over; None while it lasts."""
+
+    since: float
+    text: str
+    told: bool = False
+    ended: float | None = None
+
+
+@dataclass
+class Book:
+    """The content of ``notify.json``: what was told. Times are Unix seconds.
+
+    ``sent``: messages of the UTC day number ``day``. ``summed``: number of the miner's last day
+    that was summed up. ``crash``: time of the last crash that was told and is over. ``earned``: it
+    has earned once, so that it is worth a message when it no longer does.
+    """
+
+    troubles: dict[str, Trouble] = field(default_factory=dict)
+    day: int = 0
+    sent: int = 0
+    summed: int = 0
+    summary: str = ""  # not sent yet
+    crash: float = 0.0
+    earned: bool = False
+
+
+def deliver(url: SecretStr, message: Message) -> None:
+    """Send ``message``, with no secret in it. Raises NotSent."""
+    secret = url.get_secret_value()
+    # A client's own lines may write a URL in other ways than it was given in.
+    for part in (secret, urlsplit(secret).path, urlsplit(secret).query):
+        register_secret(part)
+    webhook.send(url, Message(message.title, mask(message.text), message.bad))
+
+
+class Notifier:
+    """Tell what happens to the miner of ``folder``, called ``name``.
+
+    ``url``: without one there is a line a day and no message. ``file``: the launcher's state, which
+    is known also where the folder is not.
+    """
+
+    def __init__(self, folder: Path, name: str, url: SecretStr | None, file: LauncherFile) -> None:
+        self._folder, self._title, self._url, self._file = folder, name, url, file
+        self._name = name
+        self._service = "" if url is None else webhook.service_of(url.get_secret_value())
+        self._book = Book()
+        self._loaded = False
+        self._saved = ""
+        self._began: float | None = None  # the miner's first event
+        self._backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
+        self._quiet_until = 0.0
+        self._failures = Repeats(3600.0)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="notify", daemon=True)
+
+    def __enter__(self) -> Notifier:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End. Of an end that nobody asked for the last message is waited for."""
+        self._over.set()
+        if self._ended_by_itself():
+            self._thread.join(_LAST_WORDS)
+
+    def _run(self) -> None:
+        while not self._over.wait(_LOOK_EVERY):
+            self._look_once()
+        if self._ended_by_itself():
+            self._look_once()
+
+    def _look_once(self) -> None:
+        try:
+            self.look(time.time())
+        except Exception:  # a message is never worth the launcher's thread
+            log.warning("The webhook was not told of this miner's state", exc_info=True)
+
+    def _ended_by_itself(self) -> bool:
+        state = self._file.state
+        ended = state.state == LauncherState.STOPPED
+        return self._url is not None and ended and not state.stopped_by.startswith("signal")
+
+    def look(self, now: float) -> None:
+        """Look at the run folder, and send what is due. ``now``: Unix seconds."""
+        # Another launcher of the folder has its own notifier.
+        ours = self._folder.is_dir() and not self._file.taken()
+        if ours and not self._loaded:
+            self._load(now)
+        facts = observe(self._folder, now) if ours else Facts()
+        if facts.uid is not None:
+            self._title = f"{self._name}, uid {facts.uid}"
+        judgement = judge(facts, now)
+        found = dict(self._find(facts, judgement))
+        if self._url is not None:
+            self._note(found, now)
+        if ours:
+            self._sum_up(now, judgement)
+        if self._url is not None:
+            self._send(now)
+        if ours:
+            self._save()
+
+    # --- what is wrong ----------------------------------------------------------------------------
+
+    def _find(self, facts: Facts, judgement: Judgement) -> Iterator[tuple[str, str | None]]:
+        """Yield each trouble with its text, empty where it is not, None where that is not known."""
+        state, book, verdict = self._file.state, self._book, judgement.verdict
+        refused = state.state == LauncherState.REFUSED
+        yield "start", state.text or "no cause given" if refused else ""
+        ended = state.state == LauncherState.STOPPED and not state.stopped_by.startswith("signal")
+        finished = ended and state.stopped_by == "finished"
+        how = ": ".join(filter(None, (state.stopped_by, state.text)))
+        yield "finished", state.text or "the network has ended" if finished else ""
+        yield "stop", how if ended and not finished else self._crash(facts, judgement)
+        book.earned |= judgement.earns is True
+        if verdict in _NOT_ABOUT_PAY or judgement.earns is None:
+            yield "earning", None
+        else:
+            lost = not judgement.earns and (judgement.bad or book.earned)
+            yield "earning", f"{verdict}: {judgement.words}" if lost else ""
+        offline = judgement.words if verdict is Verdict.OFFLINE else ""
+        yield "offline", None if verdict is Verdict.UNKNOWN else offline
+        if facts.disk is not None:
+            disk = facts.disk.value
+            limit = _ENOUGH if "disk" in book.troubles else _LOW
+            low = f"{disk.free / 1e9:.1f} of {disk.total / 1e9:.0f} GB are free in {self._folder}"
+            yield "disk", low if disk.free < limit * disk.total else ""
+
+    def _crash(self, facts: Facts, judgement: Judgement) -> str:
+        """Return why inner steps have ended; empty while there are some."""
+        crash, troubles = self._file.state.last_crash, self._book.troubles
+        if judgement.verdict is Verdict.STUCK:
+            return f"stuck: {judgement.words}"
+        if crash.at <= self._book.crash:
+            return ""
+        text = crash.text or "no cause given"
+        known = troubles.setdefault("stop", Trouble(crash.at, text))
+        if facts.step is None or facts.step.at <= crash.at:
+            return text
+        self._book.crash = crash.at
+        known.ended = facts.step.at  # it trains again, maybe for some seconds already
+        return ""
+
+    def _note(self, found: dict[str, str | None], now: float) -> None:
+        """Bring the book to what was found."""
+        troubles = self._book.troubles
+        for name, text in found.items():
+            if text:
+                lasting = troubles.setdefault(name, Trouble(now, text))
+                lasting.text, lasting.ended = text, None
+            elif text == "" and (known := troubles.get(name)) is not None:
+                known.since = min(known.since, now)  # a clock was set back
+                known.ended = max(known.ended or now, known.since)
+                # A crash that healed itself is told all the same, once.
+                lasted = name == "stop" or known.ended - known.since >= TROUBLES[name][1]
+                if name == "finished" or not (known.told or lasted):
+                    del troubles[name]
+
+    def _sum_up(self, now: float, judgement: Judgement) -> None:
+        """Log a day of the miner that is complete; the first began with its first event."""
+        if self._began is None:
+            self._began = find_first_event(self._folder)
+        if self._began is None:
+            return
+        number = int((now - self._began) // DAY)
+        if number <= self._book.summed:
+            self._book.summed = max(0, number)  # a clock was set back
+            return
+        self._book.summed, end = number, self._began + number * DAY
+        line = sum_up(self._folder, end - DAY, end).line(number)
+        log.info("%s", line)
+        self._book.summary = f"{line}. Now: {judgement.verdict}"
+
+    # --- telling it -------------------------------------------------------------------------------
+
+    def _due(self, now: float) -> Iterator[tuple[str, Message]]:
+        """Yield what the operator does not know yet, by trouble; nothing of a trouble: the day."""
+        for name, trouble in sorted(self._book.troubles.items(), key=lambda item: item[1].since):
+            head, hold = TROUBLES[name]
+            if trouble.ended is not None:
+                lasted = span(trouble.ended - trouble.since)
+                when = f"{_clock(trouble.since)} to {_clock(trouble.ended)}"
+                text = f"Over after {lasted} ({when}): {head}: {trouble.text}"
+                yield name, Message(self._title, text)
+            elif not trouble.told and (now - trouble.since >= hold or self._over.is_set()):
+                yield name, Message(self._title, f"{head}: {trouble.text}", bad=True)
+        if self._book.summary:
+            yield "", Message(self._title, self._book.summary)
+
+    def _send(self, now: float) -> None:
+        book, day = self._book, int(now // DAY)
+        if day != book.day:
+            book.day, book.sent = day, 0
+        # A clock that was set back makes no pause longer than the longest.
+        if now < self._quiet_until <= now + DAY:
+            return
+        assert self._url is not None
+        for name, message in [*self._due(now)]:
+            if book.sent >= _MOST_A_DAY:
+                return
+            if book.sent == _MOST_A_DAY - 1:
+                more = "(the tenth message today: no more before 00:00 UTC; dt-status tells)"
+                message = Message(message.title, f"{message.text} {more}", message.bad)
+            try:
+                deliver(self._url, message)
+            except NotSent as error:
+                wait = max(self._backoff.failed().total_seconds(), error.wait or 0.0)
+                self._quiet_until = now + wait
+                if (again := self._failures()) is not None:
+                    log.warning(
+                        "A message was not sent to the webhook (%s): %s; it is tried again, and "
+                        "training goes on%s",
+                        self._service,
+                        error,
+                        again,
+                    )
+                return
+            self._backoff.succeeded()
+            book.sent += 1
+            if not name:
+                book.summary = ""
+            elif book.troubles[name].ended is not None:
+                del book.troubles[name]
+            else:
+                book.troubles[name].told = True
+
+    # --- the file ---------------------------------------------------------------------------------
+
+    def _load(self, now: float) -> None:
+        lost = "what was told to the webhook may be told again"
+        kept = read_state(self._folder / NOTIFY_FILE, Book, lost=lost)
+        self._loaded, early = True, self._book.troubles
+        if kept is None:
+            # A crash before there was somebody to tell it is no news.
+            self._book.crash = min(now, self._file.state.last_crash.at)
+            return
+        self._book = kept
+        known = {name: each for name, each in kept.troubles.items() if name in TROUBLES}
+        if "earning" in known and not known["earning"].told:
+            known["earning"].since = now  # the hour is one of a miner that runs
+        self._book.troubles = early | known
+
+    def _save(self) -> None:
+        content = repr(self._book)
+        if content != self._saved:
+            lost = "what was told to the webhook may be told again"
+            path = self._folder / NOTIFY_FILE
+            if write_state(path, self._book, durable=False, lost=lost):
+                self._saved = content
+
+
+def _clock(at: float) -> str:
+    with contextlib.suppress(OverflowError, OSError, ValueError):
+        return datetime.fromtimestamp(at).astimezone().strftime("%d %b %H:%M")
+    return "?"

@@ -1,0 +1,383 @@
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import SecretStr
+
+from distributed_training.common.webhook import Message, NotSent
+from distributed_training.config.schema import all_settings
+from distributed_training.telemetry import notify
+from distributed_training.telemetry.day import DAY
+from distributed_training.telemetry.notify import Notifier
+from distributed_training.telemetry.run_state import LauncherFile, LauncherState
+from distributed_training.telemetry.verdict import (
+    FACTS_FILE,
+    Disk,
+    Fact,
+    Facts,
+    Judgement,
+    Verdict,
+)
+from tests.tools.settings import load_config
+from tests.tools.webhooks import Webhooks, webhooks
+
+pytestmark = pytest.mark.timeout(60)
+
+BEGIN = 1_800_000_000.0 - 1_800_000_000.0 % DAY  # midnight
+HOOK = SecretStr("https://hooks.slack.com/services/T0/B0/secretsecret")
+EARNS = Judgement(Verdict.EARNING, "incentive 0.0120", earns=True)
+LOST = Judgement(Verdict.TOO_OLD, "validators give it 0", "upload_steps = 5", bad=True)
+OFFLINE = Judgement(Verdict.OFFLINE, "chain and store are silent", bad=True, earns=None)
+
+
+class Miner:
+    """A miner's files, what the judge says of it, and what came to its operator."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder, self.now = folder, BEGIN
+        self.judgement, self.disk = EARNS, Disk(50e9, 100e9)
+        self.reached = True
+        self.came: list[str] = []
+        self.tries = 0
+        monkeypatch.setattr("time.time", lambda: self.now)
+        self.file = LauncherFile(folder)
+        self.restart()
+        monkeypatch.setattr(notify, "judge", lambda *_: self.judgement)
+        monkeypatch.setattr(notify, "observe", self._observe)
+        monkeypatch.setattr(notify, "deliver", self._deliver)
+
+    def _observe(self, folder: Path, now: float) -> Facts:
+        return Facts(step=self.step, disk=Fact(self.disk, now))
+
+    def _deliver(self, url: SecretStr, message: Message) -> None:
+        self.tries += 1
+        if not self.reached:
+            raise NotSent("it is not reached (ConnectError)")
+        self.came.append(message.text)
+
+    def restart(self) -> None:
+        """Start the launcher again, after a stop that was asked for."""
+        self.file.stopped("signal SIGTERM")
+        self.file = LauncherFile(self.folder)
+        self.file.owned = True
+        self.file.enter(LauncherState.RUNNING)
+        self.step = Fact(1, self.now)
+        self.notifier = Notifier(self.folder, "guest", HOOK, self.file)
+
+    def crash(self, text: str) -> None:
+        self.file.crashed(text)
+        self.file.enter(LauncherState.STARTING)
+
+    def train(self) -> None:
+        self.file.enter(LauncherState.RUNNING)
+        self.step = Fact(1, self.now)
+
+    def passes(self, seconds: float, every: float = 15.0) -> list[str]:
+        """Let time pass in looks, and return what came."""
+        before = len(self.came)
+        for _ in range(int(seconds / every)):
+            self.now += every
+            self.notifier.look(self.now)
+        return self.came[before:]
+
+
+@pytest.fixture
+def miner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Miner:
+    return Miner(tmp_path, monkeypatch)
+
+
+def refuse(miner: Miner) -> None:
+    miner.file.refused("no answer from the registry", attempt=1, wait=5.0)
+
+
+def lose(miner: Miner) -> None:
+    miner.judgement = LOST
+
+
+def fill(miner: Miner) -> None:
+    miner.disk = Disk(9e9, 100e9)
+
+
+def cut(miner: Miner) -> None:
+    miner.judgement = OFFLINE
+
+
+def heal(miner: Miner) -> None:
+    miner.judgement, miner.disk = EARNS, Disk(50e9, 100e9)
+    miner.train()
+
+
+@pytest.mark.parametrize(
+    ("begin", "hold", "words"),
+    [(refuse, 60, "Cannot start: no answer from the registry"),
+     (lambda miner: miner.crash("rank 1 was ended by SIGKILL"), 60,
+      "Stopped, and nobody asked for it: rank 1 was ended by SIGKILL"),
+     (lose, 3600, "Not earning for an hour: upload too old: validators give it 0; upload_steps"),
+     (fill, 0, "The disk is almost full: 9.0 of 100 GB are free"),
+     (cut, 120, "Offline: chain and store are silent")],
+)  # fmt: skip
+def test_each_trouble_is_told_once_and_once_when_it_is_over(
+    begin: Callable[[Miner], None], hold: float, words: str, miner: Miner
+) -> None:
+    assert miner.passes(60) == []
+    begin(miner)
+    assert miner.passes(max(0, hold - 15)) == []
+    (told,) = miner.passes(60)
+    assert told.startswith(words)
+    assert miner.passes(7200, every=600) == []
+    miner.restart()  # without a word of it
+    begin(miner)
+    assert miner.passes(300) == []
+    heal(miner)
+    (over,) = miner.passes(60)
+    assert re.match(r"Over after [23] h \d+ min \(", over) and words.partition(":")[0] in over
+    assert miner.passes(7200, every=600) == []
+
+
+def test_what_passes_by_itself_is_told_only_where_the_miner_stopped(miner: Miner) -> None:
+    for begin in (refuse, lose, cut):
+        begin(miner)
+        assert miner.passes(30) == []
+        heal(miner)
+        assert miner.passes(60) == []
+    miner.crash("rank 0 was ended by SIGKILL")
+    miner.passes(15)
+    miner.now += 11
+    heal(miner)
+    (only,) = miner.passes(60)
+    assert only.startswith("Over after 26 s") and only.endswith("rank 0 was ended by SIGKILL")
+
+
+def test_a_newcomer_is_not_told_that_it_does_not_earn_yet(miner: Miner) -> None:
+    miner.judgement = Judgement(Verdict.NOT_JUDGED_YET, "wait", bad=False)
+    assert miner.passes(7200) == []
+    miner.judgement = EARNS
+    miner.passes(60)
+    miner.judgement = Judgement(Verdict.NOT_YET_PAID, "wait", bad=False)
+    assert len(miner.passes(3700)) == 1  # it had earned
+
+
+def test_what_happened_while_the_link_was_down_is_one_message_with_the_span(
+    miner: Miner, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    miner.passes(60)
+    miner.reached = False
+    cut(miner)
+    miner.passes(94 * 60)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1 and "A message was not sent to the webhook (Slack)" in lines[0]
+    assert 5 < miner.tries < 40
+    heal(miner)
+    miner.passes(60)
+    miner.reached = True
+    (only,) = miner.passes(700)
+    assert only.startswith("Over after 94 min (") and "Offline" in only
+
+
+def test_ten_messages_a_day_and_the_tenth_says_so(miner: Miner) -> None:
+    for _ in range(20):
+        fill(miner)
+        miner.passes(15)
+        heal(miner)
+        miner.passes(15)
+    assert len(miner.came) == 10 and "the tenth message today" in miner.came[-1]
+    assert not any("the tenth" in text for text in miner.came[:9])
+    assert not miner.passes(BEGIN + DAY - miner.now - 60, every=60)
+    fill(miner)
+    assert len(miner.passes(120)) == 1
+
+
+def write_events(folder: Path, *events: dict[str, object]) -> None:
+    lines = [json.dumps({"time": BEGIN, **event}) + "\n" for event in events]
+    (folder / "events.jsonl").write_text("".join([*lines, '{"kind": "step", "ti']))
+
+
+def test_a_day_is_one_line_and_one_message(miner: Miner, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    at = BEGIN + DAY + 9
+    write_events(
+        miner.folder,
+        {"kind": "start", "outer_step": 7},
+        {"kind": "income", "incentive": 0.01},
+        *[{"time": at, "kind": "step", "outer_step": 7}] * 1760,
+        *[{"time": at, "kind": "publication", "ok": n > 0} for n in range(92)],
+        *[{"time": at, "kind": "round", "outer_step": 7 + n, "ok": n > 0} for n in range(10)],
+        {"time": at, "kind": "round", "outer_step": "x"},
+        {"time": at, "kind": "start", "outer_step": 17},
+        {"time": at, "kind": "start", "outer_step": 17},
+        {"time": at, "kind": "income", "incentive": 0.0103},
+        {"time": at, "kind": "income"},
+    )
+    (first,) = miner.passes(DAY + 600, every=600)
+    assert first.startswith("Day 1: 0 steps, 0 uploads, 0 of 0 rounds, incentive 0.01. Now: ")
+    (second,) = miner.passes(DAY, every=600)
+    line = (
+        "Day 2: 1,760 steps, 92 uploads (1 failed), 9 of 10 rounds, incentive 0.0103 (+3 %), "
+        "2 restarts"
+    )
+    assert second == f"{line}. Now: earning"
+    assert [r.getMessage() for r in caplog.records if "Day 2" in r.getMessage()] == [line]
+    miner.restart()
+    assert miner.passes(3600) == []
+    miner.now += 400 * DAY  # a clock that jumps
+    assert len(miner.passes(60)) == 1
+    miner.now -= 398 * DAY
+    assert len(miner.passes(2 * DAY, every=600)) == 2
+
+
+def test_a_second_launcher_of_the_folder_touches_nothing_of_it(miner: Miner) -> None:
+    miner.passes(30)
+    before = (miner.folder / "notify.json").read_bytes()
+    other = LauncherFile(miner.folder)
+    other.taken = lambda: True  # type: ignore[method-assign]
+    other.refused("a miner (pid 7) is running there", attempt=1, wait=5.0)
+    second = Notifier(miner.folder, "guest", HOOK, other)
+    for n in range(6):
+        second.look(miner.now + 15 * n)
+    assert [text for text in miner.came if "pid 7" in text] == [miner.came[-1]]
+    assert (miner.folder / "notify.json").read_bytes() == before
+
+
+def test_a_damaged_book_or_a_full_disk_ends_nothing(
+    miner: Miner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for damage in (b"{", b"[1]", b'{"troubles": {"disk": 3}}', b'{"troubles": {"x": {}}}'):
+        (miner.folder / "notify.json").write_bytes(damage)
+        miner.restart()
+        miner.passes(30)
+    fill(miner)
+    monkeypatch.setattr(notify, "write_state", lambda *_, **named: False)
+    assert len(miner.passes(300)) == 1
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    walk=st.lists(
+        st.tuples(
+            st.sampled_from(["refuse", "crash", "lose", "fill", "cut", "heal", "reach", "restart"]),
+            st.sampled_from([15, 60, 120, 600, 7200]),
+        ),
+        max_size=12,
+    )
+)
+def test_whatever_happens_each_trouble_is_told_and_taken_back_in_turn(
+    walk: list[tuple[str, int]],
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:
+        miner = Miner(Path(folder), monkeypatch)
+        ways = {"refuse": refuse, "lose": lose, "fill": fill, "cut": cut, "heal": heal}
+        for what, seconds in walk:
+            if what == "crash":
+                miner.crash("rank 0 failed")
+            elif what == "reach":
+                miner.reached = not miner.reached
+            elif what == "restart":
+                miner.restart()
+            else:
+                ways[what](miner)
+            miner.passes(seconds, every=min(seconds, 600))
+        miner.reached = True
+        heal(miner)
+        miner.passes(DAY + 7200, every=1800)
+    for head, _ in notify.TROUBLES.values():
+        told = [text.startswith("Over") for text in miner.came if head in text]
+        # Taken back at the end; never begun twice without that.
+        assert not told or told[-1]
+        assert not any(not one and not two for one, two in itertools.pairwise(told))
+    assert len(miner.came) <= 10 * (2 + (miner.now - BEGIN) // DAY)
+
+
+# --- with a service that answers ------------------------------------------------------------------
+
+
+@pytest.fixture
+def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Webhooks]:
+    monkeypatch.setattr(notify, "_LOOK_EVERY", 0.02)
+    with webhooks(monkeypatch) as served:
+        yield served
+
+
+def launcher_of(folder: Path) -> LauncherFile:
+    (folder / FACTS_FILE).write_text(Facts(looked=time.time()).to_json())
+    file = LauncherFile(folder)
+    file.owned = True
+    file.enter(LauncherState.RUNNING)
+    return file
+
+
+@pytest.mark.parametrize("service", ["ntfy", "Slack", "Discord", "Telegram", "JSON"])
+def test_an_end_that_nobody_asked_for_is_told_before_the_launcher_ends(
+    service: str, world: Webhooks, tmp_path: Path
+) -> None:
+    file = launcher_of(tmp_path)
+    with Notifier(tmp_path, "guest", SecretStr(world.url(service)), file):
+        file.stopped("failures", "the ranks failed 6 times in a row")
+    ((found, text),) = world.taken
+    assert found == service and "failures: the ranks failed 6 times in a row" in text
+
+
+@pytest.mark.parametrize("manner", ["hang", "drip"])
+def test_a_stop_that_was_asked_for_waits_for_no_message(
+    manner: str, world: Webhooks, tmp_path: Path
+) -> None:
+    world.manner = manner
+    file = launcher_of(tmp_path)
+    monkeypatched = SecretStr(world.url("JSON"))
+    with Notifier(tmp_path, "guest", monkeypatched, file) as notifier:
+        notifier._book.summary = "Day 1"
+        while not world.asked:
+            time.sleep(0.01)
+        file.stopped("signal SIGTERM")
+        began = time.monotonic()
+    assert time.monotonic() - began < 1.0 and world.taken == []
+
+
+@pytest.mark.parametrize("manner", [500, 429, "elsewhere"])
+def test_a_service_that_takes_none_is_asked_seldom_and_named_once(
+    manner: str | int, world: Webhooks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    world.manner, world.extra = manner, {"retry-after": "3600"} if manner == 429 else {}
+    file = launcher_of(tmp_path)
+    notifier = Notifier(tmp_path, "guest", SecretStr(world.url("Discord")), file)
+    notifier._book.summary = "Day 1"
+    for n in range(241):  # an hour of looks
+        notifier.look(BEGIN + 15 * n)
+    assert world.asked <= (2 if manner == 429 else 16)
+    lines = [r.getMessage() for r in caplog.records if "was not sent" in r.getMessage()]
+    assert len(lines) == 1 and "(Discord)" in lines[0]
+    kept = (tmp_path / "notify.json").read_text()
+    assert "secretsecret" not in kept + " ".join(lines) and "Day 1" in kept
+    world.manner = ""
+    notifier.look(BEGIN + 2 * 3600)
+    assert [text for _, text in world.taken] == ["guest: Day 1"]
+
+
+def test_the_webhook_is_in_no_settings_line_event_or_file(
+    world: Webhooks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    given = {"DT_NOTIFY_URL": world.url("Telegram")}
+    config = load_config("miner", ["--network", "sn38"], environ=given, check=False)
+    assert config.telemetry.notify_url is not None
+    assert "secretsecret" not in all_settings(config) + repr(config)
+    file = launcher_of(tmp_path)
+    with Notifier(tmp_path, "guest", config.telemetry.notify_url, file) as notifier:
+        notifier._book.summary = f"Day 1 at {world.url('Telegram')}"
+        file.stopped("failures", "x")
+    assert world.taken and "secretsecret" not in str(world.taken)
+    for path in tmp_path.iterdir():
+        assert b"secretsecret" not in path.read_bytes()
+    # What a client's own lines say is masked where they are written.
+    assert "secretsecret" not in "\n".join(notify.mask(r.getMessage()) for r in caplog.records)
