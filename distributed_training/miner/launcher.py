@@ -384,7 +384,8 @@ class _Supervisor:
                 if backoff.failures >= RESTARTS:
                     log.error("The ranks failed %d times in a row: giving up", 1 + RESTARTS)
                     return ending.status
-                self._outages.file.crashed("; ".join(self._failures) or ending.reason)
+                told = "; ".join(self._failures or self._group.endings)
+                self._outages.file.crashed(told or ending.reason)
                 self._outages.file.start()
                 seconds = backoff.failed().total_seconds()
                 count = backoff.failures

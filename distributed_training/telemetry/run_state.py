@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from distributed_training.common.backoff import Repeats
 from distributed_training.common.files import is_full, read_json_object, write_bytes
 from distributed_training.telemetry.events import EventLog
+from distributed_training.telemetry.logs import mask
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.verdict import FACTS_FILE, Disk, Fact, Facts, Launch
 
@@ -128,7 +129,7 @@ class LauncherFile:
 
     def crashed(self, text: str) -> None:
         """Take note of a crash, after which ranks start again."""
-        crash = Crash(time.time(), text[:_LONGEST])
+        crash = Crash(time.time(), _clip(text))
         self.state = replace(self.state, restarts=self.state.restarts + 1, last_crash=crash)
 
     def enter(self, state: LauncherState, **more: Any) -> None:
@@ -154,8 +155,7 @@ class LauncherFile:
     def refused(self, text: str, *, attempt: int, wait: float) -> None:
         """Write that the outside refused this attempt, and when the next one follows."""
         again = time.time() + wait
-        text = text[:_LONGEST]
-        self.enter(LauncherState.REFUSED, text=text, attempt=attempt, next_try_at=again)
+        self.enter(LauncherState.REFUSED, text=_clip(text), attempt=attempt, next_try_at=again)
 
     def start(self) -> None:
         """Write that ranks come up; an attempt that was refused before stays named."""
@@ -163,7 +163,7 @@ class LauncherFile:
         self.enter(LauncherState.STARTING, text=kept.text, attempt=kept.attempt)
 
     def stopped(self, by: str, text: str = "") -> None:
-        self.enter(LauncherState.STOPPED, stopped_by=by, text=text[:_LONGEST])
+        self.enter(LauncherState.STOPPED, stopped_by=by, text=_clip(text))
 
     def taken(self) -> bool:
         """Return whether another launcher runs in the folder."""
@@ -200,7 +200,7 @@ def report_stage(
         stage += f", {done / 1e9:.1f} of {total / 1e9:.1f} GB"
     if eta is None:
         log.info("Start, %d of %d: %s", number, STAGES, stage)
-    _write(folder / STAGE_FILE, Stage(stage, time.time(), eta))
+    _write(folder / STAGE_FILE, Stage(f"{stage} ({number} of {STAGES})", time.time(), eta))
     _append(folder, "starting", stage=stage, number=number, of=STAGES, eta_seconds=eta)
 
 
@@ -284,8 +284,15 @@ def _describe(launcher: Launcher, *, gone: bool) -> Launch:
     )
     if not gone or launcher.state == LauncherState.STOPPED:
         return launch
+    if not launcher.pid:
+        by = "its ranks have ended; torchrun's log names the cause"
+        return replace(launch, state=LauncherState.STOPPED.value, stopped_by=by, asked=True)
     by = launch.stopped_by or f"SIGKILL or power loss: its launcher (pid {launcher.pid}) is gone"
     return replace(launch, state=LauncherState.STOPPED.value, stopped_by=by)
+
+
+def _clip(text: str) -> str:
+    return mask(text)[:_LONGEST]
 
 
 def has_started(folder: Path) -> bool:

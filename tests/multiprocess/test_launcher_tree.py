@@ -21,6 +21,7 @@ from distributed_training.miner import rank_group
 from distributed_training.miner.rank_group import RankGroup
 from distributed_training.miner.run_folder import listening_ranks, mark_of
 from distributed_training.node.start import StopSignals
+from distributed_training.telemetry.run_state import Launcher, read_launcher
 from tests.tools.forked import Program
 from tests.tools.miner_parts import config_of
 from tests.tools.r2_keys import KEYS
@@ -87,6 +88,12 @@ class Launched:
     def listening(self) -> dict[int, int]:
         return listening_ranks(self.folder, instance=self.mark.value)
 
+    @property
+    def shown(self) -> Launcher:
+        found = read_launcher(self.folder)
+        assert found is not None
+        return found
+
     def wait_ready(self, ranks: int = 1) -> None:
         wait_for(
             lambda: (
@@ -142,6 +149,7 @@ def test_a_stop_reaches_rank_zero_and_ends_all_ranks(launched: Callable[..., Lau
     run.stop(signal.SIGINT)
     assert (run.folder / "saved").exists()
     assert "SIGINT received: stopping" in run.output and "Traceback" not in run.output
+    assert run.shown.state == "stopped" and run.shown.stopped_by == "signal SIGINT"
 
 
 def test_a_stuck_rank_is_ended_and_strays_are_reaped(launched: Callable[..., Launched]) -> None:
@@ -218,6 +226,7 @@ def test_the_start_after_a_killed_launcher_cleans_up(launched: Callable[..., Lau
     second.wait_ready()
     assert not mark.processes()
     assert "an earlier miner of this run folder left behind" in second.output
+    assert f"pid {first.process.pid}) was killed" in second.shown.last_crash.text
     second.stop()
 
 
@@ -242,6 +251,8 @@ def test_what_is_killed_starts_again_under_the_same_launcher(
     assert (killed if victim == "a rank" else "forked from ended") in run.output
     assert "| ERROR |" not in run.output, "it goes on"
     assert "Starting the ranks again" in run.output and "(1 of 2)" in run.output
+    crash = "was killed by SIGKILL" if victim == "a rank" else "was told to stop"
+    assert run.shown.restarts == 1 and crash in run.shown.last_crash.text
     run.stop()
 
 
@@ -367,6 +378,7 @@ def test_two_miners_do_not_share_a_folder(launched: Callable[..., Launched]) -> 
     wait_for(lambda: "Cannot train: a miner" in second.output, "the second one's line")
     assert "is running in" in second.output and f"pid {first.process.pid}" in second.output
     assert first.process.poll() is None and first.listening == before
+    assert first.shown.pid == first.process.pid and first.shown.state == "starting"
     (first.folder / "ready-0").unlink()
     first.stop()
     second.wait_ready()  # it goes on by itself
@@ -380,5 +392,6 @@ def test_a_port_in_use_is_waited_for(launched: Callable[..., Launched]) -> None:
         wait_for(lambda: "(attempt 3)" in run.output, "two tries")
         assert f"Cannot train: port {port} (--axon.port) is in use" in run.output
         assert not run.mark.processes()
+        assert run.shown.state == "refused" and f"port {port}" in run.shown.text
     run.wait_ready()
     run.stop()

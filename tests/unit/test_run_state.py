@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed_training.common.files import read_json_object
-from distributed_training.telemetry import read_events, run_state
+from distributed_training.telemetry import read_events, register_secret, run_state
 from distributed_training.telemetry.run_state import (
     Launcher,
     LauncherFile,
@@ -53,7 +53,7 @@ def test_a_start_is_followed_from_its_refusal_to_its_end(tmp_path: Path) -> None
     report_stage(tmp_path, 1, "importing")
     report_stage(tmp_path, 3, "loading", done=12_400_000_000, total=32_000_000_000, eta=1560.0)
     found = launch_of(tmp_path)
-    assert found.stage == "loading, 12.4 of 32.0 GB" and found.eta_seconds == 1560.0
+    assert found.stage == "loading, 12.4 of 32.0 GB (3 of 5)" and found.eta_seconds == 1560.0
     judged = judge(observe(tmp_path, time.time()), time.time())
     assert judged.verdict in (Verdict.STARTING, Verdict.UNKNOWN)
     report_running(tmp_path)
@@ -82,6 +82,27 @@ def test_a_launcher_that_was_killed_is_named_from_outside_and_by_the_next(tmp_pa
     assert after.restarts == 3 and "was killed" in after.last_crash.text
     LauncherFile(tmp_path).stopped("signal SIGTERM")
     assert LauncherFile(tmp_path).state.restarts == 0, "somebody asked for this start"
+
+
+def test_the_ranks_of_torchrun_have_no_launcher(tmp_path: Path) -> None:
+    report_stage(tmp_path, 4, "building the model")
+    assert launch_of(tmp_path).state == "starting"
+    report_running(tmp_path)
+    assert launch_of(tmp_path).state == "running"
+    rank = tmp_path / "pids" / "rank-0.json"
+    rank.parent.mkdir()
+    rank.write_text(json.dumps({"pid": ended_process()}))
+    for path in (tmp_path / "events.jsonl", rank):
+        os.utime(path, (time.time() - 60,) * 2)
+    found = launch_of(tmp_path)
+    assert (found.state, found.asked) == ("stopped", True) and "torchrun" in found.stopped_by
+
+
+def test_no_secret_is_in_what_it_writes(tmp_path: Path) -> None:
+    register_secret("s3cr3t-of-the-store")
+    LauncherFile(tmp_path).refused("bad key s3cr3t-of-the-store", attempt=1, wait=1.0)
+    for path in tmp_path.iterdir():
+        assert b"s3cr3t" not in path.read_bytes()
 
 
 def test_a_full_disk_takes_the_next_state_in_place_of_the_last(
