@@ -221,7 +221,7 @@ class Facts:
     def from_json(cls, text: str | bytes) -> Facts:
         """Read :meth:`to_json`'s text; what is unknown, or of another type, is left out."""
         try:
-            found = json.loads(text)
+            found = json.loads(text, parse_int=_whole)
         except (ValueError, RecursionError):
             return cls()
         known = {}
@@ -601,6 +601,12 @@ def _pay(facts: Facts, now: float, counts: _Counts) -> Judgement:
 def _adapters() -> dict[str, TypeAdapter[Any]]:
     hints = get_type_hints(Facts)
     return {field.name: TypeAdapter(hints[field.name]) for field in fields(Facts)}
+
+
+def _whole(digits: str) -> int:
+    if len(digits) > 18:  # beyond any figure of ours, and of what floats can count
+        raise ValueError("no figure of a miner")
+    return int(digits)
 
 
 def _finite(value: Any) -> Any:

@@ -1,0 +1,372 @@
+"""Show whether the miners of this machine run and earn, and what to do where one does not.
+
+    dt-status                        the miner of the settings here, and others below this folder
+    dt-status FOLDER...              those of these run folders, a row each if there are several
+    dt-status --watch                again every 2 s; into a pipe or file: a line for each change
+    dt-status --json                 one object a miner and line, for programs
+    dt-status --csv                  its past by the hour, as far as events.jsonl goes back
+
+Only files of the run folder are read, so it needs no port, works over ssh and beside any load, and
+also while no miner runs. Flags of the miner (``--neuron.run_folder``, ``--neuron.name``) are taken
+too. Exit status, of several miners the first that holds for one:
+
+    2    an argument or a folder cannot be used
+    1    an operator must act: the line ``do``
+    3    it does not run
+    0    it earns, or nothing is to be done
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
+from distributed_training.config.loader import Parser, argument
+from distributed_training.config.types import File
+from distributed_training.protocol.network_report import span
+from distributed_training.protocol.types import ExitStatus
+from distributed_training.telemetry.events import read_events
+from distributed_training.telemetry.run_state import LAUNCHER_FILE, Launcher, observe, read_launcher
+from distributed_training.telemetry.verdict import FACTS_FILE, Verdict, judge
+
+MUST_ACT, NOT_RUNNING = 1, 3  # exit statuses; 3 as `systemctl status` has it
+
+_EVERY = 2.0  # seconds between two looks of --watch
+_HOUR = 3600
+_LAST_TIME = 4e9  # Unix seconds; a later one was written by a clock that was wrong
+_LARGEST = 1e18  # of a figure in an event
+#: Of an hour in which no verdict on the income followed such an event.
+_VERDICTS = {
+    "starting": Verdict.STARTING.value,
+    "refused": Verdict.CANNOT_START.value,
+    "stop": Verdict.STOPPED.value,
+}
+_COLUMNS = ("time", "miner", "verdict", "incentive", "uploads", "rounds", "loss", "tokens")
+_SIGNS = (LAUNCHER_FILE, FACTS_FILE, "instance.json", "events.jsonl")  # of a run folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        prog="dt-status",
+        description=(__doc__ or "").splitlines()[0],
+        epilog="\n".join((__doc__ or "").splitlines()[2:]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folders", nargs="*", type=argument(File), metavar="FOLDER")
+    parser.add_argument("--watch", action="store_true", help="again every 2 s")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="for programs")
+    form.add_argument("--csv", action="store_true", help="the past by the hour")
+    try:
+        options, flags = parser.parse_known_args(argv)
+        folders = [require_run_folder(folder) for folder in options.folders] or find_own(flags)
+        if options.csv:
+            write_history(folders)
+            return ExitStatus.STOPPED
+        return show(folders, as_json=options.json, watch=options.watch)
+    except ConfigError as error:
+        return exit_with(error)
+    except KeyboardInterrupt:
+        return ExitStatus.INTERRUPTED
+    except BrokenPipeError:  # of `dt-status --watch | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitStatus.STOPPED
+
+
+def require_run_folder(folder: Path) -> Path:
+    """Return ``folder`` if a miner has run there. Raises ConfigError."""
+    try:
+        names = {path.name for path in folder.iterdir()}
+    except OSError as error:
+        closed = isinstance(error, PermissionError)
+        raise ConfigError(
+            f"{folder} cannot be read ({error.strerror}), so nothing is known of its miner: "
+            + ("run this as the miner's user" if closed else _NAME_ONE)
+        ) from None
+    if not names & set(_SIGNS):
+        raise ConfigError(f"no miner has run in {folder}, so nothing is known of one: {_NAME_ONE}")
+    return folder
+
+
+_NAME_ONE = "give the run folder that the miner logs at its start"
+
+
+def find_own(flags: Sequence[str]) -> list[Path]:
+    """Return the run folder of the settings here, and those of miners below this folder.
+
+    Raises ConfigError where no miner has run, or ``flags`` are refused.
+    """
+    refused = None
+    try:
+        own = [load_config("miner", flags, file=OPERATORS_FILE, check=False).run_folder]
+    except ConfigError as error:
+        # Settings that are refused are what a miner is looked at for.
+        if flags:
+            raise
+        own, refused = [], error
+    # A second miner of pm2 has a folder of its own (DT_NAME).
+    places = [f"runs/*/{LAUNCHER_FILE}", f"*/runs/*/{LAUNCHER_FILE}"]
+    below = sorted(path.parent for place in places for path in Path().glob(place))
+    found = {path.resolve(): path for path in [*own, *below] if path.is_dir()}
+    if found:
+        return list(found.values())
+    if refused is not None:
+        raise refused
+    raise ConfigError(f"no miner has run here ({own[0]} is not there): {_NAME_ONE}")
+
+
+# --- one look ------------------------------------------------------------------------------------
+
+
+def describe(folder: Path, now: float) -> dict[str, Any]:
+    """Return what is known of a miner; the keys are those of ``--json``.
+
+    Times are Unix seconds, sizes bytes; None: not known, or there is none.
+    """
+    facts, launcher = observe(folder, now), read_launcher(folder) or Launcher()
+    found = judge(facts, now)
+    runs = not (
+        found.verdict is Verdict.STOPPED
+        or (found.verdict is Verdict.UNKNOWN and facts.launch is None and facts.looked is None)
+    )
+    launch = facts.launch.value if facts.launch else None
+    upload = facts.uploads[-1] if facts.uploads else None
+    eta = None
+    if launch and launch.stage and launch.eta_seconds is not None:
+        eta = max(0.0, (launch.stage_at or now) + launch.eta_seconds - now)
+    return {
+        "time": now,
+        "name": facts.name or folder.absolute().name,
+        "folder": str(folder),
+        "uid": facts.uid,
+        "verdict": found.verdict.value,
+        "cause": found.cause,
+        "remedy": found.remedy,
+        "bad": found.bad,
+        "earns": found.earns,
+        "status": NOT_RUNNING if not runs else MUST_ACT if found.bad else 0,
+        "state": launch.state if launch else None,
+        "stage": launch.stage if launch else "",
+        "eta_seconds": eta,
+        "attempt": launch.attempt if launch else 0,
+        "next_try_at": launch.next_try_at if launch else None,
+        "mode": facts.mode,
+        "outer_step": facts.outer_step,
+        "inner_step": facts.step.value if facts.step else None,
+        "step_at": facts.step.at if facts.step else None,
+        "last_upload": asdict(upload) if upload else None,
+        "next_upload_at": facts.next_upload,
+        "next_round_at": facts.next_round,
+        "standing": asdict(facts.standing.value) if facts.standing else None,
+        "disk": asdict(facts.disk.value) if facts.disk else None,
+        "chain_answered_at": facts.block.at if facts.block else None,
+        "store_silent_since": facts.store_silent_since,
+        "restarts": launcher.restarts,
+        "last_crash": asdict(launcher.last_crash) if launcher.last_crash.text else None,
+    }
+
+
+def status_of(rows: Iterable[dict[str, Any]]) -> int:
+    """Return the exit status of this command for miners in this state."""
+    found = {row["status"] for row in rows}
+    return next((status for status in (MUST_ACT, NOT_RUNNING) if status in found), 0)
+
+
+def show(folders: Sequence[Path], *, as_json: bool, watch: bool) -> int:
+    """Print the state of each miner, again and again with ``watch``. Return the exit status."""
+    redraws = watch and not as_json and sys.stdout.isatty()
+    shown: dict[str, tuple[Any, ...]] = {}
+    while True:
+        rows = [describe(folder, time.time()) for folder in folders]
+        if redraws:
+            print("\x1b[H\x1b[2J", end="")
+        if as_json or (watch and not redraws):
+            for row in rows:
+                key = row["verdict"], row["bad"], row["stage"]
+                if shown.get(row["folder"]) != key:
+                    shown[row["folder"]] = key
+                    print(json.dumps(row) if as_json else line_of(row), flush=True)
+        else:
+            print(text_of(rows[0]) if len(rows) == 1 else table_of(rows), flush=True)
+        if not watch:
+            return status_of(rows)
+        time.sleep(_EVERY)
+
+
+def line_of(row: dict[str, Any]) -> str:
+    """Return a change in one line, for a log."""
+    at = datetime.fromtimestamp(row["time"]).astimezone().isoformat(" ", "seconds")
+    do = f"; {row['remedy']}" if row["remedy"] else ""
+    return printable(f"{at} {row['name']}: {row['verdict']}: {row['cause']}{do}")
+
+
+def text_of(row: dict[str, Any]) -> str:
+    """Return the state of one miner, a line for each thing that is known."""
+    now, uid = row["time"], "" if row["uid"] is None else f" (uid {row['uid']})"
+    lines = [f"{row['name']}{uid}: {row['verdict'].upper()}", f"  {row['cause']}"]
+    runs = _trains(row)
+
+    def add(name: str, text: str | None) -> None:
+        if text:
+            lines.append(f"  {name:<13} {text}")
+
+    add("do", row["remedy"])
+    if row["outer_step"] is not None:
+        step = f"outer step {row['outer_step']}"
+        if row["step_at"] is not None:
+            step += f", inner step {row['inner_step']}, {ago(row['step_at'], now)}"
+        add("training" if runs else "last step", step)
+    add("last upload", describe_upload(row))
+    for name, key in (("next upload", "next_upload_at"), ("next round", "next_round_at")):
+        if row[key] is not None and runs:
+            add(name, when(row[key], now))
+    if disk := row["disk"]:
+        needed = f", {disk['needed'] / 1e9:.1f} GB needed" if disk["needed"] else ""
+        free, total = disk["free"] / 1e9, disk["total"] / 1e9
+        add("disk", f"{free:.1f} of {total:.1f} GB free{needed}")
+    if row["chain_answered_at"] is not None:
+        silent = row["store_silent_since"]
+        store = "answers" if silent is None else f"has not answered for {span(now - silent)}"
+        add("link", f"chain answered {ago(row['chain_answered_at'], now)}, store {store}")
+    crash = row["last_crash"]
+    if row["restarts"] or crash:
+        last = f", last crash {ago(crash['at'], now)}: {crash['text']}" if crash else ""
+        add("restarts", f"{row['restarts']}{last}")
+    return "\n".join(map(printable, lines))
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a line for each miner."""
+    cells = [("MINER", "UID", "VERDICT", "LAST UPLOAD", "NEXT ROUND", "CAUSE")]
+    for row in rows:
+        upload, due = row["last_upload"], row["next_round_at"]
+        cells.append(
+            (
+                row["name"],
+                "" if row["uid"] is None else str(row["uid"]),
+                row["verdict"],
+                ago(upload["at"], row["time"]) if upload else "-",
+                when(due, row["time"]) if due and _trains(row) else "-",
+                row["cause"] + (f"; {row['remedy']}" if row["remedy"] else ""),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ("  ".join(map(str.ljust, line, widths)).rstrip() for line in cells)
+    return "\n".join(map(printable, lines))
+
+
+def _trains(row: dict[str, Any]) -> bool:
+    # Under torchrun there is no launcher, and so no state.
+    return row["status"] != NOT_RUNNING and row["state"] in (None, "running")
+
+
+def describe_upload(row: dict[str, Any]) -> str:
+    if (upload := row["last_upload"]) is None:
+        return ""
+    tag = f"{upload['tag']}, " if upload["tag"] else ""
+    fate = f", {upload['fate']}" if upload["fate"] else ""
+    cause = f" ({upload['cause']})" if upload["cause"] else ""
+    return (
+        f"{tag}of outer step {upload['outer_step']}, {ago(upload['at'], row['time'])}{fate}{cause}"
+    )
+
+
+def ago(at: float, now: float) -> str:
+    return f"{span(now - at)} ago" if at <= now else "just now"  # the clock may be set back
+
+
+def when(at: float, now: float) -> str:
+    if at <= now:
+        return f"due since {span(now - at)}"
+    with contextlib.suppress(ValueError, OverflowError, OSError):  # beyond any calendar
+        return f"in {span(at - now)} ({datetime.fromtimestamp(at):%H:%M:%S})"
+    return f"in {span(at - now)}"
+
+
+def printable(text: str) -> str:
+    """Return ``text`` without what a terminal would obey: parts of it came from the outside."""
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
+# --- the past ------------------------------------------------------------------------------------
+
+
+def write_history(folders: Sequence[Path]) -> None:
+    """Print a line for each hour of each miner in which it wrote events."""
+    out = csv.writer(sys.stdout, lineterminator="\n")
+    out.writerow(_COLUMNS)
+    for folder in folders:
+        for row in hours_of(folder):
+            out.writerow(row)
+
+
+def hours_of(folder: Path) -> list[tuple[Any, ...]]:
+    """Return the rows of :data:`_COLUMNS`, oldest first; the loss is the mean of the hour."""
+    hours: dict[int, _Hour] = {}
+    for event in read_events(folder / "events.jsonl"):
+        at = event.get("time")
+        if isinstance(at, (int, float)) and 0 < at < _LAST_TIME:
+            hours.setdefault(int(at // _HOUR), _Hour()).add(event)
+    name = folder.absolute().name
+    return [
+        (datetime.fromtimestamp(hour * _HOUR, UTC).isoformat(), name, *hours[hour].figures())
+        for hour in sorted(hours)
+    ]
+
+
+@dataclass
+class _Hour:
+    """Sum up the events of one hour."""
+
+    verdict: str = ""
+    incentive: float | None = None
+    uploads: int = 0
+    rounds: int = 0
+    steps: int = 0
+    loss: float = 0.0
+    tokens: int = 0
+
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Take one in; fields of another type, as a damaged line may have them, change nothing."""
+        kind = event.get("kind")
+        self.uploads += kind == "publication" and event.get("ok") is True
+        self.rounds += kind == "round" and event.get("ok") is True
+        self.tokens += int(_number(event, "tokens") or 0)
+        if kind == "income":
+            self.verdict = str(event.get("verdict"))
+            self.incentive = _number(event, "incentive")
+        elif kind in _VERDICTS:
+            self.verdict = _VERDICTS[kind]
+        elif kind == "step" and not event.get("skipped"):
+            loss = _number(event, "loss")
+            if loss is not None:
+                self.steps, self.loss = self.steps + 1, self.loss + loss
+
+    def figures(self) -> tuple[Any, ...]:
+        incentive = "" if self.incentive is None else f"{self.incentive:.6g}"
+        loss = f"{self.loss / self.steps:.4f}" if self.steps else ""
+        verdict = printable(self.verdict)
+        return verdict, incentive, self.uploads, self.rounds, loss, self.tokens
+
+
+def _number(event: Mapping[str, Any], name: str) -> float | None:
+    value = event.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > _LARGEST:
+        return None
+    return value if math.isfinite(value) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

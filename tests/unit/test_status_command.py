@@ -1,0 +1,292 @@
+"""Test ``dt-status`` on run folders of each state, and on what must not end it."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distributed_training import status_command as status
+from distributed_training.telemetry.run_state import LAUNCHER_FILE, Launcher
+from distributed_training.telemetry.verdict import (
+    FACTS_FILE,
+    Disk,
+    Fact,
+    Facts,
+    Place,
+    Standing,
+    Upload,
+    Verdict,
+)
+
+pytestmark = pytest.mark.timeout(120)
+
+_STANDING = Standing(incentive=0.0121, emission=0.35, rank=4, miners=20, weights_block=4_999_960)
+#: State -> verdict, colour, whether the miner's processes live.
+STATES: dict[str, tuple[str, str, bool]] = {
+    "earning": ("earning", "good", True),
+    "too-old": ("upload too old", "bad", True),
+    "starting": ("starting", "wait", True),
+    "refused": ("cannot start", "bad", True),
+    "stopped": ("stopped", "idle", False),
+    "killed": ("stopped", "bad", False),
+    "offline": ("offline", "bad", True),
+    "stuck": ("stuck", "bad", True),
+    "merged": ("earning", "good", True),
+}
+
+
+def make_miner(place: Path, state: str) -> Path:
+    """Return the run folder of a miner in ``state``: one of STATES."""
+    folder, now = place / state, time.time()
+    folder.mkdir()
+    block, upload = 5_000_000, Upload(9, now - 700, "5.9.40", 4_999_940)
+    facts = Facts(
+        kind="hivemind", blocks_per_round=750, seconds_per_block=12.0, round_seconds=9000.0,
+        age_limit=4800.0, name=f"{state} miner", uid=17, looked=now, started=now - 86400,
+        mode="training", outer_step=9, step=Fact(40, now - 8), step_seconds=15.2,
+        uploads=(upload,), uploads_known=True, called_at=now - 400, block=Fact(block, now),
+        registered=Fact(True, now), standing=Fact(_STANDING, now),
+        place=Fact(Place(9, block - 560), now), next_round=now + 2000, next_upload=now + 30,
+        disk=Fact(Disk(1e12, 2e12, 1e6), now),
+    )  # fmt: skip
+    launcher = Launcher(state="running", at=now - 86400, pid=os.getpid())
+    ago = now - 300
+    match state:
+        case "too-old":
+            old = replace(upload, block=block - 398)
+            facts = replace(facts, uploads=(old,), fitting_steps=5)
+        case "offline":
+            facts = replace(facts, block=Fact(block, ago), store_silent_since=ago, called_at=ago)
+        case "stuck":
+            facts = replace(facts, step=Fact(40, now - 900))
+        case "merged":
+            merged = Upload(8, now - 1300, "8.0", None, "merged", now - 900)
+            facts = replace(facts, kind="store", uploads=(merged,), called_at=None)
+        case "starting":
+            stage = {"stage": "loading the global state, 12.4 of 32.0 GB (3 of 5)"}
+            times = {"stage_at": now - 20, "eta_seconds": 1560.0, "at": now - 95}
+            launcher = replace(launcher, state="starting", **stage, **times)
+        case "refused":
+            text = "the bucket does not accept these keys: correct R2_WRITE_SECRET_ACCESS_KEY"
+            again = {"attempt": 6, "next_try_at": now + 43, "text": text}
+            launcher = replace(launcher, state="refused", at=now - 20, **again)
+        case "stopped":
+            launcher = replace(launcher, state="stopped", at=ago, stopped_by="signal SIGINT")
+    if state not in ("earning", "too-old", "offline", "stuck", "merged"):
+        facts = replace(facts, looked=ago, step=Fact(40, ago), block=Fact(block, ago))
+    if not STATES[state][2]:
+        with subprocess.Popen(["true"]) as gone:  # its pid is nobody's afterwards
+            launcher = replace(launcher, pid=gone.pid)
+    (folder / FACTS_FILE).write_text(facts.to_json())
+    (folder / LAUNCHER_FILE).write_text(json.dumps(asdict(launcher)))
+    (folder / "instance.json").write_text(json.dumps({"instance": "a", "pid": launcher.pid}))
+    for file in folder.iterdir() if not STATES[state][2] else ():
+        os.utime(file, (ago, ago))
+    return folder
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_each_state_has_its_verdict_and_exit_status(
+    state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    verdict, level, alive = STATES[state]
+    folder = str(make_miner(tmp_path, state))
+    code = status.main([folder, "--json"])
+    row = json.loads(capsys.readouterr().out)
+    assert row["verdict"] == verdict
+    assert code == row["status"] == (3 if not alive else 1 if level == "bad" else 0)
+    text = status.text_of(row)
+    assert text.startswith(f"{state} miner (uid 17): {verdict.upper()}\n  {row['cause']}\n")
+    assert (f"  do            {row['remedy']}\n" in text) == bool(row["remedy"])
+    shown = {line.split("  ")[1] for line in text.splitlines()[2:]}
+    assert {"disk", "link"} <= shown
+    assert ("last upload" in shown) == (row["last_upload"] is not None)
+    assert ("next round" in shown) == (row["state"] == "running")
+
+
+def test_several_miners_have_a_row_each_and_the_worst_exit_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folders = {state: str(make_miner(tmp_path, state)) for state in ("earning", "stopped", "stuck")}
+    for chosen, code in (
+        (["earning", "stopped"], 3),
+        (["earning", "stopped", "stuck"], 1),
+        (["earning", "earning"], 0),
+    ):
+        assert status.main([folders[state] for state in chosen]) == code
+        head, *rows = capsys.readouterr().out.splitlines()
+        assert head.split()[:3] == ["MINER", "UID", "VERDICT"]
+        assert [row.split()[0] for row in rows] == chosen
+
+
+def test_it_takes_less_than_a_second_of_the_processor(tmp_path: Path) -> None:
+    """Beside any load: what counts is its own time, whoever else wants the cores."""
+    folder = make_miner(tmp_path, "earning")
+    with (folder / "events.jsonl").open("a") as file:
+        step = {"time": time.time() - 9000, "kind": "step", "loss": 2.0, "note": "x" * 300}
+        file.write((json.dumps(step) + "\n") * 20_000)
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    words = [sys.executable, "-m", "distributed_training.status_command", str(folder)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    print(f"dt-status took {used:.2f} s of the processor")
+    assert done.returncode == 0 and "EARNING" in done.stdout, done.stderr
+    assert used < 1.0
+
+
+@pytest.mark.parametrize("tty", [False, True])
+def test_it_watches(
+    tty: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder, looks = make_miner(tmp_path, "earning"), 0
+    other = make_miner(tmp_path, "stopped")
+
+    def sleep(seconds: float) -> None:
+        nonlocal looks
+        assert seconds == 2.0
+        looks += 1
+        if looks == 3:
+            for name in ("launcher.json", "instance.json", FACTS_FILE):
+                (folder / name).write_bytes((other / name).read_bytes())
+        if looks == 6:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(status.time, "sleep", sleep)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)
+    assert status.main([str(folder), "--watch"]) == 130
+    out = capsys.readouterr().out
+    if tty:
+        assert out.count("\x1b[H\x1b[2J") == 6
+    else:
+        first, second = out.splitlines()
+        assert "earning miner: earning: incentive 0.0121" in first
+        assert "stopped miner: stopped: it was stopped (signal SIGINT)" in second
+
+
+def test_the_past_is_a_table_by_the_hour(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    hour = 1_790_000_000 // 3600 * 3600
+    events: list[dict[str, Any]] = [
+        {"time": hour + 1, "kind": "step", "loss": 2.0, "tokens": 100},
+        {"time": hour + 2, "kind": "step", "loss": 3.0, "tokens": 50},
+        {"time": hour + 2, "kind": "step", "loss": None, "tokens": 7, "skipped": True},
+        {"time": hour + 3, "kind": "income", "verdict": "reset", "incentive": 0.01},
+        {"time": hour + 4, "kind": "publication", "ok": True},
+        {"time": hour + 5, "kind": "publication", "ok": False},
+        {"time": hour + 6, "kind": "round", "ok": True},
+        {"time": hour + 3601, "kind": "refused", "text": "the disk"},
+        {"time": hour - 10, "kind": "stop"},  # the clock was set
+        {"time": 1e300, "kind": "stop"},
+    ]
+    text = "".join(json.dumps(event) + "\n" for event in events) + '{"time": 1, "kin'
+    (tmp_path / "events.jsonl").write_text(text)
+    assert status.main([str(tmp_path), "--csv"]) == 0
+    head, *rows = csv.reader(capsys.readouterr().out.splitlines())
+    assert head == list(status._COLUMNS)
+    name = tmp_path.name
+    assert [row[1:] for row in rows] == [
+        [name, "stopped", "", "0", "0", "", "0"],
+        [name, "reset", "0.01", "1", "1", "2.5000", "157"],
+        [name, "cannot start", "", "0", "0", "", "0"],
+    ]
+    assert rows[1][0].endswith(":00:00+00:00") and rows == sorted(rows)
+
+
+def test_a_folder_of_no_miner_is_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "file"
+    file.touch()
+    for words in ([str(tmp_path)], [str(file)], [str(tmp_path / "none")], ["--jsn"], []):
+        assert status.main(words) == 2
+        said = capsys.readouterr()
+        assert said.err.startswith("error: ") and said.err.count("\n") == 1 and not said.out
+
+
+def test_without_a_folder_the_miners_of_this_machine_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "two" / "runs").mkdir(parents=True)
+    (tmp_path / "runs").mkdir()
+    make_miner(tmp_path / "two" / "runs", "stopped")
+    assert status.main(["--json"]) == 3, "settings that are refused hide no miner"
+    make_miner(tmp_path, "earning").rename(tmp_path / "runs" / "miner-default")
+    (tmp_path / "miner.toml").write_text('preset = "local"\n')
+    capsys.readouterr()
+    assert status.main(["--json"]) == 3
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["folder"] for row in rows] == ["runs/miner-default", "two/runs/stopped"]
+    assert status.main(["--neuron.run_folder", "two/runs/stopped", "--json"]) == 3
+
+
+NUMBERS = st.one_of(st.integers(), st.floats(), st.just(10**400), st.booleans())
+VALUES = st.one_of(st.none(), NUMBERS, st.text(max_size=6), st.lists(NUMBERS, max_size=2))
+KINDS = st.sampled_from(["step", "income", "publication", "round", "stop", "refused", "x"])
+FIELDS = st.sampled_from(
+    ["time", "loss", "tokens", "seconds", "tokens_per_second", "incentive", "ok", "outer_step"]
+)
+EVENTS = st.lists(
+    st.one_of(
+        st.builds(
+            lambda kind, more: {**more, "kind": kind}, KINDS, st.dictionaries(FIELDS, VALUES)
+        ),
+        st.dictionaries(st.text(max_size=4), VALUES, max_size=3),
+    ),
+    max_size=6,
+)
+NAMES = st.sampled_from(
+    ["uploads", "disk", "block", "step", "launch", "outer_step", "next_round", "name", "standing"]
+)
+
+
+@pytest.fixture(scope="module")
+def miner(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_miner(tmp_path_factory.mktemp("miner"), "earning")
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    events=EVENTS,
+    changed=st.dictionaries(NAMES, VALUES, max_size=3),
+    text=st.text(max_size=8),
+    cut=st.integers(0, 40),
+    jump=st.sampled_from([0.0, -1e5, 3600.0, 1e8, -1.7e9]),
+)
+def test_nothing_in_a_folder_and_no_clock_ends_it(
+    miner: Path, events: list[Any], changed: dict[str, Any], text: str, cut: int, jump: float
+) -> None:
+    facts = miner / FACTS_FILE
+    before = facts.read_bytes()
+    try:
+        content = json.dumps({**json.loads(before), "name": text, **changed}).encode()
+        facts.write_bytes(content[: len(content) - max(0, cut - 30)])
+        written = "".join(json.dumps(event) + "\n" for event in events).encode()
+        (miner / "events.jsonl").write_bytes(written[: len(written) - cut])
+        row = status.describe(miner, time.time() + jump)
+        assert row["status"] in (0, 1, 3) and row["verdict"] in list(Verdict)
+        json.dumps(row, allow_nan=False)
+        for shown in (status.text_of(row), status.table_of([row, row]), status.line_of(row)):
+            assert all(c.isprintable() or c == "\n" for c in shown)
+        for line in status.hours_of(miner):
+            assert len(line) == 8
+    finally:
+        facts.write_bytes(before)
