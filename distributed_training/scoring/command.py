@@ -17,7 +17,7 @@
     --subnet FOLDER      the local subnet whose run folder this is
     --bucket NAME        read the one --uid from this bucket of yours, with the R2_READ keys
     --folder FOLDER      read the one --uid from a folder: a snapshot, or a bucket's copy
-    --background         at the lowest priority, one thread, no GPU, 32 sequences a block
+    --background         at the lowest priority (nice 19), one thread, no GPU, 32 sequences a block
     --cache FOLDER       keeps the global weights (default ~/.cache/distributed-training/score)
 
 In a network that exchanges through the store the verdicts are those that its validator has signed,
@@ -25,6 +25,7 @@ of the newest outer step, and nothing is judged again: --uid, --all, --watch and
 
 A GPU that another process uses is left alone: without a free one this runs as with --background.
 ``--neuron.device cuda`` takes the first GPU all the same.
+What it is doing, miner by miner, is told on standard error.
 Takes every flag of neurons/validator.py, .env and the environment. Reads only what is public.
 Exit status: 0 looked, 1 the chain or the global state could not be read or memory ran out, 2 a flag
 is wrong. (--passes changes nothing: up to 0.2.0 ranks and shares were simulated.)
@@ -80,6 +81,8 @@ def main(argv: Sequence[str]) -> int:
         if options.background:
             given += ["--neuron.device", "cpu"]
         config = load_config("validator", given, file=OPERATORS_FILE, check=False)
+        # Before the imports below, which take seconds, and beside a miner many.
+        tell("reading chain and buckets, of which nothing is changed")
         if config.exchange == "store":  # whose validator has signed the verdicts
             from distributed_training.scoring import verdicts
 
@@ -104,6 +107,11 @@ def main(argv: Sequence[str]) -> int:
         return score(config, options)
     except ConfigError as error:
         return exit_with(error)
+
+
+def tell(text: str) -> None:
+    """Say what is done now, on standard error, where no program reads it for the result."""
+    print(f"… {text}", file=sys.stderr, flush=True)
 
 
 BACKGROUND_SEQUENCES = 32  # of each block, unless --sequences says otherwise
@@ -172,6 +180,10 @@ def score(config: Config, options: argparse.Namespace) -> int:
         # starts threads: on Linux each inherits the niceness of the one that starts it.
         os.nice(19)
         torch.set_num_threads(1)
+        tell(
+            "beside the miner of this machine this runs at nice 19 and with one thread, so it "
+            "may take minutes for each upload"
+        )
         # Where the machine's memory runs out, the kernel ends this process and not a rank.
         with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
@@ -190,6 +202,7 @@ def score(config: Config, options: argparse.Namespace) -> int:
             # Once for all looks: tokenizer and model take longer to load than most looks.
             limit = BACKGROUND_SEQUENCES if options.background else 0
             limit = limit if options.sequences is None else options.sequences
+            tell("reading the tokenizer")
             tokenizer = fetch_tokenizer(config, folder)
             pages = pages_of(config, *tokenizer, limit=limit)
         except NetworkFailure as error:
@@ -210,6 +223,7 @@ def score(config: Config, options: argparse.Namespace) -> int:
                         f"the global bucket cannot be found ({error}): check chain.master_hotkey"
                     ) from None
                 miners = None if options.subnet else config.run_folder.parent
+                tell("reading the global state that uploads are judged against")
                 judged = read_judged(bucket, folder / "global", config, block=block, miners=miners)
                 if model is None or list(model.schema) != list(judged.schema):
                     device = evaluation_device(config.miner.device)
@@ -220,6 +234,7 @@ def score(config: Config, options: argparse.Namespace) -> int:
                     evaluator=Evaluator(model=model, pages=pages),
                     age_limit=config.validator.upload_age_limit,
                     timeout=timedelta(seconds=options.timeout),
+                    tell=tell,
                 )
                 drawn = generator.randrange(*random_block_range(block))
                 preview = previewer.run(
@@ -269,8 +284,7 @@ def find_sources(
         else:
             instead[uids[0]] = BucketReader(open_own(config.store, options.bucket, write=False))
     hotkey = None if options.all or uids else load_wallet(config.chain).ss58  # before any waiting
-    if sys.stderr.isatty():
-        print("… asking the chain and the buckets", file=sys.stderr, flush=True)
+    tell("asking the chain who the miners are")
     timeout = timedelta(seconds=options.timeout)
     master = None if options.subnet else config.miner.master_ss58_address
     sources = on_chain(config, stack, master=master, timeout=timeout, instead=instead)

@@ -204,7 +204,8 @@ class Preview:
 class Previewer:
     """``timeout`` covers all that is read from one miner's bucket.
 
-    One that takes longer costs its own row a reason and nobody else anything.
+    One that takes longer costs its own row a reason and nobody else anything. ``tell`` is called
+    with a line before each phase of each miner.
     """
 
     judged: PublishedState
@@ -212,6 +213,7 @@ class Previewer:
     evaluator: Evaluator
     age_limit: timedelta
     timeout: timedelta = timedelta(seconds=60)
+    tell: Callable[[str], None] = lambda line: None
 
     def run(
         self,
@@ -226,8 +228,9 @@ class Previewer:
         """
         began = time.monotonic()
         rows = []
-        for neuron in neurons:
-            row = self._judge(neuron, random_blocks)
+        for number, neuron in enumerate(neurons, start=1):
+            who = f"uid {neuron.uid:03d}, miner {number} of {len(neurons)}"
+            row = self._judge(neuron, random_blocks, who)
             rows.append(dataclasses.replace(row, of_round=notes.get(neuron.uid, "")))
         return Preview(
             block=self.judged.block,
@@ -238,8 +241,9 @@ class Previewer:
             seconds=time.monotonic() - began,
         )
 
-    def _judge(self, neuron: Neuron, random_blocks: Sequence[int]) -> Row:
+    def _judge(self, neuron: Neuron, random_blocks: Sequence[int], who: str) -> Row:
         judged, uid, began = self.judged, neuron.uid, time.monotonic()
+        self.tell(f"{who}: looking into its bucket")
         look = partial(
             inspect,
             neuron,
@@ -258,7 +262,9 @@ class Previewer:
             # Of one timeout: a bucket that drips may not have it twice.
             left = self.timeout - timedelta(seconds=time.monotonic() - began)
             try:
+                self.tell(f"{who}: reading its upload {repository.tag}")
                 upload = read_upload(repository, judged, timeout=left)
+                self.tell(f"{who}: judging it on {len(random_blocks)} random and its own blocks")
                 judgement = self.evaluator.judge(upload, judged, random_blocks=random_blocks)
             except InvalidUpload as error:
                 judgement = Judgement.reset(uid, judged.outer_step, error.cause, str(error))

@@ -74,7 +74,8 @@ def test_a_miner_without_a_hotkey_has_no_score_and_no_chain_is_asked(
     flags += ["--subtensor.chain_endpoint", "ws://127.0.0.1:9"]
     assert score.main(flags) == 2
     said = capsys.readouterr().err
-    assert said.startswith("error: no hotkey at ") and said.count("\n") == 1
+    doing, error = said.splitlines()
+    assert doing.startswith("… ") and error.startswith("error: no hotkey at ")
 
 
 def test_the_page_of_a_folder_that_is_not_there_is_refused(
