@@ -27,7 +27,8 @@ from distributed_training.telemetry.page import PageProcess
 
 # Ctrl-C: miners get this long, the validator half of it; with services and sweep that is < 15 s.
 INTERRUPT_GRACE = timedelta(seconds=6)
-_PROMPT = "def "
+_PROMPTS = ("def ", "import ", "class ", "    # ")
+_ROUND = 1.15  # periods from outer step to outer step, with the round itself
 
 
 def build_parser() -> Parser:
@@ -42,10 +43,15 @@ def build_parser() -> Parser:
     add("--miners", type=ranged(1, 100), help="how many miners (default 2)")
     add("--ranks", type=text, help="of each miner, e.g. 2,1 (default: 2 for the first, 1 for rest)")
     add("--exchange", choices=("hivemind", "store"), default="hivemind", help="(hivemind)")
-    add("--outer-steps", type=count, default=2, help="stop after so many outer steps (default 2)")
+    how_long = parser.add_mutually_exclusive_group()
+    about = "stop after so many outer steps (default 2)"
+    how_long.add_argument("--outer-steps", type=count, default=2, help=about)
+    about = "as many outer steps as fit into so many minutes: 15 make a text that can be read"
+    how_long.add_argument("--minutes", type=ranged(1.0, 1e5), help=about)
     add("--folder", type=path, default=Path("runs/localnet"), help="where everything is written")
     block = ranged(0.01, 60.0)
-    add("--seconds-per-block", type=block, default=1.0, help="block time (default 1; public: 12)")
+    about = "block time (default 1, and more on a busy or slow machine; public: 12)"
+    add("--seconds-per-block", type=block, help=about)
     add("--blocks-per-allreduce", type=count, help="blocks between rounds (default: the network's)")
     add("--timeout", type=ranged(1.0, 1e6), help="seconds for it all (default: as its rounds need)")
     add("--keep", action="store_true", help="keep buckets and checkpoints after a good run")
@@ -91,12 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             refresh=lambda s: view.update([n.state for n in s.neurons]),
         )
         with StopSignals(interrupts=True) as signals:
-            limit = timedelta(seconds=arguments.timeout) if arguments.timeout else options.longest
-            failure = _run(subnet, view, signals, limit, arguments)
+            failure = _run(subnet, view, signals, arguments)
     except ConfigError as error:
         return exit_with(error)
-    done = bool(subnet.neurons) and subnet.validator.state.outer_step >= options.outer_steps
-    interrupted = signals.stop.is_set() and not (arguments.stay and done)
+    interrupted = signals.stop.is_set()
     failures = [failure.splitlines()[0]] if failure else []
     if not subnet.neurons:
         for line in [*failures, *subnet.problems]:
@@ -130,8 +134,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             reader, newest = open_folder(subnet.validator.plan.folder)
             step = export_model(config, reader, folder, outer_step=newest)
-            print(f"model of outer step {step}: {folder}, which says, after {_PROMPT!r}:")
-            print(sample(folder, _PROMPT, tokens=96))
+            said = (sample(folder, prompt, tokens=200) for prompt in _PROMPTS)
+            text = subnet.folder / "sample.txt"
+            text.write_text("\n\n--------\n\n".join(said) + "\n", encoding="utf-8")
+            print(f"model of outer step {step}: {folder}\nwhat it writes: {text}")
         except ExportError as error:
             print(f"no sample: {error}", file=sys.stderr)
         # Buckets, checkpoints and snapshots; logs, events and metrics are files beside these.
@@ -148,12 +154,16 @@ def _run(
     subnet: LocalSubnet,
     view: View,
     signals: StopSignals,
-    timeout: timedelta,
     arguments: argparse.Namespace,
 ) -> str:
     """Start, follow and stop the subnet; what failed, or "". Raises ConfigError."""
     try:
         subnet.start()
+        if arguments.minutes:
+            steps = int(60 * arguments.minutes / (_ROUND * subnet.options.period))
+            subnet.options = replace(subnet.options, outer_steps=max(1, steps))
+        options = subnet.options
+        limit = timedelta(seconds=arguments.timeout) if arguments.timeout else options.longest
         with PageProcess(
             [neuron.plan.folder for neuron in [*subnet.miners, subnet.validator]],
             port=arguments.page_port,
@@ -162,7 +172,7 @@ def _run(
             joining = subnet.invite() if arguments.stay else ""
             if joining:
                 view.report(joining)
-            subnet.wait_for_outer_steps(subnet.options.outer_steps, timeout)
+            subnet.wait_for_outer_steps(options.outer_steps, limit)
             # Scores come after the last step; a run without them would seem to have failed.
             subnet.wait_for_figures(timedelta(seconds=20))
             if arguments.stay:

@@ -45,6 +45,9 @@ FOREIGN_PREFIXES = ("R2_", "BT_", "DT_", "WANDB_", "LOKI_", "AWS_", "HF_", "INFL
 UID_SPACING = 11
 VALIDATOR_UID = 200
 _GRACE = 15.0  # seconds after a close in which uploads are taken
+# Of the network's file, that a slow machine needs longer.
+_TIMES = {"round_timeout", "allreduce_timeout", "next_chunk_timeout", "request_timeout"}
+_TIMES |= {"min_matchmaking_time", "reload_timeout"}
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,9 @@ class SubnetOptions:
     ranks: tuple[int, ...] = (2, 1)
     exchange: Exchange = "hivemind"
     outer_steps: int = 2
-    seconds_per_block: float = 1.0
+    #: None: a second, and on a machine that is slower than two free cores as many times longer.
+    seconds_per_block: float | None = 1.0
+    slowness: float = 1.0  # of this machine: timeouts are as many times longer
     blocks_per_allreduce: int | None = None  # None: as networks/local.toml says
     # Miners without which no round is called, and peers of a group less one. None: all of them, so
     # that a slow start on a busy machine does not leave one out. Lower it to kill miners.
@@ -71,10 +76,16 @@ class SubnetOptions:
     @property
     def longest(self) -> timedelta:
         """The longest time of a run: two minutes, and half as long again as its round periods."""
-        blocks = (
+        periods = self.outer_steps * self.period
+        return timedelta(seconds=120 * self.slowness + 1.5 * periods)
+
+    @property
+    def period(self) -> float:
+        """Seconds between two rounds."""
+        blocks: int = (
             self.blocks_per_allreduce or built_in_rules("local")["round"]["blocks_per_allreduce"]
         )
-        return timedelta(seconds=120 + 1.5 * self.outer_steps * blocks * self.seconds_per_block)
+        return blocks * (self.seconds_per_block or 1.0)
 
 
 @dataclass(frozen=True)
@@ -390,7 +401,7 @@ class Services:
         founding = {
             "name": "local",
             "master": self.wallet(validator).ss58,
-            "seconds-per-block": str(self.options.seconds_per_block),
+            "seconds-per-block": str(self.options.seconds_per_block or 1.0),
         }
         peer_id = ""
         if self._hands_out:  # URLs of the store, by what the file says and with the store's keys
@@ -443,15 +454,17 @@ class Services:
         changed = {
             "chain.url": self.chain_endpoint,
             "chain.master_hotkey": master.ss58,
-            "round.seconds_per_block": float(options.seconds_per_block),
+            "round.seconds_per_block": float(options.seconds_per_block or 1.0),
             "store.endpoint": self.store_endpoint,
         }
+        for name in rules["round"].keys() & _TIMES if options.slowness != 1 else ():
+            seconds = float(rules["round"][name].removesuffix("s")) * options.slowness
+            changed[f"round.{name}"] = f"{seconds:.1f}s"
         if options.blocks_per_allreduce is not None:
             changed["round.blocks_per_allreduce"] = options.blocks_per_allreduce
         if options.exchange == "store":
             rules["private"] = True  # the store speaks plain HTTP, on this machine
-            blocks = options.blocks_per_allreduce or rules["round"]["blocks_per_allreduce"]
-            grace = min(_GRACE, blocks * options.seconds_per_block / 3)
+            grace = min(_GRACE * options.slowness, options.period / 3)
             changed |= {"round.grace": f"{grace:.1f}s", "round.least": self._least}
         else:
             # Of the validator alone: it is there first, and through it miners find each other.

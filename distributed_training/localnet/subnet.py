@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
@@ -33,6 +33,7 @@ from distributed_training.common.control_groups import usable_cores
 from distributed_training.common.files import write_json
 from distributed_training.common.processes import Mark
 from distributed_training.config.types import ConfigError
+from distributed_training.localnet.pace import measure_slowness
 from distributed_training.localnet.services import (
     MARK,
     Child,
@@ -168,6 +169,15 @@ class LocalSubnet:
             # Whatever fails below, Ctrl-C too: no process stays.
             undo.callback(self.stop, timedelta(seconds=5))
             self.started_at = time.time()
+            if self.options.seconds_per_block is None:
+                slowness = measure_slowness(sum(self.options.ranks) + 1)
+                self.options = replace(self.options, seconds_per_block=slowness, slowness=slowness)
+                if slowness > 1:
+                    self._tell(
+                        f"this machine is {slowness:g} times as busy or slow as two free cores: "
+                        f"a block lasts {slowness:g} s, and from round to round it is "
+                        f"{self.options.period / 60:.0f} minutes"
+                    )
             plans = plan_neurons(self.options, self.folder)
             self.services = Services(
                 folder=self.folder, options=self.options, plans=plans, mark=self.mark
@@ -192,7 +202,8 @@ class LocalSubnet:
             # Alone and waited for: miners have nothing to load before its first model is there.
             self._start_neuron(self.validator)
             validator = self.validator.state
-            self.wait_until(lambda: validator.starts > 0, _START, "the validator's start")
+            longest = _START * self.options.slowness
+            self.wait_until(lambda: validator.starts > 0, longest, "the validator's start")
             undo.pop_all()
 
     def stop(self, grace: timedelta | None = None) -> list[str]:
@@ -279,7 +290,7 @@ class LocalSubnet:
         waiting = [m for m in self.miners if m.child.pid is None]
         its_turn = len(starting) < max(1, usable_cores() - 1) or time.monotonic() > self._next_turn
         if waiting and its_turn and not self._stopped:
-            self._next_turn = time.monotonic() + _TURN
+            self._next_turn = time.monotonic() + _TURN * self.options.slowness
             self._start_neuron(waiting[0])  # waits by itself for a model to train
         for neuron in self.neurons:
             self._read_events(neuron)
@@ -323,7 +334,7 @@ class LocalSubnet:
             if not published:
                 return False
             # A miner that was killed or is late must not hold up the others for ever.
-            settled = time.time() - published[0] > self._settle
+            settled = time.time() - published[0] > self._settle * self.options.slowness
             return settled or all(
                 any(step >= count for step, _ in miner.state.outer_steps)
                 for miner in self.miners
@@ -338,7 +349,8 @@ class LocalSubnet:
         Scores come on the validator's schedule; a summary without them shows that.
         """
         state, uids = self.validator.state, {m.plan.uid for m in self.miners}
-        self._follow(lambda: uids <= state.scores.keys() & state.judged.keys(), deadline)
+        scored = lambda: uids <= state.scores.keys() & state.judged.keys()
+        self._follow(scored, deadline * self.options.slowness)
 
     def summary(self, problems: Sequence[str] = ()) -> Summary:
         """Return what ``summary.json`` holds, from the events so far; ``problems`` are added."""

@@ -81,7 +81,9 @@ def test_a_miner_joins_by_the_printed_command_and_ctrl_c_ends_it_well(tmp_path: 
         assert NeuronState(events.parent).catch_up().measured()["previewed"] is not None
         wait_for(lambda: any("until Ctrl-C" in line for line in printed), "the step", seconds=120)
         subnet.send_signal(signal.SIGINT)
-        assert subnet.wait(120) == 0, "".join(printed[-20:])
+        assert subnet.wait(120) == 130, "".join(printed[-20:])
+        reader.join(10)
+        assert not [line for line in printed if "PROBLEM" in line], "it was asked to end"
     finally:
         for process in (subnet, guest):
             if process is not None:

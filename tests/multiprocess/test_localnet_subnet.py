@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -17,6 +18,8 @@ import pytest
 from distributed_training.common.processes import Mark, command_of
 from distributed_training.common.proxies import VARIABLES
 from distributed_training.config.types import ConfigError
+from distributed_training.localnet import pace
+from distributed_training.localnet import subnet as localnet_subnet
 from distributed_training.localnet.command import INTERRUPT_GRACE, main
 from distributed_training.localnet.services import MARK, SubnetOptions, parse_ranks, plan_neurons
 from distributed_training.localnet.subnet import LocalSubnet, SubnetFailure
@@ -108,8 +111,25 @@ class TestSubnet:
         for name in VARIABLES:
             monkeypatch.setenv(name, "http://127.0.0.1:9")
             monkeypatch.setenv(name.upper(), "http://127.0.0.1:9")
-        with LocalSubnet(options=options(tmp_path / "run")) as subnet:
+        monkeypatch.setattr(localnet_subnet, "measure_slowness", lambda processes: float(processes))
+        wanted = replace(options(tmp_path / "run"), seconds_per_block=None)
+        told: list[str] = []
+        with LocalSubnet(options=wanted, tell=told.append) as subnet:
             subnet.wait_for_outer_steps(1, LONG)
+            rules = tomllib.loads((tmp_path / "run" / "network.toml").read_text())["round"]
+        # Of four neurons' processes: blocks and timeouts are four times as long, and it is said.
+        assert (rules["seconds_per_block"], rules["round_timeout"]) == (4.0, "160.0s")
+        assert "4 times as busy or slow as two free cores" in told[0]
+        assert subnet.options.longest == timedelta(seconds=4 * 120 + 1.5 * 2 * 60 * 4)
+
+    @pytest.mark.parametrize(
+        ("said", "slowness"), [("2900", 1.0), ("1400", 1.0), ("145", 10.0), ("0", 60.0), ("", 1.0)]
+    )
+    def test_a_machine_is_as_slow_as_what_its_processes_compute(
+        self, said: str, slowness: float, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(pace, "_PROGRAM", f"print({said!r})")
+        assert pace.measure_slowness(3) == slowness
 
     def test_a_store_that_fails_at_the_start_is_one_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -316,9 +316,15 @@ class TestSummary:
     def test_resets_are_shown_with_the_last_reason(self) -> None:
         judged = (scored(0), scored(0, "first"), scored(0, "too old"), scored(11))
         summary = summary_of(a_validator(1, 2, judged=judged), a_miner(0), a_miner(11))
-        assert summary.ok and "2 of 4 judged uploads were scored, 0 of these" in summary.verdict
+        assert summary.ok and summary.verdict.endswith("and 2 of 4 judged uploads were scored")
         assert "1 of 3" in summary.text()
-        assert "miner-000: last reset: too old" in summary.text()
+        assert "miner-000: most uploads were not scored: too old" in summary.text()
+
+    def test_what_is_nobodys_fault_is_no_note(self) -> None:
+        judged = (scored(0), scored(0), scored(0, "block 77 is old"), scored(11))
+        summary = summary_of(a_validator(1, 2, judged=judged), a_miner(0), a_miner(11))
+        assert "block 77" not in summary.text() and "reset" not in summary.text()
+        assert "searched" not in summary.verdict
 
     def test_a_reset_names_the_outer_step_that_was_judged(self) -> None:
         validator = a_validator(1)
@@ -351,7 +357,7 @@ class TestSummary:
             world_sizes=[1],
             exchange="store",
         )
-        assert summary.verdict == "all rounds worked, 1 of 1 judged uploads were scored"
+        assert summary.verdict.endswith("and 1 of 1 judged uploads were scored")
         assert "merged" in summary.text() and "half a period" not in summary.text()
         took = {"kind": "round", "ok": True, "peers": [], "participants": [0, 11], "seconds": 9.25}
         assert event_line(took, of_validator=True) == "2 uploads merged, 9.2 s after the close"

@@ -1,0 +1,62 @@
+"""Measure how busy or slow this machine is, before a local subnet's times are chosen.
+
+Rounds of a local subnet come after a number of blocks, and uploads grow old in blocks. With blocks
+of a fixed length a machine that many programs share trains a step or two between two rounds, and
+each upload is too old when it is judged. So as many processes as the subnet has neurons compute for
+a moment what training computes, and blocks last as many times longer as that takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import statistics
+import subprocess
+import sys
+
+#: Products a second of each of four processes (two miners of 2 and 1 ranks, a validator) on two
+#: free cores: for these the times of ``networks/local.toml`` are made.
+_REFERENCE = 1450.0
+_SECONDS = 1.5
+_SPARED = 1.3  # times as slow: less is noise
+_MOST = 60.0  # times: a block of a minute
+_PROGRAM = f"""
+import time, numpy
+a = numpy.ones((256, 256), dtype="float32")
+a @ a
+began, done = time.monotonic(), 0
+while time.monotonic() - began < {_SECONDS}:
+    a @ a
+    done += 1
+print(done / (time.monotonic() - began))
+"""
+
+
+def measure_slowness(processes: int) -> float:
+    """Return how many times slower ``processes`` at once are here than four on two free cores.
+
+    At least 1; 1 too where it cannot be measured.
+    """
+    one = {f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", _PROGRAM],
+            env=os.environ | one,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            # As neurons are: the kernel shares a core between sessions first.
+            start_new_session=True,
+        )
+        for _ in range(processes)
+    ]
+    rates = []
+    try:
+        for process in started:
+            with contextlib.suppress(ValueError, subprocess.TimeoutExpired):
+                rates.append(float(process.communicate(timeout=60)[0]))
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    slowness = _REFERENCE / max(statistics.median(rates), 1.0) if rates else 1.0
+    return min(round(slowness, 1), _MOST) if slowness > _SPARED else 1.0
