@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from distributed_training import __version__
 from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
 from distributed_training.config.schema import PUBLIC_DOCUMENT, markdown
 
@@ -34,6 +35,12 @@ def main(argv: list[str]) -> int:
                 return exit_with(error)
             longest = config.miner.stop_timeout.total_seconds()
             print(longest if what == "stop-seconds" else config.run_folder.absolute())
+            return 0
+        case ["-h" | "--help"]:
+            print(__doc__)
+            return 0
+        case ["--version"]:
+            print(__version__)
             return 0
     print(__doc__, file=sys.stderr)
     return 2

@@ -72,7 +72,7 @@ def main() -> int:
 
     # After the flags: --help and a refusal do not wait for the store's client.
     from distributed_training.store.cleanup import abort_uploads, stuck_uploads
-    from distributed_training.store.errors import StoreError
+    from distributed_training.store.errors import BucketMissingError, StoreError
     from distributed_training.store.opening import open_store
 
     try:
@@ -96,6 +96,10 @@ def main() -> int:
                 print("Nothing was aborted")
                 return 0
         done = abort_uploads(store, found)
+    except BucketMissingError:
+        where = f"{store.bucket} does not exist at this store, so nothing was aborted"
+        print(f"error: bucket {where}: check the name, and --network", file=sys.stderr)
+        return 1
     except StoreError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

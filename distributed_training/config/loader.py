@@ -167,6 +167,13 @@ class _HelpAll(argparse.Action):
         raise SystemExit(0)
 
 
+_COMMANDS = (
+    "Without a command it trains. `dt-miner init` writes miner.toml and .env of a new miner, "
+    "`dt-miner config` shows every setting and where it comes from, `dt-miner check` refuses "
+    "settings as a start would, `dt-miner completion bash` (or zsh) completes flags in a shell. "
+)
+
+
 @lru_cache
 def parser_of(known: Schema, *, everything: bool = False) -> Parser:
     """Return the command line of one kind of neuron.
@@ -179,8 +186,10 @@ def parser_of(known: Schema, *, everything: bool = False) -> Parser:
     own = f"{OPERATORS_FILE} (or the --config file)"
     file = own if known.kind == "miner" else "--config file"
     parser = _Flags(
-        usage=f"neurons/{known.kind}.py [--flag value]...",
-        description="Dashes and underscores in a flag are the same. Strongest first: flags, "
+        prog=f"dt-{known.kind}",
+        usage=f"%(prog)s {'[COMMAND] ' if known.kind == 'miner' else ''}[--flag value]...",
+        description=(_COMMANDS if known.kind == "miner" else "")
+        + "Dashes and underscores in a flag are the same. Strongest first: flags, "
         f"environment, .env, {file}, the network's file, preset, default. Secrets come from the "
         "environment or .env only.",
         epilog=None if everything else f"All {len(known.flags)} flags: --help-all.",
@@ -191,7 +200,10 @@ def parser_of(known: Schema, *, everything: bool = False) -> Parser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     about = "show every flag and exit"
-    parser.add_argument("--help_all", action=_HelpAll, nargs=0, const=known, help=about)
+    everywhere = parser.add_argument(
+        "--help_all", action=_HelpAll, nargs=0, const=known, help=about
+    )
+    everywhere.option_strings = ["--help-all"]  # as it is shown; what is typed has no dashes here
     for group, found in groupby(known.flags, key=lambda setting: setting.group):
         by_name = {setting.name: setting for setting in found}
         # The usual ones by task.
@@ -293,6 +305,7 @@ def read_dotenv(
     from dotenv.parser import parse_stream
 
     found: dict[str, str] = {}
+    places: dict[str, int] = {}
     # No interpolation: a "$" in a secret is a "$".
     for binding in parse_stream(io.StringIO(_read_text(path, str(path)))):
         text = binding.original.string
@@ -304,14 +317,21 @@ def read_dotenv(
             name = found_name[1] if found_name else ""
             ours = name.upper().startswith(_OURS)
             what = f"{where}: {f'{name} ' if ours else ''}is not NAME=value on one line"
+            quoted = re.match(r"[^=\n]*=\s*(['\"])([^\n]*)", text)
+            if quoted and quoted[1] not in quoted[2]:
+                what = f"{where}: the value of {name if ours else 'a name'} begins with {quoted[1]}"
+                what += " and no second one closes it"
             if ours:
                 raise ConfigError(f"{what}, so nothing was started: correct it")
             warn(f"{what}, so it is not read: correct it, or take it out")
         elif binding.key is not None:
             assert binding.value is not None
-            if found.get(binding.key, binding.value) != binding.value:
-                warn(f"{where}: {binding.key} was given before, so this one counts: take one out")
-            found[binding.key] = binding.value
+            if binding.key in found:
+                both = f"{path}, lines {places[binding.key]} and {line}"
+                warn(
+                    f"{both}: {binding.key} is given twice, and the later one counts: take one out"
+                )
+            found[binding.key], places[binding.key] = binding.value, line
     return found
 
 

@@ -491,16 +491,12 @@ def check_addresses(config: Config) -> Iterator[str]:
 def check_keys(config: Config) -> Iterator[str]:
     if not config.leads or not config.key_variables:
         return  # nothing is published there, or by URLs of the registry
-    keys = {}
-    for variable in config.key_variables:
-        value = getattr(config.store, variable.removeprefix("R2_").lower())
-        keys[variable] = value.get_secret_value() if isinstance(value, SecretStr) else value or ""
     own_store = config.store.endpoint_url is not None
     where = "one key of the store" if own_store else "R2 dashboard, Manage API tokens; one token"
     wanted = "one to read and write"
     if not config.has_bucket:
         where, wanted = "a key of the store", "write and delete"
-    missing = [variable for variable, text in keys.items() if not text]
+    missing = [variable for variable, text in _keys_of(config).items() if not text]
     # Alone: of keys that are not there no comparison is worth a line.
     if missing:
         asks = ", or run dt-miner init, which asks for them" if config.kind == "miner" else ""
@@ -509,10 +505,25 @@ def check_keys(config: Config) -> Iterator[str]:
             f"({where} to read, {wanted}){asks}"
         )
         return
+    yield from key_faults(config)
+
+
+def _keys_of(config: Config) -> dict[str, str]:
+    keys = {}
+    for variable in config.key_variables:
+        value = getattr(config.store, variable.removeprefix("R2_").lower())
+        keys[variable] = value.get_secret_value() if isinstance(value, SecretStr) else value or ""
+    return keys
+
+
+def key_faults(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the store's keys that there are; each line names its variable."""
     if not config.has_bucket:
         return  # no key is published
+    keys = _keys_of(config)
+    own_store = config.store.endpoint_url is not None
     for part in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
-        if keys[f"R2_READ_{part}"] == keys[f"R2_WRITE_{part}"]:
+        if "" != keys[f"R2_READ_{part}"] == keys[f"R2_WRITE_{part}"]:
             yield (
                 f"R2_READ_{part} and R2_WRITE_{part} are equal, and the read key is published on "
                 "the chain for ever, so anybody could overwrite this bucket: make a second token "
@@ -522,7 +533,7 @@ def check_keys(config: Config) -> Iterator[str]:
         return
     for variable, text in keys.items():
         published, length = "_WRITE_" not in variable, _KEYS[variable.removeprefix("R2_").lower()]
-        if len(text) == length or (own_store and not published):
+        if not text or len(text) == length or (own_store and not published):
             continue
         consequence = "the store would refuse every upload"
         if published:

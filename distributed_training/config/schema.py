@@ -241,7 +241,9 @@ def describe(config: Config) -> list[str]:
 
 def all_settings(config: Config) -> str:
     """Return every setting, by subject, as :data:`SETTINGS_FILE` holds them."""
-    lines = [f"All settings of this {config.kind} (preset {config.preset}), as it last started."]
+    lines = [
+        f"All settings of this {config.kind} (preset {config.preset}), and where each is from."
+    ]
     for group, settings in groupby(schema(config.kind), key=lambda setting: setting.group):
         lines += ["", TITLES[group], *(_entry(config, setting) for setting in settings)]
     return "\n".join(lines) + "\n"
@@ -254,8 +256,30 @@ def _entry(config: Config, setting: Setting) -> str:
     label = "" if setting.is_rule else "--"
     label = str(setting.env) if setting.secret else label + setting.name
     on_argv = source == f"--{setting.name}"
-    origin = f"   ({'command line' if on_argv else source})" if source else ""
+    origin = f"   ({'command line' if on_argv else source or 'default'})"
     return f"  {label:<46} {show(value) or '-'}{origin}"
+
+
+def completion(shell: str) -> str:
+    """Return a script by which ``shell``, bash or zsh, completes commands and flags of dt-miner."""
+    words, cases = ["init", "config", "check", "completion", "--help", "--help-all"], []
+    for setting in schema("miner").flags:
+        if not setting.secret:
+            words.append(f"--{setting.name}")
+            if setting.choices:
+                cases.append(f"    --{setting.name}) words='{' '.join(setting.choices)}';;")
+    lines = [
+        *(["autoload -U +X compinit bashcompinit; compinit; bashcompinit"] * (shell == "zsh")),
+        "_dt_miner() {",
+        f"  local words='{' '.join(words)}'",
+        '  case "${COMP_WORDS[COMP_CWORD-1]}" in',
+        *cases,
+        "  esac",
+        '  COMPREPLY=($(compgen -W "$words" -- "${COMP_WORDS[COMP_CWORD]}"))',
+        "}",
+        "complete -o default -F _dt_miner dt-miner",
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def markdown() -> str:

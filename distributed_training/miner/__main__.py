@@ -2,7 +2,9 @@
 
     python -m distributed_training.miner --wallet.name W --wallet.hotkey H --nproc_per_node 4 ...
     python -m distributed_training.miner init       write miner.toml and .env
+    python -m distributed_training.miner config ... show every setting and where it is from
     python -m distributed_training.miner check ...  refuse settings as a start would, and end
+    python -m distributed_training.miner completion bash|zsh   flags for this shell to complete
     torchrun --nnodes 2 ... neurons/miner.py ...    one rank, of a miner of several machines
 
 Started plainly it is the launcher: it checks the configuration, starts one rank per GPU, restarts
@@ -19,7 +21,15 @@ import socket
 import sys
 from collections.abc import Sequence
 
-from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
+from distributed_training.config import (
+    OPERATORS_FILE,
+    ConfigError,
+    all_settings,
+    exit_with,
+    load_config,
+    problems,
+)
+from distributed_training.config.schema import completion
 from distributed_training.miner.rank_group import PROGRAM
 from distributed_training.protocol.types import FINAL, ExitStatus
 
@@ -34,7 +44,18 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
         from distributed_training.miner import init_command
 
         return init_command.main(argv[1:])
+    if argv[:1] == ["completion"]:
+        if list(argv[1:]) not in (["bash"], ["zsh"]):
+            return exit_with(ConfigError("dt-miner completion needs a shell: bash or zsh"))
+        print(completion(argv[1]), end="")
+        return ExitStatus.STOPPED
     try:
+        if argv[:1] == ["config"]:
+            config = load_config("miner", argv[1:], file=OPERATORS_FILE, check=False)
+            print(all_settings(config), end="")
+            for line in [*config.warnings, *problems(config)]:
+                print(f"warning: {line}", file=sys.stderr)
+            return ExitStatus.STOPPED
         if argv[:1] == ["check"]:
             return check(argv[1:])
         config = load_config("miner", argv, file=OPERATORS_FILE)

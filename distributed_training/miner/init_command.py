@@ -6,8 +6,8 @@
                                                   another name and writes a new one
 
 Secrets are typed without an echo, or taken from the environment, and go into ``.env`` (mode 600)
-alone. What ``.env`` holds already stays. Exit status 2: a flag is refused or miner.toml is there;
-nothing was written then.
+alone. What ``.env`` holds already stays, but a key that a start would refuse is asked for again.
+Exit status 2: a flag is refused or miner.toml is there; nothing was written then.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import getpass
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,6 +37,7 @@ from distributed_training.config.model import (
     check_addresses,
     check_network_choice,
     check_values,
+    key_faults,
 )
 from distributed_training.config.schema import schema
 from distributed_training.config.settings import Exchange
@@ -111,18 +113,20 @@ def _write_both_files(options: argparse.Namespace, given: dict[str, str]) -> int
             )
     config = _config_of(given)
     wanted = config.key_variables
-    keys = {name: os.environ.get(name, "") for name in KEY_VARIABLES if config.has_bucket}
+    held = read_dotenv(DOTENV)
+    keys = {
+        name: held.get(name) or os.environ.get(name, "")
+        for name in KEY_VARIABLES
+        if config.has_bucket
+    }
     if not options.yes:
         for name, question in QUESTIONS:
             if name not in given and (config.exchange == "hivemind" or "port" not in name):
                 # With all answers before: two ports that are right may be the same.
                 _ask(name, question, given, beside=given)
-        # The keys that neither the environment nor .env has.
-        held = read_dotenv(DOTENV)
+        # The keys that neither the environment nor .env has, or that a start would refuse.
         for name in wanted:
-            if not (keys.get(name) or held.get(name)):
-                read: Callable[[str], str] = input if name == "R2_ACCOUNT_ID" else getpass.getpass
-                keys[name] = read(f"{name} (empty: later, in .env): ").strip()
+            keys[name] = _ask_key(name, given, keys)
     # It may refuse a key: nothing is renamed or written before.
     dotenv = dotenv_with(keys)
     old = None
@@ -158,6 +162,28 @@ def _ask(name: str, question: str, given: dict[str, str], *, beside: Mapping[str
         else:
             given[name] = answer
             return
+
+
+def _ask_key(name: str, given: Mapping[str, str], known: Mapping[str, str]) -> str:
+    """Return a key that a start takes beside the ``known`` ones; one of these is not asked for."""
+    read: Callable[[str], str] = input if name == "R2_ACCOUNT_ID" else getpass.getpass
+    answer = known.get(name, "")
+    while not answer or (fault := _fault_of(name, given, {**known, name: answer})):
+        if answer:
+            print(f"  {fault}")
+        answer = read(f"{name} (empty: later, in .env): ").strip()
+        if not answer:
+            break
+    return answer
+
+
+def _fault_of(name: str, given: Mapping[str, str], keys: Mapping[str, str]) -> str:
+    known = {n: keys[n] for n in KEY_VARIABLES if keys.get(n)}
+    try:
+        config = load_config("miner", argv_of(given), environ=known, dotenv=None, check=False)
+    except ConfigError as error:
+        return str(error)
+    return next((line for line in key_faults(config) if name in line), "")
 
 
 def argv_of(given: Mapping[str, str]) -> list[str]:
@@ -214,7 +240,7 @@ def toml_of(given: Mapping[str, str], exchange: Exchange) -> str:
 
 
 def dotenv_with(keys: Mapping[str, str]) -> str:
-    """Return the text of ``.env`` with ``keys``; one that has a value there stays.
+    """Return the text of ``.env`` with ``keys``, each in its line if it has one there.
 
     Raises ConfigError.
     """
@@ -222,11 +248,11 @@ def dotenv_with(keys: Mapping[str, str]) -> str:
     # Some editors begin a file with a mark, which would become part of the first name.
     lines = DOTENV.read_text(encoding="utf-8-sig").splitlines() if DOTENV.exists() else []
     for name, value in keys.items():
-        if held.get(name):
+        if value == held.get(name) or (not value and name in held):
             continue
         if (why := unprintable(value)) or "'" in value:
             raise ConfigError(f"{name} {why or 'holds a quotation mark'}: copy it again")
         line = f"{name}={value}" if value.isalnum() or not value else f"{name}='{value}'"
-        empty = [i for i, text in enumerate(lines) if text.strip() in (f"{name}=", f"{name}=''")]
-        lines[slice(empty[0], empty[0] + 1) if empty else slice(len(lines), None)] = [line]
+        own = [i for i, text in enumerate(lines) if re.match(rf"\s*(export\s+)?{name}\s*=", text)]
+        lines[slice(own[-1], own[-1] + 1) if own else slice(len(lines), None)] = [line]
     return "".join(f"{line}\n" for line in lines)

@@ -67,6 +67,7 @@ def test_lists_asks_and_aborts(server: ObjectStoreServer, tmp_path: Path) -> Non
     missing = run(tmp_path, "no-such-bucket-1", "--yes")
     assert missing.returncode == 1
     assert "bucket no-such-bucket-1 does not exist" in missing.stderr
+    assert "check the name" in missing.stderr and "create it" not in missing.stderr
     for done in (young, listed, unasked, one, missing):
         assert keys["R2_WRITE_SECRET_ACCESS_KEY"] not in done.stdout + done.stderr
         assert "Traceback" not in done.stderr

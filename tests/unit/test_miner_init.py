@@ -5,11 +5,14 @@ from __future__ import annotations
 import getpass
 import os
 import stat
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from distributed_training import __version__
+from distributed_training.__main__ import main as commands
 from distributed_training.config import load_config
 from distributed_training.config.model import KEY_VARIABLES
 from distributed_training.miner.__main__ import main
@@ -78,6 +81,83 @@ def test_what_is_answered_is_what_a_start_reads(
         "  dt-doctor",
         "  dt-miner            # or: pm2 start app.config.js",
     ]
+
+
+def test_a_key_that_a_start_refuses_is_asked_for_again_at_once(
+    folder: Path, answering: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also one that .env holds already; what is right there stays and is not asked for."""
+    wrong = {"R2_READ_ACCESS_KEY_ID": "ab", "R2_ACCOUNT_ID": SECRETS["R2_ACCOUNT_ID"]}
+    (folder / ".env").write_text("".join(f"export {n}={text}\n" for n, text in wrong.items()))
+    equal = SECRETS["R2_READ_SECRET_ACCESS_KEY"]
+    answers = {name: (text,) for name, text in SECRETS.items()}
+    answers["R2_WRITE_SECRET_ACCESS_KEY"] = (equal, SECRETS["R2_WRITE_SECRET_ACCESS_KEY"])
+    asked = answering(**answers)
+    assert main(["init", *FLAGS[1:]]) == 0
+    out = capsys.readouterr().out
+    assert "R2_READ_ACCESS_KEY_ID has 2 characters instead of 32" in out
+    assert "are equal, and the read key is published" in out and "still to do" not in out
+    counts = {name: sum(name in question for question in asked) for name in SECRETS}
+    assert counts == dict.fromkeys(SECRETS, 1) | {
+        "R2_ACCOUNT_ID": 0, "R2_WRITE_SECRET_ACCESS_KEY": 2,
+    }  # fmt: skip
+    held = (folder / ".env").read_text()
+    assert held.count("R2_READ_ACCESS_KEY_ID") == 1 and equal not in out
+    config = load_config("miner", [], environ={}, file=Path("miner.toml"))  # nothing is refused
+    assert not [line for line in config.warnings if "twice" in line]
+
+
+def test_every_setting_is_shown_with_its_origin_and_no_secret(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / ".env").write_text("".join(f"{n}={text}\n" for n, text in SECRETS.items()))
+    (folder / ".env").chmod(0o600)
+    (folder / "miner.toml").write_text('network = "sn38"\n[axon]\nport = 7001\n')
+    monkeypatch.setenv("BT_WALLET_NAME", "mine")
+    assert main(["config", "--neuron.upload_steps", "40"]) == 0
+    shown = capsys.readouterr()
+    lines = {line.split()[0]: line for line in shown.out.splitlines() if line.startswith("  ")}
+    for name, origin in (
+        ("--axon.port", "7001   (axon.port in miner.toml)"),
+        ("--wallet.name", "mine   (BT_WALLET_NAME)"),
+        ("--neuron.upload_steps", "40   (command line)"),
+        ("--dht.port", "(default)"),
+        ("training.sequence_length", "(training.sequence_length in sn38)"),
+        ("R2_WRITE_SECRET_ACCESS_KEY", "********   (R2_WRITE_SECRET_ACCESS_KEY)"),
+    ):
+        assert lines[name].endswith(origin), lines[name]
+    assert all(line.endswith(")") for line in lines.values())
+    secrets = {text for name, text in SECRETS.items() if "SECRET" in name}
+    assert len(secrets) == 2 and not [text for text in secrets if text in shown.out + shown.err]
+
+
+def test_a_shell_completes_commands_flags_and_choices(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["completion", "zsh"]) == 0 and main(["completion"]) == 2
+    capsys.readouterr()
+    assert main(["completion", "bash"]) == 0
+    script = capsys.readouterr().out
+    for words, found in (
+        ("dt-miner in", "init"),
+        ("dt-miner --neuron.upload_s", "--neuron.upload_steps"),
+        ("dt-miner --preset loc", "local"),
+        ("dt-miner --r2.write_sec", ""),  # refused there
+    ):
+        count = len(words.split()) - 1
+        typed = f"COMP_WORDS=({words}); COMP_CWORD={count}; _dt_miner; echo ${{COMPREPLY[@]}}"
+        done = subprocess.run(["bash", "-c", script + typed], capture_output=True, text=True)
+        assert done.stdout.strip() == found, (words, done.stderr)
+
+
+def test_the_help_names_the_program_and_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert text.startswith("usage: dt-miner ") and "dt-miner init" in text
+    assert "--help-all" in text and "--help_all" not in text
+    for words, said in ((["--help"], "doctor"), (["--version"], __version__)):
+        assert commands(words) == 0 and said in capsys.readouterr().out
 
 
 def test_flags_write_it_without_a_question_and_never_over_another(
