@@ -165,8 +165,8 @@ class FolderStore:
 def _info(key: str, status: os.stat_result) -> ObjectInfo:
     # Of the object, as long as it is the same: a file system gives an inode again at once.
     etag = f"{status.st_ino}-{status.st_size}-{status.st_mtime_ns}"
-    age = max(0.0, time.time() - status.st_mtime)
-    return ObjectInfo(key, status.st_size, etag, status.st_mtime, age)
+    modified = status.st_mtime
+    return ObjectInfo(key, status.st_size, etag, modified, time.time() - modified)
 
 
 def _open(

@@ -303,7 +303,7 @@ class S3ObjectStore:
                 with contextlib.suppress(ObjectMissingError, IntegrityError, TransientError):
                     self.get_range(key, 0, 1)
             raise
-        return ObjectInfo(key, size, etag, modified, max(0, now - modified))
+        return ObjectInfo(key, size, etag, modified, now - modified)
 
     def get(self, key: str, *, limit: int) -> bytes | None:
         """Return the whole object, None if there is none.

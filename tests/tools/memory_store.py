@@ -69,7 +69,7 @@ class MemoryObjectStore:
 
     def _info(self, key: str) -> ObjectInfo:
         data, etag, modified = self._objects[key]
-        return ObjectInfo(key, len(data), etag, modified, max(0.0, self._clock() - modified))
+        return ObjectInfo(key, len(data), etag, modified, self._clock() - modified)
 
     def head(self, key: str) -> ObjectInfo | None:
         self._enter("head", key)
