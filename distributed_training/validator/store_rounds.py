@@ -177,9 +177,12 @@ class StoreValidator(Validator):
             steps.went_on(manifest, values)
         self._miners()
         if not self.standings.successful_rounds:  # on an empty disk: the chain has the scores
+            merged = {one.uid: one.hotkey for past in steps.history for one in past.merged}
+            refused = {one.uid: one.hotkey for past in steps.history for one in past.refused}
+            hotkeys = merged | refused  # a uid may be another's by now
             for uid, score in steps.head.scores.items():
-                if uid in self.standings.entries:
-                    self.standings.entries[uid].published = score
+                if (entry := self.standings.entries.get(uid)) and entry.hotkey == hotkeys.get(uid):
+                    entry.published = score
         now = steps.now()
         if steps.state is None or steps.state.head != steps.head.digest:
             self._show(now)
@@ -608,6 +611,7 @@ class StoreValidator(Validator):
         judgements += [
             Judgement.reset(uid, close.state.outer_step, CAUSES[one.cause], one.reason)
             for uid, one in close.refused.items()
+            if one.cause != "not-judged"  # which says nothing about the upload
         ]
         entries = self.standings.present()
         for uid, entry in entries.items():

@@ -20,6 +20,7 @@ from bittensor.sp_core import verify
 
 from distributed_training.config import Config, ConfigError
 from distributed_training.protocol import keys
+from distributed_training.protocol.scoring import ScoreBoard
 from distributed_training.protocol.update_file import Header, UpdateLayout, finish, write_rows
 from distributed_training.scoring.evaluator import Evaluator
 from distributed_training.scoring.upload import DataUnavailable, Judged
@@ -411,6 +412,12 @@ def test_a_validator_on_an_empty_disk_goes_on_with_equal_bits(tmp_path: Path) ->
             entries = worlds[1].validator.standings.present()
             assert {u: e.published for u, e in entries.items()} == manifests[1].scores
     assert _bits(worlds[0]) == _bits(worlds[1])
+    best = max(manifests[1].scores, key=lambda uid: manifests[1].scores[uid])
+    worlds[1].ledger.register(keypair("newcomer").ss58_address, uid=best)
+    worlds[1].restarted(folder=tmp_path / "empty-5")
+    entries = worlds[1].validator.standings.present()
+    wanted = {uid: score * (uid != best) for uid, score in manifests[1].scores.items()}
+    assert {u: e.published for u, e in entries.items()} == wanted != manifests[1].scores
 
 
 def test_a_store_that_is_away_makes_one_round_late(world: StoreWorld) -> None:
@@ -643,6 +650,8 @@ def test_one_whose_text_nobody_has_is_not_waited_for(world: StoreWorld) -> None:
     world.until_late()
     world.tick()
     assert world.fates(1) == {3: "merged", 5: "merged", 17: "not-judged"}
+    board = world.validator.standings.board
+    assert board.rating(17) == ScoreBoard([17]).rating(17) != board.rating(3)
 
 
 # --- honest members ---
