@@ -413,6 +413,11 @@ class StoreRounds:
         fate = Fate(Base.KEPT)
         if held >= self._counted:
             fate, self._counted = self._uploads.find_fate(self._chain.manifest(held + 1)), 0
+        passed = range(held + 1, state.outer_step + 1)
+        back = [to for n in passed if (to := self._chain.manifest(n).rewound_to) is not None]
+        if back:  # what was trained on the weights that the network has left is dropped with them
+            cause = f"the network went back to outer step {back[-1]}"
+            fate = Fate(Base.REFUSED, None, cause)
         if not reason:
             return self._fetch_update(held + 1, fate)
         return self._fetch_weights(newest, reason, fate)

@@ -221,9 +221,7 @@ class StoreOuterStep(OuterStep):
         elif not merged:
             dropped = f"the {uploaded} inner steps of the {update.base.value} upload"
             if not known:
-                dropped = (
-                    f"all {uploaded} inner steps, as what the upload held is not known any more"
-                )
+                dropped = f"all {uploaded} inner steps since the outer step before"
         self._following = _Following(
             update.outer_step, update.weights, residual or None, uploaded, dropped
         )

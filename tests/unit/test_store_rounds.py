@@ -263,6 +263,8 @@ def test_after_a_rewind_the_weights_are_fetched(leader: Leader, miner: Miner) ->
     leader.move_close()
     [_, weights] = miner.pass_time(30)
     assert isinstance(weights, Update) and weights.whole and weights.outer_step == 2
+    # Movement away from weights that were left would be added to those that were gone back to.
+    assert weights.base is Base.REFUSED and "went back to outer step 0" in weights.cause
 
 
 def test_a_newcomer_gets_the_newest_weights_and_uploads_at_the_first_close_it_can(
