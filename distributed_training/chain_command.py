@@ -20,7 +20,7 @@ from bittensor_core import verify
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.identity import load_wallet
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, load_config
-from distributed_training.founder import Plan
+from distributed_training.founder import Plan, own_store
 from distributed_training.node.buckets import open_by_registry, open_own
 from distributed_training.node.identity import follow_chain
 from distributed_training.node.start import NetworkFailure, sole_user
@@ -90,6 +90,7 @@ def rewind(options: argparse.Namespace) -> int:
         stack.enter_context(
             sole_user(config.run_folder, "validator.lock", "validator", instead=instead)
         )
+        stack.enter_context(own_store(options.folder))
         store = open_own(config.store, config.store.global_model_name)
         stack.enter_context(closing(store))
         steps = OuterSteps(

@@ -18,8 +18,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -366,6 +366,38 @@ def run(folder: Path) -> int:
             if name == _REGISTRY and config.network is not None:
                 _invite(plan, config.network.digest)
         return running.follow()
+
+
+@contextmanager
+def own_store(folder: Path) -> Iterator[None]:
+    """Run the store that comes with the network of ``folder`` meanwhile, unless it runs.
+
+    A network with another store needs nothing. Call it in the main thread. Raises ConfigError.
+    """
+    from distributed_training.node.start import StopSignals, sole_user
+
+    plan, signals = Plan.of(folder), StopSignals()
+    with ExitStack() as stack:
+        if _STORE in plan.words and _is_free(*plan.places[_STORE]):
+            stack.enter_context(sole_user(folder, "run.lock", "dt-network run", instead="wait"))
+            stack.enter_context(signals)
+            mark = Mark(MARK, str(folder.resolve()))
+            running = _Running(plan, mark, signals, _VALIDATOR_STOPS)
+            stack.callback(running.end)
+            if not running.start(_STORE):
+                raise ConfigError(
+                    "the network's store did not start, for the reason above, so nothing was "
+                    "changed: see that dt-network run starts it"
+                )
+        yield
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        listen(host, port).close()
+    except OSError:
+        return False
+    return True
 
 
 def _why_not(running: _Running, name: str) -> int:

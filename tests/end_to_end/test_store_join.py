@@ -87,6 +87,24 @@ def test_from_nothing_to_an_upload_that_is_merged(tmp_path: Path) -> None:
         running.send_signal(signal.SIGTERM)
         assert running.wait(120) == 0, log.read_text()[-3000:]
         assert not mark.processes()
+        # Back to the beginning, while nothing runs, and on from there.
+        printed = call(founder, "dt-network", "rewind", "lab", "--to", "0")
+        (back,) = re.findall(
+            r"^outer step (\d+) has the weights of outer step 0 again", printed, re.M
+        )
+        assert not mark.processes()
+        running, log = start(founder, "dt-network", *line.split())
+        miner, miners_log = start(member, "dt-miner")
+        wait_for(
+            lambda: any(
+                e["kind"] == "outer_step" and e["outer_step"] > int(back) and merged()
+                for e in read_events(took)
+            ),
+            "an outer step of the member after the one that went back",
+            PATIENCE,
+            every=1.0,
+        )
+        assert "went back to outer step 0" in miners_log.read_text()
     except BaseException:
         for path in tmp_path.glob("*/*.log"):
             print(f"===== {path}\n{path.read_text()[-4000:]}")
