@@ -303,7 +303,7 @@ class StoreReporter(LoopReporter):
                 fate,
             )
             if event.dropped:
-                log.warning("%s", event.dropped)
+                log.warning("Dropped: %s", event.dropped)
             self._record("outer_step", outer_step=reached)
         self._record(
             "round",

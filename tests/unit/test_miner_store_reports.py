@@ -107,7 +107,7 @@ def test_what_failed_or_is_dropped_is_a_warning(caplog: pytest.LogCaptureFixture
     for line in (
         "Model state upload failed: the store is away",
         "All Reduce Failed At Checkpoint 3 (another digest)",
-        "the 30 inner steps",
+        "Dropped: the 30 inner steps",
     ):
         assert line in caplog.text
     assert told.fields("fork") == {"cause": "two manifests"}
