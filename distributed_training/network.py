@@ -57,6 +57,7 @@ _OF_STORE = frozenset(
         "store.keep_uploads",
         "store.hosts",
         "store.public_url",
+        "training.late_overlap",
     }
 )
 #: Keys of format 2 alone. Each has a default; the digest has a key only where the file does.

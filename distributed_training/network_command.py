@@ -472,6 +472,7 @@ def _rules(options: argparse.Namespace) -> dict[str, Any]:
     rules["training"]["weight_decay_on"] = "matrices"
     if store:
         rules = of_exchange(rules, "store")
+        rules["training"]["late_overlap"] = "dropped"  # see bench.store_loss
     else:
         # What the mission's network sends beside is read by nobody here; and see bench.four_bits.
         rules["upload"] = {"content": "scored"}

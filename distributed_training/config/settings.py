@@ -569,6 +569,9 @@ class TrainingSettings:
     """learning rate of the outer step; the one in outer_optimizer.pt of the global bucket wins"""
     outer_momentum: float = rule("training.outer_momentum", ge=0, le=1)
     """Nesterov momentum of the outer step; all peers must agree"""
+    late_overlap: Literal["kept", "dropped"] = rule("training.late_overlap", "kept")
+    """with exchange 'store': the part, along the update, of what a miner trained while the update
+    was on its way"""
     outer_rule: str = rule("training.outer_rule", "nesterov")
     """the outer rule, by the name that it is registered with"""
     compression: str = rule("compression.kind", "top-k")

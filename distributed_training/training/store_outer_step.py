@@ -106,8 +106,9 @@ class StoreOuterStep(OuterStep):
 
     of_epoch: ClassVar = ("epoch_start", "residual")
 
-    def __init__(self, **given: Any) -> None:
+    def __init__(self, *, drop_overlap: bool, **given: Any) -> None:
         super().__init__(**given)
+        self._drop_overlap = drop_overlap
         self._schema = [(shard.name, shard.shape) for shard in self._shards]
         self._vectors = [i for i, shard in enumerate(self._shards) if len(shard.shape) == 1]
         self.residual: list[Tensor] | None = None  # None: nothing was lost yet
@@ -210,11 +211,14 @@ class StoreOuterStep(OuterStep):
                 f"and {update.weights:.16} in its manifest, so it is not applied"
             )
         self._stream.raise_if_any(problem, _local)
-        each = list(zip(self._shards, base, weights, strict=True))
         # It takes a new tensor for each parameter, so memory may run out on one rank alone.
         present = self._stream.run_on_all(
-            lambda: [(on_host(s.local) - before).add_(new) for s, before, new in each], _local
+            lambda: [on_host(s.local) - b for s, b in zip(self._shards, base, strict=True)], _local
         )
+        if self._drop_overlap and merged and known:
+            self._without_overlap(present, weights)
+        for late, new in zip(present, weights, strict=True):
+            late.add_(new)
         uploaded, dropped = self._written_steps if known else inner_step, ""
         if update.base is Base.KEPT:
             uploaded, residual = 0, self.residual or []
@@ -226,6 +230,32 @@ class StoreOuterStep(OuterStep):
             update.outer_step, update.weights, residual or None, uploaded, dropped
         )
         self._prepared = Prepared(weights, None, present, self._new_epoch_id())
+
+    def _without_overlap(self, late: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+        """Take out of ``late`` what lies along the update to ``weights``. Collective.
+
+        Inner steps that were taken while the update was on its way went, in part, where it goes:
+        on top of it they would go there twice. Of each parameter, u the update, l what was trained
+        late, l becomes l - max(0, <l, u> / <u, u>) u (bench.store_loss).
+        """
+        each = list(zip(late, weights, self.epoch_start or [], strict=True))
+
+        def products() -> list[float]:
+            found = []
+            for rows, new, start in each:
+                update = (new - start).flatten()
+                found += [float(rows.flatten() @ update), float(update @ update)]
+            return found
+
+        summed = self._stream.sum(self._stream.run_on_all(products, _local))
+        shares = [a / max(s, 1e-30) for a, s in zip(summed[::2], summed[1::2], strict=True)]
+
+        def subtract() -> None:
+            for (rows, new, start), share in zip(each, shares, strict=True):
+                if share > 0:
+                    rows.sub_(new - start, alpha=share)
+
+        self._stream.run_on_all(subtract, _local)
 
     def commit_update(self) -> tuple[int, int]:
         """Swap in what :meth:`prepare_update` computed, as :meth:`commit` does.

@@ -475,6 +475,26 @@ def through_store(folder: Path, *, local_ranks: int = 0) -> None:
         sent = digest_of(decoded(place / "1.safetensors", made.schema))
         content = {"steps": found, "upload": sent}
         (folder / f"store-{WORLD}-{local_ranks}.json").write_text(json.dumps(content))
+    _drops_overlap(made, place, last)
+
+
+def _drops_overlap(made: Trainer, place: Path, last: int) -> None:
+    """Check what is dropped along the update, by sums over all ranks' rows."""
+    step = store_step(made)
+    step._drop_overlap = True
+    finished(_upload(made, place, 3))
+    start, written = _gathered(made, step.epoch_start), _gathered(made, step.current())
+    move(made, drawn(4))
+    now = _gathered(made, step.current())
+    _applied(made, place, 3, last)
+    new, found = _gathered(made, step.epoch_start), _gathered(made, step.current())
+    shares = []
+    for n, w, to, of, result in zip(now, written, new, start, found, strict=True):
+        late, update = (n - w).flatten(), (to - of).flatten()
+        shares.append(float(late @ update / update.square().sum()) if RANK == 0 else 0.0)
+        expected = late - max(0.0, shares[-1]) * update + to.flatten()
+        torch.testing.assert_close(result.flatten(), expected, rtol=0, atol=1e-6)
+    assert RANK != 0 or max(shares) > 0
 
 
 def through_store_resumed(folder: Path) -> None:

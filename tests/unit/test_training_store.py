@@ -38,6 +38,18 @@ def flat(tensors: Sequence[Tensor] | None) -> Tensor:
     return torch.cat([each.detach().reshape(-1).double() for each in tensors])
 
 
+def overlap_of(
+    now: list[Tensor], written: Sequence[Tensor], new: list[Tensor], start: list[Tensor]
+) -> Tensor:
+    """Return what was trained since the upload and lies along the update, of all parameters."""
+    parts = []
+    for n, w, to, of in zip(now, written, new, start, strict=True):
+        late, update = (n - w).double().flatten(), (to - of).double().flatten()
+        share = torch.dot(late, update) / update.square().sum()
+        parts.append(share.clamp_min(0) * update)
+    return torch.cat(parts)
+
+
 @functools.cache
 def two_trainers() -> tuple[Trainer, Trainer]:
     """Two processes of one miner, which live one after the other."""
@@ -80,9 +92,11 @@ class Network:
 class World:
     """One miner and its network, in ``folder``."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, drops: bool = False) -> None:
+        self.folder, self.drops = folder, drops
         self.made, self.other = two_trainers()
+        for made in (self.made, self.other):
+            store_step(made)._drop_overlap = drops
         self.made.load_weights(None)
         self.made.begin_epoch(0)
         self.made.total_inner_steps = 0
@@ -184,7 +198,14 @@ class World:
             made.roll_back_outer_step()
             assert torch.equal(flat(made.outer.current()), now)
             assert made.outer.state_dict() == kept
-        steps = made.inner_step
+        steps, overlap = made.inner_step, torch.zeros_like(ledger.dropped)
+        if self.drops and base is Base.MERGED and known:
+            overlap = overlap_of(
+                made.outer.current(),
+                store_step(made)._written or [],
+                network.weights[target],
+                network.weights[before],
+            )
         made.prepare_update(given)
         made.commit_outer_step()
         assert made.outer_step == target and store_step(made).serial is None
@@ -199,6 +220,7 @@ class World:
         if dropped:
             assert ledger.sent is not None
             ledger.dropped = ledger.dropped + ledger.sent
+        ledger.dropped = ledger.dropped - overlap
         assert made.inner_step == steps - taken
         assert bool(store_step(made).dropped) == dropped
 
@@ -276,8 +298,20 @@ OFTEN = ("train", "upload", "merge", "apply", "apply", "restart")
 @example(["upload", "merge", "merge", "keep", "restart", "load", "train", "restart"])
 @settings(max_examples=25)
 def test_all_movement_is_merged_once_or_carried_or_named_as_dropped(names: list[str]) -> None:
+    walk(names, drops=False)
+
+
+@given(st.lists(st.sampled_from([*OPERATIONS, *OFTEN]), min_size=4, max_size=24))
+@example(["train", "upload", "train", "train", "merge", "apply", "restart", "apply"])
+@example(["train", "upload", "train", "merge", "merge", "keep", "load"])
+@settings(max_examples=8)
+def test_movement_along_the_update_is_dropped_where_the_network_says_so(names: list[str]) -> None:
+    walk(names, drops=True)
+
+
+def walk(names: list[str], *, drops: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        world = World(Path(folder))
+        world = World(Path(folder), drops=drops)
         for name in names:
             OPERATIONS[name](world)
             world.check()
