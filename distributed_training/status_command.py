@@ -7,8 +7,7 @@
     dt-status --csv                  its past by the hour, as far as events.jsonl goes back
 
 Only files of the run folder are read, so it needs no port, works over ssh and beside any load, and
-also while no miner runs. Flags of the miner (``--neuron.run_folder``, ``--neuron.name``) are taken
-too. Exit status, of several miners the first that holds for one:
+also while no miner runs. Exit status, of several miners the first that holds for one:
 
     2    an argument or a folder cannot be used
     1    an operator must act: the line ``do``
@@ -70,8 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     form.add_argument("--json", action="store_true", help="for programs")
     form.add_argument("--csv", action="store_true", help="the past by the hour")
     try:
-        options, flags = parser.parse_known_args(argv)
-        folders = [require_run_folder(folder) for folder in options.folders] or find_own(flags)
+        options = parser.parse_args(argv)
+        folders = [require_run_folder(folder) for folder in options.folders] or find_own()
         if options.csv:
             write_history(folders)
             return ExitStatus.STOPPED
@@ -103,18 +102,16 @@ def require_run_folder(folder: Path) -> Path:
 _NAME_ONE = "give the run folder that the miner logs at its start"
 
 
-def find_own(flags: Sequence[str]) -> list[Path]:
+def find_own() -> list[Path]:
     """Return the run folder of the settings here, and those of miners below this folder.
 
-    Raises ConfigError where no miner has run, or ``flags`` are refused.
+    Raises ConfigError where no miner has run.
     """
     refused = None
     try:
-        own = [load_config("miner", flags, file=OPERATORS_FILE, check=False).run_folder]
+        own = [load_config("miner", [], file=OPERATORS_FILE, check=False).run_folder]
     except ConfigError as error:
         # Settings that are refused are what a miner is looked at for.
-        if flags:
-            raise
         own, refused = [], error
     # A second miner of pm2 has a folder of its own (DT_NAME).
     places = [f"runs/*/{LAUNCHER_FILE}", f"*/runs/*/{LAUNCHER_FILE}"]
@@ -236,7 +233,7 @@ def text_of(row: dict[str, Any]) -> str:
         needed = f", {disk['needed'] / 1e9:.1f} GB needed" if disk["needed"] else ""
         free, total = disk["free"] / 1e9, disk["total"] / 1e9
         add("disk", f"{free:.1f} of {total:.1f} GB free{needed}")
-    if row["chain_answered_at"] is not None:
+    if row["chain_answered_at"] is not None and runs:
         silent = row["store_silent_since"]
         store = "answers" if silent is None else f"has not answered for {span(now - silent)}"
         add("link", f"chain answered {ago(row['chain_answered_at'], now)}, store {store}")
