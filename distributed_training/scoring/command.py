@@ -284,7 +284,7 @@ def find_sources(
         else:
             instead[uids[0]] = BucketReader(open_own(config.store, options.bucket, write=False))
     hotkey = None if options.all or uids else load_wallet(config.chain).ss58  # before any waiting
-    tell("asking the chain who the miners are")
+    tell("asking the chain for its miners")
     timeout = timedelta(seconds=options.timeout)
     master = None if options.subnet else config.miner.master_ss58_address
     sources = on_chain(config, stack, master=master, timeout=timeout, instead=instead)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed_training import network_command
+from distributed_training import network_command, status_command
 from distributed_training.config.removed import REMOVED
 from distributed_training.config.schema import schema
 from distributed_training.doctor import build_parser as doctor_parser
@@ -105,6 +105,7 @@ def test_flags_exist(page: Path) -> None:
         registry_parser(),
     ):
         ours |= options_of(program)
+    ours |= set(re.findall(r"--[a-z]+", status_command.__doc__ or ""))
     for text in [*commands(page), *inline(page)]:
         for flag in re.findall(r"(?<![\w-])--([a-z][\w.-]*)", text):
             if flag in OF_OTHERS or text.startswith(
