@@ -85,8 +85,8 @@ TITLES: Mapping[str, str] = {
 
 
 # Memory of one GPU in GB -> activation checkpointing, sequences per micro-batch, and how many such
-# GPUs the public network's model of 4 billion parameters takes then. Estimates of common.memory,
-# not yet measured. Where the optimizer's state lies and when gradients are reduced stays 'auto':
+# GPUs the public network's model of 4 billion parameters takes then. Estimates of common.memory.
+# Where the optimizer's state lies and when gradients are reduced stays 'auto':
 # that depends on the number of GPUs, and the start works it out from the memory there is.
 CARDS: Mapping[int, tuple[str, int, int]] = {
     12: ("full", 4, 8),

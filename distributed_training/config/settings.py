@@ -75,8 +75,8 @@ class GeneralSettings:
         "public", "public-12gb", "public-16gb", "public-24gb", "public-40gb", "public-48gb",
         "public-80gb", "public-141gb", "local",
     ] = flag("preset", "public", env="DT_PRESET")  # fmt: skip
-    """what fits GPUs of so much memory (estimated, not yet measured); local: a neuron of a subnet
-    on this machine, with --network local unless another is given"""
+    """what fits GPUs of so much memory (by the memory model); local: a neuron of a subnet on this
+    machine, with --network local unless another is given"""
     config: File | None = flag("config", None)
     """TOML file of flags, e.g. [neuron] upload_steps = 60, in place of miner.toml; flags win over
     it"""
