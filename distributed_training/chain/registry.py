@@ -20,7 +20,6 @@ from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from typing import Annotated, Any, Literal, NamedTuple
-from urllib.parse import urlsplit
 
 import httpx
 from pydantic import (
@@ -32,6 +31,7 @@ from pydantic import (
 )
 
 from distributed_training.common import http
+from distributed_training.common.addresses import keeps_secrets
 from distributed_training.common.backoff import Backoff
 from distributed_training.common.files import json_line
 from distributed_training.common.transports import AsyncTransport
@@ -324,9 +324,7 @@ class RegistryChain(Chain):
 
     def _refuse_plain(self, kind: str) -> None:
         """Raise ChainError unless a secret may travel to the registry and back."""
-        url = urlsplit(self._url)
-        inside = self._private or url.hostname in ("127.0.0.1", "localhost", "::1")
-        if url.scheme != "https" and not inside:
+        if not keeps_secrets(self._url, private=self._private):
             whats = {"register": "an invitation is", "access": "a signed URL is"}
             what = whats.get(kind, "keys are")
             raise RefusedWrite(

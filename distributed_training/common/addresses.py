@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import ipaddress
+from urllib.parse import urlsplit
 
 
 class Reach(enum.IntEnum):
@@ -30,6 +31,16 @@ _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _COMPATIBLE = ipaddress.ip_network("::/96")
 _GLOBAL = ipaddress.ip_network("2000::/3")
 _OF_NOBODY = ipaddress.ip_network("0.0.0.0/8")
+
+
+def keeps_secrets(url: str, *, private: bool) -> bool:
+    """Return whether a secret may travel to ``url``: encrypted, or over no network but ours.
+
+    ``private``: all machines are in one private network.
+    """
+    parts = urlsplit(url)
+    inside = private or parts.hostname in ("127.0.0.1", "localhost", "::1")
+    return parts.scheme == "https" or (parts.scheme == "http" and inside)
 
 
 def reach(text: str) -> Reach:

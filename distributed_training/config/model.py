@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 from pydantic import SecretStr
 
-from distributed_training.common.addresses import reach
+from distributed_training.common.addresses import keeps_secrets, reach
 from distributed_training.network import Network
 from distributed_training.protocol.page_permutation import DrawPages, PagePermutation
 from distributed_training.protocol.pages import select_pages
@@ -458,13 +458,12 @@ def check_exchange(config: Config) -> Iterator[str]:
             "miners would train most of it on weights that are past: in the network's file lower "
             "round.grace, or raise round.blocks_per_allreduce"
         )
-    url = urlsplit(config.store.endpoint_url or "")
-    inside = config.chain.private or url.hostname in ("127.0.0.1", "localhost", "::1")
-    if url.scheme == "http" and not inside:
+    url = config.store.endpoint_url
+    if url is not None and not keeps_secrets(url, private=config.chain.private):
         yield (
-            f"store.endpoint is {config.store.endpoint_url}, and the URLs of it that the registry "
-            "hands out are secrets, so no member would use them: in the network's file give an "
-            "https:// URL, or private = true where all machines are in one private network"
+            f"store.endpoint is {url}, and the URLs of it that the registry hands out are secrets, "
+            "so no member would use them: in the network's file give an https:// URL, or http:// "
+            "and private = true where all machines are in one private network"
         )
 
 

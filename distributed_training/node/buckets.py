@@ -139,8 +139,9 @@ def open_by_registry(settings: StoreSettings, chain: Chain, *, private: bool) ->
         except ChainError as error:
             raise TransientError(str(error)) from None
 
+    bucket = settings.global_model_name
     try:
-        return AccessStore(ask, bucket=settings.global_model_name, settings=settings, plain=private)
+        return AccessStore(ask, bucket=bucket, settings=settings, private=private)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

@@ -23,6 +23,7 @@ from urllib.parse import quote, urlsplit
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from distributed_training.common.addresses import keeps_secrets
 from distributed_training.config.settings import StoreSettings
 
 from .base import MOST_LISTED, ObjectInfo, PartInfo, md5_of, same_etag
@@ -71,12 +72,12 @@ class AccessStore(S3ObjectStore):
     """The global bucket, an :class:`~.base.ObjectStore` without listing and deleting.
 
     ``ask``: of the registry. ``settings``: the endpoint that URLs lead to, further hosts, and
-    ``public_url``, where all but ``uploads/`` is read without asking. ``plain``: http may be
-    spoken, since all machines are in one private network. Raises ValueError.
+    ``public_url``, where all but ``uploads/`` is read without asking. ``private``: all machines are
+    in one private network, where http may be spoken. Raises ValueError.
     """
 
     def __init__(
-        self, ask: Ask, *, bucket: str, settings: StoreSettings, plain: bool = False
+        self, ask: Ask, *, bucket: str, settings: StoreSettings, private: bool = False
     ) -> None:
         endpoint = settings.endpoint_url or ""  # which the file of such a network has
         super().__init__(bucket=bucket, endpoint_url=endpoint, keys=None, settings=settings)
@@ -85,7 +86,7 @@ class AccessStore(S3ObjectStore):
         self._hosts = {own, f"{self._container}.{own}", *map(str.lower, settings.hosts)}
         self._ask = ask
         self._public = (settings.public_url or "").rstrip("/")
-        self._plain = plain
+        self._private = private
         self._concurrency = settings.concurrency
         self._changing = threading.Lock()
         self._urls: dict[tuple[str, str], tuple[str, float]] = {}  # and when each ends
@@ -100,7 +101,7 @@ class AccessStore(S3ObjectStore):
         key = params["Key"].removeprefix(self._prefix)
         operation = _READS.get(model.name)
         if operation is None:
-            # Granted just now, by put_new().
+            # Granted just now, by put().
             operation = str(params.get("PartNumber", "put_object"))
         elif self._public and not key.startswith(UPLOADS):
             context["url"] = f"{self._public}/{quote(key)}"
@@ -142,12 +143,10 @@ class AccessStore(S3ObjectStore):
     def _refuse_host(self, key: str, url: str) -> None:
         """Raise RefusedError unless requests may go where ``url`` leads."""
         try:
-            host, parts = _host_of(url), urlsplit(url)
-            inside = self._plain or parts.hostname in ("127.0.0.1", "localhost", "::1")
-            plain = parts.scheme == "http" and inside
-            if host in self._hosts and (parts.scheme == "https" or plain):
+            host = _host_of(url)
+            if host in self._hosts and keeps_secrets(url, private=self._private):
                 return
-            place = f"{parts.scheme:.8}://{host:.100}"
+            place = f"{urlsplit(url).scheme:.8}://{host:.100}"
         except ValueError:
             place = "no place at all"
         raise RefusedError(
@@ -190,9 +189,6 @@ class AccessStore(S3ObjectStore):
         One that was interrupted goes on with the parts that are missing. Fine if the same bytes are
         there. Raises TakenError if there are others.
         """
-        return self.put_new(key, data)
-
-    def put_new(self, key: str, data: bytes | Section) -> str:
         parts = _cut(data)
         digests = [md5_of(part) for part in parts]
         if (held := self.head(key)) is not None:
@@ -213,6 +209,8 @@ class AccessStore(S3ObjectStore):
             return self._put(key, data, IfNoneMatch="*")
         except UnsupportedError:
             return self._put(key, data)
+
+    put_new = put
 
     def _put_parts(
         self, key: str, parts: Sequence[bytes | Section], digests: Sequence[str], grant: Grant

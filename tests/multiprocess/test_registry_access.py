@@ -474,7 +474,7 @@ def test_plain_http_is_spoken_in_a_private_network_alone() -> None:
     store = AccessStore(lambda _: None, bucket="bucket", settings=of_store)
     with pytest.raises(RefusedError):
         store._remember("a", grant)
-    AccessStore(lambda _: None, bucket="bucket", settings=of_store, plain=True)._remember(
+    AccessStore(lambda _: None, bucket="bucket", settings=of_store, private=True)._remember(
         "a", grant
     )
     of_store = StoreSettings(endpoint_url="https://example.org", addressing="virtual")

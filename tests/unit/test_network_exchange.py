@@ -90,6 +90,7 @@ def test_each_key_has_a_place_with_one_exchange_alone(tmp_path: Path, exchange: 
         ({"store__endpoint": None}, "store.endpoint is missing"),
         ({"store__endpoint": 5}, "store.endpoint"),
         ({"store__endpoint": "http://s3.example.org"}, "hands out are secrets"),
+        ({"store__endpoint": "folder:///srv/store"}, "hands out are secrets"),
         ({"store__access": "own"}, "'store.access' is not a key"),
         ({"store__hosts": ["a/b"]}, "HOST:PORT"),
         ({"exchange": "pigeon"}, "exchange 'pigeon'"),
