@@ -17,16 +17,15 @@ from typing import Any
 
 from bittensor_core import verify
 
-from distributed_training.chain.base import ChainError
 from distributed_training.chain.identity import load_wallet
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, load_config
 from distributed_training.founder import Plan, own_store
-from distributed_training.node.buckets import open_by_registry, open_own
-from distributed_training.node.identity import follow_chain
-from distributed_training.node.start import NetworkFailure, sole_user
+from distributed_training.node.buckets import open_own
+from distributed_training.node.start import sole_user
 from distributed_training.protocol.manifest import Manifest, Master
 from distributed_training.protocol.metadata import ConfigExtras
 from distributed_training.protocol.types import ExitStatus
+from distributed_training.scoring.verdicts import open_bucket
 from distributed_training.store.base import ObjectStore
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.folder import FolderStore
@@ -48,19 +47,13 @@ def audit(options: argparse.Namespace) -> int:
     else:
         given = ["--network", options.place]
         config = load_config("miner", given, file=OPERATORS_FILE, check=False)
+    network_model(config)  # refuses a network that has no chain
     with ExitStack() as stack:
         store: ObjectStore
         if options.source is not None:
             store = FolderStore(options.source)
-        elif founded:
-            store = open_own(config.store, config.store.global_model_name, write=False)
         else:
-            try:
-                chain = follow_chain(config.chain, stack, load_wallet(config.chain))
-            except NetworkFailure as error:
-                raise ChainError(str(error)) from None
-            store = open_by_registry(config.store, chain, private=config.chain.private)
-        stack.enter_context(closing(store))
+            store = open_bucket(config, stack)
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="dt-audit-"))
         found = _open(config, store, Path(folder)).audit()
     for problem in found.problems:

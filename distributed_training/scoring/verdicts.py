@@ -40,7 +40,8 @@ def open_bucket(config: Config, stack: ExitStack) -> ObjectStore:
     Raises ConfigError, ChainError.
     """
     name = config.store.global_model_name
-    if config.store.write_access_key_id is not None:
+    # A member may have the key of another network's bucket.
+    if config.kind == "validator" and config.store.write_access_key_id is not None:
         store: ObjectStore = open_own(config.store, name)
     else:
         chain = stack.enter_context(
