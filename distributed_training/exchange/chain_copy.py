@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TypeVar
@@ -22,6 +24,7 @@ from distributed_training.store.base import ObjectInfo, is_md5, same_etag
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
 from distributed_training.store.errors import StoreError
 
+_AT_ONCE = 8  # manifests that are fetched at once
 _Kind = TypeVar("_Kind", State, Manifest)
 
 log = logging.getLogger(__name__)
@@ -101,11 +104,8 @@ class ChainCopy:
         """
         before = self.manifest(first)
         try:
-            for outer_step in range(first + 1, state.outer_step + 1):
-                after, data = self.copy(outer_step), b""
-                if after is None:
-                    data = self._fetch(outer_step)
-                    after = Manifest.parse(data, self._master)
+            for outer_step, data in self._fetch_missing(first + 1, state.outer_step + 1):
+                after = self.copy(outer_step) or Manifest.parse(data, self._master)
                 after.check_after(before)
                 if data:
                     write_bytes(self._path(outer_step), data)
@@ -156,6 +156,17 @@ class ChainCopy:
         write_bytes(self._path(f"{outer_step}.other"), data)
         self.forked = self._describe_fork()
         raise ForkError(self.forked)
+
+    def _fetch_missing(self, first: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Yield the manifests' bytes, in order; nothing for those of which we have a copy."""
+
+        def fetch(outer_step: int) -> bytes:
+            return b"" if self.copy(outer_step) else self._fetch(outer_step)
+
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="manifests") as pool:
+            for start in range(first, end, _AT_ONCE):
+                some = range(start, min(start + _AT_ONCE, end))
+                yield from zip(some, pool.map(fetch, some), strict=True)
 
     def _fetch(self, outer_step: int) -> bytes:
         key = keys.outer_key(outer_step, keys.MANIFEST)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -220,6 +221,15 @@ def test_what_was_fetched_for_weights_that_are_held_no_more_is_not_posted(
 def test_who_is_far_behind_gets_weights_and_then_the_updates(
     store: FaultyStore, leader: Leader, miner: Miner
 ) -> None:
+    """The manifests between come several at once: of thousands each takes a request's time."""
+    both = threading.Barrier(2)
+
+    def meet(data: bytes) -> bytes:
+        both.wait(30)
+        return data
+
+    for outer_step in (2, 3):
+        store.faults["get", keys.outer_key(outer_step, keys.MANIFEST)] = meet
     # As many bytes as 8 updates: from nine on they are fewer.
     for outer_step in range(1, 11):
         leader.take_outer_step(whole=outer_step == 9)
