@@ -23,6 +23,7 @@ import os
 import re
 import reprlib
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -458,6 +459,12 @@ def digest_rows(rows: Tensor) -> bytes:
     """
     raw = rows.detach().cpu().contiguous().view(torch.uint8).numpy()
     return b"".join(hashlib.sha256(row).digest() for row in raw)
+
+
+def digest_rows_of(parameters: Iterable[Tensor]) -> list[bytes]:
+    """Return :func:`digest_rows` of each parameter, by as many threads as torch has."""
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        return list(pool.map(digest_rows, parameters))
 
 
 def digest_weights(parts: Iterable[bytes]) -> str:

@@ -35,7 +35,7 @@ from distributed_training.protocol.update_file import (
     Header,
     UpdateFile,
     UpdateLayout,
-    digest_rows,
+    digest_rows_of,
     digest_weights,
     finish,
     write_rows,
@@ -312,16 +312,18 @@ class StoreOuterStep(OuterStep):
         wholes = self._stream.whole([weights[index] for index in self._vectors])
         vectors = dict(zip(self._vectors, wholes, strict=True))
         parts, lead = [], self._stream.rank == 0
-        for index, (shard, rows) in enumerate(zip(self._shards, weights, strict=True)):
+        digests = digest_rows_of(
+            vectors[index].view(1, -1) if index in vectors else rows.flatten(1)
+            for index, rows in enumerate(weights)
+        )
+        for index, (shard, digest) in enumerate(zip(self._shards, digests, strict=True)):
             if index in vectors:
-                parts.append(digest_rows(vectors[index].view(1, -1)) if lead else b"")
+                parts.append(digest)
                 continue
             whole = torch.empty((shard.shape[0], _DIGEST), dtype=torch.uint8) if lead else None
             # A rank may have no row of it, and frombuffer takes no empty buffer.
-            own = torch.frombuffer(
-                bytearray(digest_rows(rows.flatten(1)) + b"0"), dtype=torch.uint8
-            )
-            self._stream.gather(shard.shape, own[:-1].view(len(rows), _DIGEST), whole)
+            own = torch.frombuffer(bytearray(digest + b"0"), dtype=torch.uint8)
+            self._stream.gather(shard.shape, own[:-1].view(-1, _DIGEST), whole)
             parts.append(b"" if whole is None else whole.numpy().tobytes())
         return digest_weights(parts) if lead else ""
 

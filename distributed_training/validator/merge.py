@@ -28,7 +28,7 @@ from distributed_training.protocol.types import Sign
 from distributed_training.protocol.update_file import (
     UpdateFile,
     UpdateLayout,
-    digest_rows,
+    digest_rows_of,
     digest_weights,
     finish,
     rows_and_columns,
@@ -78,7 +78,7 @@ class Rule:
 
 def digest_of(tensors: Sequence[Tensor]) -> str:
     """Return the digest of float32 tensors in the schema's order, as a manifest has it."""
-    return digest_weights(digest_rows(t.view(rows_and_columns(t.shape))) for t in tensors)
+    return digest_weights(digest_rows_of(t.view(rows_and_columns(t.shape)) for t in tensors))
 
 
 def norm_of(upload: UpdateFile) -> float:
