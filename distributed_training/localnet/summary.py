@@ -19,6 +19,7 @@ from distributed_training.common.backoff import Throttle
 from distributed_training.common.files import write_bytes, write_json
 from distributed_training.config.settings import Exchange
 from distributed_training.protocol.lines import counted, judged_upload
+from distributed_training.protocol.types import Base
 from distributed_training.telemetry.neuron_state import Judged, NeuronState
 
 
@@ -81,11 +82,13 @@ def neuron_line(state: NeuronState) -> str:
         head += f"  held-out {held_out(told[-1])}"
         return f"{head}  scores {', '.join(totals)}" if totals else head
     last, rounds = state.steps[-1] if state.steps else None, state.tables["round"]
+    # Through the store an update is applied without an upload in it, too.
+    taken = sum(r["ok"] and r.get("base", Base.MERGED.value) == Base.MERGED.value for r in rounds)
     loss = f"{last.loss:6.3f}" if last and last.loss is not None else "     -"
     rate = f"{last.tokens_per_second:6.0f}" if last and last.tokens_per_second else "     -"
     return (
         f"{head}  step {state.inner_step:>3}  loss {loss}  {rate} tok/s"
-        f"  uploads {len(state.uploads):>2}  rounds {sum(r['ok'] for r in rounds)}/{len(rounds)}"
+        f"  uploads {len(state.uploads):>2}  rounds {taken}/{len(rounds)}"
     )
 
 

@@ -198,6 +198,11 @@ class TestView:
         line = neuron_line(a_miner())
         assert line.startswith("miner-000") and "loss  4.700" in line[:79]
 
+    def test_a_round_is_taken_by_whose_upload_is_in_its_update(self) -> None:
+        miner = NeuronState(Path("miner"), uid=0)
+        feed(miner, *({"kind": "round", "ok": True, "base": each} for each in ("kept", "merged")))
+        assert neuron_line(miner).endswith("rounds 1/2")
+
     def test_a_miner_that_was_not_judged_yet_has_no_score_of_zero(self) -> None:
         validator = NeuronState(Path("validator"), uid=200)
         feed(
