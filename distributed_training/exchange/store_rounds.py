@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from distributed_training.common.backoff import Backoff
-from distributed_training.common.files import sha256_of, sync_folder
+from distributed_training.common.files import sync_folder
 from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES
@@ -428,7 +428,7 @@ class StoreRounds:
             raise StateUnavailable(f"outer step {outer_step} has no update, and no later weights")
         path = self._folder / "updates" / f"{outer_step}.safetensors"
         key = keys.outer_key(outer_step, keys.UPDATE)
-        self._download(key, path, manifest.update, limit=self._largest_update)
+        self._reader.fetch_signed(key, path, manifest.update, limit=self._largest_update)
         return _lead_to(manifest, path, fate)
 
     def _fetch_weights(self, outer_step: int, reason: str, fate: Fate = Fate(Base.KEPT)) -> Update:
@@ -440,7 +440,7 @@ class StoreRounds:
                 raise StateUnavailable(f"the manifest of outer step {outer_step} has no {name}")
             key = keys.outer_key(outer_step, name)
             most = MAX_CONFIG_BYTES if name == keys.CONFIG else MOST_BYTES
-            self._download(key, whole / name, digest, limit=most)
+            self._reader.fetch_signed(key, whole / name, digest, limit=most)
         if whole is aside:
             aside.rename(folder)
             sync_folder(place)
@@ -448,18 +448,6 @@ class StoreRounds:
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
         return _lead_to(manifest, folder / keys.MODEL, fate, whole=reason)
-
-    def _download(self, key: str, path: Path, digest: str, *, limit: int) -> None:
-        """Fetch an object unless it is there. Raises StateUnavailable for another digest."""
-        if path.exists() and sha256_of(path) == digest:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._reader.download(key, path, limit=limit)
-        if (found := sha256_of(path)) != digest:
-            path.unlink()
-            raise StateUnavailable(
-                f"{key} has the digest {found}, and the signed manifest {digest}"
-            )
 
     def _report(self, what: str, text: str, *, kind: str = "") -> None:
         """Log a line about ``what``, unless the last one was of the same kind."""

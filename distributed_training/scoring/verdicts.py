@@ -23,7 +23,6 @@ from distributed_training.chain.auth import verify_signature
 from distributed_training.chain.base import ChainError
 from distributed_training.chain.identity import load_wallet
 from distributed_training.chain.registry import RegistryChain, answering
-from distributed_training.common.files import sha256_of
 from distributed_training.config import Config, ConfigError
 from distributed_training.exchange.chain_copy import ChainCopy
 from distributed_training.node.buckets import open_by_registry, open_own
@@ -92,11 +91,9 @@ class SignedChain:
         manifest = self._copy.manifest(found)
         for name in (keys.CONFIG, keys.MODEL):
             path = folder / "global" / keys.epoch_key(found, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
+            digest = manifest.files.get(name, "")
             key = keys.outer_key(found, name)
-            self._reader.download(key, path, limit=MOST_BYTES)
-            if sha256_of(path) != manifest.files.get(name):
-                raise StateUnavailable(f"{key} is not the file that the signed manifest names")
+            self._reader.fetch_signed(key, path, digest, limit=MOST_BYTES)
         return found
 
 

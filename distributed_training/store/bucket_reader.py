@@ -32,6 +32,7 @@ from distributed_training import __version__
 from distributed_training.common.files import (
     read_json_object,
     read_state,
+    sha256_of,
     sync_folder,
     write_bytes,
     write_json,
@@ -243,6 +244,21 @@ class BucketReader:
                 concurrency=self._concurrency,
                 uplink=self._uplink,
                 progress=progress,
+            )
+
+    def fetch_signed(self, key: str, path: Path, digest: str, *, limit: int) -> None:
+        """Fetch the object of this SHA-256 into ``path``, unless it is there.
+
+        Raises ObjectMissingError, and StateUnavailable for other bytes, of which nothing stays.
+        """
+        if path.exists() and sha256_of(path) == digest:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.download(key, path, limit=limit)
+        if (found := sha256_of(path)) != digest:
+            path.unlink()
+            raise StateUnavailable(
+                f"{key} has the digest {found}, and the signed manifest {digest or 'none of it'}"
             )
 
     # --- whole states ---------------------------------------------------------------------------

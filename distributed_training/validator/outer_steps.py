@@ -12,13 +12,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from hashlib import sha256
 from pathlib import Path
 
 from distributed_training.protocol import keys
-from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES, ConfigExtras, parse_config
 from distributed_training.protocol.network_report import printable
@@ -29,10 +29,10 @@ from distributed_training.store.errors import StoreError, TakenError
 from distributed_training.store.journal import Journal
 from distributed_training.store.transfer import Retry, Sender, Sent, deadline_in
 from distributed_training.training.model import parameter_schema, without_extras
-from distributed_training.training.outer_step import GlobalState, load_weights
+from distributed_training.training.outer_step import GlobalState
 from distributed_training.validator.global_state import GlobalStateError
 from distributed_training.validator.merge import HISTORY, OuterState, Rule
-from distributed_training.validator.replay import Chain, write_set
+from distributed_training.validator.replay import Chain, read_set, write_set
 
 log = logging.getLogger(__name__)
 
@@ -186,8 +186,10 @@ class OuterSteps:
                 raise ValueError(f"the {keys.CONFIG} of outer step {at[-1]} is not the signed one")
             config = parse_config(content or b"")[0]
             schema = parameter_schema(config)
-            found = _read_set(folder, schema, head)
-            if found is None:
+            found = None
+            with suppress(ValueError, OSError):
+                found = read_set(folder, schema, head)
+            if found is None or found.digests != (head.weights, head.momentum, head.residual):
                 log.info("Outer step %d is computed again from the store", head.outer_step)
                 chain = Chain(self.reader, schema, self._folder / "replay", self._master)
                 state = self.state or next_state(None, head, 1, now=0, period=0, grace=0)
@@ -288,23 +290,6 @@ class OuterSteps:
                     self._store.delete(info.key)
         except StoreError as error:
             log.info("Files that are past were not deleted (%s): after the next round", error)
-
-
-def _read_set(folder: Path, schema: Schema, head: Manifest) -> OuterState | None:
-    """Return the local copy of what the head leads to, None where there is none."""
-    parts = {"momentum": head.momentum, "residual": head.residual}
-    try:
-        weights = load_weights(folder / keys.MODEL, schema)
-        momentum, residual = (
-            load_weights(folder / keys.OUTER_STATE, [(f"{part}/{n}", shape) for n, shape in schema])
-            if digest
-            else None
-            for part, digest in parts.items()
-        )
-    except (ValueError, OSError):
-        return None
-    found = OuterState(weights, momentum, residual)
-    return found if found.digests == (head.weights, head.momentum, head.residual) else None
 
 
 def next_state(

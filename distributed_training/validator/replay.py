@@ -27,7 +27,7 @@ from distributed_training.protocol.gradients import Schema
 from distributed_training.protocol.manifest import Manifest, Master, Merged, State
 from distributed_training.protocol.metadata import MAX_CONFIG_BYTES
 from distributed_training.protocol.update_file import BITS, UpdateFile, UpdateLayout, largest_file
-from distributed_training.store.bucket_reader import BucketReader
+from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
 from distributed_training.store.errors import IntegrityError, ObjectMissingError
 from distributed_training.training.outer_step import load_weights, model_bytes
 from distributed_training.validator.merge import (
@@ -76,6 +76,17 @@ def write_set(folder: Path, schema: Schema, state: OuterState, config: bytes) ->
             save_file(tensors, handle.name, metadata=keys.SAFETENSORS_METADATA)
     write_bytes(folder / keys.CONFIG, config)
     return {name: sha256_of(folder / name) for name in (*files, keys.CONFIG)}
+
+
+def read_set(folder: Path, schema: Schema, manifest: Manifest) -> OuterState:
+    """Read what :func:`write_set` wrote for a manifest. Raises ValueError; digests are not seen."""
+    momentum, residual = (
+        load_weights(folder / keys.OUTER_STATE, [(prefix + name, shape) for name, shape in schema])
+        if digest
+        else None
+        for prefix, digest in ((_MOMENTUM, manifest.momentum), (_RESIDUAL, manifest.residual))
+    )
+    return OuterState(load_weights(folder / keys.MODEL, schema), momentum, residual)
 
 
 @dataclass
@@ -160,16 +171,14 @@ class Chain:
     def _fetch(self, key: str, digest: str, limit: int) -> Path:
         """Download an object of that SHA-256."""
         path = self._folder / key
-        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            self._bucket.download(key, path, limit=limit)
+            self._bucket.fetch_signed(key, path, digest, limit=limit)
         except ObjectMissingError:
             raise ChainBroken(key, "is missing", missing=True) from None
         except IntegrityError as error:
             raise ChainBroken(key, f"cannot be read: {error}") from None
-        if (found := sha256_of(path)) != digest:
-            path.unlink()
-            raise ChainBroken(key, f"has the digest {found}, and the manifest names {digest}")
+        except StateUnavailable as error:
+            raise ChainBroken(key, str(error).removeprefix(f"{key} ")) from None
         return path
 
     def set_of(self, manifest: Manifest) -> OuterState:
@@ -177,35 +186,22 @@ class Chain:
         step, limit = manifest.outer_step, model_bytes(self.schema)
         key = keys.outer_key(step, keys.MODEL)
         limits = {keys.MODEL: limit, keys.OUTER_STATE: 2 * limit, keys.CONFIG: MAX_CONFIG_BYTES}
-        paths = {
-            name: self._fetch(keys.outer_key(step, name), digest, limits[name])
+        needed = [keys.MODEL, keys.OUTER_STATE][: 1 + bool(manifest.momentum or manifest.residual)]
+        for name in (name for name in needed if name not in manifest.files):
+            place = keys.outer_key(step, name)
+            raise ChainBroken(place, "has no digest in its manifest", missing=True)
+        paths = [
+            self._fetch(keys.outer_key(step, name), digest, limits[name])
             for name, digest in manifest.files.items()
             if name in limits
-        }
+        ]
         try:
-            if keys.MODEL not in paths:
-                raise ChainBroken(key, "has no digest in its manifest", missing=True)
-            weights = load_weights(paths[keys.MODEL], self.schema)
-            parts = {"momentum": manifest.momentum, "residual": manifest.residual}
-            if keys.OUTER_STATE not in paths and any(parts.values()):
-                state = keys.outer_key(step, keys.OUTER_STATE)
-                raise ChainBroken(state, "has no digest in its manifest", missing=True)
-            some = [
-                load_weights(
-                    paths[keys.OUTER_STATE], [(f"{part}/{n}", shape) for n, shape in self.schema]
-                )
-                if digest
-                else None
-                for part, digest in parts.items()
-            ]
-            found = OuterState(weights, *some)
+            found = read_set(paths[0].parent, self.schema, manifest)
         except ValueError as error:
-            if isinstance(error, ChainBroken):
-                raise
             raise ChainBroken(key, f"is refused: {error}") from None
         finally:
             # Tensors that were read are mapped, and stay.
-            for path in paths.values():
+            for path in paths:
                 path.unlink()
         self._compare(key, found, manifest)
         return found

@@ -104,7 +104,7 @@ def test_the_newest_whole_weights_are_fetched_and_compared(
     with pytest.raises(StateUnavailable, match="whole weights of outer steps 0, 1, and none of 2"):
         SignedChain(config, bucket, tmp_path / "a").fetch_weights(tmp_path, 2)
     leader.store.put(keys.outer_key(1, keys.MODEL), b"other weights")
-    with pytest.raises(StateUnavailable, match="not the file that the signed manifest names"):
+    with pytest.raises(StateUnavailable, match="has the digest"):
         SignedChain(config, bucket, tmp_path / "b").fetch_weights(tmp_path, None)
 
 
