@@ -413,10 +413,8 @@ def build_of_hivemind(
         client=parts.client,
         swarm=swarm,
         open_bucket=parts.open_bucket,
-        settings=settings,
-        swarm_settings=config.swarm,
+        config=config,
         caller=parts.member.hotkey,
-        rules_id=config.rules_id,
         run=run,
         loss=lambda weights: rules.mean(rules.losses(weights)),
     )

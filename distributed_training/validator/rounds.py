@@ -28,7 +28,7 @@ from torch import Tensor
 
 from distributed_training.chain.base import Neuron
 from distributed_training.chain.client import SignedClient
-from distributed_training.config.settings import SwarmSettings, ValidatorSettings
+from distributed_training.config import Config
 from distributed_training.exchange.hivemind.swarm import HivemindSwarm
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, lines
@@ -163,8 +163,7 @@ class _Candidate:
 class RoundCaller:
     """Leads rounds. ``caller`` is our hotkey. A stop ends a round early, as a failure CANCELLED.
 
-    ``loss``: of weights on held-out data, nats per token; may raise Stopped. ``rules_id``: what a
-    miner answers that trains by our rules.
+    ``loss``: of weights on held-out data, nats per token; may raise Stopped.
     """
 
     def __init__(
@@ -173,25 +172,23 @@ class RoundCaller:
         client: SignedClient,
         swarm: HivemindSwarm,
         open_bucket: OpenBucket,
-        settings: ValidatorSettings,
-        swarm_settings: SwarmSettings,
+        config: Config,
         caller: str,
-        rules_id: str,
         run: Run,
         loss: Callable[[Sequence[Tensor]], float],
     ) -> None:
         self._client = client
         self._swarm = swarm
         self._open_bucket = open_bucket
-        self._settings = settings
-        self._swarm_settings = swarm_settings
-        self.rules_id = rules_id
+        self._settings = config.validator
+        self._swarm_settings = config.swarm
+        self.rules_id = config.rules_id  # what a miner answers that trains by our rules
         self._caller = caller
         self._loss = loss
         self._scratch = run.folder / "scratch"  # for one downloaded checkpoint
         self._stop = run.stop
         self._number = run.number
-        self._rng = random.Random(settings.seed or None)
+        self._rng = random.Random(self._settings.seed or None)
         self._rounds = 0
         self._called: dict[int, int] = {}  # by uid: the last of these rounds to which it was called
 
