@@ -739,10 +739,6 @@ def _show(options: argparse.Namespace, *, rules: bool = True) -> None:
             print(f"  {key} = {toml_value(value)}")
 
 
-def _plugin_flags(options: argparse.Namespace) -> list[str]:
-    return ["--plugins", *options.plugins] if options.plugins else []
-
-
 def _run_file(options: argparse.Namespace) -> str:
     """Return the text of the file of flags that do not follow from the network's file."""
     flags: dict[str, Any] = {}
