@@ -168,7 +168,7 @@ def answers(answer: Callable[[BaseHTTPRequestHandler], tuple[int, bytes]]) -> It
             return None
 
     with ThreadingHTTPServer((MINER_IP, 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         try:
             yield server.server_port

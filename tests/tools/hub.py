@@ -110,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
 @contextmanager
 def hub() -> Iterator[Hub]:
     with Hub() as server:
-        thread = Thread(target=server.serve_forever, daemon=True)
+        thread = Thread(target=server.serve_forever, args=(0.02,), daemon=True)
         thread.start()
         try:
             yield server

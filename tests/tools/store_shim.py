@@ -70,7 +70,8 @@ class Shim:
             context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
             context.load_cert_chain(self.certificate, self.certificate.with_suffix(".key"))
             self.server.socket = context.wrap_socket(self.server.socket, server_side=True)
-        self.thread = threading.Thread(target=self.server.serve_forever, daemon=True)
+        serve = self.server.serve_forever
+        self.thread = threading.Thread(target=serve, args=(0.02,), daemon=True)
         self.thread.start()
 
     @property

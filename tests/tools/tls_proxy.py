@@ -81,7 +81,7 @@ def python(port: int, folder: Path) -> Iterator[tuple[str, Path]]:
     authority = make_certificate(folder, "DNS:localhost")
     context.load_cert_chain(authority, authority.with_suffix(".key"))
     server.socket = context.wrap_socket(server.socket, server_side=True)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     try:
         yield f"https://localhost:{server.server_port}", authority
     finally:
