@@ -384,6 +384,8 @@ class _Elsewhere:
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # a client waits a second for the "100 Continue" of it
+
             def answer(self) -> None:
                 outer.asked.append(self.path)
                 self.rfile.read(int(self.headers.get("content-length", 0)))
