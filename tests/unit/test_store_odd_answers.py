@@ -44,6 +44,7 @@ LISTED = b"<R xmlns='http://s3.amazonaws.com/doc/2006-03-01/'><Contents/><Upload
 class Page(BaseHTTPRequestHandler):
     """The page of a proxy, or XML with entries that say nothing."""
 
+    protocol_version = "HTTP/1.1"  # a client waits a second for the "100 Continue" of it
     body = b""
     status = 200
     more: ClassVar[dict[str, str]] = {}
@@ -60,6 +61,10 @@ class Page(BaseHTTPRequestHandler):
             self.wfile.write(self.body)
 
     do_GET = do_PUT = do_HEAD = do_POST = answer
+
+    def handle_one_request(self) -> None:
+        super().handle_one_request()
+        self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:
         del format, args
