@@ -9,6 +9,9 @@
 //   pm2 logs distributed_training_miner
 //   pm2 stop distributed_training_miner        finishes the micro-batch, checkpoints, exits 0
 //
+// Beside the miner it starts distributed_training_page, the dashboard, which goes on while the miner is
+// stopped, refused or gone. It may be deleted: a miner without it serves the dashboard itself.
+//
 // Keys and other secrets belong into .env, never in here. `python neurons/miner.py --help` lists
 // the usual flags; an unknown one is an error that names the nearest known one.
 
@@ -89,19 +92,36 @@ function stopSeconds() {
 // pm2 takes a script with a blank in it for a command of a shell, but not a folder: from `home` the path
 // has none, unless another folder on the way has. Then a link in `home`, one for each version, leads there.
 const program = torchrun.length ? "ops/torchrun.sh" : programs[app];
-function script() {
-  const relative = path.relative(home, path.join(__dirname, program));
+function script(file) {
+  const relative = path.relative(home, path.join(__dirname, file));
   if (!relative.includes(" ")) return relative;
   const link = `.version-${crypto.createHash("sha256").update(__dirname).digest("hex").slice(0, 12)}`;
   if (!fs.existsSync(path.join(home, link))) fs.symlinkSync(__dirname, path.join(home, link));
-  return path.join(link, program);
+  return path.join(link, file);
 }
+
+// None for a subnet of this machine, which has one for all, nor under torchrun, whose rank 0 has it.
+const page = {
+  name: `distributed_training_page${name && "_" + name}`,
+  script: script("distributed_training/__main__.py"),
+  interpreter: python,
+  interpreter_args: "-u",
+  args: ["page", ...args],
+  cwd: home,
+  env: { PYTHONSAFEPATH: "1" },
+  autorestart: true,
+  stop_exit_codes: [2], // settings that are refused, or no dashboard asked for
+  exp_backoff_restart_delay: 1000,
+  max_restarts: 1000000,
+  merge_logs: true,
+  time: false,
+};
 
 module.exports = {
   apps: [
     {
       name: `distributed_training_${app}${name && "_" + name}`,
-      script: script(),
+      script: script(program),
       interpreter: torchrun.length ? "bash" : python,
       interpreter_args: torchrun.length ? "" : "-u",
       args: torchrun.length ? [...torchrun, "--", ...args] : args,
@@ -122,5 +142,6 @@ module.exports = {
       merge_logs: true,
       time: false, // the lines carry their time
     },
+    ...(app === "miner" && !local && !torchrun.length ? [page] : []),
   ],
 };

@@ -1,6 +1,7 @@
 """Commands that have no program of their own.
 
 python -m distributed_training doctor ...             check all before a start; see its --help
+python -m distributed_training page ...               the dashboard beside a miner with these flags
 python -m distributed_training flags [FILE]           write the table of all flags
 python -m distributed_training stop-seconds KIND ...  how long a stop may take, with these flags
 python -m distributed_training run-folder KIND ...    the run folder, with these flags
@@ -8,11 +9,12 @@ python -m distributed_training run-folder KIND ...    the run folder, with these
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
 from distributed_training import __version__
-from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
+from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exit_with, load_config
 from distributed_training.config.schema import PUBLIC_DOCUMENT, markdown
 
 
@@ -22,6 +24,11 @@ def main(argv: list[str]) -> int:
             from distributed_training.doctor import main as doctor
 
             return doctor(words)
+        case ["page", *flags]:
+            try:
+                return _serve_page(load_config("miner", flags, file=OPERATORS_FILE, check=False))
+            except ConfigError as error:
+                return exit_with(error)
         case ["flags", *file] if len(file) <= 1:
             Path(*file or [PUBLIC_DOCUMENT]).write_text(markdown(), encoding="utf-8")
             return 0
@@ -44,6 +51,26 @@ def main(argv: list[str]) -> int:
             return 0
     print(__doc__, file=sys.stderr)
     return 2
+
+
+def _serve_page(config: Config) -> int:
+    """Serve a miner's dashboard until this process is ended. Return the exit status."""
+    from distributed_training.common.processes import die_with_parent
+    from distributed_training.telemetry.page.__main__ import serve
+
+    telemetry = config.telemetry
+    if telemetry.page_port == "off":
+        print("error: no dashboard, since --neuron.page_port is off", file=sys.stderr)
+        return 2
+    if "pm_id" in os.environ:  # pm2's daemon was killed: its next one starts another page
+        die_with_parent()
+    token = telemetry.page_token
+    return serve(
+        [config.run_folder.absolute()],
+        host=telemetry.page_host,
+        port=telemetry.page_port,
+        token=token.get_secret_value() if token is not None else "",
+    )
 
 
 if __name__ == "__main__":

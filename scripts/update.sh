@@ -26,7 +26,7 @@ while [ "$1" != -- ]; do
     shift
 done
 { [ $# = 2 ] && timeout "$first_step" timeout "$round_wait" true; } || fail "give a VERSION, durations such as 30m" 2
-target=$2 app=distributed_training_miner${name:+_$name}
+target=$2 app=distributed_training_miner${name:+_$name} page=distributed_training_page${name:+_$name}
 
 ask_pm2() { # for program, folder, status, restarts and environment of the app. Fails if there is none
     mapfile -d '' -t found < <("$pm2" jlist 9<&- | grep '^\[[]{]' | node -e '
@@ -86,5 +86,6 @@ if ! start "$new"; then
     start "$old" && goes_on="; ${old##*/} runs again" || goes_on="; nor did ${old##*/} then: pm2 logs $app"
     fail "$target came to no inner step"
 fi
+{ "$pm2" delete "$page" 9<&- || true; as_app "$pm2" start "$new/app.config.js" --only "$page" || true; } >/dev/null 2>&1
 "$pm2" save >/dev/null 9<&- || say "pm2 save failed: a reboot would not start $new"
 say "$app runs $target from $new; the one before is $old"

@@ -7,6 +7,7 @@ A :class:`Schema` reads the declarations of ``settings.py``. From it follow what
 from __future__ import annotations
 
 import difflib
+import re
 import textwrap
 import typing
 from collections.abc import Iterator
@@ -280,6 +281,16 @@ def completion(shell: str) -> str:
         "complete -o default -F _dt_miner dt-miner",
     ]
     return "\n".join(lines) + "\n"
+
+
+def read_settings(folder: Path) -> dict[str, str]:
+    """Return what :func:`all_settings` wrote in a run folder, as it is shown, by flag."""
+    try:
+        text = (folder / SETTINGS_FILE).read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    found = re.findall(r"^  --(\S+) +(.*?)(?:   \(.*\))?$", text, re.M)
+    return {name: value for name, value in found if value != "-"}
 
 
 def markdown() -> str:

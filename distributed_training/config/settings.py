@@ -511,6 +511,8 @@ class TelemetrySettings:
     notify_url: Webhook | None = flag("notify.url", None, env="DT_NOTIFY_URL")
     """webhook of ntfy, Slack, Discord, Telegram (.../sendMessage?chat_id=ID) or your own, that is
     told when a miner needs somebody, when that is over, and once a day how it was"""
+    price_per_hour: float | None = flag("cost.price_per_hour", None, ge=0, le=1e6)
+    """what this machine costs in an hour, in any currency: the page sets it against the income"""
     tensorboard_dir: File | None = flag("neuron.tensorboard_dir", None)
     """write every step's figures for `tensorboard --logdir` into a folder of this miner there"""
     wandb: Literal["off", "online", "offline"] = flag("neuron.wandb", "off")

@@ -487,14 +487,15 @@ class Services:
     def _validator(self) -> NeuronPlan:
         return next(plan for plan in self.plans if plan.kind == "validator")
 
-    def invite(self, folder: Path) -> Path:
-        """Make wallet, uid, bucket and settings of one more miner in ``folder``; return it.
+    def invite(self, folder: Path) -> int:
+        """Make wallet, uid, bucket and settings of one more miner in ``folder``.
 
-        ``.env`` holds the keys, ``miner.toml`` the flags: the miner runs from there.
+        ``.env`` holds the keys, ``miner.toml`` the flags: the miner runs from there. Returns the
+        port of its dashboard.
         """
         from distributed_training.chain.identity import create_wallet
 
-        axon, dht = free_ports(2)
+        axon, dht, page = free_ports(3)
         uid = len(self.options.ranks) * UID_SPACING
         plan = NeuronPlan(folder.name, "miner", uid, 1, folder / "run", axon, dht)
         # Private at once: .env gets its own mode only after it was written.
@@ -504,14 +505,15 @@ class Services:
             chain.enroll(self.wallet(plan).ss58, uid=uid)
         if not self._hands_out:
             self._make_bucket(plan)
-        flags = self._settings(plan).items()
+        # The subnet's own page shows the miners that it runs, and not this one.
+        flags = {**self._settings(plan), "neuron.page_port": str(page)}.items()
         toml = "".join(f'"{name}" = {json.dumps(value)}\n' for name, value in flags)
         write_bytes(folder / "miner.toml", toml.encode(), durable=False)
         keys = self._keys_of(plan)
         lines = "".join(f"{name}={value}\n" for name, value in keys.items())
         write_bytes(folder / ".env", lines.encode(), durable=False)
         (folder / ".env").chmod(0o600)
-        return folder
+        return page
 
     # --- what a neuron is started with ------------------------------------------------------------
 

@@ -272,13 +272,15 @@ class LocalSubnet:
         Returns what to type, for an operator who rehearses with flags and pm2 of his own.
         """
         assert self.services is not None
-        folder = self.services.invite(self.folder / GUEST)
+        folder = self.folder / GUEST
+        page = self.services.invite(folder)
         typed = shlex.quote(str(folder))
         return (
             f"one more miner can join; its .env and miner.toml are in {folder}\n"
             f"  cd {typed} && {sys.executable} -m distributed_training.miner\n"
             f"or, in the folder of app.config.js:\n"
             f"  DT_NAME={folder.name} DT_HOME={typed} pm2 start app.config.js\n"
+            f"its dashboard is then at http://127.0.0.1:{page}/\n"
             f"dt-doctor and scripts/score.py work there too"
         )
 

@@ -135,7 +135,8 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
         start_log(config)
         log_settings(config)
         limit_resources()
-        with StopSignals() as signals:
+        # Outside of what is tried again: a start that is refused is what it is opened for.
+        with StopSignals() as signals, dashboard(config, config.run_folder.absolute()):
             outages, status = Outages(config.run_folder, signals.stop, file), ExitStatus.FAULT
             try:
                 status = outages.outlast(lambda: _prepare(config, program, signals, outages))
@@ -207,7 +208,7 @@ class Outages:
 
 
 def _prepare(config: Config, program: str, signals: StopSignals, outages: Outages) -> ExitStatus:
-    """Take the run folder and show the page, then train. Raises ConfigError, OSError."""
+    """Take the run folder, then train. Raises ConfigError, OSError."""
     folder = make_run_folder(config)  # first, for the file that says why a start is refused
     require_hotkey(config.chain)
     with occupied(config, folder):
@@ -232,8 +233,7 @@ def _prepare(config: Config, program: str, signals: StopSignals, outages: Outage
                 time.sleep(_POLL.total_seconds())
             # Then the rest, which the ranks needed for their checkpoint.
             mark.end(settle=timedelta(0), grace=TERMINATE_GRACE)
-        with dashboard(config, folder):
-            return outages.outlast(lambda: _train(config, program, folder, signals, outages))
+        return outages.outlast(lambda: _train(config, program, folder, signals, outages))
 
 
 def _train(

@@ -334,11 +334,16 @@ def dashboard(config: Config, folder: Path) -> Iterator[None]:
     def log_line(line: str) -> None:
         log.log(logging.INFO if line.startswith("page: ") else logging.WARNING, "%s", line)
 
-    with PageProcess(
-        [folder],
-        host=settings.page_host,
-        port=port,
-        token=settings.page_token,
-        told=log_line,
-    ):
+    with contextlib.ExitStack() as stack:
+        try:
+            page = PageProcess(
+                [folder],
+                host=settings.page_host,
+                port=port,
+                token=settings.page_token,
+                told=log_line,
+            )
+            stack.enter_context(page)
+        except OSError as error:  # no process or descriptor is left
+            log.warning("The page could not be started (%s); training is not affected", error)
         yield

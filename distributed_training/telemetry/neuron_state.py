@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from distributed_training.common.files import read_json_object
+from distributed_training.config.schema import read_settings
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.events import EventFollower
 from distributed_training.telemetry.metrics import read_metrics
@@ -30,6 +31,9 @@ _EVENTS = 10_000  # of one kind; a run of weeks has fewer rounds and publication
 _ROWS = 50  # of a table on the page
 _POINTS = 1500  # of a line on the page
 _SILENT_SECONDS = 6.0  # without a sign of life, where the process cannot be seen
+_DAY, _HOUR = 86400.0, 3600.0
+_FEW_DAYS = 4  # so many are counted by the hour
+_SHORTEST = 60.0  # seconds of steps from which a day's tokens are estimated
 _CLOCK_STEP = 60.0  # by which the clock may have been set since a process began
 
 #: What ``scripts/score.py`` found last for the miner of this run folder.
@@ -44,8 +48,11 @@ Step = namedtuple(
     "mfu gpu_memory_gb gpu_utilization learning_rate grad_norm",
 )
 COLUMNS = Step._fields
+#: What the chain showed of a miner.
+STANDINGS = ("time", "incentive", "emission")
 _MEANS = frozenset(
     {"loss", "seconds", "data_wait_seconds", "between_seconds", "tokens_per_second", "mfu"}
+    | {"incentive", "emission"}
 )
 #: Kinds of events that are kept as they were written.
 _TABLES = (
@@ -66,14 +73,14 @@ class Judged:
 
 
 class NeuronState:
-    """The state of a neuron, read from its run folder ``folder``, whose name it has.
+    """The state of a neuron, read from its run folder ``folder``, whose name it has by default.
 
     Only :meth:`apply` changes it. ``uid`` is -1 until a start event has it. ``phase`` is the
     miner's last mode, or the validator's present work.
     """
 
-    def __init__(self, folder: Path, *, uid: int = -1) -> None:
-        self.folder, self.name, self.uid = folder, folder.name, uid
+    def __init__(self, folder: Path, *, uid: int = -1, name: str = "") -> None:
+        self.folder, self.name, self.uid = folder, name or folder.name, uid
         self.mode = "starting"
         self.starts = self.outer_step = self.inner_step = 0
         self.outer_steps: list[tuple[int, float]] = []  # (reached, time)
@@ -226,6 +233,7 @@ class NeuronState:
             "taken": self._taken,
             "columns": COLUMNS,
             "steps": thinned(list(self.steps)),
+            "standings": thinned(self._standings(), STANDINGS),
             "tables": {kind: list(rows)[-_ROWS:] for kind, rows in self.tables.items()},
             "marks": [{"time": at, "outer_step": n} for n, at in self.outer_steps[-_POINTS:]],
             "scores": {"scores": self.scores} if self.scores else None,
@@ -239,12 +247,60 @@ class NeuronState:
         with contextlib.suppress(*_DAMAGED):
             (row,) = (row for row in found["miners"] if row["uid"] == self.uid)
             previewed = {**row, "time": found["time"]}
+        now = time.time()
+        settings, price = read_settings(self.folder), None
+        with contextlib.suppress(*_DAMAGED):
+            price = _number(float(settings["cost.price_per_hour"]))
         return {
+            "title": settings.get("neuron.name") or self.name,
+            "price_per_hour": price,
+            "tokens_a_day": self.tokens_a_day(now),
+            "counts": self.counts(),
             "gauges": read_metrics(self.folder / "metrics.prom"),
             "life": self.life(),
             "judged": {uid: asdict(judged) for uid, judged in self.judged.items()},
             "previewed": previewed,
         }
+
+    def _standings(self) -> list[list[float | None]]:
+        """Return the rows of :data:`STANDINGS` that have an incentive, oldest first."""
+        rows = ([_number(event.get(c)) for c in STANDINGS] for event in self.tables["income"])
+        return [row for row in rows if None not in row[:2]]
+
+    def tokens_a_day(self, now: float) -> float | None:
+        """Return the tokens of the last day; of a younger run, those that its pace would come to.
+
+        Pauses count: rounds, restarts, a miner that stands still.
+        """
+        tokens, first = 0.0, now
+        for step in reversed(self.steps):
+            if step.time is None or step.time < now - _DAY:
+                first = min(first, now - _DAY)
+                break
+            seconds = step.seconds or 0.0
+            tokens += (step.tokens_per_second or 0.0) * seconds
+            first = min(first, step.time - seconds)
+        return tokens * _DAY / (now - first) if tokens and now - first >= _SHORTEST else None
+
+    def counts(self) -> dict[str, Any]:
+        """Return uploads that succeeded and failed, rounds taken and missed, by day or hour.
+
+        ``rows`` begin with the Unix time at which the day or hour, of ``seconds``, begins.
+        """
+        found = [
+            (event, column + (not good(event)))
+            for kind, column, good in (("publication", 1, _uploaded), ("round", 3, took_part))
+            for event in self.tables[kind]
+            if _number(event.get("time")) is not None
+        ]
+        times = [event["time"] for event, _ in found]
+        few = not times or max(times) - min(times) < _FEW_DAYS * _DAY
+        seconds = _HOUR if few else _DAY
+        rows: dict[float, list[float]] = {}
+        for event, column in found:
+            begin = event["time"] // seconds * seconds
+            rows.setdefault(begin, [begin, 0, 0, 0, 0])[column] += 1
+        return {"seconds": seconds, "rows": [rows[begin] for begin in sorted(rows)][-_POINTS:]}
 
     def life(self) -> dict[str, Any]:
         """Return when the neuron last wrote anything, and whether it is gone.
@@ -275,19 +331,30 @@ class NeuronState:
         return {"last_sign": last, "gone": gone}
 
 
-def thinned(steps: Sequence[Step]) -> list[list[float | None]]:
+def thinned(
+    rows: Sequence[Sequence[float | None]], columns: Sequence[str] = COLUMNS
+) -> list[list[float | None]]:
     """Return at most ``_POINTS`` rows: means where they make sense, else each bucket's last."""
-    size = max(1, math.ceil(len(steps) / _POINTS))
-    rows = []
-    for start in range(0, len(steps), size):
-        bucket = steps[start : start + size]
+    size = max(1, math.ceil(len(rows) / _POINTS))
+    thin = []
+    for start in range(0, len(rows), size):
+        bucket = rows[start : start + size]
         row = list(bucket[-1])
-        for i, column in enumerate(COLUMNS) if len(bucket) > 1 else ():
-            values = [step[i] for step in bucket if step[i] is not None]
+        for i, column in enumerate(columns) if len(bucket) > 1 else ():
+            values = [value for values in bucket if (value := values[i]) is not None]
             if column in _MEANS and values:
                 row[i] = sum(values) / len(values)
-        rows.append(row)
-    return rows
+        thin.append(row)
+    return thin
+
+
+def took_part(event: Mapping[str, Any]) -> bool:
+    """Return whether a round's update holds this miner's share of its outer step."""
+    return bool(event.get("ok")) and event.get("base", "merged") == "merged"
+
+
+def _uploaded(event: Mapping[str, Any]) -> bool:
+    return bool(event.get("ok"))
 
 
 def _number(value: object) -> float | None:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 
-from distributed_training.common.processes import Mark, kill_tree
+from distributed_training.common.ports import free_ports
+from distributed_training.common.processes import Mark, is_running, kill_tree
 from distributed_training.miner.launcher import SETTLE, TERMINATE_GRACE
 from distributed_training.miner.run_folder import mark_of
 from distributed_training.telemetry import read_events
@@ -174,6 +179,42 @@ def test_a_reboot_brings_the_miner_back(pm2: FakeMiner) -> None:
     assert pm2.state == ("online", 0) and pm2.mark != first
     pm2("stop", NAME)
     assert (pm2.home / "run" / "saved").exists() and not pm2.mark.processes()
+
+
+@needs_pm2
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_the_dashboard_goes_on_beside_the_miner_and_leaves_no_orphan(pm2: FakeMiner) -> None:
+    """While it runs, is killed, and is stopped; until pm2 itself is killed."""
+    (port,) = free_ports(1)
+    flags = f"--preset local --network local --neuron.page_port {port} {pm2.environ['DT_FLAGS']}"
+    pm2.environ |= {"DT_PRESET": "", "DT_FLAGS": flags}
+    pm2("start", str(pm2.write_app()), FAKE_MODE="stray")
+    ready = pm2.home / "run" / "ready-0"
+    wait_for(ready.exists, "the rank")
+
+    def verdict() -> tuple[str, str]:
+        with contextlib.suppress(httpx.HTTPError):
+            (neuron,) = httpx.get(f"http://127.0.0.1:{port}/history").json()["neurons"]
+            found = neuron["judgement"]
+            return (found["verdict"], found["cause"]) if found else ("", "")
+        return "", ""
+
+    wait_for(lambda: verdict()[0], "a verdict")
+    pages = [p for p in psutil.process_iter() if str(port) in " ".join(_words(p))]
+    launcher = psutil.Process(json.loads((pm2.home / "run" / "instance.json").read_text())["pid"])
+    (page,) = [p for p in pages if p != launcher and p.ppid() != launcher.pid]
+    pm2("stop", NAME)
+    wait_for(lambda: verdict()[0] == "stopped", "that it is stopped")
+    assert "signal SIGINT" in verdict()[1] and page.is_running()
+    os.kill(int((pm2.folder / "pm2.pid").read_text()), signal.SIGKILL)
+    wait_for(lambda: not is_running(page), "the page's end")
+
+
+def _words(process: psutil.Process) -> list[str]:
+    with contextlib.suppress(psutil.Error):
+        return list(process.cmdline())
+    return []
 
 
 @needs_pm2

@@ -19,10 +19,12 @@ import pytest
 from distributed_training.common.ports import free_ports
 from distributed_training.protocol.network_report import MemberReport, NetworkReport, RoundReport
 from distributed_training.telemetry import EventLog
+from distributed_training.telemetry.verdict import FACTS_FILE
 from tests.tools import chromium
 from tests.tools.chain_server_thread import RegistryServer
 from tests.tools.chain_world import VALIDATOR
 from tests.tools.chromium import CHECKS, card
+from tests.tools.miner_states import HOTKEY, STATES, STORE, facts_of, make_miner, step_fields
 from tests.tools.page import TOKEN, served
 from tests.tools.waiting import wait_for
 
@@ -36,19 +38,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 def step(events: EventLog, number: int, *, loss: float) -> None:
-    events.write(
-        "step",
-        outer_step=3,
-        inner_step=number,
-        loss=loss,
-        learning_rate=2.5e-4,
-        seconds=15.2,
-        data_wait_seconds=0.1,
-        tokens_per_second=34000.0,
-        mfu=0.52,
-        gpu_memory_gb=68.5,
-        gpu_utilization=97.0,
-    )
+    events.write("step", **step_fields(3, number, loss))
 
 
 @pytest.fixture
@@ -88,14 +78,15 @@ def test_it_shows_what_happens_and_survives_a_restart(
         assert "took part" in card(browser, "Last round")
         assert "too old for validators in" in card(browser, "Uploaded")
         assert verdict(browser) == ["training", "look at: Uploaded", "wait"]
-        events.write("income", verdict="earning", words="incentive 0.0120", bad=False)
+        facts = facts_of("earning", time.time())
+        (folder / FACTS_FILE).write_text(facts.to_json())
         events.write("start", uid=17)
         row = {"uid": 17, "random_relative": 0.0121, "cause": None}
         score = {"time": time.time(), "miners": [{"uid": 3}, row]}
         (folder / "score.json").write_text(json.dumps(score))
         wait_for(lambda: "1.21 %" in card(browser, "Score"), "what scripts/score.py found")
         assert "better on unseen text; scripts/score.py" in card(browser, "Score")
-        wait_for(lambda: "incentive 0.0120" in verdict(browser)[1], "what it earns")
+        wait_for(lambda: "incentive 0.0121" in verdict(browser)[1], "what it earns")
         text = browser.find_element("tag name", "body").text
         assert "5.3.40" in text and "<b>disk</b> nearly full: free some" in text
         assert len(browser.find_elements("css selector", "svg[role=img] polyline")) >= 4
@@ -190,7 +181,7 @@ def test_a_page_without_its_server_says_so(browser: Any, run_folder: tuple[Path,
     wait_for(lambda: browser.title.startswith("⚠"), "that it is away")
     word, words, kind = verdict(browser)
     assert (word, kind) == ("connection lost", "bad")
-    assert "the miner, its machine or the tunnel" in words and "figures of" in words
+    assert "the dashboard, its machine or the tunnel" in words and "figures of" in words
 
 
 def test_text_of_a_card_stays_selected(browser: Any, run_folder: tuple[Path, EventLog]) -> None:
@@ -211,107 +202,106 @@ def test_text_of_a_card_stays_selected(browser: Any, run_folder: tuple[Path, Eve
 def test_the_limit_of_blocks_goes_on_where_no_figures_are_written(
     browser: Any, tmp_path: Path
 ) -> None:
-    folder = make_neuron(tmp_path, "miner-017", chain_seconds_per_block=0.5)
+    folder = make_miner(tmp_path, "earning", chain_seconds_per_block=0.5)
     with served(folder) as page:
         browser.get(page.url)
         seen: set[str] = set()
         wait_for(lambda: seen.add(card(browser, "Newest uploaded block")) or len(seen) > 3, "it")
 
 
-HOTKEY = "5F3sa2TJAWMqDhXG6jhV4N8ko9SxwGy8TpaNS1repo5EYjQX"
-#: What happened to a neuron last, and the verdict on it.
-STATES = {
-    "live": ("income", {"verdict": "earning", "words": "incentive 0.0121, rank 4 of 20 miners",
-                        "bad": False}, ["earning", "good"]),
-    "dead": ("state", {"before": "awaiting_global", "after": "training"}, ["dead", "bad"]),
-    "stopped": ("stop", {"reason": "asked to stop", "exit_status": 0}, ["stopped", "idle"]),
-    "new": ("income", {"verdict": "nothing uploaded", "words": "nothing was uploaded in the 9 min "
-                       "since the start", "bad": False}, ["nothing uploaded", "wait"]),
-    "late": ("income", {"verdict": "nothing uploaded", "words": "in 83 min", "bad": True},
-             ["nothing uploaded", "bad"]),
-    "behind": ("income", {"verdict": "behind the network", "words": "the network has been at a "
-                          "later outer step for 31 min; grep 'global state' in the log for why it "
-                          "is not loaded", "bad": True}, ["behind the network", "bad"]),
-}  # fmt: skip
-
-
-#: Of those of whom the last thing known is their income.
-LAST_CALLS = {"live": "weights set 40 blocks ago", "new": "none yet", "behind": "6 min"}
-SILENT = ("new", "late")  # they published nothing
-
-
-def make_neuron(place: Path, state: str, uid: int = 17, **gauges: float) -> Path:
-    """Return the run folder of a miner in ``state``: one of STATES, else one that trains."""
-    folder = place / state
-    folder.mkdir()
-    now = time.time()
-    figures = {
-        "start_timestamp_seconds": now - (5000 if state == "late" else 540),
-        "publication_age_limit_seconds": 4800,
-        "last_publication_timestamp_seconds": now - 700, "next_round_timestamp_seconds": now + 2000,
-        "block_list_age_blocks": 61, "block_list_limit_blocks": 375, "dht_peers": 19,
-        "metrics_written_timestamp_seconds": now, "chain_seconds_per_block": 12,
-        "chain_block": 5_000_000, "weights_block": 4_999_960,
-        "last_call_timestamp_seconds": now - 400, **gauges,
-    }  # fmt: skip
-    if state in SILENT:
-        for name in ("last_publication_timestamp", "last_call_timestamp"):
-            del figures[f"{name}_seconds"]
-        del figures["block_list_age_blocks"]
-    lines = (f"# TYPE dt_{name} gauge\ndt_{name} {value}\n" for name, value in figures.items())
-    (folder / "metrics.prom").write_text("".join(lines))
-    with EventLog(folder / "events.jsonl") as events:
-        events.write("start", uid=uid, hotkey=HOTKEY)
-        for number in range(1, 41):
-            step(events, number, loss=4.0 - number / 20)
-        if state not in SILENT:
-            events.write("publication", revision="5.3.40", ok=True, seconds=2.0, bytes_sent=5e6)
-            events.write("round", outer_step=2, ok=True, fault="", peers=["a", "b"], seconds=3.0)
-        kind, fields, _ = STATES.get(state, STATES["live"])
-        events.write(kind, **fields)
-    with subprocess.Popen(["true"]) as gone:  # its pid is nobody's afterwards
-        pid = gone.pid if state == "dead" else os.getpid()
-    (folder / "instance.json").write_text(json.dumps({"instance": "a", "pid": pid}))
-    if state == "dead":
-        for file in folder.iterdir():
-            os.utime(file, (now - 60, now - 60))
-    return folder
-
-
 def test_the_verdict_of_each_state_is_on_top(browser: Any, tmp_path: Path) -> None:
-    """Twelve neurons, one in each state, the others well; on a desk and on a phone."""
-    names = [*STATES, *(f"miner-{i:03d}" for i in range(5))]
-    folders = [make_neuron(tmp_path, name, uid) for uid, name in enumerate(names)]
+    """A neuron in each state, and a validator; on a desk and on a phone."""
+    folders = [make_miner(tmp_path, name, uid) for uid, name in enumerate(STATES)]
     folders.append(tmp_path / "validator")
     folders[-1].mkdir()
     figures = {"random": 1.0, "assigned": 0.1, "train": 0.2, "all_reduce": 1, "total": 0.875}
     with EventLog(folders[-1] / "events.jsonl") as validator:
-        validator.write("scores", scores={str(uid): figures for uid in range(len(names))})
+        validator.write("scores", scores={str(uid): figures for uid in range(len(STATES))})
     with served(*folders) as page:
         browser.get(page.url)
         wait_for(lambda: verdict(browser)[0] == "earning", "the first one's")
         buttons = browser.find_elements("css selector", "#neurons button")
         marked = [button.get_attribute("textContent") for button in buttons]
-        warned = [name for name, (*_, wanted) in STATES.items() if wanted[1] == "bad"]
-        assert marked == [f"⚠ {n}" if n in warned else n for n in names] + ["validator"]
-        for uid, (name, (_, _, wanted)) in enumerate(STATES.items()):
+        titles = {f"{name} miner": colour == "bad" for name, (_, colour, _) in STATES.items()}
+        assert marked == [f"{'⚠ ' * bad}{t}" for t, bad in titles.items()] + ["validator"]
+        for uid, (name, (word, colour, alive)) in enumerate(STATES.items()):
             browser.execute_script("arguments[0].click()", buttons[uid])
-            wait_for(lambda at=f"{name}, uid {uid}": at in browser.title, "its page")
-            assert [verdict(browser)[i] for i in (0, 2)] == wanted
-            assert browser.title == f"{'⚠ ' if wanted[1] == 'bad' else ''}{name}, uid {uid}"
+            title = f"{name} miner, uid {uid}"
+            wait_for(lambda at=title: at in browser.title, "its page")
+            assert [verdict(browser)[i] for i in (0, 2)] == [word, colour]
+            assert browser.title == f"{'⚠ ' * (colour == 'bad')}{title}"
             assert "0.875" in card(browser, "Score")
-            for width, height in ((1280, 900), (390, 844)):
+            for at, (width, height) in enumerate(((1280, 900), (390, 844))):
                 with sized(browser, width, height):
-                    assert browser.execute_script(CHECKS) == []
+                    if uid % 2 == at:  # each colour comes at both
+                        assert browser.execute_script(CHECKS) == []
                     assert browser.execute_script(ABOVE_THE_FOLD), "verdict and score"
-            wanted_card = "nothing yet" if name in SILENT else "ago"
-            assert wanted_card in card(browser, "Uploaded")
-            assert LAST_CALLS.get(name, "") in card(browser, "Last call")
-            assert ("Uploaded" in browser.execute_script(BAD_CARDS)) == (name == "late")
-            rounds = [row.split()[1] for row in table(browser, "Rounds")]
-            assert rounds == ["3"] * (name not in SILENT)
+            assert [SAYS.get(name, {}).get(c, "") in card(browser, c) for c in CARDS] == [True] * 6
+            assert ("Last call" in titles_of_cards(browser)) == (name not in STORE)
+            grey = "old" in browser.find_element("id", "now").get_attribute("class").split()
+            assert grey == (not alive or name in ("starting", "refused"))
+        assert table(browser, "Rounds")[0].split()[1] == "9"
         browser.execute_script("arguments[0].click()", buttons[-1])
         wait_for(lambda: verdict(browser) == ["waiting", "", "good"], "the validator's")
+
+
+CARDS = ("Uploaded", "Last call", "Start", "Next try", "Restarts", "Last close")
+#: What cards say in some of the states.
+SAYS = {
+    "earning": {"Uploaded": "of outer step 9, which validators judge"},
+    "older-step": {"Uploaded": "of outer step 8; validators judge outer step 9"},
+    "new": {"Uploaded": "nothing yet", "Last call": "none yet"},
+    "starting": {"Start": "min left"},
+    "refused": {"Next try": "attempt 7"},
+    "offline": {"Last call": "(as of 3 min ago)"},
+    "behind": {"Restarts": "rank 1 was killed by SIGKILL"},
+    "merged": {"Last close": "merged", "Uploaded": "of outer step 9: not judged yet"},
+    "not-merged": {"Last close": "late: by 3 s"},
+    "spam": {"Last close": "a copy of uid 3's"},
+}
+
+
+def titles_of_cards(browser: Any) -> list[str]:
+    script = "return [...document.querySelectorAll('.card h2')].map((head) => head.textContent)"
+    return list(browser.execute_script(script))
+
+
+def test_what_a_day_trains_brings_and_costs_and_how_the_weeks_went(
+    browser: Any, tmp_path: Path
+) -> None:
+    """At 2.5 an hour; the network pays 0.35 in each of the 20 tempos of a day."""
+    with served(make_miner(tmp_path, "earning")) as page:
+        browser.get(page.url)
+        wait_for(lambda: "costs 60.00 a day" in card(browser, "Tokens a day"), "what it costs")
+        assert "7.0000" in card(browser, "Emission a day")
+        assert "even at 8.57 a coin" in card(browser, "Emission a day")
+        drawn = "return document.querySelector(arguments[0])?.getAttribute('aria-label') || ''"
+        assert "share of all payments" in browser.execute_script(drawn, "#incentive svg")
+        assert "by the day" in browser.execute_script(drawn, "#counts svg")
+        assert "no group of the minimum size" in " ".join(table(browser, "Rounds"))
+        assert "NO_GROUP" not in browser.find_element("tag name", "body").text
+
+
+def test_the_next_round_goes_on_by_the_clock_and_a_tab_keeps_its_past(
+    browser: Any, tmp_path: Path
+) -> None:
+    """Nobody told of the next one for three minutes; then a month of steps comes in."""
+    with served(make_miner(tmp_path, "offline")) as page:
+        browser.get(page.url)
+        wait_for(lambda: "by the clock" in card(browser, "Next round"), "the round after")
+        assert "in 2 h 2" in card(browser, "Next round")
+        script = """
+            const neuron = [...neurons.values()][0], loss = neuron.columns.indexOf('loss');
+            const first = neuron.steps[0][0], added = arguments[0];
+            for (let i = 0; i < added; i++)
+                take({ ...Object.fromEntries(neuron.columns.map((c) => [c, 1])), kind: 'step',
+                       loss: i, neuron: neuron.name, number: 1e6 + i,
+                       time: Date.now() / 1000 + 15 * i });
+            const times = neuron.steps.map((row) => row[0]);
+            return [neuron.steps[0][0] - first, times.length, neuron.steps.at(-1)[loss],
+                    times.every((t, i) => !i || t > times[i - 1])];"""
+        moved, length, last, ordered = browser.execute_script(script, 100_000)
+        assert moved < 3600 and 1000 < length <= 3000 and last == 99_999 and ordered
 
 
 #: Whether verdict and score are seen without scrolling, in this order, and warnings before charts;

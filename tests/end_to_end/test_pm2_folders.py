@@ -38,6 +38,9 @@ def lay_out(folder: Path) -> None:
         (folder / below).mkdir(parents=True, exist_ok=True)
         name = "dt-registry" if program == "registry" else f"{program}.py"
         (folder / below / name).write_text(PROGRAM)
+    page = folder / "distributed_training" / "__main__.py"
+    page.parent.mkdir()
+    page.write_text("import sys, time\nassert sys.argv[1] == 'page'\ntime.sleep(180)\n")
     (folder / ".venv" / "bin" / "python").symlink_to(sys.executable)
     shutil.copy(ROOT / "app.config.js", folder)
 
@@ -83,5 +86,6 @@ def test_every_program_starts_in_any_folder(
         assert Path(said["cwd"]).samefile(of)
         assert Path(said["file"]).resolve().is_relative_to(place.resolve())
         assert said["words"][-6:] == ["--neuron.run_folder", run, "--a", "b c", "--d=e f", "g"]
-        env = pm2.app(f"distributed_training_{program}")["pm2_env"]
-        assert (env["status"], env["restart_time"]) == ("online", 0)
+        for name in (program, "page"):
+            env = pm2.app(f"distributed_training_{name}")["pm2_env"]
+            assert (env["status"], env["restart_time"]) == ("online", 0)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
 
 import httpx
@@ -14,6 +12,7 @@ import psutil
 import pytest
 
 from tests.multiprocess.test_launcher_tree import Launched, launch_fakes  # noqa: F401
+from tests.tools.chain_world import answers
 from tests.tools.r2_keys import KEYS
 from tests.tools.waiting import wait_for
 
@@ -69,8 +68,8 @@ def test_a_page_that_is_killed_costs_a_line_and_it_ends_with_a_killed_launcher(
 
 
 def test_a_port_that_is_taken_costs_a_line(launched: Callable[..., Launched]) -> None:
-    with closing(socket.create_server(("127.0.0.1", 0))) as other:
-        port = str(other.getsockname()[1])
+    with answers(lambda request: (404, b"another program's")) as taken:
+        port = str(taken)
         miner = launched("wait", flags=("--neuron.page_port", port))
         miner.wait_ready()
         wait_for(lambda: "the page cannot be served" in miner.output, "the line")

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import io
 import re
+import tempfile
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from rich.console import Console
 
+from distributed_training.config import SETTINGS_FILE, ConfigError
+from distributed_training.config.schema import all_settings, read_settings
 from distributed_training.localnet.command import build_parser
 from distributed_training.localnet.summary import View, event_line, neuron_line, summarize
 from distributed_training.scoring.upload import Cause
 from distributed_training.telemetry.events import EventFollower
 from distributed_training.telemetry.neuron_state import COLUMNS, NeuronState
+from tests.tools.r2_keys import KEYS
+from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(60)
 T0 = 1000.0
@@ -50,6 +57,65 @@ def a_miner(uid: int = 0, *, steps: tuple[int, ...] = (1, 2), fault: str = "") -
             {"time": at, "kind": "outer_step", "outer_step": reached},
         )
     return miner
+
+
+@given(
+    st.lists(st.tuples(st.floats(1, 600), st.floats(1, 1e5)), min_size=2, max_size=60),
+    st.floats(0, 100_000),
+)
+def test_a_day_s_tokens_are_its_steps_and_a_younger_run_s_pace(
+    steps: list[tuple[float, float]], pause: float
+) -> None:
+    miner, at = NeuronState(Path("m")), T0
+    for number, (seconds, pace) in enumerate(steps):
+        at += seconds + (pause if number == 1 else 0)
+        feed(miner, step(at, 0, number, 3.0, seconds=seconds, tokens_per_second=pace))
+    found, day = miner.tokens_a_day(at), 86400.0
+    span = min(day, at - T0)
+    began = [s for s in miner.steps if s.time is not None and s.time >= at - day]
+    tokens = sum((s.seconds or 0) * (s.tokens_per_second or 0) for s in began)
+    if span < 60:
+        assert found is None
+    else:
+        assert found == pytest.approx(tokens * day / span, rel=0.01)
+
+
+@pytest.mark.parametrize(("hours", "seconds"), [(30, 3600), (200, 86400)])
+def test_uploads_and_rounds_are_counted_by_the_hour_and_after_days_by_the_day(
+    hours: int, seconds: int
+) -> None:
+    miner = NeuronState(Path("m"))
+    for hour in range(hours):
+        at = 1.7e9 + 3600 * hour
+        base = ("merged", "kept", "refused")[hour % 3]
+        feed(
+            miner,
+            {"time": at, "kind": "publication", "ok": hour % 2 > 0},
+            {"time": at, "kind": "round", "ok": True, "base": base},
+            {"time": "never", "kind": "round", "ok": True},
+        )
+    counts = miner.counts()
+    assert counts["seconds"] == seconds
+    columns = [sum(column) for column in zip(*counts["rows"], strict=True)][1:]
+    merged = len(range(0, hours, 3))
+    assert columns == [hours // 2, hours - hours // 2, merged, hours - merged]
+    assert all(row[0] % seconds == 0 for row in counts["rows"])
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=1, max_size=20))
+def test_name_and_price_are_read_back_from_the_settings_of_a_start(name: str) -> None:
+    flags = ["--network", "local", "--neuron.name", name, "--cost.price_per_hour", "2.5"]
+    try:
+        config = load_config("miner", flags, environ=KEYS, dotenv=None, check=False)
+    except ConfigError:
+        return  # no such name
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / SETTINGS_FILE).write_text(all_settings(config), encoding="utf-8")
+        found = read_settings(Path(folder))
+        assert (found["neuron.name"], found["cost.price_per_hour"]) == (name, "2.5")
+        measured = NeuronState(Path(folder)).measured()
+    assert (measured["title"], measured["price_per_hour"]) == (name, 2.5)
 
 
 def scored(uid: int, reason: str = "", cause: str = "") -> dict[str, Any]:

@@ -95,8 +95,8 @@ def test_flags_of_units_and_containers_exist(file: str, program: str, words: lis
 
 
 def pm2_reads(folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    """The one app of app.config.js in ``folder`` as JSON, or what node says of it."""
-    code = "console.log(JSON.stringify(require(process.argv[1]).apps[0]))"
+    """The apps of app.config.js in ``folder`` as JSON, or what node says of it."""
+    code = "console.log(JSON.stringify(require(process.argv[1]).apps))"
     command = ["node", "-e", code, str(folder / "app.config.js")]
     environ = {"DT_NETWORK": "sn38", **environ}
     return subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
@@ -122,7 +122,7 @@ def test_pm2_waits_for_as_long_as_the_miner_takes_to_stop(
     file.write_text(toml)
     done = pm2_reads(OPS.parent, DT_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    app = json.loads(done.stdout)
+    app, _page = json.loads(done.stdout)
     words = tuple(app["args"])
     config = load_config("miner", words, environ={}, dotenv=None, file=file, check=False)
     assert app["kill_timeout"] == 1000 * (config.miner.stop_timeout.total_seconds() + 25)
@@ -136,7 +136,7 @@ def test_pm2_runs_torchrun_where_the_override_asks_for_it(tmp_path: Path) -> Non
     (tmp_path / "app.config.override.js").write_text(rows)
     done = pm2_reads(OPS.parent, DT_HOME=str(tmp_path))
     assert done.returncode == 0, done.stderr
-    app = json.loads(done.stdout)
+    (app,) = json.loads(done.stdout)
     assert app["script"].endswith("ops/torchrun.sh") and app["interpreter"] == "bash"
     words = app["args"]
     assert words[:4] == ["--nnodes", "2", "--node_rank", "0"]
@@ -183,7 +183,7 @@ def test_pm2_runs_what_a_founder_needs(app: str, status: int, tmp_path: Path) ->
     if status:
         assert "give miner, validator, registry or network" in done.stderr
         return
-    found = json.loads(done.stdout)
+    (found,) = json.loads(done.stdout)
     assert found["name"] == f"distributed_training_{app}"
     assert found["args"][-2:] == ["--network", "a.toml"] and app in found["script"]
 
@@ -208,9 +208,11 @@ def test_a_second_miner_has_a_name_and_settings_of_its_own(
     done = pm2_reads(tmp_path, DT_NAME=name)
     assert (refused in done.stderr) and (done.returncode != 0) == bool(refused), done.stderr
     if not refused:
-        app = json.loads(done.stdout)
+        app, page = json.loads(done.stdout)
         assert app["name"] == "distributed_training_miner_two" and app["cwd"].endswith("/two")
         assert app["args"][-2:] == ["--axon.port", "8092"]
+        assert page["name"] == "distributed_training_page_two" and page["cwd"] == app["cwd"]
+        assert page["args"] == ["page", *app["args"]] and Path(page["script"]).suffix == ".py"
 
 
 def test_every_alert_says_what_to_do() -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import json
 import logging
 import re
 import socket
 import string
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -27,6 +30,7 @@ from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.page import PageProcess
 from distributed_training.telemetry.page import __main__ as served_page
+from distributed_training.telemetry.run_state import LAUNCHER_FILE, Launcher
 from tests.tools.page import TOKEN, Page, served
 from tests.tools.waiting import wait_for
 
@@ -354,6 +358,31 @@ def test_a_client_of_a_slow_line_is_cut_only_when_it_stops_reading(
     assert asyncio.run(read()) == []
 
 
+def test_a_second_page_of_a_folder_waits_for_the_end_of_the_first(
+    page: Page, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As the one beside a miner does while the miner serves its own."""
+    shown = [Path(name) for name in httpx.get(page.url + "folders", timeout=60).json()]
+    assert served_page._is_shown("127.0.0.1", port(page), shown, "")
+    assert not served_page._is_shown("127.0.0.1", port(page), [*shown, tmp_path], "")
+    lines: list[str] = []
+    taken = listen("127.0.0.1", 0)
+    address = taken.getsockname()[1]
+    monkeypatch.setattr(served_page, "_is_shown", lambda *_: True)
+    monkeypatch.setattr(served_page.time, "sleep", lambda _: taken.close())
+    monkeypatch.setattr(
+        served_page, "server", lambda *_, **__: SimpleNamespace(run=lambda **_: None)
+    )
+    monkeypatch.setattr(served_page.os, "nice", print)
+    ended = served_page.serve(
+        shown, host="127.0.0.1", port=address, send_line=lambda text, level: lines.append(text)
+    )
+    assert ended == 0 and lines == [
+        f"the dashboard is at http://127.0.0.1:{address}/ already",
+        f"page: http://127.0.0.1:{address}/",
+    ]
+
+
 def test_a_disk_that_fails_at_its_start_is_a_line_and_another_try(tmp_path: Path) -> None:
     (tmp_path / "events.jsonl").mkdir()
     lines: list[str] = []
@@ -371,5 +400,8 @@ def test_the_metrics_are_those_of_the_ranks_and_of_their_launcher(tmp_path: Path
         answer = ask(page, own, path=b"/metrics")
         assert status(answer) == 200 and answer.endswith(b"dt_starts_refused_in_a_row 7.0\n")
         (tmp_path / "metrics.prom").write_text("dt_dht_peers 3.0\n")
+        stopped = Launcher(state="stopped", at=time.time())
+        (tmp_path / LAUNCHER_FILE).write_text(json.dumps(asdict(stopped)))
         answer = ask(page, own, path=b"/metrics")
+        assert b"dt_launcher_running 0.0\n" in answer
         assert b"dt_dht_peers 3.0\ndt_starts_refused_in_a_row 7.0\n" in answer

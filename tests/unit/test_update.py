@@ -40,7 +40,9 @@ if command == "jlist":
 elif command == "save" and (folder / "no-save").exists():
     sys.exit("no space left")
 elif command == "delete":
-    apps = []
+    apps = [app for app in apps if app["name"] != words[0]]
+elif command == "start" and words[-1].startswith("distributed_training_page"):
+    apps.append({{"name": words[-1], "pm2_env": {{"pm_cwd": str(Path(words[0]).parent)}}}})
 elif command == "start":
     version = Path(words[0]).parent
     kind = (version / "version").read_text()
@@ -49,7 +51,7 @@ elif command == "start":
            "stop_exit_codes": [2, 3], **({{"exit_code": 2}} if kind == "refused" else {{}}),
            "env": {{"PYTHONPATH": {root!r}, "MINE": os.environ.get("MINE", "")}},
            "pm_exec_path": str(version / "neurons" / "miner.py")}}
-    apps = [{{"name": {name!r}, "pm2_env": env}}] if kind != "unknown" else []
+    apps += [{{"name": {name!r}, "pm2_env": env}}] if kind != "unknown" else []
     if kind.startswith("v"):
         with (home / "run" / "events.jsonl").open("a") as events:
             print(json.dumps({{"kind": "step"}}), file=events)
@@ -114,7 +116,8 @@ class Machine:
 
     @property
     def runs_from(self) -> Path:
-        (app,) = json.loads((self.folder / "apps.json").read_text())
+        apps = json.loads((self.folder / "apps.json").read_text())
+        (app,) = (app for app in apps if app["name"] == NAME)
         return Path(app["pm2_env"]["pm_exec_path"]).parent.parent
 
     def command(self, *words: str) -> list[str]:
@@ -170,6 +173,8 @@ def test_a_version_is_set_up_beside_and_runs_with_the_same_settings(machine: Mac
     assert done.returncode == 0, done.stdout + done.stderr
     new = machine.home / "versions" / f"v2-{machine.commits['v2'][:12]}"
     assert machine.runs_from == new and (new / "version").read_text() == "v2"
+    (page,) = json.loads((machine.folder / "apps.json").read_text())[1:]
+    assert page["name"] == "distributed_training_page" and page["pm2_env"]["pm_cwd"] == str(new)
     flags = "--diagnostics.measure 0 --neuron.run_folder run"
     assert f"doctor a b\nc {machine.home} {flags}\n" in done.stdout
     assert done.stdout.splitlines()[-1].startswith(f"{NAME} runs v2 from {new}; the one before")

@@ -1,7 +1,8 @@
 """Serve the page, its data and the metrics of one or several run folders.
 
     python -m distributed_training.telemetry.page runs/miner
-    python -m distributed_training.telemetry.page --port 8010 runs/localnet/{miner,validator}*
+    python -m distributed_training.telemetry.page --port 8010 runs/* two/runs/*
+    python -m distributed_training page          of the miner whose settings are here
 
 To be reached from other machines: ``--host 0.0.0.0`` and a token in ``DT_PAGE_TOKEN``.
 
@@ -17,14 +18,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import errno
 import hmac
+import http.client
 import ipaddress
 import json
 import logging
+import math
 import os
 import re
 import sys
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +46,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from distributed_training.common.ports import listen
 from distributed_training.common.processes import ChildLog, ParentConnection
-from distributed_training.protocol.types import ExitStatus
+from distributed_training.protocol.scoring import scored_epoch
+from distributed_training.protocol.types import AllReduceFault, ExitStatus
+from distributed_training.telemetry.events import plain
+from distributed_training.telemetry.metrics import Registry
 from distributed_training.telemetry.neuron_state import NeuronState
+from distributed_training.telemetry.run_state import observe, read_launcher
+from distributed_training.telemetry.verdict import judge
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +64,9 @@ _READERS = 32
 _NICENESS = 10  # training goes first
 _CONNECTIONS = 256  # fewer than the usual limit of open files, 1024
 _PATIENCE = 10.0  # seconds for a request, and for a client to read on
+_TAKE_OVER_SECONDS = 1.0  # between two looks whether the page before is gone
+_LONGEST_ANSWER = 2**20
+_MARKS = ("events.jsonl", "instance.json", "launcher.json", "config.txt")  # of a run folder
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _HOST = re.compile(rb"([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::([0-9]{1,5}))?")
 _HEADERS = {
@@ -93,7 +107,8 @@ class Hub:
             for event in neuron.poll():
                 self._send(str(event.get("kind")), event)
             if gauges:
-                self._send("gauges", {"neuron": neuron.name, **neuron.measured()})
+                now = {**neuron.measured(), **verdict_of(neuron.folder, time.time())}
+                self._send("gauges", {"neuron": neuron.name, **now})
         except OSError as error:
             if self._failing.get(neuron.name) != str(error):
                 log.warning("%s cannot be read: %s", neuron.folder, error)
@@ -132,6 +147,31 @@ class Hub:
     @property
     def full(self) -> bool:
         return len(self._readers) >= _READERS
+
+
+def verdict_of(folder: Path, now: float) -> dict[str, Any]:
+    """Return the verdict on the miner of ``folder``, and the facts that cards show.
+
+    ``judgement`` is None where no miner has run: in a validator's folder.
+    """
+    facts, launcher = observe(folder, now), read_launcher(folder)
+    verdict, step = judge(facts, now), None
+    block, place = facts.block, facts.place
+    blocks = facts.blocks_per_round
+    if place is not None and place.value.outer_step:
+        blocks = facts.blocks_per_round_later or blocks
+    # The step that validators judge, as far as the chain and the network were heard of.
+    if block and blocks and place and (last := place.value.last_allreduce_block) is not None:
+        at = block.value + int(max(0.0, now - block.at) / (facts.seconds_per_block or math.inf))
+        outer_step = place.value.outer_step
+        step = scored_epoch(outer_step=outer_step, block=at, last_allreduce_block=last, bpa=blocks)
+    known = facts.looked is not None or facts.launch is not None
+    return {
+        "facts": json.loads(facts.to_json()),
+        "judgement": {**asdict(verdict), "level": verdict.level} if known else None,
+        "judged_outer_step": step,
+        "launcher": None if launcher is None else plain(launcher),
+    }
 
 
 class Guard:
@@ -206,6 +246,7 @@ _OTHER_ADDRESS = (
 def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
     """Return the ASGI application over ``neurons``; see the module."""
     hub = Hub(neurons)
+    faults = {fault.name: fault.value for fault in AllReduceFault}
 
     @contextlib.asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:
@@ -216,8 +257,15 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
     async def history(request: Request) -> Response:
         # Not JSONResponse, whose UTF-8 has no half of a surrogate pair: one in the text of a peer's
         # error would leave the page empty for as long as the event is among the last.
-        content = json.dumps({"neurons": [neuron.facts() for neuron in neurons]})
+        now = time.time()
+        found = [{**neuron.facts(), **verdict_of(neuron.folder, now)} for neuron in neurons]
+        content = json.dumps({"faults": faults, "neurons": found})
         return Response(content, media_type="application/json")
+
+    async def folders(request: Request) -> Response:
+        """Return what another page asks before it leaves this one its address."""
+        shown = [str(neuron.folder.resolve()) for neuron in neurons]
+        return Response(json.dumps(shown), media_type="application/json")
 
     async def stream(request: Request) -> Response:
         if hub.full:
@@ -232,7 +280,13 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
         wanted = request.query_params.get("neuron", neurons[0].name if neurons else "")
         for neuron in neurons:
             if neuron.name == wanted:
-                text = b""
+                text, seen = b"", observe(neuron.folder, time.time())
+                # Of a miner, whose page may be there without it.
+                if seen.launch is not None:
+                    own = Registry()
+                    away = seen.launch.value.state == "stopped" or (seen.gone and seen.gone.value)
+                    own.set("launcher_running", float(not away))
+                    text = own.text().encode()
                 for file in ("metrics.prom", "launcher.prom"):  # of the ranks, of their launcher
                     try:
                         text += (neuron.folder / file).read_bytes()
@@ -251,6 +305,7 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
 
     routes = [
         Route("/history", history),
+        Route("/folders", folders),
         Route("/stream", stream),
         Route("/metrics", metrics),
         Mount("/", StaticFiles(directory=_STATIC, html=True)),
@@ -333,6 +388,10 @@ def server(neurons: Sequence[NeuronState], *, token: str = "") -> uvicorn.Server
     return uvicorn.Server(config)
 
 
+def _print(text: str, level: int = logging.ERROR) -> None:
+    print(text, file=sys.stdout if level == logging.INFO else sys.stderr, flush=True)
+
+
 def main(argv: list[str] | None = None) -> int:
     """Serve the dashboard; return 2 for arguments that cannot work, with one line."""
     parser = argparse.ArgumentParser(prog="python -m distributed_training.telemetry.page")
@@ -341,53 +400,109 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=8010, help="0: any free port")
     parser.add_argument("--with-parent", type=int, help="socket of whoever started it")
     given = parser.parse_args(argv)
-    token = os.environ.get("DT_PAGE_TOKEN", "")
-    parent = None
-    if given.with_parent is not None:
-        parent = ParentConnection(plugins=False)
-        parent.forward_log()
-        secret: SecretStr | None = parent.receive()
-        token = secret.get_secret_value() if secret is not None else ""
-        parent.end_with_parent()
+    if given.with_parent is None:
+        token = os.environ.get("DT_PAGE_TOKEN", "")
+        folders = given.folders
+        if len(folders) > 1:  # of runs/*, which holds more than run folders
+            folders = [folder for folder in folders if _is_run_folder(folder)] or folders
+        for folder in folders:
+            if not folder.exists():
+                _print(f"error: {folder} does not exist, so nothing is served: give run folders")
+                return ExitStatus.BAD_CONFIGURATION
+        return serve(
+            folders, host=given.host, port=given.port, token=token, flags="--", waits=False
+        )
+    parent = ParentConnection(plugins=False)
+    parent.forward_log()
+    secret: SecretStr | None = parent.receive()
+    parent.end_with_parent()
+    return serve(
+        given.folders,
+        host=given.host,
+        port=given.port,
+        token=secret.get_secret_value() if secret is not None else "",
+        send_line=lambda text, level: parent.send(ChildLog(level, text)),
+    )
 
-    def send_line(text: str, level: int) -> None:
-        if parent is not None:
-            parent.send(ChildLog(level, text))
-        else:
-            print(text, file=sys.stdout if level == logging.INFO else sys.stderr, flush=True)
 
-    flags = "--neuron.page_" if parent is not None else "--"  # as the operator knows them
-    host = f"[{given.host}]" if ":" in given.host else given.host
-    problem = _problem(given, token, flags)
-    if problem is None:
-        try:
-            listener = listen(given.host, given.port)
-        except OSError as error:
-            problem = (
-                f"the page cannot be served at {host}:{given.port} ({error.strerror}), so there is "
-                f"none; training is not affected: give another {flags}port"
-            )
+def serve(
+    folders: Sequence[Path],
+    *,
+    host: str,
+    port: int,
+    token: str = "",
+    flags: str = "--neuron.page_",
+    waits: bool = True,
+    send_line: Callable[[str, int], None] = _print,
+) -> int:
+    """Serve the page of ``folders``, also of such as are not there yet; return the exit status.
+
+    ``flags``: how the operator knows host and port; ``waits``: for an address that is in use. A
+    miner's own page ends with the miner, and the one beside it, which waited, goes on.
+    """
+    problem = _problem(folders, host, port, token, flags)
     if problem is not None:
         send_line(f"error: {problem}", logging.ERROR)
         return ExitStatus.BAD_CONFIGURATION
+    shown, told = f"[{host}]" if ":" in host else host, False
+    while True:
+        try:
+            listener = listen(host, port)
+            break
+        except OSError as error:
+            waits = waits and error.errno == errno.EADDRINUSE
+            if waits and not told and _is_shown(host, port, folders, token):
+                send_line(f"the dashboard is at http://{shown}:{port}/ already", logging.INFO)
+            elif not told:
+                problem = (
+                    f"error: the page cannot be served at {shown}:{port} ({error.strerror}), so "
+                    f"there is none; training is not affected: give another {flags}port"
+                )
+                send_line(problem, logging.ERROR)
+        if not waits:
+            return ExitStatus.BAD_CONFIGURATION
+        told = True
+        try:
+            time.sleep(_TAKE_OVER_SECONDS)
+        except KeyboardInterrupt:
+            return ExitStatus.STOPPED
     os.nice(_NICENESS)
     # After the port is ours: reading takes seconds, and a port in use is told before.
+    names = [folder.name for folder in folders]
     try:
-        neurons = [NeuronState(folder).catch_up() for folder in given.folders]
+        neurons = [
+            NeuronState(
+                folder, name=folder.name if names.count(folder.name) == 1 else str(folder)
+            ).catch_up()
+            for folder in folders
+        ]
     except OSError as error:  # of a disk, which may come back: not the status of an end for good
         send_line(f"the page cannot begin ({error}): check the run folder's disk", logging.ERROR)
         return ExitStatus.FAULT
-    send_line(f"page: http://{host}:{listener.getsockname()[1]}/", logging.INFO)
+    send_line(f"page: http://{shown}:{listener.getsockname()[1]}/", logging.INFO)
     server(neurons, token=token).run(sockets=[listener])
     return ExitStatus.STOPPED
 
 
-def _problem(given: argparse.Namespace, token: str, flags: str) -> str | None:
-    host, port = given.host, given.port
-    for folder in given.folders:
-        # Who starts both makes it in a moment.
-        if not folder.exists() and given.with_parent is None:
-            return f"{folder} does not exist, so nothing is served: give run folders"
+def _is_run_folder(folder: Path) -> bool:
+    return any((folder / name).exists() for name in _MARKS)
+
+
+def _is_shown(host: str, port: int, folders: Sequence[Path], token: str) -> bool:
+    """Return whether the program at this address is a page that shows all of ``folders``."""
+    asked = http.client.HTTPConnection(host, port, timeout=_PATIENCE)
+    try:
+        asked.request("GET", "/folders", headers={"authorization": f"Bearer {token}"})
+        found = json.loads(asked.getresponse().read(_LONGEST_ANSWER))
+        return {str(folder.resolve()) for folder in folders} <= set(found)
+    except (OSError, ValueError, TypeError, http.client.HTTPException):
+        return False
+    finally:
+        asked.close()
+
+
+def _problem(folders: Sequence[Path], host: str, port: int, token: str, flags: str) -> str | None:
+    for folder in folders:
         if folder.exists() and not folder.is_dir():
             return f"{folder} is no folder, so nothing is served: give run folders"
     try:

@@ -4,6 +4,9 @@
 const KEPT_POINTS = 3000, KEPT_ROWS = 50, SHOWN_ROWS = 8;
 const neurons = new Map();
 const SILENT_MS = 10000;  // the server sends gauges every 2 s
+const FRESH_SECONDS = 60;  // of a figure: an older one says of when it is
+const DAY = 86400, TEMPO_BLOCKS = 360, BLOCK_SECONDS = 12;  // of bittensor, which pays once a tempo
+let faults = {};  // name of a failed round's cause -> sentence
 let shown = "", waiting = [], loaded = false, drawSoon = false, heard = Date.now(), lost = false;
 let ahead = 0;  // milliseconds: this computer's clock before the miner's, whose times all events have
 const present = () => (Date.now() - ahead) / 1000;
@@ -59,22 +62,48 @@ function say(place, text) {
 function take(event) {
   const neuron = neurons.get(event.neuron);
   if (!neuron) return;
-  if (event.gauges) { Object.assign(neuron, { gauges: event.gauges, life: event.life, judged: event.judged, previewed: event.previewed }); return; }
+  if (event.gauges) { Object.assign(neuron, event); return; }  // all that changes without an event
   if (event.number <= neuron.taken) return;  // the history had it already
   neuron.taken = event.number;
   neuron.state = event.state;
   if (event.kind === "step") {
     neuron.steps.push(neuron.columns.map((c) => (event[c] === undefined ? null : event[c])));
-    if (neuron.steps.length > KEPT_POINTS) neuron.steps.splice(0, neuron.steps.length - KEPT_POINTS);
+    if (neuron.steps.length > KEPT_POINTS) neuron.steps = merged(neuron.steps, neuron.columns);
   } else if (event.kind === "outer_step") neuron.marks.push(event);
   else if (event.kind === "scores") neuron.scores = event;
+  if (event.kind === "income" && typeof event.incentive === "number") {
+    neuron.standings.push([event.time, event.incentive, event.emission ?? null]);
+    if (neuron.standings.length > KEPT_POINTS) neuron.standings = merged(neuron.standings, ["time", "incentive", "emission"]);
+  }
   if (neuron.tables[event.kind]) {
     neuron.tables[event.kind].push(event);
     neuron.tables[event.kind].splice(0, neuron.tables[event.kind].length - KEPT_ROWS);
   }
 }
 
+const LAST_OF = new Set(["time", "outer_step", "inner_step", "learning_rate", "grad_norm", "gpu_memory_gb", "gpu_utilization"]);
+
+// Rows nearer to each other than an even share of the whole time become one, so that a tab that stays open for
+// weeks keeps its past: at most half of KEPT_POINTS are left.
+function merged(rows, columns) {
+  const at = columns.indexOf("time"), share = (rows[rows.length - 1][at] - rows[0][at]) / (KEPT_POINTS / 2 - 1);
+  const kept = [];
+  let bucket = [];
+  const close = () => kept.push(columns.map((column, i) => {
+    const values = bucket.map((row) => row[i]).filter((value) => value !== null);
+    if (LAST_OF.has(column) || !values.length) return bucket[bucket.length - 1][i];
+    return values.reduce((sum, value) => sum + value, 0) / values.length;
+  }));
+  for (const row of rows) {
+    if (bucket.length && row[at] - bucket[0][at] >= share) { close(); bucket = []; }
+    bucket.push(row);
+  }
+  close();
+  return kept;
+}
+
 function begin(history) {
+  faults = history.faults;
   for (const neuron of history.neurons) {
     neurons.set(neuron.name, neuron);
   }
@@ -98,8 +127,13 @@ function buttons() {
     const made = $("neurons").children[i], bad = verdictOf(neurons.get(name))[2] === "bad";
     made.setAttribute("aria-pressed", String(name === shown));
     made.classList.toggle("bad", bad);
-    say(made, `${bad ? "⚠ " : ""}${name}`);
+    say(made, `${bad ? "⚠ " : ""}${titleOf(neurons.get(name))}`);
   });
+}
+
+function titleOf(neuron) {  // as its settings name it; two of one name are told apart by their folders
+  const same = [...neurons.values()].filter((other) => other.title === neuron.title).length;
+  return same > 1 ? neuron.name : neuron.title;
 }
 
 const newestOf = (neuron, kind) => neuron.tables[kind][neuron.tables[kind].length - 1];
@@ -118,23 +152,34 @@ function card(title, value, small = "", kind = "", meter = null) {
 
 const gaugeOf = (neuron, name) => neuron.gauges[`dt_${name}`];
 
+// A figure of the network, told at the time `at`: greyed, with its age, where nobody has told it for long.
+function aged(made, at) {
+  const age = at ? present() - at : 0;
+  if (age > FRESH_SECONDS) {
+    made.classList.add("old");
+    made.classList.remove("bad");
+    made.querySelector("small").append(` (as of ${span(age)} ago)`);
+  }
+  return made;
+}
+
 function cards(neuron) {
-  const gauge = (name) => gaugeOf(neuron, name);
+  const gauge = (name) => gaugeOf(neuron, name), facts = neuron.facts || {};
   const column = (name) => {
     const last = neuron.steps[neuron.steps.length - 1];
     return last ? last[neuron.columns.indexOf(name)] : null;
   };
-  const now = present();
-  const running = runs(neuron);
+  const now = present(), store = facts.kind === "store";
+  const running = runs(neuron), chain = facts.block ? facts.block.at : undefined;
   const made = [], score = judged(neuron), steps = neuron.steps.length > 0;
   if (score) made.push(card("Score", ...score));
-  const income = newestOf(neuron, "income"), called = gauge("last_call_timestamp_seconds");
-  if (income) made.push(card("Last call", called === undefined ? "none yet" : `${span(now - called)} ago`,
-    `by a validator; ${weightsOf(neuron)}`, income.verdict === "not called" ? "bad" : ""));
-  made.push(card("State", stateOf(neuron)));
+  const called = facts.called_at ?? gauge("last_call_timestamp_seconds");
+  if (facts.kind === "hivemind") made.push(aged(card("Last call", called ? `${span(now - called)} ago` : "none yet",
+    `by a validator; ${weightsOf(neuron)}`, wordOf(neuron) === "not called" ? "bad" : ""), chain));
+  made.push(card("State", stateOf(neuron)), ...startCards(neuron));
   if (steps) {
     made.push(card("Step", `${column("outer_step")} . ${column("inner_step")}`,
-      `outer . inner, ${span(now - column("time"))} ago`, stuck(neuron) ? "bad" : ""));
+      `outer . inner, ${span(now - column("time"))} ago`, wordOf(neuron) === "stuck" ? "bad" : ""));
     made.push(card("Loss", number(column("loss"), 3), `learning rate ${(column("learning_rate") || 0).toExponential(2)}`));
     const wait = column("data_wait_seconds");
     made.push(card("Step time", `${number(column("seconds"), 1)} s`, `of it ${number(wait, 1)} s without data`));
@@ -143,34 +188,22 @@ function cards(neuron) {
     if (column("gpu_memory_gb")) made.push(card("GPU memory", `${number(column("gpu_memory_gb"), 1)} GB`,
       column("gpu_utilization") === null ? "" : `utilization ${number(column("gpu_utilization"), 0)} %`));
   }
-  const published = gauge("last_publication_timestamp_seconds"), limit = gauge("publication_age_limit_seconds");
-  if (published !== undefined && limit) {
-    const age = now - published;
-    made.push(card("Uploaded", `${span(age)} ago`, age < limit ? `too old for validators in ${span(limit - age)}`
-      : "too old: validators score it zero", age > 0.85 * limit ? "bad" : "", { value: age, limit }));
-  } else if (limit) {
-    const start = gauge("start_timestamp_seconds"), age = start === undefined ? 0 : now - start;
-    made.push(card("Uploaded", "nothing yet", start === undefined ? "validators score it zero"
-      : `since the start ${span(age)} ago; validators score it zero`, age > limit ? "bad" : ""));
-  }
-  const listed = gauge("block_list_age_blocks"), most = gauge("block_list_limit_blocks");
-  if (listed !== undefined && most && running) {  // the chain goes on where the miner writes no figures
-    const pace = gauge("chain_seconds_per_block"), written = gauge("metrics_written_timestamp_seconds");
-    const blocks = listed + (pace && written ? Math.max(0, Math.floor((now - written) / pace)) : 0);
-    made.push(card("Newest uploaded block", `${number(blocks, 0)} blocks old`,
-      blocks < most ? `too old for validators in ${number(most - blocks, 0)} blocks` : "too old: validators reset the upload",
-      blocks > 0.85 * most ? "bad" : "", { value: blocks, limit: most }));
-  }
-  const next = gauge("next_round_timestamp_seconds");
-  if (next !== undefined && running) {
-    made.push(card("Next round", next > now ? `in ${span(next - now)}` : "due", next > now ? "expected" : `since ${span(now - next)}`));
+  made.push(...moneyCards(neuron), ...uploadCards(neuron, running));
+  const period = facts.round_seconds, round = store ? "close" : "round";
+  let next = facts.next_round ?? gauge("next_round_timestamp_seconds");
+  if (next && running) {
+    // Nobody told the next one while the link was down: then the clock goes on.
+    const told = next, silent = chain && now - chain > FRESH_SECONDS;
+    if (silent && period && next < now) next += Math.ceil((now - next) / period) * period;
+    made.push(card(`Next ${round}`, next > now ? `in ${span(next - now)}` : "due",
+      next !== told ? `by the clock, ${clock(next)}` : next > now ? `expected at ${clock(next)}` : `since ${span(now - next)}`));
   }
   const rounds = neuron.tables.round, last = rounds[rounds.length - 1];
-  if (last) made.push(card("Last round", tookPart(last) ? "took part" : last.ok ? fateOf(last) : (last.fault || "failed"),
-    last.peers && last.ok ? `${peersIn(last)} peers, ${number(last.seconds, 1)} s` : String(last.detail || ""),
+  if (last) made.push(card(`Last ${round}`, tookPart(last) ? (store ? "merged" : "took part") : last.ok ? fateOf(last) : "failed",
+    last.peers && last.ok && last.base === undefined ? `${peersIn(last)} peers, ${number(last.seconds, 1)} s` : causeOf(last),
     tookPart(last) ? "good" : last.base === "kept" && last.ok ? "" : "bad"));
   const share = gauge("round_participation_ratio"), taken = rounds.filter(tookPart).length;
-  if (rounds.length) made.push(card("Rounds taken", `${taken} of ${rounds.length}`,
+  if (rounds.length) made.push(card(store ? "Closes merged" : "Rounds taken", `${taken} of ${rounds.length}`,
     share === undefined ? "the last ones" : `${number(100 * share, 0)} % of the subnet's last 20`));
   const known = gauge("dht_peers");
   if (known !== undefined) made.push(card("Swarm", `${number(known, 0)} peers`, "known in the DHT", known ? "" : "bad"));
@@ -180,6 +213,7 @@ function cards(neuron) {
   const looked = newestOf(neuron, "export");
   if (looked) made.push(card("Evaluation", looked.ok ? Object.entries(looked.results).slice(0, 3).map(([name, value]) => `${name} ${number(value, 3)}`).join("; ") || "exported" : "failed",
     looked.ok ? `outer step ${looked.outer_step}, ${looked.folder}` : looked.reason, looked.ok ? "" : "bad"));
+  made.push(...machineCards(neuron));
   const alive = gauge("network_members_alive"), speed = gauge("network_tokens_per_second");
   if (alive !== undefined) made.push(card("Members at work", `${number(alive, 0)} of ${number(gauge("network_members"), 0)}`,
     `a round takes ${number(gauge("network_members_needed"), 0)}; ${number(gauge("network_members_scored"), 0)} have a score`,
@@ -192,33 +226,118 @@ function cards(neuron) {
   const domains = Object.entries(held?.domains ?? {}).map(([name, loss]) => `; ${name} ${number(loss, 3)}`).join("");
   if (held) made.push(card("Held-out loss", number(held.after, 3), `before ${number(held.before, 3)}${held.text ? `, on ${held.text}` : ""}${domains}`));
   replace($("now"), ...made);
-  $("now").classList.toggle("old", lost || !running);
+  $("now").classList.toggle("old", lost || !running || present() - (facts.looked || present()) > 5 * FRESH_SECONDS);
 }
 
+function startCards(neuron) {  // how far a start has come, and when a refused one is tried again
+  const launcher = neuron.launcher, now = present();
+  if (!launcher) return [];
+  if (launcher.state === "refused" && launcher.next_try_at) {
+    return [card("Next try", launcher.next_try_at > now ? `in ${span(launcher.next_try_at - now)}` : "now",
+      `attempt ${launcher.attempt + 1}`, "bad")];
+  }
+  if (launcher.state !== "starting" || !launcher.stage) return [];
+  const left = launcher.eta_seconds === null ? null : launcher.eta_seconds - (now - launcher.stage_at);
+  return [card("Start", left === null ? `for ${span(now - launcher.at)}` : left > 0 ? `${span(left)} left` : "nearly there",
+    launcher.stage, "fresh")];
+}
+
+function moneyCards(neuron) {  // what a day trains, brings and costs
+  const made = [], { price_per_hour: price, tokens_a_day: tokens } = neuron, cost = price === null ? null : 24 * price;
+  const costs = cost === null ? "" : `costs ${number(cost)} a day`;
+  if (tokens !== null) made.push(card("Tokens a day", amount(tokens),
+    cost === null ? "of text trained on, pauses counted" : `${costs}, ${number(cost / (tokens / 1e9))} a billion`));
+  const { value: { emission } = {}, at } = (neuron.facts && neuron.facts.standing) || {};
+  if (!emission) return made;
+  const pace = gaugeOf(neuron, "chain_seconds_per_block") || BLOCK_SECONDS, day = emission * DAY / (TEMPO_BLOCKS * pace);
+  made.push(aged(card("Emission a day", number(day, 4),
+    cost === null ? "in the subnet's coin" : `coins; ${costs}: even at ${number(cost / day)} a coin`), at));
+  return made;
+}
+
+function uploadCards(neuron, running) {
+  const gauge = (name) => gaugeOf(neuron, name), now = present(), made = [], facts = neuron.facts || {};
+  const newest = (facts.uploads || []).at(-1), limit = facts.age_limit ?? gauge("publication_age_limit_seconds");
+  const published = newest ? newest.at : gauge("last_publication_timestamp_seconds");
+  const judges = neuron.judged_outer_step;
+  const other = newest && judges !== null && judges !== undefined && newest.outer_step !== judges;
+  const steps = !newest ? "" : `of outer step ${newest.outer_step}` + (judges === null || judges === undefined ? "" :
+    other ? `; validators judge outer step ${judges}` : ", which validators judge");
+  if (facts.kind === "store") {
+    const fate = { merged: "merged", kept: "not merged", refused: "refused" }[newest && newest.fate] || "not judged yet";
+    if (newest) made.push(card("Uploaded", `${span(now - newest.at)} ago`, `of outer step ${newest.outer_step}: ${fate}${newest.cause ? `, ${newest.cause}` : ""}`,
+      newest.fate === "refused" ? "bad" : ""));
+    return made;
+  }
+  if (published && limit) {
+    const age = now - published;
+    const ages = age < limit ? `too old for validators in ${span(limit - age)}` : "too old: validators score it zero";
+    made.push(card("Uploaded", `${span(age)} ago`, steps ? `${steps}; ${ages}` : ages, age > 0.85 * limit || other && newest.outer_step < judges ? "bad" : "", { value: age, limit }));
+  } else if (limit) {
+    const start = facts.started ?? gauge("start_timestamp_seconds"), age = start ? now - start : 0;
+    made.push(card("Uploaded", "nothing yet", start ? `since the start ${span(age)} ago; validators score it zero`
+      : "validators score it zero", age > limit ? "bad" : ""));
+  }
+  const listed = gauge("block_list_age_blocks"), most = gauge("block_list_limit_blocks");
+  if (listed !== undefined && most && running) {  // the chain goes on where the miner writes no figures
+    const pace = gauge("chain_seconds_per_block"), written = gauge("metrics_written_timestamp_seconds");
+    const blocks = listed + (pace && written ? Math.max(0, Math.floor((now - written) / pace)) : 0);
+    made.push(aged(card("Newest uploaded block", `${number(blocks, 0)} blocks old`,
+      blocks < most ? `too old for validators in ${number(most - blocks, 0)} blocks` : "too old: validators score it zero",
+      blocks > 0.85 * most ? "bad" : "", { value: blocks, limit: most }), facts.block && facts.block.at));
+  }
+  return made;
+}
+
+function machineCards(neuron) {
+  const made = [], launcher = neuron.launcher, disk = neuron.facts && neuron.facts.disk && neuron.facts.disk.value;
+  if (disk) {
+    const full = disk.free < Math.max(disk.needed, 1e9), share = disk.free / disk.total;
+    made.push(card("Disk", `${number(disk.free / 1e9, disk.free < 1e10 ? 1 : 0)} GB free`,
+      `${number(100 * share, 0)} % of ${number(disk.total / 1e9, 0)} GB`, full ? "bad" : share < 0.1 ? "fresh low" : "fresh"));
+  }
+  const crash = launcher && launcher.last_crash && launcher.last_crash.at ? launcher.last_crash : null;
+  if (launcher && (launcher.restarts || crash)) made.push(card("Restarts", number(launcher.restarts, 0),
+    crash ? `last crash ${span(present() - crash.at)} ago: ${crash.text}` : "", crash && present() - crash.at < 3600 ? "bad" : ""));
+  return made;
+}
+
+function amount(value) {
+  const [size, unit] = value >= 1e9 ? [1e9, "billion"] : value >= 1e6 ? [1e6, "million"] : [1e3, "thousand"];
+  return `${number(value / size, value / size < 10 ? 2 : 1)} ${unit}`;
+}
+
+const AWAY = new Set(["stopped", "cannot start", "starting"]);
+const wordOf = (neuron) => (neuron.judgement ? neuron.judgement.verdict : "");
 const ended = (neuron) => neuron.state === "stopped" || (neuron.state === "finished" && newestOf(neuron, "stop"));
-const runs = (neuron) => !ended(neuron) && !(neuron.life && neuron.life.gone);
+const runs = (neuron) => (neuron.judgement ? !AWAY.has(wordOf(neuron)) : !ended(neuron)) && !(neuron.life && neuron.life.gone);
 
 function stateOf(neuron) {
-  if (neuron.state === "stopped" || neuron.state === "finished") return neuron.state;
+  if (neuron.state === "finished") return neuron.state;
+  if (AWAY.has(wordOf(neuron))) return wordOf(neuron);
+  if (neuron.state === "stopped") return neuron.state;
   if (!runs(neuron)) return "dead";
   if (!neuron.taken) return "waiting";
   return neuron.state === "awaiting_global" ? "training" : (neuron.state || "–").replace(/_/g, " ");
 }
 
-function stuck(neuron) {
-  const last = neuron.steps[neuron.steps.length - 1], value = (c) => last[neuron.columns.indexOf(c)] || 0;
-  return Boolean(last) && runs(neuron) && present() - value("time") > Math.max(120, 5 * value("seconds"));
+function endOf(neuron) {  // when a miner that is stopped was last there
+  const launcher = neuron.launcher, told = launcher && launcher.state === "stopped";
+  const at = told ? launcher.at : neuron.life.last_sign;
+  if (wordOf(neuron) !== "stopped" || !at) return "";
+  return `${told ? ", at" : "; its last sign of life was at"} ${moment(at)}, ${span(present() - at)} ago`;
 }
 
 // In a word, what there is to know or to do, and good (nothing to do), wait, bad (act) or idle.
 function verdictOf(neuron) {
-  const stop = newestOf(neuron, "stop"), last = newestOf(neuron, "income"), state = stateOf(neuron);
-  if (lost) return ["connection lost", `the miner, its machine or the tunnel to it is down; figures of ${clock(heard / 1000)}`, "bad"];
-  if (state === "stopped") return [state, stop ? `${moment(stop.time)}: ${stop.reason || ""}` : "", stop && stop.exit_status ? "bad" : "idle"];
+  const state = stateOf(neuron), stop = newestOf(neuron, "stop"), verdict = neuron.judgement;
+  if (lost) return ["connection lost", `the dashboard, its machine or the tunnel to it is down; figures of ${clock(heard / 1000)}`, "bad"];
   if (state === "finished") return [state, (newestOf(neuron, "finished") || stop || {}).reason || "", "good"];
+  if (verdict) return [verdict.verdict, verdict.cause + endOf(neuron), verdict.level, verdict.remedy];
+  if (state === "stopped") return [state, stop ? `${moment(stop.time)}: ${stop.reason || ""}` : "", stop && stop.exit_status ? "bad" : "idle"];
   if (state === "dead") {
     const since = neuron.life.last_sign;
-    return [state, `no sign of life for ${span(present() - since)}, since ${moment(since)}: pm2 status, then the end of its log`, "bad"];
+    return [state, `no sign of life for ${span(present() - since)}, since ${moment(since)}`, "bad", "pm2 status, then the end of its log"];
   }
   const network = newestOf(neuron, "network"), written = gaugeOf(neuron, "metrics_written_timestamp_seconds");
   if (network) {  // of a validator: the same as on the registry's page
@@ -226,11 +345,8 @@ function verdictOf(neuron) {
     if (silent > network.next_report) return ["validator silent", `no figures for ${span(silent)}: the end of its log tells why`, "bad"];
     return [network.verdict, network.words, network.level];
   }
-  if (!neuron.taken) return [state, "no events yet", "idle"];  // a validator waits between its rounds
-  if (gaugeOf(neuron, "registered") === 0) return ["not registered", "the hotkey lost its uid: register it again, and the miner goes on", "bad"];
-  if (stuck(neuron)) return ["stuck", "no inner step for a long time: the end of its log tells why", "bad"];
-  if (last) return [last.verdict, last.words, last.bad ? "bad" : last.verdict === "earning" ? "good" : "wait"];
-  return [state, neuron.state === "awaiting_global" ? "the validator's global state is due" : "", "good"];
+  if (!neuron.taken) return [state, "no events yet: no miner has run in this folder", "idle"];
+  return [state, "", "good"];  // a validator waits between its rounds
 }
 
 function weightsOf(neuron) {  // the last judgement that the network shows
@@ -272,11 +388,12 @@ function shape(name, attributes, text = "") {
   return made;
 }
 
-function chart(id, title, unit, neuron, series, digits) {
+// Of the inner steps, by column; `rows` and `columns` of something else.
+function chart(id, title, unit, neuron, series, digits, rows = neuron.steps, columns = neuron.columns) {
   const place = $(id), width = Math.max(280, place.clientWidth - 30), height = 190;
-  const at = neuron.columns.indexOf("time");
-  const lines = series.map((s) => ({ ...s, points: neuron.steps
-    .map((step) => [step[at], step[neuron.columns.indexOf(s.column)]]).filter((p) => p[0] !== null && p[1] !== null) }))
+  const at = columns.indexOf("time");
+  const lines = series.map((s) => ({ ...s, points: rows
+    .map((row) => [row[at], row[columns.indexOf(s.column)]]).filter((p) => p[0] !== null && p[1] !== null) }))
     .filter((s) => s.points.length);
   place.hidden = !lines.length;
   if (!lines.length) return;
@@ -286,7 +403,7 @@ function chart(id, title, unit, neuron, series, digits) {
   const sorted = [...values].sort((a, b) => a - b);
   let low = sorted[0], high = sorted[Math.min(sorted.length - 1, Math.ceil(sorted.length * 0.995))];
   if (series.length > 1 || low > 0 && low < 0.3 * high) low = Math.min(0, low);
-  if (high === low) high = low + 1;
+  if (high === low) high = low + Math.max(1, Math.abs(low) / 10);
   const left = 48, right = 8, top = 8, bottom = 22;
   const x = (t) => left + (t1 === t0 ? 1 : (t - t0) / (t1 - t0)) * (width - left - right);
   const y = (v) => top + (1 - (Math.min(v, high) - low) / (high - low)) * (height - top - bottom);
@@ -320,6 +437,8 @@ function table(id, title, heads, rows) {
   replace($(id), element("h2", {}, title), element("table", {},
     element("thead", {}, element("tr", {}, ...heads.map((h) => element("th", { scope: "col" }, h)))),
     element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((c) => element("td", {}, c)))))));
+  // One that is wider than the screen is scrolled by keyboard too.
+  if ($(id).scrollWidth > $(id).clientWidth) $(id).tabIndex = 0; else $(id).removeAttribute("tabindex");
 }
 
 const verdict = (ok, yes, no) => element("span", { class: ok ? "ok" : "not" }, ok ? yes : no);
@@ -327,7 +446,7 @@ const verdict = (ok, yes, no) => element("span", { class: ok ? "ok" : "not" }, o
 function tables(neuron) {
   const newest = (kind) => [...neuron.tables[kind]].reverse().slice(0, SHOWN_ROWS);
   table("rounds", "Rounds", ["time", "outer step", "result", "peers", "seconds"], newest("round").map((r) => [
-    moment(r.time), r.outer_step + 1, verdict(r.ok, fateOf(r), r.fault || "failed"), peersIn(r), number(r.seconds, 1)]));
+    moment(r.time), r.outer_step + 1, verdict(r.ok, fateOf(r), `failed: ${causeOf(r)}`), peersIn(r), number(r.seconds, 1)]));
   table("publications", "Uploads", ["time", "revision", "result", "MB", "seconds"], newest("publication").map((p) => [
     moment(p.time), p.revision, verdict(p.ok, "uploaded", p.reason || "failed"), number(p.bytes_sent / 1e6, 1), number(p.seconds, 1)]));
   const scores = neuron.scores ? Object.entries(neuron.scores.scores) : [];
@@ -338,7 +457,7 @@ function tables(neuron) {
   const ranks = ranksOf(neuron), measured = RANK_FIGURES.filter((f, i) => ranks.some((row) => row[i + 1] !== "–"));
   table("ranks", "Ranks", ["rank", ...measured.map((f) => f.head)],
     ranks.map((row) => [row[0], ...measured.map((f) => row[RANK_FIGURES.indexOf(f) + 1])]));
-  table("subnet", "All neurons", ["neuron", "state", "score", "step", "loss", "tokens/s", "rounds"],
+  table("subnet", "All neurons", ["neuron", "verdict", "score", "step", "loss", "tokens/s", "rounds"],
     neurons.size < 2 ? [] : [...neurons.values()].map(summaryOf));
   const problems = newest("problem");
   replace($("problems"), ...(problems.length ? [element("h2", {}, "Warnings and errors"),
@@ -347,6 +466,11 @@ function tables(neuron) {
 
 // A member's round through the store names no peers: "base" is what became of its own upload.
 const tookPart = (round) => round.ok && (round.base === undefined || round.base === "merged");
+// Why a round failed, in a sentence; what became of an upload, as the validator put it.
+function causeOf(round) {
+  const sentence = faults[round.fault] || String(round.fault || "").replace(/_/g, " ").toLowerCase();
+  return [sentence, String(round.detail || "")].filter(Boolean).join(": ");
+}
 const fateOf = (round) => ({ merged: "merged", kept: "not merged", refused: "refused" }[round.base] || "averaged");
 const peersIn = (round) => round.base !== undefined ? "–" : ((round.peers || []).length || (round.participants || []).length);
 
@@ -384,7 +508,7 @@ function summaryOf(neuron) {
   const last = neuron.steps[neuron.steps.length - 1], value = (c) => (last ? last[neuron.columns.indexOf(c)] : null);
   const rounds = neuron.tables.round, score = scoreOf(neuron);
   const bad = verdictOf(neuron)[2] === "bad";
-  return [neuron.name, element("span", { class: bad ? "not" : "" }, stateOf(neuron)), score ? number(score.total, 3) : "–",
+  return [titleOf(neuron), element("span", { class: bad ? "not" : "" }, verdictOf(neuron)[0]), score ? number(score.total, 3) : "–",
     last ? `${value("outer_step")} . ${value("inner_step")}` : "–",
     number(value("loss"), 3), number(value("tokens_per_second"), 0), `${rounds.filter(tookPart).length} of ${rounds.length}`];
 }
@@ -396,23 +520,34 @@ function draw() {
   if (!neuron) return;
   connection();
   const start = newestOf(neuron, "start") || {};
-  const name = start.uid === undefined ? neuron.name : `${neuron.name}, uid ${start.uid}`;
+  const title = titleOf(neuron), name = start.uid === undefined ? title : `${title}, uid ${start.uid}`;
   say($("title"), name);
   say($("hotkey"), start.hotkey || "");
   buttons();
   cards(neuron);
   const red = [...document.querySelectorAll("#now .card.bad h2")].map((head) => head.textContent).join(", ");
-  let [word, words, kind] = verdictOf(neuron);
+  let [word, words, kind, remedy] = verdictOf(neuron);
   if (kind === "good" && red) [words, kind] = [`${words ? `${words}; ` : ""}look at: ${red}`, "wait"];
   document.title = `${kind === "bad" ? "⚠ " : ""}${name}`;
   $("verdict").className = kind;
-  replace($("verdict"), element("h2", {}, word), element("p", {}, words));
+  const looked = neuron.facts && neuron.facts.looked, age = looked ? present() - looked : 0;
+  replace($("verdict"), element("h2", {}, word), element("p", {}, words),
+    ...(remedy ? [element("p", { class: "remedy" }, remedy)] : []),
+    ...(age > FRESH_SECONDS ? [element("p", { class: "age" }, `The miner's own figures are as of ${span(age)} ago.`)] : []));
   chart("loss", "Loss", "nats", neuron, [{ column: "loss", name: "inner step", style: "a" }], 3);
   chart("time", "Where a step's time goes", "s", neuron, [{ column: "seconds", name: "step", style: "a" },
     { column: "data_wait_seconds", name: "of it without data", style: "b" },
     { column: "between_seconds", name: "before it: rounds, loads", style: "c" }], 2);
   chart("speed", "Tokens per second", "", neuron, [{ column: "tokens_per_second", name: "all ranks", style: "a" }], 0);
   chart("memory", "GPU memory", "GB", neuron, [{ column: "gpu_memory_gb", name: "peak", style: "a" }], 1);
+  chart("incentive", "Incentive", "", neuron, [{ column: "incentive", name: "share of all payments", style: "a" }], 4,
+    neuron.standings, ["time", "incentive", "emission"]);
+  const store = neuron.facts && neuron.facts.kind === "store", every = neuron.counts.seconds === DAY ? "day" : "hour";
+  chart("counts", `Uploads and ${store ? "closes" : "rounds"}, by the ${every}`, "", neuron, [
+    { column: "uploads", name: "uploads", style: "a" }, { column: "failed", name: "failed uploads", style: "b" },
+    { column: "taken", name: store ? "closes merged" : "rounds taken", style: "c" },
+    { column: "missed", name: "missed", style: "d" }], 0,
+  neuron.counts.rows.length > 1 ? neuron.counts.rows : [], ["time", "uploads", "failed", "taken", "missed"]);
   tables(neuron);
   if (neuron.steps.length && !performance.getEntriesByName("drawn").length) performance.mark("drawn");
 }

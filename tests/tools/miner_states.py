@@ -1,0 +1,193 @@
+"""Run folders of miners in the states that an operator opens the dashboard for."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from distributed_training.telemetry.run_state import LAUNCHER_FILE, Crash, Launcher
+from distributed_training.telemetry.verdict import (
+    FACTS_FILE,
+    Disk,
+    Fact,
+    Facts,
+    Place,
+    Standing,
+    Upload,
+)
+
+HOTKEY = "5F3sa2TJAWMqDhXG6jhV4N8ko9SxwGy8TpaNS1repo5EYjQX"
+_STANDING = Standing(incentive=0.0121, emission=0.35, rank=4, miners=20, weights_block=4_999_960)
+_KEYS = (
+    "https://7d9c.r2.cloudflarestorage.com does not accept these keys "
+    "(SignatureDoesNotMatch): correct R2_WRITE_SECRET_ACCESS_KEY in .env"
+)
+
+#: State -> word of the verdict, its colour, and whether the miner's processes live.
+STATES: Mapping[str, tuple[str, str, bool]] = {
+    "earning": ("earning", "good", True),
+    "too-old": ("upload too old", "bad", True),
+    "older-step": ("of an older outer step", "bad", True),
+    "new": ("nothing uploaded", "wait", True),
+    "late": ("nothing uploaded", "bad", True),
+    "stopped": ("stopped", "idle", False),
+    "starting": ("starting", "wait", True),
+    "refused": ("cannot start", "bad", True),
+    "disk-full": ("disk full", "bad", True),
+    "offline": ("offline", "bad", True),
+    "behind": ("behind", "bad", True),
+    "killed": ("stopped", "bad", False),
+    "stuck": ("stuck", "bad", True),
+    "merged": ("earning", "good", True),
+    "not-merged": ("not merged", "bad", True),
+    "spam": ("refused", "bad", True),
+}
+#: Of a network that exchanges through the store, and what became of the last upload.
+STORE = {"merged": "merged", "not-merged": "kept", "spam": "refused"}
+
+
+def facts_of(state: str, now: float) -> Facts:
+    """Return what the miner in ``state`` knows at ``now``."""
+    uploads = tuple(
+        Upload(n, now - 700 - 9000 * (9 - n), f"5.{n}.40", 5_000_000 - 60) for n in (8, 9)
+    )
+    facts = Facts(
+        kind="hivemind", blocks_per_round=750, seconds_per_block=12.0, round_seconds=9000.0,
+        age_limit=4800.0, name="alpha", uid=17, looked=now, started=now - 86400, mode="training",
+        outer_step=9, step=Fact(40, now - 8), step_seconds=15.2, uploads=uploads,
+        uploads_known=True, called_at=now - 400, block=Fact(5_000_000, now),
+        registered=Fact(True, now), standing=Fact(_STANDING, now),
+        place=Fact(Place(9, 5_000_000 - 560), now), next_round=now + 2000,
+        disk=disk_at(now, 1e6),
+    )  # fmt: skip
+    match state:
+        case "too-old":
+            old = replace(uploads[-1], block=5_000_000 - 398)
+            return replace(facts, uploads=(uploads[0], old), fitting_steps=5, next_upload=now + 30)
+        case "older-step":
+            return replace(facts, uploads=uploads[:1])
+        case "new" | "late":
+            ago = 5400 if state == "late" else 540
+            return replace(facts, uploads=(), started=now - ago, called_at=None)
+        case "starting" | "refused" | "stopped" | "killed":
+            ago = now - 300
+            return replace(facts, looked=ago, step=Fact(40, ago), block=Fact(4_999_975, ago))
+        case "disk-full":
+            return replace(facts, disk=disk_at(now, 1e15))
+        case "offline":
+            ago = now - 190
+            silent = {"block": Fact(4_999_984, ago), "store_silent_since": ago, "called_at": ago}
+            return replace(facts, **silent, next_round=now - 64)  # type: ignore[arg-type]
+        case "behind":
+            return replace(facts, behind_since=now - 1860)
+        case "stuck":
+            return replace(facts, step=Fact(40, now - 900))
+        case _ if state in STORE:
+            cause = {"refused": "a copy of uid 3's", "kept": "late: by 3 s"}.get(STORE[state], "")
+            upload = Upload(8, now - 1300, "8.0", None, STORE[state], now - 900, cause)
+            waiting = Upload(9, now - 60, "9.0")
+            return replace(facts, kind="store", uploads=(upload, waiting), called_at=None)
+    return facts
+
+
+def disk_at(now: float, needed: float) -> Fact[Disk]:
+    return Fact(Disk(1e12, 2e12, needed), now)
+
+
+def launcher_of(state: str, now: float) -> Launcher:
+    running = Launcher(state="running", at=now - 86400, pid=os.getpid())
+    match state:
+        case "stopped":
+            return replace(running, state="stopped", at=now - 300, stopped_by="signal SIGINT")
+        case "starting":
+            stage = "loading global state: 12.4 of 32.0 GB"
+            times = {"stage_at": now - 20, "eta_seconds": 1560.0}
+            return replace(running, state="starting", at=now - 95, stage=stage, **times)  # type: ignore[arg-type]
+        case "refused":
+            again = {"attempt": 6, "next_try_at": now + 43}
+            return replace(running, state="refused", at=now - 20, text=_KEYS, **again)  # type: ignore[arg-type]
+        case "behind":
+            crash = Crash(now - 1900, "rank 1 was killed by SIGKILL")
+            return replace(running, restarts=2, last_crash=crash)
+    return running
+
+
+def _weeks(state: str, facts: Facts, uid: int, now: float) -> list[dict[str, Any]]:
+    """Return the events of two weeks: a step in half an hour, a round in two and a half hours."""
+    last = facts.step.at if facts.step else now
+    events: list[dict[str, Any]] = []
+
+    def add(kind: str, ago: float, **fields: Any) -> None:
+        events.append({"time": last - ago, "kind": kind, **fields})
+
+    add("start", 672 * 1800, uid=uid, hotkey=HOTKEY, outer_step=0)
+    young = not facts.uploads
+    for number in range(670, 0, -1) if not young else ():
+        if number % 5 == 0:
+            kept = {"base": "merged"} if state in STORE else {"peers": ["a", "b"]}
+            failed = {"fault": "NO_GROUP", "detail": "", "seconds": 60.0, "outer_step": 1}
+            done = {"ok": True, "fault": "", "seconds": 3.0, "outer_step": 1, **kept}
+            add("round", number * 1800, **(done if number % 35 else {"ok": False, **failed}))
+            ok = number % 45 > 0
+            fields = {"revision": "5.9.40", "seconds": 2.0, "bytes_sent": 5e6}
+            add("publication", number * 1800, ok=ok, reason="" if ok else "TIMEOUT", **fields)
+            paid = {**asdict(_STANDING), "incentive": 0.0121 - number / 100000}
+            add("income", number * 1800, verdict="earning", **paid)
+        add("step", number * 1800, **step_fields(7, number, 2.0 + number / 335))
+    for number in range(1, 41):
+        add("step", 15.2 * (40 - number), **step_fields(9, number, 2.0 + (40 - number) / 400))
+    if not young:
+        add("round", 0, ok=True, fault="", peers=["a", "b"], seconds=3.0, outer_step=8)
+    if state in STORE:
+        events[-1] |= {"peers": [], "base": STORE[state], "detail": facts.uploads[0].cause}
+    if state == "stopped":
+        add("stop", 0, reason="asked to stop", exit_status=0)
+    return events
+
+
+def step_fields(outer_step: int, inner_step: int, loss: float) -> dict[str, Any]:
+    return {
+        "outer_step": outer_step, "inner_step": inner_step, "loss": loss, "learning_rate": 2.5e-4,
+        "seconds": 15.2, "data_wait_seconds": 0.1, "tokens_per_second": 34000.0, "mfu": 0.52,
+        "gpu_memory_gb": 68.5, "gpu_utilization": 97.0,
+    }  # fmt: skip
+
+
+def make_miner(place: Path, state: str, uid: int = 17, **gauges: float) -> Path:
+    """Return the run folder of a miner in ``state``: one of STATES, else one that earns."""
+    folder = place / state
+    folder.mkdir()
+    now = time.time()
+    facts, alive = facts_of(state, now), STATES.get(state, ("", "", True))[2]
+    launcher = launcher_of(state, now)
+    if not alive:
+        with subprocess.Popen(["true"]) as gone:  # its pid is nobody's afterwards
+            launcher = replace(launcher, pid=gone.pid)
+    name = f"--neuron.name {state} miner\n  --cost.price_per_hour 2.5   (miner.toml)\n"
+    (folder / "config.txt").write_text(f"  {name}")
+    (folder / FACTS_FILE).write_text(replace(facts, name=f"{state} miner", uid=uid).to_json())
+    (folder / LAUNCHER_FILE).write_text(json.dumps(asdict(launcher)))
+    figures: dict[str, Any] = {
+        "start_timestamp_seconds": facts.started, "publication_age_limit_seconds": 4800,
+        "next_round_timestamp_seconds": facts.next_round, "dht_peers": 19,
+        "metrics_written_timestamp_seconds": now, "chain_seconds_per_block": 12,
+        "chain_block": 5_000_000, "weights_block": 4_999_960, **gauges,
+    }  # fmt: skip
+    if facts.uploads and facts.uploads[-1].block:
+        figures["block_list_limit_blocks"] = 375
+        figures["block_list_age_blocks"] = 5_000_000 - facts.uploads[-1].block
+    lines = (f"# TYPE dt_{name} gauge\ndt_{name} {value}\n" for name, value in figures.items())
+    (folder / "metrics.prom").write_text("".join(lines))
+    lines = (json.dumps(event) + "\n" for event in _weeks(state, facts, uid, now))
+    (folder / "events.jsonl").write_text("".join(lines))
+    (folder / "instance.json").write_text(json.dumps({"instance": "a", "pid": launcher.pid}))
+    if not alive:
+        for file in folder.iterdir():
+            os.utime(file, (now - 300, now - 300))
+    return folder
