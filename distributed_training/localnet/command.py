@@ -46,7 +46,7 @@ def build_parser() -> Parser:
     how_long = parser.add_mutually_exclusive_group()
     about = "stop after so many outer steps (default 2)"
     how_long.add_argument("--outer-steps", type=count, default=2, help=about)
-    about = "as many outer steps as fit into so many minutes: 15 make a text that can be read"
+    about = "as many outer steps as fit into so many minutes"
     how_long.add_argument("--minutes", type=ranged(1.0, 1e5), help=about)
     add("--folder", type=path, default=Path("runs/localnet"), help="where everything is written")
     block = ranged(0.01, 60.0)
@@ -101,6 +101,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return exit_with(error)
     interrupted = signals.stop.is_set()
+    done = bool(subnet.neurons) and (
+        subnet.validator.state.outer_step >= subnet.options.outer_steps
+    )
     failures = [failure.splitlines()[0]] if failure else []
     if not subnet.neurons:
         for line in [*failures, *subnet.problems]:
@@ -122,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"picture: {png}\nlogs:    {subnet.folder}/*/log.txt")
     except ImportError as error:
         print(f"no picture: {error}; install the extra 'local'", file=sys.stderr)
-    if summary.ok and not interrupted:
+    if summary.ok and (not interrupted or (arguments.stay and done)):
         # From the folder of the validator, so before that is emptied.
         folder = subnet.folder / "model"
         shutil.rmtree(folder, ignore_errors=True)
