@@ -23,6 +23,7 @@ import csv
 import json
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -33,16 +34,20 @@ from typing import Any
 
 from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument
+from distributed_training.config.schema import read_settings
 from distributed_training.config.types import File
 from distributed_training.protocol.network_report import span
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.events import read_events
+from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.run_state import LAUNCHER_FILE, Launcher, observe, read_launcher
 from distributed_training.telemetry.verdict import FACTS_FILE, Verdict, judge
 
 MUST_ACT, NOT_RUNNING = 1, 3  # exit statuses; 3 as `systemctl status` has it
 
 _EVERY = 2.0  # seconds between two looks of --watch
+_TAIL = 2**20  # bytes of events, hours of inner steps
+_PRICE = re.compile(r"\d+(\.\d+)?(e[+-]?\d\d?)?")  # as config.txt shows it
 _HOUR = 3600
 _LAST_TIME = 4e9  # Unix seconds; a later one was written by a clock that was wrong
 _LARGEST = 1e18  # of a figure in an event
@@ -127,11 +132,15 @@ def find_own() -> list[Path]:
 # --- one look ------------------------------------------------------------------------------------
 
 
-def describe(folder: Path, now: float) -> dict[str, Any]:
+def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     """Return what is known of a miner; the keys are those of ``--json``.
 
     Times are Unix seconds, sizes bytes; None: not known, or there is none.
     """
+    folder = neuron.folder
+    with contextlib.suppress(OSError):  # a disk that fails: what was read before stays
+        neuron.poll()
+    price = read_settings(folder).get("cost.price_per_hour", "")
     facts, launcher = observe(folder, now), read_launcher(folder) or Launcher()
     found = judge(facts, now)
     runs = not (
@@ -172,6 +181,8 @@ def describe(folder: Path, now: float) -> dict[str, Any]:
         "store_silent_since": facts.store_silent_since,
         "restarts": launcher.restarts,
         "last_crash": asdict(launcher.last_crash) if launcher.last_crash.text else None,
+        "tokens_a_day": neuron.tokens_a_day(now),
+        "price_a_day": 24 * float(price) if _PRICE.fullmatch(price) else None,
     }
 
 
@@ -183,10 +194,11 @@ def status_of(rows: Iterable[dict[str, Any]]) -> int:
 
 def show(folders: Sequence[Path], *, as_json: bool, watch: bool) -> int:
     """Print the state of each miner, again and again with ``watch``. Return the exit status."""
+    neurons = [NeuronState(folder).catch_up(at_most=_TAIL) for folder in folders]
     redraws = watch and not as_json and sys.stdout.isatty()
     shown: dict[str, tuple[Any, ...]] = {}
     while True:
-        rows = [describe(folder, time.time()) for folder in folders]
+        rows = [describe(neuron, time.time()) for neuron in neurons]
         if redraws:
             print("\x1b[H\x1b[2J", end="")
         if as_json or (watch and not redraws):
@@ -241,6 +253,7 @@ def text_of(row: dict[str, Any]) -> str:
     if row["restarts"] or crash:
         last = f", last crash {ago(crash['at'], now)}: {crash['text']}" if crash else ""
         add("restarts", f"{row['restarts']}{last}")
+    add("a day", describe_day(row) if runs else "")
     return "\n".join(map(printable, lines))
 
 
@@ -278,6 +291,15 @@ def describe_upload(row: dict[str, Any]) -> str:
     return (
         f"{tag}of outer step {upload['outer_step']}, {ago(upload['at'], row['time'])}{fate}{cause}"
     )
+
+
+def describe_day(row: dict[str, Any]) -> str:
+    tokens, price = row["tokens_a_day"], row["price_a_day"]
+    parts = [] if tokens is None else [f"{tokens / 1e6:.1f} million tokens"]
+    if price is not None:
+        each = f" ({price / tokens * 1e9:.2f} per billion tokens)" if tokens else ""
+        parts.append(f"costs {price:.2f}{each}")
+    return ", ".join(parts)
 
 
 def ago(at: float, now: float) -> str:

@@ -114,9 +114,9 @@ class NeuronState:
 
     # --- events in --------------------------------------------------------------------------------
 
-    def catch_up(self) -> NeuronState:
-        """Take in what the files hold, their last 64 MiB. Returns this object."""
-        for event in self._follower.history(at_most=_HISTORY_BYTES):
+    def catch_up(self, *, at_most: int = _HISTORY_BYTES) -> NeuronState:
+        """Take in the last bytes of the files, ``at_most``. Returns this object."""
+        for event in self._follower.history(at_most=at_most):
             self.apply(event)
         return self
 

@@ -123,6 +123,7 @@ def test_a_full_disk_takes_the_next_state_in_place_of_the_last(
     assert "launcher.json was not written (No space left on device)" in line
 
 
+@pytest.mark.slow
 def test_a_second_launcher_of_the_folder_leaves_the_state_of_the_first(tmp_path: Path) -> None:
     code = (
         "import fcntl, sys; from pathlib import Path\n"

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import resource
 import subprocess
 import sys
 import time
-from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,83 +16,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed_training import status_command as status
-from distributed_training.telemetry.run_state import LAUNCHER_FILE, Launcher
-from distributed_training.telemetry.verdict import (
-    FACTS_FILE,
-    Disk,
-    Fact,
-    Facts,
-    Place,
-    Standing,
-    Upload,
-    Verdict,
-)
+from distributed_training.telemetry.neuron_state import NeuronState
+from distributed_training.telemetry.verdict import FACTS_FILE, Verdict
+from tests.tools.miner_states import STATES, make_miner
 
 pytestmark = pytest.mark.timeout(120)
-
-_STANDING = Standing(incentive=0.0121, emission=0.35, rank=4, miners=20, weights_block=4_999_960)
-#: State -> verdict, colour, whether the miner's processes live.
-STATES: dict[str, tuple[str, str, bool]] = {
-    "earning": ("earning", "good", True),
-    "too-old": ("upload too old", "bad", True),
-    "starting": ("starting", "wait", True),
-    "refused": ("cannot start", "bad", True),
-    "stopped": ("stopped", "idle", False),
-    "killed": ("stopped", "bad", False),
-    "offline": ("offline", "bad", True),
-    "stuck": ("stuck", "bad", True),
-    "merged": ("earning", "good", True),
-}
-
-
-def make_miner(place: Path, state: str) -> Path:
-    """Return the run folder of a miner in ``state``: one of STATES."""
-    folder, now = place / state, time.time()
-    folder.mkdir()
-    block, upload = 5_000_000, Upload(9, now - 700, "5.9.40", 4_999_940)
-    facts = Facts(
-        kind="hivemind", blocks_per_round=750, seconds_per_block=12.0, round_seconds=9000.0,
-        age_limit=4800.0, name=f"{state} miner", uid=17, looked=now, started=now - 86400,
-        mode="training", outer_step=9, step=Fact(40, now - 8), step_seconds=15.2,
-        uploads=(upload,), uploads_known=True, called_at=now - 400, block=Fact(block, now),
-        registered=Fact(True, now), standing=Fact(_STANDING, now),
-        place=Fact(Place(9, block - 560), now), next_round=now + 2000, next_upload=now + 30,
-        disk=Fact(Disk(1e12, 2e12, 1e6), now),
-    )  # fmt: skip
-    launcher = Launcher(state="running", at=now - 86400, pid=os.getpid())
-    ago = now - 300
-    match state:
-        case "too-old":
-            old = replace(upload, block=block - 398)
-            facts = replace(facts, uploads=(old,), fitting_steps=5)
-        case "offline":
-            facts = replace(facts, block=Fact(block, ago), store_silent_since=ago, called_at=ago)
-        case "stuck":
-            facts = replace(facts, step=Fact(40, now - 900))
-        case "merged":
-            merged = Upload(8, now - 1300, "8.0", None, "merged", now - 900)
-            facts = replace(facts, kind="store", uploads=(merged,), called_at=None)
-        case "starting":
-            stage = {"stage": "loading the global state, 12.4 of 32.0 GB (3 of 5)"}
-            times = {"stage_at": now - 20, "eta_seconds": 1560.0, "at": now - 95}
-            launcher = replace(launcher, state="starting", **stage, **times)
-        case "refused":
-            text = "the bucket does not accept these keys: correct R2_WRITE_SECRET_ACCESS_KEY"
-            again = {"attempt": 6, "next_try_at": now + 43, "text": text}
-            launcher = replace(launcher, state="refused", at=now - 20, **again)
-        case "stopped":
-            launcher = replace(launcher, state="stopped", at=ago, stopped_by="signal SIGINT")
-    if state not in ("earning", "too-old", "offline", "stuck", "merged"):
-        facts = replace(facts, looked=ago, step=Fact(40, ago), block=Fact(block, ago))
-    if not STATES[state][2]:
-        with subprocess.Popen(["true"]) as gone:  # its pid is nobody's afterwards
-            launcher = replace(launcher, pid=gone.pid)
-    (folder / FACTS_FILE).write_text(facts.to_json())
-    (folder / LAUNCHER_FILE).write_text(json.dumps(asdict(launcher)))
-    (folder / "instance.json").write_text(json.dumps({"instance": "a", "pid": launcher.pid}))
-    for file in folder.iterdir() if not STATES[state][2] else ():
-        os.utime(file, (ago, ago))
-    return folder
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -110,6 +36,9 @@ def test_each_state_has_its_verdict_and_exit_status(
     text = status.text_of(row)
     assert text.startswith(f"{state} miner (uid 17): {verdict.upper()}\n  {row['cause']}\n")
     assert (f"  do            {row['remedy']}\n" in text) == bool(row["remedy"])
+    assert ("  a day         " in text) == (row["state"] == "running")
+    if row["tokens_a_day"]:
+        assert "million tokens, costs 60.00 (" in text or row["state"] != "running"
     shown = {line.split("  ")[1] for line in text.splitlines()[2:]}
     assert "disk" in shown and ("link" in shown) == (row["state"] == "running")
     assert ("last upload" in shown) == (row["last_upload"] is not None)
@@ -131,6 +60,7 @@ def test_several_miners_have_a_row_each_and_the_worst_exit_status(
         assert [row.split()[0] for row in rows] == chosen
 
 
+@pytest.mark.slow
 def test_it_takes_less_than_a_second_of_the_processor(tmp_path: Path) -> None:
     """Beside any load: what counts is its own time, whoever else wants the cores."""
     folder = make_miner(tmp_path, "earning")
@@ -290,7 +220,7 @@ def test_nothing_in_a_folder_and_no_clock_ends_it(
         facts.write_bytes(content[: len(content) - max(0, cut - 30)])
         written = "".join(json.dumps(event) + "\n" for event in events).encode()
         (miner / "events.jsonl").write_bytes(written[: len(written) - cut])
-        row = status.describe(miner, time.time() + jump)
+        row = status.describe(NeuronState(miner).catch_up(at_most=2**20), time.time() + jump)
         assert row["status"] in (0, 1, 3) and row["verdict"] in list(Verdict)
         json.dumps(row, allow_nan=False)
         for shown in (status.text_of(row), status.table_of([row, row]), status.line_of(row)):
