@@ -4,6 +4,7 @@
                                           [--offline] [flags of neurons/miner.py]...
     python -m distributed_training doctor --probe HOST[:PORT[,PORT]]
     python -m distributed_training doctor --notify
+    python -m distributed_training doctor --bundle FILE.tar.gz [--log FILE]
 
     ... doctor --probe 203.0.113.7               are that miner's ports open from here?
     ... doctor --probe 203.0.113.7:48091,48009   the same, at a rented container's outside ports
@@ -12,6 +13,8 @@
     ... doctor --preset local --offline        this machine alone
     ... doctor --model 1b --nproc_per_node 4   another model, four ranks
     ... doctor --diagnostics.measure 0         without the 10-second measurement
+    ... doctor --bundle help.tar.gz            rows, log, settings, events, versions for a helper,
+                                               with secrets masked; --log: where pm2 is not used
     ... doctor --notify                        send a message to the webhook of DT_NOTIFY_URL
 
 Takes every flag of neurons/miner.py, .env and the environment, so its result holds for the miner
@@ -64,12 +67,13 @@ from distributed_training.config import (
 )
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.settings import ChainSettings, SwarmSettings
-from distributed_training.config.types import is_ip
+from distributed_training.config.types import File, is_ip
 from distributed_training.health import machine
+from distributed_training.health.bundle import find_log, write_bundle
 from distributed_training.health.machine import Entry, Examination
 from distributed_training.miner.launcher import ranks_of
 from distributed_training.miner.rank_group import rank_environment_defaults, rank_variables
-from distributed_training.miner.run_folder import mark_of, rank_environment
+from distributed_training.miner.run_folder import launcher_pid, mark_of, rank_environment
 from distributed_training.protocol.lines import SLOW_STEP, counted
 from distributed_training.protocol.synapses import IS_ALIVE_ROUTE, PROBE_HOST
 from distributed_training.protocol.types import Check, ExitStatus
@@ -190,6 +194,8 @@ def build_parser() -> Parser:
     parser.add_argument("--offline", action="store_true")
     parser.add_argument("--probe", type=argument(str))
     parser.add_argument("--notify", action="store_true")
+    parser.add_argument("--bundle", type=argument(File))
+    parser.add_argument("--log", type=argument(File))
     parser.add_argument("-h", "--help", action="store_true")
     return parser
 
@@ -224,7 +230,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             step=recent_step(config.run_folder) if processes else None,
             own_ports=frozenset(ports),
         )
-        return report(examine(examination, flags), as_json=options.json)
+        status = report(examine(examination, flags), as_json=options.json)
+        if options.bundle:
+            log = options.log or find_log(launcher_pid(config.run_folder) if processes else None)
+            lines = write_bundle(options.bundle, config, examination.found, log=log)
+            print(f"{options.bundle} has, with secrets masked:", *lines, sep="\n", file=sys.stderr)
+            if log is None:
+                print("No log was found: give it with --log FILE", file=sys.stderr)
+        return status
     except ConfigError as error:
         return exit_with(error)
     except KeyboardInterrupt:

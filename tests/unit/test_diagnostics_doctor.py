@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -28,7 +29,7 @@ from distributed_training.common.proxies import VARIABLES
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import StoreSettings, TrainingSettings
 from distributed_training.doctor import _DECISIVE, model_config
-from distributed_training.health import gpus, machine, outside
+from distributed_training.health import bundle, gpus, machine, outside
 from distributed_training.health.machine import Examination, bytes_under
 from distributed_training.miner.run_folder import INSTANCE, write_instance
 from distributed_training.node import identity
@@ -571,6 +572,25 @@ def test_nothing_is_trained_beside_a_running_miner(
     else:
         assert found["step time"]["status"] == "skip" and "since its start" in str(found)
     assert "a miner runs" in found["disk speed"]["finding"]
+
+
+def test_a_bundle_has_the_rows_and_the_log_of_the_running_miner(
+    running: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bundle, "distributions", lambda: [])
+    monkeypatch.chdir(running)
+    (running / "out.log").write_text("two lines\nof the miner\n")
+    flags = ["--preset", "local", "--offline", "--neuron.run_folder", str(running)]
+    for more in ([], ["--log", "out.log"]):
+        doctor.main([*flags, "--bundle", f"help{len(more)}.tar.gz", *more])
+        said = capsys.readouterr()
+        assert "has, with secrets masked:\ndoctor.json" in said.err
+        assert "log.txt" in said.err  # of this process, unless it is named
+    with tarfile.open(running / "help2.tar.gz") as archive:
+        log, rows = (archive.extractfile(f"bundle/{name}") for name in ("log.txt", "doctor.json"))
+        assert log is not None and log.read() == b"two lines\nof the miner\n"
+        assert rows is not None and "step time" in [row["name"] for row in json.load(rows)]
+    assert doctor.main([*flags, "--bundle", "help2.tar.gz"]) == 2
 
 
 def test_in_an_empty_folder_the_doctor_names_the_command_that_fills_it(
