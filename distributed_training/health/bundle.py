@@ -140,9 +140,10 @@ def find_secrets(config: Config, dotenv: Path, environ: Mapping[str, str]) -> It
     wallet = Path(os.path.expanduser(chain.wallet_path)) / chain.wallet_name
     key = read_json_object(wallet / "hotkeys" / chain.wallet_hotkey) or {}
     for name in ("secretPhrase", "secretSeed", "privateKey"):
-        if isinstance(text := key.get(name), str) and _long(text):
-            yield text
-            yield text.removeprefix("0x")
+        found = str(key.get(name, ""))
+        if _long(found):
+            yield found
+            yield found.removeprefix("0x")
 
 
 def _long(text: str) -> bool:

@@ -19,7 +19,6 @@ from distributed_training.chain.subtensor import endpoints_of
 from distributed_training.common.memory import ModelShape, snapshot_bytes
 from distributed_training.common.proxies import HUB, VARIABLES, proxy_for, unusable, variable
 from distributed_training.config import Config, ConfigError
-from distributed_training.exchange.hivemind.supervisor import address_of, any_reachable
 from distributed_training.health.clock import (
     LIMIT,
     REMEDY,
@@ -54,6 +53,7 @@ from distributed_training.store.transfer import Retry
 from distributed_training.telemetry.metrics import read_metrics
 
 _CHAIN_TIMEOUT = timedelta(seconds=30)  # for a first answer
+_CHAIN_TIMEOUT_BESIDE = timedelta(seconds=7)  # the same beside a running miner
 _TIMEOUT = timedelta(seconds=5)  # of one request or connection
 _ADDRESS_TIMEOUT = timedelta(seconds=2)  # of each service that is asked
 _STORE_TIMEOUT = timedelta(seconds=10)  # of its first answer
@@ -129,7 +129,8 @@ def check_chain(examination: Examination) -> list[Check]:
         cause, _, remedy = str(error).rpartition(": ")
         refused = Check("hotkey", "fail", cause or str(error), remedy or "--wallet.name, .path")
     # A start waits for a chain that is away; a person at a terminal is told.
-    quick = min(config.chain.start_timeout, _CHAIN_TIMEOUT)
+    longest = _CHAIN_TIMEOUT_BESIDE if examination.running else _CHAIN_TIMEOUT
+    quick = min(config.chain.start_timeout, longest)
     settings = dataclasses.replace(config.chain, start_timeout=quick)
     with ExitStack() as stack:
         try:
@@ -368,6 +369,11 @@ def check_line(config: Config, bucket: str, shape: ModelShape | None) -> Check:
 @listed(CHECKS, exchange="hivemind", alone=True)
 def check_bootstrap(examination: Examination) -> Check:
     name, peers = "bootstrap", examination.config.swarm.initial_peers
+    if examination.step is not None:
+        # What dials them imports torch, which takes seconds from the ranks.
+        return Check(name, "skip", "not dialled: the running miner's log says whether it joined")
+    from distributed_training.exchange.hivemind.supervisor import address_of, any_reachable
+
     dialled = {peer: address for peer in peers if (address := address_of(peer))}
     if not dialled:
         return Check(name, "skip", "no initial peer with a TCP port is given")
