@@ -34,6 +34,7 @@ from distributed_training.protocol.types import ExitStatus
 from tests.tools.miner_parts import config_of
 from tests.tools.r2_keys import KEYS
 from tests.tools.settings import load_config
+from tests.tools.webhooks import webhooks
 
 pytestmark = pytest.mark.timeout(60)
 Usage = namedtuple("Usage", "total used free")
@@ -355,3 +356,16 @@ def test_the_number_of_gpus_is_remembered_while_the_driver_is_away(
     for damaged in ("", "[]", '{"gpus": "x"}', '{"gpus": true}', '{"gpus": -1}'):
         file.write_text(damaged)
         assert remembered_gpus(run_folder(argv)) == 0
+
+
+def test_an_operator_is_told_of_an_end_that_nobody_asked_for(
+    argv: list[str], ranks: Played, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with webhooks(monkeypatch) as world:
+        monkeypatch.setenv("DT_NOTIFY_URL", world.url("Slack"))
+        ranks.left = [(0, FAULT)] * (1 + launcher.RESTARTS)
+        assert launch(argv) == FAULT
+    (told,) = [text for _, text in world.taken if "nobody asked" in text]  # the disk may be full
+    assert "failures: as told" in told
+    for path in run_folder(argv).rglob("*"):
+        assert not path.is_file() or b"secretsecret" not in path.read_bytes()

@@ -8,6 +8,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
@@ -304,6 +305,8 @@ def test_whatever_happens_each_trouble_is_told_and_taken_back_in_turn(
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[Webhooks]:
     monkeypatch.setattr(notify, "_LOOK_EVERY", 0.02)
+    room = SimpleNamespace(free=5e11, total=1e12)  # the disk of this machine may be full
+    monkeypatch.setattr("shutil.disk_usage", lambda _: room)
     with webhooks(monkeypatch) as served:
         yield served
 
