@@ -472,8 +472,8 @@ class Services:
             # The validator is one of the group.
             changed |= {"round.min_group_size": self._least + 1, "swarm.initial_peers": [first]}
         for key, value in {**changed, **options.rules}.items():
-            table, _, name = key.partition(".")
-            rules[table][name] = value
+            table, _, name = key.rpartition(".")
+            (rules.setdefault(table, {}) if table else rules)[name] = value
         text = signed(to_toml(rules), master.hotkey, beside=str)
         write_bytes(self.network, text.encode(), durable=False)
 

@@ -1,0 +1,416 @@
+"""Hold rounds through the store against rounds over hivemind, at links as members have them.
+
+    python -m bench.exchange                      both, 20 minutes
+    python -m bench.exchange --exchange store     one of them
+
+Four miners of a local subnet have a machine (a network namespace) and a network link each;
+validator, registry and embedded store share another machine, whose link has no bound. A
+transfer takes as much of a round period as one of 4 billion parameters at 20 Mbit/s up and 100 down
+takes of 80 minutes. The network over hivemind has the rules
+that ``dt-network init`` writes for one, and an upload each eighth of a period.
+
+Bytes are what a member's interface counted from one outer step to the next. Utilization is said
+twice. *Inner steps* are compared with a lone miner's, which takes its median step again and again.
+*Not held* is 1 - the time between inner steps / wall, from the events. Inner steps are paced,
+mostly asleep, so that programs on few cores do not measure each other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bench.common import parser, table
+from distributed_training.common.memory import ModelShape
+from distributed_training.localnet.services import SubnetOptions
+from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
+from distributed_training.protocol.growth import Growth, grace_seconds
+from distributed_training.telemetry import read_events
+from tests.tools.namespaces import inside, ip, join, run, shape
+
+KINDS = ("hivemind", "store")  # the first is the baseline
+MINERS = 4
+MODEL: dict[str, Any] = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 264,
+    "hidden_size": 640,
+    "intermediate_size": 1728,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 10,
+    "num_key_value_heads": 10,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "eos_token_id": 256,
+    "pad_token_id": 256,
+}
+PARAMETERS = ModelShape.from_config(MODEL).parameters
+FIRST = 1  # outer step from which on bytes and time are counted: at the start all load the model
+GOAL_BYTES, GOAL_UTILIZATION = 0.55, 0.945
+_PACED = Path(__file__).parents[1] / "tests" / "tools" / "paced_miner.py"
+_STEP = 2.5  # seconds of a paced inner step
+_UPLOADS = 8  # of a member in a round period over hivemind
+_BIG = 4e9, 4800.0, 20.0, 100.0  # parameters, seconds from close to close, Mbit/s up, down
+
+#: Programs find store, registry and first peer at loopback, as in any local subnet.
+_OF_MEMBER = """
+table ip way {{
+    chain out {{
+        type nat hook output priority -100;
+        ip daddr 127.0.0.1 tcp dport {{ {ports} }} dnat to {founder}
+    }}
+    chain from {{ type nat hook postrouting priority 100; oifname "eth0" masquerade; }}
+}}
+"""
+_OF_FOUNDER = """
+table ip way {{
+    chain in {{
+        type nat hook prerouting priority -100;
+        iifname "eth0" tcp dport {{ {ports} }} dnat to 127.0.0.1
+    }}
+    counter sent {{ }}
+    counter received {{ }}
+    chain out {{
+        type filter hook output priority 0;
+        oifname "lo" tcp dport {store} counter name sent
+        oifname "lo" tcp sport {store} counter name received
+    }}
+}}
+"""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A network namespace and its address there."""
+
+    name: str
+    address: str
+
+
+@contextmanager
+def machines(up: float, down: float) -> Iterator[list[Machine]]:
+    """Yield the founder's machine, and those of the miners with links of ``up`` and ``down``
+    Mbit/s. Raises OSError or subprocess.CalledProcessError."""
+    tag = f"dt{os.getpid() % 100000}"
+    made = [Machine(f"{tag}m{i}", f"10.215.0.{i + 1}") for i in range(MINERS + 1)]
+    switch = f"{tag}switch"
+    try:
+        for name in (switch, *(machine.name for machine in made)):
+            ip("netns", "add", name)
+        join("port", {m.name: m.address for m in made}, switch=switch)
+        for number, machine in enumerate(made):
+            at = ("ip", "netns", "exec", machine.name)
+            run(*at, "sysctl", "-qw", "net.ipv4.conf.all.route_localnet=1")
+            if number:
+                shape(machine.name, "eth0", up)
+                shape(switch, f"port{number}", down)
+        yield made
+    finally:
+        for name in (switch, *(machine.name for machine in made)):
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+class ApartSubnet(LocalSubnet):
+    """A local subnet whose miners have a machine each, and the rest the first one."""
+
+    def __init__(self, made: Sequence[Machine], options: SubnetOptions) -> None:
+        super().__init__(options=options, tell=lambda line: print(line, flush=True))
+        self._made = made
+
+    def _start_neuron(self, neuron: Neuron) -> None:
+        """Start it at its place; the validator, which is the first, when all can be reached."""
+        place = self._made[0]
+        if neuron.plan.kind == "validator":
+            self._open_ways()
+        else:
+            place = self._made[1 + self.miners.index(neuron)]
+        if self.options.exchange == "hivemind":
+            for flag in ("axon.ip", "dht.listen_ip"):
+                neuron.child.command += [f"--{flag}", "0.0.0.0"]
+            for flag in ("axon.external_ip", "dht.ip"):
+                neuron.child.command += [f"--{flag}", place.address]
+        with inside(place.name):
+            super()._start_neuron(neuron)
+
+    def _open_ways(self) -> None:
+        """Lead what members send to store, registry and first peer to the founder's machine."""
+        assert self.services is not None
+        urls = (self.services.store_endpoint, self.services.chain_endpoint)
+        served = [url.rpartition(":")[2] for url in urls]
+        founder, *others = self._made
+        _filter(founder, _OF_FOUNDER.format(ports=", ".join(served), store=served[0]))
+        ports = ", ".join([*served, str(self.validator.plan.dht_port)])
+        for machine in others:
+            _filter(machine, _OF_MEMBER.format(ports=ports, founder=founder.address))
+
+
+def _filter(machine: Machine, rules: str) -> None:
+    command = ["ip", "netns", "exec", machine.name, "nft", "-f", "-"]
+    subprocess.run(command, input=rules, text=True, check=True)
+
+
+def validators_bytes(founder: Machine) -> tuple[int, int]:
+    """Return the bytes that the validator has sent to the store, and received from there."""
+    command = ("ip", "netns", "exec", founder.name, "nft", "-j", "list", "counters")
+    listed = json.loads(run(*command).stdout)["nftables"]
+    found = {each["counter"]["name"]: each["counter"]["bytes"] for each in listed[1:]}
+    return found["sent"], found["received"]
+
+
+@dataclass(frozen=True)
+class Count:
+    """The bytes of an interface at the end of a member's outer step."""
+
+    outer_step: int
+    at: float  # Unix seconds
+    sent: int
+    received: int
+
+
+def counters(pid: int) -> tuple[int, int]:
+    """Return the bytes sent and received at the machine where a process runs."""
+    lines = Path(f"/proc/{pid}/net/dev").read_text().splitlines()
+    (line,) = (line for line in lines if line.strip().startswith("eth0:"))
+    fields = line.partition(":")[2].split()
+    return int(fields[8]), int(fields[0])
+
+
+@dataclass
+class Member:
+    """One miner from outer step ``FIRST`` on. Bytes are of an outer step, a parameter."""
+
+    sent: list[float]
+    received: list[float]
+    uploaded: float
+    by_steps: float  # utilization
+    by_held: float
+
+
+@dataclass
+class Found:
+    """The figures of a run of one kind."""
+
+    members: list[Member] = field(default_factory=list)
+    seconds: float = 0.0  # of an outer step
+    validator: tuple[float, ...] = ()  # sent and received, bytes a parameter in an outer step
+    losses: list[tuple[int, float]] = field(default_factory=list)  # tokens of all, held-out loss
+
+
+def link(period: int) -> tuple[float, float]:
+    """Return the Mbit/s up and down that take as much of ``period`` as the large model's."""
+    share = PARAMETERS / _BIG[0] * _BIG[1] / period
+    return _BIG[2] * share, _BIG[3] * share
+
+
+def measure(exchange: Any, folder: Path, period: int, last: int) -> Found:
+    """Run a subnet until all miners have taken outer step ``last``, or time is over."""
+    up, down = link(period)
+    print(f"{exchange}: links of {up:.2f} Mbit/s up and {down:.2f} down", flush=True)
+    (model := folder / "config.json").write_text(json.dumps(MODEL))
+    options = SubnetOptions(
+        folder=folder / exchange,
+        ranks=(1,) * MINERS,
+        exchange=exchange,
+        outer_steps=last,
+        blocks_per_allreduce=period,
+        least_miners=MINERS - 1,
+        miner_script=_PACED,
+        miner_flags=_flags(exchange, period),
+        validator_flags=("--validator.model_config", str(model)),
+        rules=_rules(exchange, period, up),
+    )
+    os.environ["PACED_STEP"] = str(_STEP)
+    with machines(up, down) as made, inside(made[0].name):
+        counted: dict[str, list[Count]] = {}
+        by_step: dict[int, tuple[int, int]] = {}  # validator's when the first miner took the step
+
+        def reached() -> bool:
+            for miner in subnet.miners:
+                seen, taken = counted.setdefault(miner.plan.name, []), miner.state.outer_steps
+                if not taken or (seen and seen[-1].outer_step == taken[-1][0]):
+                    continue
+                step, at = taken[-1]
+                assert miner.child.pid is not None
+                seen.append(Count(step, at, *counters(miner.child.pid)))
+                by_step.setdefault(step, validators_bytes(made[0]))
+            return all(seen and seen[-1].outer_step >= last for seen in counted.values())
+
+        with ApartSubnet(made, options) as subnet:
+            try:
+                subnet.wait_until(reached, 1.5 * options.longest, f"outer step {last}")
+            except SubnetFailure as failure:
+                print(failure, flush=True)
+        return _found(subnet, counted, by_step)
+
+
+def _flags(exchange: str, period: int) -> tuple[str, ...]:
+    flags = ["--neuron.local_batch_size_train", "1", "--data.prefetch_blocks", "1"]
+    flags += ["--data.max_prefetch_blocks", "1"]
+    if exchange == "hivemind":
+        steps = max(1, round(period / _STEP / _UPLOADS))
+        flags += ["--neuron.upload_steps", str(steps), "--neuron.preview_sequences", "0"]
+    return tuple(flags)
+
+
+def _rules(exchange: str, period: int, up: float) -> dict[str, Any]:
+    rules: dict[str, Any] = {
+        "private": True,
+        "model.parameters": PARAMETERS,
+        "training.sequence_length": 64,
+        "training.effective_batch": 2,
+        "data.max_length": 128,  # else the validator judges on more text than all train on
+    }
+    if exchange == "store":
+        grace = grace_seconds(PARAMETERS, 4, up, period=float(period))
+        return {**rules, "round.grace": f"{grace}s"}
+    return {
+        **rules,
+        "upload.content": "scored",
+        "round.compression": "4bit",
+        "round.allreduce_timeout": f"{period * 0.6:.0f}s",
+        "round.round_timeout": f"{period * 0.75:.0f}s",
+        "round.reload_timeout": f"{period}s",
+    }
+
+
+def _found(
+    subnet: LocalSubnet, counted: dict[str, list[Count]], by_step: dict[int, tuple[int, int]]
+) -> Found:
+    """Return the figures of a subnet that has stopped."""
+    found, lengths = Found(), []
+    trained: list[tuple[int, int]] = []  # outer step, tokens
+    for miner in subnet.miners:
+        seen = [count for count in counted[miner.plan.name] if count.outer_step >= FIRST]
+        events = list(read_events(miner.plan.events))
+        trained += [(e["outer_step"], e["tokens"]) for e in events if e["kind"] == "step"]
+        if len(seen) < 2:
+            print(f"{miner.plan.name} took {len(seen)} outer steps: it is left out", flush=True)
+            continue
+        first, final = seen[0], seen[-1]
+        wall = final.at - first.at
+        steps = [step for step in miner.state.steps if first.at < step.time <= final.at]
+        sizes = [
+            e["bytes_sent"]
+            for e in events
+            if e["kind"] == "publication" and first.at < e["time"] <= final.at
+        ]
+        pairs = list(pairwise(seen))
+        median = statistics.median(step.seconds for step in steps)
+        held = sum(step.between_seconds or 0.0 for step in steps)
+        lengths += [(b.at - a.at) / (b.outer_step - a.outer_step) for a, b in pairs]
+        found.members.append(
+            Member(
+                sent=[(b.sent - a.sent) / PARAMETERS for a, b in pairs],
+                received=[(b.received - a.received) / PARAMETERS for a, b in pairs],
+                uploaded=sum(sizes) / len(pairs) / PARAMETERS,
+                by_steps=len(steps) * median / wall,
+                by_held=1 - held / wall,
+            )
+        )
+        sent, received = (
+            " ".join(f"{value:.3f}" for value in values)
+            for values in (found.members[-1].sent, found.members[-1].received)
+        )
+        print(
+            f"{miner.plan.name}: {len(steps)} inner steps, median {median:.2f} s, held {held:.1f} "
+            f"of {wall:.0f} s, sent {sent}, received {received}",
+            flush=True,
+        )
+    found.seconds = statistics.mean(lengths) if lengths else 0.0
+    if FIRST in by_step and (final_step := max(by_step)) > FIRST:
+        moved = zip(by_step[FIRST], by_step[final_step], strict=True)
+        found.validator = tuple((b - a) / (final_step - FIRST) / PARAMETERS for a, b in moved)
+    for event in subnet.validator.state.tables["held_out"]:
+        tokens = sum(count for step, count in trained if step < event["outer_step"])
+        found.losses.append((tokens, event["after"]))
+    return found
+
+
+def loss_at(losses: Sequence[tuple[int, float]], tokens: int) -> float:
+    """Return the loss after so many tokens, on the straight line between two outer steps."""
+    before = max((each for each in losses if each[0] <= tokens), default=losses[0])
+    after = min((each for each in losses if each[0] >= tokens), default=losses[-1])
+    share = (tokens - before[0]) / (after[0] - before[0]) if after[0] > before[0] else 0.0
+    return before[1] + share * (after[1] - before[1])
+
+
+def rows(results: dict[str, Found]) -> Iterator[tuple[str, ...]]:
+    """Yield the table's rows: a column for each kind, the ratio to the first, the goal."""
+    growth = Growth(MINERS, PARAMETERS)
+    kinds = list(results.values())
+
+    def row(name: str, values: Sequence[float], form: str, goal: str = "") -> tuple[str, ...]:
+        ratio = f"{values[-1] / values[0]:.2f}" if len(values) > 1 and values[0] else ""
+        return (name, *(format(value, form) for value in values), ratio, goal)
+
+    def mean(pick: Callable[[Member], float]) -> list[float]:
+        return [statistics.mean(map(pick, each.members)) for each in kinds]
+
+    bound, update = f"store: <={GOAL_BYTES}", growth.update / PARAMETERS
+    sent = mean(lambda member: statistics.mean(member.sent))
+    uploaded = mean(lambda member: member.uploaded)
+    yield row("sent", sent, ".3f", bound)
+    yield row("its uploads", uploaded, ".3f", f"{growth.upload / PARAMETERS:.3f} computed")
+    rest = [a - b for a, b in zip(sent, uploaded, strict=True)]
+    yield row("beside them: the round, polls", rest, ".3f")
+    received = mean(lambda member: statistics.mean(member.received))
+    yield row("received", received, ".3f", bound)
+    rest = [a - update * (kind == "store") for kind, a in zip(results, received, strict=True)]
+    yield row("beside the update", rest, ".3f", f"{update:.3f} computed")
+    ways: dict[str, Callable[[Member], float]] = {
+        "utilization, inner steps": lambda member: member.by_steps,
+        "utilization, not held": lambda member: member.by_held,
+    }
+    for name, pick in ways.items():
+        yield row(name, mean(pick), ".1%", f">={GOAL_UTILIZATION:.1%}")
+        yield row(f"{name}, the least", [min(map(pick, e.members)) for e in kinds], ".1%")
+    yield row("seconds of an outer step", [each.seconds for each in kinds], ".0f")
+    if all(each.losses for each in kinds):
+        tokens = min(each.losses[-1][0] for each in kinds)
+        losses = [loss_at(each.losses, tokens) for each in kinds]
+        yield row(f"held-out loss after {tokens:,} tokens", losses, ".4f")
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("--exchange", choices=KINDS, help="[both]")
+    arguments.add_argument("--period", type=int, default=100, help="seconds [100]")
+    arguments.add_argument("--outer-steps", type=int, default=4, help="[4]")
+    arguments.add_argument("--folder", type=Path, help="keep the run folders there")
+    given = arguments.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind
+    results = {}
+    with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
+        folder = given.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        for kind in (given.exchange,) if given.exchange else KINDS:
+            results[kind] = measure(kind, folder.absolute(), given.period, given.outer_steps)
+    print(f"{PARAMETERS / 1e6:.1f} M parameters; means over {MINERS} miners, bytes a parameter")
+    if not all(each.members for each in results.values()):
+        print("no two outer steps were taken, so there is no table")
+        return 1
+    if "store" in results:
+        growth = Growth(MINERS, PARAMETERS, weights_every=sys.maxsize)
+        computed = (growth.validator_sends, growth.validator_receives)
+        for name, moved, of in zip(
+            ("sends", "receives"), results["store"].validator, computed, strict=False
+        ):
+            print(f"validator {name} {moved:.3f}; computed, but its state, {of / PARAMETERS:.3f}")
+    ratio = "store / hivemind" if len(results) > 1 else ""
+    table(("", *results, ratio, "goal"), list(rows(results)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
