@@ -336,21 +336,27 @@ def test_a_stop_that_was_asked_for_waits_for_no_message(
 ) -> None:
     world.manner = manner
     file = launcher_of(tmp_path)
-    monkeypatched = SecretStr(world.url("JSON"))
-    with Notifier(tmp_path, "guest", monkeypatched, file) as notifier:
+    with Notifier(tmp_path, "guest", SecretStr(world.url("JSON")), file) as notifier:
         notifier._book.summary = "Day 1"
         while not world.asked:
             time.sleep(0.01)
         file.stopped("signal SIGTERM")
         began = time.monotonic()
     assert time.monotonic() - began < 1.0 and world.taken == []
+    world.over.set()
+    notifier._thread.join()
 
 
 @pytest.mark.parametrize("manner", [500, 429, "elsewhere"])
 def test_a_service_that_takes_none_is_asked_seldom_and_named_once(
-    manner: str | int, world: Webhooks, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    manner: str | int,
+    world: Webhooks,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     caplog.set_level(logging.DEBUG)
+    monkeypatch.setattr(notify, "judge", lambda *_: EARNS)
     world.manner, world.extra = manner, {"retry-after": "3600"} if manner == 429 else {}
     file = launcher_of(tmp_path)
     notifier = Notifier(tmp_path, "guest", SecretStr(world.url("Discord")), file)
