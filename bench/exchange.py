@@ -4,10 +4,10 @@
     python -m bench.exchange --exchange store     one of them
 
 Four miners of a local subnet have a machine (a network namespace) and a network link each;
-validator, registry and embedded store share another machine, whose link has no bound. A
-transfer takes as much of a round period as one of 4 billion parameters at 20 Mbit/s up and 100 down
-takes of 80 minutes. The network over hivemind has the rules
-that ``dt-network init`` writes for one, and an upload each eighth of a period.
+validator, registry and embedded store share another machine, whose link has no bound. A transfer
+takes as much of a round period as one of 4 billion parameters takes of 80 minutes at 20 Mbit/s up
+and 100 down. The network over hivemind has 4 bits in rounds and uploads what is scored, as
+``dt-network init`` founds it; an upload is due in each eighth of a period.
 
 Bytes are what a member's interface counted from one outer step to the next. Utilization is said
 twice. *Inner steps* are compared with a lone miner's, which takes its median step again and again.
