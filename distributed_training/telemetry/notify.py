@@ -48,6 +48,7 @@ _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=30), timedelta(minutes=10)
 TROUBLES = {
     "start": ("Cannot start", 60.0),
     "stop": ("Stopped, and nobody asked for it", 60.0),
+    "stuck": ("Stuck", 60.0),
     "earning": ("Not earning for an hour", 3600.0),
     "disk": ("The disk is almost full", 0.0),
     "offline": ("Offline", 120.0),
@@ -176,26 +177,25 @@ class Notifier:
         finished = ended and state.stopped_by == "finished"
         how = ": ".join(filter(None, (state.stopped_by, state.text)))
         yield "finished", state.text or "the network has ended" if finished else ""
-        yield "stop", how if ended and not finished else self._crash(facts, judgement)
+        yield "stop", how if ended and not finished else self._crash(facts)
         book.earned |= judgement.earns is True
         if verdict in _NOT_ABOUT_PAY or judgement.earns is None:
             yield "earning", None
         else:
             lost = not judgement.earns and (judgement.bad or book.earned)
             yield "earning", f"{verdict}: {judgement.words}" if lost else ""
-        offline = judgement.words if verdict is Verdict.OFFLINE else ""
-        yield "offline", None if verdict is Verdict.UNKNOWN else offline
+        for name, its in (("stuck", Verdict.STUCK), ("offline", Verdict.OFFLINE)):
+            text = judgement.words if verdict is its else ""
+            yield name, None if verdict is Verdict.UNKNOWN else text
         if facts.disk is not None:
             disk = facts.disk.value
             limit = _ENOUGH if "disk" in book.troubles else _LOW
             low = f"{disk.free / 1e9:.1f} of {disk.total / 1e9:.0f} GB are free in {self._folder}"
             yield "disk", low if disk.free < limit * disk.total else ""
 
-    def _crash(self, facts: Facts, judgement: Judgement) -> str:
+    def _crash(self, facts: Facts) -> str:
         """Return why inner steps have ended; empty while there are some."""
         crash, troubles = self._file.state.last_crash, self._book.troubles
-        if judgement.verdict is Verdict.STUCK:
-            return f"stuck: {judgement.words}"
         if crash.at <= self._book.crash:
             return ""
         text = crash.text or "no cause given"

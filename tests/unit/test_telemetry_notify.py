@@ -105,6 +105,10 @@ def lose(miner: Miner) -> None:
     miner.judgement = LOST
 
 
+def stick(miner: Miner) -> None:
+    miner.judgement = Judgement(Verdict.STUCK, "no inner step for 9 min", bad=True)
+
+
 def fill(miner: Miner) -> None:
     miner.disk = Disk(9e9, 100e9)
 
@@ -123,6 +127,7 @@ def heal(miner: Miner) -> None:
     [(refuse, 60, "Cannot start: no answer from the registry"),
      (lambda miner: miner.crash("rank 1 was ended by SIGKILL"), 60,
       "Stopped, and nobody asked for it: rank 1 was ended by SIGKILL"),
+     (stick, 60, "Stuck: no inner step for 9 min"),
      (lose, 3600, "Not earning for an hour: upload too old: validators give it 0; upload_steps"),
      (fill, 0, "The disk is almost full: 9.0 of 100 GB are free"),
      (cut, 120, "Offline: chain and store are silent")],
@@ -146,7 +151,7 @@ def test_each_trouble_is_told_once_and_once_when_it_is_over(
 
 
 def test_what_passes_by_itself_is_told_only_where_the_miner_stopped(miner: Miner) -> None:
-    for begin in (refuse, lose, cut):
+    for begin in (refuse, stick, lose, cut):
         begin(miner)
         assert miner.passes(30) == []
         heal(miner)
