@@ -13,6 +13,7 @@ and once an hour, writes an ``income`` event, and gives the metrics their figure
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -45,6 +46,7 @@ log = logging.getLogger(__name__)
 # In seconds: between two looks, as the metrics file is written; between two events and two lines
 # while the verdict stays.
 _LOOK_EVERY, _RECORD_EVERY, _LOG_EVERY = 15.0, 300.0, 3600.0
+_LOOKS = 20  # in a round period, at the least
 _MISSING_FOR = 300.0  # seconds in which a chain endpoint may leave this hotkey out
 _KEPT_UPLOADS = 3  # outer steps
 
@@ -109,7 +111,11 @@ class Income:
         self._behind_since: float | None = None
         self._look, self._record_again, self._log_again = (
             Throttle(every, clock=clocks.steady)
-            for every in (_LOOK_EVERY, _RECORD_EVERY, _LOG_EVERY)
+            for every in (
+                min(_LOOK_EVERY, (rules.round_seconds or math.inf) / _LOOKS),
+                _RECORD_EVERY,
+                _LOG_EVERY,
+            )
         )
         self._standing: Standing | None = None
         self._judgement = Judgement(Verdict.UNKNOWN, "", earns=None)
@@ -159,7 +165,7 @@ class Income:
                 if not problem:
                     self._add(Upload(outer_step, now, f"{outer_step}.{serial}"))
         if isinstance(event, ev.Tick) and self._look():
-            self._report(self._gather(state))
+            self._report(self.gather(state))
 
     def _add(self, upload: Upload) -> None:
         others = [each for each in self._uploads if each.outer_step != upload.outer_step]
@@ -180,7 +186,8 @@ class Income:
         fate = update.base.value
         self._add(replace(upload, fate=fate, fate_at=now, cause=update.cause))
 
-    def _gather(self, state: MinerState) -> Facts:
+    def gather(self, state: MinerState) -> Facts:
+        """Return the facts as they are known now."""
         now, chain = self._clocks.steady(), self._chain
         block = registered = paid = disk = None
         try:

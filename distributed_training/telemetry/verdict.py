@@ -273,8 +273,9 @@ class Judgement:
 def judge(facts: Facts, now: float) -> Judgement:
     """Return the verdict at ``now``, in Unix seconds: the first thing in the way decides."""
     counts = _count_store(facts, now) if facts.kind == "store" else _count_hivemind(facts, now)
-    found = _of_process(facts, now) or _of_machine(facts, now)
-    if found is not None:
+    if (found := _of_process(facts, now)) is not None:
+        return found
+    if (found := _of_machine(facts, now)) is not None:
         return replace(found, counts=counts.counts)
     found = _of_network(facts, now, counts)
     standing = _value(facts.standing, now, STANDING_LIFE)
@@ -415,7 +416,9 @@ def _count_hivemind(facts: Facts, now: float) -> _Counts:
     place = _value(facts.place, now, facts.round_seconds or math.inf)
     limit, first, pace = facts.age_limit, facts.blocks_per_round, facts.seconds_per_block
     looked = facts.looked
-    if block is None or facts.block is None or looked is None or now - looked > LOOK_LIFE:
+    if block is None or facts.block is None or looked is None:
+        return _Counts(None, "the chain's block is not known now", Verdict.UNKNOWN)
+    if not -_CLOCK_STEP <= now - looked <= LOOK_LIFE:
         return _Counts(None, "the chain's block is not known now", Verdict.UNKNOWN)
     if not facts.uploads:
         verdict = Verdict.NOTHING_UPLOADED if facts.uploads_known else Verdict.NOT_JUDGED_YET
@@ -423,9 +426,11 @@ def _count_hivemind(facts: Facts, now: float) -> _Counts:
     last = place.last_allreduce_block if place is not None else None
     if place is None or last is None or not (limit and first and pace):
         return _Counts(None, "which outer step validators judge is not known yet")
+    # This machine's clock may have been set back since the look.
+    slack = min(_SLACK, (facts.round_seconds or math.inf) / 20)
     # A chain endpoint may lag by a block, the validator's too.
     low = block - 1
-    high = block + 1 + math.ceil(max(0.0, now - facts.block.at) * _PACE / pace)
+    high = block + 1 + math.ceil((max(0.0, now - facts.block.at) + slack) * _PACE / pace)
     period = facts.blocks_per_round_later or first if place.outer_step else first
     may_be = {
         scored_epoch(outer_step=place.outer_step, block=at, last_allreduce_block=last, bpa=period)
@@ -439,8 +444,9 @@ def _count_hivemind(facts: Facts, now: float) -> _Counts:
         may_be.add(place.outer_step + 1)
     # Each round that failed since prolongs the age limit.
     longest = limit * (1 + max(0, (high - last) // min(periods)))
+    ages = limit - slack - max(0.0, now - looked), longest
     found = [
-        _count_upload(facts, step, now, blocks=(low, high), ages=(limit, longest), periods=periods)
+        _count_upload(facts, step, (low, high), ages=ages, periods=periods)
         for step in sorted(may_be)
     ]
     alike = {each.counts for each in found}
@@ -455,15 +461,15 @@ _TURN = "validators go on to the next outer step about now"
 def _count_upload(
     facts: Facts,
     step: int,
-    now: float,
-    *,
     blocks: tuple[int, int],
+    *,
     ages: tuple[float, float],
     periods: set[int],
 ) -> _Counts:
     """Say whether the upload of ``step`` counts, if validators judge that outer step.
 
-    ``blocks``, ``ages``: the least and the most that the chain's block and the age limit may be.
+    ``blocks``: the least and the most that the chain's may be; ``ages``: at the look, below which
+    the upload is young enough for certain, and from which it is too old.
     """
     newest = facts.uploads[-1]
     upload = next((each for each in facts.uploads if each.outer_step == step), None)
@@ -478,9 +484,8 @@ def _count_upload(
         return _Counts(None, f"{cause}, of which the newest upload is")
     assert facts.looked is not None
     age = facts.looked - upload.at
-    oldest = age + max(0.0, now - facts.looked) + _SLACK
     if age >= ages[1]:
-        cause = f"validators give it 0 ({span(age)} old, limit {span(ages[0])})"
+        cause = f"validators give it 0 ({span(age)} old, limit {span(facts.age_limit or 0.0)})"
         return _Counts(False, cause, Verdict.TOO_OLD)
     if upload.block is None:
         return _Counts(None, "the blocks of the newest upload are not known")
@@ -493,7 +498,7 @@ def _count_upload(
         old, most = low + 1 - upload.block, max(periods) // 2
         cause = f"validators give it 0 (newest trained block {old} old, limit {most})"
         return _Counts(False, cause, Verdict.TOO_OLD)
-    if not all(fresh(high)) or oldest >= ages[0]:
+    if not all(fresh(high)) or age >= ages[0]:
         return _Counts(None, "the newest upload is at its limit just now")
     return _Counts(True, f"the upload of outer step {step} counts")
 

@@ -193,6 +193,15 @@ def test_without_new_data_the_last_block_is_trained_on_again_after_a_while(
         world.chain = 1000
 
 
+def test_an_upload_that_an_earlier_process_began_says_its_newest_block() -> None:
+    feed = World().feed()
+    feed.newest_published = 7
+    feed.publication_ended(Revision(5, 9, 9), ok=True)
+    assert feed.newest_published == 7, "no younger than it was"
+    feed.publication_ended(Revision(5, 9, 9), ok=True, newest=12)
+    assert feed.newest_published == 12
+
+
 def hour(
     world: World,
     feed: BlockList,
