@@ -137,17 +137,16 @@ class Trainer:
             shards=shards,
             stream=stream,
         )
-        rules: dict[str, Any] = {
-            "shards": shards,
-            "stream": stream,
-            "learning_rate": settings.outer_learning_rate,
-            "momentum": settings.outer_momentum,
-            "rule": outer_rule_of(settings),
-        }
-        self.outer = OuterStep(**rules)
+        kind: Callable[..., OuterStep] = OuterStep
         if exchange == "store":
-            drops = settings.late_overlap == "dropped"
-            self.outer = StoreOuterStep(drop_overlap=drops, **rules)
+            kind = partial(StoreOuterStep, drop_overlap=settings.late_overlap == "dropped")
+        self.outer = kind(
+            shards=shards,
+            stream=stream,
+            learning_rate=settings.outer_learning_rate,
+            momentum=settings.outer_momentum,
+            rule=outer_rule_of(settings),
+        )
         self.starts = EpochStarts(shards=shards, stream=stream)
         self._left_sketch: Tensor | None = None  # of the outer step that a round is to end
         self.copier = BoundaryCopier(shards, self.optimizer)
