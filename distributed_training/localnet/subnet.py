@@ -176,7 +176,7 @@ class LocalSubnet:
                     self._tell(
                         f"this machine is {slowness:g} times as busy or slow as two free cores: "
                         f"a block lasts {slowness:g} s, and from round to round it is "
-                        f"{self.options.period / 60:.0f} minutes"
+                        f"{self.options.period / 60:.1f} minutes"
                     )
             plans = plan_neurons(self.options, self.folder)
             self.services = Services(

@@ -117,8 +117,8 @@ class View:
 
 
 _SLOWER = (
-    ". Blocks pass faster than this machine trains and uploads: "
-    'make run ARGS="--seconds-per-block 3"'
+    ". Blocks pass faster than this machine trains and uploads: run it again, which measures the "
+    "machine again, or give a longer --seconds-per-block"
 )
 _LEGEND = (
     "scored: uploads the validator judged and took, of those it judged. For half a period after a\n"

@@ -131,6 +131,16 @@ class TestSubnet:
         monkeypatch.setattr(pace, "_PROGRAM", f"print({said!r})")
         assert pace.measure_slowness(3) == slowness
 
+    def test_a_machine_on_which_measuring_does_not_end_is_slow_and_learns_no_secret(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("R2_WRITE_SECRET_ACCESS_KEY", "sesame")
+        program = f"import os, time; open({str(tmp_path / 'seen')!r}, 'w').write(str(os.environ));"
+        monkeypatch.setattr(pace, "_PROGRAM", f"{program} time.sleep(60)")
+        monkeypatch.setattr(pace, "_LONGEST", 3.0)
+        assert pace.measure_slowness(1) == 60.0
+        assert "sesame" not in (tmp_path / "seen").read_text()
+
     def test_a_store_that_fails_at_the_start_is_one_line(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
