@@ -30,29 +30,34 @@ from distributed_training.protocol import keys
 from distributed_training.protocol.manifest import Manifest, Master, State
 from distributed_training.store.base import ObjectStore
 from distributed_training.store.bucket_reader import MOST_BYTES, BucketReader, StateUnavailable
-from distributed_training.store.errors import StoreError
+from distributed_training.store.errors import AccessDeniedError, StoreError
 
 
 def open_bucket(config: Config, stack: ExitStack) -> ObjectStore:
     """Open the network's bucket: with the founder's keys, else by the registry, as a member.
 
-    Raises ConfigError, ChainError.
+    Raises ConfigError, ChainError, StoreError.
     """
     name = config.store.global_model_name
-    # A member may have the key of another network's bucket.
     if config.kind == "validator" and config.store.write_access_key_id is not None:
-        store: ObjectStore = open_own(config.store, name)
-    else:
-        chain = stack.enter_context(
-            answering(
-                url=str(config.chain.registry_url),
-                wallet=load_wallet(config.chain),
-                master=config.miner.master_ss58_address,
-                private=config.chain.private,
-            )
+        own = open_own(config.store, name)
+        stack.callback(own.close)
+        try:
+            own.head(keys.STATE)
+        except AccessDeniedError as error:  # a member may have the key of another network's bucket
+            print(f"{error}: so the registry is asked, as a member does", file=sys.stderr)
+        else:
+            return own
+    chain = stack.enter_context(
+        answering(
+            url=str(config.chain.registry_url),
+            wallet=load_wallet(config.chain),
+            master=config.miner.master_ss58_address,
+            private=config.chain.private,
         )
-        assert isinstance(chain, RegistryChain)
-        store = open_by_registry(config.store, chain, private=config.chain.private)
+    )
+    assert isinstance(chain, RegistryChain)
+    store = open_by_registry(config.store, chain, private=config.chain.private)
     stack.callback(store.close)
     return store
 

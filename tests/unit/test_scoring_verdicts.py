@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
+from distributed_training.chain.registry import RegistryChain
 from distributed_training.config import Config
 from distributed_training.protocol import keys
 from distributed_training.scoring import command, export, verdicts
 from distributed_training.scoring.verdicts import SignedChain
 from distributed_training.store.bucket_reader import BucketReader, StateUnavailable
+from distributed_training.store.errors import AccessDeniedError
 from distributed_training.store.opening import open_store
 from tests.tools import store_network
 from tests.tools.network import ALICE, network_file
@@ -106,6 +110,24 @@ def test_the_newest_whole_weights_are_fetched_and_compared(
     leader.store.put(keys.outer_key(1, keys.MODEL), b"other weights")
     with pytest.raises(StateUnavailable, match="has the digest"):
         SignedChain(config, bucket, tmp_path / "b").fetch_weights(tmp_path, None)
+
+
+def test_a_member_with_the_key_of_another_network_asks_the_registry(
+    file: str,
+    leader: Leader,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    chain = Mock(spec=RegistryChain)
+    denied = Mock(head=Mock(side_effect=AccessDeniedError("read local: the key is refused")))
+    monkeypatch.setattr(verdicts, "open_own", lambda settings, name: denied)
+    monkeypatch.setattr(verdicts, "load_wallet", lambda settings: ALICE)
+    monkeypatch.setattr(verdicts, "answering", lambda **_: nullcontext(chain))
+    monkeypatch.setattr(verdicts, "open_by_registry", lambda settings, chain, private: leader.store)
+    assert command.main(["--network", file, "--all"]) == 0
+    captured = capsys.readouterr()
+    assert "the key is refused: so the registry is asked" in captured.err
+    assert "uid 003: merged" in captured.out and denied.close.called
 
 
 def test_each_verdict_is_shown_once(leader: Leader) -> None:
