@@ -12,8 +12,8 @@ Telegram  api.telegram.org/bot.../sendMessage?chat_id=...   ``{"chat_id", "text"
 JSON      any other                                         ``{"title", "text", "bad", "time"}``
 ========  ================================================  ====================================
 
-Nothing here waits longer than a time limit, follows a redirect or raises another error than
-:class:`NotSent`.
+Nothing here follows a redirect or raises another error than :class:`NotSent`. A request ends after
+a time limit; only the look-up of a name lasts until this machine's resolver gives up.
 """
 
 from __future__ import annotations
@@ -175,6 +175,7 @@ def _wait(header: str | None, content: bytes) -> float | None:
             answer = json.loads(content)
             wanted = {**answer, **answer.get("parameters", {})}.get("retry_after")
         seconds = float(wanted)
-    except (AttributeError, RecursionError, TypeError, ValueError):  # none, a date, no JSON
+    except (ArithmeticError, AttributeError, RecursionError, TypeError, ValueError):
+        # None, a date, no JSON, a number of hundreds of digits.
         return None
     return min(max(0.0, seconds), _LONGEST_WAIT) if math.isfinite(seconds) else None

@@ -104,6 +104,7 @@ def test_a_service_that_takes_none_is_one_line_in_time(
      ({}, b'{"ok":false,"parameters":{"retry_after":30}}', 30.0),
      ({"retry-after": "1e9"}, b"", 86400.0),
      ({"retry-after": "Wed, 21 Oct 2026 07:28:00 GMT"}, b"", None), ({}, b"[1]", None),
+     ({}, b'{"retry_after": 1' + b"0" * 400 + b"}", None),
      ({"retry-after": "nan"}, b"", None), ({}, b'{"parameters": 3}', None)],
 )  # fmt: skip
 def test_how_long_a_service_wants_to_be_left_alone(
