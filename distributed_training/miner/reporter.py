@@ -122,8 +122,9 @@ class LoopReporter:
 class Reporter(LoopReporter):
     """Rank 0 of a network that averages over hivemind; subscribes to the event stream.
 
-    ``clock_fault``: what is wrong with this machine's clock, in words, or nothing. For the rest see
-    :class:`LoopReporter`.
+    ``judged_step``: the outer step whose uploads validators judge now, from the newest one known;
+    ``uploaded_step``: that of the newest upload when this process started; ``clock_fault``: what is
+    wrong with this machine's clock, in words, or nothing. For the rest see :class:`LoopReporter`.
     """
 
     def __init__(
@@ -135,6 +136,8 @@ class Reporter(LoopReporter):
         bucket: str,
         global_uid: int | None,
         reload_timeout: timedelta,
+        judged_step: Callable[[int], int],
+        uploaded_step: int | None = None,
         clock_fault: Callable[[], str] = str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -142,6 +145,8 @@ class Reporter(LoopReporter):
             record=record, warnings=warnings, bucket=bucket, global_uid=global_uid, clock=clock
         )
         self._clock_fault = clock_fault
+        self._judged_step = judged_step
+        self._uploaded_step = uploaded_step
         self._schedule = schedule
         self._reload_timeout = reload_timeout
 
@@ -175,14 +180,18 @@ class Reporter(LoopReporter):
                 tag, problem = upload.revision.tag, None if upload.ok else upload.reason
                 self._report_upload(tag, problem, upload.bytes_sent, upload.seconds)
                 self._record("publication", **asdict(upload) | {"revision": tag})
+                if upload.ok:
+                    self._uploaded_step = upload.revision.outer_step
             case _:
                 super().on_event(event, state)
 
     def _note(self, report: StepReport) -> str:
+        del report  # training may have gone on to an outer step of which nothing is uploaded
         age = self._schedule.repo_age_line(self._clock())
-        if (outer := report.outer_step) < self._global_outer_step:
-            # However young: what is published of an outer step that is over counts no more.
-            age += f", of outer step {outer}, validators read {self._global_outer_step}"
+        uploaded, judged = self._uploaded_step, self._judged_step(self._global_outer_step)
+        if uploaded is not None and uploaded < judged:
+            # However young: what is uploaded of an outer step that is over counts no more.
+            age += f", of outer step {uploaded}, validators read {judged}"
         return f" | {age}"
 
     def _report_round(self, event: ev.RoundFailed | ev.OuterStepEnded, state: MinerState) -> None:

@@ -336,6 +336,8 @@ class RankZero:
             bucket=connections.own.name,
             global_uid=self._info.global_uid,
             reload_timeout=config.miner.round_reload_timeout,
+            judged_step=clock.judged_step,
+            uploaded_step=connections.own.outer_step,
             clock_fault=connections.clock.fault,
         )
         shapes = [shape for _, shape in trainer.schema]
