@@ -37,7 +37,7 @@ from distributed_training.localnet.services import SubnetOptions
 from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
 from distributed_training.protocol.growth import Growth, grace_seconds
 from distributed_training.telemetry import read_events
-from tests.tools.namespaces import inside, ip, join, run, shape
+from tests.tools.namespaces import Machine, ip, join, run, shape
 
 KINDS = ("hivemind", "store")  # the first is the baseline
 MINERS = 4
@@ -90,14 +90,6 @@ table ip way {{
 """
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A network namespace and its address there."""
-
-    name: str
-    address: str
-
-
 @contextmanager
 def machines(up: float, down: float) -> Iterator[list[Machine]]:
     """Yield the founder's machine, and those of the miners with links of ``up`` and ``down``
@@ -110,8 +102,7 @@ def machines(up: float, down: float) -> Iterator[list[Machine]]:
             ip("netns", "add", name)
         join("port", {m.name: m.address for m in made}, switch=switch)
         for number, machine in enumerate(made):
-            at = ("ip", "netns", "exec", machine.name)
-            run(*at, "sysctl", "-qw", "net.ipv4.conf.all.route_localnet=1")
+            run(*machine.prefix, "sysctl", "-qw", "net.ipv4.conf.all.route_localnet=1")
             if number:
                 shape(machine.name, "eth0", up)
                 shape(switch, f"port{number}", down)
@@ -140,7 +131,7 @@ class ApartSubnet(LocalSubnet):
                 neuron.child.command += [f"--{flag}", "0.0.0.0"]
             for flag in ("axon.external_ip", "dht.ip"):
                 neuron.child.command += [f"--{flag}", place.address]
-        with inside(place.name):
+        with place.inside():
             super()._start_neuron(neuron)
 
     def _open_ways(self) -> None:
@@ -156,14 +147,12 @@ class ApartSubnet(LocalSubnet):
 
 
 def _filter(machine: Machine, rules: str) -> None:
-    command = ["ip", "netns", "exec", machine.name, "nft", "-f", "-"]
-    subprocess.run(command, input=rules, text=True, check=True)
+    subprocess.run([*machine.prefix, "nft", "-f", "-"], input=rules, text=True, check=True)
 
 
 def validators_bytes(founder: Machine) -> tuple[int, int]:
     """Return the bytes that the validator has sent to the store, and received from there."""
-    command = ("ip", "netns", "exec", founder.name, "nft", "-j", "list", "counters")
-    listed = json.loads(run(*command).stdout)["nftables"]
+    listed = json.loads(run(*founder.prefix, "nft", "-j", "list", "counters").stdout)["nftables"]
     found = {each["counter"]["name"]: each["counter"]["bytes"] for each in listed[1:]}
     return found["sent"], found["received"]
 
@@ -231,7 +220,7 @@ def measure(exchange: Any, folder: Path, period: int, last: int) -> Found:
         rules=_rules(exchange, period, up),
     )
     os.environ["PACED_STEP"] = str(_STEP)
-    with machines(up, down) as made, inside(made[0].name):
+    with machines(up, down) as made, made[0].inside():
         counted: dict[str, list[Count]] = {}
         by_step: dict[int, tuple[int, int]] = {}  # validator's when the first miner took the step
 
