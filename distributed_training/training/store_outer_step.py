@@ -232,19 +232,19 @@ class StoreOuterStep(OuterStep):
         self._prepared = Prepared(weights, None, present, self._new_epoch_id())
 
     def _without_overlap(self, late: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
-        """Take out of ``late`` what lies along the update to ``weights``. Collective.
+        """Take out of ``late`` what lies along the way to ``weights``. Collective.
 
         Inner steps that were taken while the update was on its way went, in part, where it goes:
-        on top of it they would go there twice. Of each parameter, u the update, l what was trained
-        late, l becomes l - max(0, <l, u> / <u, u>) u (bench.store_loss).
+        on top of it they would go there twice. Of each parameter, u its way (new - epoch start), l
+        what was trained late, l becomes l - max(0, <l, u> / <u, u>) u (bench.store_loss).
         """
         each = list(zip(late, weights, self.epoch_start or [], strict=True))
 
         def products() -> list[float]:
             found = []
             for rows, new, start in each:
-                update = (new - start).flatten()
-                found += [float(rows.flatten() @ update), float(update @ update)]
+                way = (new - start).flatten()
+                found += [float(rows.flatten() @ way), float(way @ way)]
             return found
 
         summed = self._stream.sum(self._stream.run_on_all(products, _local))
