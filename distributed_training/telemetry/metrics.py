@@ -126,7 +126,7 @@ for _name, _about in {
     "block_list_limit_blocks": "blocks behind the chain at which an upload is too old",
     "block_list_blocks_left": "blocks until then, for the newest upload",
     # income, as the chain shows it
-    "earning": "1 while the verdict is `earning`, 0 if it earns nothing; absent: not known",
+    "earning": "1 while the miner earns, 0 while it does not; absent: not known",
     "incentive": "share of what the network pays, 0 to 1",
     "emission": "that this gives per tempo, in the subnet's token",
     "incentive_rank": "place among the miners by incentive, 1 is the highest",

@@ -39,7 +39,7 @@ FATE_ROUNDS = 3  # round periods: what a manifest says of an upload
 OFFLINE_AFTER = 60.0
 _CLOCK_STEP = 5.0  # a fact of the future by more was written by another clock
 _SLACK = 20.0  # seconds by which an upload may be older than it looks
-_FIRST_STEP = 1800.0  # seconds, with its compilation
+_FIRST_STEP = 1800.0  # seconds, with its compilation; a load of weights holds the loop as well
 _PACE = 1.5  # blocks may come so much faster than the network's file says
 
 
@@ -347,14 +347,18 @@ def _of_machine(facts: Facts, now: float) -> Judgement | None:
     if silent < -_CLOCK_STEP:
         cause = "what the miner wrote is of the future: this machine's clock was set back"
         return Judgement(Verdict.UNKNOWN, cause, earns=None)
+    trains = facts.mode == "training"
     if silent > LOOK_LIFE:
         cause, remedy = f"the miner has written nothing for {span(silent)}", "the end of its log"
+        if silent <= _FIRST_STEP and not (trains and facts.step is not None):
+            cause += ", as while it compiles or loads weights"
+            return Judgement(Verdict.UNKNOWN, cause, earns=None)
         return Judgement(Verdict.STUCK, cause, remedy, bad=True, earns=None)
     since, limit = facts.started or now, _FIRST_STEP
     if facts.step is not None:
         since = max(since, facts.step.at) if facts.started else facts.step.at
         limit = max(120.0, 5 * (facts.step_seconds or 0.0))
-    if facts.mode == "training" and now - since > limit:
+    if trains and now - since > limit:
         cause, remedy = f"no inner step for {span(now - since)}", "the end of its log tells why"
         return Judgement(Verdict.STUCK, cause, remedy, bad=True)
     return _of_link(facts, now)
@@ -363,8 +367,11 @@ def _of_machine(facts: Facts, now: float) -> Judgement | None:
 def _of_link(facts: Facts, now: float) -> Judgement | None:
     """Say that neither chain nor store answers, and whose link it is."""
     chain = None if facts.block is None else facts.block.at
-    store = facts.store_silent_since
-    if chain is None or store is None or now - max(chain, store) <= OFFLINE_AFTER:
+    store, looked = facts.store_silent_since, facts.looked
+    # Until the miner's last look: what they answered since then nobody has written yet.
+    if chain is None or store is None or looked is None:
+        return None
+    if looked - max(chain, store) <= OFFLINE_AFTER:
         return None
     cause = f"chain and store have not answered for {span(now - max(chain, store))}"
     if facts.called_at is not None and now - facts.called_at < OFFLINE_AFTER:
@@ -549,6 +556,11 @@ def _of_uploads(facts: Facts, counts: _Counts, running: float, behind: bool) -> 
             cause = f"nothing was uploaded in the {span(running)} since the start"
             remedy = failed if late else ""
             return Judgement(Verdict.JOINING, cause, remedy, bad=late)
+        newest, place = facts.uploads[-1].outer_step if facts.uploads else 0, facts.place
+        if counts.counts is None and place is not None and newest >= place.value.outer_step:
+            # It gates, or waits for more uploads: nothing that a member could change.
+            cause = f"the upload of outer step {newest} waits for the validator's next update"
+            return Judgement(counts.verdict, cause)
         remedy = "" if counts.counts is None and not late else failed
         return Judgement(counts.verdict, counts.cause, remedy, bad=bool(remedy))
     if counts.verdict is Verdict.NOTHING_UPLOADED:
@@ -573,6 +585,10 @@ def _of_uploads(facts: Facts, counts: _Counts, running: float, behind: bool) -> 
 def _not_called(facts: Facts, now: float, silent: float) -> Judgement:
     chain_silent = 0.0 if facts.block is None else now - facts.block.at
     cause = f"no validator has called for {span(silent)}"
+    paid, pace = _value(facts.standing, now, STANDING_LIFE), facts.seconds_per_block or 0.0
+    block = 0 if facts.block is None else facts.block.value
+    if paid is not None and (block - paid.weights_block) * pace > silent:  # they call nobody
+        return Judgement(Verdict.NOT_CALLED, f"{cause}, or set weights: they seem to be away")
     remedy = (
         "see from another machine whether --axon.port is reached (python -m distributed_training "
         "doctor --probe IP)"
