@@ -12,8 +12,8 @@ Telegram  api.telegram.org/bot.../sendMessage?chat_id=...   ``{"chat_id", "text"
 JSON      any other                                         ``{"title", "text", "bad", "time"}``
 ========  ================================================  ====================================
 
-Nothing here follows a redirect or raises another error than :class:`NotSent`. A request ends after
-a time limit; only the look-up of a name lasts until this machine's resolver gives up.
+Nothing here waits longer than a time limit, also for a name server, follows a redirect or raises
+another error than :class:`NotSent`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import asyncio
 import contextlib
 import json
 import math
+import socket
+import threading
 import time
 from dataclasses import dataclass
 from email.header import Header
@@ -121,9 +123,10 @@ def build_request(url: str, message: Message) -> tuple[str, bytes, dict[str, str
     elif service == "Discord":
         body = {"content": line, "allowed_mentions": {"parse": []}}
     elif service == "Telegram":
-        (chat, *_) = parse_qs(urlsplit(url).query)["chat_id"]
+        # All of its query, as of a forum's topic: in the body it is in no proxy's log.
+        given = {name: value for name, (value, *_) in parse_qs(urlsplit(url).query).items()}
         url = urlsplit(url)._replace(query="").geturl()
-        body = {"chat_id": chat, "text": line, "disable_web_page_preview": True}
+        body = {**given, "text": line, "disable_web_page_preview": True}
     else:
         body = {"title": message.title, "text": text, "bad": message.bad, "time": time.time()}
     return url, json.dumps(body).encode(), _JSON
@@ -133,7 +136,8 @@ def send(url: SecretStr, message: Message, *, seconds: float = _SECONDS) -> None
     """Post ``message`` within ``seconds``. Raises NotSent."""
     place, body, headers = build_request(url.get_secret_value(), message)
     try:
-        status, wait = asyncio.run(_post(place, body, headers, seconds))
+        with asyncio.Runner(loop_factory=_Loop) as runner:
+            status, wait = runner.run(_post(place, body, headers, seconds))
     except TimeoutError:
         raise NotSent(f"it has not answered within {seconds:.0f} s") from None
     except Exception as error:  # noqa: BLE001  # whatever a client raises may have the URL in it
@@ -145,26 +149,61 @@ def send(url: SecretStr, message: Message, *, seconds: float = _SECONDS) -> None
     raise NotSent(f"it answers with status {status}", wait)
 
 
+class _Loop(asyncio.SelectorEventLoop):
+    """One that nobody waits for when a name server is silent.
+
+    The threads in which a loop usually asks for addresses are waited for at its end, and at that of
+    the program: a stop would take as long as the resolver's patience.
+    """
+
+    async def getaddrinfo(self, *place: Any, **options: Any) -> Any:
+        """Do what :func:`socket.getaddrinfo` does, in a daemon."""
+        found: asyncio.Future[Any] = self.create_future()
+
+        def settle(error: Exception | None, addresses: Any) -> None:
+            if found.done():  # out of time
+                return
+            if error is None:
+                found.set_result(addresses)
+            else:
+                found.set_exception(error)
+
+        def resolve() -> None:
+            error, addresses = None, None
+            try:
+                addresses = socket.getaddrinfo(*place, **options)
+            except Exception as raised:  # noqa: BLE001  # it is the caller's
+                error = raised
+            with contextlib.suppress(RuntimeError):  # the loop is closed: out of time
+                self.call_soon_threadsafe(settle, error, addresses)
+
+        threading.Thread(target=resolve, name="resolve", daemon=True).start()
+        return await found
+
+
 async def _post(
     url: str, body: bytes, headers: dict[str, str], seconds: float
 ) -> tuple[int, float | None]:
     """Return the status, and for how many seconds the service wants no further message."""
     import httpx
 
-    from .http import ask
     from .transports import AsyncTransport
 
-    async with httpx.AsyncClient(transport=AsyncTransport()) as client:
-        reply, content = await ask(
-            client,
-            "POST",
-            url,
-            most=_MOST_BYTES,
-            seconds=seconds,
-            content=body,
-            headers=headers,
-        )
-    return reply.status_code, _wait(reply.headers.get("retry-after"), content)
+    headers = {**headers, "accept-encoding": "identity"}
+    content = b""
+    async with (
+        # httpx bounds each read alone: an answer that trickles in would never end.
+        asyncio.timeout(seconds),
+        httpx.AsyncClient(transport=AsyncTransport(), timeout=seconds) as client,
+        client.stream("POST", url, content=body, headers=headers) as reply,
+    ):
+        # Else it has the message: an answer without an end would make it come again and again.
+        if not reply.is_success:
+            async for part in reply.aiter_raw():
+                content += part
+                if len(content) > _MOST_BYTES:
+                    break
+        return reply.status_code, _wait(reply.headers.get("retry-after"), content)
 
 
 def _wait(header: str | None, content: bytes) -> float | None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import string
+import threading
 import time
 from collections.abc import Iterator
 
@@ -98,6 +99,36 @@ def test_a_service_that_takes_none_is_one_line_in_time(
     assert refusal.value.__cause__ is None
 
 
+def test_a_silent_name_server_holds_neither_a_message_nor_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over, before = threading.Event(), {*threading.enumerate()}
+    monkeypatch.setattr("socket.getaddrinfo", lambda *_, **named: over.wait(20) and [])
+    began = time.monotonic()
+    with pytest.raises(NotSent, match="has not answered within"):
+        send(SecretStr("https://example.org/hook"), Message("a", "b"), seconds=0.5)
+    assert time.monotonic() - began < 5
+    (left,) = {*threading.enumerate()} - before
+    assert left.daemon  # others are waited for when a program ends
+    over.set()
+    left.join()
+
+
+def test_what_a_service_says_after_it_took_a_message_is_not_waited_for(world: Webhooks) -> None:
+    world.manner, world.body = 200, bytes(2**20)
+    send(SecretStr(world.url("JSON")), Message("a", "b"))
+    world.manner = 500
+    with pytest.raises(NotSent, match="status 500"):
+        send(SecretStr(world.url("JSON")), Message("a", "b"))
+
+
+def test_a_forums_topic_goes_to_telegram_too() -> None:
+    url = f"{REAL['Telegram'][0]}&message_thread_id=7"
+    place, body, _ = build_request(url, Message("a", "b"))
+    content = json.loads(body)
+    assert (content["chat_id"], content["message_thread_id"]) == ("-5", "7") and "?" not in place
+
+
 @pytest.mark.parametrize(
     ("extra", "body", "wait"),
     [({"retry-after": "7"}, b"", 7.0), ({}, b'{"retry_after": 0.5}', 0.5),
@@ -117,7 +148,7 @@ def test_how_long_a_service_wants_to_be_left_alone(
 
 
 _ANSWERS = st.recursive(
-    st.none() | st.floats() | st.text(max_size=5),
+    st.none() | st.floats() | st.just(10**400) | st.text(max_size=5),
     lambda part: st.dictionaries(st.sampled_from(["retry_after", "parameters"]), part),
     max_leaves=3,
 )
