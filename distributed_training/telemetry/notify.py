@@ -31,7 +31,7 @@ from distributed_training.common.webhook import Message, NotSent
 from distributed_training.protocol.network_report import span
 from distributed_training.telemetry.day import DAY, find_first_event, sum_up
 from distributed_training.telemetry.logs import mask, register_secret
-from distributed_training.telemetry.run_state import LauncherFile, LauncherState, observe
+from distributed_training.telemetry.run_state import Crash, LauncherFile, LauncherState, observe
 from distributed_training.telemetry.verdict import Facts, Judgement, Verdict, judge
 
 log = logging.getLogger(__name__)
@@ -58,6 +58,10 @@ TROUBLES = {
 _NOT_ABOUT_PAY = frozenset(
     {Verdict.STARTING, Verdict.CANNOT_START, Verdict.STOPPED, Verdict.STUCK}
     | {Verdict.OFFLINE, Verdict.UNKNOWN, Verdict.DISK_FULL}
+)
+#: With these it is not known whether it would be offline, or stuck, if it ran.
+_NOT_ABOUT_LINK = frozenset(
+    {Verdict.STARTING, Verdict.CANNOT_START, Verdict.STOPPED, Verdict.UNKNOWN, Verdict.DISK_FULL}
 )
 
 
@@ -114,7 +118,9 @@ class Notifier:
         self._saved = ""
         self._began: float | None = None  # the miner's first event
         self._backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
-        self._quiet_until = 0.0
+        self._failed_at, self._pause = 0.0, 0.0  # of the last try
+        self._present: set[str] = set()  # troubles that were found at the last look
+        self._crash_at = Crash(), 0.0  # and when it was, by the clock as it is set now
         self._failures = Repeats(3600.0)
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="notify", daemon=True)
@@ -139,7 +145,10 @@ class Notifier:
         try:
             self.look(time.time())
         except Exception:  # a message is never worth the launcher's thread
-            log.warning("The webhook was not told of this miner's state", exc_info=True)
+            if (again := self._failures("look")) is not None:
+                log.warning(
+                    "The webhook was not told of this miner's state%s", again, exc_info=True
+                )
 
     def _ended_by_itself(self) -> bool:
         state = self._file.state
@@ -156,7 +165,7 @@ class Notifier:
         if facts.uid is not None:
             self._title = f"{self._name}, uid {facts.uid}"
         judgement = judge(facts, now)
-        found = dict(self._find(facts, judgement))
+        found = dict(self._find(facts, judgement, now))
         if self._url is not None:
             self._note(found, now)
         if ours:
@@ -168,16 +177,22 @@ class Notifier:
 
     # --- what is wrong ----------------------------------------------------------------------------
 
-    def _find(self, facts: Facts, judgement: Judgement) -> Iterator[tuple[str, str | None]]:
+    def _find(
+        self, facts: Facts, judgement: Judgement, now: float
+    ) -> Iterator[tuple[str, str | None]]:
         """Yield each trouble with its text, empty where it is not, None where that is not known."""
         state, book, verdict = self._file.state, self._book, judgement.verdict
-        refused = state.state == LauncherState.REFUSED
-        yield "start", state.text or "no cause given" if refused else ""
+        if state.state == LauncherState.REFUSED:
+            yield "start", state.text or "no cause given"
+        else:
+            # The next attempt may be refused as well.
+            tries = state.state == LauncherState.STARTING and state.attempt
+            yield "start", None if tries else ""
         ended = state.state == LauncherState.STOPPED and not state.stopped_by.startswith("signal")
         finished = ended and state.stopped_by == "finished"
         how = ": ".join(filter(None, (state.stopped_by, state.text)))
         yield "finished", state.text or "the network has ended" if finished else ""
-        yield "stop", how if ended and not finished else self._crash(facts)
+        yield "stop", how if ended and not finished else self._crash(facts, now)
         book.earned |= judgement.earns is True
         if verdict in _NOT_ABOUT_PAY or judgement.earns is None:
             yield "earning", None
@@ -186,21 +201,25 @@ class Notifier:
             yield "earning", f"{verdict}: {judgement.words}" if lost else ""
         for name, its in (("stuck", Verdict.STUCK), ("offline", Verdict.OFFLINE)):
             text = judgement.words if verdict is its else ""
-            yield name, None if verdict is Verdict.UNKNOWN else text
+            yield name, None if verdict in _NOT_ABOUT_LINK and not text else text
         if facts.disk is not None:
             disk = facts.disk.value
             limit = _ENOUGH if "disk" in book.troubles else _LOW
             low = f"{disk.free / 1e9:.1f} of {disk.total / 1e9:.0f} GB are free in {self._folder}"
             yield "disk", low if disk.free < limit * disk.total else ""
 
-    def _crash(self, facts: Facts) -> str:
+    def _crash(self, facts: Facts, now: float) -> str:
         """Return why inner steps have ended; empty while there are some."""
         crash, troubles = self._file.state.last_crash, self._book.troubles
-        if crash.at <= self._book.crash:
+        if crash.at in (0.0, self._book.crash):
             return ""
+        # A clock that was set back makes it one of the future, before which all steps are.
+        seen, at = self._crash_at
+        at = min(at if seen == crash else crash.at, now)
+        self._crash_at = crash, at
         text = crash.text or "no cause given"
-        known = troubles.setdefault("stop", Trouble(crash.at, text))
-        if facts.step is None or facts.step.at <= crash.at:
+        known = troubles.setdefault("stop", Trouble(at, text))
+        if facts.step is None or not at < facts.step.at <= now:
             return text
         self._book.crash = crash.at
         known.ended = facts.step.at  # it trains again, maybe for some seconds already
@@ -209,12 +228,16 @@ class Notifier:
     def _note(self, found: dict[str, str | None], now: float) -> None:
         """Bring the book to what was found."""
         troubles = self._book.troubles
+        self._present = {name for name, text in found.items() if text}
         for name, text in found.items():
             if text:
-                lasting = troubles.setdefault(name, Trouble(now, text))
-                lasting.text, lasting.ended = text, None
-            elif text == "" and (known := troubles.get(name)) is not None:
-                known.since = min(known.since, now)  # a clock was set back
+                troubles.setdefault(name, Trouble(now, text))
+            if (known := troubles.get(name)) is None:
+                continue
+            known.since = min(known.since, now)  # a clock was set back
+            if text:
+                known.text, known.ended = text, None
+            elif text == "":
                 known.ended = max(known.ended or now, known.since)
                 # A crash that healed itself is told all the same, once.
                 lasted = name == "stop" or known.ended - known.since >= TROUBLES[name][1]
@@ -247,7 +270,9 @@ class Notifier:
                 when = f"{_clock(trouble.since)} to {_clock(trouble.ended)}"
                 text = f"Over after {lasted} ({when}): {head}: {trouble.text}"
                 yield name, Message(self._title, text)
-            elif not trouble.told and (now - trouble.since >= hold or self._over.is_set()):
+            elif name not in self._present or trouble.told:
+                continue
+            elif now - trouble.since >= hold or self._over.is_set():
                 yield name, Message(self._title, f"{head}: {trouble.text}", bad=True)
         if self._book.summary:
             yield "", Message(self._title, self._book.summary)
@@ -256,8 +281,7 @@ class Notifier:
         book, day = self._book, int(now // DAY)
         if day != book.day:
             book.day, book.sent = day, 0
-        # A clock that was set back makes no pause longer than the longest.
-        if now < self._quiet_until <= now + DAY:
+        if 0 <= now - self._failed_at < self._pause:  # a clock that was set back ends it
             return
         assert self._url is not None
         for name, message in [*self._due(now)]:
@@ -269,8 +293,8 @@ class Notifier:
             try:
                 deliver(self._url, message)
             except NotSent as error:
-                wait = max(self._backoff.failed().total_seconds(), error.wait or 0.0)
-                self._quiet_until = now + wait
+                self._failed_at = now
+                self._pause = max(self._backoff.failed().total_seconds(), error.wait or 0.0)
                 if (again := self._failures()) is not None:
                     log.warning(
                         "A message was not sent to the webhook (%s): %s; it is tried again, and "
@@ -297,12 +321,14 @@ class Notifier:
         self._loaded, early = True, self._book.troubles
         if kept is None:
             # A crash before there was somebody to tell it is no news.
-            self._book.crash = min(now, self._file.state.last_crash.at)
+            self._book.crash = self._file.state.last_crash.at
             return
         self._book = kept
         known = {name: each for name, each in kept.troubles.items() if name in TROUBLES}
-        if "earning" in known and not known["earning"].told:
-            known["earning"].since = now  # the hour is one of a miner that runs
+        for name, trouble in known.items():
+            # What lasts does so while the miner runs; a stop is one until the next inner step.
+            if name != "stop" and not trouble.told and trouble.ended is None:
+                trouble.since = now
         self._book.troubles = early | known
 
     def _save(self) -> None:

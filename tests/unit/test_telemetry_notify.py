@@ -204,6 +204,90 @@ def test_ten_messages_a_day_and_the_tenth_says_so(miner: Miner) -> None:
     assert len(miner.passes(120)) == 1
 
 
+def test_a_start_that_is_refused_again_and_again_is_one_message(miner: Miner) -> None:
+    for _ in range(20):
+        refuse(miner)
+        miner.passes(30)
+        miner.file.start()  # the next attempt, which takes some time
+        miner.passes(45)
+    assert [text.partition(":")[0] for text in miner.came] == ["Cannot start"]
+    heal(miner)
+    (over,) = miner.passes(60)
+    assert over.startswith("Over after 25 min")
+
+
+def test_at_its_end_a_miner_tells_of_that_and_of_nothing_that_has_not_lasted(miner: Miner) -> None:
+    lose(miner)
+    miner.passes(300)
+    miner.judgement = Judgement(Verdict.STOPPED, "failures", bad=True)
+    miner.file.stopped("failures", "the ranks failed 6 times in a row")
+    miner.notifier._over.set()
+    (only,) = miner.passes(15)
+    assert only.startswith("Stopped, and nobody asked for it: failures")
+
+
+@pytest.mark.parametrize("begin", [refuse, lose, stick, cut])
+def test_what_began_just_before_a_stop_has_not_lasted_since(
+    begin: Callable[[Miner], None], miner: Miner
+) -> None:
+    begin(miner)
+    assert miner.passes(30) == []
+    miner.file.stopped("signal SIGTERM")
+    miner.now += DAY / 2
+    miner.restart()
+    miner.judgement = Judgement(Verdict.STARTING, "importing", earns=None)
+    assert miner.passes(30) == []
+    heal(miner)
+    assert miner.passes(300) == []
+
+
+def test_offline_is_not_over_because_the_miner_starts_again(miner: Miner) -> None:
+    cut(miner)
+    assert len(miner.passes(180)) == 1
+    miner.restart()
+    miner.judgement = Judgement(Verdict.STARTING, "importing", earns=None)
+    assert miner.passes(180) == []
+    cut(miner)
+    assert miner.passes(180) == []
+    heal(miner)
+    assert len(miner.passes(60)) == 1
+
+
+def test_a_clock_that_is_set_back_loses_and_repeats_no_message(miner: Miner) -> None:
+    miner.passes(15)
+    miner.crash("rank 0 failed")
+    miner.passes(15)
+    miner.now -= 7200
+    miner.passes(15)
+    miner.now += 1
+    miner.train()
+    (over,) = miner.passes(60)
+    assert over.endswith("rank 0 failed")
+    miner.crash("rank 1 failed")
+    (told,) = miner.passes(90)
+    assert told.endswith("it: rank 1 failed")
+    miner.now -= 7200
+    miner.passes(15)
+    miner.now += 1
+    miner.train()
+    assert len(miner.passes(60)) == 1
+    miner.reached = False
+    fill(miner)
+    miner.passes(3600)
+    miner.reached = True
+    miner.now -= 7200
+    assert len(miner.passes(30)) == 1
+
+
+def test_an_error_of_a_look_is_one_line_an_hour(
+    miner: Miner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(notify, "observe", lambda *_: 1 / 0)
+    for _ in range(5):
+        miner.notifier._look_once()
+    assert len(caplog.records) == 1
+
+
 def write_events(folder: Path, *events: dict[str, object]) -> None:
     lines = [json.dumps({"time": BEGIN, **event}) + "\n" for event in events]
     (folder / "events.jsonl").write_text("".join([*lines, '{"kind": "step", "ti']))
