@@ -69,7 +69,7 @@ from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.settings import ChainSettings, SwarmSettings
 from distributed_training.config.types import File, is_ip
 from distributed_training.health import machine
-from distributed_training.health.bundle import find_log, write_bundle
+from distributed_training.health.bundle import find_log, refuse_existing, write_bundle
 from distributed_training.health.machine import Entry, Examination
 from distributed_training.miner.launcher import ranks_of
 from distributed_training.miner.rank_group import rank_environment_defaults, rank_variables
@@ -215,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.probe:
             return report([probe(*p) for p in probed(options.probe)], as_json=options.json)
         config = load_config("miner", flags, file=OPERATORS_FILE, check=False)
+        if options.bundle:
+            refuse_existing(options.bundle)  # before the checks, which take a minute
         if options.notify:
             return report([try_webhook(config)], as_json=options.json)
         mark, ports = mark_of(config.run_folder), set()

@@ -71,16 +71,18 @@ _PATTERNS = (
     (
         re.compile(
             r"""(?i)((?:hooks\.slack\.com|discord(?:app)?\.com|api\.telegram\.org"""
-            r"""|ntfy\.[\w.-]+)(?::\d+)?)/[^\s"'<>]+"""
+            r"""|ntfy\.[\w.-]+)(?::\d+)?)(?:\\?/|%2f)[^\s"'<>]+"""
         ),
         rf"\1/{MASK}",
     ),
     # Also where a whole URL was written into another one.
     (re.compile(r"""(?i)(signature(?:=|%3d))[^\s"'<>&]+"""), rf"\1{MASK}"),
     (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), rf"\1 {MASK}"),
+    # Keys that show whose they are: of Hugging Face, GitHub, Slack, Amazon.
+    (re.compile(r"\b(?:hf_|gh[opsu]_|github_pat_|xox[a-z]-|AKIA|ASIA)[\w-]{12,}"), MASK),
     # Seeds and private keys; a digest has half as many digits, and no 0x.
     (re.compile(r"(?i)\b0x[0-9a-f]{64,}\b|\b[0-9a-f]{128,}\b"), MASK),
-    (re.compile(r"""(?i)(?<![a-z])(?:[a-z]{3,8}[\s,"'\\]{1,4}){11,}[a-z]{3,8}(?![a-z])"""), MASK),
+    (re.compile(r"""(?i)(?<![a-z])(?:[a-z]{3,8}[\s,"'\\]{1,20}){11,}[a-z]{3,8}(?![a-z])"""), MASK),
     (re.compile(rf"(?i)((?:{_TELLING}){_IS})(?:{_VALUE})"), rf"\1{MASK}"),
     (re.compile(rf"(?i)((?:{_OF_FIGURES}){_IS})(?!{_FIGURE})(?:{_VALUE})"), rf"\1{MASK}"),
 )
@@ -114,7 +116,11 @@ def _forms(secret: str) -> Iterator[str]:
         yield quote(text, safe="")
         yield quote(text)
         yield quote_plus(text)
-        yield base64.b64encode(text.encode(errors="replace")).decode().rstrip("=")
+        data = text.encode(errors="replace")
+        for before in range(3):  # within a longer text; its ends are mixed with what is around it
+            coded = base64.b64encode(bytes(before) + data).decode()
+            coded = coded[-(-before * 4 // 3) : (before + len(data)) * 4 // 3]
+            yield from (coded, coded.replace("+", "-").replace("/", "_"))
 
 
 def find_secrets(config: Config, dotenv: Path, environ: Mapping[str, str]) -> Iterator[str]:
@@ -208,6 +214,14 @@ def _end_of(path: Path) -> str | None:
     return data.decode(errors="replace")
 
 
+def refuse_existing(path: Path) -> None:
+    """Raise ConfigError for a file that a bundle would replace."""
+    if os.path.lexists(path):
+        raise ConfigError(
+            f"--bundle {path} is there already, so nothing was written: give another name"
+        )
+
+
 def write_bundle(
     path: Path,
     config: Config,
@@ -222,20 +236,23 @@ def write_bundle(
     ``log``: the miner's, of which the end goes in. Raises ConfigError.
     """
     mask = Masked(find_secrets(config, dotenv, environ))
-    lines = []
+    lines, packed = [], io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, text, about in _contents(config, checks, log, dotenv):
+            data = mask(text).encode(errors="replace")
+            member = tarfile.TarInfo(f"bundle/{name}")
+            member.size, member.mtime, member.mode = len(data), int(time.time()), 0o600
+            archive.addfile(member, io.BytesIO(data))
+            lines.append(f"{name:<24} {len(data) / 1000:8.1f} kB  {mask(about)}")
+    refuse_existing(path)
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-            for name, text, about in _contents(config, checks, log, dotenv):
-                data = mask(text).encode(errors="replace")
-                member = tarfile.TarInfo(f"bundle/{name}")
-                member.size, member.mtime, member.mode = len(data), int(time.time()), 0o600
-                archive.addfile(member, io.BytesIO(data))
-                lines.append(f"{name:<24} {len(data) / 1000:8.1f} kB  {mask(about)}")
-    except FileExistsError:
-        raise ConfigError(
-            f"--bundle {path} is there already, so nothing was written: give another name"
-        ) from None
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(packed.getvalue())
+        except OSError:
+            path.unlink()  # a part of it would be in the way of the next one
+            raise
     except OSError as error:
         raise ConfigError(
             f"--bundle {path} cannot be written ({error.strerror}), so there is none: give a "

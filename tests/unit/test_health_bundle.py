@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import errno
+import io
 import json
+import os
 import string
 import tarfile
 import tempfile
@@ -33,6 +37,7 @@ WAYS: dict[str, Callable[[str], str]] = {
     "path": lambda text: f"GET https://example.org/{quote(text)}/b",
     "exception": lambda text: f"ValueError({text!r})",
     "assigned": lambda text: f"export X={text}",
+    "base64": lambda text: base64.b64encode(f"id:{text}&more".encode()).decode(),
 }
 MNEMONIC = "legal winner thank year wave sausage worth useful legal winner thank yellow"
 SEED, PRIVATE = "0x" + "7a" * 32, "0x" + "6b" * 64
@@ -129,7 +134,10 @@ def test_no_secret_is_in_a_bundle(text: str, name: str, foreign: str) -> None:
             "hooksecret",
             "signedsecret",
         ):
-            for form in {secret, quote(secret, safe=""), json.dumps(secret)[1:-1]}:
+            forms = {secret, quote(secret, safe=""), json.dumps(secret)[1:-1]}
+            if secret in (text, foreign, MNEMONIC):
+                forms.add(base64.b64encode(f"id:{secret}&more".encode()).decode()[4:-8])
+            for form in forms:
                 at = lower.find(form.lower())
                 assert at < 0, (member, form, lower[max(0, at - 80) : at + 80])
 
@@ -148,6 +156,10 @@ KINDS = {
     "query": st.text(string.ascii_letters + string.digits + "%=&-_.", min_size=8, max_size=60),
     "user": st.text(string.ascii_letters + string.digits + ":", min_size=8, max_size=30),
     "hook": st.text(string.ascii_letters + string.digits + "-_", min_size=8, max_size=30),
+    "key": st.tuples(
+        st.sampled_from(["hf_", "ghp_", "github_pat_", "xoxb-", "AKIA"]),
+        st.text(string.ascii_letters + string.digits, min_size=16, max_size=40),
+    ).map("".join),
 }  # fmt: skip
 
 
@@ -166,13 +178,22 @@ def test_what_looks_like_a_secret_is_taken_out_though_nobody_knows_it(
                 json.dumps({name: {"a": secret}}), f"{name} = {quoted(secret)}"]  # fmt: skip
     elif kind == "mnemonic":
         secret = " ".join(drawn)
-        ways = [secret, f'"{secret}"', "\n".join(drawn), json.dumps(drawn), f"0. {secret.upper()}."]
+        ways = [
+            secret,
+            f'"{secret}"',
+            "\n".join(drawn),
+            json.dumps(drawn),
+            f"0. {secret.upper()}.",
+            json.dumps({"key": drawn}, indent=2),
+        ]
     else:
         secret = drawn
         around = {"query": "https://a.org/b?{}", "user": "wss://{}@a.org/b"}
         around["hook"] = "https://hooks.slack.com/services/T0/B0/{}"
         url = around.get(kind, "{}").format(secret)
         ways = [url, f"<{url}>", json.dumps({"url": url}), f"for url '{url}': 404", f"({url})"]
+        if kind == "hook":
+            ways += [url.replace("/", "\\/"), quote(url, safe="")]
     mask = Masked([])
     for written in ways:
         shown = mask(f"2026-01-31 | INFO | {written}\nnext: 1\n")
@@ -211,3 +232,28 @@ def test_a_bundle_is_written_to_a_new_file_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=r"--bundle .*: give "):
             write_bundle(tmp_path / name, home.config, [], log=None, environ={})
     assert (tmp_path / "there").read_text() == "x"
+
+
+def test_a_disk_that_fills_leaves_no_part_of_a_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, path = Home(tmp_path, {}), tmp_path / "help.tar.gz"
+
+    class Full(io.FileIO):
+        def write(self, data: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fdopen", Full)
+        with pytest.raises(ConfigError, match=r"No space left on device.*so there is none"):
+            write_bundle(path, home.config, [], log=None, environ={})
+    assert not path.exists()
+    assert write_bundle(path, home.config, [], log=None, environ={})
+
+
+def test_no_link_is_followed_by_a_bundle(tmp_path: Path) -> None:
+    home, path = Home(tmp_path, {}), tmp_path / "help.tar.gz"
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="is there already"):
+        write_bundle(path, home.config, [], log=None, environ={})
+    assert not (tmp_path / "elsewhere").exists()
