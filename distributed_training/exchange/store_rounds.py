@@ -262,6 +262,7 @@ class StoreRounds:
         except ForkError:
             return  # turn() tells
         except StateUnavailable as error:
+            self._settle_silence()
             self._report("state", str(error))
         except (StoreError, OSError) as error:
             # One line for an outage, not one for each look.
@@ -269,8 +270,7 @@ class StoreRounds:
             self.silent_since = self.silent_since or steady()
             self._report("store", text, kind="away")
         else:
-            self.silent_since = None
-            self._settle("store", "The store answers again")
+            self._settle_silence()
             self._settle("state", "The network's state is taken again")
             if before is None or before.outer_step != state.outer_step:
                 self._not_before = -math.inf
@@ -284,6 +284,10 @@ class StoreRounds:
                 self._next_look = min(self._next_look, steady() + left)
             elif left > -close.grace - _SOON_FOR:
                 self._next_look = steady() + _SOON
+
+    def _settle_silence(self) -> None:
+        self.silent_since = None
+        self._settle("store", "The store answers again")
 
     def _read_state(self) -> State:
         """Return the network's state; compare our clock with the store's. Raises StoreError."""

@@ -577,9 +577,14 @@ def test_a_store_that_is_away_costs_one_line(
     assert miner.pass_time(500) == []
     [line] = warnings(caplog)
     assert "The store cannot be read" in line and "503 SlowDown" in line
+    assert miner.rounds.silent_since is not None
+    # It answers, with a state that is not taken.
+    store.faults = {("head", keys.STATE): lambda found: None}
+    assert miner.pass_time(30) == [] and miner.rounds.silent_since is None
+    caplog.clear()
     store.faults.clear()
     assert [type(fact) for fact in miner.pass_time(30)] == [HeadSeen, Update]
-    assert warnings(caplog) == [line]
+    assert warnings(caplog) == []
 
 
 def stop_retrying(uplink: object, seconds: float) -> None:
