@@ -97,23 +97,25 @@ class ChainCopy:
             )
         return state
 
-    def link(self, first: int, state: State) -> None:
+    def link(self, first: int, state: State) -> int | None:
         """Fetch the manifests from ``first`` to the state's, and check that each follows the last.
 
+        Returns the outer step to which the network has gone back on the way, None if it has not.
         Raises StateUnavailable, and ForkError.
         """
-        before = self.manifest(first)
+        before, back = self.manifest(first), None
         try:
-            for outer_step, data in self._fetch_missing(first + 1, state.outer_step + 1):
-                after = self.copy(outer_step) or Manifest.parse(data, self._master)
+            for after, data in self._fetch_missing(first + 1, state.outer_step + 1):
                 after.check_after(before)
                 if data:
-                    write_bytes(self._path(outer_step), data)
+                    write_bytes(self._path(after.outer_step), data)
                 before = after
+                back = back if after.rewound_to is None else after.rewound_to
             _check_head(state, before)
         except ValueError as error:
             self._look_for_another(before.outer_step)
             raise StateUnavailable(f"{error}: nothing is taken from it") from None
+        return back
 
     def manifest(self, outer_step: int) -> Manifest:
         """Return our copy of a manifest, or else the store's. Raises StateUnavailable."""
@@ -157,16 +159,18 @@ class ChainCopy:
         self.forked = self._describe_fork()
         raise ForkError(self.forked)
 
-    def _fetch_missing(self, first: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """Yield the manifests' bytes, in order; nothing for those of which we have a copy."""
+    def _fetch_missing(self, first: int, end: int) -> Iterator[tuple[Manifest, bytes]]:
+        """Yield the manifests, in order, and the bytes of those of which we have no copy."""
 
-        def fetch(outer_step: int) -> bytes:
-            return b"" if self.copy(outer_step) else self._fetch(outer_step)
+        def fetch(outer_step: int) -> tuple[Manifest, bytes]:
+            if (ours := self.copy(outer_step)) is not None:
+                return ours, b""
+            data = self._fetch(outer_step)
+            return Manifest.parse(data, self._master), data
 
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="manifests") as pool:
             for start in range(first, end, _AT_ONCE):
-                some = range(start, min(start + _AT_ONCE, end))
-                yield from zip(some, pool.map(fetch, some), strict=True)
+                yield from pool.map(fetch, range(start, min(start + _AT_ONCE, end)))
 
     def _fetch(self, outer_step: int) -> bytes:
         key = keys.outer_key(outer_step, keys.MANIFEST)

@@ -401,8 +401,10 @@ class StoreRounds:
             raise StateUnavailable(f"we hold outer step {held}, which {keys.STATE} does not know")
         else:
             first, reason = held, ""
-        self._chain.link(first, state)
-        if newest > held and not reason:
+        back = self._chain.link(first, state)
+        if back is not None:
+            reason = reason or f"the network went back to outer step {back}"
+        elif newest > held and not reason:
             update = self._reader.head(keys.outer_key(held + 1, keys.UPDATE))
             model = self._reader.head(keys.outer_key(newest, keys.MODEL))
             if update is None:
@@ -415,13 +417,10 @@ class StoreRounds:
             return weights
         # Whichever of the two leads on, this one tells what became of our upload.
         fate = Fate(Base.KEPT)
-        if held >= self._counted:
+        if back is not None:  # what was trained on weights that were left is dropped with them
+            fate = Fate(Base.REFUSED, cause=f"the network went back to outer step {back}")
+        elif held >= self._counted:
             fate, self._counted = self._uploads.find_fate(self._chain.manifest(held + 1)), 0
-        passed = range(held + 1, state.outer_step + 1)
-        back = [to for n in passed if (to := self._chain.manifest(n).rewound_to) is not None]
-        if back:  # what was trained on the weights that the network has left is dropped with them
-            cause = f"the network went back to outer step {back[-1]}"
-            fate = Fate(Base.REFUSED, None, cause)
         if not reason:
             return self._fetch_update(held + 1, fate)
         return self._fetch_weights(newest, reason, fate)

@@ -277,6 +277,31 @@ def test_after_a_rewind_the_weights_are_fetched(leader: Leader, miner: Miner) ->
     assert weights.base is Base.REFUSED and "went back to outer step 0" in weights.cause
 
 
+def test_who_was_away_over_a_rewind_takes_its_weights_at_once(
+    store: FaultyStore, leader: Leader, miner: Miner
+) -> None:
+    """Updates to weights that the network has left lead nowhere."""
+    leader.take_outer_step()
+    leader.take_outer_step(whole=True)
+    manifest = leader.build_manifest(b"", {keys.CONFIG: b"{}", keys.MODEL: b"old"}, rewound_to=1)
+    for name, data in ((keys.CONFIG, b"{}"), (keys.MODEL, b"old")):
+        store.put(keys.outer_key(3, name), data)
+    store.put(keys.outer_key(3, keys.MANIFEST), manifest.to_bytes(leader.master.sign))
+    leader.chain.append(manifest)
+    leader.weights_at = (2, 3)
+    leader.move_close()
+    leader.take_outer_step()
+    [_, weights] = miner.pass_time(30)
+    assert isinstance(weights, Update) and weights.outer_step == 3
+    assert weights.whole == weights.cause == "the network went back to outer step 1"
+    assert weights.base is Base.REFUSED
+    miner.rounds.applied(3)
+    miner.turn()
+    [update] = miner.take_facts()
+    assert isinstance(update, Update) and update.outer_step == 4 and not update.whole
+    assert update.base is Base.KEPT
+
+
 def test_a_newcomer_gets_the_newest_weights_and_uploads_at_the_first_close_it_can(
     store: FaultyStore, leader: Leader, time: Time, tmp_path: Path
 ) -> None:
