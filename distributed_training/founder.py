@@ -276,7 +276,7 @@ class _Running:
     plan: Plan
     mark: Mark
     signals: StopSignals
-    validators_stop: timedelta
+    validators_stop: timedelta = _VALIDATOR_STOPS
     programs: dict[str, Program] = field(default_factory=dict)
 
     def start(self, name: str) -> bool:
@@ -346,17 +346,12 @@ def run(folder: Path) -> int:
 
     Call it in the main thread. Raises ConfigError before anything is started.
     """
-    from distributed_training.node.start import StopSignals, sole_user
+    from distributed_training.node.start import StopSignals
 
     plan = Plan.of(folder)
-    mark = Mark(MARK, str(folder.resolve()))
-    with StopSignals() as signals, ExitStack() as stack:
-        stack.enter_context(sole_user(folder, "run.lock", "dt-network run", instead="wait for it"))
-        # What a killed one left is ending, and has its ports until then.
-        mark.end(settle=timedelta(seconds=90), grace=timedelta(seconds=5))
+    with StopSignals() as signals, _sole_runner(plan, signals) as running:
         config = check(plan)
-        running = _Running(plan, mark, signals, max(config.miner.stop_timeout, _VALIDATOR_STOPS))
-        stack.callback(running.end)
+        running.validators_stop = max(config.miner.stop_timeout, _VALIDATOR_STOPS)
         for name in plan.words:
             if not running.start(name):
                 return _why_not(running, name)
@@ -372,24 +367,37 @@ def run(folder: Path) -> int:
 def own_store(folder: Path) -> Iterator[None]:
     """Run the store that comes with the network of ``folder`` meanwhile, unless it runs.
 
-    A network with another store needs nothing. Call it in the main thread. Raises ConfigError.
+    A network with another store needs nothing. Raises ConfigError.
     """
-    from distributed_training.node.start import StopSignals, sole_user
+    from distributed_training.node.start import StopSignals
 
-    plan, signals = Plan.of(folder), StopSignals()
+    plan = Plan.of(folder)
     with ExitStack() as stack:
-        if _STORE in plan.words and _is_free(*plan.places[_STORE]):
-            stack.enter_context(sole_user(folder, "run.lock", "dt-network run", instead="wait"))
-            stack.enter_context(signals)
-            mark = Mark(MARK, str(folder.resolve()))
-            running = _Running(plan, mark, signals, _VALIDATOR_STOPS)
-            stack.callback(running.end)
-            if not running.start(_STORE):
+        if _STORE in plan.words:
+            # Signals that nobody handles: whoever asks for a stop ends the command at once.
+            running = stack.enter_context(_sole_runner(plan, StopSignals()))
+            # One that was started by hand answers already.
+            if _is_free(*plan.places[_STORE]) and not running.start(_STORE):
                 raise ConfigError(
                     "the network's store did not start, for the reason above, so nothing was "
                     "changed: see that dt-network run starts it"
                 )
         yield
+
+
+@contextmanager
+def _sole_runner(plan: Plan, signals: StopSignals) -> Iterator[_Running]:
+    """Be the one that runs programs of this network; end them at last. Raises ConfigError."""
+    from distributed_training.node.start import sole_user
+
+    with sole_user(plan.folder, "run.lock", "dt-network run", instead="wait for it"):
+        running = _Running(plan, Mark(MARK, str(plan.folder.resolve())), signals)
+        # What a killed one left is ending, and has its ports until then.
+        running.mark.end(settle=timedelta(seconds=90), grace=timedelta(seconds=5))
+        try:
+            yield running
+        finally:
+            running.end()
 
 
 def _is_free(host: str, port: int) -> bool:

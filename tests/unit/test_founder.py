@@ -167,6 +167,18 @@ def test_two_runs_of_one_folder_are_refused(lab: Path, capsys, monkeypatch) -> N
     assert "a dt-network run (pid ?) is running in lab" in capsys.readouterr().err
 
 
+def test_the_store_of_a_killed_rewind_is_waited_for(lab: Path, monkeypatch) -> None:
+    place = founder.Plan.of(lab).places["store"]
+    left, started = founder.listen(*place), list[str]()
+    monkeypatch.setattr(founder._Running, "start", lambda self, name: started.append(name) or True)
+    monkeypatch.setattr(founder.Mark, "end", lambda self, **times: left.close() or [])
+    with founder.own_store(lab):
+        assert started == ["store"]
+    # One that was started by hand is nobody's to end, and answers.
+    with founder.listen(*place), founder.own_store(lab):
+        assert started == ["store"]
+
+
 def test_a_second_ctrl_c_ends_a_program_that_does_not_stop(tmp_path: Path) -> None:
     code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
     lines: queue.SimpleQueue[ChildLog] = queue.SimpleQueue()
