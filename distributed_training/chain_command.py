@@ -8,6 +8,7 @@ whose weights are those of an earlier one. Nothing that was published is taken b
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
@@ -145,7 +146,9 @@ def go_back(
     target, step, now = chain.manifest(to), head.outer_step + 1, steps.now()
     extras = ConfigExtras((), 0, None, target.total_inner_steps, target.total_tokens or None)
     folder = steps.place(step)
-    folder.mkdir(parents=True, exist_ok=True)
+    # A round that was merged and never published has left its scores here, which would count now.
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     files = write_set(folder, chain.schema, values, extras.merge_into(config))
     weights, momentum, residual = values.digests
     manifest = replace(

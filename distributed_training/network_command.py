@@ -230,6 +230,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_with(ConfigError(f"--plugins: {error}"))
     except NetworkFileError as error:
         return exit_with(ConfigError(f"{error}, so nothing was signed: {error.remedy}"))
+    except KeyboardInterrupt:
+        print("interrupted: give the same command again", file=sys.stderr)
+        return ExitStatus.INTERRUPTED
     return 0
 
 

@@ -19,6 +19,7 @@ from distributed_training.store.folder import FolderStore
 from distributed_training.validator.merge import OuterState, digest_of
 from distributed_training.validator.outer_steps import OuterSteps
 from distributed_training.validator.replay import Chain
+from distributed_training.validator.store_rounds import LEDGER
 from tests.tools.outer_steps import MASTER, RUN_ID, open_chain, publish_chain, sign, verify
 from tests.tools.store_world import StoreWorld
 
@@ -61,6 +62,17 @@ def test_going_back_is_one_more_outer_step(tmp_path: Path) -> None:
     assert found.problems == [] and found.replayed_from == 4
     content = json.loads((bucket / keys.outer_key(STEPS + 1, keys.CONFIG)).read_text())
     assert (content["a"], content["total_inner_steps"]) == (1, 30 * 5)
+
+
+def test_scores_of_a_round_that_was_never_published_do_not_count(tmp_path: Path) -> None:
+    bucket = tmp_path / "bucket"
+    publish_chain(bucket, STEPS)
+    steps, _ = opened(bucket, tmp_path)
+    ledger = steps.place(STEPS + 1) / LEDGER
+    ledger.parent.mkdir(parents=True)
+    ledger.write_text("{}")
+    back(bucket, tmp_path, 5)
+    assert ledger.parent.exists() and not ledger.exists()
 
 
 def test_where_uploads_are_gone_momentum_begins_again(tmp_path: Path) -> None:
@@ -180,3 +192,14 @@ def test_a_rewind_to_what_never_was_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: outer step 3 is not before the network's, so nothing was pub")
     assert not [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
+
+
+def test_ctrl_c_is_a_line_and_a_status(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rewind(options: object) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chain_command, "rewind", rewind)
+    assert network_command.main(["rewind", str(tmp_path), "--to", "3"]) == 130
+    assert capsys.readouterr().err == "interrupted: give the same command again\n"
