@@ -177,9 +177,10 @@ class StoreValidator(Validator):
             steps.went_on(manifest, values)
         self._miners()
         if not self.standings.successful_rounds:  # on an empty disk: the chain has the scores
-            merged = {one.uid: one.hotkey for past in steps.history for one in past.merged}
-            refused = {one.uid: one.hotkey for past in steps.history for one in past.refused}
-            hotkeys = merged | refused  # a uid may be another's by now
+            hotkeys = dict[int, str]()  # a uid may be another's by now, as of its last upload
+            for past in steps.history:
+                hotkeys |= {one.uid: one.hotkey for one in past.merged}
+                hotkeys |= {one.uid: one.hotkey for one in past.refused}
             for uid, score in steps.head.scores.items():
                 if (entry := self.standings.entries.get(uid)) and entry.hotkey == hotkeys.get(uid):
                     entry.published = score

@@ -420,6 +420,21 @@ def test_a_validator_on_an_empty_disk_goes_on_with_equal_bits(tmp_path: Path) ->
     assert {u: e.published for u, e in entries.items()} == wanted != manifests[1].scores
 
 
+def test_the_score_of_a_uids_second_owner_comes_back(world: StoreWorld, tmp_path: Path) -> None:
+    """The history has another hotkey for it, whose upload was refused."""
+    world.miners[3].upload = lambda: StoreMiner.upload(world.miners[3], b"damaged")  # type: ignore
+    world.round()
+    assert world.fates(1)[3] == "damaged"
+    miner = world.miners[3] = StoreMiner(world, 3)
+    miner.pair = keypair("second owner")
+    miner.start, miner.outer_step = [*world.validator.state.weights], 1
+    world.ledger.register(miner.pair.ss58_address, uid=3)
+    manifest = world.round()
+    assert world.fates(2)[3] == "merged" and manifest.scores[3] > 0
+    world.restarted(folder=tmp_path / "empty")
+    assert world.validator.standings.entries[3].published == manifest.scores[3]
+
+
 def test_a_store_that_is_away_makes_one_round_late(world: StoreWorld) -> None:
     world.train()
     world.until_close()
