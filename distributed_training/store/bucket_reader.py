@@ -187,7 +187,7 @@ class BucketReader:
     def age(self, outer_step: int) -> timedelta | None:
         """Return the age of ``gradients.pt`` by the store's clock, as validators look at it."""
         info = self.head(keys.epoch_key(outer_step, keys.GRADIENTS))
-        return None if info is None else timedelta(seconds=info.age_seconds or 0.0)
+        return None if info is None else timedelta(seconds=max(0.0, info.age_seconds or 0.0))
 
     def _parsed(self, key: str, limit: int, parse: Callable[[bytes], _T]) -> _T | None:
         try:

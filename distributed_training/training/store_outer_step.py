@@ -312,9 +312,12 @@ class StoreOuterStep(OuterStep):
         wholes = self._stream.whole([weights[index] for index in self._vectors])
         vectors = dict(zip(self._vectors, wholes, strict=True))
         parts, lead = [], self._stream.rank == 0
-        digests = digest_rows_of(
-            vectors[index].view(1, -1) if index in vectors else rows.flatten(1)
-            for index, rows in enumerate(weights)
+        # Of all alike: a rank that may start no thread must not leave the others in what follows.
+        digests = self._stream.run_on_all(
+            lambda: digest_rows_of(
+                vectors[index].view(1, -1) if index in vectors else rows.flatten(1)
+                for index, rows in enumerate(weights)
+            )
         )
         for index, (shard, digest) in enumerate(zip(self._shards, digests, strict=True)):
             if index in vectors:
