@@ -13,8 +13,10 @@ All models train at once, stacked along the first dimension: each operation serv
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -32,6 +34,7 @@ HELD_OUT_BYTES, HELD_OUT_BATCHES = 60_000, 16
 GOAL = 0.003  # of the held-out loss
 
 Weights = dict[str, Tensor]
+_CPU = torch.device("cpu")
 
 
 def text() -> Tensor:
@@ -79,6 +82,38 @@ def losses(weights: Weights, tokens: Tensor) -> Tensor:
     return each.view(models, -1).mean(1)
 
 
+def batches(
+    steps: int, workers: int, device: torch.device = _CPU
+) -> Iterator[tuple[float, Tensor]]:
+    """Yield each step's share of the learning rate, and its tokens (workers, batch, context + 1).
+
+    They are the same each time.
+    """
+    data, window = text()[HELD_OUT_BYTES:], torch.arange(CONTEXT + 1)
+    generator = torch.Generator().manual_seed(1)
+    for step in range(steps):
+        places = torch.randint(len(data) - CONTEXT, (workers, BATCH, 1), generator=generator)
+        yield min(1.0, (step + 1) / WARMUP), data[places + window].to(device)
+
+
+@torch.no_grad()
+def held_out_losses(weights: Weights) -> list[float]:
+    """Return each model's loss on the text that none trains on."""
+    data, models = text()[:HELD_OUT_BYTES], weights["bytes"]
+    places = torch.linspace(0, len(data) - CONTEXT - 1, BATCH * HELD_OUT_BATCHES).long()
+    tokens = data[places.view(1, -1, 1) + torch.arange(CONTEXT + 1)].to(models.device)
+    return losses(weights, tokens.expand(len(models), -1, -1)).tolist()
+
+
+def arguments_of(doc: str | None, *, rounds: int) -> argparse.ArgumentParser:
+    arguments = parser(doc)
+    arguments.add_argument("--seeds", type=int, default=3)
+    arguments.add_argument("--rounds", type=int, default=rounds)
+    arguments.add_argument("--steps", type=int, default=30, help="inner steps of a round")
+    torch.set_num_threads(1)
+    return arguments
+
+
 def average(gradients: Tensor) -> Tensor:
     """Average pseudo-gradients (workers, values) by four bits, as the all-reduce does."""
     result = torch.empty_like(gradients[0])
@@ -101,8 +136,6 @@ def passed(values: Tensor) -> Tensor:
 
 def train(seeds: int, rounds: int, steps: int) -> tuple[list[float], list[float]]:
     """Return the held-out losses of float32 and of four bits, by seed."""
-    data = text()
-    held_out, data = data[:HELD_OUT_BYTES], data[HELD_OUT_BYTES:]
     groups = 2 * seeds  # of workers: those of float32 first
     starts = [initial(group % seeds) for group in range(groups)]
     momenta: list[Tensor | None] = [None] * groups
@@ -111,14 +144,9 @@ def train(seeds: int, rounds: int, steps: int) -> tuple[list[float], list[float]
         for name in starts[0]
     }
     optimizer = torch.optim.AdamW(weights.values(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    generator = torch.Generator().manual_seed(1)
-    window = torch.arange(CONTEXT + 1)
-    for step in range(rounds * steps):
-        places = torch.randint(
-            len(data) - CONTEXT, (seeds * WORKERS, BATCH, 1), generator=generator
-        )
-        optimizer.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / WARMUP)
-        loss = losses(weights, data[places + window].repeat(2, 1, 1))
+    for step, (warm, tokens) in enumerate(batches(rounds * steps, seeds * WORKERS)):
+        optimizer.param_groups[0]["lr"] = RATE * warm
+        loss = losses(weights, tokens.repeat(2, 1, 1))
         optimizer.zero_grad()
         loss.sum().backward()
         optimizer.step()
@@ -137,21 +165,12 @@ def train(seeds: int, rounds: int, steps: int) -> tuple[list[float], list[float]
                 for name, part in zip(starts[group], new.split(sizes), strict=True):
                     starts[group][name] = part.view_as(starts[group][name])
                     weights[name][mine] = starts[group][name]
-    common = {name: torch.stack([start[name] for start in starts]) for name in starts[0]}
-    places = torch.linspace(0, len(held_out) - CONTEXT - 1, BATCH * HELD_OUT_BATCHES).long()
-    tokens = held_out[places.view(1, -1, 1) + window].expand(groups, -1, -1)
-    with torch.no_grad():
-        found = losses(common, tokens).tolist()
+    found = held_out_losses({n: torch.stack([start[n] for start in starts]) for n in starts[0]})
     return found[:seeds], found[seeds:]
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--seeds", type=int, default=3)
-    arguments.add_argument("--rounds", type=int, default=10)
-    arguments.add_argument("--steps", type=int, default=30, help="inner steps of a round")
-    options = arguments.parse_args()
-    torch.set_num_threads(1)
+    options = arguments_of(__doc__, rounds=10).parse_args()
     exact, four = train(options.seeds, options.rounds, options.steps)
     rows = [
         (seed, f"{a:.4f}", f"{b:.4f}", f"{b / a - 1:+.2%}")

@@ -22,18 +22,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from bench.common import parser, table
+from bench.common import table
 from bench.four_bits import (
-    BATCH,
-    CONTEXT,
-    HELD_OUT_BATCHES,
-    HELD_OUT_BYTES,
     RATE,
-    WARMUP,
     Weights,
+    arguments_of,
+    batches,
+    held_out_losses,
     initial,
     losses,
-    text,
 )
 from distributed_training.protocol.update_file import decode_rows, encode_rows
 from distributed_training.training.outer_rule import nesterov_sgd
@@ -101,7 +98,7 @@ class Way:
         self.adamw.param_groups[0]["lr"] = self.rate * warm
         self.adamw.step()
         self.muon.step(self.rate * warm)
-        return float(loss.mean())
+        return float(loss.detach().mean())
 
     @torch.no_grad()
     def close(self) -> None:
@@ -127,7 +124,6 @@ def passed(values: Tensor) -> Tensor:
 
 
 def train(seeds: int, rounds: int, steps: int, device: torch.device) -> list[Way]:
-    data = text()[HELD_OUT_BYTES:]
     first = [initial(seed) for seed in range(seeds)]
     ways = []
     for name in ("AdamW", "Muon"):
@@ -137,12 +133,7 @@ def train(seeds: int, rounds: int, steps: int, device: torch.device) -> list[Way
                 n: s.repeat_interleave(WORKERS, 0).requires_grad_() for n, s in starts.items()
             }
             ways.append(Way(name, rate, weights, starts))
-    generator, window = torch.Generator().manual_seed(1), torch.arange(CONTEXT + 1)
-    for step in range(rounds * steps):
-        places = torch.randint(
-            len(data) - CONTEXT, (seeds * WORKERS, BATCH, 1), generator=generator
-        )
-        tokens, warm = data[places + window].to(device), min(1.0, (step + 1) / WARMUP)
+    for step, (warm, tokens) in enumerate(batches(rounds * steps, seeds * WORKERS, device)):
         now = [way.step(tokens, warm) for way in ways]
         if (step + 1) % steps == 0:
             for way in ways:
@@ -152,26 +143,12 @@ def train(seeds: int, rounds: int, steps: int, device: torch.device) -> list[Way
     return ways
 
 
-def held_out(way: Way) -> list[float]:
-    """Return the common weights' losses, by seed."""
-    data, window = text()[:HELD_OUT_BYTES], torch.arange(CONTEXT + 1)
-    places = torch.linspace(0, len(data) - CONTEXT - 1, BATCH * HELD_OUT_BATCHES).long()
-    tokens = data[places.view(1, -1, 1) + window].to(next(iter(way.starts.values())).device)
-    count = len(next(iter(way.starts.values())))
-    with torch.no_grad():
-        return losses(way.starts, tokens.expand(count, -1, -1)).tolist()
-
-
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--seeds", type=int, default=3)
-    arguments.add_argument("--rounds", type=int, default=20)
-    arguments.add_argument("--steps", type=int, default=30, help="inner steps of a round")
+    arguments = arguments_of(__doc__, rounds=20)
     arguments.add_argument("--device", type=torch.device, default="cpu")
     options = arguments.parse_args()
-    torch.set_num_threads(1)
     ways = train(options.seeds, options.rounds, options.steps, options.device)
-    found = [held_out(way) for way in ways]
+    found = [held_out_losses(way.starts) for way in ways]
     means = [sum(each) / len(each) for each in found]
     best = min(mean for way, mean in zip(ways, means, strict=True) if way.name == "AdamW")
     rows = [

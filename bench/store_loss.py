@@ -26,18 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bench.common import parser, table
-from bench.four_bits import (
-    BATCH,
-    CONTEXT,
-    HELD_OUT_BATCHES,
-    HELD_OUT_BYTES,
-    RATE,
-    WARMUP,
-    initial,
-    losses,
-    text,
-)
+from bench.common import table
+from bench.four_bits import RATE, arguments_of, batches, held_out_losses, initial, losses
 from distributed_training.protocol.update_file import (
     Header,
     UpdateFile,
@@ -182,8 +172,6 @@ def train(
     seeds: int, rounds: int, steps: int, late: float, device: torch.device
 ) -> dict[str, list[float]]:
     """Return each way's held-out losses, by seed."""
-    data = text()
-    held_out, data = data[:HELD_OUT_BYTES], data[HELD_OUT_BYTES:]
     networks = []
     for way in WAYS:
         for seed in range(seeds):
@@ -198,14 +186,9 @@ def train(
     for weight in weights.values():
         weight.requires_grad_()
     optimizer = torch.optim.AdamW(weights.values(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    generator, window = torch.Generator().manual_seed(1), torch.arange(CONTEXT + 1)
     with tempfile.TemporaryDirectory(prefix="bench-") as made:
-        for step in range(rounds * steps):
-            places = torch.randint(
-                len(data) - CONTEXT, (seeds * WORKERS, BATCH, 1), generator=generator
-            )
-            optimizer.param_groups[0]["lr"] = RATE * min(1.0, (step + 1) / WARMUP)
-            tokens = data[places + window].to(device)
+        for step, (warm, tokens) in enumerate(batches(rounds * steps, seeds * WORKERS, device)):
+            optimizer.param_groups[0]["lr"] = RATE * warm
             loss = losses(weights, tokens.repeat(len(WAYS), 1, 1))
             optimizer.zero_grad()
             loss.sum().backward()
@@ -224,22 +207,15 @@ def train(
         name: torch.stack([n.state.weights[i] for n in networks]).to(device)
         for i, name in enumerate(names)
     }
-    places = torch.linspace(0, len(held_out) - CONTEXT - 1, BATCH * HELD_OUT_BATCHES).long()
-    tokens = held_out[places.view(1, -1, 1) + window].to(device)
-    with torch.no_grad():
-        found = losses(merged, tokens.expand(len(networks), -1, -1)).tolist()
+    found = held_out_losses(merged)
     return {way.name: found[i * seeds : (i + 1) * seeds] for i, way in enumerate(WAYS)}
 
 
 def main() -> None:
-    arguments = parser(__doc__)
-    arguments.add_argument("--seeds", type=int, default=3)
-    arguments.add_argument("--rounds", type=int, default=20)
-    arguments.add_argument("--steps", type=int, default=30, help="inner steps of a round")
+    arguments = arguments_of(__doc__, rounds=20)
     arguments.add_argument("--late", type=float, default=0.1, help="share of a round")
     arguments.add_argument("--device", type=torch.device, default="cpu")
     options = arguments.parse_args()
-    torch.set_num_threads(1)
     found = train(options.seeds, options.rounds, options.steps, options.late, options.device)
     exact = found[WAYS[0].name]
     rows = []
