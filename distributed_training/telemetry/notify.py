@@ -60,9 +60,7 @@ _NOT_ABOUT_PAY = frozenset(
     | {Verdict.OFFLINE, Verdict.UNKNOWN, Verdict.DISK_FULL}
 )
 #: With these it is not known whether it would be offline, or stuck, if it ran.
-_NOT_ABOUT_LINK = frozenset(
-    {Verdict.STARTING, Verdict.CANNOT_START, Verdict.STOPPED, Verdict.UNKNOWN, Verdict.DISK_FULL}
-)
+_NOT_ABOUT_LINK = _NOT_ABOUT_PAY - {Verdict.STUCK, Verdict.OFFLINE}
 
 
 @dataclass
@@ -200,8 +198,10 @@ class Notifier:
             lost = not judgement.earns and (judgement.bad or book.earned)
             yield "earning", f"{verdict}: {judgement.words}" if lost else ""
         for name, its in (("stuck", Verdict.STUCK), ("offline", Verdict.OFFLINE)):
-            text = judgement.words if verdict is its else ""
-            yield name, None if verdict in _NOT_ABOUT_LINK and not text else text
+            known = book.troubles.get(name)
+            # What the operator knows of is over only where a miner that runs shows it.
+            unsure = verdict in _NOT_ABOUT_LINK and known is not None and known.told
+            yield name, judgement.words if verdict is its else None if unsure else ""
         if facts.disk is not None:
             disk = facts.disk.value
             limit = _ENOUGH if "disk" in book.troubles else _LOW

@@ -241,6 +241,18 @@ def test_what_began_just_before_a_stop_has_not_lasted_since(
     assert miner.passes(300) == []
 
 
+@pytest.mark.parametrize("begin", [stick, cut])
+def test_what_a_restart_ended_has_not_lasted_through_it(
+    begin: Callable[[Miner], None], miner: Miner
+) -> None:
+    begin(miner)
+    miner.passes(30)
+    miner.judgement = Judgement(Verdict.STARTING, "importing", earns=None)
+    miner.passes(2400)
+    heal(miner)
+    assert miner.passes(60) == []
+
+
 def test_offline_is_not_over_because_the_miner_starts_again(miner: Miner) -> None:
     cut(miner)
     assert len(miner.passes(180)) == 1
