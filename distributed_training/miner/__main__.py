@@ -20,9 +20,11 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from distributed_training.config import (
     OPERATORS_FILE,
+    Config,
     ConfigError,
     all_settings,
     exit_with,
@@ -58,12 +60,13 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
             return ExitStatus.STOPPED
         if argv[:1] == ["check"]:
             return check(argv[1:])
-        config = load_config("miner", argv, file=OPERATORS_FILE)
         # Under torchrun every process is a rank, and torchrun restarts all or none.
         if "RANK" not in os.environ:
+            config = load_settings(argv)
             from distributed_training.miner.launcher import launch
 
             return launch(config, program=program)
+        config = load_config("miner", argv, file=OPERATORS_FILE)
     except ConfigError as error:
         return exit_with(error, of_service=True)
     # Here: the launcher imports no torch, and refuses a wrong flag at once.
@@ -71,6 +74,25 @@ def main(argv: Sequence[str] | None = None, *, program: str = PROGRAM) -> int:
     from distributed_training.common.processes import leave
 
     leave(importlib.import_module(program).run_rank(config))
+
+
+def load_settings(argv: Sequence[str]) -> Config:
+    """Return the configuration. Raises ConfigError, of which the run folder tells as well.
+
+    Else dashboard and dt-status would go on to say what stopped the miner before.
+    """
+    try:
+        return load_config("miner", argv, file=OPERATORS_FILE)
+    except ConfigError as error:
+        from distributed_training.telemetry.run_state import LAUNCHER_FILE, SETTINGS, LauncherFile
+
+        try:
+            folders = [load_config("miner", argv, file=OPERATORS_FILE, check=False).run_folder]
+        except ConfigError:  # nothing is known of a file that cannot be read; here ran the miner
+            folders = [file.parent for file in Path().glob(f"runs/*/{LAUNCHER_FILE}")]
+        if len(folders) == 1:
+            LauncherFile(folders[0]).stopped(SETTINGS, str(error))
+        raise
 
 
 def check(argv: Sequence[str]) -> int:

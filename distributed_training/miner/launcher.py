@@ -75,7 +75,9 @@ from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.metrics import Registry
 from distributed_training.telemetry.notify import Notifier
 from distributed_training.telemetry.run_state import (
+    FAILURES,
     LOCK_FILE,
+    SETTINGS,
     LauncherFile,
     LauncherState,
     has_started,
@@ -107,7 +109,7 @@ _LEVELS = {
 _STOPPED_BY = {
     ExitStatus.FINISHED: "finished",
     ExitStatus.DEREGISTERED: "deregistered",
-    ExitStatus.BAD_CONFIGURATION: "its settings",
+    ExitStatus.BAD_CONFIGURATION: SETTINGS,
 }
 
 STACKS_FILE = "stacks.txt"  # in the run folder
@@ -130,7 +132,7 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
             refuse_unknown_kinds(config)
             refuse_model(config, ranks=ranks_of(config))
         except ConfigError as error:
-            file.stopped("its settings", str(error))
+            file.stopped(SETTINGS, str(error))
             raise
         start_log(config)
         log_settings(config)
@@ -143,7 +145,7 @@ def launch(config: Config, *, program: str = PROGRAM) -> ExitStatus:
                 return status
             finally:
                 signalled = f"signal {signals.name}" if signals.name else ""
-                by = signalled or _STOPPED_BY.get(status, "failures")
+                by = signalled or _STOPPED_BY.get(status, FAILURES)
                 file.stopped(by, outages.reason)
 
 

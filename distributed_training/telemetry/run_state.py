@@ -35,6 +35,9 @@ log = logging.getLogger(__name__)
 
 LAUNCHER_FILE, STAGE_FILE, LOCK_FILE = "launcher.json", "stage.json", "launcher.lock"
 STAGES = 5  # of a start
+# What stopped a launcher:
+FAILURES = "failures"  # it gave its ranks up, and pm2 starts another
+SETTINGS = "its settings"
 _BYTES = 4096  # of a file here: its place stays, so that a full disk takes the next content too
 _LONGEST = 600  # characters of a text in it
 
@@ -101,7 +104,7 @@ def read_launcher(folder: Path) -> Launcher | None:
         return None
     # Without a launcher: under torchrun.
     launcher = _parse(Launcher, found or {"state": LauncherState.STARTING})
-    # The launcher removes the file before its ranks begin, so what is there is theirs.
+    # The launcher writes it anew before its ranks begin, so what is there is of this start.
     if stage is None or launcher.state != LauncherState.STARTING:
         return launcher
     if not stage.stage:
@@ -123,9 +126,10 @@ class LauncherFile:
         self.owned = False
         before = read_launcher(folder) or Launcher()
         self.state = Launcher(at=time.time(), pid=os.getpid(), last_crash=before.last_crash)
-        if before.state in (LauncherState.STARTING, LauncherState.RUNNING) and not self.taken():
+        killed = before.state in (LauncherState.STARTING, LauncherState.RUNNING)
+        if before.stopped_by == FAILURES or (killed and not self.taken()):
             self.state = replace(self.state, restarts=before.restarts)
-            self.crashed(f"the launcher (pid {before.pid}) was killed")
+            self.crashed(before.text or f"the launcher (pid {before.pid}) was killed")
 
     def crashed(self, text: str) -> None:
         """Take note of a crash, after which ranks start again."""
@@ -146,8 +150,8 @@ class LauncherFile:
         if not self._folder.is_dir() or self.taken():
             return
         if state is LauncherState.STARTING:
-            with contextlib.suppress(OSError):
-                (self._folder / STAGE_FILE).unlink(missing_ok=True)
+            # Not removed: on a full disk rank 0 could not say that its start is complete.
+            _write(self._folder / STAGE_FILE, Stage("the ranks are being started", time.time()))
         _write(self._folder / LAUNCHER_FILE, self.state)
         if state is LauncherState.REFUSED:
             _append(self._folder, "refused", **more)
@@ -168,9 +172,7 @@ class LauncherFile:
     def taken(self) -> bool:
         """Return whether another launcher runs in the folder."""
         there = read_launcher(self._folder)
-        if self.owned or there is None or there.pid == os.getpid():
-            return False
-        if there.state == LauncherState.STOPPED:
+        if self.owned or there is None or there.state == LauncherState.STOPPED:
             return False
         try:
             with (self._folder / LOCK_FILE).open("rb") as file:
@@ -219,6 +221,7 @@ def _write(path: Path, content: Launcher | Stage) -> None:
             # Its blocks are there already. A reader that comes in between sees a damaged file.
             with contextlib.suppress(OSError), path.open("r+b") as file:
                 file.write(data)
+                file.truncate()  # what stood there may have been longer
                 return
         if (again := _unwritten(path)) is not None:
             log.warning(

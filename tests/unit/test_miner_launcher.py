@@ -31,6 +31,7 @@ from distributed_training.miner.__main__ import main as launch
 from distributed_training.miner.rank_group import RankGroup
 from distributed_training.miner.run_folder import remembered_gpus
 from distributed_training.protocol.types import ExitStatus
+from distributed_training.telemetry.run_state import LauncherFile, read_launcher
 from tests.tools.miner_parts import config_of
 from tests.tools.r2_keys import KEYS
 from tests.tools.settings import load_config
@@ -140,6 +141,25 @@ def test_settings_that_cannot_be_right_end_with_status_2_at_once(
     assert launch([*argv, "--neuron.upload_steps", "0"]) == REFUSED
     assert "--neuron.upload_steps" in capsys.readouterr().err
     assert ranks.left and not run_folder(argv).exists()
+
+
+@pytest.mark.parametrize(("readable", "flag"), [(True, "peers.minimum"), (False, "axon.port")])
+def test_the_run_folder_tells_of_settings_that_are_refused(
+    argv: list[str], ranks: Played, readable: bool, flag: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the dashboard would go on to say that somebody asked for the stop before."""
+    folder = Path("runs/one").absolute()
+    folder.mkdir(parents=True)
+    LauncherFile(folder).stopped("signal SIGINT")
+    argv = [*argv, "--neuron.run_folder", str(folder)]
+    if readable:  # as far as the folder's name
+        refuse = lambda config: [f"--{flag} is out of proportion"]
+        monkeypatch.setattr("distributed_training.config.loader.problems", refuse)
+    else:
+        argv += [f"--{flag}", "x"]
+    assert launch(argv) == REFUSED
+    launched = read_launcher(folder)
+    assert launched and launched.stopped_by == "its settings" and f"--{flag}" in launched.text
 
 
 @pytest.mark.parametrize("before", [[], [(LONG, FAULT)]], ids=["first start", "after a run"])
@@ -308,7 +328,8 @@ def test_a_machine_that_refuses_is_tried_again(
 
     def look(*arguments: Any, **named: Any) -> Any:
         nonlocal looks
-        looks += 1
+        # Whether another launcher has the folder is asked by its file before each try.
+        looks += fcntl.LOCK_SH | fcntl.LOCK_NB not in arguments
         return (refuses if looks <= 8 else right)(*arguments, **named)
 
     monkeypatch.setattr(where, name, look)

@@ -82,6 +82,11 @@ def test_a_launcher_that_was_killed_is_named_from_outside_and_by_the_next(tmp_pa
     assert after.restarts == 3 and "was killed" in after.last_crash.text
     LauncherFile(tmp_path).stopped("signal SIGTERM")
     assert LauncherFile(tmp_path).state.restarts == 0, "somebody asked for this start"
+    file = LauncherFile(tmp_path)
+    file.crashed("rank 0 ended with status 1")
+    file.stopped("failures", "rank 0 ended with status 1")
+    after = LauncherFile(tmp_path).state
+    assert after.restarts == 2 and "status 1" in after.last_crash.text, "pm2 asked for this one"
 
 
 def test_the_ranks_of_torchrun_have_no_launcher(tmp_path: Path) -> None:
@@ -105,15 +110,16 @@ def test_no_secret_is_in_what_it_writes(tmp_path: Path) -> None:
         assert b"s3cr3t" not in path.read_bytes()
 
 
+def no_room(path: Path, *_: object, **named: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
 def test_a_full_disk_takes_the_next_state_in_place_of_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(path: Path, *_: object, **named: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
     file = LauncherFile(tmp_path)
     file.start()
-    monkeypatch.setattr(run_state, "write_bytes", full)
+    monkeypatch.setattr(run_state, "write_bytes", no_room)
     file.refused("0.0 GB free", attempt=1, wait=1.0)
     assert launch_of(tmp_path).text == "0.0 GB free" and not caplog.text
     (tmp_path / "launcher.json").unlink()
@@ -121,6 +127,19 @@ def test_a_full_disk_takes_the_next_state_in_place_of_the_last(
         file.refused("0.0 GB free", attempt=1, wait=1.0)
     (line,) = [r.getMessage() for r in caplog.records]
     assert "launcher.json was not written (No space left on device)" in line
+
+
+def test_a_full_disk_leaves_nothing_of_a_longer_text_and_lets_a_start_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = LauncherFile(tmp_path)
+    file.start()
+    file.refused("\u00e9" * 700, attempt=1, wait=1.0)  # six bytes each
+    monkeypatch.setattr(run_state, "write_bytes", no_room)
+    file.start()
+    assert launch_of(tmp_path).state == "starting"
+    report_running(tmp_path)
+    assert launch_of(tmp_path).state == "running"
 
 
 @pytest.mark.slow
