@@ -360,7 +360,10 @@ def _uploaded(event: Mapping[str, Any]) -> bool:
 def _number(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond any float, of a damaged line
+        return None
 
 
 def _whole(value: object, otherwise: int) -> int:

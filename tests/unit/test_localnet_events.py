@@ -204,6 +204,7 @@ class TestState:
             {"kind": "sweep", "not_alive": 3},
             {"kind": "upload_scored", "uid": None},
             {"kind": "outer_step", "outer_step": 10**400},
+            {"kind": "publication", "time": 10**400},
         ],
     )
     def test_events_that_no_neuron_of_ours_writes_are_no_error(self, event: dict[str, Any]) -> None:
