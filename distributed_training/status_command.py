@@ -32,6 +32,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from distributed_training.common.processes import limit_resources
 from distributed_training.config import OPERATORS_FILE, ConfigError, exit_with, load_config
 from distributed_training.config.loader import Parser, argument
 from distributed_training.config.schema import read_settings
@@ -174,7 +175,7 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
         "step_at": facts.step.at if facts.step else None,
         "last_upload": asdict(upload) if upload else None,
         "next_upload_at": facts.next_upload,
-        "next_round_at": facts.next_round,
+        "next_round_at": facts.expected_round(now),
         "standing": asdict(facts.standing.value) if facts.standing else None,
         "disk": asdict(facts.disk.value) if facts.disk else None,
         "chain_answered_at": facts.block.at if facts.block else None,
@@ -194,6 +195,7 @@ def status_of(rows: Iterable[dict[str, Any]]) -> int:
 
 def show(folders: Sequence[Path], *, as_json: bool, watch: bool) -> int:
     """Print the state of each miner, again and again with ``watch``. Return the exit status."""
+    limit_resources()  # a file stays open for each folder
     neurons = [NeuronState(folder).catch_up(at_most=_TAIL) for folder in folders]
     redraws = watch and not as_json and sys.stdout.isatty()
     shown: dict[str, tuple[Any, ...]] = {}

@@ -212,6 +212,14 @@ class Facts:
     gone: Fact[bool] | None = None  # no process of it runs
     disk: Fact[Disk] | None = None
 
+    def expected_round(self, now: float) -> float | None:
+        """Return when the next round is expected: by the clock, where the chain is silent since."""
+        due, period = self.next_round, self.round_seconds
+        silent = self.block is not None and now - self.block.at > OFFLINE_AFTER
+        if due is None or due >= now or not period or not silent:
+            return due
+        return due + math.ceil((now - due) / max(1.0, period)) * period
+
     def to_json(self) -> str:
         """Return one JSON object. What is not finite is left out."""
         known = {name: value for name, value in asdict(self).items() if value is not None}
@@ -246,6 +254,8 @@ class Judgement:
         bad: Whether an operator must act.
         earns: Whether it earns now; None: not known.
         counts: Whether validators count the newest upload known to be complete; None: not known.
+        judged_step: Hivemind: the outer step whose uploads validators judge; None: not known, or
+            they go on to the next about now.
     """
 
     verdict: Verdict
@@ -254,6 +264,7 @@ class Judgement:
     bad: bool = False
     earns: bool | None = False
     counts: bool | None = None
+    judged_step: int | None = None
 
     @property
     def words(self) -> str:
@@ -275,15 +286,16 @@ def judge(facts: Facts, now: float) -> Judgement:
     counts = _count_store(facts, now) if facts.kind == "store" else _count_hivemind(facts, now)
     if (found := _of_process(facts, now)) is not None:
         return found
+    known: dict[str, Any] = {"counts": counts.counts, "judged_step": counts.step}
     if (found := _of_machine(facts, now)) is not None:
-        return replace(found, counts=counts.counts)
+        return replace(found, **known)
     found = _of_network(facts, now, counts)
     standing = _value(facts.standing, now, STANDING_LIFE)
     if standing is None or standing.incentive <= 0 or found.verdict in _PAY:
-        return replace(found, counts=counts.counts)
+        return replace(found, **known)
     cause = f"{found.cause}. Still paid for earlier scores: {standing.words}"
     waits = found.verdict is Verdict.NOT_JUDGED_YET and standing.incentive >= standing.least
-    return replace(found, counts=counts.counts, cause=cause, earns=waits or found.earns)
+    return replace(found, **known, cause=cause, earns=waits or found.earns)
 
 
 _PAY = (Verdict.EARNING, Verdict.HARDLY_EARNING, Verdict.NOT_YET_PAID)
@@ -391,11 +403,12 @@ def _of_link(facts: Facts, now: float) -> Judgement | None:
 
 @dataclass(frozen=True)
 class _Counts:
-    """``counts``: None where it depends on what is not known."""
+    """``counts``: None where it depends on what is not known. ``step``: that validators judge."""
 
     counts: bool | None
     cause: str
     verdict: Verdict = Verdict.NOT_JUDGED_YET
+    step: int | None = None
 
 
 def _count_store(facts: Facts, now: float) -> _Counts:
@@ -457,6 +470,8 @@ def _count_hivemind(facts: Facts, now: float) -> _Counts:
         for step in sorted(may_be)
     ]
     alike = {each.counts for each in found}
+    if len(may_be) == 1:
+        return replace(found[0], step=may_be.pop())
     if len(alike) == 1:
         return found[0]
     return _Counts(None, next((each.cause for each in found if each.counts is None), _TURN))

@@ -31,6 +31,7 @@ from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.page import PageProcess
 from distributed_training.telemetry.page import __main__ as served_page
 from distributed_training.telemetry.run_state import LAUNCHER_FILE, Launcher
+from tests.tools.chain_world import answers
 from tests.tools.page import TOKEN, Page, served
 from tests.tools.waiting import wait_for
 
@@ -378,9 +379,15 @@ def test_a_second_page_of_a_folder_waits_for_the_end_of_the_first(
         shown, host="127.0.0.1", port=address, send_line=lambda text, level: lines.append(text)
     )
     assert ended == 0 and lines == [
-        f"the dashboard is at http://127.0.0.1:{address}/ already",
+        f"page: http://127.0.0.1:{address}/ is served already",
         f"page: http://127.0.0.1:{address}/",
     ]
+
+
+@pytest.mark.parametrize("answer", [b"[" * 100_000, b'"x"', b"\xff", b"[[]]", b"3"])
+def test_another_program_at_its_address_ends_no_page(answer: bytes, tmp_path: Path) -> None:
+    with answers(lambda request: (200, answer)) as other:
+        assert not served_page._is_shown("127.0.0.1", other, [tmp_path], "")
 
 
 def test_a_disk_that_fails_at_its_start_is_a_line_and_another_try(tmp_path: Path) -> None:

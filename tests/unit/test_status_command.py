@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from distributed_training import status_command as status
 from distributed_training.telemetry.neuron_state import NeuronState
+from distributed_training.telemetry.page.__main__ import verdict_of
 from distributed_training.telemetry.verdict import FACTS_FILE, Verdict
 from tests.tools.miner_states import STATES, make_miner
 
@@ -220,7 +221,9 @@ def test_nothing_in_a_folder_and_no_clock_ends_it(
         facts.write_bytes(content[: len(content) - max(0, cut - 30)])
         written = "".join(json.dumps(event) + "\n" for event in events).encode()
         (miner / "events.jsonl").write_bytes(written[: len(written) - cut])
-        row = status.describe(NeuronState(miner).catch_up(at_most=2**20), time.time() + jump)
+        neuron = NeuronState(miner).catch_up(at_most=2**20)
+        json.dumps({**neuron.facts(), **verdict_of(miner, time.time() + jump)})
+        row = status.describe(neuron, time.time() + jump)
         assert row["status"] in (0, 1, 3) and row["verdict"] in list(Verdict)
         json.dumps(row, allow_nan=False)
         for shown in (status.text_of(row), status.table_of([row, row]), status.line_of(row)):

@@ -24,7 +24,6 @@ import http.client
 import ipaddress
 import json
 import logging
-import math
 import os
 import re
 import sys
@@ -45,8 +44,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from distributed_training.common.ports import listen
-from distributed_training.common.processes import ChildLog, ParentConnection
-from distributed_training.protocol.scoring import scored_epoch
+from distributed_training.common.processes import ChildLog, ParentConnection, limit_resources
 from distributed_training.protocol.types import AllReduceFault, ExitStatus
 from distributed_training.telemetry.events import plain
 from distributed_training.telemetry.metrics import Registry
@@ -155,21 +153,12 @@ def verdict_of(folder: Path, now: float) -> dict[str, Any]:
     ``judgement`` is None where no miner has run: in a validator's folder.
     """
     facts, launcher = observe(folder, now), read_launcher(folder)
-    verdict, step = judge(facts, now), None
-    block, place = facts.block, facts.place
-    blocks = facts.blocks_per_round
-    if place is not None and place.value.outer_step:
-        blocks = facts.blocks_per_round_later or blocks
-    # The step that validators judge, as far as the chain and the network were heard of.
-    if block and blocks and place and (last := place.value.last_allreduce_block) is not None:
-        at = block.value + int(max(0.0, now - block.at) / (facts.seconds_per_block or math.inf))
-        outer_step = place.value.outer_step
-        step = scored_epoch(outer_step=outer_step, block=at, last_allreduce_block=last, bpa=blocks)
+    verdict = judge(facts, now)
     known = facts.looked is not None or facts.launch is not None
     return {
         "facts": json.loads(facts.to_json()),
         "judgement": {**asdict(verdict), "level": verdict.level} if known else None,
-        "judged_outer_step": step,
+        "next_round": facts.expected_round(now),
         "launcher": None if launcher is None else plain(launcher),
     }
 
@@ -437,8 +426,8 @@ def serve(
 ) -> int:
     """Serve the page of ``folders``, also of such as are not there yet; return the exit status.
 
-    ``flags``: how the operator knows host and port; ``waits``: for an address that is in use. A
-    miner's own page ends with the miner, and the one beside it, which waited, goes on.
+    ``flags``: how the operator knows host and port; ``waits``: for an address that is in use, or
+    not there yet. A miner's own page ends with it, and the one beside it, which waited, goes on.
     """
     problem = _problem(folders, host, port, token, flags)
     if problem is not None:
@@ -450,9 +439,10 @@ def serve(
             listener = listen(host, port)
             break
         except OSError as error:
-            waits = waits and error.errno == errno.EADDRINUSE
+            # Another program has it, or a VPN whose address it is comes up later.
+            waits = waits and error.errno in (errno.EADDRINUSE, errno.EADDRNOTAVAIL)
             if waits and not told and _is_shown(host, port, folders, token):
-                send_line(f"the dashboard is at http://{shown}:{port}/ already", logging.INFO)
+                send_line(f"page: http://{shown}:{port}/ is served already", logging.INFO)
             elif not told:
                 problem = (
                     f"error: the page cannot be served at {shown}:{port} ({error.strerror}), so "
@@ -467,6 +457,7 @@ def serve(
         except KeyboardInterrupt:
             return ExitStatus.STOPPED
     os.nice(_NICENESS)
+    limit_resources()  # a file stays open for each folder
     # After the port is ours: reading takes seconds, and a port in use is told before.
     names = [folder.name for folder in folders]
     try:
@@ -495,7 +486,7 @@ def _is_shown(host: str, port: int, folders: Sequence[Path], token: str) -> bool
         asked.request("GET", "/folders", headers={"authorization": f"Bearer {token}"})
         found = json.loads(asked.getresponse().read(_LONGEST_ANSWER))
         return {str(folder.resolve()) for folder in folders} <= set(found)
-    except (OSError, ValueError, TypeError, http.client.HTTPException):
+    except (OSError, ValueError, TypeError, RecursionError, http.client.HTTPException):
         return False
     finally:
         asked.close()

@@ -189,12 +189,9 @@ function cards(neuron) {
       column("gpu_utilization") === null ? "" : `utilization ${number(column("gpu_utilization"), 0)} %`));
   }
   made.push(...moneyCards(neuron), ...uploadCards(neuron, running));
-  const period = facts.round_seconds, round = store ? "close" : "round";
-  let next = facts.next_round ?? gauge("next_round_timestamp_seconds");
+  const round = store ? "close" : "round";
+  const told = facts.next_round ?? gauge("next_round_timestamp_seconds"), next = neuron.next_round ?? told;
   if (next && running) {
-    // Nobody told the next one while the link was down: then the clock goes on.
-    const told = next, silent = chain && now - chain > FRESH_SECONDS;
-    if (silent && period && next < now) next += Math.ceil((now - next) / period) * period;
     made.push(card(`Next ${round}`, next > now ? `in ${span(next - now)}` : "due",
       next !== told ? `by the clock, ${clock(next)}` : next > now ? `expected at ${clock(next)}` : `since ${span(now - next)}`));
   }
@@ -230,15 +227,16 @@ function cards(neuron) {
 }
 
 function startCards(neuron) {  // how far a start has come, and when a refused one is tried again
-  const launcher = neuron.launcher, now = present();
-  if (!launcher) return [];
+  const launch = neuron.facts && neuron.facts.launch, now = present();
+  if (!launch) return [];
+  const launcher = launch.value;
   if (launcher.state === "refused" && launcher.next_try_at) {
     return [card("Next try", launcher.next_try_at > now ? `in ${span(launcher.next_try_at - now)}` : "now",
       `attempt ${launcher.attempt + 1}`, "bad")];
   }
   if (launcher.state !== "starting" || !launcher.stage) return [];
-  const left = launcher.eta_seconds === null ? null : launcher.eta_seconds - (now - launcher.stage_at);
-  return [card("Start", left === null ? `for ${span(now - launcher.at)}` : left > 0 ? `${span(left)} left` : "nearly there",
+  const left = launcher.eta_seconds == null ? null : launcher.eta_seconds - (now - launcher.stage_at);
+  return [card("Start", left === null ? `for ${span(now - launch.at)}` : left > 0 ? `${span(left)} left` : "nearly there",
     launcher.stage, "fresh")];
 }
 
@@ -259,9 +257,10 @@ function uploadCards(neuron, running) {
   const gauge = (name) => gaugeOf(neuron, name), now = present(), made = [], facts = neuron.facts || {};
   const newest = (facts.uploads || []).at(-1), limit = facts.age_limit ?? gauge("publication_age_limit_seconds");
   const published = newest ? newest.at : gauge("last_publication_timestamp_seconds");
-  const judges = neuron.judged_outer_step;
-  const other = newest && judges !== null && judges !== undefined && newest.outer_step !== judges;
-  const steps = !newest ? "" : `of outer step ${newest.outer_step}` + (judges === null || judges === undefined ? "" :
+  const judgement = neuron.judgement || { judged_step: null, counts: false }, judges = judgement.judged_step;
+  const past = judgement.counts === false ? "too old: validators score it zero" : "past the limit; whether it counts is not known";
+  const other = newest && judges !== null && newest.outer_step !== judges;
+  const steps = !newest ? "" : `of outer step ${newest.outer_step}` + (judges === null ? "" :
     other ? `; validators judge outer step ${judges}` : ", which validators judge");
   if (facts.kind === "store") {
     const fate = { merged: "merged", kept: "not merged", refused: "refused" }[newest && newest.fate] || "not judged yet";
@@ -271,7 +270,7 @@ function uploadCards(neuron, running) {
   }
   if (published && limit) {
     const age = now - published;
-    const ages = age < limit ? `too old for validators in ${span(limit - age)}` : "too old: validators score it zero";
+    const ages = age < limit ? `too old for validators in ${span(limit - age)}` : past;
     made.push(card("Uploaded", `${span(age)} ago`, steps ? `${steps}; ${ages}` : ages, age > 0.85 * limit || other && newest.outer_step < judges ? "bad" : "", { value: age, limit }));
   } else if (limit) {
     const start = facts.started ?? gauge("start_timestamp_seconds"), age = start ? now - start : 0;
@@ -283,7 +282,7 @@ function uploadCards(neuron, running) {
     const pace = gauge("chain_seconds_per_block"), written = gauge("metrics_written_timestamp_seconds");
     const blocks = listed + (pace && written ? Math.max(0, Math.floor((now - written) / pace)) : 0);
     made.push(aged(card("Newest uploaded block", `${number(blocks, 0)} blocks old`,
-      blocks < most ? `too old for validators in ${number(most - blocks, 0)} blocks` : "too old: validators score it zero",
+      blocks < most ? `too old for validators in ${number(most - blocks, 0)} blocks` : past,
       blocks > 0.85 * most ? "bad" : "", { value: blocks, limit: most }), facts.block && facts.block.at));
   }
   return made;
@@ -332,8 +331,8 @@ function endOf(neuron) {  // when a miner that is stopped was last there
 function verdictOf(neuron) {
   const state = stateOf(neuron), stop = newestOf(neuron, "stop"), verdict = neuron.judgement;
   if (lost) return ["connection lost", `the dashboard, its machine or the tunnel to it is down; figures of ${clock(heard / 1000)}`, "bad"];
-  if (state === "finished") return [state, (newestOf(neuron, "finished") || stop || {}).reason || "", "good"];
   if (verdict) return [verdict.verdict, verdict.cause + endOf(neuron), verdict.level, verdict.remedy];
+  if (state === "finished") return [state, (newestOf(neuron, "finished") || stop || {}).reason || "", "good"];
   if (state === "stopped") return [state, stop ? `${moment(stop.time)}: ${stop.reason || ""}` : "", stop && stop.exit_status ? "bad" : "idle"];
   if (state === "dead") {
     const since = neuron.life.last_sign;
