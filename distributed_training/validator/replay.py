@@ -13,6 +13,7 @@ and names the one before.
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -129,13 +130,7 @@ class Chain:
     what does not fit, StoreError where the bucket does not answer, and OSError.
     """
 
-    def __init__(
-        self,
-        bucket: BucketReader,
-        schema: Schema,
-        folder: Path,
-        master: Master,
-    ) -> None:
+    def __init__(self, bucket: BucketReader, schema: Schema, folder: Path, master: Master) -> None:
         self._bucket = bucket
         self.schema = schema
         self._largest = largest_file(schema, BITS[0])
@@ -312,6 +307,8 @@ class Chain:
             before = manifest
         if to == state.outer_step and before.digest != state.head:
             raise ChainBroken(keys.STATE, "names another head than the last manifest")
+        # What attempts before have fetched and not read; they may have begun at another set.
+        shutil.rmtree(self._folder / "outer", ignore_errors=True)
         return found
 
     def _subtract(self, state: OuterState, manifest: Manifest, update: UpdateFile) -> OuterState:
