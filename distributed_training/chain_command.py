@@ -76,24 +76,20 @@ def rewind(options: argparse.Namespace) -> int:
     Raises ConfigError, StoreError.
     """
     config = _founders(options.folder)
+    model = network_model(config)
     signer = load_wallet(config.chain).hotkey.sign
     folder = config.run_folder / "global"
     config.run_folder.mkdir(parents=True, exist_ok=True)  # it may be on an empty disk
     with ExitStack() as stack:
-        instead = "start it again afterwards"
+        instead = "wait for its end"
         stack.enter_context(
             sole_user(config.run_folder, "validator.lock", "validator", instead=instead)
         )
         stack.enter_context(own_store(options.folder))
         store = open_own(config.store, config.store.global_model_name)
         stack.enter_context(closing(store))
-        steps = OuterSteps(
-            store,
-            folder,
-            _master(config),
-            signer,
-            keep_uploads=config.validator.keep_uploads,
-        )
+        keep = config.validator.keep_uploads
+        steps = OuterSteps(store, folder, _master(config), signer, keep_uploads=keep)
         chain = _open(config, store, folder / "replay")
         try:
             if not steps.load() or options.to >= steps.head.outer_step:
@@ -105,11 +101,13 @@ def rewind(options: argparse.Namespace) -> int:
                 steps,
                 chain,
                 options.to,
-                config=network_model(config),
+                config=model,
                 period=config.round_period.total_seconds(),
                 grace=config.validator.grace.total_seconds(),
             )
-        except (ChainBroken, GlobalStateError) as error:
+        except GlobalStateError as error:  # it says what to do
+            raise ConfigError(str(error)) from None
+        except ChainBroken as error:
             raise ConfigError(
                 f"{error}, so the network cannot go back to outer step {options.to}: give --to with"
                 " another, or restore that file"

@@ -192,6 +192,10 @@ def test_a_rewind_to_what_never_was_is_one_line(
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: outer step 3 is not before the network's, so nothing was pub")
     assert not [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
+    store.put(keys.STATE, b"damaged")
+    assert network_command.main(["rewind", str(tmp_path / "lab"), "--to", "3"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("so it is not known where training stands: restore its files")
 
 
 def test_ctrl_c_is_a_line_and_a_status(
