@@ -36,14 +36,7 @@ from distributed_training.store.bucket_reader import MOST_BYTES, BucketReader, S
 from distributed_training.store.errors import StoppedError, StoreError
 from distributed_training.store.uplink import Uplink
 
-from .base import (
-    ChainForked,
-    Close,
-    HeadSeen,
-    NetworkFinished,
-    Post,
-    UploadEnded,
-)
+from .base import ChainForked, Close, HeadSeen, NetworkFinished, Post, UploadEnded
 from .chain_copy import ChainCopy, ForkError
 from .own_uploads import Fate, OwnUploads, forget_files
 

@@ -308,11 +308,8 @@ def _open_access(config: Config, folder: Path | None, master: str) -> Access:
         )
     except ValueError as error:
         raise ConfigError(str(error)) from None
-    return Access(
-        bucket,
-        master=Master(config.swarm.run_id, master, verify_signature),
-        parameters=network.head.parameters,
-    )
+    signer = Master(config.swarm.run_id, master, verify_signature)
+    return Access(bucket, master=signer, parameters=network.head.parameters)
 
 
 #: What a registry is founded with for good, and the key of a network's file that says it.

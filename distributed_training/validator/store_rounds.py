@@ -476,11 +476,7 @@ class StoreValidator(Validator):
 
     def _prepare(self, close: _Close, merged: _MergedSome, block: int, now: float) -> None:
         """Make all that is published of the outer step that the merge leads to."""
-        chosen, values, losses = (
-            [close.accepted[u] for u in merged.uids],
-            merged.values,
-            merged.losses,
-        )
+        chosen, values = [close.accepted[u] for u in merged.uids], merged.values
         steps, head = self._steps_of(chosen), self._steps.head
         tokens = steps * len(chosen) * self._rules.config.tokens_of_step
         state = replace(
@@ -516,7 +512,7 @@ class StoreValidator(Validator):
             ),
             refused=tuple(close.refused[uid] for uid in sorted(close.refused)),
             losses_before=_named(self._losses),
-            losses_after=_named(losses),
+            losses_after=_named(merged.losses),
             scores={uid: entry.published for uid, entry in self.standings.present().items()},
             closed_at=close.state.closes_at,
             serial=close.state.serial,
@@ -529,7 +525,7 @@ class StoreValidator(Validator):
         uploads = {one.uid: one.file.path for one in chosen}
         samples = {one.uid: one.sample for one in chosen}
         self._reached_step = _Reached(
-            self._signed(manifest, uploads), values, state, losses, close.began, samples
+            self._signed(manifest, uploads), values, state, merged.losses, close.began, samples
         )
 
     def _signed(self, manifest: Manifest, uploads: Mapping[int, Path] | None = None) -> Prepared:
@@ -630,7 +626,7 @@ class StoreValidator(Validator):
             scores={str(uid): figures for uid, figures in scores.items()},
         )
         self._reporter.count("uploads_judged", len(judgements))
-        self._reporter.count("uploads_reset", len(close.refused))
+        self._reporter.count("uploads_reset", len(judgements) - len(close.accepted))
 
     def _past(self, close: _Close, fault: str, detail: str, tokens: int) -> PastRound:
         """Record a round that has ended; return it for the standings."""
