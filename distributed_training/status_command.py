@@ -165,6 +165,7 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
         "earns": found.earns,
         "status": NOT_RUNNING if not runs else MUST_ACT if found.bad else 0,
         "state": launch.state if launch else None,
+        "state_at": facts.launch.at if facts.launch else None,
         "stage": launch.stage if launch else "",
         "eta_seconds": eta,
         "attempt": launch.attempt if launch else 0,
@@ -234,6 +235,8 @@ def text_of(row: dict[str, Any]) -> str:
             lines.append(f"  {name:<13} {text}")
 
     add("do", row["remedy"])
+    if row["state"] == "stopped":
+        add("stopped", ago(row["state_at"], now))
     if row["outer_step"] is not None:
         step = f"outer step {row['outer_step']}"
         if row["step_at"] is not None:

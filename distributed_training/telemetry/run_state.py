@@ -250,13 +250,16 @@ def observe(folder: Path, now: float) -> Facts:
     little is known.
     """
     facts = _own_facts(folder)
-    gone = bool(NeuronState(folder).life()["gone"])
+    life = NeuronState(folder).life()
+    gone = bool(life["gone"])
     launcher, launch = read_launcher(folder), None
     if launcher is not None:
         # One that waits for its next try may be in a container, where this process sees no pid.
         waits = launcher.state == LauncherState.REFUSED and now < (launcher.next_try_at or 0) + 60
         gone = gone and not waits
-        launch = Fact(_describe(launcher, gone=gone), launcher.at)
+        killed = gone and launcher.state != LauncherState.STOPPED
+        at = life["last_sign"] if killed else launcher.at
+        launch = Fact(_describe(launcher, gone=gone), at)
     disk = facts.disk
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(folder)

@@ -71,13 +71,15 @@ def test_a_start_is_followed_from_its_refusal_to_its_end(tmp_path: Path) -> None
 
 
 def test_a_launcher_that_was_killed_is_named_from_outside_and_by_the_next(tmp_path: Path) -> None:
-    state = Launcher(state="running", at=time.time() - 60, pid=ended_process(), restarts=2)
+    state = Launcher(state="running", at=time.time() - 3600, pid=ended_process(), restarts=2)
     path = tmp_path / "launcher.json"
     run_state._write(path, state)
     os.utime(path, (time.time() - 60,) * 2)
     found = launch_of(tmp_path)
     assert found.state == "stopped" and not found.asked
     assert f"its launcher (pid {state.pid}) is gone" in found.stopped_by
+    launch = observe(tmp_path, time.time()).launch
+    assert launch and time.time() - launch.at < 600, "its last sign of life"
     after = LauncherFile(tmp_path).state
     assert after.restarts == 3 and "was killed" in after.last_crash.text
     LauncherFile(tmp_path).stopped("signal SIGTERM")

@@ -321,8 +321,7 @@ function stateOf(neuron) {
 }
 
 function endOf(neuron) {  // when a miner that is stopped was last there
-  const launcher = neuron.launcher, told = launcher && launcher.state === "stopped";
-  const at = told ? launcher.at : neuron.life.last_sign;
+  const told = neuron.launcher && neuron.launcher.state === "stopped", at = neuron.facts.launch && neuron.facts.launch.at;
   if (wordOf(neuron) !== "stopped" || !at) return "";
   return `${told ? ", at" : "; its last sign of life was at"} ${moment(at)}, ${span(present() - at)} ago`;
 }
