@@ -8,8 +8,11 @@ import errno
 import json
 import logging
 import re
+import signal
 import socket
 import string
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -388,6 +391,16 @@ def test_a_second_page_of_a_folder_waits_for_the_end_of_the_first(
 def test_another_program_at_its_address_ends_no_page(answer: bytes, tmp_path: Path) -> None:
     with answers(lambda request: (200, answer)) as other:
         assert not served_page._is_shown("127.0.0.1", other, [tmp_path], "")
+
+
+def test_a_stop_by_pm2_or_ctrl_c_leaves_no_traceback(tmp_path: Path) -> None:
+    words = [sys.executable, "-m", served_page.__name__.removesuffix(".__main__"), "--port", "0"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen([*words, str(tmp_path)], stdout=pipe, stderr=pipe, text=True) as page:
+        assert page.stdout is not None
+        assert page.stdout.readline().startswith("page: http")
+        page.send_signal(signal.SIGINT)
+        assert page.communicate(timeout=60) == ("", "") and page.returncode == 0
 
 
 def test_a_disk_that_fails_at_its_start_is_a_line_and_another_try(tmp_path: Path) -> None:

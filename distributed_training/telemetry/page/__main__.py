@@ -467,11 +467,13 @@ def serve(
             ).catch_up()
             for folder in folders
         ]
+        send_line(f"page: http://{shown}:{listener.getsockname()[1]}/", logging.INFO)
+        server(neurons, token=token).run(sockets=[listener])
     except OSError as error:  # of a disk, which may come back: not the status of an end for good
         send_line(f"the page cannot begin ({error}): check the run folder's disk", logging.ERROR)
         return ExitStatus.FAULT
-    send_line(f"page: http://{shown}:{listener.getsockname()[1]}/", logging.INFO)
-    server(neurons, token=token).run(sockets=[listener])
+    except KeyboardInterrupt:  # uvicorn raises the signal again, of pm2 or Ctrl-C, at its end
+        pass
     return ExitStatus.STOPPED
 
 
