@@ -365,6 +365,12 @@ def rows(results: dict[str, Found]) -> Iterator[tuple[str, ...]]:
         yield row(name, mean(pick), ".1%", f">={GOAL_UTILIZATION:.1%}")
         yield row(f"{name}, the least", [min(map(pick, e.members)) for e in kinds], ".1%")
     yield row("seconds of an outer step", [each.seconds for each in kinds], ".0f")
+    if all(each.validator for each in kinds):
+        growth = Growth(MINERS, PARAMETERS, weights_every=sys.maxsize)  # without its state
+        ways_of = {"sends": growth.validator_sends, "receives": growth.validator_receives}
+        for number, (name, computed) in enumerate(ways_of.items()):
+            moved = [each.validator[number] for each in kinds]
+            yield row(f"validator {name}", moved, ".3f", f"store: {computed / PARAMETERS:.3f}")
     if all(each.losses for each in kinds):
         tokens = min(each.losses[-1][0] for each in kinds)
         losses = [loss_at(each.losses, tokens) for each in kinds]
@@ -389,13 +395,6 @@ def main(argv: list[str] | None = None) -> int:
     if not all(each.members for each in results.values()):
         print("no two outer steps were taken, so there is no table")
         return 1
-    if "store" in results:
-        growth = Growth(MINERS, PARAMETERS, weights_every=sys.maxsize)
-        computed = (growth.validator_sends, growth.validator_receives)
-        for name, moved, of in zip(
-            ("sends", "receives"), results["store"].validator, computed, strict=False
-        ):
-            print(f"validator {name} {moved:.3f}; computed, but its state, {of / PARAMETERS:.3f}")
     ratio = "store / hivemind" if len(results) > 1 else ""
     table(("", *results, ratio, "goal"), list(rows(results)))
     return 0

@@ -47,6 +47,7 @@ def mark_of(folder: Path) -> Mark:
 
 def command_line(folder: Path, behaviour: str, *more: str) -> list[str]:
     flags = ["--folder", str(folder), "--miner-flags", f"--fake {behaviour}"]
+    flags += ["--seconds-per-block", "1"]  # else the machine is measured first
     scripts = ["--miner-script", str(FAKE), "--validator-script", str(FAKE)]
     return [*flags, *scripts, *more]
 

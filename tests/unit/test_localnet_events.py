@@ -413,9 +413,9 @@ class TestSummary:
             (problem,) = summary.problems
             return problem
 
-        (flag,) = re.findall(r'ARGS="(--[\w-]+) 3"', problem_of(Cause.OLD_BLOCKS))
+        (flag,) = re.findall(r"give a longer (--[\w-]+)", problem_of(Cause.OLD_BLOCKS))
         assert flag in build_parser().format_help()
-        assert "ARGS" not in problem_of(Cause.BAD_GRADIENT)
+        assert "--" not in problem_of(Cause.BAD_GRADIENT)
 
     def test_of_a_store_network_the_uploads_that_were_merged_are_shown(self) -> None:
         validator, miner = a_validator(1, 2, judged=(scored(0) | {"revision": "1.2"},)), a_miner(0)
