@@ -94,8 +94,8 @@ def check_claim(store: ObjectStore, instance: str) -> None:
     owner = _owner(store)
     if owner is not None and owner != instance:
         raise ForeignBucketError(
-            f"another miner claimed bucket {store.bucket} {info.age_seconds or 0:.0f} s ago, so "
-            "nothing is uploaded here: stop it, or, if it is gone for good, wait "
+            f"another miner claimed bucket {store.bucket} {max(0.0, info.age_seconds or 0):.0f} s "
+            "ago, so nothing is uploaded here: stop it, or, if it is gone for good, wait "
             f"{LAPSES_AFTER.total_seconds() / 60:.0f} minutes or start with --r2.take_bucket"
         )
 

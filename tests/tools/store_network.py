@@ -167,6 +167,16 @@ class Leader:
         self.move_close()
         return manifest
 
+    def go_back(self, to: int) -> None:
+        """Rewind to an outer step, and open the next close."""
+        outer_step, files = len(self.chain), {keys.CONFIG: b"{}", keys.MODEL: b"old"}
+        manifest = self.build_manifest(b"", files, rewound_to=to)
+        for name, data in {**files, keys.MANIFEST: manifest.to_bytes(self.master.sign)}.items():
+            self.store.put(keys.outer_key(outer_step, name), data)
+        self.chain.append(manifest)
+        self.weights_at = (*self.weights_at, outer_step)[-2:]
+        self.move_close()
+
 
 def merged(uid: int, digest: str) -> Merged:
     return Merged(uid, MEMBER, digest, 1.0, 1.0, 0.01, 30, 3000)

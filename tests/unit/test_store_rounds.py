@@ -264,32 +264,18 @@ def test_after_a_rewind_the_weights_are_fetched(leader: Leader, miner: Miner) ->
     leader.take_outer_step()
     miner.pass_time(30)
     miner.rounds.applied(1)
-    manifest = leader.build_manifest(b"", {keys.CONFIG: b"{}", keys.MODEL: b"old"}, rewound_to=0)
-    for name, data in ((keys.CONFIG, b"{}"), (keys.MODEL, b"old")):
-        leader.store.put(keys.outer_key(2, name), data)
-    leader.store.put(keys.outer_key(2, keys.MANIFEST), manifest.to_bytes(leader.master.sign))
-    leader.chain.append(manifest)
-    leader.weights_at = (0, 2)
-    leader.move_close()
+    leader.go_back(0)
     [_, weights] = miner.pass_time(30)
     assert isinstance(weights, Update) and weights.whole and weights.outer_step == 2
     # Movement away from weights that were left would be added to those that were gone back to.
     assert weights.base is Base.REFUSED and "went back to outer step 0" in weights.cause
 
 
-def test_who_was_away_over_a_rewind_takes_its_weights_at_once(
-    store: FaultyStore, leader: Leader, miner: Miner
-) -> None:
+def test_who_was_away_over_a_rewind_takes_its_weights_at_once(leader: Leader, miner: Miner) -> None:
     """Updates to weights that the network has left lead nowhere."""
     leader.take_outer_step()
     leader.take_outer_step(whole=True)
-    manifest = leader.build_manifest(b"", {keys.CONFIG: b"{}", keys.MODEL: b"old"}, rewound_to=1)
-    for name, data in ((keys.CONFIG, b"{}"), (keys.MODEL, b"old")):
-        store.put(keys.outer_key(3, name), data)
-    store.put(keys.outer_key(3, keys.MANIFEST), manifest.to_bytes(leader.master.sign))
-    leader.chain.append(manifest)
-    leader.weights_at = (2, 3)
-    leader.move_close()
+    leader.go_back(1)
     leader.take_outer_step()
     [_, weights] = miner.pass_time(30)
     assert isinstance(weights, Update) and weights.outer_step == 3
