@@ -54,9 +54,11 @@ def main(argv: list[str]) -> int:
 
 
 def _serve_page(config: Config) -> int:
-    """Serve a miner's dashboard until this process is ended. Return the exit status."""
-    from distributed_training.common.processes import die_with_parent
-    from distributed_training.telemetry.page.__main__ import serve
+    """Become the dashboard of a miner; return 2 where there is none.
+
+    A program of its own takes this one's place: one that others ask holds no secret but the token.
+    """
+    from distributed_training.common.processes import die_with_parent, without_secrets
 
     telemetry = config.telemetry
     if telemetry.page_port == "off":
@@ -64,13 +66,12 @@ def _serve_page(config: Config) -> int:
         return 2
     if "pm_id" in os.environ:  # pm2's daemon was killed: its next one starts another page
         die_with_parent()
-    token = telemetry.page_token
-    return serve(
-        [config.run_folder.absolute()],
-        host=telemetry.page_host,
-        port=telemetry.page_port,
-        token=token.get_secret_value() if token is not None else "",
-    )
+    environment = without_secrets()
+    if telemetry.page_token is not None:
+        environment["DT_PAGE_TOKEN"] = telemetry.page_token.get_secret_value()
+    words = [sys.executable, "-m", "distributed_training.telemetry.page", "--beside-miner"]
+    words += ["--host", telemetry.page_host, "--port", str(telemetry.page_port)]
+    os.execve(sys.executable, [*words, str(config.run_folder.absolute())], environment)
 
 
 if __name__ == "__main__":

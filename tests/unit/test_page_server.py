@@ -7,6 +7,7 @@ import contextlib
 import errno
 import json
 import logging
+import os
 import re
 import signal
 import socket
@@ -28,7 +29,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from uvicorn.server import ServerState
 
-from distributed_training.common.ports import listen
+from distributed_training.common.ports import free_ports, listen
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.page import PageProcess
@@ -391,6 +392,27 @@ def test_a_second_page_of_a_folder_waits_for_the_end_of_the_first(
 def test_another_program_at_its_address_ends_no_page(answer: bytes, tmp_path: Path) -> None:
     with answers(lambda request: (200, answer)) as other:
         assert not served_page._is_shown("127.0.0.1", other, [tmp_path], "")
+
+
+def test_the_page_beside_a_miner_holds_no_secret_but_its_token(tmp_path: Path) -> None:
+    own = {"DT_PAGE_TOKEN": TOKEN, "R2_WRITE_SECRET_ACCESS_KEY": "5ecret" * 8}
+    (port,) = free_ports(1)
+    words = [sys.executable, "-m", "distributed_training", "page", "--network", "sn38"]
+    words += ["--neuron.page_port", str(port), "--neuron.run_folder", str(tmp_path / "later")]
+    with subprocess.Popen(
+        words, cwd=tmp_path, env={**os.environ, **own}, stdout=subprocess.PIPE, text=True
+    ) as page:
+        try:
+            assert page.stdout is not None
+            assert page.stdout.readline() == f"page: http://127.0.0.1:{port}/\n"
+            held = Path(f"/proc/{page.pid}/environ").read_text()
+            assert TOKEN in held and "5ecret" not in held
+            url = f"http://127.0.0.1:{port}/folders"
+            assert httpx.get(url, timeout=60).status_code == 401
+            told = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=60)
+            assert told.json() == [str(tmp_path / "later")]
+        finally:
+            page.terminate()
 
 
 def test_a_stop_by_pm2_or_ctrl_c_leaves_no_traceback(tmp_path: Path) -> None:

@@ -388,10 +388,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8010, help="0: any free port")
     parser.add_argument("--with-parent", type=int, help="socket of whoever started it")
+    parser.add_argument(
+        "--beside-miner", action="store_true", help="of a folder that may come, and wait for a port"
+    )
     given = parser.parse_args(argv)
+    token, folders = os.environ.get("DT_PAGE_TOKEN", ""), given.folders
+    if given.beside_miner:
+        return serve(folders, host=given.host, port=given.port, token=token)
     if given.with_parent is None:
-        token = os.environ.get("DT_PAGE_TOKEN", "")
-        folders = given.folders
         if len(folders) > 1:  # of runs/*, which holds more than run folders
             folders = [folder for folder in folders if _is_run_folder(folder)] or folders
         for folder in folders:
