@@ -71,7 +71,8 @@ def service_of(url: str) -> str:
         return "ntfy"
     if host == "hooks.slack.com" and path.startswith("/services/"):
         return "Slack"
-    if host in ("discord.com", "discordapp.com") and path.startswith("/api/"):
+    # Its clients of other builds copy URLs of ptb.discord.com and canary.discord.com.
+    if f".{host}".endswith((".discord.com", ".discordapp.com")) and path.startswith("/api/"):
         return "Discord"
     if host == "api.telegram.org" and path.startswith("/bot"):
         return "Telegram"

@@ -22,9 +22,11 @@ pytestmark = pytest.mark.timeout(60)
 REAL = {
     "ntfy": ["https://ntfy.sh/topic", "https://ntfy.example.org/topic"],
     "Slack": ["https://hooks.slack.com/services/T0/B0/x"],
-    "Discord": ["https://discord.com/api/webhooks/1/x", "https://discordapp.com/api/v10/webhooks/1/x"],
+    "Discord": ["https://discord.com/api/webhooks/1/x", "https://discordapp.com/api/v10/webhooks/1/x",
+                "https://ptb.discord.com/api/webhooks/1/x"],
     "Telegram": ["https://api.telegram.org/bot1:x/sendMessage?chat_id=-5"],
-    "JSON": ["https://example.org/hook", "https://hooks.slack.com.example.org/services/x"],
+    "JSON": ["https://example.org/hook", "https://hooks.slack.com.example.org/services/x",
+             "https://notdiscord.com/api/webhooks/1/x"],
 }  # fmt: skip
 
 
