@@ -46,12 +46,13 @@ _JSON = {"content-type": "application/json"}
 class NotSent(RuntimeError):
     """The service did not take a message; the text says why, without its URL.
 
-    ``wait``: seconds that it asked to wait before the next one, or None.
+    ``wait``: seconds that it asked to wait before the next one, or None. ``silent``: it was reached
+    and has not answered, so it may have taken it.
     """
 
-    def __init__(self, why: str, wait: float | None = None) -> None:
+    def __init__(self, why: str, wait: float | None = None, *, silent: bool = False) -> None:
         super().__init__(why)
-        self.wait = wait
+        self.wait, self.silent = wait, silent
 
 
 @dataclass(frozen=True)
@@ -140,7 +141,7 @@ def send(url: SecretStr, message: Message, *, seconds: float = _SECONDS) -> None
         with asyncio.Runner(loop_factory=_Loop) as runner:
             status, wait = runner.run(_post(place, body, headers, seconds))
     except TimeoutError:
-        raise NotSent(f"it has not answered within {seconds:.0f} s") from None
+        raise NotSent(f"it has not answered within {seconds:.0f} s", silent=True) from None
     except Exception as error:  # noqa: BLE001  # whatever a client raises may have the URL in it
         raise NotSent(f"it is not reached ({type(error).__name__})") from None
     if 200 <= status < 300:
@@ -195,7 +196,9 @@ async def _post(
     async with (
         # httpx bounds each read alone: an answer that trickles in would never end.
         asyncio.timeout(seconds),
-        httpx.AsyncClient(transport=AsyncTransport(), timeout=seconds) as client,
+        httpx.AsyncClient(
+            transport=AsyncTransport(), timeout=httpx.Timeout(None, connect=seconds / 2)
+        ) as client,
         client.stream("POST", url, content=body, headers=headers) as reply,
     ):
         # Else it has the message: an answer without an end would make it come again and again.

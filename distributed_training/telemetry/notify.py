@@ -43,6 +43,7 @@ _LAST_WORDS = 6.0  # seconds that the end of a miner waits for its message
 _MOST_A_DAY = 10  # messages
 _LOW, _ENOUGH = 0.1, 0.12  # of the disk: told below the one, over above the other
 _FIRST_WAIT, _LONGEST_WAIT = timedelta(seconds=30), timedelta(minutes=10)
+_LONGEST_SILENT_WAIT = timedelta(hours=3)  # after a try that may have come, as each that follows
 
 #: By trouble: how it is called, and how many seconds it lasts before it is told.
 TROUBLES = {
@@ -116,6 +117,7 @@ class Notifier:
         self._saved = ""
         self._began: float | None = None  # the miner's first event
         self._backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_WAIT)
+        self._silent_backoff = Backoff(first=_FIRST_WAIT, longest=_LONGEST_SILENT_WAIT)
         self._failed_at, self._pause = 0.0, 0.0  # of the last try
         self._present: set[str] = set()  # troubles that were found at the last look
         self._crash_at = Crash(), 0.0  # and when it was, by the clock as it is set now
@@ -293,8 +295,9 @@ class Notifier:
             try:
                 deliver(self._url, message)
             except NotSent as error:
+                backoff = self._silent_backoff if error.silent else self._backoff
                 self._failed_at = now
-                self._pause = max(self._backoff.failed().total_seconds(), error.wait or 0.0)
+                self._pause = max(backoff.failed().total_seconds(), error.wait or 0.0)
                 if (again := self._failures()) is not None:
                     log.warning(
                         "A message was not sent to the webhook (%s): %s; it is tried again, and "
@@ -305,6 +308,7 @@ class Notifier:
                     )
                 return
             self._backoff.succeeded()
+            self._silent_backoff.succeeded()
             book.sent += 1
             if not name:
                 book.summary = ""

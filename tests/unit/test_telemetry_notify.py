@@ -191,6 +191,21 @@ def test_what_happened_while_the_link_was_down_is_one_message_with_the_span(
     assert only.startswith("Over after 94 min (") and "Offline" in only
 
 
+def test_a_service_that_takes_messages_and_says_nothing_gets_one_again_ever_more_seldom(
+    miner: Miner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries = []
+
+    def deliver(url: SecretStr, message: Message) -> None:
+        tries.append(miner.now)
+        raise NotSent("it has not answered within 10 s", silent=True)
+
+    monkeypatch.setattr(notify, "deliver", deliver)
+    fill(miner)
+    miner.passes(DAY, every=60)
+    assert 8 < len(tries) < 30 and tries[2] - tries[0] < 300
+
+
 def test_ten_messages_a_day_and_the_tenth_says_so(miner: Miner) -> None:
     for _ in range(20):
         fill(miner)
