@@ -41,7 +41,7 @@ from distributed_training.protocol.network_report import span
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.events import read_events
 from distributed_training.telemetry.neuron_state import NeuronState
-from distributed_training.telemetry.run_state import LAUNCHER_FILE, Launcher, observe, read_launcher
+from distributed_training.telemetry.run_state import LAUNCHER_FILE, observe
 from distributed_training.telemetry.verdict import FACTS_FILE, Verdict, judge
 
 MUST_ACT, NOT_RUNNING = 1, 3  # exit statuses; 3 as `systemctl status` has it
@@ -142,13 +142,13 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     with contextlib.suppress(OSError):  # a disk that fails: what was read before stays
         neuron.poll()
     price = read_settings(folder).get("cost.price_per_hour", "")
-    facts, launcher = observe(folder, now), read_launcher(folder) or Launcher()
+    facts = observe(folder, now)
     found = judge(facts, now)
     runs = not (
         found.verdict is Verdict.STOPPED
         or (found.verdict is Verdict.UNKNOWN and facts.launch is None and facts.looked is None)
     )
-    launch = facts.launch.value if facts.launch else None
+    launch = facts.launch
     upload = facts.uploads[-1] if facts.uploads else None
     eta = None
     if launch and launch.stage and launch.eta_seconds is not None:
@@ -165,7 +165,7 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
         "earns": found.earns,
         "status": NOT_RUNNING if not runs else MUST_ACT if found.bad else 0,
         "state": launch.state if launch else None,
-        "state_at": facts.launch.at if facts.launch else None,
+        "state_at": launch.at if launch else None,
         "stage": launch.stage if launch else "",
         "eta_seconds": eta,
         "attempt": launch.attempt if launch else 0,
@@ -181,8 +181,8 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
         "disk": asdict(facts.disk.value) if facts.disk else None,
         "chain_answered_at": facts.block.at if facts.block else None,
         "store_silent_since": facts.store_silent_since,
-        "restarts": launcher.restarts,
-        "last_crash": asdict(launcher.last_crash) if launcher.last_crash.text else None,
+        "restarts": launch.restarts if launch else 0,
+        "last_crash": asdict(launch.last_crash) if launch and launch.last_crash.text else None,
         "tokens_a_day": neuron.tokens_a_day(now),
         "price_a_day": 24 * float(price) if _PRICE.fullmatch(price) else None,
     }

@@ -31,8 +31,8 @@ from distributed_training.common.webhook import Message, NotSent
 from distributed_training.protocol.network_report import span
 from distributed_training.telemetry.day import DAY, find_first_event, sum_up
 from distributed_training.telemetry.logs import mask, register_secret
-from distributed_training.telemetry.run_state import Crash, LauncherFile, LauncherState, observe
-from distributed_training.telemetry.verdict import Facts, Judgement, Verdict, judge
+from distributed_training.telemetry.run_state import LauncherFile, LauncherState, observe
+from distributed_training.telemetry.verdict import Crash, Facts, Judgement, Verdict, judge
 
 log = logging.getLogger(__name__)
 

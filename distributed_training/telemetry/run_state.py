@@ -29,7 +29,15 @@ from distributed_training.common.files import is_full, read_json_object, write_b
 from distributed_training.telemetry.events import EventLog
 from distributed_training.telemetry.logs import mask
 from distributed_training.telemetry.neuron_state import NeuronState
-from distributed_training.telemetry.verdict import FACTS_FILE, Disk, Fact, Facts, Launch
+from distributed_training.telemetry.verdict import (
+    FACTS_FILE,
+    TORCHRUN,
+    Crash,
+    Disk,
+    Fact,
+    Facts,
+    Launch,
+)
 
 log = logging.getLogger(__name__)
 
@@ -56,39 +64,6 @@ class LauncherState(StrEnum):
 
 
 @dataclass(frozen=True)
-class Crash:
-    """The last end of ranks or launcher that nobody asked for; ``at`` 0: there was none."""
-
-    at: float = 0.0
-    text: str = ""
-
-
-@dataclass(frozen=True)
-class Launcher:
-    """The content of ``launcher.json``; times in Unix seconds.
-
-    ``at``: since when ``state`` holds. ``stage``: of a start, since ``stage_at``; ``eta_seconds``
-    were left then. ``text``: why a start was refused, or how the miner ended. ``attempt``: the
-    number of the start that was refused; the next is at ``next_try_at``. ``stopped_by``: ``signal
-    SIGTERM``, ``finished``, or what else ended it. ``restarts``: after crashes, since the last
-    start that somebody asked for.
-    """
-
-    state: str = LauncherState.STOPPED.value
-    at: float = 0.0
-    pid: int = 0
-    stage: str = ""
-    stage_at: float = 0.0
-    eta_seconds: float | None = None
-    text: str = ""
-    attempt: int = 0
-    next_try_at: float | None = None
-    stopped_by: str = ""
-    restarts: int = 0
-    last_crash: Crash = Crash()
-
-
-@dataclass(frozen=True)
 class Stage:
     """The content of ``stage.json``: the stage of a start, empty once it trains."""
 
@@ -97,13 +72,13 @@ class Stage:
     eta_seconds: float | None = None
 
 
-def read_launcher(folder: Path) -> Launcher | None:
+def read_launcher(folder: Path) -> Launch | None:
     """Return what the launcher wrote last, with rank 0's stage in it; None: neither wrote."""
     found, stage = read_json_object(folder / LAUNCHER_FILE), _stage(folder)
     if found is None and stage is None:
         return None
     # Without a launcher: under torchrun.
-    launcher = _parse(Launcher, found or {"state": LauncherState.STARTING})
+    launcher = _parse(Launch, found or {"state": LauncherState.STARTING})
     # The launcher writes it anew before its ranks begin, so what is there is of this start.
     if stage is None or launcher.state != LauncherState.STARTING:
         return launcher
@@ -124,8 +99,8 @@ class LauncherFile:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self.owned = False
-        before = read_launcher(folder) or Launcher()
-        self.state = Launcher(at=time.time(), pid=os.getpid(), last_crash=before.last_crash)
+        before = read_launcher(folder) or Launch()
+        self.state = Launch(at=time.time(), pid=os.getpid(), last_crash=before.last_crash)
         killed = before.state in (LauncherState.STARTING, LauncherState.RUNNING)
         if before.stopped_by == FAILURES or (killed and not self.taken()):
             self.state = replace(self.state, restarts=before.restarts)
@@ -137,9 +112,9 @@ class LauncherFile:
         self.state = replace(self.state, restarts=self.state.restarts + 1, last_crash=crash)
 
     def enter(self, state: LauncherState, **more: Any) -> None:
-        """Write that ``state`` holds from now on. ``more``: fields of :class:`Launcher` with it."""
+        """Write that ``state`` holds from now on. ``more``: fields of :class:`Launch` with it."""
         kept = self.state
-        self.state = Launcher(
+        self.state = Launch(
             state=state.value,
             at=time.time(),
             pid=os.getpid(),
@@ -211,7 +186,7 @@ def report_running(folder: Path) -> None:
     _write(folder / STAGE_FILE, Stage("", time.time()))
 
 
-def _write(path: Path, content: Launcher | Stage) -> None:
+def _write(path: Path, content: Launch | Stage) -> None:
     """Replace the file at ``path``; on a full disk in its own place."""
     data = json.dumps(asdict(content)).encode().ljust(_BYTES)
     try:
@@ -249,17 +224,18 @@ def observe(folder: Path, now: float) -> Facts:
     ``now``: Unix seconds. Nothing is raised for a folder that is missing or cannot be read: then
     little is known.
     """
-    facts = _own_facts(folder)
+    facts, launch = _own_facts(folder), read_launcher(folder)
     life = NeuronState(folder).life()
     gone = bool(life["gone"])
-    launcher, launch = read_launcher(folder), None
-    if launcher is not None:
+    if launch is not None:
         # One that waits for its next try may be in a container, where this process sees no pid.
-        waits = launcher.state == LauncherState.REFUSED and now < (launcher.next_try_at or 0) + 60
+        waits = launch.state == LauncherState.REFUSED and now < (launch.next_try_at or 0) + 60
         gone = gone and not waits
-        killed = gone and launcher.state != LauncherState.STOPPED
-        at = life["last_sign"] if killed else launcher.at
-        launch = Fact(_describe(launcher, gone=gone), at)
+        if gone and launch.state != LauncherState.STOPPED:
+            killed = f"SIGKILL or power loss: its launcher (pid {launch.pid}) is gone"
+            by = launch.stopped_by or (killed if launch.pid else TORCHRUN)
+            stopped = LauncherState.STOPPED.value
+            launch = replace(launch, state=stopped, at=life["last_sign"], stopped_by=by)
     disk = facts.disk
     with contextlib.suppress(OSError):
         usage = shutil.disk_usage(folder)
@@ -274,27 +250,6 @@ def _own_facts(folder: Path) -> Facts:
         return Facts.from_json((folder / FACTS_FILE).read_bytes())
     except OSError:
         return Facts()
-
-
-def _describe(launcher: Launcher, *, gone: bool) -> Launch:
-    launch = Launch(
-        state=launcher.state,
-        stage=launcher.stage,
-        stage_at=launcher.stage_at or None,
-        eta_seconds=launcher.eta_seconds,
-        text=launcher.text,
-        attempt=launcher.attempt,
-        next_try_at=launcher.next_try_at,
-        stopped_by=launcher.stopped_by,
-        asked=launcher.stopped_by.startswith("signal") or launcher.stopped_by == "finished",
-    )
-    if not gone or launcher.state == LauncherState.STOPPED:
-        return launch
-    if not launcher.pid:
-        by = "its ranks have ended; torchrun's log names the cause"
-        return replace(launch, state=LauncherState.STOPPED.value, stopped_by=by, asked=True)
-    by = launch.stopped_by or f"SIGKILL or power loss: its launcher (pid {launcher.pid}) is gone"
-    return replace(launch, state=LauncherState.STOPPED.value, stopped_by=by)
 
 
 def _clip(text: str) -> str:

@@ -37,6 +37,8 @@ MACHINE_LIFE = 120.0  # disk, processes
 FATE_ROUNDS = 3  # round periods: what a manifest says of an upload
 #: Chain and store are silent for longer: offline.
 OFFLINE_AFTER = 60.0
+#: Of a stop: nobody is asked to look after it, since torchrun starts all ranks again or says why.
+TORCHRUN = "its ranks have ended; torchrun's log names the cause"
 _CLOCK_STEP = 5.0  # a fact of the future by more was written by another clock
 _SLACK = 20.0  # seconds by which an upload may be older than it looks
 _FIRST_STEP = 1800.0  # seconds, with its compilation; a load of weights holds the loop as well
@@ -143,18 +145,41 @@ class Upload:
 
 
 @dataclass(frozen=True)
-class Launch:
-    """The launcher's state, as ``launcher.json`` has it. Times are Unix seconds."""
+class Crash:
+    """The last end of ranks or launcher that nobody asked for; ``at`` 0: there was none."""
 
-    state: str  # starting, running, refused, stopping, stopped
+    at: float = 0.0
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The launcher's state, and the content of ``launcher.json``; times in Unix seconds.
+
+    ``stage``: of a start, since ``stage_at``; ``eta_seconds`` were left then. ``text``: why a start
+    was refused, or how the miner ended. ``attempt``: the number of the start that was refused; the
+    next is at ``next_try_at``. ``stopped_by``: ``signal SIGTERM``, ``finished``, or what else ended
+    it. ``at``: since when ``state`` holds. ``restarts``: after crashes, since the last start that
+    somebody asked for.
+    """
+
+    state: str = "stopped"  # or starting, running, refused, stopping
     stage: str = ""
-    stage_at: float | None = None
-    eta_seconds: float | None = None  # of the stage, at ``stage_at``
-    text: str = ""  # why a start is refused, or it stopped
+    stage_at: float = 0.0
+    eta_seconds: float | None = None
+    text: str = ""
     attempt: int = 0
     next_try_at: float | None = None
     stopped_by: str = ""
-    asked: bool = True  # somebody wanted the stop
+    at: float = 0.0
+    pid: int = 0
+    restarts: int = 0
+    last_crash: Crash = Crash()
+
+    @property
+    def asked(self) -> bool:
+        """Somebody wanted the stop."""
+        return self.stopped_by.startswith("signal") or self.stopped_by in ("finished", TORCHRUN)
 
 
 @dataclass(frozen=True)
@@ -208,7 +233,7 @@ class Facts:
     next_upload: float | None = None  # begins, at the present pace
     fitting_steps: int | None = None  # upload_steps with which uploads count; None: they do now
     # --- what others see of the miner
-    launch: Fact[Launch] | None = None
+    launch: Launch | None = None
     gone: Fact[bool] | None = None  # no process of it runs
     disk: Fact[Disk] | None = None
 
@@ -310,7 +335,7 @@ def _value(fact: Fact[_T] | None, now: float, life: float) -> _T | None:
 
 
 def _of_process(facts: Facts, now: float) -> Judgement | None:
-    launch = None if facts.launch is None else facts.launch.value
+    launch = facts.launch
     state = "" if launch is None else launch.state
     if launch is not None and state in ("stopped", "stopping"):
         how = ": ".join(filter(None, (launch.stopped_by, launch.text)))
@@ -337,7 +362,7 @@ def _of_process(facts: Facts, now: float) -> Judgement | None:
         )
     if launch is not None and state == "starting":
         cause = launch.stage or "the ranks are being started"
-        if launch.eta_seconds is not None and launch.stage_at is not None:
+        if launch.eta_seconds is not None and launch.stage_at:
             cause += f", {span(max(0.0, launch.stage_at + launch.eta_seconds - now))} left"
         return Judgement(Verdict.STARTING, cause, earns=None)
     return None

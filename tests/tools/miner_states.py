@@ -11,12 +11,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from distributed_training.telemetry.run_state import LAUNCHER_FILE, Crash, Launcher
+from distributed_training.telemetry.run_state import LAUNCHER_FILE
 from distributed_training.telemetry.verdict import (
     FACTS_FILE,
+    Crash,
     Disk,
     Fact,
     Facts,
+    Launch,
     Place,
     Standing,
     Upload,
@@ -100,8 +102,8 @@ def disk_at(now: float, needed: float) -> Fact[Disk]:
     return Fact(Disk(1e12, 2e12, needed), now)
 
 
-def launcher_of(state: str, now: float) -> Launcher:
-    running = Launcher(state="running", at=now - 86400, pid=os.getpid())
+def launcher_of(state: str, now: float) -> Launch:
+    running = Launch(state="running", at=now - 86400, pid=os.getpid())
     match state:
         case "stopped":
             return replace(running, state="stopped", at=now - 300, stopped_by="signal SIGINT")

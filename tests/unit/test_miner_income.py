@@ -84,7 +84,7 @@ def upload(*, age: float = 60, block: int | None = 1430, outer_step: int = 7) ->
 
 
 def launched(launch: Launch) -> dict[str, Any]:
-    return {"launch": Fact(launch, NOW - 5)}
+    return {"launch": launch}
 
 
 def pays(incentive: float, weights_block: int = 1450) -> dict[str, Any]:
@@ -145,8 +145,8 @@ CASES: list[tuple[Facts, dict[str, Any], Verdict, str, bool]] = [
     (RULES, launched(STARTS), V.STARTING, "12.4 of 32.0 GB, 26 min left", False),
     (RULES, launched(REFUSED), V.CANNOT_START, "no hotkey (attempt 6, next try in 40 s)", True),
     (WELL, launched(Launch("running")), V.EARNING, "", False),
-    (WELL, launched(Launch("stopped", stopped_by="SIGTERM")), V.STOPPED, "(SIGTERM)", False),
-    (WELL, launched(Launch("stopped", asked=False)), V.STOPPED, "end of its log", True),
+    (WELL, launched(Launch("stopped", stopped_by="signal 9")), V.STOPPED, "(signal 9)", False),
+    (WELL, launched(Launch("stopped", stopped_by="failures")), V.STOPPED, "end of its log", True),
     (WELL, {"gone": Fact(True, NOW)}, V.STOPPED, "none of its processes runs", True),
     # --- a store network
     (STORE, {}, V.EARNING, "incentive", False),

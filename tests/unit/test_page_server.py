@@ -34,7 +34,8 @@ from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.page import PageProcess
 from distributed_training.telemetry.page import __main__ as served_page
-from distributed_training.telemetry.run_state import LAUNCHER_FILE, Launcher
+from distributed_training.telemetry.run_state import LAUNCHER_FILE
+from distributed_training.telemetry.verdict import Launch
 from tests.tools.chain_world import answers
 from tests.tools.page import TOKEN, Page, served
 from tests.tools.waiting import wait_for
@@ -442,7 +443,7 @@ def test_the_metrics_are_those_of_the_ranks_and_of_their_launcher(tmp_path: Path
         answer = ask(page, own, path=b"/metrics")
         assert status(answer) == 200 and answer.endswith(b"dt_starts_refused_in_a_row 7.0\n")
         (tmp_path / "metrics.prom").write_text("dt_dht_peers 3.0\n")
-        stopped = Launcher(state="stopped", at=time.time())
+        stopped = Launch(state="stopped", at=time.time())
         (tmp_path / LAUNCHER_FILE).write_text(json.dumps(asdict(stopped)))
         answer = ask(page, own, path=b"/metrics")
         assert b"dt_launcher_running 0.0\n" in answer

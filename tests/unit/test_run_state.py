@@ -18,7 +18,6 @@ from hypothesis import strategies as st
 from distributed_training.common.files import read_json_object
 from distributed_training.telemetry import read_events, register_secret, run_state
 from distributed_training.telemetry.run_state import (
-    Launcher,
     LauncherFile,
     LauncherState,
     observe,
@@ -32,7 +31,7 @@ from distributed_training.telemetry.verdict import Launch, Verdict, judge
 def launch_of(folder: Path) -> Launch:
     facts = observe(folder, time.time())
     assert facts.launch is not None
-    return facts.launch.value
+    return facts.launch
 
 
 def ended_process() -> int:
@@ -71,7 +70,7 @@ def test_a_start_is_followed_from_its_refusal_to_its_end(tmp_path: Path) -> None
 
 
 def test_a_launcher_that_was_killed_is_named_from_outside_and_by_the_next(tmp_path: Path) -> None:
-    state = Launcher(state="running", at=time.time() - 3600, pid=ended_process(), restarts=2)
+    state = Launch(state="running", at=time.time() - 3600, pid=ended_process(), restarts=2)
     path = tmp_path / "launcher.json"
     run_state._write(path, state)
     os.utime(path, (time.time() - 60,) * 2)
@@ -176,7 +175,7 @@ VALUES = st.recursive(
     ),
     max_leaves=6,
 )
-NAMES = st.one_of(st.sampled_from([*Launcher.__dataclass_fields__, "eta_seconds"]), st.text())
+NAMES = st.one_of(st.sampled_from([*Launch.__dataclass_fields__, "eta_seconds"]), st.text())
 
 
 @settings(max_examples=60, deadline=None)

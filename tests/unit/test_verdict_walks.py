@@ -81,7 +81,7 @@ def around(facts: Facts, rng: random.Random, now: float) -> Facts:
     """Add, now and then, what others see of the process and its machine."""
     states = ("starting", "refused", "stopped", "running")
     added: list[dict[str, Any]] = [
-        {"launch": Fact(Launch(rng.choice(states)), now)},
+        {"launch": Launch(rng.choice(states))},
         {"gone": Fact(True, now)},
         {"disk": Fact(Disk(1e9, 1e12, 1e10), now)},
         {"registered": Fact(False, now)},

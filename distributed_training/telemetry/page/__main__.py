@@ -46,10 +46,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from distributed_training.common.ports import listen
 from distributed_training.common.processes import ChildLog, ParentConnection, limit_resources
 from distributed_training.protocol.types import AllReduceFault, ExitStatus
-from distributed_training.telemetry.events import plain
 from distributed_training.telemetry.metrics import Registry
 from distributed_training.telemetry.neuron_state import NeuronState
-from distributed_training.telemetry.run_state import observe, read_launcher
+from distributed_training.telemetry.run_state import observe
 from distributed_training.telemetry.verdict import judge
 
 log = logging.getLogger(__name__)
@@ -152,14 +151,13 @@ def verdict_of(folder: Path, now: float) -> dict[str, Any]:
 
     ``judgement`` is None where no miner has run: in a validator's folder.
     """
-    facts, launcher = observe(folder, now), read_launcher(folder)
+    facts = observe(folder, now)
     verdict = judge(facts, now)
     known = facts.looked is not None or facts.launch is not None
     return {
         "facts": json.loads(facts.to_json()),
         "judgement": {**asdict(verdict), "level": verdict.level} if known else None,
         "next_round": facts.expected_round(now),
-        "launcher": None if launcher is None else plain(launcher),
     }
 
 
@@ -273,7 +271,7 @@ def application(neurons: Sequence[NeuronState], *, token: str = "") -> ASGIApp:
                 # Of a miner, whose page may be there without it.
                 if seen.launch is not None:
                     own = Registry()
-                    away = seen.launch.value.state == "stopped" or (seen.gone and seen.gone.value)
+                    away = seen.launch.state == "stopped" or (seen.gone and seen.gone.value)
                     own.set("launcher_running", float(not away))
                     text = own.text().encode()
                 for file in ("metrics.prom", "launcher.prom"):  # of the ranks, of their launcher

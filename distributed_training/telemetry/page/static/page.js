@@ -226,17 +226,18 @@ function cards(neuron) {
   $("now").classList.toggle("old", lost || !running || present() - (facts.looked || present()) > 5 * FRESH_SECONDS);
 }
 
+const launchOf = (neuron) => neuron.facts && neuron.facts.launch;
+
 function startCards(neuron) {  // how far a start has come, and when a refused one is tried again
-  const launch = neuron.facts && neuron.facts.launch, now = present();
-  if (!launch) return [];
-  const launcher = launch.value;
+  const launcher = launchOf(neuron), now = present();
+  if (!launcher) return [];
   if (launcher.state === "refused" && launcher.next_try_at) {
     return [card("Next try", launcher.next_try_at > now ? `in ${span(launcher.next_try_at - now)}` : "now",
       `attempt ${launcher.attempt + 1}`, "bad")];
   }
   if (launcher.state !== "starting" || !launcher.stage) return [];
   const left = launcher.eta_seconds == null ? null : launcher.eta_seconds - (now - launcher.stage_at);
-  return [card("Start", left === null ? `for ${span(now - launch.at)}` : left > 0 ? `${span(left)} left` : "nearly there",
+  return [card("Start", left === null ? `for ${span(now - launcher.at)}` : left > 0 ? `${span(left)} left` : "nearly there",
     launcher.stage, "fresh")];
 }
 
@@ -289,7 +290,7 @@ function uploadCards(neuron, running) {
 }
 
 function machineCards(neuron) {
-  const made = [], launcher = neuron.launcher, disk = neuron.facts && neuron.facts.disk && neuron.facts.disk.value;
+  const made = [], launcher = launchOf(neuron), disk = neuron.facts && neuron.facts.disk && neuron.facts.disk.value;
   if (disk) {
     const full = disk.free < Math.max(disk.needed, 1e9), share = disk.free / disk.total;
     made.push(card("Disk", `${number(disk.free / 1e9, disk.free < 1e10 ? 1 : 0)} GB free`,
@@ -321,9 +322,8 @@ function stateOf(neuron) {
 }
 
 function endOf(neuron) {  // when a miner that is stopped was last there
-  const told = neuron.launcher && neuron.launcher.state === "stopped", at = neuron.facts.launch && neuron.facts.launch.at;
-  if (wordOf(neuron) !== "stopped" || !at) return "";
-  return `${told ? ", at" : "; its last sign of life was at"} ${moment(at)}, ${span(present() - at)} ago`;
+  const { at } = launchOf(neuron) || {};
+  return wordOf(neuron) === "stopped" && at ? `, at ${moment(at)}, ${span(present() - at)} ago` : "";
 }
 
 // In a word, what there is to know or to do, and good (nothing to do), wait, bad (act) or idle.
