@@ -78,6 +78,7 @@ _PATTERNS = (
     # Also where a whole URL was written into another one.
     (re.compile(r"""(?i)(signature(?:=|%3d))[^\s"'<>&]+"""), rf"\1{MASK}"),
     (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), rf"\1 {MASK}"),
+    (re.compile(r"-----BEGIN [A-Z ]{0,30}PRIVATE KEY-----(?:.|\n){0,8000}?-----END"), MASK),
     # Keys that show whose they are: of Hugging Face, GitHub, Slack, Amazon.
     (re.compile(r"\b(?:hf_|gh[opsu]_|github_pat_|xox[a-z]-|AKIA|ASIA)[\w-]{12,}"), MASK),
     # Seeds and private keys; a digest has half as many digits, and no 0x.

@@ -156,6 +156,7 @@ KINDS = {
     "query": st.text(string.ascii_letters + string.digits + "%=&-_.", min_size=8, max_size=60),
     "user": st.text(string.ascii_letters + string.digits + ":", min_size=8, max_size=30),
     "hook": st.text(string.ascii_letters + string.digits + "-_", min_size=8, max_size=30),
+    "pem": st.text(string.ascii_letters + "+/", min_size=60, max_size=64),
     "key": st.tuples(
         st.sampled_from(["hf_", "ghp_", "github_pat_", "xoxb-", "AKIA"]),
         st.text(string.ascii_letters + string.digits, min_size=16, max_size=40),
@@ -190,6 +191,9 @@ def test_what_looks_like_a_secret_is_taken_out_though_nobody_knows_it(
         secret = drawn
         around = {"query": "https://a.org/b?{}", "user": "wss://{}@a.org/b"}
         around["hook"] = "https://hooks.slack.com/services/T0/B0/{}"
+        around["pem"] = (
+            "-----BEGIN RSA PRIVATE KEY-----\nDEK-Info: AES-128\n\n{}\n-----END PRIVATE KEY-----"
+        )
         url = around.get(kind, "{}").format(secret)
         ways = [url, f"<{url}>", json.dumps({"url": url}), f"for url '{url}': 404", f"({url})"]
         if kind == "hook":
