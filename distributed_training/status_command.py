@@ -41,8 +41,8 @@ from distributed_training.protocol.network_report import span
 from distributed_training.protocol.types import ExitStatus
 from distributed_training.telemetry.events import read_events
 from distributed_training.telemetry.neuron_state import NeuronState
-from distributed_training.telemetry.run_state import LAUNCHER_FILE, observe
-from distributed_training.telemetry.verdict import FACTS_FILE, Verdict, judge
+from distributed_training.telemetry.run_state import LAUNCHER_FILE, is_run_folder, observe
+from distributed_training.telemetry.verdict import Verdict, judge
 
 MUST_ACT, NOT_RUNNING = 1, 3  # exit statuses; 3 as `systemctl status` has it
 
@@ -59,7 +59,6 @@ _VERDICTS = {
     "stop": Verdict.STOPPED.value,
 }
 _COLUMNS = ("time", "miner", "verdict", "incentive", "uploads", "rounds", "loss", "tokens")
-_SIGNS = (LAUNCHER_FILE, FACTS_FILE, "instance.json", "events.jsonl")  # of a run folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,14 +92,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def require_run_folder(folder: Path) -> Path:
     """Return ``folder`` if a miner has run there. Raises ConfigError."""
     try:
-        names = {path.name for path in folder.iterdir()}
+        next(folder.iterdir(), None)
     except OSError as error:
         closed = isinstance(error, PermissionError)
         raise ConfigError(
             f"{folder} cannot be read ({error.strerror}), so nothing is known of its miner: "
             + ("run this as the miner's user" if closed else _NAME_ONE)
         ) from None
-    if not names & set(_SIGNS):
+    if not is_run_folder(folder):
         raise ConfigError(f"no miner has run in {folder}, so nothing is known of one: {_NAME_ONE}")
     return folder
 

@@ -42,6 +42,7 @@ from distributed_training.telemetry.verdict import (
 log = logging.getLogger(__name__)
 
 LAUNCHER_FILE, STAGE_FILE, LOCK_FILE = "launcher.json", "stage.json", "launcher.lock"
+_SIGNS = (LAUNCHER_FILE, FACTS_FILE, "instance.json", "events.jsonl", "config.txt")
 STAGES = 5  # of a start
 # What stopped a launcher:
 FAILURES = "failures"  # it gave its ranks up, and pm2 starts another
@@ -70,6 +71,11 @@ class Stage:
     stage: str = ""
     at: float = 0.0
     eta_seconds: float | None = None
+
+
+def is_run_folder(folder: Path) -> bool:
+    """Return whether a miner or validator has run in ``folder``; False if it cannot be read."""
+    return any(os.path.exists(folder / name) for name in _SIGNS)
 
 
 def read_launcher(folder: Path) -> Launch | None:

@@ -48,7 +48,7 @@ from distributed_training.common.processes import ChildLog, ParentConnection, li
 from distributed_training.protocol.types import AllReduceFault, ExitStatus
 from distributed_training.telemetry.metrics import Registry
 from distributed_training.telemetry.neuron_state import NeuronState
-from distributed_training.telemetry.run_state import observe
+from distributed_training.telemetry.run_state import is_run_folder, observe
 from distributed_training.telemetry.verdict import judge
 
 log = logging.getLogger(__name__)
@@ -63,7 +63,6 @@ _CONNECTIONS = 256  # fewer than the usual limit of open files, 1024
 _PATIENCE = 10.0  # seconds for a request, and for a client to read on
 _TAKE_OVER_SECONDS = 1.0  # between two looks whether the page before is gone
 _LONGEST_ANSWER = 2**20
-_MARKS = ("events.jsonl", "instance.json", "launcher.json", "config.txt")  # of a run folder
 _LOOPBACK = frozenset({"127.0.0.1", "localhost", "[::1]"})
 _HOST = re.compile(rb"([A-Za-z0-9.-]{1,253}|\[[0-9A-Fa-f:.]{2,45}\])(?::([0-9]{1,5}))?")
 _HEADERS = {
@@ -395,7 +394,7 @@ def main(argv: list[str] | None = None) -> int:
         return serve(folders, host=given.host, port=given.port, token=token)
     if given.with_parent is None:
         if len(folders) > 1:  # of runs/*, which holds more than run folders
-            folders = [folder for folder in folders if _is_run_folder(folder)] or folders
+            folders = [folder for folder in folders if is_run_folder(folder)] or folders
         for folder in folders:
             if not folder.exists():
                 _print(f"error: {folder} does not exist, so nothing is served: give run folders")
@@ -477,10 +476,6 @@ def serve(
     except KeyboardInterrupt:  # uvicorn raises the signal again, of pm2 or Ctrl-C, at its end
         pass
     return ExitStatus.STOPPED
-
-
-def _is_run_folder(folder: Path) -> bool:
-    return any((folder / name).exists() for name in _MARKS)
 
 
 def _is_shown(host: str, port: int, folders: Sequence[Path], token: str) -> bool:
