@@ -79,6 +79,8 @@ from distributed_training.protocol.synapses import IS_ALIVE_ROUTE, PROBE_HOST
 from distributed_training.protocol.types import Check, ExitStatus
 from distributed_training.telemetry.events import EventFollower
 from distributed_training.telemetry.notify import deliver
+from distributed_training.telemetry.run_state import observe
+from distributed_training.telemetry.verdict import judge
 
 _MARKS = {"ok": ("✓", "green"), "warn": ("!", "yellow"), "fail": ("✗", "red"), "skip": ("-", "dim")}
 _WIDTH = 160  # where there is no terminal
@@ -104,7 +106,7 @@ def examine(examination: Examination, flags: Sequence[str]) -> list[Check]:
 
     ``flags``: as the miner is started. A line on stderr says what takes long.
     """
-    entries = [*machine.CHECKS]
+    entries = [Entry(check_verdict), *machine.CHECKS]
     why_not = ""
     if not examination.config.leads:
         why_not = "node 0 alone asks chain, bucket and peers"
@@ -400,6 +402,22 @@ def _read(connection: socket.socket) -> bytes:
 
 
 # --- the step time ------------------------------------------------------------------------------
+
+
+def check_verdict(examination: Examination) -> list[Check]:
+    """Repeat the verdict of dashboard and dt-status, where a miner has run.
+
+    It fails nothing: the new version's doctor looks at the old one's miner before an update.
+    """
+    now = time.time()
+    facts = observe(examination.config.run_folder, now)
+    if facts.launch is None and facts.looked is None:
+        return []
+    found = judge(facts, now)
+    text = f"{found.verdict}: {found.cause}"
+    if found.bad:
+        return [Check("miner", "warn", text, found.remedy)]
+    return [Check("miner", "skip" if found.level == "idle" else "ok", text)]
 
 
 def check_step_time(examination: Examination, flags: Sequence[str]) -> list[Check]:

@@ -286,7 +286,7 @@ def open_metrics(
 ) -> Metrics:
     """Open the metrics file and the trackers. ``gauges`` and ``counts`` are the exchange's own.
 
-    ``needed``: bytes of disk that the next upload and checkpoint take.
+    ``needed``: bytes of disk that the next upload, a checkpoint and the reserve take.
     """
     config, open_until_end = context.config, context.stack.enter_context
     trackers = open_trackers(

@@ -78,8 +78,8 @@ class Income:
     """Follow the verdict on one miner, of either kind of network.
 
     ``rules``: facts of the network's file, and the uploads that the start found. ``measured``:
-    further facts by name, asked at each look. ``needed``: bytes of disk for a snapshot and a
-    checkpoint. ``folder``: the run folder.
+    further facts by name, asked at each look. ``needed``: bytes of disk for a snapshot, a
+    checkpoint and what stays free. ``folder``: the run folder.
     """
 
     def __init__(
@@ -253,6 +253,11 @@ class Income:
 
     def _steady(self, moment: float) -> float:
         return moment - self._clocks.unix() + self._clocks.steady()
+
+    @property
+    def judged_step(self) -> int | None:
+        """The outer step whose uploads validators judge now, as far as it is known."""
+        return self._judgement.judged_step
 
     def gauges(self) -> Mapping[str, Callable[[], float | None]]:
         """Return what measures each metric of this subject."""

@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 class MachineGauges:
     """Gauges of the disk, memory and GPUs of one miner.
 
-    ``needed``: bytes that a snapshot and a checkpoint take in ``folder``.
+    ``needed``: bytes that a snapshot, a checkpoint and the reserve take in ``folder``.
     """
 
     def __init__(self, folder: Path, *, needed: int, gpus: int) -> None:

@@ -58,7 +58,6 @@ class LoopReporter:
         self._global_uid = global_uid
         self._clock = clock
         self._no_snapshot = Repeats(_SAY_AGAIN, clock=clock)
-        self._global_outer_step = 0  # when it was last looked at
         self._round_began: float | None = None
         self.round_seconds: float | None = None  # of the last round
 
@@ -77,8 +76,6 @@ class LoopReporter:
                 disk = kind in ("disk", "write")
                 if (again := self._no_snapshot(kind) if disk else "") is not None:
                     log.warning("%s%s", problem, again)
-            case ev.GlobalEpochSeen(outer_step=seen):
-                self._global_outer_step = seen
             case ev.GlobalFetchFailed(detail=detail):
                 log.warning("%s", lines.not_fetched(detail))
             case ev.LoadFailed(problem=why, awful=awful):
@@ -122,7 +119,7 @@ class LoopReporter:
 class Reporter(LoopReporter):
     """Rank 0 of a network that averages over hivemind; subscribes to the event stream.
 
-    ``judged_step``: the outer step whose uploads validators judge now, from the newest one known;
+    ``judged_step``: the outer step whose uploads validators judge now, as far as it is known;
     ``uploaded_step``: that of the newest upload when this process started; ``clock_fault``: what is
     wrong with this machine's clock, in words, or nothing. For the rest see :class:`LoopReporter`.
     """
@@ -136,7 +133,7 @@ class Reporter(LoopReporter):
         bucket: str,
         global_uid: int | None,
         reload_timeout: timedelta,
-        judged_step: Callable[[int], int],
+        judged_step: Callable[[], int | None],
         uploaded_step: int | None = None,
         clock_fault: Callable[[], str] = str,
         clock: Callable[[], float] = time.monotonic,
@@ -188,8 +185,8 @@ class Reporter(LoopReporter):
     def _note(self, report: StepReport) -> str:
         del report  # training may have gone on to an outer step of which nothing is uploaded
         age = self._schedule.repo_age_line(self._clock())
-        uploaded, judged = self._uploaded_step, self._judged_step(self._global_outer_step)
-        if uploaded is not None and uploaded < judged:
+        uploaded, judged = self._uploaded_step, self._judged_step()
+        if uploaded is not None and judged is not None and uploaded < judged:
             # However young: what is uploaded of an outer step that is over counts no more.
             age += f", of outer step {uploaded}, validators read {judged}"
         return f" | {age}"

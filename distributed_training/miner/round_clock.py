@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 
-from distributed_training.protocol.scoring import SECONDS_PER_BLOCK, scored_epoch
+from distributed_training.protocol.scoring import SECONDS_PER_BLOCK
 
 log = logging.getLogger(__name__)
 
@@ -131,20 +131,6 @@ class RoundClock:
             return None
         # A tenth is for the difference of the two views of the chain.
         return block >= last + self._shortest - self._shortest // 10
-
-    def judged_step(self, outer_step: int) -> int:
-        """Return the outer step whose uploads validators judge now, the network at ``outer_step``.
-
-        The one before, where this miner does not know when the last round was.
-        """
-        block = self._chain_block()
-        last = _passed(self._last_averaged, block)
-        return scored_epoch(
-            outer_step=outer_step,
-            block=block,
-            last_allreduce_block=block if last is None else last,
-            bpa=self._configured,
-        )
 
     def half(self) -> int:
         """Return half the period in blocks; validators refuse a block list further behind.

@@ -21,7 +21,12 @@ import psutil
 from distributed_training.chain.base import find
 from distributed_training.chain.identity import AddressUnknown
 from distributed_training.chain.server import MinerCallbacks, SignedServer
-from distributed_training.common.memory import ModelShape, checkpoint_bytes, snapshot_bytes
+from distributed_training.common.memory import (
+    DISK_RESERVE,
+    ModelShape,
+    checkpoint_bytes,
+    snapshot_bytes,
+)
 from distributed_training.config import Config
 from distributed_training.config.versions import Versions, has_versions
 from distributed_training.exchange.hivemind.supervisor import HostLaunch, SwarmUnavailable
@@ -336,7 +341,7 @@ class RankZero:
             bucket=connections.own.name,
             global_uid=self._info.global_uid,
             reload_timeout=config.miner.round_reload_timeout,
-            judged_step=clock.judged_step,
+            judged_step=lambda: income.judged_step,
             uploaded_step=connections.own.outer_step,
             clock_fault=connections.clock.fault,
         )
@@ -346,7 +351,8 @@ class RankZero:
         def needed(parts: Parts) -> int:
             return snapshot_bytes(shapes, moments, parts)
 
-        room = needed(config.store.content) + checkpoint_bytes(shapes, moments)
+        # Uploads are put off before the reserve is touched, so the verdict counts it as well.
+        room = needed(config.store.content) + checkpoint_bytes(shapes, moments) + DISK_RESERVE
         income = Income(
             hotkey=self._info.hotkey,
             chain=chain,

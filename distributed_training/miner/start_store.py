@@ -22,7 +22,7 @@ from distributed_training.chain.registration import (
     RegistrationWatcher,
     WatcherCallbacks,
 )
-from distributed_training.common.memory import checkpoint_bytes
+from distributed_training.common.memory import DISK_RESERVE, checkpoint_bytes
 from distributed_training.config import Config
 from distributed_training.config.versions import Versions, has_versions
 from distributed_training.exchange.base import Close
@@ -232,7 +232,7 @@ class RankZero:
             },
             record=self.record,
             folder=folder,
-            needed=needed,
+            needed=needed + DISK_RESERVE,
         )
         metrics = open_metrics(
             self._context,
@@ -240,7 +240,7 @@ class RankZero:
             self.blocks,
             connections.member.chain,
             uid=self._info.uid,
-            needed=needed,
+            needed=needed + DISK_RESERVE,
             gauges={
                 "next_round_timestamp_seconds": next_close,
                 "clock_offset_seconds": connections.rounds.clock_offset,

@@ -178,7 +178,7 @@ for _name, _about in {
     # machine
     "clock_offset_seconds": "by which this machine's clock is ahead of the store's, or the chain's",
     "disk_free_bytes": "free where the run folder is",
-    "disk_needed_bytes": "that a snapshot and a checkpoint take",
+    "disk_needed_bytes": "that a snapshot, a checkpoint and the reserve take",
     "memory_bytes": "resident memory of rank 0 and the processes it started",
     "memory_growth_bytes_per_hour": "slope of it over the last hours: a leak, if it stays",
     "memory_total_bytes": "that the miner may use: the machine's, or the limit of its cgroup",

@@ -184,7 +184,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes of the run folder's disk. ``needed``: for a snapshot and a checkpoint."""
+    """Bytes of the run folder's disk. ``needed``: for snapshot, checkpoint and what stays free."""
 
     free: float
     total: float
@@ -364,6 +364,8 @@ def _of_process(facts: Facts, now: float) -> Judgement | None:
         cause = launch.stage or "the ranks are being started"
         if launch.eta_seconds is not None and launch.stage_at:
             cause += f", {span(max(0.0, launch.stage_at + launch.eta_seconds - now))} left"
+        if launch.attempt:
+            cause += f" (attempt {launch.attempt + 1}; the one before was refused: {launch.text})"
         return Judgement(Verdict.STARTING, cause, earns=None)
     return None
 
@@ -374,7 +376,7 @@ def _of_machine(facts: Facts, now: float) -> Judgement | None:
         free, needed = disk.free / 1e9, disk.needed / 1e9
         return Judgement(
             Verdict.DISK_FULL,
-            f"{free:.1f} GB are free, and a snapshot and a checkpoint take {needed:.1f} GB",
+            f"{free:.1f} GB are free; snapshot, checkpoint and reserve take {needed:.1f} GB",
             "free the disk of --neuron.run_folder",
             bad=True,
         )

@@ -35,15 +35,18 @@ from distributed_training.miner.run_folder import INSTANCE, write_instance
 from distributed_training.node import identity
 from distributed_training.node.buckets import NoBucket
 from distributed_training.protocol.types import Check
+from distributed_training.status_command import describe
 from distributed_training.store.base import ObjectInfo
 from distributed_training.store.errors import StoreError
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.uplink import Section
 from distributed_training.telemetry import Registry
+from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.training.memory_plan import named_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.miner_parts import config_of
+from tests.tools.miner_states import make_miner
 from tests.tools.settings import load_config
 
 pytestmark = pytest.mark.timeout(60)
@@ -572,6 +575,17 @@ def test_nothing_is_trained_beside_a_running_miner(
     else:
         assert found["step time"]["status"] == "skip" and "since its start" in str(found)
     assert "a miner runs" in found["disk speed"]["finding"]
+    assert "miner" not in found, "nothing is known of it yet"
+
+
+@pytest.mark.parametrize("state", ["earning", "offline", "stopped"])
+def test_the_verdict_is_a_row_that_fails_nothing(state: str, tmp_path: Path) -> None:
+    folder = make_miner(tmp_path, state)
+    config = config_of("--neuron.run_folder", str(folder))
+    (row,) = doctor.check_verdict(Examination(config, ranks=1))
+    shown = describe(NeuronState(folder), time.time())
+    assert row.finding.startswith(f"{shown['verdict']}: ") and row.remedy == shown["remedy"]
+    assert row.status == {"earning": "ok", "offline": "warn", "stopped": "skip"}[state]
 
 
 def test_a_bundle_has_the_rows_and_the_log_of_the_running_miner(

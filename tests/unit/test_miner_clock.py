@@ -148,15 +148,6 @@ def test_the_state_of_a_round_with_this_miner_is_no_missed_round(averaged: bool)
     assert clock.missed()
 
 
-def test_uploads_are_judged_of_the_outer_step_before_for_half_the_period() -> None:
-    chain = Chain()
-    clock = chain.clock(900, blocks=400)
-    assert clock.judged_step(7) == 6
-    chain.block = 1100
-    assert (clock.judged_step(7), clock.judged_step(0)) == (7, 0)
-    assert chain.clock(None).judged_step(7) == 6, "not known: no alarm"
-
-
 def test_block_lists_are_judged_by_the_networks_file_whatever_calls_show() -> None:
     chain = Chain()
     clock = chain.clock(1000)

@@ -143,6 +143,7 @@ CASES: list[tuple[Facts, dict[str, Any], Verdict, str, bool]] = [
     (RULES, {}, V.UNKNOWN, "written nothing yet", False),
     # --- the process
     (RULES, launched(STARTS), V.STARTING, "12.4 of 32.0 GB, 26 min left", False),
+    (RULES, launched(replace(STARTS, text="no hotkey", attempt=6)), V.STARTING, "7; the", False),
     (RULES, launched(REFUSED), V.CANNOT_START, "no hotkey (attempt 6, next try in 40 s)", True),
     (WELL, launched(Launch("running")), V.EARNING, "", False),
     (WELL, launched(Launch("stopped", stopped_by="signal 9")), V.STOPPED, "(signal 9)", False),
@@ -175,6 +176,12 @@ def test_the_first_thing_in_the_way_is_named(
     assert (found.verdict, found.bad) == (verdict, bad), found
     assert words in found.words
     assert judge(Facts.from_json(facts.to_json()), NOW) == found
+
+
+def test_uploads_are_judged_of_the_outer_step_before_for_half_the_period() -> None:
+    for last, step in ((1100, 6), (1065, None), (1000, 7)):  # in between it changes just now
+        facts = replace(WELL, place=Fact(Place(7, last), NOW))
+        assert judge(facts, NOW).judged_step == step
 
 
 def test_each_verdict_is_reached() -> None:

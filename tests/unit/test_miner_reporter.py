@@ -49,7 +49,7 @@ class Rig:
         self.records: list[tuple[str, dict[str, Any]]] = []
         self.warnings: list[str] = []
         self.clock_fault = ""
-        self.judged: int | None = None  # None: the newest outer step
+        self.judged: int | None = None
         caplog.set_level(logging.INFO)
         self.reporter = Reporter(
             record=lambda kind, **fields: self.records.append((kind, fields)),
@@ -58,7 +58,7 @@ class Rig:
             bucket="mine",
             global_uid=3,
             reload_timeout=timedelta(seconds=2640),
-            judged_step=lambda seen: self.judged if self.judged is not None else seen,
+            judged_step=lambda: self.judged,
             uploaded_step=3,
             clock_fault=lambda: self.clock_fault,
             clock=lambda: self.now,
@@ -103,16 +103,14 @@ def test_a_young_upload_of_an_outer_step_that_is_over_is_not_called_well(rig: Ri
     def said(outer_step: int) -> str:
         return rig.on_event(ev.InnerStepDone(replace(REPORT, outer_step=outer_step)))[1]
 
-    rig.on_event(ev.GlobalEpochSeen(3, 1.0))
-    assert said(3).endswith("Repo age: 100s of 32400s")
     rig.on_event(ev.GlobalEpochSeen(4, 1.0))
+    for rig.judged in (None, 3):  # not known; in the first half of the period
+        assert said(4).endswith("Repo age: 100s of 32400s")
+    rig.judged = 4
     for training in (3, 4, 5):  # loaded, and nothing uploaded of it yet
         text = said(training)
         assert text.endswith("Repo age: 100s of 32400s, of outer step 3, validators read 4")
     assert "dt_global_outer_step 4" in rig.file.read_text()
-    rig.judged = 3  # in the first half of the period
-    assert said(4).endswith("Repo age: 100s of 32400s")
-    rig.judged = None
     for ok in (False, True):
         rig.on_event(ev.PublicationEnded(PublicationReport(Revision(0, 4, 1), ok, 1.0, 1)))
         assert said(4).endswith("validators read 4") != ok
