@@ -39,7 +39,8 @@ class RoundClock:
     not reached (a wrong figure, a chain that was set back) counts as unknown.
 
     ``blocks_per_allreduce``: between two rounds until calls have shown another number.
-    ``shortest_period``: blocks between two rounds at the least (default: the period itself).
+    ``later``: from the network's first success on. ``shortest_period``: blocks between two rounds
+    at the least (default: the period itself).
     ``seconds_per_block`` is the network's, used until another pace was seen. ``chain_age``: time
     since the chain last answered.
     """
@@ -50,6 +51,7 @@ class RoundClock:
         chain_block: Callable[[], int],
         blocks_per_allreduce: int,
         last_allreduce_block: int | None,
+        later: int = 0,
         shortest_period: int | None = None,
         seconds_per_block: float = SECONDS_PER_BLOCK,
         chain_age: Callable[[], timedelta] = timedelta,
@@ -64,6 +66,7 @@ class RoundClock:
         self._clock = clock
         self._marks = deque([(chain_block(), clock())], maxlen=2)
         self._configured = self._usual = self._period
+        self._later = later
         self._missed = False
         self._gaps: deque[int] = deque(maxlen=3)  # blocks from a round's end to the next call
 
@@ -94,7 +97,7 @@ class RoundClock:
         """Note that a round ended now, ``averaged`` or failed: the period starts over."""
         self._last = self._chain_block()
         if averaged:
-            self._last_averaged = self._last
+            self._succeeded(self._last)
 
     def round_heard_of(self, block: int | None) -> None:
         """Take the block of the last round, perhaps without this miner, from the global state.
@@ -104,8 +107,14 @@ class RoundClock:
         now = self._chain_block()
         last = _passed(self._last, now) or 0
         if block is not None and last < block <= now:
-            self._last = self._last_averaged = block
+            self._last = block
+            self._succeeded(block)
             self._missed |= block > last + _OVERDUE
+
+    def _succeeded(self, block: int) -> None:
+        self._last_averaged = block
+        if self._later > self._configured:
+            self._configured = self._usual = self._period = self._later
 
     def missed(self) -> bool:
         """Return whether this miner missed a round.

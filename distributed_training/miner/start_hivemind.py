@@ -206,6 +206,7 @@ class RankZero:
         self.round_clock = RoundClock(
             chain_block=chain.block,
             blocks_per_allreduce=period,
+            later=config.miner.blocks_per_allreduce_later,
             shortest_period=shortest,  # which a validator falls back to when it starts again
             last_allreduce_block=last if isinstance(last, int) else None,
             chain_age=chain.age,

@@ -158,6 +158,17 @@ def test_block_lists_are_judged_by_the_networks_file_whatever_calls_show() -> No
     assert clock.seconds() == 560 * 12.0 and clock.half() == 200
 
 
+def test_the_networks_first_success_brings_the_later_period() -> None:
+    chain = Chain()
+    clock = chain.clock(1000, blocks=400, later=750)
+    chain.pass_blocks(400, 12.0)
+    clock.round_called()
+    clock.round_ended(averaged=False)
+    assert clock.half() == 200
+    clock.round_ended()
+    assert clock.half() == 375 and clock.next_at() == pytest.approx(chain.now + 750 * 12)
+
+
 def test_a_round_may_be_called_a_tenth_of_the_period_early() -> None:
     chain = Chain()
     clock = chain.clock(1000)
