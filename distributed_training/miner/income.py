@@ -106,6 +106,7 @@ class Income:
         self._facts = rules
         self._uploads = [replace(u, at=self._steady(u.at)) for u in rules.uploads]
         self._step: tuple[int, float] | None = None
+        self._mode_since = self._began
         self._place: tuple[Place, float] | None = None
         self._other_version = Fact("", 0.0)
         self._behind_since: float | None = None
@@ -126,6 +127,8 @@ class Income:
             case ev.InnerStepDone(report=report):
                 self._step = report.total_inner_steps, now
                 self._facts = replace(self._facts, step_seconds=report.seconds)
+            case ev.ModeChanged():
+                self._mode_since = now
             case ev.GlobalEpochSeen(outer_step=seen):
                 if self._place is None or self._place[0].outer_step != seen:
                     self._place = Place(seen), now
@@ -213,6 +216,7 @@ class Income:
             looked=self._unix(now),
             started=self._unix(self._began),
             mode=state.mode.value,
+            mode_since=self._unix(self._mode_since),
             outer_step=state.outer_step,
             step=self._step and Fact(self._step[0], self._unix(self._step[1])),
             uploads=tuple(

@@ -212,6 +212,7 @@ class Facts:
     looked: float | None = None  # when it wrote these
     started: float | None = None  # when its ranks began to train
     mode: str = ""
+    mode_since: float | None = None
     outer_step: int | None = None
     step: Fact[int] | None = None  # the last inner step
     step_seconds: float | None = None
@@ -393,10 +394,12 @@ def _of_machine(facts: Facts, now: float) -> Judgement | None:
             cause += ", as while it compiles or loads weights"
             return Judgement(Verdict.UNKNOWN, cause, earns=None)
         return Judgement(Verdict.STUCK, cause, remedy, bad=True, earns=None)
-    since, limit = facts.started or now, _FIRST_STEP
+    # Rounds and loads hold the loop: what comes after them has its own time.
+    began, limit = [facts.started, facts.mode_since], _FIRST_STEP
     if facts.step is not None:
-        since = max(since, facts.step.at) if facts.started else facts.step.at
+        began.append(facts.step.at)
         limit = max(120.0, 5 * (facts.step_seconds or 0.0))
+    since = max((at for at in began if at is not None), default=now)
     if trains and now - since > limit:
         cause, remedy = f"no inner step for {span(now - since)}", "the end of its log tells why"
         return Judgement(Verdict.STUCK, cause, remedy, bad=True)

@@ -135,6 +135,7 @@ CASES: list[tuple[Facts, dict[str, Any], Verdict, str, bool]] = [
     (WELL, {"disk": Fact(Disk(1e10, 1e12, 1e11), NOW)}, V.DISK_FULL, "10.0 GB are free", True),
     (WELL, {"step": Fact(900, NOW - 130)}, V.STUCK, "no inner step for 2 min", True),
     (WELL, {"step": Fact(9, NOW - 9e3), "started": NOW - 60}, V.EARNING, "", False),
+    (WELL, {"step": Fact(900, NOW - 700), "mode_since": NOW - 20}, V.EARNING, "", False),
     (WELL, {"looked": NOW - 400}, V.STUCK, "written nothing for 6 min", True),
     (WELL, {"looked": NOW - 400, "step": None}, V.UNKNOWN, "as while it compiles", False),
     (WELL, {"looked": NOW - 400, "mode": "loading"}, V.UNKNOWN, "or loads weights", False),
@@ -262,6 +263,8 @@ def test_a_change_is_logged_at_once_and_the_rest_once_an_hour(
     now[0] = 9000.0
     income.on_event(ev.Tick(now[0]), state)
     assert written[-1]["verdict"] == "behind"
+    income.on_event(ev.ModeChanged(Mode.FETCHING, Mode.LOADING), state)
+    assert income.gather(state).mode_since == NOW + now[0], "its first step has its own time"
     income.on_event(ev.Loaded(8), state)
     now[0] += 20
     income.on_event(ev.Tick(now[0]), state)
