@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,17 +39,20 @@ class Life:
     def __init__(self) -> None:
         self.ends_at = -1
         self.steps = 0
+        self._counting = threading.Lock()  # steps are taken by several threads
 
     def begin(self, ends_at: int = -1) -> None:
         self.ends_at, self.steps = ends_at, 0
 
     def step(self, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.steps += 2
-        if self.ends_at in (self.steps - 2, -2):
+        with self._counting:
+            before = self.steps
+            self.steps += 2
+        if self.ends_at in (before, -2):
             self.ends_at = -2  # the other threads of it end, too
             raise Killed
         found = real(*args, **kwargs)
-        if self.ends_at in (self.steps - 1, -2):
+        if self.ends_at in (before + 1, -2):
             self.ends_at = -2
             raise Killed
         return found
