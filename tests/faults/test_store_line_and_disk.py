@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ from distributed_training.store import snapshot_folder
 from distributed_training.store.errors import NoRoomError
 from distributed_training.store.transfer import deadline_in, download
 from distributed_training.store.uploader import Uploader
+from tests.tools.small_disk import small_disk
 from tests.tools.store_shim import Call, Shim
 from tests.tools.support_store import (
     Upload,
@@ -68,23 +67,6 @@ def test_a_bucket_deleted_in_the_middle_of_an_upload(
 # --- full disks -----------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def small_disk(folder: Path, megabytes: int) -> Iterator[Path]:
-    """A tmpfs of that size; skips where it cannot be mounted."""
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
-    try:
-        tried = subprocess.run(mount, capture_output=True, text=True)
-    except FileNotFoundError:
-        pytest.skip("there is no mount command here, so no small disk can be made")
-    if tried.returncode != 0:
-        pytest.skip(f"a small disk cannot be mounted here: {tried.stderr.strip()}")
-    try:
-        yield folder
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
-
-
 def fill(folder: Path, *, leave: int) -> Path:
     """Until ``leave`` bytes are free."""
     path = folder / "fill"
@@ -103,7 +85,10 @@ def test_a_full_disk_ends_a_download_and_the_last_good_file_stays(
     store = new_bucket(server, settings)
     content = os.urandom(12_000_000)
     store.put("model", content)
-    with small_disk(tmp_path / "disk", 32) as disk:
+    disk = tmp_path / "disk"
+    with small_disk(disk, megabytes=32) as small:
+        if not small:
+            pytest.skip("a small disk cannot be mounted here")
         (disk / "model").write_bytes(b"last good")
         fetch = store.get_range
         filled: list[Path] = []
@@ -131,7 +116,10 @@ def test_a_full_disk_under_the_journal_fails_the_publication_and_not_the_uploade
     settings = settings_for(server)
     store = new_bucket(server, settings)
     files = write_snapshot(tmp_path / "s", REVISION, world_size=1, rows=1600)
-    with small_disk(tmp_path / "disk", 4) as disk:
+    disk = tmp_path / "disk"
+    with small_disk(disk, megabytes=4) as small:
+        if not small:
+            pytest.skip("a small disk cannot be mounted here")
         publisher = Uploader(settings=settings, bucket=store.bucket, folder=disk)
         with contextlib.closing(publisher):
             wait_for((disk / "uploads.json").exists, what="the journal")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
-import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +17,7 @@ from distributed_training.common.ports import free_ports
 from distributed_training.miner.rank_group import rank_variables
 from distributed_training.store.journal import Journal
 from tests.tools.forked import Program
+from tests.tools.small_disk import small_disk
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 
@@ -162,15 +161,11 @@ def test_a_full_disk_or_memory_blocks_publication_and_nothing_else(
 def test_a_disk_that_stays_full_is_a_handful_of_lines(tmp_path: Path) -> None:
     """Everything of a rank lies on it: events, metrics, checkpoints, snapshots and blocks."""
     disk = tmp_path / "disk"
-    disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(disk)]
-    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("a small disk cannot be mounted here")
-    try:
+    with small_disk(disk, megabytes=24) as small:
+        if not small:
+            pytest.skip("a small disk cannot be mounted here")
         (rank,) = start("no_room", disk, 1, log=tmp_path / "no_room.log")
         statuses = end([rank])
-    finally:
-        subprocess.run(["umount", "-l", str(disk)], check=True)
     text = (tmp_path / "no_room.log").read_text()
     assert statuses == [0], text
     warned = [line for line in text.splitlines() if line.startswith(("WARNING", "ERROR"))]

@@ -112,7 +112,7 @@ class Network:
         product.open_hivemind = self._open_hivemind
         product.SignedServer = lambda **_: self.server
         product.GlobalEpoch = lambda **_: Mock(
-            GlobalEpoch, versions=None
+            GlobalEpoch, versions=None, unavailable_since=None
         )  # the global bucket never changes
         product.UploadSchedule = lambda **_: upload_schedule(upload_steps=4, first=2)
         assembled: Any = assembly
