@@ -311,7 +311,7 @@ def check_access(examination: Examination) -> list[Check]:
     if state is None:
         remedy = "wait until its validator runs; ask who runs the network"
         return [Check(name, "warn", f"{finding}, which has no state yet", remedy)]
-    age = timedelta(seconds=state.age_seconds or 0.0)
+    age = timedelta(seconds=max(0.0, state.age_seconds or 0.0))
     found = [Check(name, "ok", f"{finding}; its state is {age.total_seconds():.0f} s old")]
     if age > 2 * config.round_period:
         remedy = "ask the founder whether the validator runs"

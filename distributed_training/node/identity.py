@@ -490,7 +490,7 @@ def check_global_state(config: Config, chain: Chain) -> Check:
     if info is None:
         remedy = "wait for the first one"
         return Check(name, "warn", "the master has published no global state yet", remedy)
-    age = timedelta(seconds=info.age_seconds or 0.0)
+    age = timedelta(seconds=max(0.0, info.age_seconds or 0.0))
     finding = f"the newest is {age.total_seconds() / 3600:.1f} h old"
     if age <= NEWEST_STATE:
         return Check(name, "ok", finding)

@@ -412,6 +412,12 @@ def test_the_page_beside_a_miner_holds_no_secret_but_its_token(tmp_path: Path) -
             assert httpx.get(url, timeout=60).status_code == 401
             told = httpx.get(url, headers={"authorization": f"Bearer {TOKEN}"}, timeout=60)
             assert told.json() == [str(tmp_path / "later")]
+            # What another page asks with is good for that alone, and is not the token.
+            assert served_page._is_shown("127.0.0.1", port, [tmp_path / "later"], TOKEN)
+            proof = {"authorization": f"Bearer {served_page._proof(TOKEN)}"}
+            assert TOKEN not in str(proof)
+            history = url.replace("folders", "history")
+            assert httpx.get(history, headers=proof, timeout=60).status_code == 401
         finally:
             page.terminate()
 
