@@ -310,12 +310,10 @@ class Judgement:
 def judge(facts: Facts, now: float) -> Judgement:
     """Return the verdict at ``now``, in Unix seconds: the first thing in the way decides."""
     counts = _count_store(facts, now) if facts.kind == "store" else _count_hivemind(facts, now)
-    if (found := _of_process(facts, now)) is not None:
-        return found
-    known: dict[str, Any] = {"counts": counts.counts, "judged_step": counts.step}
-    if (found := _of_machine(facts, now)) is not None:
-        return replace(found, **known)
-    found = _of_network(facts, now, counts)
+    known: dict[str, Any] = {}
+    if (found := _of_process(facts, now)) is None:
+        known = {"counts": counts.counts, "judged_step": counts.step}
+        found = _of_machine(facts, now) or _of_network(facts, now, counts)
     standing = _value(facts.standing, now, STANDING_LIFE)
     if standing is None or standing.incentive <= 0 or found.verdict in _PAY:
         return replace(found, **known)
@@ -335,6 +333,9 @@ def _value(fact: Fact[_T] | None, now: float, life: float) -> _T | None:
 # --- the process and its machine ------------------------------------------------------------------
 
 
+_START_AGAIN = "start it again when it is to earn (under pm2: pm2 start app.config.js)"
+
+
 def _of_process(facts: Facts, now: float) -> Judgement | None:
     launch = facts.launch
     state = "" if launch is None else launch.state
@@ -344,7 +345,7 @@ def _of_process(facts: Facts, now: float) -> Judgement | None:
         return Judgement(
             Verdict.STOPPED,
             f"{cause} ({how})" if how else cause,
-            "" if launch.asked else "the end of its log names the cause",
+            _START_AGAIN if launch.asked else "the end of its log names the cause",
             bad=not launch.asked,
         )
     if _value(facts.gone, now, MACHINE_LIFE):
@@ -359,7 +360,10 @@ def _of_process(facts: Facts, now: float) -> Judgement | None:
         when = "" if again is None else f", next try in {span(max(0.0, again - now))}"
         tried = f" (attempt {launch.attempt}{when})" if launch.attempt else ""
         return Judgement(
-            Verdict.CANNOT_START, f"{launch.text or 'no cause given'}{tried}", bad=True
+            Verdict.CANNOT_START,
+            f"{launch.text or 'no cause given'}{tried}",
+            "after a change of .env or a setting: pm2 restart",
+            bad=True,
         )
     if launch is not None and state == "starting":
         cause = launch.stage or "the ranks are being started"
@@ -367,6 +371,7 @@ def _of_process(facts: Facts, now: float) -> Judgement | None:
             cause += f", {span(max(0.0, launch.stage_at + launch.eta_seconds - now))} left"
         if launch.attempt:
             cause += f" (attempt {launch.attempt + 1}; the one before was refused: {launch.text})"
+        cause += "; it trains by itself then"
         return Judgement(Verdict.STARTING, cause, earns=None)
     return None
 
@@ -377,7 +382,8 @@ def _of_machine(facts: Facts, now: float) -> Judgement | None:
         free, needed = disk.free / 1e9, disk.needed / 1e9
         return Judgement(
             Verdict.DISK_FULL,
-            f"{free:.1f} GB are free; snapshot, checkpoint and reserve take {needed:.1f} GB",
+            f"{free:.1f} GB are free; snapshot, checkpoint and reserve take {needed:.1f} GB, so "
+            "nothing is uploaded or saved; training goes on",
             "free the disk of --neuron.run_folder",
             bad=True,
         )
@@ -424,7 +430,7 @@ def _of_link(facts: Facts, now: float) -> Judgement | None:
             bad=True,
             earns=None,
         )
-    remedy = "see its network; training goes on"
+    remedy = "check this machine's network; training goes on, and uploads follow by themselves"
     return Judgement(Verdict.OFFLINE, f"{cause}: this machine's link", remedy, bad=True, earns=None)
 
 
@@ -611,20 +617,24 @@ def _of_uploads(facts: Facts, counts: _Counts, running: float, behind: bool) -> 
     if counts.verdict is Verdict.NOTHING_UPLOADED:
         late = running > (facts.age_limit or math.inf)
         words = f"in the {span(running)} " if running >= 1 else ""
-        cause = f"nothing was uploaded {words}since the start"
+        cause = f"nothing was uploaded {words}since the start{_next_upload(facts)}"
         return Judgement(counts.verdict, cause, failed if late else "", bad=late)
     if counts.counts is None:
         earns = None if counts.verdict is Verdict.UNKNOWN else False
         return Judgement(counts.verdict, counts.cause, earns=earns)
-    cause, remedy = counts.cause, ""
-    if facts.sending:
-        cause += f". The next one ({facts.sending}) is on its way"
-    elif facts.next_upload is not None and facts.looked is not None:
-        cause += f". Next upload in about {span(max(0.0, facts.next_upload - facts.looked))}"
+    cause, remedy = counts.cause + _next_upload(facts), ""
     if facts.fitting_steps is not None:
         remedy = f"if this comes back: upload_steps = {facts.fitting_steps}"
     # Behind the network the load that is due helps here as well, without an operator.
     return Judgement(counts.verdict, cause, remedy, bad=not behind)
+
+
+def _next_upload(facts: Facts) -> str:
+    if facts.sending:
+        return f". The next one ({facts.sending}) is on its way"
+    if facts.next_upload is None or facts.looked is None:
+        return ""
+    return f". Next upload in about {span(max(0.0, facts.next_upload - facts.looked))}"
 
 
 def _not_called(facts: Facts, now: float, silent: float) -> Judgement:

@@ -100,7 +100,7 @@ def test_it_shows_what_happens_and_survives_a_restart(
     step(events, 42, loss=1.4)
     with served(folder, port=port):
         wait_for(lambda: "3 . 42" in card(browser, "Step"), "what happened in between")
-        wait_for(lambda: browser.find_element("id", "connection").text == "connected", "it again")
+        wait_for(lambda: browser.find_element("id", "connection").text == "live", "it again")
     problems = [e for e in browser.get_log("browser") if e["level"] == "SEVERE"]
     assert all("ERR_CONNECTION_REFUSED" in e["message"] or "ERR_" in e["message"] for e in problems)
 
@@ -170,14 +170,14 @@ def test_a_page_without_its_server_says_so(browser: Any, run_folder: tuple[Path,
     folder, _ = run_folder
     with served(folder) as page:
         browser.get(page.url)
-        wait_for(lambda: browser.find_element("id", "connection").text == "connected", "it")
+        wait_for(lambda: browser.find_element("id", "connection").text == "live", "it")
         assert not browser.title.startswith("⚠")
         os.kill(page.pid, signal.SIGSTOP)  # as behind a tunnel that broke: no error comes
         try:
             wait_for(lambda: browser.title.startswith("⚠"), "the warning")
         finally:
             os.kill(page.pid, signal.SIGCONT)
-        wait_for(lambda: browser.find_element("id", "connection").text == "connected", "it again")
+        wait_for(lambda: browser.find_element("id", "connection").text == "live", "it again")
     wait_for(lambda: browser.title.startswith("⚠"), "that it is away")
     word, words, kind = verdict(browser)
     assert (word, kind) == ("connection lost", "bad")

@@ -271,8 +271,9 @@ function uploadCards(neuron, running) {
   }
   if (published && limit) {
     const age = now - published;
-    const ages = age < limit ? `too old for validators in ${span(limit - age)}` : past;
-    made.push(card("Uploaded", `${span(age)} ago`, steps ? `${steps}; ${ages}` : ages, age > 0.85 * limit || other && newest.outer_step < judges ? "bad" : "", { value: age, limit }));
+    const zero = judgement.counts === false && age < limit, ages = zero ? "validators score it zero"
+      : age < limit ? `too old for validators in ${span(limit - age)}` : past;
+    made.push(card("Uploaded", `${span(age)} ago`, steps ? `${steps}; ${ages}` : ages, zero || age > 0.85 * limit || other && newest.outer_step < judges ? "bad" : "", { value: age, limit }));
   } else if (limit) {
     const start = facts.started ?? gauge("start_timestamp_seconds"), age = start ? now - start : 0;
     made.push(card("Uploaded", "nothing yet", start ? `since the start ${span(age)} ago; validators score it zero`
@@ -553,7 +554,7 @@ function draw() {
 function connection() {
   const silent = Date.now() - heard > SILENT_MS;  // a tunnel may break without an error
   lost = lost || (loaded && silent);
-  say($("connection"), lost ? "connection lost" : "connected");
+  say($("connection"), lost ? "connection lost" : "live");
   $("connection").classList.toggle("lost", lost);
 }
 
