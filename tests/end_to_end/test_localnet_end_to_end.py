@@ -181,7 +181,7 @@ def test_the_doctor_finds_a_running_miner_in_order(run: Run) -> None:
     status, checks = run.checks
     assert status == 0, {n: c for n, c in checks.items() if c["status"] == "fail"}
     for name in (
-        *("configuration", "hotkey", "commitment", "endpoint", "bucket", "bootstrap", "line"),
+        *("configuration", "hotkey", "commitment", "endpoint", "bucket", "line"),
         *("clock", "address", "calls", "port axon.port", "port dht.port"),
     ):
         assert checks[name]["status"] == "ok", checks[name]
@@ -220,7 +220,7 @@ def test_each_miner_begins_with_who_it_is_and_keeps_its_settings(run: Run) -> No
         plan = miner.plan
         text = (plan.folder / "log.txt").read_text()
         who = rf"Miner \S+: uid {plan.uid}, hotkey 5\w+, netuid \d+, bucket \S+-{plan.uid:03d}"
-        begins = re.search(rf"{who}, incentive [01]\.\d+, rank \d of \d miners", text)
+        begins = re.search(rf"{who}, incentive [01](\.\d+, rank \d of \d miners)?", text)
         model = re.search(r"Global state of outer step \d+: a model of [0-9.]+ M param", text)
         first = text.index("Inner Step: 1 ")
         assert begins and model and begins.start() < model.start() < first
@@ -247,7 +247,9 @@ def test_each_line_of_a_miners_log_can_be_looked_up(run: Run) -> None:
 
 
 #: What a miner without a GPU, without a score preview, of an hour's run at most cannot have.
-NOT_MEASURED = re.compile(r"train_mfu|gpu_.*|rank_gpu_.*|score_.*|memory_growth_bytes_per_hour")
+NOT_MEASURED = re.compile(
+    r"launcher_running|train_mfu|gpu_.*|rank_gpu_.*|score_.*|memory_growth_bytes_per_hour"
+)
 
 
 def not_written(text: str) -> set[str]:

@@ -18,7 +18,7 @@ from distributed_training.miner.events import MinerState, Mode, Rules
 from distributed_training.miner.state_machine import decide
 from distributed_training.network import Shown
 from distributed_training.protocol import keys
-from distributed_training.protocol.metadata import parse_config
+from distributed_training.protocol.metadata import ConfigExtras, parse_config
 from distributed_training.protocol.types import FINAL, ExitStatus
 from distributed_training.telemetry import EventLog
 from distributed_training.telemetry.neuron_state import NeuronState
@@ -153,6 +153,9 @@ class Bucket:
     def outer_step(self) -> int:
         return 4
 
+    def extras(self, outer_step: int) -> ConfigExtras:
+        return ConfigExtras((), 0)
+
     def network(self) -> Shown:
         return Shown.parse(json.dumps(self.content).encode())
 
@@ -195,7 +198,7 @@ def test_the_page_calls_a_miner_finished_that_ended_so(tmp_path: Path) -> None:
 def test_nothing_starts_a_miner_again_whose_network_is_finished() -> None:
     """pm2, systemd, Docker and Slurm leave the same statuses alone."""
     found = {
-        "app.config.js": r"stop_exit_codes: \[(.*)\]",
+        "app.config.js": r"stop_exit_codes: \[(2, .*)\]",
         "ops/systemd/distributed-training-miner.service": r"RestartPreventExitStatus=(.*)",
         "ops/entrypoint.sh": r"^([\d |]+)\)$",
         "ops/slurm/run.sh": r"case \$status in ([\d |]+)\) break",

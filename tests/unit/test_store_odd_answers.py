@@ -54,7 +54,9 @@ class Page(BaseHTTPRequestHandler):
         type(self).requests += 1
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.send_response_only(self.status)
-        for name, value in ({"Content-Length": str(len(self.body))} | self.more).items():
+        # A client would otherwise send its next request on the connection that ends.
+        own = {"Content-Length": str(len(self.body)), "Connection": "close"}
+        for name, value in (own | self.more).items():
             self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":

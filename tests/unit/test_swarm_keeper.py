@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import mmap
 import os
 import queue
 import socket
@@ -259,7 +260,9 @@ def test_memory_of_its_own_is_counted_and_shared_tensors_are_not() -> None:
     child = subprocess.Popen(["sleep", "60"])
     try:
         before = supervisor.anonymous_memory(os.getpid())
-        own = bytearray(os.urandom(64 * 2**20))
+        # Pages of its own: malloc may give what the tests before have left.
+        own = mmap.mmap(-1, 64 * 2**20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        own.write(b"x" * len(own))
         shared = SharedTensors([(32 * 2**20,)])
         shared.tensors[0].fill_(1.0)
         after = supervisor.anonymous_memory(os.getpid())

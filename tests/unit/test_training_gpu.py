@@ -253,9 +253,9 @@ def test_only_a_compiler_keeps_to_a_budget_of_activations(
     wrapped = [name for name, _ in made.sharded.model.named_modules() if "_checkpoint" in name]
     told = "Activation checkpointing: every second decoder layer" in caplog.text
     assert bool(wrapped) == told == (compile == "off")
-    assert functorch_config.activation_memory_budget == (0.5 if compile == "on" else 1.0)
+    assert functorch_config.activation_memory_budget == (0.5 if compile == "on" else 0.8)
     trainer()  # the next one in this process is free of it
-    assert functorch_config.activation_memory_budget == 1.0
+    assert functorch_config.activation_memory_budget == 0.8
 
 
 ALONE: Any = SimpleNamespace(all_gather=lambda value: [value])
