@@ -271,7 +271,7 @@ function uploadCards(neuron, running) {
   }
   if (published && limit) {
     const age = now - published;
-    const zero = judgement.counts === false && age < limit, ages = zero ? "validators score it zero"
+    const zero = facts.looked && judgement.counts === false && age < limit, ages = zero ? "validators score it zero"
       : age < limit ? `too old for validators in ${span(limit - age)}` : past;
     made.push(card("Uploaded", `${span(age)} ago`, steps ? `${steps}; ${ages}` : ages, zero || age > 0.85 * limit || other && newest.outer_step < judges ? "bad" : "", { value: age, limit }));
   } else if (limit) {
