@@ -324,14 +324,14 @@ function stateOf(neuron) {
 
 function endOf(neuron) {  // when a miner that is stopped was last there
   const { at } = launchOf(neuron) || {};
-  return wordOf(neuron) === "stopped" && at ? `, at ${moment(at)}, ${span(present() - at)} ago` : "";
+  return wordOf(neuron) === "stopped" && at ? `${span(present() - at)} ago, at ${moment(at)}: ` : "";
 }
 
 // In a word, what there is to know or to do, and good (nothing to do), wait, bad (act) or idle.
 function verdictOf(neuron) {
   const state = stateOf(neuron), stop = newestOf(neuron, "stop"), verdict = neuron.judgement;
   if (lost) return ["connection lost", `the dashboard, its machine or the tunnel to it is down; figures of ${clock(heard / 1000)}`, "bad"];
-  if (verdict) return [verdict.verdict, verdict.cause + endOf(neuron), verdict.level, verdict.remedy];
+  if (verdict) return [verdict.verdict, endOf(neuron) + verdict.cause, verdict.level, verdict.remedy];
   if (state === "finished") return [state, (newestOf(neuron, "finished") || stop || {}).reason || "", "good"];
   if (state === "stopped") return [state, stop ? `${moment(stop.time)}: ${stop.reason || ""}` : "", stop && stop.exit_status ? "bad" : "idle"];
   if (state === "dead") {
