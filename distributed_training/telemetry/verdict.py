@@ -618,6 +618,8 @@ def _of_uploads(facts: Facts, counts: _Counts, running: float, behind: bool) -> 
         late = running > (facts.age_limit or math.inf)
         words = f"in the {span(running)} " if running >= 1 else ""
         cause = f"nothing was uploaded {words}since the start{_next_upload(facts)}"
+        if not late and facts.age_limit:
+            cause += f". No fault for another {span(facts.age_limit - running)}"
         return Judgement(counts.verdict, cause, failed if late else "", bad=late)
     if counts.counts is None:
         earns = None if counts.verdict is Verdict.UNKNOWN else False
