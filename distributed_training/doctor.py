@@ -417,7 +417,7 @@ def check_verdict(examination: Examination) -> list[Check]:
     text = f"{found.verdict}: {found.cause}"
     if found.bad:
         return [Check("miner", "warn", text, found.remedy)]
-    return [Check("miner", "skip" if found.level == "idle" else "ok", text)]
+    return [Check("miner", "skip" if found.level == "idle" else "ok", text, found.remedy)]
 
 
 def check_step_time(examination: Examination, flags: Sequence[str]) -> list[Check]:
