@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import csv
 import json
-import math
 import os
 import re
 import sys
@@ -39,7 +38,7 @@ from distributed_training.config.schema import read_settings
 from distributed_training.config.types import File
 from distributed_training.protocol.network_report import span
 from distributed_training.protocol.types import ExitStatus
-from distributed_training.telemetry.events import read_events
+from distributed_training.telemetry.events import finite, read_events
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.run_state import LAUNCHER_FILE, is_run_folder, observe
 from distributed_training.telemetry.verdict import Verdict, judge
@@ -339,8 +338,8 @@ def hours_of(folder: Path) -> list[tuple[Any, ...]]:
     """Return the rows of :data:`_COLUMNS`, oldest first; the loss is the mean of the hour."""
     hours: dict[int, _Hour] = {}
     for event in read_events(folder / "events.jsonl"):
-        at = event.get("time")
-        if isinstance(at, (int, float)) and 0 < at < _LAST_TIME:
+        at = finite(event.get("time"))
+        if at is not None and 0 < at < _LAST_TIME:
             hours.setdefault(int(at // _HOUR), _Hour()).add(event)
     name = folder.absolute().name
     return [
@@ -385,10 +384,8 @@ class _Hour:
 
 
 def _number(event: Mapping[str, Any], name: str) -> float | None:
-    value = event.get(name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or abs(value) > _LARGEST:
-        return None
-    return value if math.isfinite(value) else None
+    value = finite(event.get(name))
+    return None if value is None or abs(value) > _LARGEST else value
 
 
 if __name__ == "__main__":

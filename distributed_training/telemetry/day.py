@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from distributed_training.telemetry.events import EventFollower
+from distributed_training.telemetry.events import EventFollower, finite
 
 DAY = 86400.0  # seconds
 _HISTORY_BYTES = 64 * 2**20  # of events: a day of steps of a second each
@@ -47,7 +46,8 @@ class Day:
             number = int(event["outer_step"])
             self.rounds[number] = self.rounds.get(number, False) or bool(event.get("ok"))
         elif kind == "income":
-            self.incentive = _number(event.get("incentive"), self.incentive)
+            incentive = finite(event.get("incentive"))
+            self.incentive = self.incentive if incentive is None else incentive
         if kind in ("step", "start", "load", "outer_step"):
             number = int(event["outer_step"])
             self.outer_steps = [*self.outer_steps[:1], number]
@@ -71,7 +71,7 @@ def find_first_event(folder: Path) -> float | None:
     """Return the Unix time of the oldest event of a run folder."""
     with contextlib.suppress(OSError), contextlib.closing(_events(folder)) as follower:
         for event in follower.history(at_most=2**62):
-            if (at := _number(event.get("time"), None)) is not None:
+            if (at := finite(event.get("time"))) is not None:
                 return at
     return None
 
@@ -87,7 +87,7 @@ def sum_up(folder: Path, begin: float, end: float) -> Day:
 def fill(day: Day, events: Iterable[Mapping[str, Any]], begin: float, end: float) -> None:
     """Take those events in that are of the span, and the incentive of before it."""
     for event in events:
-        at = _number(event.get("time"), None)
+        at = finite(event.get("time"))
         if at is None or at >= end:
             continue
         # Lines of other versions and damaged ones cost themselves.
@@ -95,14 +95,9 @@ def fill(day: Day, events: Iterable[Mapping[str, Any]], begin: float, end: float
             if at >= begin:
                 day.apply(event)
             elif event.get("kind") == "income":
-                day.before = _number(event.get("incentive"), day.before)
+                before = finite(event.get("incentive"))
+                day.before = day.before if before is None else before
 
 
 def _events(folder: Path) -> EventFollower:
     return EventFollower(folder / "events.jsonl")
-
-
-def _number(value: object, otherwise: float | None) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return otherwise
-    return float(value) if math.isfinite(value) else otherwise

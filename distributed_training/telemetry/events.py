@@ -159,6 +159,16 @@ def read_events(path: Path, kind: str | None = None) -> Iterator[dict[str, Any]]
                 yield event
 
 
+def finite(value: object) -> float | None:
+    """Return a number that an event or another file may hold; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond any float, of a damaged line
+        return None
+
+
 def plain(value: Any) -> Any:
     """Return ``value`` as JSON can hold it. Raises TypeError if it has no plain form."""
     if isinstance(value, enum.Enum):  # an exit status is a number, with which programs compare it

@@ -22,7 +22,7 @@ import psutil
 from distributed_training.common.files import read_json_object
 from distributed_training.config.schema import read_settings
 from distributed_training.protocol.types import ExitStatus
-from distributed_training.telemetry.events import EventFollower
+from distributed_training.telemetry.events import EventFollower, finite
 from distributed_training.telemetry.metrics import read_metrics
 
 _HISTORY_BYTES = 64 * 2**20  # of events, about two weeks of inner steps
@@ -163,21 +163,21 @@ class NeuronState:
     def _on_step(self, event: Mapping[str, Any]) -> dict[str, Any]:
         if self.mode == "starting":
             self.mode = "training"
-        ended, before = _number(event.get("time")), self._step_ended
+        ended, before = finite(event.get("time")), self._step_ended
         self._step_ended = ended
         follows: dict[str, Any] = {"between_seconds": None}
         if before is not None and ended is not None:
-            pause = ended - before - (_number(event.get("seconds")) or 0.0)
+            pause = ended - before - (finite(event.get("seconds")) or 0.0)
             follows["between_seconds"] = round(max(0.0, pause), 3)
         if event.get("skipped"):  # its loss is no point of the curve
             follows["loss"] = None
-        self.steps.append(Step(*(_number({**event, **follows}.get(name)) for name in COLUMNS)))
+        self.steps.append(Step(*(finite({**event, **follows}.get(name)) for name in COLUMNS)))
         self._reach(event)
         return follows
 
     def _on_outer_step(self, event: Mapping[str, Any]) -> None:
         self._reach({"inner_step": 0, **event})
-        self.outer_steps.append((self.outer_step, _number(event.get("time")) or 0.0))
+        self.outer_steps.append((self.outer_step, finite(event.get("time")) or 0.0))
 
     def _on_state(self, event: Mapping[str, Any]) -> None:
         self.mode = str(event["after"])
@@ -214,7 +214,7 @@ class NeuronState:
     def _on_scores(self, event: Mapping[str, Any]) -> None:
         self.mode = "waiting"
         for uid, figures in event["scores"].items():
-            known = {name: _number(figure) for name, figure in figures.items()}
+            known = {name: finite(figure) for name, figure in figures.items()}
             self.scores[int(uid)] = {n: value for n, value in known.items() if value is not None}
 
     def _reach(self, event: Mapping[str, Any]) -> None:
@@ -250,7 +250,7 @@ class NeuronState:
         now = time.time()
         settings, price = read_settings(self.folder), None
         with contextlib.suppress(*_DAMAGED):
-            price = _number(float(settings["cost.price_per_hour"]))
+            price = finite(float(settings["cost.price_per_hour"]))
         return {
             "title": settings.get("neuron.name") or self.name,
             "price_per_hour": price,
@@ -264,7 +264,7 @@ class NeuronState:
 
     def _standings(self) -> list[list[float | None]]:
         """Return the rows of :data:`STANDINGS` that have an incentive, oldest first."""
-        rows = ([_number(event.get(c)) for c in STANDINGS] for event in self.tables["income"])
+        rows = ([finite(event.get(c)) for c in STANDINGS] for event in self.tables["income"])
         return [row for row in rows if None not in row[:2]]
 
     def tokens_a_day(self, now: float) -> float | None:
@@ -291,7 +291,7 @@ class NeuronState:
             (event, column + (not good(event)))
             for kind, column, good in (("publication", 1, _uploaded), ("round", 3, took_part))
             for event in self.tables[kind]
-            if _number(event.get("time")) is not None
+            if finite(event.get("time")) is not None
         ]
         times = [event["time"] for event, _ in found]
         few = not times or max(times) - min(times) < _FEW_DAYS * _DAY
@@ -357,15 +357,6 @@ def _uploaded(event: Mapping[str, Any]) -> bool:
     return bool(event.get("ok"))
 
 
-def _number(value: object) -> float | None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return None
-    try:
-        return float(value) if math.isfinite(value) else None
-    except OverflowError:  # an integer beyond any float, of a damaged line
-        return None
-
-
 def _whole(value: object, otherwise: int) -> int:
-    number = _number(value)
+    number = finite(value)
     return otherwise if number is None else int(number)

@@ -15,7 +15,6 @@ import fcntl
 import functools
 import json
 import logging
-import math
 import os
 import shutil
 import time
@@ -26,7 +25,7 @@ from typing import Any, TypeVar
 
 from distributed_training.common.backoff import Repeats
 from distributed_training.common.files import is_full, read_json_object, write_bytes
-from distributed_training.telemetry.events import EventLog
+from distributed_training.telemetry.events import EventLog, finite
 from distributed_training.telemetry.logs import mask
 from distributed_training.telemetry.neuron_state import NeuronState
 from distributed_training.telemetry.verdict import (
@@ -284,8 +283,6 @@ def _parse(kind: type[_Kind], found: dict[str, Any]) -> _Kind:
         elif isinstance(usual, str):
             if isinstance(value, str):
                 kept[field.name] = value
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            with contextlib.suppress(OverflowError):  # an integer beyond any float
-                if math.isfinite(value):
-                    kept[field.name] = int(value) if isinstance(usual, int) else float(value)
+        elif (number := finite(value)) is not None:
+            kept[field.name] = int(number) if isinstance(usual, int) else number
     return kind(**kept)

@@ -331,6 +331,7 @@ def test_a_day_is_one_line_and_one_message(miner: Miner, caplog: pytest.LogCaptu
         *[{"time": at, "kind": "publication", "ok": n > 0} for n in range(92)],
         *[{"time": at, "kind": "round", "outer_step": 7 + n, "ok": n > 0} for n in range(10)],
         {"time": at, "kind": "round", "outer_step": "x"},
+        {"time": 10**400, "kind": "step", "outer_step": 7},
         {"time": at, "kind": "start", "outer_step": 17},
         {"time": at, "kind": "start", "outer_step": 17},
         {"time": at, "kind": "income", "incentive": 0.0103},
