@@ -45,7 +45,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import psutil
 from rich.console import Console
@@ -414,10 +414,10 @@ def check_verdict(examination: Examination) -> list[Check]:
     if facts.launch is None and facts.looked is None:
         return []
     found = judge(facts, now)
-    text = f"{found.verdict}: {found.cause}"
-    if found.bad:
-        return [Check("miner", "warn", text, found.remedy)]
-    return [Check("miner", "skip" if found.level == "idle" else "ok", text, found.remedy)]
+    status: Literal["warn", "skip", "ok"] = (
+        "warn" if found.bad else "skip" if found.level == "idle" else "ok"
+    )
+    return [Check("miner", status, f"{found.verdict}: {found.cause}", found.remedy)]
 
 
 def check_step_time(examination: Examination, flags: Sequence[str]) -> list[Check]:

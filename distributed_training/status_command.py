@@ -148,9 +148,6 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
     )
     launch = facts.launch
     upload = facts.uploads[-1] if facts.uploads else None
-    eta = None
-    if launch and launch.stage and launch.eta_seconds is not None:
-        eta = max(0.0, (launch.stage_at or now) + launch.eta_seconds - now)
     return {
         "time": now,
         "name": facts.name or folder.absolute().name,
@@ -165,7 +162,7 @@ def describe(neuron: NeuronState, now: float) -> dict[str, Any]:
         "state": launch.state if launch else None,
         "state_at": launch.at if launch else None,
         "stage": launch.stage if launch else "",
-        "eta_seconds": eta,
+        "eta_seconds": launch.seconds_left(now) if launch and launch.stage else None,
         "attempt": launch.attempt if launch else 0,
         "next_try_at": launch.next_try_at if launch else None,
         "mode": facts.mode,

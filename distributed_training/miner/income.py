@@ -130,9 +130,8 @@ class Income:
             case ev.ModeChanged():
                 self._mode_since = now
             case ev.GlobalEpochSeen(outer_step=seen):
-                if self._place is None or self._place[0].outer_step != seen:
-                    self._place = Place(seen), now
-                self._place = self._place[0], now
+                known = self._place[0] if self._place else None
+                self._place = known if known and known.outer_step == seen else Place(seen), now
                 # The state is that before the event: right after a round ours may be ahead.
                 if seen <= state.outer_step:
                     self._behind_since = None

@@ -132,13 +132,13 @@ class Notifier:
     def __exit__(self, *_: object) -> None:
         """End. Of an end that nobody asked for the last message is waited for."""
         self._over.set()
-        if self._ended_by_itself():
+        if self._has_last_words():
             self._thread.join(_LAST_WORDS)
 
     def _run(self) -> None:
         while not self._over.wait(_LOOK_EVERY):
             self._look_once()
-        if self._ended_by_itself():
+        if self._has_last_words():
             self._look_once()
 
     def _look_once(self) -> None:
@@ -150,10 +150,12 @@ class Notifier:
                     "The webhook was not told of this miner's state%s", again, exc_info=True
                 )
 
+    def _has_last_words(self) -> bool:
+        return self._url is not None and self._ended_by_itself()
+
     def _ended_by_itself(self) -> bool:
         state = self._file.state
-        ended = state.state == LauncherState.STOPPED
-        return self._url is not None and ended and not state.stopped_by.startswith("signal")
+        return state.state == LauncherState.STOPPED and not state.stopped_by.startswith("signal")
 
     def look(self, now: float) -> None:
         """Look at the run folder, and send what is due. ``now``: Unix seconds."""
@@ -188,7 +190,7 @@ class Notifier:
             # The next attempt may be refused as well.
             tries = state.state == LauncherState.STARTING and state.attempt
             yield "start", None if tries else ""
-        ended = state.state == LauncherState.STOPPED and not state.stopped_by.startswith("signal")
+        ended = self._ended_by_itself()
         finished = ended and state.stopped_by == "finished"
         how = ": ".join(filter(None, (state.stopped_by, state.text)))
         yield "finished", state.text or "the network has ended" if finished else ""

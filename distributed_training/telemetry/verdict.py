@@ -181,6 +181,12 @@ class Launch:
         """Somebody wanted the stop."""
         return self.stopped_by.startswith("signal") or self.stopped_by in ("finished", TORCHRUN)
 
+    def seconds_left(self, now: float) -> float | None:
+        """Return how long the present stage takes from ``now`` on; None: not known."""
+        if self.eta_seconds is None or not self.stage_at:
+            return None
+        return max(0.0, self.stage_at + self.eta_seconds - now)
+
 
 @dataclass(frozen=True)
 class Disk:
@@ -367,8 +373,8 @@ def _of_process(facts: Facts, now: float) -> Judgement | None:
         )
     if launch is not None and state == "starting":
         cause = launch.stage or "the ranks are being started"
-        if launch.eta_seconds is not None and launch.stage_at:
-            cause += f", {span(max(0.0, launch.stage_at + launch.eta_seconds - now))} left"
+        if (left := launch.seconds_left(now)) is not None:
+            cause += f", {span(left)} left"
         if launch.attempt:
             cause += f" (attempt {launch.attempt + 1}; the one before was refused: {launch.text})"
         cause += "; it trains by itself then"
