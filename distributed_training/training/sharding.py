@@ -31,7 +31,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from distributed_training.common.memory import ACTIVATION_BUDGET, host_bytes, loss_chunk
+from distributed_training.common.memory import (
+    ACTIVATION_BUDGET,
+    LIGHT_BUDGET,
+    host_bytes,
+    loss_chunk,
+)
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 from distributed_training.protocol.gradients import Schema
@@ -48,10 +53,6 @@ from .model import (
     schema_of,
 )
 from .throughput import flops_per_token
-
-#: Of what a compiled layer would keep for its backward: at 0.8 it computes the outputs of its norms
-#: and the MLP's pointwise product again, which costs little and no product of matrices.
-LIGHT_BUDGET = 0.8
 
 
 @dataclass(frozen=True)
