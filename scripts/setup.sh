@@ -96,6 +96,9 @@ install_production() {
     esac
     # setuptools would warn of folders in the working directory.
     PYTHONWARNINGS=ignore "${pip[@]}" install --no-deps --no-build-isolation --no-index -e .
+    # Where an index has no build for a CPU alone, the one with CUDA is three times as large.
+    echo "setup: torch $(.venv/bin/python -c 'from importlib.metadata import version; print(version("torch"))')," \
+        ".venv takes $(du -sh .venv | cut -f1)"
 }
 
 for set in "${missing[@]}"; do

@@ -379,7 +379,7 @@ class MinerSettings(RoundSettings):
     step and at each stop"""
     checkpoint_interval: Span = flag("neuron.checkpoint_interval", 600 * SECOND)
     """time trained between two local checkpoints, at least. A checkpoint of 4 billion parameters is
-    58 GB: on fast hardware steps alone would write one each minute"""
+    64 GB: on fast hardware steps alone would write one each minute"""
     keep_checkpoints: int = flag("neuron.keep_checkpoints", 2, ge=1, le=1000)
     """local checkpoints to keep; older ones are deleted"""
 

@@ -36,6 +36,20 @@ def test_every_section_and_document_that_is_cited_is_there() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_what_belongs_to_a_numbered_step_is_indented_by_four() -> None:
+    """Else the site ends the list there, and its next step is "1." again."""
+    documents = [
+        path for folder in (ROOT, ROOT / "docs", ROOT / "ops") for path in folder.glob("*.md")
+    ]
+    wrong = [
+        f"{path.name}:{number}"
+        for path in documents
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if re.match(r" {1,3}```", line)
+    ]
+    assert wrong == []
+
+
 def test_the_page_of_metrics_is_that_of_the_catalogue() -> None:
     page = runpy.run_path(str(ROOT / "docs" / "site" / "metrics.py"))["page"]()
     assert (ROOT / "docs" / "metrics.md").read_text() == page, "python docs/site/metrics.py"
