@@ -182,6 +182,11 @@ class StoreRounds:
             return None
         return Close(state.outer_step, state.serial, state.closes_at, state.grace)
 
+    @property
+    def gate(self) -> int:
+        """Closes in a row of whose uploads no half passed the held-out text."""
+        return 0 if self._state is None else self._state.gate
+
     def manifest(self, outer_step: int) -> Manifest | None:
         """Return our copy of that outer step's manifest; None: it was not seen."""
         return self._chain.copy(outer_step)

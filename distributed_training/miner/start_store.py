@@ -227,6 +227,7 @@ class RankZero:
             rules=rules_of(config, self._info.uid),
             measured=lambda: {
                 "store_silent_since": unix_time(connections.rounds.silent_since),
+                "gate": connections.rounds.gate,
                 "next_round": next_close(),
                 "next_upload": next_close(),
             },

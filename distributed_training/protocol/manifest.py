@@ -132,6 +132,7 @@ class State(_Signed):
         weights_at: Outer steps whose whole weights the store holds, ascending.
         expires: When a reader may say that nobody leads the network.
         finished: Which [stop] of the network's file is reached, in words.
+        gate: Closes in a row of whose uploads no half passed the held-out text.
     """
 
     name: ClassVar[str] = keys.STATE
@@ -147,6 +148,7 @@ class State(_Signed):
     written_at: Seconds
     expires: Seconds
     finished: Annotated[str, Field(pattern=r"^[ -~]{1,200}$")] | None = None
+    gate: Whole = 0
 
     def __post_init__(self) -> None:
         if list(self.weights_at) != sorted({*self.weights_at}):

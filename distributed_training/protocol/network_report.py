@@ -16,6 +16,7 @@ The first of these that holds is the verdict:
 - *held up* (bad): the validator says what keeps it from work.
 - *starting* (wait): it has not asked its members yet.
 - *waiting for members* (wait): fewer answer at its outer step than a round takes.
+- *gate* (bad): in a store network, no half of the last uploads passed the held-out text.
 - *outer steps refused* (bad): the last round's average made the held-out loss worse.
 - *rounds fail* (bad): the last two rounds or more failed otherwise.
 - *last round failed* (wait): one did.
@@ -41,11 +42,13 @@ MOST_CAUSES = 256  # members whose cause is told; more would be longer than a re
 LONGEST_CAUSE = 120  # characters
 LONGEST_TEXT = 300
 WORSE = "WORSE"  # fault of a round whose average made the model worse than tolerated
+GATE = "GATE"  # in a store network: of a close of whose uploads no half passed the held-out text
 TOO_FEW = "TOO_FEW"  # in a store network: of a close with too few accepted uploads
 _NAMED = 5  # members, in one sentence
 _FAULTS = {
     **{fault.name: fault.value for fault in AllReduceFault},
     WORSE: "the average made the held-out loss worse than the file allows",
+    GATE: "no half of the uploads passes the held-out text, so the close has moved",
     TOO_FEW: "too few uploads could be merged, so the close has moved",
     "publication": "the new global state could not be uploaded",
 }
@@ -72,8 +75,8 @@ class MemberReport(NamedTuple):
 class RoundReport(NamedTuple):
     """A round. ``outer_step``: that it was to end; ``ended``: how long ago; ``seconds``: how long.
 
-    ``fault``: name of an AllReduceFault, WORSE, ``publication``, or nothing after a good one.
-    ``tokens``: that its participants had trained on.
+    ``fault``: name of an AllReduceFault, WORSE, GATE, ``publication``, or nothing after a good
+    one. ``tokens``: that its participants had trained on.
     """
 
     outer_step: Whole
@@ -165,8 +168,9 @@ def judge_network(
         return Verdict("waiting for members", f"{_missing(report)}; {coming}{after}", "wait")
     if report.failed_rounds:
         words = f"{_cause(report)}; outer step {report.outer_step} stays; {coming}"
-        if report.rounds and report.rounds[-1].fault == WORSE:
-            return Verdict("outer steps refused", words, "bad")
+        fault = report.rounds[-1].fault if report.rounds else ""
+        if fault in (WORSE, GATE):
+            return Verdict("gate" if fault == GATE else "outer steps refused", words, "bad")
         if report.failed_rounds > 1:
             return Verdict("rounds fail", f"{report.failed_rounds} in a row: {words}", "bad")
         return Verdict("last round failed", words, "wait")

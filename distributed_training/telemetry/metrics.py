@@ -151,6 +151,7 @@ for _name, _about in {
     "network_training": (
         "1 while members answer and the last round was good, else 0; absent once it is finished"
     ),
+    "network_gate": "1 while no half of the uploads passes the held-out text, else 0",
     "network_outer_step": "outer step of the network",
     "network_held_out_loss": "loss on held-out text, nats per token, by the text's name",
     "network_members": "miners that are registered and have an endpoint",

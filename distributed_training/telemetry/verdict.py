@@ -21,6 +21,7 @@ from typing import Any, Generic, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
+from distributed_training.protocol.lines import counted
 from distributed_training.protocol.network_report import span
 from distributed_training.protocol.scoring import blocks_are_fresh, scored_epoch
 
@@ -62,6 +63,7 @@ class Verdict(StrEnum):
     OTHER_VERSION = "other version"
     BEHIND = "behind"
     NOT_CALLED = "not called"
+    GATE = "gate"
     # --- the uploads
     NOTHING_UPLOADED = "nothing uploaded"
     TOO_OLD = "upload too old"
@@ -236,6 +238,7 @@ class Facts:
     other_version: Fact[str] | None = None  # how the network's file differs from ours
     outdated: bool = False  # ours is the older one
     forked: str = ""  # store network: there are two histories
+    gate: int = 0  # store network: closes in a row that the held-out text refused
     next_round: float | None = None  # is expected
     next_upload: float | None = None  # begins, at the present pace
     fitting_steps: int | None = None  # upload_steps with which uploads count; None: they do now
@@ -324,7 +327,10 @@ def judge(facts: Facts, now: float) -> Judgement:
     if standing is None or standing.incentive <= 0 or found.verdict in _PAY:
         return replace(found, **known)
     cause = f"{found.cause}. Still paid for earlier scores: {standing.words}"
-    waits = found.verdict is Verdict.NOT_JUDGED_YET and standing.incentive >= standing.least
+    waits = (
+        found.verdict in (Verdict.NOT_JUDGED_YET, Verdict.GATE)
+        and standing.incentive >= standing.least
+    )
     return replace(found, **known, cause=cause, earns=waits or found.earns)
 
 
@@ -592,6 +598,10 @@ def _of_network(facts: Facts, now: float, counts: _Counts) -> Judgement:
             f"grep -i '{'global state' if hivemind else 'taken over'}' in the log",
             bad=True,
         )
+    if facts.gate:
+        cause = f"no outer step after {counted(facts.gate, 'close')}: no half of the uploads"
+        cause += " passes the held-out text; what they held goes into the next"
+        return Judgement(Verdict.GATE, cause, "the registry's page says more")
     running = now - (facts.started if facts.started is not None else now)
     found = _of_uploads(facts, counts, running, behind > 0)
     if found is not None and (found.bad or counts.counts is False):

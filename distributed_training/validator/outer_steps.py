@@ -301,6 +301,7 @@ def next_state(
     period: float,
     grace: float,
     finished: str = "",
+    gate: int = 0,
 ) -> State:
     """Return the state whose head is ``manifest``, or, if it is that already, a close that moved.
 
@@ -323,6 +324,7 @@ def next_state(
         written_at=now,
         expires=now + 2 * period,
         finished=printable(finished, 200) or None,
+        gate=gate,
     )
 
 

@@ -188,6 +188,7 @@ class Reporter:
         for name, value in {
             # Absent once it has ended: nobody need be woken for that.
             "network_training": None if verdict.kind == "idle" else float(verdict.kind == "good"),
+            "network_gate": float(verdict.word == "gate"),
             "network_outer_step": report.outer_step,
             "network_members": len(report.members),
             "network_members_alive": report.alive,

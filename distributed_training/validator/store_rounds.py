@@ -30,7 +30,7 @@ from distributed_training.node.identity import Member, miners_of
 from distributed_training.node.start import Stopped
 from distributed_training.protocol import keys, lines
 from distributed_training.protocol.manifest import Manifest, Merged, Refused, State
-from distributed_training.protocol.network_report import TOO_FEW, WORSE, printable
+from distributed_training.protocol.network_report import GATE, TOO_FEW, printable
 from distributed_training.protocol.scoring import random_block_range
 from distributed_training.protocol.update_file import Header, UpdateLayout, largest_file
 from distributed_training.scoring.evaluator import Judgement, judgement_fields
@@ -149,7 +149,6 @@ class StoreValidator(Validator):
         self._samples: Mapping[int, Tensor] = {}  # of what was merged last
         self._looked = 0.0
         self._problem = ""
-        self._gates = 0  # closes in a row that the held-out loss refused
 
     # --- what the validator's loop asks for -------------------------------------------------------
 
@@ -407,11 +406,10 @@ class StoreValidator(Validator):
             del merged  # as large as three models, and each that is tried is as large
             spoilers = find_spoilers(len(trusted), passes)
             if spoilers is None or len(trusted) - len(spoilers) < least:
-                return self._move(close, WORSE, detail, block, now)
+                return self._move(close, GATE, detail, block, now)
             for place in spoilers:
                 self._blame(close, trusted[place], "spoiler", f"with it {detail}")
             merged = self._merge(close, [*close.accepted])
-        self._gates = 0
         self._prepare(close, merged, block, now)
         assert self._reached_step is not None
         return self._publish(self._reached_step)
@@ -561,7 +559,7 @@ class StoreValidator(Validator):
         self._report("waiting")
         return True
 
-    def _show(self, now: float) -> None:
+    def _show(self, now: float, *, gate: int = 0) -> None:
         """Let the store name the head, or another time of the present close."""
         self._steps.write(
             next_state(
@@ -572,12 +570,14 @@ class StoreValidator(Validator):
                 period=self._period,
                 grace=self._grace,
                 finished=self.finished,
+                gate=gate,
             )
         )
 
     def _move(self, close: _Close, fault: str, detail: str, block: int, now: float) -> bool:
         """Let the close be a period later: what was sent for it is void."""
-        self._show(now)
+        gate = close.state.gate + 1 if fault == GATE else 0
+        self._show(now, gate=gate)
         self._close = None
         self.standings.failed_rounds += 1
         self._remember_round(self._past(close, fault, detail, 0))
@@ -589,8 +589,7 @@ class StoreValidator(Validator):
             self._period,
             detail,
         )
-        self._gates = self._gates + 1 if fault == WORSE else 0
-        if self._gates == _PATIENT:
+        if gate == _PATIENT:
             log.error(
                 "The held-out loss refused %d closes in a row and nobody is to blame, so training "
                 "stands still: lower training.outer_learning_rate or raise round.held_out_rise in "

@@ -45,7 +45,7 @@ of each kind, in the order in which they happen; readers ignore kinds and fields
     top_uid (whose checkpoint gave the validator's pseudo-gradient, or null), seconds,
     matchmaking_seconds, transfer_seconds. In a store network ``called`` sent an upload for the
     close, ``participants`` are merged, ``causes`` says why others are not, and fault may be
-    ``TOO_FEW``: the close moved. What is of a swarm is empty or null.
+    ``TOO_FEW`` or ``GATE``: the close moved. What is of a swarm is empty or null.
 ``outer_step``
     outer_step (reached; the new global state is published and complete), participants (uids),
     seconds (from the call to the end of the publication).

@@ -158,6 +158,7 @@ CASES: list[tuple[Facts, dict[str, Any], Verdict, str, bool]] = [
     (STORE, {"uploads": (Upload(7, NOW - 1900),)}, V.NOT_JUDGED_YET, "next update", False),
     (STORE, {"uploads": (replace(MERGED, fate="refused", cause="copy"),)}, V.REFUSED, "copy", True),
     (STORE, {"uploads": (replace(MERGED, fate="kept", cause="late"),)}, V.NOT_MERGED, "late", True),
+    (STORE, {"gate": 1}, V.GATE, "no outer step after 1 close: no half", False),
     (STORE, {"forked": "two manifests"}, V.OTHER_VERSION, "two manifests", True),
     (STORE, {"behind_since": NOW - 700}, V.BEHIND, "taken over", True),
 ]  # fmt: skip

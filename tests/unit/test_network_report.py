@@ -11,6 +11,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from distributed_training.protocol.network_report import (
+    GATE,
     LONGEST_CAUSE,
     LONGEST_TEXT,
     MOST_CAUSES,
@@ -40,7 +41,7 @@ REPORT = NetworkReport(
     members=(MemberReport(1, "alive", 30, 0.5), MemberReport(2, "alive", 90, 0.25)),
 )
 ADAPTER = TypeAdapter(NetworkReport)
-FAULTS = [*AllReduceFault.__members__, WORSE, "publication", "SOMETHING_NEW"]
+FAULTS = [*AllReduceFault.__members__, WORSE, GATE, "publication", "SOMETHING_NEW"]
 SILENT = (MemberReport(1, "alive", 30, 0.5), MemberReport(2, "silent", None, 0.0, "it sleeps"))
 
 
@@ -62,6 +63,7 @@ def oracle(report: NetworkReport | None, age: float, listened: float) -> tuple[s
         (report.reason != "", "held up", "bad"),
         (report.phase == "starting", "starting", "wait"),
         (alive < report.least, "waiting for members", "wait"),
+        (report.failed_rounds > 0 and last == GATE, "gate", "bad"),
         (report.failed_rounds > 0 and last == WORSE, "outer steps refused", "bad"),
         (report.failed_rounds > 1, "rounds fail", "bad"),
         (report.failed_rounds == 1, "last round failed", "wait"),
@@ -103,7 +105,7 @@ def test_the_verdict_is_what_the_table_says() -> None:
         assert found[::2] == oracle(report, age, listened), (report, age, listened)
         assert len(found.words) < 1000 and "\n" not in found.words and "None" not in found.words
         seen.add(found.word)
-    assert len(seen) == 13, seen
+    assert len(seen) == 14, seen
 
 
 @pytest.mark.parametrize(

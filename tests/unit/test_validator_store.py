@@ -294,11 +294,14 @@ def test_a_gate_that_nothing_passes_blames_nobody(
         world.until_late()
         world.tick()
         assert world.state.outer_step == 0 and world.state.serial == closes + 2
-        assert world.events.of("round")[-1]["fault"] == "WORSE"
+        assert world.state.gate == closes + 1
+        assert world.events.of("round")[-1]["fault"] == "GATE"
+        assert world.events.of("network")[-1]["verdict"] == "gate"
     assert "3 closes in a row" in caplog.text
     # And goes on as soon as it may.
     monkeypatch.undo()
     assert set(world.round().scores) == set(world.uids)
+    assert world.state.gate == 0
 
 
 # --- scores ---
