@@ -3,7 +3,9 @@
 ``docs/architecture.md`` describes its packages and their layers.
 """
 
+import importlib as _importlib
 import os as _os
+from typing import Any as _Any
 
 __version__ = "0.2.0"
 
@@ -11,3 +13,11 @@ __version__ = "0.2.0"
 # container makes up (docker run --user 12345) has none. There it is where .env and run folder are.
 if _os.path.expanduser("~") == "~":
     _os.environ["HOME"] = _os.path.abspath(_os.curdir)
+
+
+def __getattr__(name: str) -> _Any:
+    # At its first use: most programs that import this package join nothing, and that is heavy. By
+    # its name: it lies in the highest layer.
+    if name in ("Net", "join"):
+        return getattr(_importlib.import_module(f"{__name__}.member"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
