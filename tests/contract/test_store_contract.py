@@ -403,7 +403,7 @@ def test_an_object_of_a_folder_is_read_as_it_was_when_its_reading_began(
     assert store.get_range("a", 0, 99, etag=before) == b"short"
 
 
-def test_what_killed_uploaders_left_in_a_folder_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_killed_uploaders_in_a_folder_are_removed(tmp_path: Path) -> None:
     new, old = (tmp_path / "bucket" / "epoch-3" / f".gradients.pt.{n}.tmp" for n in (1, 2))
     new.parent.mkdir(parents=True)
     for path in (new, old):

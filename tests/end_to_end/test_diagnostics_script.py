@@ -42,7 +42,7 @@ def test_a_machine_in_order(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()  # looking changes nothing
 
 
-def test_what_does_not_fit_is_not_measured_and_disk_has_one_row(tmp_path: Path) -> None:
+def test_memory_that_does_not_fit_is_not_measured_and_disk_has_one_row(tmp_path: Path) -> None:
     huge = {
         "hidden_size": 16384,
         "num_hidden_layers": 126,

@@ -146,7 +146,7 @@ def test_start_and_stop(pm2: FakeMiner) -> None:
 @needs_pm2
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_what_pm2_starts_again_and_what_not(pm2: FakeMiner) -> None:
+def test_pm2_restarts_by_exit_status(pm2: FakeMiner) -> None:
     path = pm2.write_app()
     pm2("start", str(path), FAKE_MODE="status-3")
     pm2.wait_for(lambda: pm2.state[0] != "online", "the end after deregistration")

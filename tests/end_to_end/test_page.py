@@ -266,9 +266,7 @@ def titles_of_cards(browser: Any) -> list[str]:
     return list(browser.execute_script(script))
 
 
-def test_what_a_day_trains_brings_and_costs_and_how_the_weeks_went(
-    browser: Any, tmp_path: Path
-) -> None:
+def test_page_shows_a_days_tokens_income_cost_and_the_weeks(browser: Any, tmp_path: Path) -> None:
     """At 2.5 an hour; the network pays 0.35 in each of the 20 tempos of a day."""
     with served(make_miner(tmp_path, "earning")) as page:
         browser.get(page.url)

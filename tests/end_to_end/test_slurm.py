@@ -189,7 +189,9 @@ def test_every_node_starts_its_own_launcher_again_whatever_ended_it(cluster: Slu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", [2, 3])
-def test_what_a_start_cannot_help_ends_the_job_on_all_nodes(cluster: Slurm, status: int) -> None:
+def test_refusal_that_no_restart_cures_ends_the_job_on_all_nodes(
+    cluster: Slurm, status: int
+) -> None:
     """Also when the signal for the nodes reaches the program that sends it before it is through."""
     scancel = cluster.folder / "bin" / "scancel"
     scancel.parent.mkdir()

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.timeout(90)
 JUNK = b"POST /IsAlive HTTP/1.1\r\nhost: x\r\ncontent-length: 0\r\n\r\n"
 
 
-def test_who_keeps_sending_junk_is_closed_at_once_until_it_is_forgiven(caplog) -> None:
+def test_sender_of_junk_is_closed_at_once_until_it_is_forgiven(caplog) -> None:
     caplog.set_level(logging.WARNING)
     made = World(SETTINGS)
     now = [time.monotonic()]

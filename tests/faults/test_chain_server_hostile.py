@@ -193,7 +193,7 @@ def test_a_head_is_bounded_before_it_is_parsed(
     assert all(lines <= http_module.MAX_HEAD_LINES for lines in sizes)
 
 
-def test_what_follows_a_request_is_not_looked_at(server: World) -> None:
+def test_bytes_after_a_request_are_not_read(server: World) -> None:
     """A pipelined request is not answered: at best the first one is."""
     assert status(send(server, is_alive() + is_alive())) in (400, 0)
     assert server.server.counters().get("accepted.IsAlive", 0) == 0

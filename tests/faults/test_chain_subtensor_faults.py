@@ -302,7 +302,7 @@ def test_a_node_whose_client_cannot_be_made_has_nothing_newer(minutes_pass) -> N
     minutes_pass(behind=(6000.0, 0.0), more=("ws://127.0.0.1:3",))  # waits for it
 
 
-def test_what_a_node_showed_days_ago_is_no_answer_of_today() -> None:
+def test_endpoint_state_of_days_ago_is_no_answer() -> None:
     now = 1e6
     nodes = NewestBlocks(clock=lambda: now, monotonic=lambda: now)
     for endpoint, other in ((FIRST, SECOND), (SECOND, FIRST)):

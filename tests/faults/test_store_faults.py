@@ -86,7 +86,7 @@ class FirstPartLast:
         pytest.param(FirstPartLast(), id="the first part last"),
     ],
 )
-def test_what_passes_is_survived(
+def test_passing_store_faults_are_survived(
     server: ObjectStoreServer, tmp_path: Path, fault: Callable[[Call], int | None]
 ) -> None:
     upload = Upload(server, tmp_path)

@@ -96,7 +96,7 @@ def test_only_processes_with_exactly_this_mark_are_found(mark: Mark, start: Star
     assert other.poll() is None
 
 
-def test_who_ends_by_itself_is_waited_for(mark: Mark, start: Start) -> None:
+def test_child_that_ends_by_itself_is_waited_for(mark: Mark, start: Start) -> None:
     start("import time; print('ready', flush=True); time.sleep(1)")
     # Not for all of it: the test has a limit.
     assert mark.end(settle=timedelta(hours=1), grace=NONE) == []
@@ -121,7 +121,7 @@ def test_a_descendant_with_a_session_of_its_own_is_found(mark: Mark, start: Star
     assert "sleep(600)" in line and not mark.processes()
 
 
-def test_what_not_even_sigkill_ends_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
+def test_child_that_sigkill_does_not_end_is_left_behind(caplog: pytest.LogCaptureFixture) -> None:
     """Its last system call waits for a network disk: nothing of it ends before that answers."""
     waits: list[float] = []
 
@@ -279,7 +279,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0] == min(files, 1 << 20))
 """
 
 
-def test_what_aborts_leaves_no_core_and_files_are_as_many_as_allowed(tmp_path: Path) -> None:
+def test_aborted_child_leaves_no_core_and_open_files_are_as_many_as_allowed(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", LIMITED],
         cwd=tmp_path,

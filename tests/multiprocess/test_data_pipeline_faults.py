@@ -273,7 +273,7 @@ def test_a_worker_that_cannot_work_says_why(
     assert "Block 3 could not be prepared" in caplog.text
 
 
-def test_what_a_worker_said_before_it_died_is_heard(
+def test_last_message_of_a_dead_worker_is_heard(
     tokenizer: tuple[Path, int], tmp_path: Path
 ) -> None:
     with RowsServer(TABLES) as server, pipeline(server, tokenizer, tmp_path) as made:
@@ -341,7 +341,7 @@ def test_blocks_that_wait_are_not_forgotten_for_later_ones_that_failed(
         assert len(made._blocks) <= 32 + 6, "those passed over go"
 
 
-def test_depth_follows_the_source(tokenizer: tuple[Path, int], tmp_path: Path) -> None:
+def test_prefetch_depth_follows_the_source(tokenizer: tuple[Path, int], tmp_path: Path) -> None:
     with RowsServer(TABLES, latency=0.1) as server:
         with pipeline(server, tokenizer, tmp_path, connections=1, prefetch_blocks=1) as made:
             assert made.depth == 1

@@ -184,7 +184,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_wrong_is_one_line_and_nothing_is_written(
+def test_bad_invitation_is_one_line_and_nothing_is_written(
     lab: Lab, home: Path, wrong: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     here, more = home / "here", []

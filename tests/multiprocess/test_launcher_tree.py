@@ -233,7 +233,7 @@ def test_the_start_after_a_killed_launcher_cleans_up(launched: Callable[..., Lau
 
 # One rank: it obeys its server's end and stops well, so that no other tells of it.
 @pytest.mark.parametrize(("victim", "ranks"), [("a rank", 2), ("the server", 1)])
-def test_what_is_killed_starts_again_under_the_same_launcher(
+def test_killed_process_starts_again_under_the_same_launcher(
     launched: Callable[..., Launched], victim: str, ranks: int
 ) -> None:
     run = launched("run", ranks=ranks, restarts=2)

@@ -117,7 +117,7 @@ def test_a_member_needs_no_path(
     assert own.published.keys() == {"tokenizer"} and own.data.source == "parquet:/mine"
 
 
-def test_what_is_damaged_on_the_disk_is_fetched_again(
+def test_damaged_file_on_disk_is_fetched_again(
     member: Config, store: S3ObjectStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     fetch_published(member, lambda: BucketReader(store))
@@ -143,7 +143,7 @@ WRONG = {
 
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("what", ["list", "data", "tokenizer"])
-def test_what_is_damaged_in_the_bucket_is_one_line_and_never_read(
+def test_damaged_object_in_the_bucket_is_one_line_and_never_read(
     lab: Path, member: Config, store: S3ObjectStore, what: str, wrong: str
 ) -> None:
     folder = config_of(lab, lab / "validator").published[

@@ -226,7 +226,7 @@ class TestAdmission:
             with pytest.raises(ChainError, match="is not on this network's list"):
                 self.join(server, STRANGER)
 
-    def test_whoever_is_expelled_comes_in_by_no_way(self, tmp_path: Path) -> None:
+    def test_expelled_member_cannot_come_back_by_any_way(self, tmp_path: Path) -> None:
         """Not by the invitation it came by, nor another, the list, enrolment, or a backup."""
         copy = tmp_path / "copy.db"
         with (
@@ -523,7 +523,7 @@ class TestKept:
         assert server.registry.view.neurons[1].port == 8092
         assert "went back" not in caplog.text
 
-    def test_what_a_killed_one_left_is_not_written_into_a_backup(
+    def test_leftovers_of_a_killed_registry_are_not_in_a_backup(
         self, server: RegistryServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         registry, folder, copy = server.registry, tmp_path / "killed", tmp_path / "copy.db"
@@ -629,7 +629,7 @@ class TestKept:
         (("--host", "nowhere"), "--host"),
     ],
 )
-def test_what_the_program_refuses(
+def test_bad_arguments_are_refused_in_one_line(
     server: RegistryServer,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -646,7 +646,7 @@ def test_what_the_program_refuses(
     assert status == 2 and words in error and error.count("\n") == 1
 
 
-def test_what_the_outside_refuses_is_status_1_for_pm2_tries_again(
+def test_refusal_from_outside_is_status_1_and_pm2_tries_again(
     server: RegistryServer,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],

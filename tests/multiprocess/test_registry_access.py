@@ -233,7 +233,7 @@ def test_nonsense_is_refused(peer: RegistryChain, fields: dict[str, Any]) -> Non
         peer.access({"do": "read", "key": keys.STATE, **fields})
 
 
-def test_who_is_no_member_gets_nothing(world: AccessWorld, store: AccessStore) -> None:
+def test_non_member_gets_no_url(world: AccessWorld, store: AccessStore) -> None:
     founder, stranger = world.chain(VALIDATOR), world.chain(STRANGER, register=False)
     with pytest.raises(RefusedWrite, match="has no uid"):
         stranger.access({"do": "read", "key": keys.STATE})
@@ -246,7 +246,7 @@ def test_who_is_no_member_gets_nothing(world: AccessWorld, store: AccessStore) -
         store.get("network.json", limit=9)
 
 
-def test_who_asks_too_often_waits_and_nobody_else_does(
+def test_member_that_asks_too_often_waits_and_nobody_else_does(
     world: AccessWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "_GRANTS_PER_SECOND", 1e-3)
@@ -342,7 +342,7 @@ class TestParts:
             again.put(OURS, bytes(12 * MIB))
         assert world.owner.list_multiparts() == []
 
-    def test_what_was_begun_for_a_close_is_aborted_at_the_next(self, world: AccessWorld) -> None:
+    def test_multipart_upload_for_a_close_is_aborted_at_the_next(self, world: AccessWorld) -> None:
         world.publish()
         one, other = world.chain(PEER), world.chain(MINER)
         md5 = ["0" * 32] * 2
@@ -569,7 +569,7 @@ def test_parts_that_the_store_cannot_take_now_are_sent_again() -> None:
                 store._put_parts("a", [b"1"] * 12, ["0" * 32] * 12, presigned.Grant(**grant))
 
 
-def test_what_is_public_is_read_without_the_registry() -> None:
+def test_public_objects_are_read_without_the_registry() -> None:
     with _Elsewhere(200, body=b"text") as public:
         of_store = StoreSettings(
             endpoint_url="http://127.0.0.1:1", region="us-east-1", public_url=f"{public.url}/net"

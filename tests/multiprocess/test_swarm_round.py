@@ -74,7 +74,7 @@ def test_peers_of_other_networks_never_meet(tmp_path: Path) -> None:
         assert_good_round(first, friend)
 
 
-def test_who_was_not_called_is_left_out(pair: Pair, tmp_path: Path) -> None:
+def test_peer_that_was_not_called_is_left_out(pair: Pair, tmp_path: Path) -> None:
     """Whoever has the network's file finds the others, and may gather a group as they do."""
     called = replace(everybody(pair, 30), peers=tuple(swarm.peer_id for swarm in pair))
     with closing(open_swarm(tmp_path, SMALL, pair[0].visible_maddrs)) as stranger:
@@ -87,7 +87,7 @@ def test_who_was_not_called_is_left_out(pair: Pair, tmp_path: Path) -> None:
         assert isinstance(outcome, AllReduceError) and outcome.fault is AllReduceFault.NO_GROUP
 
 
-def test_who_contributes_nothing_does_not_dilute_the_average(pair: Pair) -> None:
+def test_peer_without_a_contribution_does_not_dilute_the_average(pair: Pair) -> None:
     fill(pair[0], 5.0)
     fill(pair[1], 0.0)
     request = everybody(pair)

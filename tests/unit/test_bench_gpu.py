@@ -104,7 +104,7 @@ def run_gpu(python: Path, out: Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("absent", ["base58", "python-dotenv"])
-def test_what_is_missing_is_named_in_one_line_before_the_first_part(
+def test_missing_package_is_named_in_one_line_before_the_first_part(
     absent: str, tmp_path: Path
 ) -> None:
     python = environment(tmp_path / "venv", set(gpu.NEEDS) - {absent})

@@ -97,7 +97,7 @@ def test_a_kill_between_manifest_and_state_loses_nothing(tmp_path: Path) -> None
     assert_same(chain.replay(steps.state, steps.head.outer_step), states[4])
 
 
-def test_what_a_validator_publishes_stands_an_audit_and_it_goes_on_after_a_rewind(
+def test_validators_chain_passes_an_audit_and_continues_after_a_rewind(
     tmp_path: Path,
 ) -> None:
     """The real validator: with a late and a hundredfold upload, then back, then on."""

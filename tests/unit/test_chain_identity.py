@@ -44,7 +44,7 @@ def test_a_hotkey_without_a_coldkey_is_enough(tmp_path: Path, capfd) -> None:
 
 
 @pytest.mark.slow
-def test_what_is_wrong_with_a_wallet_is_one_line(tmp_path: Path) -> None:
+def test_bad_wallet_is_one_line(tmp_path: Path) -> None:
     def fails(pattern: str) -> None:
         with pytest.raises(ConfigError, match=pattern) as caught:
             load_wallet(settings_of(tmp_path))
@@ -76,7 +76,7 @@ def service(*texts: str, status: int = 200) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-def test_what_was_given_is_not_asked_for() -> None:
+def test_given_answers_are_not_asked_for() -> None:
     assert external_ip(replace(ChainSettings(), external_ip="9.8.7.6"), services=()) == "9.8.7.6"
 
 

@@ -202,7 +202,7 @@ class Fork:
 
 
 @pytest.mark.parametrize("before", [None, ("9.9.9.9", 1)])
-def test_what_a_reorganization_took_back_is_written_again(before, caplog) -> None:
+def test_commitment_lost_in_a_reorganization_is_written_again(before, caplog) -> None:
     watched = Watched()
     if before is not None:  # an earlier run of ours
         watched.chain.serve(*before)

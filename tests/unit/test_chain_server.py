@@ -253,9 +253,7 @@ def test_recorded_requests_of_a_real_dendrite(server: World, request_) -> None:
     assert len(server.events) == (request_["path"] == "/AllReduce")
 
 
-def test_who_asks_for_a_sign_of_life_again_and_again_is_logged_once_a_minute(
-    server: World, caplog
-) -> None:
+def test_repeated_is_alive_calls_are_logged_once_a_minute(server: World, caplog) -> None:
     caplog.set_level(logging.INFO, logger="distributed_training.chain.server")
 
     def ask(wallet: Wallet, times: int) -> None:

@@ -97,7 +97,7 @@ def test_weights_are_plain_where_it_does_not(opened: Callable[..., Any]) -> None
         ({"MinAllowedWeights": 3}, "3"),
     ],
 )
-def test_what_the_subnet_does_not_take_is_a_line_with_the_reason(
+def test_refused_weights_are_a_line_with_the_reason(
     storage: dict[str, Any], why: str, opened: Callable[..., Any]
 ) -> None:
     node = RuntimeSubstrate(**storage)

@@ -100,7 +100,7 @@ def test_addresses_of_ipv6(text: str, narrow: Reach) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "localhost", "1.2.3", "0x7f.1", "2130706433", "1.2.3.4:80"])
-def test_what_is_no_address_has_no_reach(text: str) -> None:
+def test_malformed_address_has_no_reach(text: str) -> None:
     with pytest.raises(ValueError):
         reach(text)
 

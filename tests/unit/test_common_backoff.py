@@ -43,7 +43,7 @@ def test_waits_double_up_to_the_longest_and_start_again_after_a_success() -> Non
     assert backoff.failed() <= first
 
 
-def test_what_repeats_is_counted_for_the_next_line() -> None:
+def test_repeated_message_is_counted_for_the_next_line() -> None:
     now = 0.0
     repeats = Repeats(600, clock=lambda: now)
     assert repeats("a") == "" and [repeats("a") for _ in range(3)] == [None] * 3

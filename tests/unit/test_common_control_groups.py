@@ -75,7 +75,7 @@ def test_the_least_quota_on_the_way_counts(
 
 
 @pytest.mark.parametrize("text", ["", "max", "0 0", "100000", "x y", "-1 100000", "1 2 3", "\xff"])
-def test_what_is_not_told_is_no_limit(
+def test_missing_control_group_value_is_no_limit(
     text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))

@@ -144,7 +144,7 @@ def test_a_state_is_read_as_it_was_written(
 @given(state=states, content=st.binary(max_size=99), at=st.integers(0, 400))
 @example(state=Remembered({}, (), True), content=b"[" * 300_000, at=0)
 @example(state=Remembered({}, (), True), content=b" " * (LARGEST_STATE + 1), at=0)
-def test_whatever_a_state_file_holds_is_read_or_set_aside_with_one_line(
+def test_state_file_of_any_content_is_read_or_set_aside_with_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, state: Remembered, content: bytes, at: int
 ) -> None:
     path, aside = tmp_path / "state.json", tmp_path / "state.json.damaged"

@@ -117,7 +117,7 @@ def test_a_silent_name_server_holds_neither_a_message_nor_the_program(
     left.join()
 
 
-def test_what_a_service_says_after_it_took_a_message_is_not_waited_for(world: Webhooks) -> None:
+def test_answer_after_a_taken_message_is_not_waited_for(world: Webhooks) -> None:
     world.manner, world.body = 200, bytes(2**20)
     send(SecretStr(world.url("JSON")), Message("a", "b"))
     world.manner = 500

@@ -156,7 +156,7 @@ def test_lists_take_several_words_commas_and_repetition() -> None:
         assert load(name, word).get("neuron.initial_peers") == ()
 
 
-def test_what_wins(tmp_path: Path) -> None:
+def test_precedence_of_settings(tmp_path: Path) -> None:
     toml = tmp_path / "miner.toml"
     toml.write_text('preset = "local"\n[neuron]\nupload-steps = 7\nname = "file"\n')
     dotenv = tmp_path / ".env"

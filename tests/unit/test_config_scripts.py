@@ -65,7 +65,7 @@ def parse(script: str, argv: list[str], capfd: pytest.CaptureFixture) -> argpars
         return capfd.readouterr().err
 
 
-def test_every_script_is_known() -> None:
+def test_each_script_of_the_folder_is_checked() -> None:
     assert {p.stem for p in (ROOT / "scripts").glob("[!_]*.py")} == {*SCRIPTS, *OTHERS}
 
 

@@ -157,7 +157,7 @@ def test_one_line_costs_itself(tmp_path: Path) -> None:
     assert source.rows("root", 195, split="train", limit=100) == [*good[195:], "last"]
 
 
-def test_what_does_not_fit_is_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_row_too_long_is_counted_and_named(caplog: pytest.LogCaptureFixture) -> None:
     counts = Counts()
     with caplog.at_level(logging.WARNING):
         assert usable_texts(["a" * 15_000, "b" * 9_000, "c" * 5_000], counts) == [

@@ -157,7 +157,7 @@ def test_a_text_that_nobody_could_judge_on_is_one_line(
     assert "\n" not in str(refused.value)
 
 
-def test_what_is_away_may_come_back(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_held_out_source_that_is_away_may_come_back(tmp_path: Path, tokenizer: Tokenizer) -> None:
     config = config_of(tmp_path, held_out=f"https://127.0.0.1:1/held.txt#{'0' * 64}")
     with pytest.raises(PageUnavailable, match=r"held\.txt"):
         held_out_batches(config, *tokenizer, sequences=32)

@@ -369,7 +369,7 @@ def configured(folder: Path, *flags: str, kind: str = "miner", **rules: object) 
         (["--data.own_text", "a"], {"data.own": False}, "whose file does not say data.own"),
     ],
 )
-def test_what_does_not_fit_the_networks_file_is_one_line(
+def test_settings_against_the_networks_file_are_one_line(
     tmp_path: Path, flags: list[str], rules: dict[str, object], cause: str
 ) -> None:
     found = [line for line in problems(configured(tmp_path, *flags, **rules)) if cause in line]

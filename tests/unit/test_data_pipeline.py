@@ -142,7 +142,7 @@ def test_time_without_data_is_waited_for_by_the_next_batch_but_not_by_the_first(
     assert running.next() is not None and running.wait_seconds < 500
 
 
-def test_what_a_killed_worker_left_is_removed_by_the_next_start(
+def test_leftovers_of_a_killed_worker_are_removed_by_the_next_start(
     tokenizer: tuple[Path, int],
 ) -> None:
     same = spec(tokenizer)

@@ -74,7 +74,7 @@ def test_damaged_files_are_refused_in_one_line_or_work(
         ({"eos_token": None}, "no EOS token"),
     ],
 )
-def test_what_it_needs_is_said_and_no_code_of_its_own_is_run(
+def test_tokenizer_with_own_code_is_refused_and_its_needs_are_named(
     config: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def asked(*_: object) -> str:

@@ -173,7 +173,7 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert check.status == "fail" and "--neuron.run_folder" in check.remedy
 
 
-def test_what_always_stays_free_is_part_of_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_reserve_is_part_of_the_need(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or a start passes with 0.6 GB, and waits for ever for room to download anything."""
     config = load_config("miner", ["--preset", "local"], environ={}, check=False)
     for free, status in ((6 * 10**8, "fail"), (3 * 10**9, "ok")):

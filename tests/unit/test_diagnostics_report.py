@@ -58,7 +58,7 @@ def test_the_block_without_a_gpu(expected: bool) -> None:
     assert not any("GPU memory" in line for line in lines)
 
 
-def test_what_is_wrong_is_found_by_a_search_for_warnings(
+def test_failed_checks_are_found_by_a_search_for_warnings(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     from distributed_training.miner.device import rank_device, report_device

@@ -36,7 +36,7 @@ def test_every_section_and_document_that_is_cited_is_there() -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_what_belongs_to_a_numbered_step_is_indented_by_four() -> None:
+def test_code_block_of_a_numbered_step_is_indented_by_four() -> None:
     """Else the site ends the list there, and its next step is "1." again."""
     documents = [
         path for folder in (ROOT, ROOT / "docs", ROOT / "ops") for path in folder.glob("*.md")

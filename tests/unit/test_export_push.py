@@ -87,7 +87,7 @@ def test_model_tokenizer_and_card_are_on_the_hub(state: Path, tmp_path: Path, se
         ("lab/model", "hf_wrong", 1, "nothing was exported; see that the token may write there"),
     ],
 )
-def test_what_cannot_be_pushed_is_one_line_before_anything_is_read(
+def test_refused_push_is_one_line_before_anything_is_read(
     tmp_path: Path, server: Hub, state: Path, name: str, token: str | None, status: int, words: str
 ) -> None:
     flags = ["--from", str(state), "--network", network_file(tmp_path, {}), "--push", name]

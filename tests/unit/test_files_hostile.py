@@ -66,7 +66,7 @@ def test_the_mutations_are_ten_thousand() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", READERS)
-def test_whatever_a_mutation_is_it_ends_no_reader(name: str, tmp_path: Path) -> None:
+def test_mutated_file_ends_no_reader(name: str, tmp_path: Path) -> None:
     mutate(name, tmp_path, seed=0, cases=_CASES[name])
 
 

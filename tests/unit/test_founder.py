@@ -114,7 +114,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize("case", MISSING)
-def test_what_is_missing_is_one_line_before_anything_starts(
+def test_missing_file_or_key_is_one_line_before_anything_starts(
     case: str, lab: Path, capsys, monkeypatch
 ) -> None:
     monkeypatch.setattr(founder, "Program", None)  # whatever is started fails

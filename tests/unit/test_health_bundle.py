@@ -166,9 +166,7 @@ KINDS = {
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data(), kind=st.sampled_from(list(KINDS)))
-def test_what_looks_like_a_secret_is_taken_out_though_nobody_knows_it(
-    data: st.DataObject, kind: str
-) -> None:
+def test_unknown_secret_in_a_bundle_is_masked_by_its_look(data: st.DataObject, kind: str) -> None:
     drawn = data.draw(KINDS[kind])
     if kind == "named":
         name, secret = drawn
@@ -206,7 +204,7 @@ def test_what_looks_like_a_secret_is_taken_out_though_nobody_knows_it(
         assert shown.startswith("2026-01-31 | INFO | ") and shown.endswith(": 1\n")
 
 
-def test_what_a_helper_needs_stays() -> None:
+def test_bundle_keeps_what_a_helper_needs() -> None:
     mask = Masked(["sesame-open"])
     lines = [
         "Outer Step: 7 | Inner Step: 12 | LR: 0.0004 | Loss: 2.512 | Step Time: 3.1s",

@@ -207,7 +207,7 @@ def test_a_clock_that_is_set_is_known_before_it_is_measured_again(
     assert seconds is not None and round(seconds, 1) == 60.2
 
 
-def test_what_is_not_measured_is_no_fault_and_no_figure(
+def test_unmeasured_clock_is_no_fault_and_no_figure(
     watch: Callable[[list[Offset | None]], ClockWatch],
 ) -> None:
     running = watch([None])

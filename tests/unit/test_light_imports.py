@@ -58,7 +58,7 @@ assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")
 @pytest.mark.slow
-def test_what_the_fork_server_imports_leaves_it_fit_to_be_forked() -> None:
+def test_fork_server_after_its_imports_is_fit_to_fork() -> None:
     done = subprocess.run(
         [sys.executable, "-c", LOOK, *PRELOAD],
         env=os.environ | rank_environment_defaults(ranks=1) | {"OMP_NUM_THREADS": "4"},

@@ -261,7 +261,7 @@ class TestState:
 
 
 class TestView:
-    def test_what_matters_is_first(self) -> None:
+    def test_neuron_line_begins_with_name_and_loss(self) -> None:
         line = neuron_line(a_miner())
         assert line.startswith("miner-000") and "loss  4.700" in line[:79]
 
@@ -341,7 +341,7 @@ class TestView:
             (step(1, 2, 3, 4.0), *2 * [""]),
         ],
     )
-    def test_what_is_worth_a_line(
+    def test_events_that_get_a_line(
         self, event: dict[str, Any], of_miner: str, of_validator: str
     ) -> None:
         assert event_line(event, of_validator=False) == of_miner
@@ -377,7 +377,7 @@ class TestSummary:
             ((1, 2), (scored(11),), "", "miner-000: the validator judged none of its uploads"),
         ],
     )
-    def test_what_went_wrong_is_named(
+    def test_failures_are_named_in_the_summary(
         self, reached: tuple[int, ...], judged: tuple[Any, ...], fault: str, problem: str
     ) -> None:
         miner = a_miner(0, steps=reached, fault=fault)
@@ -392,7 +392,7 @@ class TestSummary:
         assert "1 of 3" in summary.text()
         assert "miner-000: most uploads were not scored: too old" in summary.text()
 
-    def test_what_is_nobodys_fault_is_no_note(self) -> None:
+    def test_event_without_fault_is_no_note(self) -> None:
         judged = (scored(0), scored(0), scored(0, "block 77 is old"), scored(11))
         summary = summary_of(a_validator(1, 2, judged=judged), a_miner(0), a_miner(11))
         assert "block 77" not in summary.text() and "reset" not in summary.text()

@@ -127,7 +127,7 @@ def test_a_fresh_start_begins_with_what_was_prepared_meanwhile() -> None:
         ("nothing", ""),
     ],
 )
-def test_what_is_cut_differently_begins_anew(
+def test_block_cut_differently_begins_again(
     change: str, why: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A hotkey that was registered again: validators look at the pages of its new uid."""
@@ -310,7 +310,7 @@ def test_a_block_that_a_rank_cannot_have_is_skipped(caplog: pytest.LogCaptureFix
     assert "Block 100 has no data for at least one rank and is skipped" in caplog.text
 
 
-def test_what_was_published_before_a_restart_is_the_newest_until_there_is_more() -> None:
+def test_block_uploaded_before_a_restart_is_the_newest_until_there_is_more() -> None:
     world = World()
     feed = world.feed()
     assert feed.newest_trained is None

@@ -252,7 +252,7 @@ def test_deadlines_are_looked_at_once_per_tick() -> None:
     assert rig.seen[2:] == [ev.Tick(1001.0)]
 
 
-def test_what_follows_from_an_event_is_decided_on_before_the_event_and_before_others() -> None:
+def test_consequence_of_an_event_is_decided_before_other_events() -> None:
     """The snapshot of a step comes before its checkpoint and before a call behind it."""
     rig = Rig(unsaved_steps=9)
 

@@ -387,7 +387,7 @@ TAKEN = {
 
 
 @given(st.lists(st.tuples(st.sampled_from(sorted(TAKEN)), st.booleans()), max_size=30))
-def test_whatever_becomes_of_rounds_each_global_state_is_followed(
+def test_each_global_state_is_followed_whatever_rounds_do(
     rounds: list[tuple[str, bool]],
 ) -> None:
     """After each round the weights are those of the validator, and nothing is loaded needlessly.

@@ -101,12 +101,14 @@ def test_nan_is_a_difference_whatever_is_read_after_it(name: str) -> None:
         ({n: v[:30] for n, v in weights().items()}, "another shape"),
     ],
 )
-def test_what_cannot_be_compared(state: dict[str, torch.Tensor], said: str) -> None:
+def test_weights_of_unknown_outer_steps_are_not_compared(
+    state: dict[str, torch.Tensor], said: str
+) -> None:
     with pytest.raises(NotComparable, match=said):
         drift_of(rows_of(weights()), File(state), seed=1)
 
 
-def test_what_is_no_safetensors_file() -> None:
+def test_malformed_safetensors_file_is_refused() -> None:
     with pytest.raises(NotComparable, match="impossible"):
         drift(rows_of(weights()), lambda first, count: b"\xff" * count, size=999, seed=1)
 

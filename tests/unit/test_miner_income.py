@@ -202,7 +202,7 @@ _FACTS = st.recursive(
 
 @settings(max_examples=60)
 @given(st.dictionaries(st.sampled_from([*vars(RULES), "new"]), _FACTS), st.floats(0, 2e9))
-def test_whatever_a_file_holds_there_is_a_verdict(content: dict[str, Any], now: float) -> None:
+def test_facts_file_of_any_content_leads_to_a_verdict(content: dict[str, Any], now: float) -> None:
     judge(Facts.from_json(json.dumps(content)), now)
     judge(Facts.from_json(json.dumps(content)[:-1]), now)
 

@@ -53,7 +53,7 @@ def answering(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     return answer
 
 
-def test_what_is_answered_is_what_a_start_reads(
+def test_answers_are_the_settings_of_the_next_start(
     folder: Path, answering: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     keys = {name: (text,) for name, text in SECRETS.items()}

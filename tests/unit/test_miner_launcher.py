@@ -163,7 +163,7 @@ def test_the_run_folder_tells_of_settings_that_are_refused(
 
 
 @pytest.mark.parametrize("before", [[], [(LONG, FAULT)]], ids=["first start", "after a run"])
-def test_what_the_outside_refuses_to_the_ranks_is_tried_until_it_works(
+def test_refusal_from_outside_is_tried_again_until_it_works(
     argv: list[str],
     ranks: Played,
     before: list[tuple[float, ExitStatus | str]],

@@ -82,7 +82,7 @@ def test_an_empty_bucket_tells_nothing() -> None:
         (None, keys.ROOT_METADATA, "the newest upload"),
     ],
 )
-def test_what_cannot_be_read_costs_nothing_else_and_no_start(
+def test_unreadable_object_of_the_bucket_stops_no_start(
     bucket: Bucket, spoilt: bytes | None, lost: str, unknown: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     bucket.lost = lost
@@ -130,7 +130,7 @@ def test_a_start_in_an_outage_goes_by_what_the_chain_shows_of_this_miner(outage:
 
 
 @pytest.mark.parametrize("committed", [None, "other read keys", "not read yet"])
-def test_keys_that_no_start_has_checked_are_not_gone_on_with(
+def test_unchecked_keys_are_not_used_offline(
     committed: str | None, outage: Outage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if committed == "not read yet":

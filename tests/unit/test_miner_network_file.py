@@ -94,7 +94,7 @@ def watch_of(bucket: Any, events: list[ev.Event]) -> GlobalEpoch:
     )
 
 
-def test_what_the_bucket_says_of_its_network_is_told_when_it_changes() -> None:
+def test_statement_about_the_network_is_logged_when_it_changes() -> None:
     """And whatever else lies there ends nothing, and calls no file old."""
     bucket, events = Bucket(), list[ev.Event]()
     watch = watch_of(bucket, events)

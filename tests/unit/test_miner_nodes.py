@@ -130,7 +130,7 @@ def test_nodes_that_differ_are_told_on_both() -> None:
                 each.result(30)
 
 
-def test_what_must_be_equal_is_what_decides_the_training(
+def test_settings_compared_between_machines_are_those_that_decide_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mine = list_facts(config_of(), ranks=2)

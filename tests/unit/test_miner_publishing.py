@@ -212,7 +212,7 @@ def test_a_snapshot_that_a_round_or_a_load_overtakes_counts_as_not_asked_for(
 
 
 @pytest.mark.parametrize(("kind", "words"), [("disk", "no room"), ("blocks", "list is empty")])
-def test_what_is_in_the_way_is_told_and_the_next_regular_step_asks_again(
+def test_obstacle_to_an_upload_is_logged_and_the_next_regular_step_asks_again(
     kind: str, words: str, tmp_path: Path
 ) -> None:
     rig = Rig(tmp_path)

@@ -331,7 +331,7 @@ def figures(rig: Rig) -> dict[str, float]:
 @pytest.mark.parametrize(
     "problem", [OSError(24, "Too many open files"), psutil.NoSuchProcess(4711)], ids=repr
 )
-def test_what_cannot_be_measured_is_absent_and_ends_nothing(
+def test_unmeasurable_metric_is_absent_and_ends_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, problem: Exception
 ) -> None:
     """It is measured on the thread that trains."""

@@ -22,7 +22,7 @@ from distributed_training.training.collectives import COLLECTIVE_TIMEOUT
 from tests.tools.miner_parts import config_of
 
 
-def test_what_an_earlier_instance_wrote_does_not_count(
+def test_files_of_an_earlier_instance_do_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(INSTANCE, "one")

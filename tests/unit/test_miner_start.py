@@ -359,7 +359,7 @@ def rank_ends(
     return run
 
 
-def test_what_is_found_after_the_settings_were_checked_may_pass(
+def test_problem_found_after_the_settings_may_pass(
     rank_ends: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Status 2 would leave the miner down until a person comes; the launcher tries again."""

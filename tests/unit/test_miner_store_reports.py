@@ -97,7 +97,7 @@ def test_an_upload_that_was_not_merged_is_told_with_its_cause(
     assert record.levelname.startswith(level[:4]) and record.getMessage().endswith(f"; {line}")
 
 
-def test_what_failed_or_is_dropped_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+def test_failed_or_dropped_upload_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     told = Told()
     told.reporter.on_event(ev.UploadEnded(12, 3, "the store is away"), TRAINING)
     failed = ev.OuterStepEnded(False, 12, "another digest")

@@ -240,7 +240,7 @@ MOMENTS = st.sampled_from((*ROUND, "step", "written", "failed", "saved", "lost",
 
 
 @given(st.lists(MOMENTS, max_size=60))
-def test_whatever_happens_when_nothing_is_sent_twice_or_unknown_and_steps_go_on(
+def test_uploads_are_sent_once_and_known_and_steps_continue_in_any_order_of_events(
     moments: list[str],
 ) -> None:
     world, serial, at = World(), 1, 0.0

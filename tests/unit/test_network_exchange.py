@@ -240,9 +240,7 @@ def test_the_table_of_growth_is_the_documents() -> None:
 @given(
     parameters=st.integers(1, 10**12), bits=st.sampled_from([2, 3, 4]), members=st.integers(1, 4096)
 )
-def test_what_a_network_moves_grows_with_its_members_alone(
-    parameters: int, bits: int, members: int
-) -> None:
+def test_moved_bytes_grow_only_with_the_members(parameters: int, bits: int, members: int) -> None:
     growth = Growth(members, parameters, bits)
     assert growth.validator_receives == members * growth.upload
     assert growth.update == file_bytes(parameters, 4) >= growth.upload

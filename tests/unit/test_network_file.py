@@ -532,7 +532,9 @@ def test_a_digest_or_a_copy_says_whose_file_comes_over_http(
 
 
 @pytest.mark.slow
-def test_a_url_and_the_copy_behind_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_network_given_by_url_is_read_from_its_kept_copy_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(network, "_FIRST_WAIT", 0.0)
     url = f"https://127.0.0.1:{free_ports(1)[0]}/network.toml"
     argv = ("--neuron.run_folder", str(tmp_path / "run"), "--network", url)

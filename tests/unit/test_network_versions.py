@@ -74,7 +74,7 @@ class Chain:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_whoever_knows_the_newest_version_holds_the_same_rules_and_others_are_named(
+def test_members_of_the_newest_version_hold_the_same_rules_and_others_are_named(
     tmp_path: Path, seed: int
 ) -> None:
     """Drawn versions, restarts and outer steps; some peers are cut off for a while."""

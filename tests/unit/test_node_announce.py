@@ -126,7 +126,7 @@ def test_another_uid_ends_the_miner_for_a_new_start() -> None:
         assert status == ExitStatus.FAULT and "41" in reason
 
 
-def test_what_the_chain_does_not_take_is_written_later_and_once(
+def test_refused_announcement_is_written_later_and_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ledger, member = registered()

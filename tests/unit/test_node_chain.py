@@ -188,7 +188,9 @@ def test_a_start_while_the_chain_is_away_goes_by_what_it_showed(
     ],
     ids=["a day old", "of tomorrow", "another chain", "not registered"],
 )
-def test_what_the_chain_showed_is_not_gone_by(change: dict[str, Any], kept: Kept) -> None:
+def test_saved_chain_state_that_is_old_or_foreign_is_not_used(
+    change: dict[str, Any], kept: Kept
+) -> None:
     replace(kept.state, **change).save(kept.path)
     with pytest.raises(NetworkFailure, match="did not answer within"), kept.join():
         pytest.fail("it has begun")

@@ -50,7 +50,7 @@ def test_every_query_asks_for_metrics_that_exist(where: str, query: str) -> None
         assert name in METRICS or BY_KIND.fullmatch(name), f"{where}: dt_{name}"
 
 
-def test_what_is_shipped_keeps_secrets_out_of_images_and_environments() -> None:
+def test_shipped_files_keep_secrets_out_of_images_and_environments() -> None:
     """A miner reads .env by itself."""
     ignored = (OPS.parent / ".dockerignore").read_text().split()
     assert {".env*", "runs", "**/.venv", ".git", "app.config.override.js"} <= set(ignored)

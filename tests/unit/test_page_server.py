@@ -185,7 +185,7 @@ def test_a_token_opens_it_by_header_by_link_and_by_the_cookie_of_that(tmp_path: 
         ([__file__], "no folder"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(
+def test_bad_page_arguments_are_one_line(
     tmp_path: Path, arguments: list[str], named: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert served_page.main([str(tmp_path), *arguments]) == 2

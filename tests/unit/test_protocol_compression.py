@@ -46,9 +46,7 @@ def test_an_upload_of_a_plug_in_s_compression_is_scored(tmp_path: Path) -> None:
         ("scale", None, "signs and scale are not all dense"),
     ],
 )
-def test_what_a_stranger_sends_is_checked_for_every_compression(
-    name: str, value: Any, why: str
-) -> None:
+def test_untrusted_upload_is_checked_for_every_compression(name: str, value: Any, why: str) -> None:
     schema, sign = [("w", (4, 6))], toy.Sign()
     content = dict(zip(("wsigns", "wscale"), sign.encode(torch.ones(4, 6)), strict=True))
     content["w" + name] = value

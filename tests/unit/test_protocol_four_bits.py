@@ -97,7 +97,7 @@ def test_the_bits_are_the_same_whatever_the_processor_can(capability: str) -> No
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), MAX])
 @pytest.mark.parametrize("count", [3, GROUP, GROUP + 9])
-def test_what_is_not_finite_is_refused_where_it_is_decoded(value: float, count: int) -> None:
+def test_non_finite_scale_is_refused_where_it_is_decoded(value: float, count: int) -> None:
     values = drawn(count, 1.0)
     values[count // 2] = value
     with pytest.raises(ValueError, match="scale"):
@@ -125,7 +125,7 @@ def test_another_length_is_refused(count: int, more: int) -> None:
 
 
 @given(st.data())
-def test_whatever_bytes_decode_to_is_finite(data: st.DataObject) -> None:
+def test_decoded_values_of_any_bytes_are_finite(data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 40))
     raw = data.draw(st.binary(min_size=bytes_of(count), max_size=bytes_of(count)))
     try:

@@ -243,7 +243,7 @@ counts = st.integers(0, 10**18)
         unique_by=lambda each: each.uid,
     ),
 )
-def test_whatever_is_written_is_read_again(
+def test_written_manifest_is_read_again(
     losses: dict[str, float], scores: dict[int, float], refused: list[Refused], merged: list[Merged]
 ) -> None:
     manifest = manifests(

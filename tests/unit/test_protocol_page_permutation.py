@@ -143,7 +143,7 @@ def test_other_networks_draw_other_pages_and_hold_out_others() -> None:
     [{"uid": 256}, {"uid": -1}, {"block": -1}, {"local_rank": -1}, {"n_pages": 6},
      {"num_rows": {}}, {"num_rows": {"a": 3200, "b": 101}}],
 )  # fmt: skip
-def test_what_the_network_does_not_have_is_an_error(changes: dict) -> None:
+def test_page_beyond_the_data_is_an_error(changes: dict) -> None:
     given_: dict = {"uid": 0, "local_rank": 0, "block": 0, "n_pages": 5, "num_rows": {"a": 10**5}}
     assert len(_rule()(**given_)) == 5
     with pytest.raises(ValueError, match=r"has no|none is left"):
@@ -152,7 +152,7 @@ def test_what_the_network_does_not_have_is_an_error(changes: dict) -> None:
 
 @settings(max_examples=25)
 @given(world_size=some.integers(1, 64), pages_per_block=some.integers(1, 9))
-def test_whatever_the_ranks_all_their_pages_are_there_and_differ(
+def test_pages_of_any_number_of_ranks_exist_and_differ(
     world_size: int, pages_per_block: int
 ) -> None:
     rule, table = _rule(pages_per_block=pages_per_block, max_uids=3), {"a": 10**7}

@@ -245,7 +245,7 @@ def test_nothing_is_done_to_a_tensor_that_torch_does_not_write(body: bytes) -> N
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_whatever_a_library_raises_is_the_files_fault(
+def test_error_of_any_library_is_reported_as_the_files_fault(
     error: Exception, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*args: Any, **kwargs: Any) -> Any:

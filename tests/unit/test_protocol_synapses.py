@@ -121,7 +121,7 @@ def test_a_peer_id_is_told_to_who_asks(told: Any, understood: str | None) -> Non
     assert "peer_id" not in synapses.answer_is_alive({"answer": None}, epoch=4, peer_id=told)
 
 
-def test_who_does_not_ask_gets_the_public_miners_answer() -> None:
+def test_caller_that_asks_for_nothing_gets_the_public_miners_answer() -> None:
     told: dict[str, Any] = {"peer_id": PEER, "addresses": [ADDRESS], "run_id": "abc"}
     for body in ({"answer": None}, {"answer": None, "completion": "", "epoch": 3}):
         answer = json.dumps(synapses.answer_is_alive(body, epoch=4, **told))

@@ -127,7 +127,7 @@ def test_golden_files_are_read_to_the_bit(bits: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_what_is_encoded_is_the_same_whatever_the_processor_can(capability: str) -> None:
+def test_encoded_bytes_are_the_same_on_each_processor(capability: str) -> None:
     program = "from tests.unit import test_protocol_update_file as t; print(t.golden_digests())"
     found = subprocess.run(
         [sys.executable, "-c", program],
@@ -245,7 +245,7 @@ def test_a_value_is_off_by_at_most_a_scale_or_beyond_the_largest_number(
 
 
 @pytest.mark.parametrize(("bits", "most"), [(4, 0.017), (3, 0.041), (2, 0.121)])
-def test_what_is_lost_of_normal_values(bits: int, most: float) -> None:
+def test_error_of_quantized_normal_values(bits: int, most: float) -> None:
     """The best scale for normal values loses 0.118 with 2 bits, and 0.037 with 3."""
     rows = torch.randn(64, 1024, generator=torch.Generator().manual_seed(1))
     out = torch.empty_like(rows)
@@ -537,7 +537,7 @@ def test_a_crafted_scale_is_refused(tmp_path: Path, bits: int, scale: float) -> 
 
 
 @given(st.binary(min_size=0, max_size=400))
-def test_whatever_the_bytes_are_a_file_is_refused_in_one_line(data: bytes) -> None:
+def test_file_of_any_bytes_is_refused_in_one_line(data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "x")
         path.write_bytes(data)

@@ -102,7 +102,7 @@ EVENTS = st.lists(
 
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(EVENTS)
-def test_whatever_clocks_do_no_call_counts_twice_and_nobody_is_locked_out(
+def test_no_call_counts_twice_and_nobody_is_locked_out_by_any_clock(
     events: list[tuple[str, object]],
 ) -> None:
     # In memory: a busy disk takes a minute to sync them all.
@@ -152,9 +152,7 @@ def _replay_all(world: World) -> None:
     world.offsets["registry"] = before
 
 
-def test_what_is_remembered_of_a_hotkey_is_bounded(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_for_a_hotkey_is_bounded(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_MOST_NONCES", 10)
     for _ in range(25):
         world.sign(PEER.ss58)

@@ -185,7 +185,7 @@ class TestReadKey:
         server.stop()
         assert self.open(flags)
 
-    def test_who_was_never_told_one_is_told_why_and_when_it_ends(
+    def test_export_of_a_silent_network_says_why_and_when_it_ends(
         self,
         network: tuple[RegistryServer, list[str]],
         tmp_path: Path,

@@ -281,7 +281,7 @@ def test_a_folder_stands_for_a_bucket(world: World, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_the_validator_says_of_its_last_round_is_shown(
+def test_validators_report_of_its_last_round_is_shown(
     content: bytes | None, found: dict[int, str]
 ) -> None:
     bucket = MemoryBucket()
@@ -296,7 +296,7 @@ def test_what_the_validator_says_of_its_last_round_is_shown(
     assert bool(command.to_json(shown)["miners"][0]["of_round"]) == bool(found)
 
 
-def test_who_is_looked_at() -> None:
+def test_score_preview_chooses_the_uid() -> None:
     miners = [Neuron(uid, f"m{uid}", port=1) for uid in (1, 2, 3, 4)]
     assert choose_miners(miners, None) == miners
     assert [n.uid for n in choose_miners(miners, [4, 2, 4])] == [4, 2]

@@ -158,7 +158,7 @@ def sender_to(store: S3ObjectStore, journal: Path) -> Sender:
     )
 
 
-def test_what_a_store_accepted_is_there_and_was_sent_once(
+def test_accepted_object_is_there_and_was_sent_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(transfer, "FIRST_WAIT", timedelta(milliseconds=1))

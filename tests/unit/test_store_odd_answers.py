@@ -376,7 +376,9 @@ def test_settings_of_other_programs_for_aws_are_not_read(
         assert store.get("k", limit=100) == b"x" * 40
 
 
-def test_what_s3_is_is_read_once_for_all_buckets(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_service_description_is_read_once_for_all_buckets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Or a validator of 250 miners parses a megabyte of JSON 250 times."""
     with store_at(Page):
         monkeypatch.delattr(botocore.loaders.JSONFileLoader, "load_file")

@@ -101,7 +101,7 @@ def test_data_then_epoch_metadata_then_root(tmp_path: Path, world_size: int) -> 
 
 @pytest.mark.parametrize("parts", keys.PARTS)
 @pytest.mark.parametrize("content", ["scored", "all"])
-def test_what_the_network_wants_is_uploaded_and_what_was_asked_for(
+def test_upload_holds_what_the_network_and_the_flags_ask_for(
     tmp_path: Path, parts: keys.Parts, content: keys.Parts
 ) -> None:
     store, wanted = MemoryObjectStore(), keys.data_files(2, parts)

@@ -235,7 +235,7 @@ def test_the_oldest_state_makes_room_and_only_where_that_is_enough(
     assert {path.name for path in folder.glob("epoch-*")} == {"epoch-5", "epoch-6", "epoch-7"}
 
 
-def test_what_came_of_a_state_is_kept_while_there_is_no_room(
+def test_downloaded_part_of_a_state_is_kept_while_the_disk_is_full(
     tmp_path: Path, small_disk: SmallDisk
 ) -> None:
     """Whole files, and ranges of the file under way; also when the disk fills up meanwhile."""
@@ -508,7 +508,7 @@ def test_a_bucket_that_only_fails_is_given_up_long_before_the_deadline(
 
 
 @pytest.mark.parametrize(("key", "kind"), [("none", ObjectMissingError), ("big", IntegrityError)])
-def test_what_is_not_there_or_larger_than_allowed_is_not_read(
+def test_missing_or_oversized_object_is_not_read(
     key: str, kind: type[StoreError], tmp_path: Path
 ) -> None:
     store = MemoryObjectStore()

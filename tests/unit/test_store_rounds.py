@@ -201,7 +201,7 @@ def test_an_update_that_could_not_be_applied_is_posted_again(leader: Leader, min
     assert miner.take_facts() == [first]
 
 
-def test_what_was_fetched_for_weights_that_are_held_no_more_is_not_posted(
+def test_update_for_weights_no_longer_held_is_not_posted(
     store: FaultyStore, leader: Leader, miner: Miner
 ) -> None:
     """The loop rolls back, or takes other weights, while an update is on its way."""
@@ -218,7 +218,7 @@ def test_what_was_fetched_for_weights_that_are_held_no_more_is_not_posted(
     assert isinstance(update, Update) and update.outer_step == 3
 
 
-def test_who_is_far_behind_gets_weights_and_then_the_updates(
+def test_member_far_behind_gets_weights_and_then_the_updates(
     store: FaultyStore, leader: Leader, miner: Miner
 ) -> None:
     """The manifests between come several at once: of thousands each takes a request's time."""
@@ -271,7 +271,7 @@ def test_after_a_rewind_the_weights_are_fetched(leader: Leader, miner: Miner) ->
     assert weights.base is Base.REFUSED and "went back to outer step 0" in weights.cause
 
 
-def test_who_was_away_over_a_rewind_takes_its_weights_at_once(leader: Leader, miner: Miner) -> None:
+def test_member_away_over_a_rewind_takes_its_weights_at_once(leader: Leader, miner: Miner) -> None:
     """Updates to weights that the network has left lead nowhere."""
     leader.take_outer_step()
     leader.take_outer_step(whole=True)
@@ -615,7 +615,9 @@ def test_an_upload_that_was_written_too_late_is_not_sent(
     assert store.get(keys.upload_key(UID, 0, close.serial), limit=99) is None
 
 
-def test_what_no_checkpoint_needs_is_deleted(leader: Leader, miner: Miner, tmp_path: Path) -> None:
+def test_files_that_no_checkpoint_needs_are_deleted(
+    leader: Leader, miner: Miner, tmp_path: Path
+) -> None:
     close = leader.close
     miner.pass_time(PERIOD)
     digest = miner.write_upload(close)

@@ -279,7 +279,7 @@ def test_the_last_upload_before_a_round_is_taken_late_and_goes_through_it() -> N
     assert before + 900 <= last, "the one before is visible and counts until then"
 
 
-def test_what_was_uploaded_counts_for_its_own_outer_step() -> None:
+def test_upload_counts_for_its_own_outer_step() -> None:
     plan = schedule(5)
     plan.expect_round(9000.0, 9000.0)
     assert plan.step(report(50), 500.0).snapshot

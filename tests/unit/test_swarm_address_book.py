@@ -110,7 +110,7 @@ def test_of_a_calls_addresses_few_are_used_and_of_named_peers_alone(
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_a_peer_answers_is_named_or_harmless(
+def test_any_answer_of_a_peer_is_named_or_harmless(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     """An initial peer is somebody else's program; it may answer anything, or nothing."""

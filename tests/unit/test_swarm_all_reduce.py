@@ -82,7 +82,7 @@ answers = st.one_of(
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(answers)
-def test_whatever_a_reducer_answers_the_round_goes_on(answer: bytes) -> None:
+def test_round_continues_after_any_answer_of_a_reducer(answer: bytes) -> None:
     async def reducer(stream: Stream) -> None:
         await stream.send(answer)
         stream.end_sending()
@@ -230,7 +230,7 @@ def test_a_weight_other_than_one_is_refused(weight: float) -> None:
     asyncio.run(run())
 
 
-def test_who_was_left_out_does_not_come_back() -> None:
+def test_peer_left_out_does_not_come_back() -> None:
     async def run() -> None:
         reducer = reducer_of(torch.zeros(1, PART))
         reducer.leave_out(peer(0))

@@ -95,7 +95,7 @@ def drawn_record(draw: random.Random, sender: PeerID) -> tuple[bytes, bytes, byt
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_whatever_is_stored_is_of_the_run_small_short_and_bounded(seed: int) -> None:
+def test_stored_dht_entries_are_of_the_run_small_short_lived_and_bounded(seed: int) -> None:
     async def run() -> None:
         draw, friends = random.Random(seed), [peer(number) for number in range(1, 9)]
         node = await made(*friends)
@@ -323,7 +323,7 @@ def test_streams_are_bounded_for_each_peer_and_in_all(when: str, seed: int) -> N
     asyncio.run(run())
 
 
-def test_who_is_refused_hears_of_it_later_and_takes_little_memory_meanwhile(
+def test_refused_peer_hears_later_and_takes_little_memory_meanwhile(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whoever is refused at once asks again at once."""

@@ -115,7 +115,7 @@ fields = st.fixed_dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(parts, fields, st.sampled_from(COMPRESSIONS))
-def test_what_is_sent_is_hiveminds_own_message(
+def test_sent_frame_is_hiveminds_own_message(
     count: int, fields: dict[str, Any], compression: int
 ) -> None:
     ours = b"".join(wire.encode(ramp(count), compression=compression, **fields))
@@ -131,7 +131,7 @@ def test_the_values_are_sent_from_where_they_lie() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(parts, fields, st.sampled_from(COMPRESSIONS), st.integers(1, 3000))
-def test_what_hivemind_sends_is_received(
+def test_frame_of_hivemind_is_received(
     count: int, fields: dict[str, Any], compression: int, piece: int
 ) -> None:
     data = hiveminds(part_of(ramp(count), compression, **fields))
@@ -204,7 +204,7 @@ SOUND = four_bits.encode(ramp(1000))
         (four_part(SOUND)[:-9] + b"\xff" * 9, "."),
     ],
 )
-def test_what_is_no_part_of_four_bits_is_refused(data: bytes, cause: str) -> None:
+def test_malformed_part_of_four_bits_is_refused(data: bytes, cause: str) -> None:
     with pytest.raises(FrameError, match=cause):
         received(data, take_four)
 
@@ -288,14 +288,14 @@ NO_PARTS = {
 
 
 @pytest.mark.parametrize("data", NO_PARTS.values(), ids=NO_PARTS)
-def test_what_is_no_part_is_refused(data: bytes) -> None:
+def test_malformed_part_is_refused(data: bytes) -> None:
     with pytest.raises(FrameError):
         received(data, lambda stream: take(stream, 10))
 
 
 @pytest.mark.parametrize("marker", [0, 1])
 @pytest.mark.parametrize("length", [4097, 5000, PART_BYTES])
-def test_what_is_long_and_no_part_is_refused_by_its_beginning(marker: int, length: int) -> None:
+def test_long_malformed_part_is_refused_by_its_beginning(marker: int, length: int) -> None:
     """Whoever opens a stream may send it: it must not fill memory first."""
     data = bytes([marker]) + length.to_bytes(8, "big") + b"\x31" + bytes(63)
     with pytest.raises(FrameError, match=r"laid out in another way|an error of"):

@@ -41,7 +41,7 @@ def fault(local: float, average: float, *previous: float) -> str | None:
         (10.0, 500.0, (10.0, 9000.0, 11.0), True),  # one bad round does not move the measure
     ],
 )
-def test_what_is_out_of_proportion_to_the_usual_is_refused(
+def test_contribution_out_of_proportion_to_the_usual_is_refused(
     local: float, average: float, previous: tuple[float, ...], refused: bool
 ) -> None:
     expected = AllReduceFault.OUT_OF_BOUNDS.name if refused else None

@@ -274,7 +274,7 @@ def test_memory_of_its_own_is_counted_and_shared_tensors_are_not() -> None:
     assert not supervisor.anonymous_memory(child.pid)
 
 
-def test_a_name_that_none_can_have_is_not_reachable() -> None:
+def test_malformed_hostname_is_not_reachable() -> None:
     assert not asyncio.run(any_reachable(["/dns4/a..b/tcp/80/p2p/x"], timeout=1))
 
 

@@ -347,7 +347,7 @@ def test_with_four_bits_all_have_the_same_average_to_the_bit(steps: list[float])
         assert not tensor[7 * PART : 8 * PART].any()
 
 
-def test_who_averages_otherwise_than_with_four_bits_is_left_out() -> None:
+def test_peer_without_four_bits_is_left_out() -> None:
     class Plain(Liar):
         async def _send_parts(self, stream: Stream, share: Sequence[Tensor]) -> None:
             self._terms = replace(self._terms, compression=wire.NONE)
@@ -360,7 +360,7 @@ def test_who_averages_otherwise_than_with_four_bits_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("pause", [130.0, 150.0, 190.0])
-def test_who_cannot_be_done_in_time_is_left_out_early(pause: float) -> None:
+def test_peer_too_slow_for_the_deadline_is_left_out_early(pause: float) -> None:
     """Each of its parts comes in time, all of them do not; the others end by half of it."""
     slow = Lie(pause=pause, answer_pause=pause)
     world = World(contributions(4, [1.0] * 4), slow, chunk=200.0)
@@ -371,7 +371,7 @@ def test_who_cannot_be_done_in_time_is_left_out_early(pause: float) -> None:
 
 
 @pytest.mark.parametrize("passes", [1, 2, 3])
-def test_who_slows_down_for_one_reducer_does_not_set_it_against_the_others(passes: int) -> None:
+def test_peer_slow_for_one_reducer_does_not_set_it_against_the_others(passes: int) -> None:
     """In time at the looks before, and to everybody else: who waits for it is no slow reducer."""
 
     class Slowing(Liar):
@@ -445,7 +445,7 @@ def of_layers(steps: Sequence[int], seed: int) -> list[Tensor]:
 )
 @example(steps=[10, 20, 64], validator=False, seed=0)
 @example(steps=[1, 1, 1, 1, 1, 64, 64, 64], validator=False, seed=0)
-def test_whatever_steps_honest_peers_took_none_is_named(
+def test_honest_peers_of_any_progress_are_not_named(
     steps: list[int], validator: bool, seed: int
 ) -> None:
     """``validator``: one more, that contributes nothing."""
@@ -458,7 +458,7 @@ def test_whatever_steps_honest_peers_took_none_is_named(
         assert each.kept_local < 0.05 * len(tensors[0])
 
 
-def test_who_took_no_step_leaves_the_other_its_own() -> None:
+def test_peer_without_steps_leaves_the_other_its_own() -> None:
     world = World(contributions(2, [0.0, 1.0]))
     own = world.parts(world.before[1])
     for (reducer, result), (_, part) in zip(world.parts(world.tensors[1]), own, strict=True):
@@ -474,7 +474,7 @@ def told(bandwidth: object, mode: int = 0) -> bytes:
     [told(NAN), told(INF), told(-1.0), told("fast"), told([1]), told(None, 7), b"", b"\xc1"]
     + [MSGPackSerializer.dumps(each) for each in (None, [], [1.0], {"a": 1}, 7)],
 )
-def test_who_tells_nonsense_of_itself_averages_nothing_and_the_others_do(nonsense: bytes) -> None:
+def test_peer_with_nonsense_claims_averages_nothing_and_the_others_do(nonsense: bytes) -> None:
     gathered = (told(100.0), nonsense, told(None), told(90))
     group = asyncio.run(_group_of(GroupInfo(b"id", tuple(map(peer, range(4))), gathered), 3000))
     assert group.fractions[1] == 0 and not group.auxiliaries

@@ -150,7 +150,7 @@ def test_each_trouble_is_told_once_and_once_when_it_is_over(
     assert miner.passes(7200, every=600) == []
 
 
-def test_what_passes_by_itself_is_told_only_where_the_miner_stopped(miner: Miner) -> None:
+def test_passing_trouble_is_a_message_only_where_the_miner_stopped(miner: Miner) -> None:
     for begin in (refuse, stick, lose, cut):
         begin(miner)
         assert miner.passes(30) == []
@@ -173,7 +173,7 @@ def test_a_newcomer_is_not_told_that_it_does_not_earn_yet(miner: Miner) -> None:
     assert len(miner.passes(3700)) == 1  # it had earned
 
 
-def test_what_happened_while_the_link_was_down_is_one_message_with_the_span(
+def test_trouble_while_the_link_was_down_is_one_message_with_the_span(
     miner: Miner, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING)
@@ -242,7 +242,7 @@ def test_at_its_end_a_miner_tells_of_that_and_of_nothing_that_has_not_lasted(min
 
 
 @pytest.mark.parametrize("begin", [refuse, lose, stick, cut])
-def test_what_began_just_before_a_stop_has_not_lasted_since(
+def test_trouble_begun_just_before_a_stop_has_not_lasted_since(
     begin: Callable[[Miner], None], miner: Miner
 ) -> None:
     begin(miner)
@@ -257,7 +257,7 @@ def test_what_began_just_before_a_stop_has_not_lasted_since(
 
 
 @pytest.mark.parametrize("begin", [stick, cut])
-def test_what_a_restart_ended_has_not_lasted_through_it(
+def test_trouble_ended_by_a_restart_has_not_lasted_through_it(
     begin: Callable[[Miner], None], miner: Miner
 ) -> None:
     begin(miner)
@@ -389,7 +389,7 @@ def test_a_damaged_book_or_a_full_disk_ends_nothing(
         max_size=12,
     )
 )
-def test_whatever_happens_each_trouble_is_told_and_taken_back_in_turn(
+def test_each_trouble_is_reported_and_taken_back_in_turn(
     walk: list[tuple[str, int]],
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as monkeypatch:

@@ -188,7 +188,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NETRC", os.devnull)
 
 
-def test_whatever_wandb_raises_costs_a_line(
+def test_error_of_any_kind_in_wandb_costs_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A stand-in for the library: it prints more than a pipe holds, and fails at the third step."""

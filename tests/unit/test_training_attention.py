@@ -38,7 +38,7 @@ def test_a_model_is_what_its_config_says_or_is_refused_by_name(family: str, tmp_
     assert all(value <= parity.TOLERANCE for path in found for value in path)
 
 
-def test_what_is_computed_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_computed_otherwise_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows, scales and causality left out of our attention."""
     windowed = FAMILIES["mistral, window of 64"][1]
     parity.refuse_difference(windowed)

@@ -102,7 +102,7 @@ def test_best_publishes_what_lowers_the_loss_most_of_all_directions(tmp_path: Pa
         assert best <= min(upload, off) < as_it_is
 
 
-def test_what_a_checkpoint_took_does_not_change_when_the_next_is_published(tmp_path: Path) -> None:
+def test_residual_in_a_checkpoint_does_not_change_with_the_next_upload(tmp_path: Path) -> None:
     made = trainer()
     train(made, 0, 1)
     publish(made, tmp_path / "one", 1)
@@ -196,7 +196,7 @@ def test_a_snapshot_under_way_leaves_the_residual_of_a_roll_back_alone() -> None
     assert feedback.residual is not restored
 
 
-def test_what_is_no_number_leaves_the_residual_with_the_next_upload(tmp_path: Path) -> None:
+def test_nan_leaves_the_residual_with_the_next_upload(tmp_path: Path) -> None:
     made, fresh = (trainer(error_feedback="upload") for _ in range(2))
     for each in (made, fresh):
         train(each, 0, 1)

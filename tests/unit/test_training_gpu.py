@@ -261,7 +261,7 @@ def test_only_a_compiler_keeps_to_a_budget_of_activations(
 ALONE: Any = SimpleNamespace(all_gather=lambda value: [value])
 
 
-def test_what_ran_out_is_remembered_for_this_model_on_this_gpu(tmp_path: Path) -> None:
+def test_micro_batch_that_ran_out_is_remembered_for_this_model_on_this_gpu(tmp_path: Path) -> None:
     path, facts = tmp_path / "micro-batch.json", {"device": "H200", "sequence_length": 1024}
     first = KnownSize(path, facts, ALONE)
     assert (first.most, first.fastest) == (None, None)

@@ -173,7 +173,7 @@ def test_outer_optimizer_of_another_model_or_no_file_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("error", [AssertionError(), MemoryError(), RecursionError("deep")])
-def test_whatever_a_library_raises_is_the_files_fault(
+def test_error_of_any_library_is_reported_as_the_files_fault(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other ranks, and a validator's pass, expect a ValueError alone."""
@@ -244,7 +244,7 @@ def test_a_config_with_a_value_of_no_model_is_one_line(change: dict[str, Any]) -
 
 
 @pytest.mark.parametrize("name", ["num_hidden_layers", "num_labels", "n_layer"])
-def test_what_is_made_one_by_one_is_bounded_before_it_is_made(name: str) -> None:
+def test_objects_made_one_by_one_are_bounded_before(name: str) -> None:
     with pytest.raises(UnfitModelError, match=rf"^config.json asks for 1000000 as {name}"):
         build_meta_model(local_llama_config() | {name: 10**6})
 

@@ -354,7 +354,7 @@ def test_experts_under_other_names_are_refused_as_such(tmp_path: Path) -> None:
     assert "saved under other names" in refusal.value.remedy
 
 
-def test_what_no_member_trains_must_be_what_each_of_them_has(tmp_path: Path) -> None:
+def test_untrained_buffer_of_a_model_must_equal_its_default(tmp_path: Path) -> None:
     more = {"n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
     more |= {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
     more |= {"v_head_dim": 8, "moe_intermediate_size": 8, "num_key_value_heads": 4}

@@ -385,7 +385,7 @@ def test_an_outer_step_keeps_what_was_trained_while_the_swarm_averaged() -> None
         torch.testing.assert_close(buffer, -trained, rtol=0, atol=1e-7)
 
 
-def test_what_a_failed_round_left_is_gone_when_all_is_copied() -> None:
+def test_rest_of_a_failed_round_is_gone_when_the_copies_end() -> None:
     """Copies of the weights as the pseudo-gradient was written, beside those of the boundary."""
     made = trainer()
     train(made, 0, 1)
@@ -809,7 +809,7 @@ def checkpoints(folder: Path, count: int, *, keep: int = 3) -> tuple[Checkpointe
     return keeper, max(folder.glob("checkpoint-*")) / "rank-0.json"
 
 
-def test_whatever_damage_a_manifest_has_the_one_before_is_taken(tmp_path: Path) -> None:
+def test_checkpoint_with_any_damaged_manifest_gives_way_to_the_one_before(tmp_path: Path) -> None:
     keeper, path = checkpoints(tmp_path, 2)
     honest = path.read_bytes()
     whole = json.loads(honest)

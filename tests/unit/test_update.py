@@ -197,7 +197,7 @@ def test_a_branch_and_a_commit_are_versions_and_a_tag_may_move(machine: Machine)
     assert machine.updated("v3").name == f"v3-{commit[:12]}", "it is here already"
 
 
-def test_what_fails_before_the_switch_leaves_the_old_version(machine: Machine) -> None:
+def test_failure_before_the_switch_leaves_the_old_version(machine: Machine) -> None:
     machine.updated("v2")
     (machine.home / "no-setup").touch()
     assert "setting up v3 failed" in machine.refused("v3")

@@ -78,7 +78,7 @@ def test_weights_need_no_uploads(published: tuple[Path, list[OuterState]], tmp_p
 
 
 @pytest.mark.parametrize("to", [0, 3])
-def test_what_is_not_kept_any_more_cannot_be_replayed(
+def test_deleted_outer_step_cannot_be_replayed(
     published: tuple[Path, list[OuterState]], tmp_path: Path, to: int
 ) -> None:
     chain = open_chain(published[0], tmp_path)
@@ -244,7 +244,7 @@ def with_first(manifest: Manifest, **changes: Any) -> tuple[Any, ...]:
 
 
 @pytest.mark.parametrize("name, step, change, why", DECEITS, ids=[deceit[0] for deceit in DECEITS])
-def test_what_the_master_has_signed_is_computed_again(
+def test_signed_update_is_computed_again(
     bucket: Path, tmp_path: Path, name: str, step: int, change: Any, why: str
 ) -> None:
     resign(bucket, step, lambda manifest: change(bucket, manifest))

@@ -290,14 +290,14 @@ def test_the_validator_contributes_the_checkpoint_of_the_furthest_miner(world: W
     assert request.peers == (world.swarm.peer_id, ahead.peer_id, world.miners[3].peer_id)
 
 
-def test_who_has_published_nothing_is_called_by_the_peer_id_that_it_tells(world: World) -> None:
+def test_miner_without_an_upload_is_called_by_the_peer_id_of_its_answer(world: World) -> None:
     world.miners[3].bucket.objects.clear()
     assert world.validator.round()
     assert world.client.called == [[17, 3]]
     assert world.miners[3].peer_id in world.swarm.requests[0][0].peers
 
 
-def test_who_publishes_no_peer_id_but_some_text_does_not_spoil_the_call(world: World) -> None:
+def test_published_text_in_place_of_a_peer_id_does_not_spoil_the_call(world: World) -> None:
     world.miners[17].peer_id = ""  # it tells none itself
     world.miners[17].bucket.put(keys.ROOT_METADATA, Metadata(RUN, 0, 99, "abc").to_json())
     world.validator.round()
@@ -316,7 +316,7 @@ def test_the_next_best_is_taken_when_the_top_checkpoint_does_not_fit(world: Worl
     assert world.events.of("round")[0]["top_uid"] == 17
 
 
-def test_what_a_miner_says_of_itself_does_not_put_it_before_who_has_a_score(world: World) -> None:
+def test_claims_of_a_miner_do_not_put_it_before_a_scored_one(world: World) -> None:
     liar, honest = world.miners[17], world.miners[3]
     liar.publish(inner_step=2**53 - 1)
     world.validator.standings.sync(world.validator._miners())
@@ -326,7 +326,7 @@ def test_what_a_miner_says_of_itself_does_not_put_it_before_who_has_a_score(worl
     assert honest.peer_id in world.swarm.requests[0][0].peers
 
 
-def test_who_copies_a_peer_id_keeps_nobody_out_of_the_round(world: World) -> None:
+def test_copied_peer_id_keeps_nobody_out_of_the_round(world: World) -> None:
     copies, honest = world.miners[17], world.miners[3]
     copies.peer_id = honest.peer_id
     world.validator.standings.sync(world.validator._miners())
@@ -408,7 +408,7 @@ def test_a_bad_checkpoint_is_never_contributed(
     assert world.swarm.requests[0][1] == WEIGHT_OF_NOTHING
 
 
-def test_who_does_not_take_part_is_not_punished_and_who_fails_is(tmp_path: Path) -> None:
+def test_absent_miner_is_not_punished_and_a_failing_one_is(tmp_path: Path) -> None:
     world = trained(tmp_path, uids=(3, 17, 42, 99))
     world.swarm.absent = {17}
     world.swarm.failing = {42}
@@ -585,7 +585,7 @@ def test_the_checkpoint_of_one_that_is_not_called_is_not_contributed(tmp_path: P
     assert sorted(event["called"]) == [3, 17] and event["top_uid"] in (3, 17)
 
 
-def test_who_is_in_a_group_that_is_too_small_is_not_blamed_for_it(tmp_path: Path) -> None:
+def test_miner_in_a_group_too_small_is_not_blamed(tmp_path: Path) -> None:
     world = trained(tmp_path, uids=(3, 17, 42), minimum_peers=3)
     world.swarm.absent = {17, 42}
     assert not world.validator.round()
@@ -593,7 +593,7 @@ def test_who_is_in_a_group_that_is_too_small_is_not_blamed_for_it(tmp_path: Path
     assert world.validator.standings.suspects == Suspects()
 
 
-def test_what_was_said_of_a_miner_does_not_outlast_the_next_round(tmp_path: Path) -> None:
+def test_reports_about_a_miner_do_not_outlast_the_next_round(tmp_path: Path) -> None:
     world = trained(tmp_path, held_out_rise=1000)
     world.miners[17].run_id = "0123456789abcdef"
     assert world.validator.round() and 17 in _notes(world)
@@ -726,7 +726,7 @@ def test_a_round_that_failed_here_alone_costs_no_miner_its_weight(
     assert "outer step 0, 2 miners at another" in world.events.of("round")[-1]["detail"]
 
 
-def test_who_has_another_version_of_the_file_is_neither_called_nor_paid_and_named_once(
+def test_miner_with_another_version_is_neither_called_nor_scored_and_named_once(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     ours = world.config.rules_id

@@ -116,7 +116,7 @@ def test_the_arithmetic_is_the_protocol_pages(world: World) -> None:
         world.model.loss(on_random[:0])
 
 
-def test_what_is_reset_ranks_last(world: World) -> None:
+def test_reset_miner_ranks_last(world: World) -> None:
     world.miners[17].publish(factor=-0.01)  # does a little harm
     del world.miners[3].bucket.objects["epoch-0/config.json"]
     judgements = {j.uid: j for j in world.validator.score()}
@@ -149,7 +149,7 @@ def _failing(original: Any, error: Exception, of: Callable[..., bool]) -> Any:
 
 
 @pytest.mark.parametrize("where", ["opened", "looked at", "read", "measured", "applied", "judged"])
-def test_whatever_one_upload_raises_costs_that_one_alone(
+def test_error_of_any_kind_in_a_scored_upload_costs_that_upload(
     world: World, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """The others are judged in that pass; what this machine lacks costs no miner its score."""
@@ -245,7 +245,7 @@ def test_an_upload_that_ends_the_process_is_not_met_first_again(
     assert scored and not any(e["ok"] for e in scored) and "ended 2 times" in scored[0]["reason"]
 
 
-def test_who_ends_processes_waits_twice_as_long_each_time() -> None:
+def test_uid_that_ends_processes_waits_twice_as_long_each_time() -> None:
     block = 1000
     for count, periods in ((1, 0), (2, 1), (3, 2), (4, 4), (40, 2**10)):
         ends = Ends(count, block)
@@ -483,7 +483,7 @@ def test_an_answer_from_another_outer_step_is_no_missed_sweep_for_a_round_period
     assert ledger.entries[1].missed_sweeps == 0 and ledger.entries[1].elsewhere_since is None
 
 
-def test_who_runs_with_another_file_is_not_paid_until_it_has_ours() -> None:
+def test_miner_with_another_file_scores_zero_until_it_has_ours() -> None:
     ledger = after_a_round()
     ledger.judged([], {1: True, 2: True}, block=0)
     other = {1: IsAliveReply(True, 0, run_id="other")}

@@ -307,7 +307,7 @@ def test_a_gate_that_nothing_passes_blames_nobody(
 # --- scores ---
 
 
-def test_what_is_merged_and_no_better_scores_nothing(world: StoreWorld) -> None:
+def test_merged_upload_that_is_no_better_scores_zero(world: StoreWorld) -> None:
     world.train()
     generator = torch.Generator().manual_seed(3)
     # So small that no text tells it from nothing.
@@ -524,7 +524,7 @@ def test_only_the_master_leads(world: StoreWorld) -> None:
         world.restart()
 
 
-def test_what_is_past_is_deleted_and_the_rest_leads_to_the_head(tmp_path: Path) -> None:
+def test_past_objects_are_deleted_and_the_rest_leads_to_the_head(tmp_path: Path) -> None:
     world = StoreWorld(tmp_path, weights_every=2, keep_uploads=3)
     for _ in range(6):
         world.round()
@@ -622,7 +622,7 @@ def test_a_manifest_that_was_not_written_is_not_gone_on_from(
     assert world.state.outer_step == 1 and world.manifest(1).digest == world.state.head
 
 
-def test_who_leads_by_now_is_seen_before_the_manifest(world: StoreWorld) -> None:
+def test_other_leader_is_seen_before_the_manifest_is_written(world: StoreWorld) -> None:
     world.train()
     world.until_close()
     for miner in world.miners.values():
@@ -798,7 +798,7 @@ def test_an_upload_that_is_replaced_while_it_is_read_costs_its_sender_alone(
     assert world.fates(1) == {3: "merged", 5: "merged", 17: "damaged"}
 
 
-def test_whatever_an_upload_raises_costs_that_one_alone(
+def test_error_of_any_kind_in_an_upload_costs_that_upload(
     world: StoreWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world.train()

@@ -63,7 +63,7 @@ def test_bad_miners_cost_a_logarithm_of_the_rounds_and_no_honest_one_is_lost() -
 
 
 @pytest.mark.parametrize("chance", [0.2, 0.5])
-def test_who_spoils_some_rounds_costs_half_of_what_it_could(chance: float) -> None:
+def test_occasional_spoiler_costs_half_of_what_it_could(chance: float) -> None:
     for case, (n, k) in enumerate(size for size in sizes() if size[1] <= 2):
         network = Network(n, range(k), chance=chance, seed=case)
         for _ in range(100):
@@ -73,7 +73,7 @@ def test_who_spoils_some_rounds_costs_half_of_what_it_could(chance: float) -> No
         assert min(network.called.values()) > 0, (n, k)
 
 
-def test_what_is_mended_takes_part_again() -> None:
+def test_repaired_miner_takes_part_again() -> None:
     network = Network(12, {3, 7})
     for _ in range(60):
         network.round()
@@ -86,7 +86,7 @@ def test_what_is_mended_takes_part_again() -> None:
     assert set(network.called) == set(network.uids)
 
 
-def test_who_is_named_rests_alone_and_its_round_is_explained() -> None:
+def test_named_suspect_rests_alone_and_its_round_is_explained() -> None:
     network = Network(8, ())
     assert set(network.suspects.ended(range(8), causes={5: "it sent NaN"})) == {5}
     choice = network.round()
