@@ -159,7 +159,7 @@ class Chain(abc.ABC):
         return ChainState(chain, at, self._block, self._neurons, dict(self._commitments))
 
     def recall(self, state: ChainState) -> None:
-        """Go by ``state`` until an endpoint answers, as a process does that had read it itself."""
+        """Use the saved ``state`` until an endpoint answers."""
         if self._ready.is_set():
             return
         # The wall clock counts once, here: it may be set while the miner runs.

@@ -302,8 +302,9 @@ def limit_resources() -> int:
 def leave(status: int) -> NoReturn:
     """End a process that trained. Everything it opened has been closed.
 
-    Not by way of the interpreter's end: threads of gloo outlive their group and may hold the last
-    reference to a tensor; dropping it then needs the interpreter, and the process aborts instead.
+    It ends at once, without the interpreter's shutdown. Threads of gloo outlive their group and may
+    hold the last reference to a tensor, and dropping that one during the shutdown aborts the
+    process.
     """
     logging.shutdown()
     sys.stdout.flush()

@@ -85,7 +85,7 @@ class Setting:
 
     @property
     def bounds(self) -> str:
-        """``1 to 100``; empty for what is no number."""
+        """The allowed range, for example ``1 to 100``; empty for a setting that is no number."""
         low = [show(part.ge) for part in self.parts if isinstance(part, Ge)]
         high = [show(part.le) for part in self.parts if isinstance(part, Le)]
         return f"{low[0]} to {high[0]}" if low and high else ""

@@ -48,12 +48,12 @@ def counted(count: float, one: str, many: str = "") -> str:
 
 
 def not_fetched(detail: str) -> str:
-    """Word that the global state is tried again later."""
+    """Return the warning that the global state could not be fetched, because of ``detail``."""
     return f"The global state could not be fetched ({detail}). Training goes on."
 
 
 def worse_weights(uid: int | None, why: object) -> str:
-    """Word that weights of ``uid`` are worse than a guess, or far worse than ours; ``why``."""
+    """Return the warning that the global state of ``uid`` is refused for its loss (``why``)."""
     whose = "its owner" if uid is None else f"uid {uid}"
     return (
         f"The global state of {whose} is not taken over: {why}. The next one that is published is "
@@ -63,7 +63,7 @@ def worse_weights(uid: int | None, why: object) -> str:
 
 
 def worse_weights_back(outer_step: int, ours: int, why: object) -> str:
-    """Word that the state of an outer step that this miner has taken already is worse; ``why``."""
+    """Return the warning that the network's weights of an outer step taken here are worse."""
     return (
         f"The network is at outer step {outer_step} with other weights than this miner had there, "
         f"and they are not taken over: {why}. Training goes on at outer step {ours}, and the state "
@@ -84,7 +84,7 @@ def judged_upload(tag: str, outer_step: int) -> str:
 
 
 def step_line(report: StepReport) -> str:
-    """Word one inner step, as the operator documents show it.
+    """Return the line of one inner step, as the operator documents show it.
 
     ``GPU Mem`` is 0.00GB without a GPU. Loss and time are the report's: nats per token, seconds.
     """
@@ -142,7 +142,7 @@ def pushed(tag: str, bucket: str) -> str:
 
 
 def preview(delta: float, how: str) -> str:
-    """Word the gradient check.
+    """Return the line of a gradient check.
 
     ``delta``: loss with minus without the gradient, nats per token; ``how``: which of the gradients
     that were tried it is.
@@ -159,7 +159,10 @@ def upload_blocked(inner_step: int, minimum: int) -> str:
 
 
 def all_reduce_failed(checkpoint: int) -> str:
-    """Word a failed round; ``checkpoint``: 1 before the averaging, 2 in it, 3 in the outer step."""
+    """Return the line of a round that failed at ``checkpoint``.
+
+    1 is before the averaging, 2 in it, 3 in the outer step.
+    """
     return f"All Reduce Failed At Checkpoint {checkpoint}"
 
 

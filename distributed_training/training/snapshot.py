@@ -322,7 +322,7 @@ class SnapshotHandle(BackgroundWrite):
         self.contents: dict[str, dict[str, Any]] = {}
 
     def forget(self) -> None:
-        """Give the memory of the codes back: what is written stays as it is."""
+        """Free the memory of the encoded gradients. Files that were written are kept."""
         self.codes, self.contents, self.epoch = {}, {}, None
 
 

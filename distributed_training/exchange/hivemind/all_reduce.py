@@ -87,7 +87,7 @@ OpenStream = Callable[[PeerID], AbstractAsyncContextManager[Stream]]
 
 
 class GroupFailed(RuntimeError):
-    """There is nobody left to average with, or never was."""
+    """The group has no other live peer, or never had one."""
 
 
 @dataclass(frozen=True)
