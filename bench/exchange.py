@@ -91,11 +91,13 @@ table ip way {{
 
 
 @contextmanager
-def machines(up: float, down: float) -> Iterator[list[Machine]]:
-    """Yield the founder's machine, and those of the miners with links of ``up`` and ``down``
-    Mbit/s. Raises OSError or subprocess.CalledProcessError."""
+def machines(links: Sequence[tuple[float, float]]) -> Iterator[list[Machine]]:
+    """Yield the founder's machine, and a miner's for each of the ``links``: Mbit/s up and down.
+
+    Raises OSError or subprocess.CalledProcessError.
+    """
     tag = f"dt{os.getpid() % 100000}"
-    made = [Machine(f"{tag}m{i}", f"10.215.0.{i + 1}") for i in range(MINERS + 1)]
+    made = [Machine(f"{tag}m{i}", f"10.215.0.{i + 1}") for i in range(len(links) + 1)]
     switch = f"{tag}switch"
     try:
         for name in (switch, *(machine.name for machine in made)):
@@ -104,12 +106,17 @@ def machines(up: float, down: float) -> Iterator[list[Machine]]:
         for number, machine in enumerate(made):
             run(*machine.prefix, "sysctl", "-qw", "net.ipv4.conf.all.route_localnet=1")
             if number:
-                shape(machine.name, "eth0", up)
-                shape(switch, f"port{number}", down)
+                set_link(made, number, *links[number - 1])
         yield made
     finally:
         for name in (switch, *(machine.name for machine in made)):
             subprocess.run(["ip", "netns", "del", name], capture_output=True, check=False)
+
+
+def set_link(made: Sequence[Machine], number: int, up: float, down: float) -> None:
+    """Bound what the machine of that number sends and receives, in Mbit/s."""
+    shape(made[number].name, "eth0", up)
+    shape(f"{made[0].name.removesuffix('m0')}switch", f"port{number}", down)
 
 
 class ApartSubnet(LocalSubnet):
@@ -220,7 +227,7 @@ def measure(exchange: Any, folder: Path, period: int, last: int) -> Found:
         rules=_rules(exchange, period, up),
     )
     os.environ["PACED_STEP"] = str(_STEP)
-    with machines(up, down) as made, made[0].inside():
+    with machines([(up, down)] * MINERS) as made, made[0].inside():
         counted: dict[str, list[Count]] = {}
         by_step: dict[int, tuple[int, int]] = {}  # validator's when the first miner took the step
 

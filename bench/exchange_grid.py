@@ -1,0 +1,218 @@
+"""Measure utilization and bytes of a member on a grid of inner steps a round and network links.
+
+    python -m bench.exchange_grid FILE.json                     both kinds, 35 minutes
+    python -m bench.exchange_grid FILE.json --exchange store    one of them
+
+What ``dt-plan`` computes is held against it. As in ``bench.exchange`` each miner has a machine (a
+network namespace) and a network link of its own, and inner steps are paced. A subnet for each
+period. Through the store its four miners have a link each, and a point is two outer steps of one.
+Over hivemind two miners stop training in a round; their links are changed after each outer step,
+and a point is one outer step of one. A point is written to FILE as soon as it is measured.
+
+Utilization is what was trained and merged, in steps of the median time, over the wall time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from bench import exchange as bench
+from bench.common import parser
+from bench.exchange import ApartSubnet, Count, counters, machines, set_link
+from distributed_training.common.files import write_json
+from distributed_training.common.memory import ModelShape
+from distributed_training.localnet.services import SubnetOptions
+from distributed_training.localnet.subnet import Neuron, SubnetFailure
+from distributed_training.telemetry import read_events
+
+MODEL = bench.MODEL | {
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+}
+PARAMETERS = ModelShape.from_config(MODEL).parameters
+STEP = 1.0  # seconds of a paced inner step
+PERIODS = {"store": (60, 40, 27, 18), "hivemind": (60, 40, 30, 80)}  # seconds
+UP = {"store": (19.7, 7.9, 2.86, 1.12), "hivemind": (10.3, 4.1, 2.3, 1.47)}  # Mbit/s
+DOWN = 5  # times as much as up
+_STORE_STEPS = 2  # outer steps of a point
+_UPLOADS = 2  # of a miner in a period over hivemind
+
+
+def options_of(exchange: Any, folder: Path, period: int) -> SubnetOptions:
+    (model := folder / "config.json").write_text(json.dumps(MODEL))
+    flags = ["--neuron.local_batch_size_train", "1", "--data.prefetch_blocks", "1"]
+    flags += ["--data.max_prefetch_blocks", "1"]
+    rules: dict[str, Any] = {
+        "private": True,
+        "model.parameters": PARAMETERS,
+        "training.sequence_length": 64,
+        "training.effective_batch": 2,
+        "data.max_length": 128,
+        "round.minimum_valid_inner_step": 2,
+    }
+    if exchange == "hivemind":
+        flags += ["--neuron.train_in_rounds", "no", "--neuron.preview_sequences", "0"]
+        flags += ["--neuron.upload_steps", str(round(period / STEP / _UPLOADS))]
+        rules |= {
+            "upload.content": "scored",
+            "round.compression": "4bit",
+            "round.allreduce_timeout": f"{period * 0.7:.0f}s",
+            "round.round_timeout": f"{period * 0.8:.0f}s",
+            "round.reload_timeout": f"{period}s",
+        }
+    else:
+        rules["round.grace"] = f"{period / 3.01:.2f}s"
+    miners = len(UP["store"]) if exchange == "store" else 2
+    return SubnetOptions(
+        folder=folder / f"{exchange}-{period}",
+        ranks=(1,) * miners,
+        exchange=exchange,
+        outer_steps=len(UP[exchange]) + 2,
+        blocks_per_allreduce=period,
+        least_miners=1 if exchange == "store" else miners,
+        miner_script=bench._PACED,
+        miner_flags=tuple(flags),
+        validator_flags=("--validator.model_config", str(model)),
+        rules=rules,
+    )
+
+
+class Grid:
+    """The subnet of one period: its points, one after the other."""
+
+    def __init__(self, exchange: str, folder: Path, period: int, until: float) -> None:
+        self.exchange, self.period, self._until = exchange, period, until
+        self._options = options_of(exchange, folder, period)
+        self._links = [(up, DOWN * up) for up in UP[exchange]]
+        self._counted: dict[str, list[Count]] = {}
+
+    def measure(self) -> Iterator[dict[str, Any]]:
+        """Yield the points. Raises SubnetFailure."""
+        links = self._links if self.exchange == "store" else self._links[:1] * 2
+        os.environ["PACED_STEP"] = str(STEP)
+        with machines(links) as made, made[0].inside(), ApartSubnet(made, self._options) as subnet:
+            self._wait(subnet, 1, "an outer step of all", 240 + 3 * self.period)
+            if self.exchange == "store":
+                first = self._reached
+                longest = 60 + (_STORE_STEPS + 2) * self.period
+                self._wait(subnet, first + _STORE_STEPS, "the last outer step", longest)
+                for miner, link in zip(subnet.miners, links, strict=True):
+                    yield self._point(subnet, miner, link, first)
+                return
+            for link in self._links:
+                for number in range(1, len(made)):
+                    set_link(made, number, *link)
+                before = self._reached
+                with suppress(SubnetFailure):  # of a round; the next one has another link
+                    self._wait(subnet, before + 1, "a round", 2.5 * self.period)
+                    for miner in subnet.miners:
+                        yield self._point(subnet, miner, link, before)
+
+    @property
+    def _reached(self) -> int:
+        """The outer step that all have taken, and were live in."""
+        return min((seen[-1].outer_step for seen in self._counted.values() if seen), default=0)
+
+    def _wait(self, subnet: ApartSubnet, step: int, what: str, longest: float) -> None:
+        """Wait until all miners have taken an outer step, and count bytes at each. Raises
+        SubnetFailure."""
+
+        def reached() -> bool:
+            for miner in subnet.miners:
+                seen, taken = self._counted.setdefault(miner.plan.name, []), miner.state.outer_steps
+                if taken and not (seen and seen[-1].outer_step == taken[-1][0]):
+                    assert miner.child.pid is not None
+                    seen.append(Count(*taken[-1], *counters(miner.child.pid)))
+            return all(self._counted.values()) and self._reached >= step
+
+        longest = min(longest, self._until - time.monotonic())
+        subnet.wait_until(reached, timedelta(seconds=max(0.0, longest)), what)
+
+    def _point(
+        self, subnet: ApartSubnet, miner: Neuron, link: tuple[float, float], first: int
+    ) -> dict[str, Any]:
+        """Return what one miner did from its outer step ``first`` to its last one."""
+        seen = self._counted[miner.plan.name]
+        begin = next(count for count in seen if count.outer_step >= first)
+        end, wall = seen[-1], seen[-1].at - begin.at
+        rounds = end.outer_step - begin.outer_step
+        events = [e for e in read_events(miner.plan.events) if begin.at < e["time"] <= end.at]
+        steps = [step for step in miner.state.steps if begin.at < step.time <= end.at]
+        of_rounds = [e for e in events if e["kind"] == "round"]
+        merged = rounds
+        if self.exchange == "store":
+            merged = sum(e["base"] == "merged" for e in of_rounds)
+        return {
+            "exchange": self.exchange,
+            "parameters": PARAMETERS,
+            "members": len(subnet.miners),
+            "period": self.period,
+            "grace": self._options.rules.get("round.grace"),
+            "up": link[0],
+            "down": link[1],
+            "step": round(statistics.median(step.seconds for step in steps), 3),
+            "held": round(sum(step.between_seconds or 0.0 for step in steps) / rounds, 2),
+            "rounds": rounds,
+            "failed": sum(not e["ok"] for e in of_rounds),
+            "merged": merged,
+            "steps": len(steps) / rounds,
+            "seconds": round(wall / rounds, 2),
+            "sent": (end.sent - begin.sent) // rounds,
+            "received": (end.received - begin.received) // rounds,
+            **_means(of_rounds, "matchmaking_seconds", "transfer_seconds", "seconds"),
+            "upload": _mean([e["seconds"] for e in events if e["kind"] == "publication"]),
+        }
+
+
+def _means(rounds: Sequence[dict[str, Any]], *names: str) -> dict[str, float | None]:
+    return {f"round_{name}": _mean([each.get(name) for each in rounds]) for name in names}
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    found = [value for value in values if value is not None]
+    return round(statistics.mean(found), 3) if found else None
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser(__doc__)
+    arguments.add_argument("file", type=Path, metavar="FILE", help="for the points, as JSON")
+    arguments.add_argument("--exchange", choices=tuple(PERIODS), help="[both]")
+    arguments.add_argument("--periods", type=int, nargs="+", help="seconds [four of each kind]")
+    arguments.add_argument("--minutes", type=float, default=35.0, help="of all [35]")
+    arguments.add_argument("--folder", type=Path, help="keep the run folders there")
+    given = arguments.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # nothing is left behind
+    until, points = time.monotonic() + 60 * given.minutes, []
+    with tempfile.TemporaryDirectory(prefix="bench-") as temporary:
+        folder = (given.folder or Path(temporary)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        for kind in (given.exchange,) if given.exchange else ("store", "hivemind"):
+            for period in given.periods or PERIODS[kind]:
+                if time.monotonic() > until:
+                    break
+                print(f"{kind}, {period} s from close to close", flush=True)
+                try:
+                    for point in Grid(kind, folder, period, until).measure():
+                        print(json.dumps(point), flush=True)
+                        points.append(point)
+                        write_json(given.file, points)
+                except SubnetFailure as failure:
+                    print(failure, flush=True)
+    return 0 if points else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
