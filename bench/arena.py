@@ -50,6 +50,7 @@ from bench.arena_field import OURS, PUBLIC, Look, Looks, results, table
 from bench.common import alone, parser
 from bench.freshness import LEAD, STEPS_OF_A_BLOCK, File, World, our_miner, public_miner, sent
 from distributed_training.chain.base import Neuron
+from distributed_training.common.llama import llama_config
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.data.page_source import StdlibSource
 from distributed_training.data.tokenizer import TextTokenizer, build_tokenizer
@@ -78,7 +79,6 @@ from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.training.error_feedback import ErrorFeedback
 from distributed_training.training.local_evaluation import GradientCheck, Text
-from distributed_training.training.memory_plan import llama_config
 from distributed_training.training.snapshot import Epoch
 from distributed_training.training.trainer import Trainer
 

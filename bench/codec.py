@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from bench.common import parser
+from distributed_training.common.llama import llama_config
 from distributed_training.protocol import gradients
-from distributed_training.training.memory_plan import llama_config
 
 DECAY, LR = 0.999, 0.8
 Code = tuple[Tensor, Tensor]

@@ -31,13 +31,13 @@ import torch
 from tokenizers import ByteLevelBPETokenizer
 
 from bench.common import alone, parser
+from distributed_training.common.llama import local_llama_config
 from distributed_training.config.settings import DataSettings, TrainingSettings
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.page_source import StdlibSource
 from distributed_training.data.pipeline import DataPipeline
 from distributed_training.data.tokenizer import TextTokenizer
 from distributed_training.protocol.pages import select_pages
-from distributed_training.training.memory_plan import local_llama_config
 from distributed_training.training.trainer import Trainer
 from tests.tools.support_data import DATASET, RowsServer
 

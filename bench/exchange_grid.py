@@ -33,7 +33,7 @@ from bench.exchange import ApartSubnet, Count, counters, machines, set_link
 from distributed_training.common.files import write_json
 from distributed_training.common.memory import ModelShape
 from distributed_training.localnet.services import SubnetOptions
-from distributed_training.localnet.subnet import Neuron, SubnetFailure
+from distributed_training.localnet.subnet import LocalSubnet, Neuron, SubnetFailure
 from distributed_training.telemetry import read_events
 
 MODEL = bench.MODEL | {
@@ -126,7 +126,7 @@ class Grid:
         """The outer step that all have taken, and were live in."""
         return min((seen[-1].outer_step for seen in self._counted.values() if seen), default=0)
 
-    def _wait(self, subnet: ApartSubnet, step: int, what: str, longest: float) -> None:
+    def _wait(self, subnet: LocalSubnet, step: int, what: str, longest: float) -> None:
         """Wait until all miners have taken an outer step, and count bytes at each. Raises
         SubnetFailure."""
 
@@ -142,7 +142,7 @@ class Grid:
         subnet.wait_until(reached, timedelta(seconds=max(0.0, longest)), what)
 
     def _point(
-        self, subnet: ApartSubnet, miner: Neuron, link: tuple[float, float], first: int
+        self, subnet: LocalSubnet, miner: Neuron, link: tuple[float, float], first: int
     ) -> dict[str, Any]:
         """Return what one miner did from its outer step ``first`` to its last one."""
         seen = self._counted[miner.plan.name]

@@ -3,6 +3,7 @@
     python bench/gpu.py                          all parts, on the first GPU
     python bench/gpu.py --parts inner_1b,codec   some of them
     python bench/gpu.py --device cpu --quick     every part's code at toy size; no figure counts
+    python bench/gpu.py --plan                   what is to be expected on paper; needs no GPU
     python bench/gpu.py --table FILE.json        put a report into docs/performance.md
 
 Needs Python 3.11 or newer and these packages with what they require: torch (2.11 or newer),
@@ -86,6 +87,12 @@ def main(argv: Sequence[str]) -> int:
     options = parse(argv)
     if options.table is not None:
         print(fill_document(options.table))
+        return 0
+    if options.plan:
+        from bench import common, gpu_plan
+
+        for titles, rows in gpu_plan.tables():
+            common.table(titles, rows)
         return 0
     if options.child:
         from bench import gpu_parts
@@ -243,6 +250,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--quick", action="store_true", help="toy sizes")
     parser.add_argument("--seconds", type=float, default=TOTAL_SECONDS, help="of all parts")
+    parser.add_argument("--plan", action="store_true", help="predict on paper; needs no GPU")
     parser.add_argument("--table", type=Path, metavar="FILE.json", help="fill the document with it")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     return parser.parse_args(argv)

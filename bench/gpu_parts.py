@@ -27,14 +27,14 @@ from torch import Tensor
 
 from bench import codec as codec_bench
 from bench.inner_step import AsThePublicMiner, our_step, set_weights, tokens
+from distributed_training.common.gpus import peak_flops
+from distributed_training.common.llama import named_config
 from distributed_training.common.memory import Arrangement, ModelShape, device_memory, loss_chunk
 from distributed_training.config.model import CARDS
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress, StepReport
 from distributed_training.training import sharding
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.memory_plan import named_config
-from distributed_training.training.throughput import peak_flops
 from distributed_training.training.trainer import Trainer
 
 UPLOAD_STEPS, CHECKPOINT_STEPS = 60, 25  # of a miner on the public network

@@ -31,12 +31,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from bench.common import parser
+from distributed_training.common.gpus import peak_flops
+from distributed_training.common.llama import named_config
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import StepReport
 from distributed_training.training.collectives import Layout, ParameterShard
-from distributed_training.training.memory_plan import named_config
 from distributed_training.training.model import build_meta_model
-from distributed_training.training.throughput import flops_per_token, peak_flops
+from distributed_training.training.throughput import flops_per_token
 from distributed_training.training.trainer import Trainer
 
 LENGTH = 256  # tokens of a sequence

@@ -29,13 +29,13 @@ from torch import Tensor
 
 from bench.common import alone, parser, table
 from distributed_training.common.files import write_bytes
+from distributed_training.common.llama import llama_config
 from distributed_training.config.settings import DataSettings, TrainingSettings
 from distributed_training.data.block_builder import WorkerSpec
 from distributed_training.data.own_text import OwnTokens
 from distributed_training.data.page_source import Counts
 from distributed_training.data.tokenizer import BYTE_VOCABULARY, TextTokenizer, build_tokenizer
 from distributed_training.scoring.evaluator import EvaluationModel
-from distributed_training.training.memory_plan import llama_config
 from distributed_training.training.trainer import Trainer
 
 CONTEXT, BATCH = 128, 8

@@ -157,7 +157,7 @@ def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], st
 
     def named(name: str) -> dict[str, Any]:
         # Here: it imports torch, and beside a running miner the run folder has the model.
-        from distributed_training.training.memory_plan import named_config
+        from distributed_training.common.llama import named_config
 
         return named_config(name)
 

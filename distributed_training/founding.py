@@ -215,7 +215,7 @@ def _compare_tokenizers(given: Path, copied: Path) -> None:
 
 def read_model(path: Path | None, *, tokenizer: str) -> dict[str, Any]:
     """Return ``[model.config]``: a config.json, or a tiny model on bytes. Raises ConfigError."""
-    from distributed_training.training.memory_plan import local_llama_config
+    from distributed_training.common.llama import local_llama_config
 
     try:
         if path is not None:

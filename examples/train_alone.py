@@ -17,9 +17,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from distributed_training.common.llama import local_llama_config
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.data.page_source import StdlibSource
-from distributed_training.training.memory_plan import local_llama_config
 from distributed_training.training.trainer import Trainer
 
 SEQUENCE = 128  # tokens; a token is a byte of text

@@ -35,10 +35,11 @@ Device figures are estimates that tell "fits", "tight" and "does not fit" apart;
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import reprlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -170,6 +171,30 @@ class Arrangement:
     loss_chunk: int = LOSS_CHUNK
     train_in_rounds: bool = False
     moments: int = 2  # that the inner optimizer keeps of a parameter
+
+
+MARGIN = 0.90  # of the device's memory; the rest is the allocator's and other libraries'
+
+
+def list_ways(
+    how: Arrangement,
+    *,
+    keep: Sequence[bool] = (True, False),
+    every: Sequence[bool] = (False, True),
+    offload: Sequence[bool] = (False, True),
+) -> list[Arrangement]:
+    """List the ways to arrange a step, the fastest first.
+
+    ``keep``: gathered weights through a step. ``every``: reduce gradients at each micro-batch.
+    ``offload``: keep the optimizer's state in host memory. The last changes first. To offload AdamW
+    costs 16 bytes a parameter and step over the bus; to reduce each time, and to gather each time,
+    cost more than that for each of a step's hundred micro-batches (docs/performance.md, On paper),
+    and to gather more than to reduce.
+    """
+    return [
+        replace(how, keep_unsharded=keeps, reduce_at_last=not reduces, offload_optimizer=offloads)
+        for keeps, reduces, offloads in itertools.product(keep, every, offload)
+    ]
 
 
 def device_memory(shape: ModelShape, how: Arrangement) -> int:

@@ -1,27 +1,24 @@
-"""Plan a step for this hardware: precision, batch arithmetic, what stays in memory.
-
-Model shapes have names here for the local subnet and the benches. A real network's model comes from
-the global bucket's ``config.json``; nothing about its shape is fixed in the code.
-"""
+"""Plan a step for this hardware: precision, batch arithmetic, what stays in memory."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from distributed_training.common.memory import (
+    MARGIN,
     Arrangement,
     Checkpointing,
     ModelShape,
     device_memory,
     host_memory,
+    list_ways,
     loss_chunk,
 )
 from distributed_training.config.settings import TrainingSettings
@@ -29,81 +26,10 @@ from distributed_training.config.types import ConfigError
 
 from .inner_optimizer import find_state
 
-
-def llama_config(
-    *,
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    intermediate: int,
-    vocab: int,
-    max_positions: int,
-    tied: bool = False,
-) -> dict[str, Any]:
-    """Return a Hugging Face Llama config as a plain dict, the content of ``config.json``."""
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": vocab,
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
-        "max_position_embeddings": max_positions,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "initializer_range": 0.02,
-        "hidden_act": "silu",
-        "tie_word_embeddings": tied,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "attention_dropout": 0.0,
-        "use_cache": False,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-        "torch_dtype": "float32",
-    }
-
-
-def local_llama_config(*, vocab_size: int = 264, sequence_length: int = 256) -> dict[str, Any]:
-    """Return a model of about 1.9 M parameters, for bytes: of a network founded without another."""
-    return llama_config(
-        hidden=192,
-        layers=4,
-        heads=6,
-        kv_heads=6,
-        intermediate=512,
-        vocab=vocab_size,
-        max_positions=max(512, sequence_length),
-    )
-
-
-def named_config(name: str) -> dict[str, Any]:
-    """Return a shape of the benches: ``tiny`` 1.9 M, ``125m``, ``1b`` 1.1 B, ``4b`` 3.9 B values.
-
-    Raises ValueError for another name.
-    """
-    if name == "tiny":
-        return local_llama_config()
-    shapes: dict[str, dict[str, Any]] = {
-        "125m": {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 12, "intermediate": 2048},
-        "1b": {"hidden": 2048, "layers": 22, "heads": 32, "kv_heads": 4, "intermediate": 5632},
-        "4b": {"hidden": 3072, "layers": 32, "heads": 24, "kv_heads": 8, "intermediate": 8960},
-    }
-    if name not in shapes:
-        raise ValueError(f"model size {name!r} is none of: tiny, {', '.join(shapes)}")
-    return llama_config(vocab=32000, max_positions=2048, **shapes[name])
-
-
 # Below this many parameters the whole model is one FSDP group. Each group costs a collective, and
 # over gloo a collective costs about as much as moving 10 MB: measured with 1.7 M parameters on two
 # CPU ranks, one group takes 0.81 s a step where a group per block takes 1.04 s.
 ROOT_ONLY_BELOW = 50_000_000
-MARGIN = 0.90  # of the device's memory; the rest is the allocator's and other libraries'
 
 
 def compute_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
@@ -202,48 +128,50 @@ def plan_memory(
     keeps = _choices(settings.keep_unsharded, "on")[::-1]
     if not per_block:
         keeps = keeps[:1]  # one group is whole in forward and backward anyway
-    # The last changes first. To offload AdamW costs 16 bytes a parameter and step over the bus; to
-    # reduce each time, and to gather each time, cost more than that for each of a step's hundred
-    # micro-batches (docs/performance.md, On paper), and to gather more than to reduce.
-    sync, offload = settings.gradient_sync, settings.offload_optimizer
-    ways = list(itertools.product(keeps, _choices(sync, "every"), _choices(offload, "on")))
     moments = len(find_state(settings).rows)
-    offloaded = Arrangement(
-        world_size, 1, settings.sequence_length, offload_optimizer=True, moments=moments
+    how = Arrangement(
+        world_size=world_size,
+        micro_batch=micro_batch,
+        sequence_length=settings.sequence_length,
+        checkpointing=cast(Checkpointing, settings.activation_checkpointing),
+        cuda=device_bytes is not None,
+        compiled=settings.compile != "off",
+        loss_chunk=loss_chunk(device_bytes),
+        moments=moments,
     )
+    every = _choices(settings.gradient_sync, "every")
+    ways = list_ways(
+        how, keep=keeps, every=every, offload=_choices(settings.offload_optimizer, "on")
+    )
+    offloaded = replace(how, offload_optimizer=True, cuda=True, train_in_rounds=False)
     if host_bytes is not None and host_memory(shape, offloaded) > host_bytes:
-        ways.sort(key=lambda way: way[2])
+        ways.sort(key=lambda way: way.offload_optimizer)
     chosen: MemoryPlan | None = None
-    for keep, sync_every, offloads in ways:
-        how = Arrangement(
-            world_size=world_size,
-            micro_batch=micro_batch,
-            sequence_length=settings.sequence_length,
-            checkpointing=cast(Checkpointing, settings.activation_checkpointing),
-            keep_unsharded=keep,
-            reduce_at_last=not sync_every,
-            offload_optimizer=offloads,
-            cuda=device_bytes is not None,
-            compiled=settings.compile != "off",
-            loss_chunk=loss_chunk(device_bytes),
-            moments=moments,
-        )
-        need = device_memory(shape, how)
+    for way in ways:
+        need = device_memory(shape, way)
         fits = device_bytes is None or need <= device_bytes * MARGIN
+        where = "host" if way.offload_optimizer else "device"
         size = f"{need / 1e9:.1f} GB" if need >= 1e8 else f"{need / 1e6:.0f} MB"
         note = (
             f"Memory: about {size} per rank. FSDP: "
             f"{'a group per decoder layer' if per_block else 'one group'}, gathered "
-            f"weights {'kept through a step' if keep else 'dropped after use'}, "
-            f"gradients reduced at {'every' if sync_every else 'the last'} micro-batch, "
-            f"{settings.optimizer}'s state in {'host' if offloads else 'device'} memory"
+            f"weights {'kept through a step' if way.keep_unsharded else 'dropped after use'}, "
+            f"gradients reduced at {'the last' if way.reduce_at_last else 'every'} micro-batch, "
+            f"{settings.optimizer}'s state in {where} memory"
         )
         if device_bytes is not None and not fits:
             note += (
                 f"; more than {MARGIN:.0%} of the device's {device_bytes / 1e9:.1f} GB: "
                 "if it runs out, use --neuron.activation_checkpointing full or more GPUs"
             )
-        chosen = MemoryPlan(per_block, keep, sync_every, offloads, need, note)
+        chosen = MemoryPlan(
+            per_block,
+            way.keep_unsharded,
+            not way.reduce_at_last,
+            way.offload_optimizer,
+            need,
+            note,
+        )
         if fits:
             break
     assert chosen is not None

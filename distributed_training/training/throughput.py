@@ -15,9 +15,7 @@ is left out unless it is tied to the head. Recomputed activations do not count, 
 checkpointing lowers MFU. Attention is counted whole although a causal kernel does half of it; at
 1024 tokens that flatters a 4B model by less than 2 %.
 
-Peaks are dense bf16 tensor-core rates with float32 accumulation, without sparsity. They come from
-NVIDIA's data sheets (A100, A10, A40, L4, L40S, H100, H200, B200) and architecture white papers
-(GA102, AD102, Blackwell RTX). An unknown GPU, and a CPU, has no MFU: better none than a wrong one.
+Peaks are those of :mod:`distributed_training.common.gpus`.
 """
 
 from __future__ import annotations
@@ -31,46 +29,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from distributed_training.common.gpus import peak_flops
+
 if TYPE_CHECKING:
     from torch.profiler import profile
 
 log = logging.getLogger(__name__)
-
-# Longer names first: "H100 PCIe" must be found before "H100".
-PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
-    ("H100 PCIe", 756.0),
-    ("H100 NVL", 835.0),
-    ("H200 NVL", 835.0),
-    ("GH200", 989.4),
-    ("H200", 989.4),
-    ("H100", 989.4),
-    ("B200", 2250.0),
-    ("A100", 312.0),
-    ("L40S", 362.0),
-    ("RTX A6000", 154.8),
-    ("RTX 5090", 209.5),
-    ("RTX 4090", 165.2),
-    ("RTX 3090 Ti", 80.0),
-    ("RTX 3090", 71.0),
-    ("A40", 149.7),
-    ("A10G", 70.0),
-    ("A10", 125.0),
-    ("L4", 121.0),
-)
-# Cut-down variants whose names contain one of the above but whose peak differs or is not known.
-_NOT_KNOWN = ("RTX 4090 D", "RTX 4090 Laptop", "RTX 5090 D", "RTX 5090 Laptop", "GB200")
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the dense bf16 FLOP/s of a GPU by its name, or None."""
-    if any(name in device_name for name in _NOT_KNOWN):
-        return None
-    words = device_name.replace("-", " ").split()
-    for name, tera in PEAK_TFLOPS:
-        wanted = name.split()
-        if any(words[i : i + len(wanted)] == wanted for i in range(len(words))):
-            return tera * 1e12
-    return None
 
 
 def flops_per_token(model: nn.Module, sequence_length: int) -> float:

@@ -18,6 +18,7 @@ import pytest
 from pydantic import SecretStr
 
 from distributed_training import network_command
+from distributed_training.common.llama import local_llama_config
 from distributed_training.config import Config, load_config
 from distributed_training.config.settings import StoreSettings
 from distributed_training.data.block_builder import open_source
@@ -28,7 +29,6 @@ from distributed_training.node.published import LIST, fetch_published, list_file
 from distributed_training.node.start import NetworkFailure, fetch_tokenizer, require_data
 from distributed_training.store.bucket_reader import BucketReader
 from distributed_training.store.s3 import S3ObjectStore
-from distributed_training.training.memory_plan import local_llama_config
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -249,7 +249,7 @@ def the_memory_model_is_not_far_off(device: torch.device, folder: Path) -> None:
     """Of what is allocated: the estimate adds 0.8 GB for CUDA's own."""
     if device.type != "cuda":
         return
-    from distributed_training.training.memory_plan import named_config
+    from distributed_training.common.llama import named_config
 
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated(device)

@@ -11,12 +11,12 @@ from unittest import mock
 
 import torch
 
+from distributed_training.common.llama import llama_config
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.keys import Parts
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.collectives import Layout
-from distributed_training.training.memory_plan import llama_config
 from distributed_training.training.snapshot import SnapshotHandle
 from distributed_training.training.trainer import Trainer
 

@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from distributed_training.common.llama import named_config
 from distributed_training.common.memory import (
+    MARGIN,
     Arrangement,
     ModelShape,
     checkpoint_bytes,
@@ -22,7 +24,7 @@ from distributed_training.common.memory import (
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.memory_plan import MARGIN, named_config, plan_memory
+from distributed_training.training.memory_plan import plan_memory
 from distributed_training.training.model import parameter_schema
 from distributed_training.training.outer_step import OuterOptimizerState, save_outer_optimizer
 from tests.tools.training_world import (

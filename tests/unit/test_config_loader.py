@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
+from distributed_training.common.llama import named_config
 from distributed_training.common.memory import Arrangement, ModelShape, device_memory
 from distributed_training.config import Config, ConfigError, all_settings, describe
 from distributed_training.config.model import CARDS, PRESETS
@@ -14,7 +15,6 @@ from distributed_training.config.removed import REMOVED
 from distributed_training.config.schema import schema
 from distributed_training.config.settings import SwarmSettings
 from distributed_training.health.machine import Examination, check_configuration
-from distributed_training.training.memory_plan import named_config
 from tests.tools import r2_keys
 from tests.tools.settings import load_config
 

@@ -22,6 +22,7 @@ import pytest
 
 from distributed_training import doctor
 from distributed_training.chain.identity import require_hotkey
+from distributed_training.common.llama import named_config
 from distributed_training.common.memory import ModelShape, snapshot_bytes
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark
@@ -42,7 +43,6 @@ from distributed_training.store.s3 import S3ObjectStore
 from distributed_training.store.uplink import Section
 from distributed_training.telemetry import Registry
 from distributed_training.telemetry.neuron_state import NeuronState
-from distributed_training.training.memory_plan import named_config
 from tests.tools.chain_memory import MemoryChain, MemoryLedger
 from tests.tools.memory_store import MemoryObjectStore
 from tests.tools.miner_parts import config_of

@@ -21,6 +21,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 
 from distributed_training import doctor
 from distributed_training.chain.kinds import CHAINS
+from distributed_training.common.llama import local_llama_config
 from distributed_training.common.memory import Arrangement, ModelShape, host_memory
 from distributed_training.config import ConfigError, load_config
 from distributed_training.data.tokenizer import build_tokenizer, byte_tokenizer
@@ -29,7 +30,6 @@ from distributed_training.network_command import main
 from distributed_training.node.buckets import commitment_text
 from distributed_training.node.start import fetch_tokenizer
 from distributed_training.protocol.metadata import ConfigExtras
-from distributed_training.training.memory_plan import local_llama_config
 from distributed_training.training.model import parameter_schema
 from tests.tools.model_families import FAMILIES, init
 from tests.tools.r2_keys import KEYS

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from bench.growth import Network, rows
 from distributed_training import founder
+from distributed_training.common.llama import named_config
 from distributed_training.config import Config, ConfigError, loader
 from distributed_training.health import machine
 from distributed_training.health.machine import Examination
@@ -23,7 +24,6 @@ from distributed_training.network import OF_EXCHANGE, of_exchange, signed, to_to
 from distributed_training.network_command import main
 from distributed_training.protocol.growth import Growth, file_bytes, grace_seconds
 from distributed_training.protocol.update_file import largest_file
-from distributed_training.training.memory_plan import named_config
 from distributed_training.training.model import parameter_schema
 from tests.tools.settings import load_config
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from distributed_training.common.llama import named_config
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 from distributed_training.health.machine import count_moments
@@ -18,7 +19,7 @@ from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
 from distributed_training.training.inner_optimizer import OPTIMIZERS, find_state
 from distributed_training.training.inner_state import describe_inner
-from distributed_training.training.memory_plan import named_config, plan_memory
+from distributed_training.training.memory_plan import plan_memory
 from tests.tools.training_world import (
     SETTINGS,
     same,

@@ -16,18 +16,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from distributed_training.common.gpus import peak_flops
+from distributed_training.common.llama import local_llama_config, named_config
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError
 from distributed_training.training import outer_step, sharding
 from distributed_training.training.collectives import ParameterShard, row_range
 from distributed_training.training.inner_optimizer import Schedule
-from distributed_training.training.memory_plan import (
-    compute_dtype,
-    local_llama_config,
-    named_config,
-    plan_batch,
-    plan_memory,
-)
+from distributed_training.training.memory_plan import compute_dtype, plan_batch, plan_memory
 from distributed_training.training.model import (
     UnfitModelError,
     build_meta_model,
@@ -42,7 +38,7 @@ from distributed_training.training.outer_step import (
     load_weights,
     save_outer_optimizer,
 )
-from distributed_training.training.throughput import flops_per_token, peak_flops
+from distributed_training.training.throughput import flops_per_token
 from tests.tools.training_world import tiny, trainer
 
 pytestmark = pytest.mark.timeout(60)

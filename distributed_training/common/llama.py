@@ -1,0 +1,77 @@
+"""Models by name, and the ``config.json`` of a Llama: for the local subnet, benches and plans.
+
+A real network's model comes from its global bucket; nothing about its shape is fixed in the code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def llama_config(
+    *,
+    hidden: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    intermediate: int,
+    vocab: int,
+    max_positions: int,
+    tied: bool = False,
+) -> dict[str, Any]:
+    """Return a Hugging Face Llama config as a plain dict, the content of ``config.json``."""
+    return {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLM"],
+        "vocab_size": vocab,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "max_position_embeddings": max_positions,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "initializer_range": 0.02,
+        "hidden_act": "silu",
+        "tie_word_embeddings": tied,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "attention_dropout": 0.0,
+        "use_cache": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "torch_dtype": "float32",
+    }
+
+
+def local_llama_config(*, vocab_size: int = 264, sequence_length: int = 256) -> dict[str, Any]:
+    """Return a model of about 1.9 M parameters, for bytes: of a network founded without another."""
+    return llama_config(
+        hidden=192,
+        layers=4,
+        heads=6,
+        kv_heads=6,
+        intermediate=512,
+        vocab=vocab_size,
+        max_positions=max(512, sequence_length),
+    )
+
+
+def named_config(name: str) -> dict[str, Any]:
+    """Return a shape of the benches: ``tiny`` 1.9 M, ``125m``, ``1b`` 1.1 B, ``4b`` 3.9 B values.
+
+    Raises ValueError for another name.
+    """
+    if name == "tiny":
+        return local_llama_config()
+    shapes: dict[str, dict[str, Any]] = {
+        "125m": {"hidden": 768, "layers": 12, "heads": 12, "kv_heads": 12, "intermediate": 2048},
+        "1b": {"hidden": 2048, "layers": 22, "heads": 32, "kv_heads": 4, "intermediate": 5632},
+        "4b": {"hidden": 3072, "layers": 32, "heads": 24, "kv_heads": 8, "intermediate": 8960},
+    }
+    if name not in shapes:
+        raise ValueError(f"model size {name!r} is none of: tiny, {', '.join(shapes)}")
+    return llama_config(vocab=32000, max_positions=2048, **shapes[name])

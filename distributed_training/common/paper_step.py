@@ -1,0 +1,210 @@
+"""An inner step on paper: seconds and MFU of a model on GPUs that nobody has at hand.
+
+``dt-plan`` and ``python -m bench.gpu --plan`` read it. It was held against one H200
+(docs/performance.md, *On a GPU*): three models and six ways to train one of them, each within 6 %.
+Several GPUs, and other cards, were never measured. They count with an MFU of 48 % at most.
+
+Assumed, and from where:
+
+==========  =====================================================================================
+products    a share of the peak that grows with the width, at most 0.65: 0.75 h / (h + 480).
+            Fitted to that H200; others publish 39 to 46 % MFU at 8 H100 (core review, torchtitan
+            and llm-foundry), 48 to 53 with compiled layers: so 48 % is the goal of several.
+attention   half of the peak; a causal kernel does half of what MFU counts; backward 2.5 times.
+bandwidth   0.85 of the data sheet's, of device memory and of the bus.
+traffic     what compiled layers read and write between products, counted by hand at a budget of 0.8
+            (common/memory.py): 23 h + 4 (q + k) + 9 i values of bf16 a token and layer.
+logits      20 bytes each, in chunks: product, float32, softmax, gradient.
+links       ``common/gpus.py``; nothing travels while something is computed.
+launches    5 us a kernel, 45 kernels a layer; 200 us a group in FSDP's hooks.
+machines    100 Gbit/s between them, of which 0.8; gradients alone pass.
+holds       a round's copies over the bus, and 8 ns a parameter for steps beside their writing:
+            measured with 125M, 1.0 s; host memory is read at 10 GB/s a rank.
+==========  =====================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from distributed_training.common.gpus import Card
+from distributed_training.common.memory import (
+    MARGIN,
+    Arrangement,
+    Checkpointing,
+    ModelShape,
+    device_memory,
+    list_ways,
+    loss_chunk,
+)
+
+GOAL = 0.48  # MFU of what was not measured
+_MEASURED = "H200"  # one of it
+ATTENTION, BANDWIDTH = 0.5, 0.85  # of the data sheet's
+_MOST_PRODUCTS = 0.65
+_KERNEL, _HOOKS, _KERNELS = 5e-6, 200e-6, 45
+_BETWEEN = 0.8 * 100e9 / 8  # bytes a second from one machine to the others
+_BESIDE = 8e-9  # seconds a parameter that steps beside the writing of files take longer
+_HOST = 10e9  # bytes a second that a rank moves in host memory
+_LARGEST_MICRO_BATCH = 32
+_CHECKPOINTING: tuple[Checkpointing, ...] = ("none", "budget", "selective", "full")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One copy of the model on each of ``machines``, over ``gpus`` of a ``card``."""
+
+    card: Card
+    gpus: int = 1
+    machines: int = 1
+
+    @property
+    def all_gpus(self) -> int:
+        return self.gpus * self.machines
+
+    def __str__(self) -> str:
+        copies = f"{self.machines} x " if self.machines > 1 else ""
+        return f"{copies}{self.gpus} x {self.card.name}"
+
+
+@dataclass(frozen=True)
+class PaperStep:
+    """One inner step. ``parts``: seconds by what bounds them; ``launches``: the host's."""
+
+    how: Arrangement
+    tokens: int  # of the whole machine
+    device_bytes: int
+    parts: dict[str, float]
+    launches: float
+    at_peak: float  # seconds
+
+    @property
+    def seconds(self) -> float:
+        return max(sum(self.parts.values()), self.launches)
+
+    @property
+    def mfu(self) -> float:
+        return self.at_peak / self.seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def bound(self) -> str:
+        """The largest part, or ``launches`` where the GPUs wait for the host."""
+        if self.launches > sum(self.parts.values()):
+            return "launches"
+        return max(self.parts, key=lambda name: self.parts[name])
+
+
+def product_share(shape: ModelShape) -> float:
+    """Return the share of the peak that products of this model's width reach."""
+    return min(_MOST_PRODUCTS, 0.75 * shape.hidden / (shape.hidden + 480))
+
+
+def trained_parameters(shape: ModelShape) -> int:
+    """Return the parameters that take part in a product: an untied input embedding does not."""
+    return shape.parameters - (0 if shape.tied else shape.vocab * shape.hidden)
+
+
+def flops_per_token(shape: ModelShape, length: int) -> float:
+    """Return what MFU counts of a token (training/throughput.py)."""
+    return 6.0 * trained_parameters(shape) + 12.0 * shape.layers * shape.query_width * length
+
+
+def arrangements(shape: ModelShape, machine: Machine, length: int) -> Iterator[Arrangement]:
+    """Yield the ways to train that fit, those first that a miner takes by itself."""
+    limit = MARGIN * machine.card.memory * 1e9
+    largest = max(1, min(_LARGEST_MICRO_BATCH, _LARGEST_MICRO_BATCH * 1024 // length))
+    for checkpointing in _CHECKPOINTING:
+        how = Arrangement(
+            world_size=machine.gpus,
+            micro_batch=1,
+            sequence_length=length,
+            checkpointing=checkpointing,
+            loss_chunk=loss_chunk(round(machine.card.memory * 1e9)),
+        )
+        for way in list_ways(how):
+            for power in reversed(range(largest.bit_length())):
+                fit = replace(way, micro_batch=2**power)
+                if device_memory(shape, fit) <= limit:
+                    yield fit
+
+
+def predict(
+    shape: ModelShape, machine: Machine, how: Arrangement, *, sequences: int = 512
+) -> PaperStep:
+    """Return an inner step of so many sequences, arranged as ``how``."""
+    card, n, length = machine.card, shape.parameters, how.sequence_length
+    layers, h, q, k = shape.layers, shape.hidden, shape.query_width, shape.kv_width
+    micro_batches = math.ceil(sequences / (how.micro_batch * machine.all_gpus))
+    on_each = micro_batches * how.micro_batch * length  # tokens of one GPU
+    # Layers of which a part is computed a second time.
+    again = {"none": 0.0, "budget": 1.0, "selective": 0.5, "full": 1.0}[how.checkpointing]
+    block = (n - shape.embedding_parameters) / layers
+    products = 6.0 * trained_parameters(shape)
+    products += 2.0 * again * layers * (q * h if how.checkpointing == "budget" else block)
+    attention = (7.0 + 2.0 * again) * layers * q * length
+    compute = products / product_share(shape) + attention / ATTENTION
+    values = 23 * h + 4 * (q + k) + 9 * shape.intermediate
+    values += round(again * (9 * h + 2 * (q + k) + 3 * shape.intermediate))
+    passing = 2.0 * layers * values + 20.0 * shape.vocab
+    memory = BANDWIDTH * card.bandwidth * 1e12
+    bus = BANDWIDTH * card.bus * 1e9
+    own = n / machine.gpus
+    reductions = 1 if how.reduce_at_last else micro_batches
+    gathers = 1 if how.keep_unsharded else 2 * micro_batches
+    # In bytes a parameter: 10 for each sum of a bf16 gradient into the float32 one, 16 for copies
+    # of a reduction, 14 for a gather's casts and copies; 40 of norm, clipping and AdamW.
+    sums = micro_batches * (10 * n if how.reduce_at_last else 12 * own)
+    moved = sums + 16 * n * reductions + 14 * n * gathers
+    sent = (n - own) * (4 * reductions + 2 * gathers)
+    copies = 8 * n * (machine.machines - 1) / machine.machines * reductions
+    parts = {
+        "compute": on_each * compute / card.peak,
+        "memory": on_each * passing / memory,
+        "reduction": moved / memory + sent / (card.link * 1e9) + copies / _BETWEEN,
+        "optimizer": 40 * own / memory + (8 * own / bus if how.offload_optimizer else 0.0),
+    }
+    hooks = 2 * (layers + 1) * _HOOKS if n >= 50e6 else 0.0
+    kernels = _KERNELS * layers + len(shape.tensors)
+    at_peak = on_each * flops_per_token(shape, length) / card.peak
+    if machine.all_gpus > 1 or card.name != _MEASURED:
+        parts["not measured"] = max(0.0, at_peak / GOAL - sum(parts.values()))
+    return PaperStep(
+        how=how,
+        tokens=on_each * machine.all_gpus,
+        device_bytes=device_memory(shape, how),
+        parts=parts,
+        launches=micro_batches * (hooks + kernels * _KERNEL),
+        at_peak=at_peak,
+    )
+
+
+def best_step(
+    shape: ModelShape, machine: Machine, *, length: int = 1024, sequences: int = 512
+) -> PaperStep | None:
+    """Return the fastest step of all arrangements; None: the model does not fit."""
+    largest = max(1, sequences // machine.all_gpus)
+    steps = [
+        predict(shape, machine, how, sequences=sequences)
+        for how in arrangements(shape, machine, length)
+        if how.micro_batch <= largest
+    ]
+    # Of equal ones the first; one that is hardly faster is not worth a flag.
+    least = min((step.seconds for step in steps), default=0.0)
+    return next((step for step in steps if step.seconds <= 1.01 * least), None)
+
+
+def held_seconds(shape: ModelShape, machine: Machine, *, moments: int = 2) -> float:
+    """Return for how long a round through the store holds training: its upload and its update.
+
+    The copies of upload and checkpoint, the update's preparation in host memory, and what steps
+    take longer while files are written.
+    """
+    n, ranks = shape.parameters, machine.gpus
+    over_bus = (12 + 4 * moments) * n / (ranks * BANDWIDTH * machine.card.bus * 1e9)
+    return over_bus + 40 * n / (ranks * _HOST) + _BESIDE * n
