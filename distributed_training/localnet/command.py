@@ -43,6 +43,8 @@ def build_parser() -> Parser:
     add("--miners", type=ranged(1, 100), help="how many miners (default 2)")
     add("--ranks", type=text, help="of each miner, e.g. 2,1 (default: 2 for the first, 1 for rest)")
     add("--exchange", choices=("hivemind", "store"), default="hivemind", help="(hivemind)")
+    about = "how uploads become an update: a name, or a plug-in's FILE.py (default nesterov)"
+    add("--outer-rule", type=text, help=about)
     how_long = parser.add_mutually_exclusive_group()
     about = "stop after so many outer steps (default 2)"
     how_long.add_argument("--outer-steps", type=count, default=2, help=about)
@@ -75,10 +77,23 @@ def _split_flags(text: str) -> tuple[str, ...]:
         raise argparse.ArgumentTypeError(f"{text!r:.100}: {error}") from None
 
 
+def _rule_of(text: str, exchange: str) -> str:
+    """Return the name of an outer rule that such a network can have. Raises ConfigError."""
+    from distributed_training.config.settings import TrainingSettings
+    from distributed_training.training.outer_rule import find_rule, outer_rule_of
+
+    name = find_rule(text)
+    outer_rule_of(TrainingSettings(outer_rule=name), exchange)
+    return name
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     view = View()
     try:
+        rules = {}
+        if arguments.outer_rule:
+            rules["training.outer_rule"] = _rule_of(arguments.outer_rule, arguments.exchange)
         options = SubnetOptions(
             folder=arguments.folder,
             ranks=parse_ranks(arguments.ranks, arguments.miners),
@@ -88,6 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             blocks_per_allreduce=arguments.blocks_per_allreduce,
             miner_flags=arguments.miner_flags,
             validator_flags=arguments.validator_flags,
+            rules=rules,
             miner_script=arguments.miner_script and arguments.miner_script.absolute(),
             validator_script=arguments.validator_script and arguments.validator_script.absolute(),
         )

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from distributed_training.common.files import write_bytes
+from distributed_training.common.kinds import plugin_environment
 from distributed_training.common.ports import free_ports
 from distributed_training.common.processes import Mark, kill_tree, with_starter
 from distributed_training.config.settings import Exchange
@@ -582,4 +583,5 @@ class Services:
             # Nothing here needs the hub, and a look-up without a network waits for its time-out.
             "HF_HUB_OFFLINE": "1",
             "TOKENIZERS_PARALLELISM": "false",
+            **plugin_environment(),  # of whoever starts the subnet
         }

@@ -1,20 +1,29 @@
-"""The home of outer rules: how an average of pseudo-gradients becomes the update of an outer step.
+"""The home of outer rules: how uploads become the update of an outer step.
 
-The public network's is SGD with Nesterov momentum. Another one is a function like
-:func:`nesterov_sgd` and one line, ``OUTER_RULES.register(name, function)``, in a module that
+A rule has up to four parts (:class:`OuterRule`). What members send of their movement is one, and
+what they keep of the rest for the next upload is another. Then there is which members average with
+each other, and the step along the average. The public network's rule has a step alone: SGD with
+Nesterov momentum.
+
+Another one is an ``OuterRule`` and one line, ``OUTER_RULES.register(name, rule)``, in a module that
 ``--plugins`` names. Miners and validators of a network must have the same: each computes the new
-weights itself, and their bits must agree. So a rule works on each element alone, since a rank holds
-some rows, and in float32 on the CPU.
+weights itself, and their bits must agree. So a rule works in float32 on the CPU: its step on each
+element alone, its choice on each row alone, since a rank holds some rows.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from distributed_training.common.kinds import Kinds
+from distributed_training.common.kinds import Kinds, PluginError, import_plugins
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.config.types import ConfigError, choose_kind
 from distributed_training.network import public_values
@@ -22,9 +31,10 @@ from distributed_training.network import public_values
 _PUBLIC = public_values()
 OUTER_LEARNING_RATE = float(_PUBLIC["training.outer_learning_rate"])
 OUTER_MOMENTUM = float(_PUBLIC["training.outer_momentum"])
+_WITH_ZERO = 4  # bits: with fewer no value of an upload is zero
 
 
-class OuterRule(Protocol):
+class OuterStepOf(Protocol):
     """One step along ``grad``: return new ``(param, state)``, inputs untouched and not in them.
 
     ``state`` is one float32 tensor of the parameter's shape, None before the first step. It is kept
@@ -35,6 +45,26 @@ class OuterRule(Protocol):
     def __call__(
         self, param: Tensor, grad: Tensor, state: Tensor | None, *, lr: float, mu: float
     ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True)
+class OuterRule:
+    """Says how uploads become an update.
+
+    Attributes:
+        step: From a group's mean weights at the start and its mean pseudo-gradient.
+        select: Of rows ``(r, c)`` that a member would upload, returns what it sends: new rows of
+            that shape, zeros for the rest. None: all of it. What is not sent is its residual.
+        feedback: Share of the residual that the next upload takes.
+        groups: Of so many members at an outer step, returns the groups that average, by members'
+            numbers. None: all together. In groups members' weights differ, so a network, which
+            publishes one update for all, refuses the rule; ``examples/compare.py`` compares it.
+    """
+
+    step: OuterStepOf
+    select: Callable[[Tensor], Tensor] | None = None
+    feedback: float = 1.0
+    groups: Callable[[int, int], Sequence[Sequence[int]]] | None = None
 
 
 #: Name -> rule.
@@ -63,39 +93,108 @@ def nesterov_sgd(
     return torch.add(param, update, alpha=-lr, out=update), new_momentum
 
 
-OUTER_RULES.register("nesterov", nesterov_sgd)
+NESTEROV = OuterRule(nesterov_sgd)
+OUTER_RULES.register("nesterov", NESTEROV)
 
 
-def outer_rule_of(settings: TrainingSettings) -> OuterRule:
+def find_rule(text: str) -> str:
+    """Return the name of the rule that ``text`` names, or that a file of that path registers.
+
+    Raises ConfigError.
+    """
+    path, before = Path(text), set(OUTER_RULES)
+    if path.suffix != ".py":
+        choose_kind(OUTER_RULES, text, key="the outer rule")
+        return text
+    if not path.is_file():
+        raise ConfigError(f"there is no file {text}, so nothing was started: give the rule's file")
+    # Last, so that no file there takes the place of a library.
+    sys.path.append(os.path.dirname(path.absolute()))
+    try:
+        import_plugins([path.stem])
+    except PluginError as error:
+        raise ConfigError(str(error)) from None
+    found = set(OUTER_RULES) - before
+    if len(found) != 1:
+        raise ConfigError(
+            f"{text} registers {len(found)} new outer rules and not one, so nothing was started: "
+            "give it a line OUTER_RULES.register(name, rule), and a name that no library has"
+        )
+    return found.pop()
+
+
+def outer_rule_of(
+    settings: TrainingSettings, exchange: str | None, *, bits: int = _WITH_ZERO
+) -> OuterRule:
     """Return the network's outer rule, once two steps of a small parameter were as they must be.
 
-    Raises ConfigError for an unknown name, and for a rule that breaks :class:`OuterRule`.
+    ``exchange``: the network's, hivemind or store; None: it is for no network. ``bits``: of its
+    uploads. Raises ConfigError for an unknown name, for a rule that breaks :class:`OuterRule`, and
+    for one that such a network cannot have.
     """
     name = settings.outer_rule
     rule = choose_kind(OUTER_RULES, name, key="training.outer_rule")
+    if not (problem := _refuse_network(rule, exchange, bits)):
+        problem = _try_step(rule.step, settings) or _try_select(rule)
+    if problem:
+        raise ConfigError(
+            f"the outer rule {name!r} {problem}, so nothing was started: correct the rule, or "
+            "choose another training.outer_rule"
+        )
+    return rule
+
+
+def _refuse_network(rule: OuterRule, exchange: str | None, bits: int) -> str:
+    if exchange is None:
+        return ""
+    if rule.groups is not None:
+        return (
+            "lets members average in groups, so that their weights differ, and all members of a "
+            "network have the same (examples/compare.py compares it with others)"
+        )
+    if rule.select is not None and exchange != "store":
+        return "chooses what is uploaded, and over hivemind peers average whole pseudo-gradients"
+    if rule.select is not None and bits < _WITH_ZERO:
+        return f"sends zeros, which uploads of {bits} bits have not (round.bits = 4 has)"
+    return ""
+
+
+def _try_step(step: OuterStepOf, settings: TrainingSettings) -> str:
     rates = {"lr": settings.outer_learning_rate, "mu": settings.outer_momentum}
     param, grad, state = torch.ones(2, 3), torch.arange(6.0).view(2, 3) - 2, None
-    problem = ""
     for _ in range(2):
         given = [t for t in (param, grad, state) if t is not None]
         before = [t.clone() for t in given]
-        new, kept = rule(param, grad, state, **rates)
-        lower = rule(param[1:], grad[1:], None if state is None else state[1:], **rates)
+        new, kept = step(param, grad, state, **rates)
+        lower = step(param[1:], grad[1:], None if state is None else state[1:], **rates)
         if any((t.shape, t.dtype) != (param.shape, param.dtype) for t in (new, kept)):
-            problem = "returns other tensors than float32 ones of the parameter's shape"
-        elif not all(map(torch.equal, given, before)):
-            problem = "changes what it is given"
-        elif grad.untyped_storage().data_ptr() in (
+            return "returns other tensors than float32 ones of the parameter's shape"
+        if not all(map(torch.equal, given, before)):
+            return "changes what it is given"
+        if grad.untyped_storage().data_ptr() in (
             new.untyped_storage().data_ptr(),
             kept.untyped_storage().data_ptr(),
         ):
             # The average lies in the swarm's memory, which the next round overwrites.
-            problem = "returns the average itself instead of a copy"
-        elif not (torch.allclose(lower[0], new[1:]) and torch.allclose(lower[1], kept[1:])):
-            problem = "moves each row by what is in other rows, which other ranks may have"
-        if problem:
-            raise ConfigError(
-                f"the outer rule {name!r} {problem}, so nothing was started: correct the rule"
-            )
+            return "returns the average itself instead of a copy"
+        if not (torch.allclose(lower[0], new[1:]) and torch.allclose(lower[1], kept[1:])):
+            return "moves each row by what is in other rows, which other ranks may have"
         param, state = new, kept
-    return rule
+    return ""
+
+
+def _try_select(rule: OuterRule) -> str:
+    if not 0 <= rule.feedback <= 1:
+        return f"keeps {rule.feedback} of the residual, which is no share of it"
+    if rule.select is None:
+        return ""
+    rows = torch.arange(24.0).view(3, 8).sub_(9.25)  # no two of one magnitude in a row
+    before = rows.clone()
+    sent, lower = rule.select(rows), rule.select(rows[1:])
+    if (sent.shape, sent.dtype) != (rows.shape, rows.dtype):
+        return "sends other tensors than float32 ones of the rows' shape"
+    if not torch.equal(rows, before):
+        return "changes what it is given"
+    if not torch.equal(lower, sent[1:]):
+        return "chooses in each row by what is in other rows, which other ranks may have"
+    return ""

@@ -43,7 +43,7 @@ from distributed_training.protocol.types import AllReduceError, AllReduceFault, 
 
 from .collectives import ParameterShard, RowStream, on_host, to_host
 from .model import parameter_schema, without_extras
-from .outer_rule import OUTER_MOMENTUM, OuterRule, nesterov_sgd
+from .outer_rule import NESTEROV, OUTER_MOMENTUM, OuterRule
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +169,7 @@ class OuterStep:
         stream: RowStream,
         learning_rate: float,
         momentum: float,
-        rule: OuterRule = nesterov_sgd,
+        rule: OuterRule = NESTEROV,
     ) -> None:
         self.rule = rule
         self.learning_rate = learning_rate
@@ -367,9 +367,10 @@ class OuterStep:
             raise AllReduceError(AllReduceFault.NOT_FINITE)
         before: Sequence[Tensor | None] = self.momentum or [None] * len(average)
         inputs = list(zip(self.epoch_start, average, before, strict=True))
+        step = self.rule.step
         # It takes two new tensors for each parameter, so memory may run out on one rank alone.
         new = self._stream.run_on_all(
-            lambda: [self.rule(*each, lr=self.learning_rate, mu=self.mu) for each in inputs], _local
+            lambda: [step(*each, lr=self.learning_rate, mu=self.mu) for each in inputs], _local
         )
         weights, momentum = [each for each, _ in new], [each for _, each in new]
         present, written = weights, self._written

@@ -42,6 +42,7 @@ from distributed_training.protocol.update_file import (
 )
 
 from .collectives import Layout, ParameterShard, enter_thread, on_host
+from .outer_rule import OuterRule
 from .outer_step import OuterStep, Prepared
 from .snapshot import BackgroundWrite, BoundaryCopies, ready_file
 
@@ -67,11 +68,21 @@ class _Movement:
     start: Sequence[Tensor]
     weights: Sequence[Tensor]
     residual: Sequence[Tensor] | None
+    rule: OuterRule
 
     def rows(self, index: int, first: int = 0, stop: int | None = None) -> Tensor:
         """Return new rows of one parameter, the same bits each time."""
         rows = self.start[index][first:stop] - self.weights[index][first:stop]
-        return rows if self.residual is None else rows.add_(self.residual[index][first:stop])
+        if self.residual is None:
+            return rows
+        residual = self.residual[index][first:stop]
+        if self.rule.feedback != 1:
+            residual = residual * self.rule.feedback
+        return rows.add_(residual)
+
+    def sent(self, rows: Tensor) -> Tensor:
+        """Return what is sent of ``rows``, (rows, columns) of :meth:`rows`."""
+        return rows if self.rule.select is None else self.rule.select(rows)
 
 
 @dataclass(frozen=True)
@@ -163,7 +174,7 @@ class StoreOuterStep(OuterStep):
             except OSError as error:
                 problem = f"{path} cannot be written: {error}"
         self._stream.raise_if_any(problem, OSError)  # no rank writes before
-        moved = _Movement(self.epoch_start or [], copies.weights, self.residual)
+        moved = _Movement(self.epoch_start or [], copies.weights, self.residual, self.rule)
         # Here and not in the thread: it is collective, and would meet training's collectives.
         rows = self._stream.run_on_all(lambda: [moved.rows(index) for index in self._vectors])
         wholes = dict(zip(self._vectors, self._stream.whole(rows), strict=True))
@@ -296,7 +307,7 @@ class StoreOuterStep(OuterStep):
         if own_upload is None or not self._stream.layout.on_node_0:
             return [shard.empty_rows() for shard in self._shards]
         opened = UpdateFile.reopen(own_upload, self._schema)
-        moved = _Movement(self.epoch_start or [], written or [], self.residual)
+        moved = _Movement(self.epoch_start or [], written or [], self.residual, self.rule)
         indices = range(len(self._shards))
         return [moved.rows(index).sub_(self._decode(opened, index)) for index in indices]
 
@@ -384,9 +395,11 @@ def _write_own_rows(state: _UploadState, handle: UploadHandle, path: Path) -> No
         handle.check()
         if index in state.vectors:
             if state.layout.rank == 0:
-                write_rows(path, state.file, index, 0, state.vectors[index].view(1, -1))
+                row = state.moved.sent(state.vectors[index].view(1, -1))
+                write_rows(path, state.file, index, 0, row)
             continue
         step = max(1, _AT_ONCE // math.prod(shard.shape[1:]))
         for first in range(0, shard.stop - shard.start, step):
             rows = state.moved.rows(index, first, first + step).flatten(1)
-            write_rows(path, state.file, index, shard.start + first, rows)
+            sent = state.moved.sent(rows)
+            write_rows(path, state.file, index, shard.start + first, sent)

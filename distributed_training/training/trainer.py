@@ -145,7 +145,7 @@ class Trainer:
             stream=stream,
             learning_rate=settings.outer_learning_rate,
             momentum=settings.outer_momentum,
-            rule=outer_rule_of(settings),
+            rule=outer_rule_of(settings, exchange),
         )
         self.starts = EpochStarts(shards=shards, stream=stream)
         self._left_sketch: Tensor | None = None  # of the outer step that a round is to end

@@ -268,7 +268,7 @@ class HivemindValidator(Validator):
         weights, momentum = [], []
         for i, (start, gradient) in enumerate(zip(state.weights, averaged, strict=True)):
             old = None if state.momentum is None else state.momentum[i]
-            new, buffer = self._rules.outer_rule(
+            new, buffer = self._rules.outer_rule.step(
                 start, gradient, old, lr=state.learning_rate, mu=state.mu
             )
             # Published, a NaN would be in every miner's weights after the next load.

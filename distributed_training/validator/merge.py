@@ -34,7 +34,7 @@ from distributed_training.protocol.update_file import (
     rows_and_columns,
     write_rows,
 )
-from distributed_training.training.outer_rule import OUTER_RULES
+from distributed_training.training.outer_rule import OUTER_RULES, nesterov_sgd
 
 NESTEROV = "nesterov"
 #: Outer steps whose merged norms bound those of an upload.
@@ -160,11 +160,11 @@ def merge(
 
 def _step(rule: Rule, weight: Tensor, mean: Tensor, momentum: Tensor | None) -> tuple[Tensor, ...]:
     """Return what the outer rule subtracts from some weights, and their new momentum."""
-    if rule.name != NESTEROV:
-        rates = {"lr": rule.learning_rate, "mu": rule.mu}
-        new, kept = OUTER_RULES[rule.name](weight, mean, momentum, **rates)
+    step = OUTER_RULES[rule.name].step
+    if step is not nesterov_sgd:
+        new, kept = step(weight, mean, momentum, lr=rule.learning_rate, mu=rule.mu)
         return weight - new, kept
-    # Not the hivemind kind's nesterov_sgd, which has torch's fused additions.
+    # Computed here, since the hivemind kind's has torch's fused additions.
     kept = mean.clone() if momentum is None else momentum.mul(rule.mu).add_(mean)
     return kept.mul(rule.mu).add_(mean).mul_(rule.learning_rate), kept
 

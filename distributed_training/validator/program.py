@@ -378,7 +378,9 @@ class Judges:
         standings.board.assigned_counts = not config.data.own
         rules = ValidatorRules(
             config=config,
-            outer_rule=outer_rule_of(config.training),
+            outer_rule=outer_rule_of(
+                config.training, config.validator.exchange, bits=config.validator.bits
+            ),
             losses=losses,
             follow=follow_rules(config, parts),
             show_finished=parts.show_finished,

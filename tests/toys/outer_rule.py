@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from distributed_training.training.outer_rule import OUTER_RULES
+from distributed_training.training.outer_rule import OUTER_RULES, OuterRule
 
 
 def signed(
@@ -18,4 +18,4 @@ def signed(
     return param - lr / 1000 * direction, kept
 
 
-OUTER_RULES.register("signed", signed)
+OUTER_RULES.register("signed", OuterRule(signed))

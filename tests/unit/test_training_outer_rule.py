@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
+from distributed_training.common import kinds
 from distributed_training.config import ConfigError
 from distributed_training.config.settings import TrainingSettings
 from distributed_training.protocol.types import Progress
 from distributed_training.training.checkpoint import Checkpointer
-from distributed_training.training.outer_rule import OUTER_RULES, outer_rule_of
+from distributed_training.training.outer_rule import (
+    OUTER_RULES,
+    OuterRule,
+    find_rule,
+    nesterov_sgd,
+    outer_rule_of,
+)
 from tests.tools.training_world import outer_step, save_checkpoint, train, trainer
 from tests.toys.outer_rule import signed
 
@@ -50,6 +59,86 @@ def test_an_outer_step_is_taken_by_a_plug_in_s_rule(tmp_path: Path) -> None:
 def test_a_rule_whose_state_could_not_be_kept_is_refused(
     returned: Any, refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(OUTER_RULES, "_made", {"odd": lambda w, g, s, lr, mu: returned(w, g, s)})
-    with pytest.raises(ConfigError, match=refused):
-        outer_rule_of(TrainingSettings(outer_rule="odd"))
+    refuse(monkeypatch, OuterRule(lambda w, g, s, lr, mu: returned(w, g, s)), refused)
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, rule: OuterRule, refused: str, **network: Any) -> None:
+    monkeypatch.setattr(OUTER_RULES, "_made", {"odd": rule})
+    with pytest.raises(ConfigError, match=refused) as caught:
+        outer_rule_of(TrainingSettings(outer_rule="odd"), **{"exchange": "store", **network})
+    assert "\n" not in str(caught.value)
+    assert "so nothing was started: correct the rule" in str(caught.value)
+
+
+def halves(rows: Tensor) -> Tensor:
+    return torch.where(rows.abs() < rows.abs().median(1, keepdim=True).values, 0, rows)
+
+
+@pytest.mark.parametrize(
+    ("parts", "refused"),
+    [
+        ({"select": lambda rows: rows[:, :1]}, "other tensors than float32 ones of the rows"),
+        ({"select": lambda rows: rows.double()}, "other tensors than float32 ones of the rows"),
+        ({"select": lambda rows: rows.mul_(0)}, "changes what it is given"),
+        ({"select": lambda rows: rows * (rows > rows.mean())}, "what is in other rows"),
+        ({"feedback": 1.5}, "keeps 1.5 of the residual"),
+        ({"feedback": float("nan")}, "keeps nan of the residual"),
+    ],
+)
+def test_a_rule_that_chooses_what_is_sent_otherwise_than_by_row_is_refused(
+    parts: dict[str, Any], refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, OuterRule(nesterov_sgd, **parts), refused)
+
+
+@pytest.mark.parametrize(
+    ("parts", "network", "refused"),
+    [
+        ({"groups": lambda members, step: [range(members)]}, {}, "all members of a network have"),
+        ({"select": halves}, {"exchange": "hivemind"}, "over hivemind peers average whole"),
+        ({"select": halves}, {"bits": 2}, "uploads of 2 bits have not"),
+    ],
+)
+def test_a_rule_that_such_a_network_cannot_have_is_refused(
+    parts: dict[str, Any], network: dict[str, Any], refused: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, OuterRule(nesterov_sgd, **parts), refused, **network)
+    # Without a network there is nothing to refuse.
+    assert outer_rule_of(TrainingSettings(outer_rule="odd"), None)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "refused"),
+    [
+        ("no_file.py", None, "there is no file"),
+        ("registers_none.py", "", "registers 0 new outer rules"),
+        ("this.py", "", "registers 0 new outer rules"),  # a library's name
+        ("raises_at_once.py", "1 / 0", "raises_at_once cannot be imported"),
+        ("other-rule", None, "there is no outer rule called 'other-rule'"),
+    ],
+)
+def test_a_file_without_a_rule_is_refused_in_one_line(
+    name: str, content: str | None, refused: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=refused) as caught:
+        find_rule(str(path) if path.suffix else name)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_s_rule_is_found_by_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(kinds, "_imported", [])
+    monkeypatch.setattr(OUTER_RULES, "_made", {**OUTER_RULES._made})
+    (tmp_path / "a_rule_of_mine.py").write_text(
+        "from distributed_training.training.outer_rule import *\n"
+        "OUTER_RULES.register('mine', OuterRule(nesterov_sgd))\n"
+    )
+    assert find_rule(str(tmp_path / "a_rule_of_mine.py")) == "mine"
+    # Whoever this process starts has it too.
+    assert kinds.plugin_environment()[kinds.PLUGINS] == "a_rule_of_mine"

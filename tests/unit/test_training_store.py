@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -21,8 +22,10 @@ from torch import Tensor
 
 from distributed_training.common.files import sha256_of
 from distributed_training.protocol.types import AllReduceError, Base, Progress, Update
+from distributed_training.protocol.update_file import rows_and_columns
 from distributed_training.training import store_outer_step
 from distributed_training.training.checkpoint import Checkpointer
+from distributed_training.training.outer_rule import NESTEROV, OuterRule, nesterov_sgd
 from distributed_training.training.trainer import Trainer
 from tests.tools.outer_steps import header, sign
 from tests.tools.store_member import decoded, digest_of, drawn, move, store_step, write_update
@@ -92,11 +95,11 @@ class Network:
 class World:
     """One miner and its network, in ``folder``."""
 
-    def __init__(self, folder: Path, *, drops: bool = False) -> None:
+    def __init__(self, folder: Path, *, drops: bool = False, rule: OuterRule = NESTEROV) -> None:
         self.folder, self.drops = folder, drops
         self.made, self.other = two_trainers()
         for made in (self.made, self.other):
-            store_step(made)._drop_overlap = drops
+            store_step(made)._drop_overlap, made.outer.rule = drops, rule
         self.made.load_weights(None)
         self.made.begin_epoch(0)
         self.made.total_inner_steps = 0
@@ -298,7 +301,7 @@ OFTEN = ("train", "upload", "merge", "apply", "apply", "restart")
 @example(["upload", "merge", "merge", "keep", "restart", "load", "train", "restart"])
 @settings(max_examples=25)
 def test_all_movement_is_merged_once_or_carried_or_named_as_dropped(names: list[str]) -> None:
-    walk(names, drops=False)
+    walk(names)
 
 
 @given(st.lists(st.sampled_from([*OPERATIONS, *OFTEN]), min_size=4, max_size=24))
@@ -309,9 +312,64 @@ def test_movement_along_the_update_is_dropped_where_the_network_says_so(names: l
     walk(names, drops=True)
 
 
-def walk(names: list[str], *, drops: bool) -> None:
+@given(
+    st.lists(st.sampled_from([*OPERATIONS, *OFTEN]), min_size=4, max_size=24),
+    st.floats(0.01, 1),
+)
+@example(["train", "upload", "train", "merge", "restart", "apply", "upload", "merge", "apply"], 0.1)
+@settings(max_examples=8)
+def test_what_a_rule_does_not_send_is_carried_too(names: list[str], share: float) -> None:
+    walk(names, rule=OuterRule(nesterov_sgd, select=partial(largest, share=share)))
+
+
+def largest(rows: Tensor, *, share: float = 0.25) -> Tensor:
+    """Return the largest values of each row, zeros for the rest."""
+    places = rows.abs().topk(max(1, round(share * rows.shape[1])), dim=1).indices
+    return torch.zeros_like(rows).scatter_(1, places, rows.gather(1, places))
+
+
+@given(st.floats(0.01, 1), st.floats(0, 1), st.integers(1, 1000))
+@settings(max_examples=10)
+def test_a_rule_chooses_what_is_sent_and_keeps_a_share_of_the_rest(
+    share: float, feedback: float, seed: int
+) -> None:
+    made, _ = two_trainers()
+    made.load_weights(None)
+    made.begin_epoch(0)
+    select = partial(largest, share=share)
+    made.outer.rule = OuterRule(nesterov_sgd, select=select, feedback=feedback)
+    left = [torch.zeros(shape) for _, shape in made.schema]
+    with tempfile.TemporaryDirectory() as name:
+        for outer_step in range(3):
+            move(made, drawn(seed + outer_step))
+            starts = made.outer.epoch_start or []
+            moved = [s - n for s, n in zip(starts, made.outer.current(), strict=True)]
+            wanted = [m + old * feedback for m, old in zip(moved, left, strict=True)]
+            own = Path(name) / f"{outer_step}"
+            finished(made.write_upload(own, header("upload", outer_step, serial=1), sign=sign))
+            sent = decoded(own, made.schema)
+            for all_of_it, found in zip(wanted, sent, strict=True):
+                rows = all_of_it.view(rows_and_columns(all_of_it.shape))
+                chosen = select(rows)
+                assert not found.view_as(rows)[chosen == 0].any()
+                assert float((found.view_as(rows) - chosen).abs().max()) <= chosen.abs().max() / 13
+            left = [w - d for w, d in zip(wanted, sent, strict=True)]
+            update = write_update(own.with_suffix(".update"), made.schema, sent)
+            after = [
+                start - update.decode(name, shape)
+                for start, (name, shape) in zip(starts, made.schema, strict=True)
+            ]
+            given = Update(outer_step + 1, update.path, Base.MERGED, own, digest_of(after))
+            made.prepare_update(given)
+            made.commit_outer_step()
+            torch.testing.assert_close(
+                flat(store_step(made).residual), flat(left), rtol=0, atol=1e-9
+            )
+
+
+def walk(names: list[str], *, drops: bool = False, rule: OuterRule = NESTEROV) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        world = World(Path(folder), drops=drops)
+        world = World(Path(folder), drops=drops, rule=rule)
         for name in names:
             OPERATIONS[name](world)
             world.check()

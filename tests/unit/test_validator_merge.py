@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distributed_training.protocol.update_file import UpdateFile, UpdateLayout
-from distributed_training.training.outer_rule import OUTER_RULES, nesterov_sgd
+from distributed_training.training.outer_rule import OUTER_RULES, OuterRule, nesterov_sgd
 from distributed_training.validator import merge as module
 from distributed_training.validator.merge import (
     OuterState,
@@ -162,9 +163,21 @@ def test_nothing_is_lost_by_quantization(bits: int, steps: int, size: float, see
             assert float(lost.abs().max()) <= 1e-5 * steps * size
 
 
-def test_an_outer_rule_of_a_plug_in_is_followed(tmp_path: Path) -> None:
-    """With the hivemind kind's own rule under another name: equal but for the last bits."""
-    OUTER_RULES.register("of-test-merge", nesterov_sgd)
+def test_a_rule_with_the_network_s_own_step_gives_its_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(OUTER_RULES, "_made", {"alike": OuterRule(nesterov_sgd, feedback=0.5)})
+    other = merge_steps(tmp_path, rule=Rule("alike", RULE.learning_rate, RULE.mu))[-1]
+    monkeypatch.undo()
+    (tmp_path / "own").mkdir()
+    assert other.digests == merge_steps(tmp_path / "own")[-1].digests
+
+
+def test_an_outer_rule_of_a_plug_in_is_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the hivemind kind's own step in another function: equal but for the last bits."""
+    monkeypatch.setitem(OUTER_RULES._made, "of-test-merge", OuterRule(partial(nesterov_sgd)))
     other = merge_steps(tmp_path, rule=Rule("of-test-merge", RULE.learning_rate, RULE.mu))[-1]
     (tmp_path / "own").mkdir()
     own = merge_steps(tmp_path / "own")[-1]
