@@ -17,14 +17,17 @@ mostly asleep, so that programs on few cores do not measure each other.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -209,8 +212,20 @@ def link(period: int) -> tuple[float, float]:
     return _BIG[2] * share, _BIG[3] * share
 
 
-def measure(exchange: Any, folder: Path, period: int, last: int) -> Found:
-    """Run a subnet until all miners have taken outer step ``last``, or time is over."""
+def measure(
+    exchange: Any,
+    folder: Path,
+    period: int,
+    last: int,
+    *,
+    rules: Mapping[str, Any] | None = None,
+    kill_every: float = math.inf,
+) -> Found:
+    """Run a subnet until all miners have taken outer step ``last``, or time is over.
+
+    ``rules``: more keys of the network's file. ``kill_every``: seconds after which the next miner
+    gets ``kill -9`` and starts again.
+    """
     up, down = link(period)
     print(f"{exchange}: links of {up:.2f} Mbit/s up and {down:.2f} down", flush=True)
     (model := folder / "config.json").write_text(json.dumps(MODEL))
@@ -224,14 +239,24 @@ def measure(exchange: Any, folder: Path, period: int, last: int) -> Found:
         miner_script=_PACED,
         miner_flags=_flags(exchange, period),
         validator_flags=("--validator.model_config", str(model)),
-        rules=_rules(exchange, period, up),
+        rules={**_rules(exchange, period, up), **(rules or {})},
     )
     os.environ["PACED_STEP"] = str(_STEP)
     with machines([(up, down)] * MINERS) as made, made[0].inside():
         counted: dict[str, list[Count]] = {}
         by_step: dict[int, tuple[int, int]] = {}  # validator's when the first miner took the step
+        killed = itertools.count()
+        next_kill = time.monotonic() + kill_every
 
         def reached() -> bool:
+            nonlocal next_kill
+            trained = all(miner.state.losses for miner in subnet.miners)
+            if trained and time.monotonic() > next_kill:
+                number = next(killed) % MINERS
+                print(f"kill -9 {subnet.miners[number].plan.name}", flush=True)
+                subnet.kill_miner(number)
+                subnet.restart_miner(number)
+                next_kill = time.monotonic() + kill_every
             for miner in subnet.miners:
                 seen, taken = counted.setdefault(miner.plan.name, []), miner.state.outer_steps
                 if not taken or (seen and seen[-1].outer_step == taken[-1][0]):

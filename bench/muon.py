@@ -3,7 +3,7 @@
     python -m bench.muon                           20 rounds of 30 inner steps, three seeds
     python -m bench.muon --device cuda --steps 60  a minute of a GPU
 
-The byte model of ``bench.four_bits``, four workers, the same batches in all ways. Each optimizer
+The byte model of ``bench.workers``, four workers, the same batches in all ways. Each optimizer
 runs at several learning rates, and its best one counts. Uploads and the update have 4 bits a value,
 by the product's own encoder; what the update's encoding leaves out is carried into the next one.
 The outer rule is the public one.
@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from bench.common import table
-from bench.four_bits import (
+from bench.workers import (
     RATE,
+    WORKERS,
     Weights,
     arguments_of,
     batches,
@@ -35,7 +36,7 @@ from bench.four_bits import (
 from distributed_training.protocol.update_file import decode_rows, encode_rows
 from distributed_training.training.outer_rule import nesterov_sgd
 
-WORKERS, BITS = 4, 4
+BITS = 4
 RATES = tuple(RATE * factor for factor in (1, 3, 10, 30))
 MOMENTUM, DECAY = 0.95, 0.1
 GOAL = 0.01  # below AdamW

@@ -5,7 +5,7 @@
     python -m bench.store_loss --late 0.33 --rounds 12
     python -m bench.store_loss --device cuda --steps 120    a minute of a GPU
 
-The byte model of ``bench.four_bits``, four workers, the same batches in all ways. Uploads and
+The byte model of ``bench.workers``, four workers, the same batches in all ways. Uploads and
 update are the product's own files, merged by the validator's own code: 4, 3 or 2 bits a value up
 and 4 down, with error feedback. Where the update is late, workers train on meanwhile, and what they
 did since their snapshot stays: new epoch start + (weights now - snapshot). ``half`` and ``none``
@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,21 +27,19 @@ import torch
 from torch import Tensor
 
 from bench.common import table
-from bench.four_bits import RATE, arguments_of, batches, held_out_losses, initial, losses
-from distributed_training.protocol.update_file import (
-    Header,
-    UpdateFile,
-    UpdateLayout,
-    finish,
-    rows_and_columns,
-    write_rows,
+from bench.workers import (
+    WORKERS,
+    Network,
+    arguments_of,
+    held_out_losses,
+    initial,
+    inner_steps,
+    stack,
 )
 from distributed_training.training.outer_rule import nesterov_sgd
-from distributed_training.validator.merge import NESTEROV, OuterState, Rule, merge
+from distributed_training.validator.merge import NESTEROV, OuterState, Rule
 
-WORKERS = 4
 RULE = Rule(NESTEROV, 0.8, 0.9)
-DOWN = 4  # bits of the update
 
 
 class Way(NamedTuple):
@@ -70,55 +68,32 @@ WAYS = (
 )
 
 
-def sign(message: bytes) -> bytes:
-    return bytes(64)
-
-
 @dataclass
-class Network:
-    """One way with one seed: the validator's state, and what each worker's upload left out."""
+class LateNetwork(Network):
+    """One way with one seed. ``late``: inner steps between a close and its update."""
 
-    way: Way
-    state: OuterState
-    names: list[str]
-    late: int  # inner steps
-    residuals: list[list[Tensor] | None] = field(default_factory=lambda: [None] * WORKERS)
+    way: Way = WAYS[0]
+    late: int = 0
     snapshot: list[Tensor] | None = None  # by parameter, all workers'
     start: Sequence[Tensor] = ()  # of the outer step that was closed last
 
     def close(self, weights: list[Tensor], folder: Path, step: int) -> None:
         """Take the workers' uploads, (workers, ...) by parameter, and merge them."""
-        own = [each.cpu() for each in weights]
+        own = [each.cpu().clone() for each in weights]
         moved = [s - w for s, w in zip(self.state.weights, own, strict=True)]
         self.start = self.state.weights
         if self.way.own_first:
             self._apply_own(weights, moved)
         self.snapshot = [each.clone() for each in weights]
-        if self.way.bits is None:
-            before: Sequence[Tensor | None] = self.state.momentum or [None] * len(moved)
-            found = [
-                nesterov_sgd(w, g.mean(0), m, lr=RULE.learning_rate, mu=RULE.mu)
-                for w, g, m in zip(self.state.weights, moved, before, strict=True)
-            ]
-            self.state = OuterState([w for w, _ in found], [m for _, m in found])
+        if self.way.bits is not None:
+            self.exchange(own, folder, step)
             return
-        uploads = []
-        for worker in range(WORKERS):
-            wanted, kept = [g[worker] for g in moved], self.residuals[worker]
-            if kept is not None:
-                wanted = [g + k for g, k in zip(wanted, kept, strict=True)]
-            upload = self._write(folder / f"{worker}", wanted, step)
-            self.residuals[worker] = [
-                w - upload.decode(name, w.shape) for name, w in zip(self.names, wanted, strict=True)
-            ]
-            uploads.append(upload)
-        path = folder / "update"
-        path.unlink(missing_ok=True)
-        factors = [1.0] * WORKERS
-        layout = self._layout("update", DOWN, step)
-        _, self.state = merge(
-            uploads, factors, self.state, RULE, path=path, layout=layout, sign=sign
-        )
+        before: Sequence[Tensor | None] = self.state.momentum or [None] * len(moved)
+        found = [
+            nesterov_sgd(w, g.mean(0), m, lr=RULE.learning_rate, mu=RULE.mu)
+            for w, g, m in zip(self.state.weights, moved, before, strict=True)
+        ]
+        self.states = [OuterState([w for w, _ in found], [m for _, m in found])]
 
     def apply(self, weights: list[Tensor]) -> None:
         """Begin the workers' new outer step, in place, with what they trained since the close."""
@@ -143,23 +118,6 @@ class Network:
             )
             mine.copy_(new)
 
-    def _write(self, path: Path, tensors: list[Tensor], step: int) -> UpdateFile:
-        path.unlink(missing_ok=True)
-        assert self.way.bits is not None
-        layout = self._layout("upload", self.way.bits, step)
-        for index, tensor in enumerate(tensors):
-            write_rows(path, layout, index, 0, tensor.reshape(rows_and_columns(tensor.shape)))
-        finish(path, layout, sign)
-        return UpdateFile.reopen(path, layout.schema)
-
-    def _layout(self, kind: str, bits: int, step: int) -> UpdateLayout:
-        header = Header(
-            kind="update" if kind == "update" else "upload", run_id="bench", outer_step=step,
-            serial=0, hotkey="bench", start="0" * 64, bits=bits, inner_steps=1, tokens=1,
-        )  # fmt: skip
-        shapes = [tuple(weight.shape) for weight in self.state.weights]
-        return UpdateLayout.of(list(zip(self.names, shapes, strict=True)), header)
-
 
 def _without(late: Tensor, update: Tensor) -> None:
     """Take from each worker's ``late`` movement what lies along the common ``update``."""
@@ -172,37 +130,33 @@ def train(
     seeds: int, rounds: int, steps: int, late: float, device: torch.device
 ) -> dict[str, list[float]]:
     """Return each way's held-out losses, by seed."""
-    networks = []
-    for way in WAYS:
-        for seed in range(seeds):
-            start = initial(seed)
-            state = OuterState(list(start.values()))
-            networks.append(Network(way, state, list(start), round(late * steps) * way.late))
+    starts = [initial(seed) for seed in range(seeds)]
+    networks = [
+        LateNetwork(
+            RULE,
+            list(start),
+            [OuterState(list(start.values()))],
+            bits=way.bits or 4,
+            way=way,
+            late=round(late * steps) * way.late,
+        )
+        for way in WAYS
+        for start in starts
+    ]
     names = networks[0].names
-    weights = {
-        name: torch.stack([n.state.weights[i] for n in networks for _ in range(WORKERS)]).to(device)
-        for i, name in enumerate(names)
-    }
-    for weight in weights.values():
-        weight.requires_grad_()
-    optimizer = torch.optim.AdamW(weights.values(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    weights = stack(starts * len(WAYS), WORKERS, device)
     with tempfile.TemporaryDirectory(prefix="bench-") as made:
-        for step, (warm, tokens) in enumerate(batches(rounds * steps, seeds * WORKERS, device)):
-            optimizer.param_groups[0]["lr"] = RATE * warm
-            loss = losses(weights, tokens.repeat(len(WAYS), 1, 1))
-            optimizer.zero_grad()
-            loss.sum().backward()
-            optimizer.step()
+        for step, loss in inner_steps(weights, rounds * steps, seeds * WORKERS, device):
             with torch.no_grad():
                 for number, network in enumerate(networks):
                     mine = slice(number * WORKERS, (number + 1) * WORKERS)
                     own = [weights[name][mine] for name in names]
-                    if (step + 1) % steps == 0:
-                        network.close(own, Path(made), (step + 1) // steps)
-                    if network.snapshot is not None and (step + 1) % steps == network.late:
+                    if step % steps == 0:
+                        network.close(own, Path(made), step // steps)
+                    if network.snapshot is not None and step % steps == network.late:
                         network.apply(own)
-            if (step + 1) % steps == 0:
-                print(f"round {(step + 1) // steps}: {loss.detach().mean():.4f}", flush=True)
+            if step % steps == 0:
+                print(f"round {step // steps}: {loss.mean():.4f}", flush=True)
     merged = {
         name: torch.stack([n.state.weights[i] for n in networks]).to(device)
         for i, name in enumerate(names)
