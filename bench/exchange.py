@@ -384,7 +384,7 @@ def rows(results: dict[str, Found]) -> Iterator[tuple[str, ...]]:
     yield row("sent", sent, ".3f", bound)
     yield row("its uploads", uploaded, ".3f", f"{growth.upload / PARAMETERS:.3f} computed")
     rest = [a - b for a, b in zip(sent, uploaded, strict=True)]
-    yield row("beside them: the round, polls", rest, ".3f")
+    yield row("with them: the round, polls", rest, ".3f")
     received = mean(lambda member: statistics.mean(member.received))
     yield row("received", received, ".3f", bound)
     rest = [a - update * (kind == "store") for kind, a in zip(results, received, strict=True)]

@@ -78,7 +78,7 @@ PARTS = (
     Part("sweep", "variations, 1B", "measured", 85),
     Part("overhead", "snapshot, preview, checkpoint", "at most 2 % of a step", 50),
     Part("codec", "gradient codec", "20x the public codec on the CPU", 30),
-    Part("out_of_memory", "out of memory on purpose", "half, and training goes on", 35),
+    Part("out_of_memory", "out of memory on purpose", "half, and training continues", 35),
     Part("loss_curve", "100 steps: GPU bf16, CPU fp32", "the same curve", 40),
 )
 

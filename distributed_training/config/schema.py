@@ -303,7 +303,7 @@ def markdown() -> str:
         "Dashes and underscores in a flag are the same: `--neuron.upload-steps 60` and",
         "`--neuron.upload_steps=60`. Switches need no value; `--flag false` turns one off. What",
         "wins, strongest first: flags, environment variables, `.env` (with or without `export`),",
-        "`miner.toml` beside it (or the TOML file of `--config`), the network's file, the preset,",
+        "`miner.toml` next to it (or the TOML file of `--config`), the network's file, the preset,",
         "the default. Secrets come from the environment or `.env` only and are refused on the",
         "command line. Unknown flags are errors, and so are values outside the range, and a start",
         "without `--network`.",

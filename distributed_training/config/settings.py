@@ -254,7 +254,7 @@ class DataSettings:
     """with data.selection 2: pages that nobody trains on"""
     own: bool = rule("data.own", False)
     """true: each member trains on text of his own, --data.own_text, which is never uploaded;
-    uploads are judged on data.held_out alone"""
+    uploads are judged only on data.held_out"""
     own_text: Words[str] = flag("data.own_text", ())
     """files, or folders of files, of your own text, in a network whose file says data.own: Parquet,
     JSON lines (.jsonl), or text in UTF-8"""
@@ -354,13 +354,13 @@ class MinerSettings(RoundSettings):
     ended by force; at least twice what the last checkpoint took, and 20 s. What stops the miner
     (pm2's kill_timeout, systemd's TimeoutStopSec) must wait 25 s longer"""
     hang_timeout: Patience = flag("neuron.hang_timeout", 1200 * SECOND)
-    """ranks that come to no micro-batch boundary for so long, or no further in their start, hang:
+    """ranks that come to no micro-batch boundary for this long, or no further in their start, hang:
     the stacks of all processes are written to stacks.txt in the run folder, and the ranks start
     again from their last checkpoint. Waiting for data, a round or an upload does not count;
     compiling, loading weights and waiting until a checkpoint is written do"""
     deregistered_wait: Duration = flag("neuron.deregistered_wait", DAY, ge=SECOND, le=365 * DAY)
     """a hotkey that lost its uid ends training and uploads at once; weights and run folder are kept
-    and the miner waits so long to be registered again (`btcli subnet register`), then ends with
+    and the miner waits this long to be registered again (`btcli subnet register`), then ends with
     status 3. Metric dt_registered is 0 while it waits, 1 while it runs"""
     global_tokenizer_name: str = rule("tokenizer.name")
     """tokenizer, by its Hugging Face name or as a folder"""
@@ -370,16 +370,16 @@ class MinerSettings(RoundSettings):
     """after the start of a round: how long to wait for the validator's new global state before this
     miner compares epochs and loads what the bucket holds"""
     train_in_rounds: bool | None = flag("neuron.train_in_rounds", None)
-    """inner steps go on while the swarm averages, and the outer step keeps what they trained. Takes
-    4 bytes of host memory a parameter more in a round (default: in a network of format 2, where
-    the host memory is there)"""
+    """inner steps continue while the swarm averages, and the outer step keeps what they trained.
+    Takes 4 bytes of host memory a parameter more in a round (default: in a network of format 2,
+    where the host memory is there)"""
     epoch_check_blocks: Count = 25  # between two looks at the global bucket while training
     checkpoint_steps: Count = flag("neuron.checkpoint_steps", 25)
     """inner steps between two local checkpoints, at least; one is also written after each outer
     step and at each stop"""
     checkpoint_interval: Span = flag("neuron.checkpoint_interval", 600 * SECOND)
     """time trained between two local checkpoints, at least. A checkpoint of 4 billion parameters is
-    64 GB: on fast hardware steps alone would write one each minute"""
+    64 GB: on fast hardware checkpoint_steps by itself would write one each minute"""
     keep_checkpoints: int = flag("neuron.keep_checkpoints", 2, ge=1, le=1000)
     """local checkpoints to keep; older ones are deleted"""
 
@@ -417,8 +417,8 @@ class StoreSettings:
     addressing: Literal["path", "virtual"] = rule("store.addressing", "path")
     """where the bucket's name stands: after the store's host, or in it, before the rest"""
     hosts: Words[HostPort] = rule("store.hosts", ())
-    """with exchange 'store': hosts, or HOST:PORT, that the registry may send members to, beside
-    those of store.endpoint and store.public_url"""
+    """with exchange 'store': hosts, or HOST:PORT, that the registry may send members to, in
+    addition to those of store.endpoint and store.public_url"""
     public_url: WebUrl | None = rule("store.public_url")
     """with exchange 'store': URL where anybody reads the global bucket without the registry"""
     write_interval: timedelta = 1.1 * SECOND  # between two writes of a key: R2 allows one a second
@@ -432,7 +432,7 @@ class StoreSettings:
     """what a miner uploads: 'scored', the compressed pseudo-gradient that validators score, or
     'all', the model and the inner optimizer too, as the public network does"""
     upload_steps: Count = flag("neuron.upload_steps", 60)
-    """upload at most every so many inner steps"""
+    """inner steps between two uploads, at least"""
     minimum_valid_inner_step: CountFrom0 = rule("round.minimum_valid_inner_step")
     """first inner step of an outer step to upload; lowered, with a warning, if that is too late"""
     age_limit: Age = rule("round.upload_age_limit")
@@ -509,8 +509,8 @@ class TelemetrySettings:
     page_token: Secret | None = flag("neuron.page_token", None, env="DT_PAGE_TOKEN")
     """16 characters or more that whoever opens the page must know"""
     notify_url: Webhook | None = flag("notify.url", None, env="DT_NOTIFY_URL")
-    """webhook of ntfy, Slack, Discord, Telegram (.../sendMessage?chat_id=ID) or your own, that is
-    told when a miner needs somebody, when that is over, and once a day how it was"""
+    """webhook of ntfy, Slack, Discord, Telegram (.../sendMessage?chat_id=ID) or your own, which
+    gets a message when a miner needs somebody, when that is over, and once a day how it was"""
     price_per_hour: float | None = flag("cost.price_per_hour", None, ge=0, le=1e6)
     """what this machine costs in an hour, in any currency: the page sets it against the income"""
     tensorboard_dir: File | None = flag("neuron.tensorboard_dir", None)
@@ -650,12 +650,12 @@ class ValidatorSettings(RoundSettings):
     """folder as transformers writes it: the weights of outer step 0, when the global bucket is
     empty"""
     model_from: MemberUid | Literal["own", "none"] | None = flag("validator.model_from", None)
-    """what the network goes on with, when the global bucket is empty since it was lost: 'own', the
+    """what the network continues with when the global bucket is empty since it was lost: 'own', the
     copy in the run folder; a member's uid, its model; 'none', nothing: outer step 0"""
 
     # the founder's look at the model
     export_every: CountFrom0 = flag("validator.export_every", 0)
-    """export the model of every so many outer steps into exports/ of the run folder; 0: none"""
+    """outer steps between two exports of the model into exports/ of the run folder; 0: never"""
     keep_exports: int = flag("validator.keep_exports", 3, ge=1, le=10_000)
     """exports to keep, the newest"""
     export_command: Text = flag("validator.export_command", "")

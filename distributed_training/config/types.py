@@ -3,7 +3,7 @@
 Each package has one frozen pydantic dataclass in ``settings.py``. A field of it reads
 
     upload_steps: int = flag("neuron.upload_steps", 60, ge=1, le=100_000)
-    "upload at most every so many inner steps"
+    "inner steps between two uploads, at least"
 
 and this is all there is to write: the command line, ``--help``, docs/flags.md, the environment
 variable, the conversion from text and the check of type and range follow from it. pydantic applies

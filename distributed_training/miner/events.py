@@ -512,7 +512,7 @@ class MinerState:
     round: RoundRequest | None = None
     called_at: float = 0.0
     averaged: AllReduceResult | None = None  # what the outer step under way is made of
-    trains_on: bool = False  # inner steps go on while the swarm averages
+    trains_on: bool = False  # inner steps continue while the swarm averages
     # a round through the store
     upload: Upload | None = None  # of this outer step; None: there is none
     update: Update | None = None  # that all ranks apply next
@@ -550,7 +550,7 @@ class Rules:
 
     ``reload_seconds``: from an AllReduce call until the validator must have uploaded.
     ``checkpoint_steps``, ``checkpoint_seconds``: inner steps and seconds of training between two
-    checkpoints; both must have passed. ``train_in_rounds``: inner steps go on while the swarm
+    checkpoints; both must have passed. ``train_in_rounds``: inner steps continue while the swarm
     averages; the outer step keeps what they trained. ``content``: of an upload. ``tick_seconds``:
     between two looks at deadlines. ``exchange``: by it the rounds are decided.
     """

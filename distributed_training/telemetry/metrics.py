@@ -101,7 +101,7 @@ for _name, _about in {
     "start_timestamp_seconds": "when the miner began to train, after its last start",
     "last_step_timestamp_seconds": "when an inner step was last done; first, when training began",
     # start, by the launcher
-    "launcher_running": "1 while the launcher is there, 0 without: by the dashboard beside it",
+    "launcher_running": "1 while the launcher is there, 0 without: by its dashboard",
     "starts_refused_in_a_row": "starts that the disk, a port, the driver, the chain, the store or "
     "another node refused since the miner trained last",
     # uploads

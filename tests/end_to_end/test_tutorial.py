@@ -21,7 +21,7 @@ from tests.tools.waiting import wait_for
 pytestmark = [pytest.mark.long, pytest.mark.timeout(2400)]
 LONGEST = 1200.0  # seconds from nothing to the second outer step
 MARK = "DT_TUTORIAL"  # environment variable of all that is started
-_BLOCK = re.compile(r"^```bash\n# (founder|partner)(, goes on)?\n(.*?)^```$", re.M | re.S)
+_BLOCK = re.compile(r"^```bash\n# (founder|partner)(, keeps running)?\n(.*?)^```$", re.M | re.S)
 PAGE = (ROOT / "docs" / "tutorial.md").read_text()
 
 
