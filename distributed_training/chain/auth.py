@@ -5,6 +5,9 @@ Both schemes are checked in two halves, so that the server can put its cheap che
 signature (43 us). The scheme of a call decides nothing about what its caller may do. The legacy
 signature covers the hash of nothing in place of the body (protocol/synapses.py).
 
+``btauth/1`` signs the lines of :func:`_btauth_text`. It is bittensor's (its guide "Signed
+requests"), and is here since a member of a registry's network needs of bittensor the keys alone.
+
 *Replay.* A nonce is the caller's clock in nanoseconds. A call is fresh while its nonce is at most
 some seconds old by our clock (:func:`check_fresh`), and a replay when the same call was accepted
 before. Both clocks are wall clocks, by protocol, and may be set at any time. So accepted calls are
@@ -19,6 +22,7 @@ first seconds everything is refused that could have been signed before the start
 from __future__ import annotations
 
 import enum
+import hashlib
 import math
 import re
 import threading
@@ -30,8 +34,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
 
-from bittensor import http_auth
-from bittensor.sp_core import verify as verify_signature
+from bittensor_core import CRYPTO_ED25519, CRYPTO_SR25519
+from bittensor_core import verify as verify_signature
 from pydantic import Field
 
 from distributed_training.common.files import read_state, remove_leftovers, write_state
@@ -84,7 +88,7 @@ class Refused(Exception):
 
 BTAUTH = "btauth"
 LEGACY = "legacy"
-BTAUTH_MAX_AGE: float = http_auth.DEFAULT_MAX_AGE  # seconds
+BTAUTH_MAX_AGE = 10.0  # seconds, as bittensor has it
 
 # Bounded, and without spaces or control characters: what matches goes into log lines.
 HOTKEY = re.compile(r"[1-9A-HJ-NP-Za-km-z]{40,60}")
@@ -177,33 +181,36 @@ def proven(claimed: Claim, headers: Mapping[str, str], body: bytes, *, path: str
         if not valid:
             raise Refused(Refusal.SIGNATURE)
         return
+    crypto = _CRYPTO.get(headers.get("x-bittensor-crypto", "sr25519").strip().lower())
+    if headers["x-bittensor-version"] != _VERSION or crypto is None:
+        raise Refused(Refusal.MALFORMED)
     try:
-        http_auth.verify(
-            headers,
-            body,
-            method="POST",
-            path=path,
-            self_hotkey_ss58=own,
-            nonce_store=_NO_STORE,
-            # Freshness was decided on the server's clock; here only the signature is of interest.
-            now_ns=claimed.nonce,
-        )
-    except http_auth.WrongReceiver:
-        raise Refused(Refusal.RECEIVER) from None
-    except http_auth.BadSignature:
-        raise Refused(Refusal.SIGNATURE) from None
-    except http_auth.AuthError:
+        signature = bytes.fromhex(headers["x-bittensor-signature"].removeprefix("0x"))
+    except (KeyError, ValueError):
         raise Refused(Refusal.MALFORMED) from None
+    if claimed.receiver != own:
+        raise Refused(Refusal.RECEIVER)
+    signed = _btauth_text(crypto, path, body, claimed.nonce, claimed.hotkey, claimed.receiver)
+    try:
+        valid = verify_signature(signed, signature, claimed.hotkey, crypto)
+    except ValueError:
+        raise Refused(Refusal.MALFORMED) from None
+    if not valid:
+        raise Refused(Refusal.SIGNATURE)
 
 
-class _NoStore:
-    """Replays are the business of :class:`NonceMemory`."""
+_VERSION = "1"
+_SCHEMES = {CRYPTO_ED25519: "ed25519", CRYPTO_SR25519: "sr25519"}
+#: As a header may name it.
+_CRYPTO = {name: code for code, name in _SCHEMES.items()} | {str(code): code for code in _SCHEMES}
 
-    def check_and_store(self, hotkey_ss58: str, nonce_ns: int) -> bool:
-        return True
 
-
-_NO_STORE = _NoStore()
+def _btauth_text(
+    crypto: int, path: str, body: bytes, nonce: int, sender: str, receiver: str
+) -> bytes:
+    digest = hashlib.sha256(body).hexdigest()
+    lines = ("btauth/1", _SCHEMES[crypto], "POST", path, digest, str(nonce), sender, receiver)
+    return "\n".join(lines).encode()
 
 
 MOST_VALIDATORS = 1024
@@ -348,6 +355,15 @@ def _nanoseconds(duration: timedelta) -> int:
 
 def sign_btauth(wallet: Wallet, *, path: str, body: bytes, receiver: str) -> dict[str, str]:
     """Return the headers of a ``btauth/1`` call."""
-    return http_auth.sign(
-        wallet.hotkey, method="POST", path=path, body=body, receiver_ss58=receiver
-    )
+    key, nonce = wallet.hotkey, time.time_ns()
+    text = _btauth_text(key.crypto_type, path, body, nonce, key.ss58_address, receiver)
+    headers = {
+        "X-Bittensor-Version": _VERSION,
+        "X-Bittensor-Hotkey": key.ss58_address,
+        "X-Bittensor-Receiver": receiver,
+        "X-Bittensor-Nonce": str(nonce),
+        "X-Bittensor-Signature": "0x" + bytes(key.sign(text)).hex(),
+    }
+    if key.crypto_type != CRYPTO_SR25519:
+        headers["X-Bittensor-Crypto"] = _SCHEMES[key.crypto_type]
+    return headers

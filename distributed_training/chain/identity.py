@@ -1,6 +1,7 @@
 """A neuron as others see it: its hotkey, its address, and its identity in the swarm.
 
-Only the hotkey of the bittensor wallet is read, never the coldkey.
+Only the hotkey of the bittensor wallet is read, never the coldkey. Its files are read and written
+by ``bittensor_core``, as bittensor does: a member of a registry's network needs nothing else of it.
 """
 
 from __future__ import annotations
@@ -19,9 +20,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import base58
+import bittensor_core
 import httpx
-from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import rsa
 
 from distributed_training.common import http
 from distributed_training.common.addresses import reach
@@ -30,37 +30,42 @@ from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import ConfigError
 
 if TYPE_CHECKING:
-    from bittensor.sp_core import Keypair
+    from bittensor_core import Keypair
 
 
 @dataclass(frozen=True)
 class Wallet:
-    """A hotkey that can sign, and the SDK's wallet object for chain calls.
+    """A hotkey that can sign, and the ``file`` that it is from.
 
     Cannot be pickled (the key cannot): load it in the process that needs it.
     """
 
     hotkey: Keypair = field(repr=False)
-    sdk: Any = field(repr=False)  # bittensor.Wallet
+    file: Path | None = None  # WALLETS/NAME/hotkeys/HOTKEY
 
     @property
     def ss58(self) -> str:
         return self.hotkey.ss58_address
 
+    def of_sdk(self) -> Any:
+        """Return the ``bittensor.Wallet`` for calls of a Bittensor chain."""
+        import bittensor
 
-def _open(name: str, hotkey: str, path: str) -> Any:
-    import bittensor
+        assert self.file is not None
+        folder = self.file.parents[1]
+        return bittensor.Wallet(folder.name, self.file.name, str(folder.parent))
 
-    return bittensor.Wallet(name=name, hotkey=hotkey, path=os.path.expanduser(path))
+
+def _hotkey_file(folder: str | Path, name: str, hotkey: str) -> Path:
+    return Path(os.path.expanduser(folder)) / name / "hotkeys" / hotkey
 
 
 def require_hotkey(settings: ChainSettings) -> None:
     """Raise ConfigError unless a readable hotkey is at ``--wallet.name/.hotkey/.path``.
 
-    Takes no time, so a start calls it before torch and bittensor are imported.
+    Takes no time, so a start calls it before torch is imported.
     """
-    folder = Path(os.path.expanduser(settings.wallet_path)) / settings.wallet_name
-    path = folder / "hotkeys" / settings.wallet_hotkey
+    path = _hotkey_file(settings.wallet_path, settings.wallet_name, settings.wallet_hotkey)
     if not os.path.isfile(path):  # False also where a folder on the way may not be entered
         raise ConfigError(
             f"no hotkey at {path}, so the miner has no identity: check --wallet.name, "
@@ -81,27 +86,25 @@ def load_wallet(settings: ChainSettings) -> Wallet:
     unattended, so nobody could type a password.
     """
     require_hotkey(settings)
-    from bittensor.sp_core import KeyfileError
-
-    sdk = _open(settings.wallet_name, settings.wallet_hotkey, settings.wallet_path)
-    file = sdk.hotkey_file
+    path = _hotkey_file(settings.wallet_path, settings.wallet_name, settings.wallet_hotkey)
     try:
-        if file.is_encrypted():
+        data = path.read_bytes()
+        if bittensor_core.keyfile_data_is_encrypted(data):
             raise ConfigError(
-                f"the hotkey at {file.path} is encrypted, and a miner cannot be asked for a "
+                f"the hotkey at {path} is encrypted, and a miner cannot be asked for a "
                 "password: create an unencrypted hotkey with `btcli wallet new-hotkey` (the "
                 "coldkey may stay encrypted, it is not read)"
             )
-        keypair = file.get_keypair()
-    except (KeyfileError, ValueError, OSError) as error:
+        keypair = bittensor_core.deserialize_keypair_from_keyfile_data(data)
+    except (bittensor_core.KeyfileError, ValueError, OSError) as error:
         if isinstance(error, ConfigError):
             raise
-        # The SDK's text could hold parts of the file.
+        # The library's text could hold parts of the file.
         raise ConfigError(
-            f"the hotkey at {file.path} is not a bittensor key file ({type(error).__name__}), so "
+            f"the hotkey at {path} is not a bittensor key file ({type(error).__name__}), so "
             "the miner has no identity: restore it with `btcli wallet regen-hotkey`"
         ) from None
-    return Wallet(keypair, sdk)
+    return Wallet(keypair, path)
 
 
 def create_wallet(folder: Path, name: str, hotkey: str = "default") -> Wallet:
@@ -109,11 +112,21 @@ def create_wallet(folder: Path, name: str, hotkey: str = "default") -> Wallet:
 
     One that exists below ``folder`` is used again. The mnemonic is neither printed nor kept.
     """
-    sdk = _open(name, hotkey, str(folder))
-    if not sdk.hotkey_file.exists_on_device():
-        # suppress: or the SDK would print the mnemonic.
-        sdk.create_new_hotkey(use_password=False, suppress=True)
-    return Wallet(sdk.hotkey, sdk)
+    core, path = bittensor_core, _hotkey_file(folder, name, hotkey)
+    if path.exists():
+        return Wallet(core.deserialize_keypair_from_keyfile_data(path.read_bytes()), path)
+    made = core.Keypair.create_from_mnemonic(core.Keypair.generate_mnemonic(12))
+    public = core.Keypair(
+        ss58_address=made.ss58_address,
+        public_key=bytes(made.public_key),
+        crypto_type=made.crypto_type,
+        ss58_format=made.ss58_format,
+    )
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    for place, key in ((path.with_name(f"{hotkey}pub.txt"), public), (path, made)):
+        with atomic_file(place, private=True) as file:
+            file.write(bytes(core.serialized_keypair_to_keyfile_data(key)))
+    return Wallet(made, path)
 
 
 # Each answers a GET with the caller's address as text.
@@ -229,6 +242,9 @@ def make_identity(run_folder: Path) -> str:
 
     Others then know the peer's address at once.
     """
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import rsa
+
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     der = key.private_bytes(
         serialization.Encoding.DER,

@@ -198,7 +198,7 @@ class BittensorChain(Chain):
     def _keys(self) -> Any:
         if self._wallet is None:
             raise ChainError("no wallet was given, so nothing can be signed")
-        return self._wallet.sdk
+        return self._wallet.of_sdk()
 
     def _write(self, kind: str, submit: Callable[[Any], Awaitable[Any]]) -> None:
         if self._closed:

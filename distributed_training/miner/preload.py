@@ -13,5 +13,4 @@ import torch
 import torch.distributed.fsdp
 import transformers.models.llama.modeling_llama
 
-import distributed_training.chain.auth  # with bittensor, which rank 0's wallet needs anyway
 import distributed_training.miner.start

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from bittensor.sp_core import verify as verify_signature
+from bittensor_core import verify as verify_signature
 from torch import Tensor
 
 from distributed_training.chain.base import ChainError

@@ -9,6 +9,8 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import bittensor
+import bittensor_core
 import pytest
 
 from distributed_training.chain.identity import (
@@ -43,6 +45,23 @@ def test_a_hotkey_without_a_coldkey_is_enough(tmp_path: Path, capfd) -> None:
     assert "Keypair" not in repr(loaded)
 
 
+def test_wallets_of_bittensor_are_read_and_ours_are_as_it_writes_them(tmp_path: Path) -> None:
+    theirs = bittensor.Wallet("theirs", "hot", str(tmp_path))
+    theirs.create_new_hotkey(suppress=True, use_password=False)
+    assert create_wallet(tmp_path, "theirs", "hot").ss58 == theirs.hotkey.ss58_address
+    ours = create_wallet(tmp_path, "ours", "hot")
+    seen = ours.of_sdk()
+    assert seen.hotkey.ss58_address == seen.hotkeypub.ss58_address == ours.ss58
+    for wallet in (theirs, seen):
+        for file in (wallet.hotkey_file, wallet.hotkeypub_file):
+            key = bittensor_core.deserialize_keypair_from_keyfile_data(Path(file.path).read_bytes())
+            again = bytes(bittensor_core.serialized_keypair_to_keyfile_data(key))
+            assert sorted(again) == sorted(Path(file.path).read_bytes())  # keys in any order
+            assert Path(file.path).stat().st_mode & 0o777 == 0o600
+    signed = ours.hotkey.sign(b"text")
+    assert bittensor_core.verify(b"text", signed, ours.ss58)
+
+
 @pytest.mark.slow
 def test_bad_wallet_is_one_line(tmp_path: Path) -> None:
     def fails(pattern: str) -> None:
@@ -51,8 +70,7 @@ def test_bad_wallet_is_one_line(tmp_path: Path) -> None:
         assert "\n" not in str(caught.value)
 
     fails("--wallet.name")
-    sdk = create_wallet(tmp_path, "other").sdk
-    sdk = type(sdk)(name="miner", hotkey="default", path=str(tmp_path))
+    sdk = bittensor.Wallet(name="miner", hotkey="default", path=str(tmp_path))
     sdk.create_new_hotkey(suppress=True, use_password=True, hotkey_password="secret word")
     fails("encrypted")
     (tmp_path / "miner" / "hotkeys" / "default").write_text("{not a key")

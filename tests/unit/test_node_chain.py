@@ -233,7 +233,7 @@ def test_clocks_that_are_apart_are_named_and_nothing_is_lost(
             time_ns=lambda: time.time_ns() + round(apart * 1e9),
         )
         with monkeypatch.context() as wrong:
-            wrong.setattr("bittensor.http_auth.time", ours)
+            wrong.setattr("distributed_training.chain.auth.time", ours)
             wrong.setattr("distributed_training.chain.registry.time", ours)
             with pytest.raises(ChainError, match=r"clock is [+-]600 s from .*timedatectl"):
                 founder.commit("x" * 128)
