@@ -65,7 +65,9 @@ from distributed_training.config import (
     exit_with,
     load_config,
 )
+from distributed_training.config.installed import require
 from distributed_training.config.loader import Parser, argument, ranged
+from distributed_training.config.model import extras_of_network
 from distributed_training.config.settings import ChainSettings, SwarmSettings
 from distributed_training.config.types import File, is_ip
 from distributed_training.health import machine
@@ -217,6 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.probe:
             return report([probe(*p) for p in probed(options.probe)], as_json=options.json)
         config = load_config("miner", flags, file=OPERATORS_FILE, check=False)
+        require(**extras_of_network(config))
         if options.bundle:
             refuse_existing(options.bundle)  # before the checks, which take a minute
         if options.notify:

@@ -23,7 +23,6 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -32,6 +31,7 @@ from distributed_training.common.files import atomic_file, parse_toml
 from distributed_training.common.ports import listen
 from distributed_training.common.processes import ChildLog, Mark, Program, without_secrets
 from distributed_training.config import Config, load_config
+from distributed_training.config.installed import require
 from distributed_training.config.types import ConfigAway, ConfigError
 from distributed_training.network import FILE, flatten
 from distributed_training.protocol.types import FINAL, ExitStatus
@@ -46,6 +46,7 @@ INVITATION = "invitation.txt"  # to the rules as they are
 REGISTRY_PORT, STORE_PORT = 8100, 9000  # behind a proxy, or where no other is named
 MARK = "DT_FOUNDED"  # environment variable; its value is the folder
 _STORE, _REGISTRY, _VALIDATOR = "store", "registry", "validator"
+OWN_STORE = "the store of --store embedded"
 _PROGRAMS = {
     _STORE: ("python -m distributed_training.store.server", "distributed_training.store.server"),
     _REGISTRY: ("dt-registry serve", "distributed_training.registry serve"),
@@ -214,6 +215,9 @@ def check(plan: Plan) -> Config:
     from distributed_training.health.machine import refuse_model, refuse_unknown_kinds
     from distributed_training.registry.__main__ import parser
 
+    wanted = {_VALIDATOR: "a validator", _REGISTRY: "a registry", _STORE: OWN_STORE}
+    extras = {_STORE: "local"}
+    require(**{extras.get(name, name): wanted[name] for name in plan.words})
     if _REGISTRY in plan.words:
         parser().parse_args(["serve", *plan.words[_REGISTRY]])  # ends with status 2 and its line
     config = load_config("validator", plan.words[_VALIDATOR], environ=plan.environ)
@@ -252,11 +256,6 @@ def check(plan: Plan) -> Config:
 
 def refuse_place(folder: Path) -> None:
     """Raise ConfigError unless a store can run here and keep its objects in ``folder``."""
-    if find_spec("swift") is None or find_spec("eventlet") is None:
-        raise ConfigError(
-            "the object store needs OpenStack Swift, which is not installed, so nothing was "
-            "started: pip install 'distributed-training-miner[local]', or give --store a URL"
-        )
     try:
         os.setxattr(folder, "user.dt", b"1")
     except (OSError, AttributeError) as error:

@@ -32,7 +32,12 @@ from distributed_training.chain.kinds import how_to_register
 from distributed_training.common.files import atomic_file, write_bytes
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exit_with, load_config
 from distributed_training.config.loader import WALLET, Parser, argument, read_argv, read_toml
-from distributed_training.config.model import check_addresses, check_keys, check_values
+from distributed_training.config.model import (
+    check_addresses,
+    check_installed,
+    check_keys,
+    check_values,
+)
 from distributed_training.config.schema import schema
 from distributed_training.config.types import File
 from distributed_training.health.gpus import visible_gpu_count
@@ -189,7 +194,7 @@ def _settings(place: str, given: dict[str, str]) -> tuple[Config, Mapping[str, s
     chain = config.chain
     wallet = (chain.wallet_path, chain.wallet_name, chain.wallet_hotkey)
     given |= dict(zip(WALLET, wallet, strict=True))
-    _refuse([*check_addresses(config), *check_values(config)])
+    _refuse([*check_installed(config), *check_addresses(config), *check_values(config)])
     # Before a uid is taken: a machine that cannot hold the model earns nothing by it.
     refuse_model(config, ranks=config.miner.nproc_per_node or visible_gpu_count() or 1)
     return config, given

@@ -39,12 +39,20 @@ from distributed_training.common.addresses import Reach, reach
 from distributed_training.common.files import write_bytes
 from distributed_training.common.kinds import PluginError, import_plugins
 from distributed_training.config import ConfigError, exit_with, load_config
+from distributed_training.config.installed import require
 from distributed_training.config.loader import Parser, argument, ranged
 from distributed_training.config.model import check_exchange, check_schedule
 from distributed_training.config.settings import ChainSettings
 from distributed_training.config.types import EndpointUrl, File, Text, show
 from distributed_training.config.versions import describe, parse_version
-from distributed_training.founder import INVITATION, MASTER, RUN_FILE, STORE_PORT, refuse_place
+from distributed_training.founder import (
+    INVITATION,
+    MASTER,
+    OWN_STORE,
+    RUN_FILE,
+    STORE_PORT,
+    refuse_place,
+)
 from distributed_training.founding import (
     check_model,
     choose_pages,
@@ -253,6 +261,8 @@ def _init(options: argparse.Namespace) -> None:
     options.tokenizer = options.tokenizer or "bytes"
     options.exchange = options.exchange or _EXCHANGE
     _refuse_options(options)
+    wanted = {"hivemind": "a network over hivemind"} if options.exchange == "hivemind" else {}
+    require(**wanted | ({"local": OWN_STORE} if options.store == _EMBEDDED else {}))
     rules = _rules(options)
     # Before the folder is made: the source of the data may be away.
     if rules["data"].get("own") is not True:  # else nobody reads them

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Write constraints.txt and requirements/*.txt: versions, and the hashes of all their files.
+"""Write constraints.txt, requirements/*.txt and uv.lock: versions, and hashes of all their files.
 
     pip install uv && python scripts/lock.py
 
@@ -11,6 +11,8 @@ its line for the newest that fits, and run this again. The lists hold for Linux 
     local       a subnet on this machine     dev    linters, types, every other test
     torch-cuda  PyPI's build of torch        build  pip and setuptools themselves
     torch-cpu   the small one of PyTorch's own index, for as many Pythons as are known
+
+``uv sync`` reads uv.lock, which has the same versions.
 
 Exit status: 0 written, 1 a list could not be resolved.
 """
@@ -27,6 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 FOLDER = ROOT / "requirements"
+_INDEX = "https://pypi.org/simple"  # not the one of whoever runs it: its files have other hashes
 CPU_INDEX = "https://download.pytorch.org/whl/cpu/torch/"
 _HEAD = (
     "# Written by scripts/lock.py. Installed by scripts/setup.sh: pip install --require-hashes\n"
@@ -43,8 +46,7 @@ def resolve(*words: str, given: str | None = None) -> Lock:
     """Return what uv resolves from the words, or from requirements that are ``given``."""
     command = ["uv", "pip", "compile", "--quiet", "--universal", "--python-version", "3.11"]
     command += ["--generate-hashes", "--no-header", "--no-annotate", "--no-config"]
-    # Not the index of whoever runs it: its files may have other hashes.
-    command += ["--constraint", str(CONSTRAINTS), "--default-index", "https://pypi.org/simple"]
+    command += ["--constraint", str(CONSTRAINTS), "--default-index", _INDEX]
     words = ("pyproject.toml", *words) if given is None else ("-",)
     done = subprocess.run(
         [*command, *words], cwd=ROOT, input=given, stdout=subprocess.PIPE, text=True
@@ -94,6 +96,15 @@ def write_cpu_torch(wanted: str) -> None:
     write("torch-cpu", {"torch": f"torch=={wanted}+cpu \\\n{lines}"})
 
 
+def write_uv_lock() -> None:
+    """Lock for ``uv sync`` the versions that ``constraints.txt`` names."""
+    command = ["uv", "lock", "--quiet", "--no-config", "--default-index", _INDEX]
+    for line in CONSTRAINTS.read_text().splitlines()[1:]:
+        command += ["--upgrade-package", line]  # or an older lock would count
+    subprocess.run(command, cwd=ROOT, check=True)
+    print("uv.lock")
+
+
 def main() -> int:
     form = argparse.RawDescriptionHelpFormatter
     argparse.ArgumentParser(description=__doc__, formatter_class=form).parse_args()
@@ -101,7 +112,7 @@ def main() -> int:
     everything = resolve("--all-extras") | resolve(given="pip\nsetuptools\n")
     pins = "".join(f"{name}=={version(entry)}\n" for name, entry in sorted(everything.items()))
     CONSTRAINTS.write_text(f"# The versions of requirements/, without hashes.\n{pins}")
-    production = resolve()
+    production = resolve("--extra", "production")
     local, test = resolve("--extra", "local"), resolve("--extra", "test")
     torch = {name: entry for name, entry in production.items() if _TORCH.fullmatch(name)}
     write("production", without(production, torch))
@@ -111,6 +122,7 @@ def main() -> int:
     write("torch-cuda", torch)
     write("build", resolve(given="pip\nsetuptools\n"))
     write_cpu_torch(version(torch["torch"]))
+    write_uv_lock()
     return 0
 
 

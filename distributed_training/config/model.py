@@ -26,6 +26,7 @@ from distributed_training.network import Network
 from distributed_training.protocol.page_permutation import DrawPages, PagePermutation
 from distributed_training.protocol.pages import select_pages
 
+from .installed import missing
 from .settings import AllSettings, ChainSettings, Exchange
 from .types import ConfigError, Domain, parse_domains, show
 
@@ -309,7 +310,24 @@ KEY_VARIABLES = tuple(f"R2_{name.upper()}" for name in _KEYS)
 
 def problems(config: Config) -> list[str]:
     """List the lines that keep this configuration from running; empty if nothing does."""
-    return [line for check in CHECKS for line in check(config)]
+    alone = list(check_installed(config))
+    return alone or [line for check in CHECKS for line in check(config)]
+
+
+def extras_of_network(config: Config) -> dict[str, str]:
+    """Return the extras of the wheel that this network's members need, and for what."""
+    wanted = {}
+    if config.chain.kind == "bittensor":
+        wanted["bittensor"] = "a network on a Bittensor chain"
+    if config.exchange == "hivemind":
+        wanted["hivemind"] = "a network over hivemind"
+    return wanted
+
+
+def check_installed(config: Config) -> Iterator[str]:
+    validator = {"validator": "a validator"} if config.kind == "validator" else {}
+    if line := missing(extras_of_network(config) | validator):
+        yield line
 
 
 def check_network_choice(config: Config) -> Iterator[str]:

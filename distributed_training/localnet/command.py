@@ -14,6 +14,7 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+from distributed_training.config.installed import install, require
 from distributed_training.config.loader import Parser, argument, exit_with, load_config, ranged
 from distributed_training.config.types import ConfigError, File, Text
 from distributed_training.localnet.services import STORE_FOLDER, SubnetOptions, parse_ranks
@@ -91,6 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = build_parser().parse_args(argv)
     view = View()
     try:
+        require(local="a subnet on one machine")
         rules = {}
         if arguments.outer_rule:
             rules["training.outer_rule"] = _rule_of(arguments.outer_rule, arguments.exchange)
@@ -140,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         print(f"picture: {png}\nlogs:    {subnet.folder}/*/log.txt")
     except ImportError as error:
-        print(f"no picture: {error}; install the extra 'local'", file=sys.stderr)
+        print(f"no picture: {error}; {install('local')}", file=sys.stderr)
     if summary.ok and (not interrupted or (arguments.stay and done)):
         # From the folder of the validator, so before that is emptied.
         folder = subnet.folder / "model"

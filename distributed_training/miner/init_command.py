@@ -35,6 +35,7 @@ from distributed_training.config.loader import Parser, read_argv, read_dotenv, u
 from distributed_training.config.model import (
     KEY_VARIABLES,
     check_addresses,
+    check_installed,
     check_network_choice,
     check_values,
     key_faults,
@@ -199,7 +200,7 @@ def argv_of(given: Mapping[str, str]) -> list[str]:
 def _config_of(given: Mapping[str, str]) -> Config:
     """Return the configuration with these flags alone. Raises ConfigError for what they say."""
     config = load_config("miner", argv_of(given), environ={}, dotenv=None, check=False)
-    for check in (check_network_choice, check_addresses, check_values):
+    for check in (check_installed, check_network_choice, check_addresses, check_values):
         for line in check(config):
             raise ConfigError(line)
     return config

@@ -53,7 +53,9 @@ import psutil
 
 from distributed_training.common.files import read_json_object, write_json
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exit_with, load_config
+from distributed_training.config.installed import require
 from distributed_training.config.loader import Parser, argument, ranged
+from distributed_training.config.model import extras_of_network
 from distributed_training.config.types import File
 from distributed_training.health.gpus import unused_gpu
 from distributed_training.telemetry.neuron_state import SCORE_FILE
@@ -81,6 +83,7 @@ def main(argv: Sequence[str]) -> int:
         if options.background:
             given += ["--neuron.device", "cpu"]
         config = load_config("validator", given, file=OPERATORS_FILE, check=False)
+        require(**extras_of_network(config))
         # Before the imports below, which take seconds, and beside a miner many.
         tell("reading chain and buckets, of which nothing is changed")
         if config.exchange == "store":  # whose validator has signed the verdicts

@@ -45,7 +45,9 @@ from typing import TYPE_CHECKING, Any
 
 from distributed_training.common.proxies import HUB, share
 from distributed_training.config import OPERATORS_FILE, Config, ConfigError, exit_with, load_config
+from distributed_training.config.installed import require
 from distributed_training.config.loader import Parser, argument, ranged
+from distributed_training.config.model import extras_of_network
 from distributed_training.config.types import File
 from distributed_training.scoring.command import subnet_flags
 
@@ -102,6 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             given += ["--neuron.run_folder", str(options.source)]
         given += flags
         config = load_config("validator", given, file=OPERATORS_FILE, check=False)
+        if options.source is None:
+            require(**extras_of_network(config))
     except ConfigError as error:
         return exit_with(error)
     # The heavy imports, once the flags are known to be right.

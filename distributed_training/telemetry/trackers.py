@@ -23,6 +23,7 @@ from typing import Any, Protocol
 
 from distributed_training.common.processes import ParentConnection, start_child
 from distributed_training.common.proxies import share
+from distributed_training.config.installed import install
 from distributed_training.config.settings import TelemetrySettings
 
 log = logging.getLogger(__name__)
@@ -170,11 +171,10 @@ class Tracker:
             writer.close()
         except ImportError as error:
             log.warning(
-                "%s shows nothing: %s is missing. Training goes on; `.venv/bin/pip install "
-                "-c constraints.txt %s`, then restart",
+                "%s shows nothing: %s is missing. Training goes on; %s, then restart",
                 self._name,
                 error.name,
-                error.name,
+                install("wandb" if self._name == "W&B" else "tensorboard"),
             )
         except Exception as error:  # noqa: BLE001 - whatever a foreign library raises
             log.warning(

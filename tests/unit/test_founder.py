@@ -239,19 +239,6 @@ def test_members_of_an_embedded_store_have_a_bucket_each(tmp_path: Path, capsys)
     assert "no network was founded" in line and not (tmp_path / "lab").exists()
 
 
-def test_no_embedded_store_without_its_program(tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr(founder, "find_spec", lambda name: None)
-    more = ("--name", "lab", "--data-source", "stdlib", "--store", "embedded", "--host", "10.0.0.5")
-    assert (
-        main(
-            ["init", str(tmp_path / "lab"), *HIVEMIND, *more, "--registry", "http://10.0.0.5:8100"]
-        )
-        == 2
-    )
-    assert "distributed-training-miner[local]" in capsys.readouterr().err
-    assert not (tmp_path / "lab").exists()
-
-
 def test_documents_and_services_show_the_command_that_init_prints(
     tmp_path: Path, capsys, monkeypatch
 ) -> None:

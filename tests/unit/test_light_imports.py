@@ -41,16 +41,20 @@ def test_a_light_process_imports_nothing_heavy(module: str, may: set[str]) -> No
     assert not (HEAVY - may) & set(done.stdout.split())
 
 
-LOOK = """
+#: A miner of a store network imports nothing of the wheel's extras.
+OF_EXTRAS = {"hivemind", "bittensor", "boto3", "botocore", "cryptography", "openskill", "wandb"}
+LOOK = f"""
 import importlib, os, sys, threading
 for name in sys.argv[1:]:
     importlib.import_module(name)
+found = {OF_EXTRAS} & set(sys.modules)
+assert not found, found
 import torch
 assert threading.enumerate() == [threading.main_thread()], threading.enumerate()
 tasks = os.listdir("/proc/self/task")
-assert len(tasks) == 1, [open(f"/proc/self/task/{t}/comm").read() for t in tasks]
-open_files = [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")
-              if os.path.exists(f"/proc/self/fd/{fd}")]
+assert len(tasks) == 1, [open("/proc/self/task/" + t + "/comm").read() for t in tasks]
+open_files = [os.readlink("/proc/self/fd/" + fd) for fd in os.listdir("/proc/self/fd")
+              if os.path.exists("/proc/self/fd/" + fd)]
 assert not [f for f in open_files if "socket" in f or "nvidia" in f], open_files
 assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized()
 """
@@ -60,7 +64,7 @@ assert not torch.cuda.is_initialized() and not torch.distributed.is_initialized(
 @pytest.mark.slow
 def test_fork_server_after_its_imports_is_fit_to_fork() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", LOOK, *PRELOAD],
+        [sys.executable, "-c", LOOK, *PRELOAD, "distributed_training.miner.start_store"],
         env=os.environ | rank_environment_defaults(ranks=1) | {"OMP_NUM_THREADS": "4"},
         capture_output=True,
         text=True,

@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from distributed_training.config import installed
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -50,9 +53,38 @@ def test_every_list_pins_what_constraints_pin() -> None:
     assert backend == f"setuptools=={versions('build')['setuptools']}"
 
 
+def test_the_lock_of_uv_has_these_versions_and_these_requirements() -> None:
+    """`uv lock --check` says so too, but needs uv and the index."""
+    locked = {
+        entry["name"]: entry for entry in tomllib.loads((ROOT / "uv.lock").read_text())["package"]
+    }
+    ours = locked.pop(PROJECT["project"]["name"])
+    assert ours["source"] == {"editable": "."}
+    lines = (ROOT / "constraints.txt").read_text().splitlines()[1:]
+    pins = dict(line.split("==") for line in lines if not line.startswith("pip=="))
+    assert {name: entry["version"] for name, entry in locked.items()} == pins
+    project, extras = PROJECT["project"], PROJECT["project"]["optional-dependencies"]
+    asked = [(text, "") for text in project["dependencies"]]
+    asked += [(text, extra) for extra, texts in extras.items() for text in texts]
+    written = {
+        (canonical(wanted.name), str(wanted.specifier), extra, *sorted(wanted.extras))
+        for wanted, extra in ((Requirement(text), extra) for text, extra in asked)
+    }
+    assert written == {
+        (
+            entry["name"],
+            str(SpecifierSet(entry.get("specifier", ""))),
+            entry.get("marker", "").partition("'")[2].rstrip("'"),
+            *sorted(entry.get("extras", ())),
+        )
+        for entry in ours["metadata"]["requires-dist"]
+    }
+
+
 def test_a_miner_gets_what_it_imports_and_nothing_else() -> None:
-    wanted = {canonical(Requirement(text).name) for text in PROJECT["project"]["dependencies"]}
-    assert wanted <= set(PRODUCTION)
+    wanted = set(map(canonical, of_extra("production") | of_extra("")))
+    fixed = {"torch", "hivemind", "bittensor", "boto3", "python-dotenv"}
+    assert fixed <= wanted <= set(PRODUCTION) and "pytest" in versions("test")
     for name in ("local", "test", "dev"):
         assert not set(versions(name)) & set(PRODUCTION), name
     others = {"pytest", "mypy", "ruff", "selenium", "swift", "pyeclib", "wandb", "matplotlib"}
@@ -71,6 +103,39 @@ def test_no_package_lacks_what_it_needs(name: str) -> None:
         for requirement in map(Requirement, needed):
             if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
                 assert canonical(requirement.name) in there, f"{package} needs {requirement}"
+
+
+def of_extra(name: str) -> set[str]:
+    """The packages that an extra of the wheel names, those of the extras it names too."""
+    project = PROJECT["project"]
+    found: set[str] = set()
+    for text in project["optional-dependencies"][name] if name else project["dependencies"]:
+        asked = Requirement(text)
+        inner = [of_extra(extra) for extra in asked.extras]
+        found |= set().union(*inner) if asked.name == installed.DISTRIBUTION else {asked.name}
+    return found
+
+
+def test_what_a_program_misses_is_in_the_extra_that_it_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for extra, modules in installed.EXTRAS.items():
+        assert set(modules) <= of_extra(extra), extra
+        assert not set(modules) & of_extra(""), extra
+    assert PROJECT["project"]["name"] == installed.DISTRIBUTION
+    wanted = {"registry": "a registry", "validator": "a validator"}
+    assert installed.missing(wanted) is None
+    there = {"boto3"}
+    monkeypatch.setattr(installed, "find_spec", lambda name: name if name in there else None)
+    assert installed.missing(wanted) == (
+        "openskill not installed, which a validator cannot do without, so nothing was started: "
+        "pip install 'distributed-training-miner[validator]'"
+    )
+    there.clear()
+    assert installed.missing(wanted) == (
+        "boto3, openskill not installed, which a registry and a validator cannot do without, so "
+        "nothing was started: pip install 'distributed-training-miner[registry,validator]'"
+    )
 
 
 #: A Python whose environments record what pip is asked for, and refuse a list if so told.

@@ -139,7 +139,7 @@ def test_tensorboard_that_is_not_installed_is_one_line(
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     log_steps(TelemetrySettings(tensorboard_dir=tmp_path), tmp_path, range(1, 3), first=1)
-    assert "install -c constraints.txt tensorboard`" in warning(caplog)
+    assert "pip install 'distributed-training-miner[tensorboard]'" in warning(caplog)
 
 
 # --- Weights & Biases ---------------------------------------------------------------------------
