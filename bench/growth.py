@@ -21,7 +21,6 @@ MEMBERS = (4, 16, 64, 256, 1024)
 _PASSES = 3
 _POLL, _HOUR = 30.0, 3600.0  # seconds between two looks at the state; of a URL's life
 _EACH_STEP = 6  # requests of a member: URLs of manifest, update and upload, and its end
-_GB_MONTH = 0.015  # dollars at R2, where traffic is free
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,7 @@ def rows(network: Network, bits: int) -> Iterator[tuple[str, ...]]:
     yield row("validator sends", (size(g.validator_sends) for g in grown))
     yield row("store sends", (size(g.store_sends) for g in grown))
     yield row("store keeps", (size(g.stored) for g in grown))
-    yield row("a month at R2", (f"{g.stored / 1e9 * _GB_MONTH:,.0f} $" for g in grown))
+    yield row("a month at R2", (f"{g.dollars_a_month:,.0f} $" for g in grown))
     if bits == 4:
         polls = network.period / _POLL
         yield ("judging", *(duration(g.members * network.judging) for g in grown))

@@ -54,6 +54,7 @@ from rich.text import Text
 
 from distributed_training.common import webhook
 from distributed_training.common.files import read_json_object
+from distributed_training.common.llama import named_config
 from distributed_training.common.memory import ModelShape
 from distributed_training.common.ports import free_ports, is_port
 from distributed_training.common.processes import die_with_parent, without_secrets
@@ -156,16 +157,9 @@ def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], st
     The origin is ``--model``, else the network's file, else the global state in the run folder,
     else an assumption that is named.
     """
-
-    def named(name: str) -> dict[str, Any]:
-        # Here: it imports torch, and beside a running miner the run folder has the model.
-        from distributed_training.common.llama import named_config
-
-        return named_config(name)
-
     if wanted and not wanted.endswith(".json"):
         try:
-            return named(wanted), f"--model {wanted}"
+            return named_config(wanted), f"--model {wanted}"
         except ValueError as error:
             raise ConfigError(
                 f"--model: {error}, so nothing was checked: give one of them or a config.json"
@@ -192,7 +186,7 @@ def model_config(config: Config, wanted: str | None) -> tuple[dict[str, Any], st
         if content := read_json_object(path):
             return content, str(path)
     name = "tiny" if config.preset == "local" else "4b"
-    return named(name), f"assumed: {name}; --model tells otherwise"
+    return named_config(name), f"assumed: {name}; --model tells otherwise"
 
 
 def build_parser() -> Parser:

@@ -94,7 +94,6 @@ _EMBEDDED = "embedded"  # instead of a store's URL
 _EXCHANGE = "store"  # of a network whose founder names none
 _SLOWEST_LINK = 20.0  # Mbit/s up, of a member of a store network
 _SWARM_PORT = 8009
-_GB_MONTH = 0.015  # dollars: https://developers.cloudflare.com/r2/pricing/
 _HIGHEST_RATE = 0.1  # of AdamW
 
 
@@ -332,12 +331,10 @@ def _describe_rounds(file: Path, members: int) -> str:
         weights_every=rounds.weights_every,
         keep_uploads=rounds.keep_uploads,
     )
-    kept = growth.stored / 1e9
     return (
         f"each {show(config.round_period)} a member sends {growth.upload / 1e6:.1f} MB within "
-        f"{show(rounds.grace)} and receives {growth.update / 1e6:.1f} MB; with {members} members "
-        f"the store keeps {kept:.2f} GB (at R2's price of {_GB_MONTH} $ a GB and month: "
-        f"{kept * _GB_MONTH:.2f} $)"
+        f"{show(rounds.grace)} and receives {growth.update / 1e6:.1f} MB; "
+        f"{growth.describe_store()}"
     )
 
 

@@ -306,10 +306,18 @@ def snapshot_bytes(
     say so, ``model.safetensors`` and the shards of the inner optimizer.
     """
     shapes = list(tensors)
-    # An upload holds TOPK values of each chunk of up to 64; a vector is one row of chunks.
-    most = [s[0] if len(s) == 1 else math.prod(s[:-1]) * min(TOPK, s[-1]) for s in shapes]
     of_each = {"scored": 0, "model": 4, "all": 4 + 4 * moments}[parts]
-    return of_each * sum(map(math.prod, shapes)) + 2 * _VALUE * sum(most)
+    return of_each * sum(map(math.prod, shapes)) + 2 * scored_bytes(shapes)
+
+
+def scored_bytes(tensors: Iterable[tuple[int, ...]]) -> int:
+    """Return the bytes of an upload of what is scored alone.
+
+    It holds TOPK values of each chunk of up to 64; a vector is one row of chunks.
+    """
+    return _VALUE * sum(
+        s[0] if len(s) == 1 else math.prod(s[:-1]) * min(TOPK, s[-1]) for s in tensors
+    )
 
 
 def host_bytes(root: Path = Path("/")) -> int | None:

@@ -25,6 +25,7 @@ holds       a round's copies over the bus, and 8 ns a parameter for steps beside
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -184,6 +185,7 @@ def predict(
     )
 
 
+@functools.cache
 def best_step(
     shape: ModelShape, machine: Machine, *, length: int = 1024, sequences: int = 512
 ) -> PaperStep | None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 _GROUP = 256  # as in quantization.py, whose module imports torch
 _MARGIN = 60.0  # seconds: until an inner step ends, the snapshot, retries; less in a short period
-_CHECKPOINT = 20 / 400e6  # seconds a parameter: it lies on a plain disk before anything is sent
+CHECKPOINT = 20 / 400e6  # seconds a parameter: it lies on a plain disk before anything is sent
 _SLACK = 1.2  # of the bytes: requests, and a link that is not always as fast
+GB_MONTH = 0.015  # dollars at R2, where traffic is free: developers.cloudflare.com/r2/pricing
 
 
 def file_bytes(parameters: int, bits: int) -> int:
@@ -27,7 +28,7 @@ def grace_seconds(parameters: int, bits: int, link: float, *, period: float) -> 
     ``period``: seconds between two closes.
     """
     sending = _SLACK * 8 * file_bytes(parameters, bits) / (link * 1e6)
-    return math.ceil(min(_MARGIN, period / 10) + _CHECKPOINT * parameters + sending)
+    return math.ceil(min(_MARGIN, period / 10) + CHECKPOINT * parameters + sending)
 
 
 @dataclass(frozen=True)
@@ -73,3 +74,15 @@ class Growth:
         """Kept at the store: two sets of weights, the updates since, uploads open and merged."""
         updates = 2 * self.weights_every * self.update
         return 2 * self.state + updates + (self.keep_uploads + 1) * self.validator_receives
+
+    @property
+    def dollars_a_month(self) -> float:
+        """Of what is kept, at R2's price."""
+        return self.stored / 1e9 * GB_MONTH
+
+    def describe_store(self) -> str:
+        """Return what the store keeps, and what that costs."""
+        return (
+            f"with {self.members} members the store keeps {self.stored / 1e9:.2f} GB (at R2's "
+            f"price of {GB_MONTH} $ a GB and month: {self.dollars_a_month:.2f} $)"
+        )

@@ -1,0 +1,584 @@
+"""Plan a member of a network: time, bytes, memory, dollars, and what to change first.
+
+    dt-plan --model 4b --gpu h100x8 --link 100/20 --peers 16
+    dt-plan --network network.toml --gpu 4090x8 --link 500/50 --peers 8 --tokens 20e9
+
+Nothing is measured and nobody is asked, so it answers before anything is rented. Steps are those
+of common/paper_step.py, rounds those of protocol/round_plan.py: docs/requirements.md says against
+what both were held. All peers are taken to be alike. Exit status 1: the model does not fit; 2: an
+argument cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from distributed_training.common.files import read_json_object
+from distributed_training.common.gpus import CARDS, PRICED
+from distributed_training.common.llama import named_config
+from distributed_training.common.memory import (
+    ModelShape,
+    disk_space,
+    host_memory,
+    scored_bytes,
+    snapshot_bytes,
+)
+from distributed_training.common.paper_step import Machine, PaperStep, best_step, held_seconds
+from distributed_training.config import ConfigError, exit_with, load_config
+from distributed_training.config.loader import Parser, argument, ranged
+from distributed_training.config.types import Text
+from distributed_training.protocol.growth import Growth, grace_seconds
+from distributed_training.protocol.round_plan import (
+    Member,
+    OuterStep,
+    over_hivemind,
+    through_store,
+)
+
+_GPU = re.compile(r"([a-z0-9]+?)(?:x([1-9]\d?))?(?:x([1-9]\d{0,2}))?")
+_TOKENS_A_PARAMETER = 20  # Hoffmann et al. 2022: so many train a model of its size best
+_CHECKPOINTS = 2  # that are kept, by default
+_VALIDATORS_LINK = 1000.0  # Mbit/s
+_LATE, _IDLE, _CHEAPER = 0.15, 0.03, 0.9
+_LONGEST = 14 * 86400.0  # seconds of a period that is proposed
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The rules of a network that a plan goes by; ``period`` and ``grace`` in seconds."""
+
+    model: str
+    shape: ModelShape
+    exchange: str
+    period: float
+    sequences: int
+    length: int
+    grace: float | None = None  # None: as dt-network init chooses it
+    bits: int = 4  # of an upload through the store; over hivemind of a round
+    uploads_all: bool = False
+    upload_steps: int = 60
+    pauses: bool = False
+    matchmaking: float = 30.0
+    timeout: float = 795.0
+    weights_every: int = 8
+    keep_uploads: int = 8
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A member with a machine and a network link (Mbit/s down, up), of ``peers``."""
+
+    rules: Rules
+    machine: Machine
+    down: float
+    up: float
+    peers: int
+    price: float | None = None  # dollars a GPU and hour
+    tokens: float = 0.0  # of all
+
+    @property
+    def step(self) -> PaperStep | None:
+        rules = self.rules
+        return best_step(rules.shape, self.machine, length=rules.length, sequences=rules.sequences)
+
+    @property
+    def grace(self) -> float:
+        """As the file says, or as init computes it."""
+        return min(self._grace, self.rules.period / 3)
+
+    @property
+    def refused(self) -> bool:
+        """Whether dt-network init refuses it, since the grace would be above a third."""
+        store = self.rules.exchange == "store"
+        return store and self.rules.grace is None and self._grace > self.rules.period / 3
+
+    @property
+    def _grace(self) -> float:
+        rules = self.rules
+        if rules.grace is not None:
+            return rules.grace
+        return grace_seconds(rules.shape.parameters, rules.bits, self.up, period=rules.period)
+
+    def outer_step(self, step: PaperStep) -> OuterStep:
+        rules, shape = self.rules, self.rules.shape
+        held = held_seconds(shape, self.machine)
+        member = Member(step.seconds, self.up, self.down, held)
+        if rules.exchange == "store":
+            return through_store(
+                shape.parameters,
+                member,
+                period=rules.period,
+                grace=self.grace,
+                bits=rules.bits,
+            )
+        return over_hivemind(
+            shape.parameters,
+            member,
+            period=rules.period,
+            peers=self.peers,
+            bits=rules.bits,
+            upload=self.upload_bytes,
+            uploads=max(1, rules.period // (step.seconds * rules.upload_steps)),
+            matchmaking=rules.matchmaking,
+            timeout=rules.timeout,
+            pauses=rules.pauses,
+        )
+
+    @property
+    def upload_bytes(self) -> int:
+        """Of one upload over hivemind."""
+        shapes = self.rules.shape.tensors
+        scored = scored_bytes(shapes)
+        return snapshot_bytes(shapes) - scored if self.rules.uploads_all else scored
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the whole member, all its machines alike."""
+        step = self.step
+        assert step is not None
+        store = self.rules.exchange == "store"
+        how = replace(step.how, train_in_rounds=not store and not self.rules.pauses)
+        return host_memory(self.rules.shape, how) - store * 4 * self.rules.shape.parameters
+
+    @property
+    def disk_bytes(self) -> int:
+        content = "all" if self.rules.uploads_all else "scored"
+        return disk_space(
+            self.rules.shape,
+            keep_checkpoints=_CHECKPOINTS,
+            content=content,  # type: ignore[arg-type]
+        )
+
+    @property
+    def growth(self) -> Growth:
+        rules = self.rules
+        return Growth(
+            self.peers,
+            rules.shape.parameters,
+            rules.bits,
+            weights_every=rules.weights_every,
+            keep_uploads=rules.keep_uploads,
+        )
+
+    @property
+    def dollars_a_day(self) -> float:
+        price = self.machine.card.price if self.price is None else self.price
+        return 24 * price * self.machine.all_gpus
+
+    @property
+    def days(self) -> float:
+        """Until so many tokens are trained and merged; infinite if none are."""
+        if (step := self.step) is None:
+            return math.inf
+        speed = self.peers * step.tokens_per_second * self.outer_step(step).utilization
+        return self.tokens / speed / 86400 if speed else math.inf
+
+    @property
+    def dollars(self) -> float:
+        return self.days * self.dollars_a_day * self.peers
+
+
+# --- what to change -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Change:
+    """``why``: what is in the way. ``what``: the change; ``effect``: what it does."""
+
+    why: str
+    what: str
+    effect: str
+
+
+def changes(plan: Plan) -> Iterator[Change]:
+    """Yield what to change, the most urgent first."""
+    step = plan.step
+    if step is None:
+        yield from _to_fit(plan)
+        return
+    outer = plan.outer_step(step)
+    rules = plan.rules
+    if not outer.in_time or plan.refused:
+        yield from _to_be_in_time(plan, outer)
+    elif rules.exchange == "hivemind" and rules.pauses:
+        after = replace(plan, rules=replace(rules, pauses=False))
+        why = f"inner steps pause for {duration(outer.late)} in each round"
+        yield _change(plan, after, why, "train in rounds (a network of format 2)")
+    if rules.exchange == "hivemind":
+        member = Member(step.seconds, plan.up, plan.down)
+        sending = member.sending(plan.upload_bytes)
+        if sending > rules.upload_steps * step.seconds:
+            steps = math.ceil(sending / step.seconds)
+            why = f"an upload of {size(plan.upload_bytes)} takes {duration(sending)}"
+            what = f"--neuron.upload_steps {steps}"
+            yield Change(why, what, f"one is sent before the next is due, each {steps} steps")
+    if rules.exchange == "store":
+        growth = plan.growth
+        seconds = 8 * growth.validator_receives / (_VALIDATORS_LINK * 1e6)
+        if seconds > plan.grace:
+            why = (
+                f"{_VALIDATORS_LINK:g} Mbit/s bring the validator {size(growth.validator_receives)}"
+                f" in {duration(seconds)}, and the grace is {duration(plan.grace)}"
+            )
+            what = f"the validator's link: {_VALIDATORS_LINK * seconds / plan.grace:,.0f} Mbit/s"
+            yield Change(why, what, "all uploads are there when the grace ends")
+    held = 1 - outer.utilization
+    if outer.in_time and not rules.pauses and held > _IDLE:
+        after = replace(plan, rules=replace(rules, period=2 * rules.period))
+        why = f"a round holds training for {held:.0%} of the period"
+        yield _change(plan, after, why, "twice round.blocks_per_allreduce")
+    if outer.in_time and rules.exchange == "store" and outer.late > _LATE * rules.period:
+        yield from _to_be_sooner(plan, outer)
+    if step.bound in ("reduction", "launches") or step.parts["reduction"] > 0.1 * step.seconds:
+        share = step.parts["reduction"] / step.seconds
+        after = replace(plan, rules=replace(rules, sequences=2 * rules.sequences))
+        why = f"gathers and reductions between {plan.machine} take {share:.0%} of a step"
+        yield _change(plan, after, why, "twice training.effective_batch")
+    if outer.in_time and (found := _cheapest(plan)) is not None:
+        why = "compute takes the rest, and other cards do it for less"
+        yield _change(plan, found, why, str(found.machine))
+
+
+def _change(plan: Plan, after: Plan, why: str, what: str) -> Change:
+    return Change(why, what, f"{_worth(plan)} -> {_worth(after)}")
+
+
+def _worth(plan: Plan) -> str:
+    step = plan.step
+    if step is None:
+        return "it does not fit"
+    found = plan.outer_step(step)
+    words = f"utilization {found.utilization:.1%}"
+    if math.isfinite(plan.dollars):
+        words += f", MFU {step.mfu:.0%}, {plan.dollars:,.0f} $"
+    return words
+
+
+def _to_fit(plan: Plan) -> Iterator[Change]:
+    """Yield the fewest of these cards that hold the model, and the smallest card."""
+    why = f"{plan.rules.model} does not fit into {plan.machine}"
+    for gpus in (2, 4, 8):
+        after = replace(plan, machine=replace(plan.machine, gpus=gpus))
+        if gpus > plan.machine.gpus and _in_time(after):
+            yield _change(plan, after, why, str(after.machine))
+            break
+    for card in sorted(CARDS.values(), key=lambda card: card.price):
+        after = replace(plan, machine=replace(plan.machine, card=card), price=None)
+        if _in_time(after):
+            yield _change(plan, after, why, str(after.machine))
+            break
+
+
+def _to_be_in_time(plan: Plan, outer: OuterStep) -> Iterator[Change]:
+    """Yield what makes an upload, or a round, end in time."""
+    rules, store = plan.rules, plan.rules.exchange == "store"
+    limit = plan.grace if store else min(rules.timeout, rules.period)
+    what = "an upload" if store else "a round's transfer"
+    why = f"{what} takes {duration(outer.transfer)}, and {duration(limit)} are there"
+    if plan.refused:
+        why += ", with which dt-network init refuses the network"
+    ways = []
+    if rules.bits > 2:
+        fewer = 2 if store else 4
+        words = "round.bits = 2" if store else 'round.compression = "4bit"'
+        ways += [(words, replace(rules, bits=fewer))] if fewer < rules.bits else []
+    if not store:
+        ways.append(("--exchange store", replace(rules, exchange="store", bits=4, grace=None)))
+    blocks = rules.period
+    while store and blocks < _LONGEST:
+        blocks *= 1.25
+        longer = replace(rules, period=blocks, grace=None)
+        if _in_time(replace(plan, rules=longer)):
+            words = f"a period of {duration(blocks)} (round.blocks_per_allreduce)"
+            ways.append((words, longer))
+            break
+    for words, changed in ways:
+        if _in_time(after := replace(plan, rules=changed)):
+            yield _change(plan, after, why, words)
+    faster = plan
+    while not _in_time(faster) and faster.up < 1e5:
+        faster = replace(faster, up=1.1 * faster.up, down=max(plan.down, 1.1 * faster.up))
+    if _in_time(faster):
+        yield _change(plan, faster, why, f"a network link of {faster.up:,.0f} Mbit/s up")
+
+
+def _in_time(plan: Plan) -> bool:
+    step = plan.step
+    return step is not None and plan.outer_step(step).in_time and not plan.refused
+
+
+def _to_be_sooner(plan: Plan, outer: OuterStep) -> Iterator[Change]:
+    """Yield what lets the update come before much was trained without it."""
+    rules = plan.rules
+    why = f"the update comes {duration(outer.late)} after the close"
+    ways = {
+        "round.bits = 2": replace(plan, rules=replace(rules, bits=2)),
+        "twice the network link": replace(plan, up=2 * plan.up, down=2 * plan.down),
+    }
+    for words, after in ways.items():
+        step = after.step
+        if step is not None and (late := after.outer_step(step).late) < 0.95 * outer.late:
+            shares = (f"{each / rules.period:.0%}" for each in (outer.late, late))
+            effect = f"{' -> '.join(shares)} of an outer step are trained before its update"
+            yield Change(why, words, effect)
+
+
+def _cheapest(plan: Plan) -> Plan | None:
+    """Return the plan with another card that costs least, if that is much less."""
+    if plan.price is not None:
+        return None
+    others = [
+        replace(plan, machine=replace(plan.machine, card=card))
+        for card in CARDS.values()
+        if card != plan.machine.card
+    ]
+    found = min(others, key=lambda other: other.dollars)
+    return found if found.dollars < _CHEAPER * plan.dollars else None
+
+
+# --- what is printed ------------------------------------------------------------------------------
+
+
+def facts(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Yield the rows of a plan whose model fits."""
+    rules, step = plan.rules, plan.step
+    assert step is not None
+    how, outer = step.how, plan.outer_step(step)
+    parts = ", ".join(
+        f"{name} {seconds / step.seconds:.0%}"
+        for name, seconds in step.parts.items()
+        if seconds > 0.005 * step.seconds
+    )
+    yield "inner step", f"{step.seconds:.2f} s, MFU {step.mfu:.0%}: {parts}"
+    words = [f"micro-batch {how.micro_batch}"]
+    if how.checkpointing != "none":
+        words.append(f"--neuron.activation_checkpointing {how.checkpointing}")
+    words += [] if how.keep_unsharded else ["weights gathered each time"]
+    words += [] if how.reduce_at_last else ["gradients reduced each time"]
+    words += ["AdamW's state in host memory"] if how.offload_optimizer else []
+    of = f"{step.device_bytes / 1e9:.0f} of {plan.machine.card.memory:g} GB"
+    yield "GPU memory", f"{of}: {', '.join(words)}"
+    host = f"{plan.host_bytes / 1e9:.0f} GB"
+    yield "host memory, disk", f"{host}, {plan.disk_bytes / 1e9:.0f} GB on each machine"
+    tokens = outer.inner_steps * step.tokens
+    yield (
+        "an outer step",
+        f"{outer.inner_steps:,.0f} inner steps, {tokens / 1e9:.2f} billion tokens of a member",
+    )
+    yield "bytes of it", f"sends {size(outer.sent)}, receives {size(outer.received)}"
+    if rules.exchange == "store":
+        spare = f"of {duration(plan.grace)} grace"
+        late = f"the update comes {duration(outer.late)} after the close"
+        yield "upload", f"{duration(outer.transfer)} {spare}; {late}"
+    else:
+        yield "round", f"{duration(outer.late)}, of which {duration(outer.transfer)} transfer"
+    late = "" if outer.in_time else ": it comes too late and is not merged"
+    yield "utilization", f"{outer.utilization:.1%}{late}"
+    if rules.exchange == "store":
+        yield "store", plan.growth.describe_store()
+    price = plan.machine.card.price if plan.price is None else plan.price
+    dated = f" of {PRICED}, --price" if plan.price is None else ""
+    yield (
+        "dollars",
+        f"{plan.dollars_a_day:,.0f} a day, of all {plan.dollars_a_day * plan.peers:,.0f} "
+        f"({price:g} a GPU and hour{dated})",
+    )
+    if math.isfinite(plan.days):
+        yield (
+            f"{plan.tokens / 1e9:,.0f} billion tokens",
+            f"{plan.days:,.1f} days, {plan.dollars:,.0f} $ of all members",
+        )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan's figures, in seconds, bytes and dollars; None: infinite, or does not fit."""
+    step = plan.step
+    if step is None:
+        return {"fits": False}
+    outer, finite = plan.outer_step(step), math.isfinite(plan.days)
+    figures: dict[str, Any] = {
+        "fits": True,
+        "step_seconds": step.seconds,
+        "mfu": step.mfu,
+        "micro_batch": step.how.micro_batch,
+        "activation_checkpointing": step.how.checkpointing,
+        "device_bytes": step.device_bytes,
+        "host_bytes": plan.host_bytes,
+        "disk_bytes": plan.disk_bytes,
+        "inner_steps": outer.inner_steps,
+        "sent": outer.sent,
+        "received": outer.received,
+        "transfer_seconds": outer.transfer,
+        "update_seconds": outer.late,
+        "in_time": outer.in_time,
+        "utilization": outer.utilization,
+        "dollars_a_day": plan.dollars_a_day,
+        "tokens": plan.tokens,
+        "days": plan.days if finite else None,
+        "dollars": plan.dollars if finite else None,
+    }
+    if plan.rules.exchange == "store":
+        figures |= {
+            "stored": plan.growth.stored,
+            "store_dollars_a_month": plan.growth.dollars_a_month,
+        }
+    return figures
+
+
+def size(count: float) -> str:
+    """Return bytes in MB or GB."""
+    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"
+
+
+def duration(seconds: float) -> str:
+    if seconds >= 2 * 86400:
+        return f"{seconds / 86400:,.1f} days"
+    return f"{seconds:,.0f} s" if seconds < 600 else f"{seconds / 60:,.0f} min"
+
+
+# --- arguments ------------------------------------------------------------------------------------
+
+
+def machine_of(text: str) -> Machine:
+    """Return the machine of ``h100``, ``h100x8``, or ``h100x8x2`` for two of them."""
+    found = _GPU.fullmatch(text.lower())
+    if found is None or found[1] not in CARDS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.60} is no GPU that is known, as in h100x8: {', '.join(CARDS)}"
+        )
+    return Machine(CARDS[found[1]], int(found[2] or 1), int(found[3] or 1))
+
+
+def link_of(text: str) -> tuple[float, float]:
+    """Return Mbit/s down and up of ``100/20``, or of ``100`` for both."""
+    down, slash, up = text.partition("/")
+    convert = ranged(0.001, 1e6)
+    try:
+        return convert(down), convert(up if slash else down)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.60} is no link in Mbit/s, as in 100/20 (down/up, each 0.001 to 1,000,000)"
+        ) from None
+
+
+def shape_of(wanted: str) -> ModelShape:
+    """Return the shape of a named model or a config.json. Raises ConfigError."""
+    try:
+        if not wanted.endswith(".json"):
+            return ModelShape.from_config(named_config(wanted))
+        return ModelShape.from_config(read_json_object(Path(wanted)) or {})
+    except ValueError as error:
+        raise ConfigError(
+            f"--model {wanted}: {error}, so nothing was planned: give tiny, 125m, 1b, 4b or the "
+            "config.json of a Llama-like model"
+        ) from None
+
+
+def rules_of(options: argparse.Namespace) -> Rules:
+    """Return the rules of the network's file, or of a new network. Raises ConfigError."""
+    founded = options.network is None
+    words = ["--network", options.network or "sn38"]
+    config = load_config("miner", words, environ={}, dotenv=None, check=False)
+    assert config.network is not None
+    head, miner = config.network.head, config.miner
+    model = options.model or head.name
+    if options.model:
+        shape = shape_of(options.model)
+    else:
+        try:
+            # The public network's file has no more than the number of its parameters.
+            like = config.network.model or named_config("4b")
+            shape = ModelShape.from_config(like, head.parameters)
+        except ValueError as error:
+            raise ConfigError(
+                f"{options.network}: {error}, so nothing was planned: give --model too"
+            ) from None
+    exchange = options.exchange or ("store" if founded else config.exchange)
+    if not founded and exchange != config.exchange:
+        raise ConfigError(
+            f"--exchange {exchange}, and {options.network} has {config.exchange}, so nothing was "
+            "planned: leave it out, or give --model in place of --network"
+        )
+    four = founded or config.swarm.compression == "4bit"
+    # A public network's validators wait longer from the first outer step on.
+    blocks = miner.blocks_per_allreduce
+    blocks = blocks if founded else max(blocks, miner.blocks_per_allreduce_later)
+    return Rules(
+        model=model,
+        shape=shape,
+        exchange=exchange,
+        period=blocks * config.chain.seconds_per_block,
+        sequences=config.training.local_batch_size_train_effective,
+        length=config.training.sequence_length,
+        grace=None if founded else miner.grace.total_seconds(),
+        bits=miner.bits if exchange == "store" else 4 if four else 32,
+        uploads_all=not founded and exchange != "store" and config.store.content == "all",
+        upload_steps=config.store.upload_steps,
+        pauses=not founded and head.format == 1,
+        matchmaking=config.swarm.min_matchmaking_time.total_seconds(),
+        timeout=config.swarm.allreduce_timeout.total_seconds(),
+        weights_every=miner.weights_every,
+        keep_uploads=miner.keep_uploads,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        prog="dt-plan",
+        description=(__doc__ or "").splitlines()[0],
+        epilog="\n".join((__doc__ or "").splitlines()[2:]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    of = parser.add_mutually_exclusive_group(required=True)
+    of.add_argument("--model", type=argument(Text), help="tiny, 125m, 1b, 4b or a config.json")
+    of.add_argument("--network", type=argument(Text), metavar="FILE|URL|NAME", help="its rules")
+    add("--gpu", type=machine_of, required=True, metavar="NAMExN", help=f"N of {', '.join(CARDS)}")
+    add("--link", type=link_of, required=True, metavar="DOWN/UP", help="Mbit/s of a member")
+    add("--peers", type=ranged(1, 4096), default=4, metavar="N", help="members, all alike (4)")
+    add("--exchange", choices=("store", "hivemind"), help="with --model (store)")
+    add("--price", type=ranged(0.0, 1e6), metavar="DOLLARS", help=f"a GPU and hour ({PRICED})")
+    many = f"of all members ({_TOKENS_A_PARAMETER} a parameter)"
+    add("--tokens", type=ranged(1.0, 1e18), metavar="N", help=many)
+    add("--json", action="store_true", help="for programs")
+    try:
+        options = parser.parse_args(argv)
+        rules = rules_of(options)
+    except ConfigError as error:
+        return exit_with(error)
+    down, up = options.link
+    tokens = options.tokens or float(_TOKENS_A_PARAMETER * rules.shape.parameters)
+    plan = Plan(rules, options.gpu, down, up, options.peers, options.price, tokens)
+    found = list(changes(plan))
+    if options.json:
+        listed = [{"why": c.why, "what": c.what, "effect": c.effect} for c in found]
+        print(json.dumps(as_json(plan) | {"changes": listed}))
+        return 0 if plan.step is not None else 1
+    how = "through the store" if rules.exchange == "store" else "over hivemind"
+    print(
+        f"{rules.model}, {rules.shape.parameters / 1e9:.3g} billion parameters; {options.peers} "
+        f"members of {options.gpu}, {up:g} Mbit/s up and {down:g} down; rounds {how}, each "
+        f"{duration(rules.period)}"
+    )
+    fits = plan.step is not None
+    rows = list(facts(plan)) if fits else [("GPU memory", "the model does not fit")]
+    rows += [
+        ("change first" if not number else "or then", f"{c.what}: {c.effect} ({c.why})")
+        for number, c in enumerate(found)
+    ] or [("change first", "nothing: the rest is compute")]
+    width = max(len(name) for name, _ in rows)
+    for name, text in rows:
+        print(f"{name.ljust(width)}  {text}")
+    return 0 if fits else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

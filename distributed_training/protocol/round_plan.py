@@ -1,0 +1,128 @@
+"""Compute what an outer step is for a member: bytes, utilization, and when its update comes.
+
+``dt-plan`` prints it. ``docs/figures/exchange-grid.json`` has what real miners did at links of many
+speeds (``python -m bench.exchange_grid``), and a test holds these formulas against it. A link of so
+many Mbit/s moves files, with :data:`HEADERS`, and nothing else but looks at the state.
+
+*Utilization* is what a member trains and the network takes, of what it could train: 1 without
+holds, pauses and uploads that come late.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distributed_training.protocol.growth import CHECKPOINT, file_bytes
+
+HEADERS = 1.03  # bytes on the wire for each of a file
+_LOOK, _LOOK_SOON = 30.0, 5.0  # seconds between two looks at the state; while an update is awaited
+_LOOK_SENT, _LOOK_RECEIVED = 3500.0, 4000.0  # bytes
+_FIRST = 1.0  # seconds from a close until its first byte is sent, beside step and checkpoint
+_JUDGED = 4.0  # seconds from the last upload to the published update, beside fetching and judging
+_MATCHED = 2.0  # seconds beyond the least of matchmaking
+_AFTER = 0.096  # of matchmaking and transfer: what else a round takes (docs/swarm.md)
+_GROUP = 64  # peers at most
+_CALLS = 12_000.0  # bytes a minute of DHT, calls and polls, each way
+
+
+@dataclass(frozen=True)
+class Member:
+    """A member. ``step``: seconds; ``up``, ``down``: Mbit/s; ``held``: seconds of a round."""
+
+    step: float
+    up: float
+    down: float
+    held: float = 0.0
+
+    def sending(self, count: float) -> float:
+        """Return the seconds in which it sends so many bytes."""
+        return 8 * count * HEADERS / (self.up * 1e6)
+
+    def receiving(self, count: float) -> float:
+        return 8 * count * HEADERS / (self.down * 1e6)
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """An outer step of a member: seconds, bytes. ``late``: from its close to its update."""
+
+    inner_steps: float
+    sent: float
+    received: float
+    transfer: float  # of the upload, or of the round
+    late: float
+    utilization: float
+    in_time: bool = True
+
+
+def through_store(
+    parameters: int,
+    member: Member,
+    *,
+    period: float,
+    grace: float,
+    bits: int = 4,
+    slowest: float | None = None,
+) -> OuterStep:
+    """Return an outer step of a network of exchange ``store``.
+
+    ``slowest``: Mbit/s up of the slowest member, which the validator waits for; None: this one.
+    """
+    upload, update = file_bytes(parameters, bits), file_bytes(parameters, 4)
+    begun = member.step / 2 + _FIRST + CHECKPOINT * parameters
+    in_time = begun + member.sending(upload) <= grace
+    waits = begun + 8 * upload * HEADERS / ((slowest or member.up) * 1e6)
+    late = min(waits, grace) + _JUDGED + _LOOK_SOON / 2 + member.receiving(update)
+    looks = late / _LOOK_SOON + max(0.0, period - late) / _LOOK
+    whole = upload * HEADERS if in_time else max(0.0, grace - begun) * member.up * 1e6 / 8
+    return OuterStep(
+        inner_steps=(period - member.held) / member.step,
+        sent=whole + looks * _LOOK_SENT,
+        received=update * HEADERS + looks * _LOOK_RECEIVED,
+        transfer=member.sending(upload),
+        late=late,
+        utilization=max(0.0, 1 - member.held / period) if in_time else 0.0,
+        in_time=in_time,
+    )
+
+
+def over_hivemind(
+    parameters: int,
+    member: Member,
+    *,
+    period: float,
+    peers: int,
+    bits: int = 4,
+    upload: int = 0,
+    uploads: float = 1.0,
+    matchmaking: float = 3.0,
+    timeout: float = float("inf"),
+    pauses: bool = False,
+) -> OuterStep:
+    """Return an outer step of a network of exchange ``hivemind``.
+
+    ``peers``: of a round, without the validator. ``bits``: 4, or 32 without compression.
+    ``upload``: bytes of one of ``uploads``. ``timeout``: seconds after which no part may come.
+    ``pauses``: no inner steps in a round.
+    """
+    group = min(peers + 1, _GROUP)
+    value = file_bytes(parameters, 4) if bits == 4 else 4 * parameters
+    # To each other peer its part of our values, and the average of ours.
+    moved = 2 * (group - 1) / group * value
+    transfer = max(member.sending(moved), member.receiving(moved))
+    matched = matchmaking + _MATCHED
+    late = (matched + transfer) * (1 + _AFTER)
+    held = member.held + (late if pauses else 0.0)
+    in_time = transfer <= timeout and late <= period
+    calls = period / 60 * _CALLS
+    if upload:  # no more than the link sends
+        uploads = min(uploads, max(0.0, period - transfer) / member.sending(upload))
+    return OuterStep(
+        inner_steps=max(0.0, period - held) / member.step,
+        sent=(moved + uploads * upload) * HEADERS + calls,
+        received=moved * HEADERS + calls,
+        transfer=transfer,
+        late=late,
+        utilization=max(0.0, 1 - held / period) if in_time else 0.0,
+        in_time=in_time,
+    )

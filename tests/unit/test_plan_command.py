@@ -1,0 +1,152 @@
+"""Test ``dt-plan``: what it prints, what it proposes, and arguments that cannot be used."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from distributed_training.common.gpus import CARDS
+from distributed_training.common.llama import named_config
+from distributed_training.plan_command import main
+from tests.tools.network import network_file
+
+pytestmark = pytest.mark.timeout(60)
+GIVEN = ["--model", "4b", "--gpu", "h100x8", "--link", "100/20", "--peers", "16"]
+
+
+def plan(capsys: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
+    assert main([*words, "--json"]) in (0, 1)
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_a_plan_names_all_that_is_promised(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(GIVEN) == 0
+    said = capsys.readouterr().out
+    print(said)
+    lines = {line[:18].strip(): line[19:] for line in said.splitlines()[1:]}
+    assert {"inner step", "GPU memory", "host memory, disk", "an outer step"} < lines.keys()
+    assert {"bytes of it", "upload", "utilization", "store", "dollars"} < lines.keys()
+    assert "micro-batch 8" in lines["GPU memory"] and "inner steps" in lines["an outer step"]
+    assert "sends 1.94 GB" in lines["bytes of it"] and "388.14 GB" in lines["store"]
+    assert "566 a day" in lines["dollars"] and "73 billion tokens" in lines
+    assert "->" in lines["change first"]
+
+
+def test_a_plan_goes_by_the_networks_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rules = {
+        "exchange": "store",
+        "private": True,
+        "chain.url": "http://127.0.0.1:8100",
+        "model.config": {k: v for k, v in named_config("125m").items() if v is not None},
+        "model.parameters": 134_105_856,
+        "round.blocks_per_allreduce": 1200,
+        "round.grace": "300s",
+        "round.bits": 2,
+    }
+    machine = ["--gpu", "4090", "--link", "100/20"]
+    found = plan(capsys, "--network", network_file(tmp_path, rules), *machine)
+    assert found["fits"] and found["in_time"] and found["stored"] > 0
+    assert found["sent"] == pytest.approx(134_105_856 * 0.266 * 1.03, rel=0.02)
+    assert found["received"] == pytest.approx(134_105_856 * 0.516 * 1.03, rel=0.02)
+    assert found["inner_steps"] * found["step_seconds"] == pytest.approx(1200, rel=0.02)
+    paused, local = (plan(capsys, "--network", name, *machine) for name in ("sn38", "local"))
+    assert not paused["fits"] and "stored" not in local
+
+
+@pytest.mark.parametrize(
+    ("words", "why", "what"),
+    [
+        (["--gpu", "h100x8", "--link", "100/5"], "an upload takes", "a period of"),
+        (["--gpu", "h100x8", "--link", "100/11"], "an upload takes", "round.bits = 2"),
+        (["--gpu", "4090", "--link", "100/20"], "does not fit", "x RTX 4090"),
+        (["--gpu", "4090x8", "--link", "500/500"], "gathers", "effective_batch"),
+        (["--gpu", "h100x8", "--link", "900/50", "--peers", "900"], "validator", "link"),
+        (["--gpu", "h100x8", "--link", "15", "--exchange", "hivemind"], "a round's", "store"),
+    ],
+)
+def test_the_bottleneck_is_named_with_what_its_change_does(
+    words: list[str], why: str, what: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, *_ = plan(capsys, "--model", "4b", *words)["changes"]
+    print(first)
+    assert why in first["why"] and what in first["what"] and first["effect"]
+
+
+@settings(
+    deadline=None, max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    card=st.sampled_from(list(CARDS)),
+    gpus=st.sampled_from([1, 2, 8]),
+    up=st.floats(0.1, 1e4),
+    peers=st.integers(1, 300),
+    exchange=st.sampled_from(["store", "hivemind"]),
+)
+def test_more_of_a_link_never_costs_and_figures_agree(
+    card: str, gpus: int, up: float, peers: int, exchange: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model", "1b", "--gpu", f"{card}x{gpus}", "--peers", str(peers)]
+    words += ["--exchange", exchange, "--tokens", "1e10"]
+    slow, fast = (plan(capsys, *words, "--link", f"{n:.3f}") for n in (up, 2 * up))
+    assert slow["fits"] and 0 <= slow["utilization"] <= fast["utilization"] <= 1
+    assert fast["transfer_seconds"] <= slow["transfer_seconds"]
+    if fast["utilization"]:
+        assert fast["dollars"] == pytest.approx(fast["days"] * fast["dollars_a_day"] * peers)
+        assert math.isfinite(fast["dollars"])
+    else:
+        assert fast["dollars"] is None and fast["changes"]
+
+
+@settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    flag=st.sampled_from(["--model", "--gpu", "--link", "--peers", "--price", "--tokens"]),
+    word=st.one_of(
+        st.text(max_size=30),
+        st.sampled_from(["", "nan", "-1", "1e999", "h100x0", "h100x8x", "/", "9/", "/9", "a.json"]),
+        st.from_regex(r"(h100|4090|xx)(x\d{0,3}){0,3}|\d{0,9}[/.]\d{0,9}", fullmatch=True),
+    ),
+)
+def test_bad_input_is_one_line(flag: str, word: str, capsys: pytest.CaptureFixture[str]) -> None:
+    given_words = [*GIVEN]
+    given_words += [f"{flag}={word}"]
+    try:
+        status = main(given_words)
+    except SystemExit as stopped:
+        status = int(str(stopped.code))
+    said = capsys.readouterr()
+    if status == 2:
+        assert said.out == "" and said.err.startswith("error: ") and said.err.count("\n") == 1
+        assert "so nothing was" in said.err
+    else:
+        assert status in (0, 1) and "change first" in said.out and said.err == ""
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--gpu", "h100", "--link", "1"],
+        ["--model", "1b", "--network", "sn38", "--gpu", "h100", "--link", "1"],
+        ["--network", "/nowhere.toml", "--gpu", "h100", "--link", "1"],
+        ["--network", "sn38", "--exchange", "store", "--gpu", "h100", "--link", "1"],
+    ],
+)
+def test_what_contradicts_itself_is_one_line(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        assert main(words) == 2
+    except SystemExit as stopped:
+        assert stopped.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
